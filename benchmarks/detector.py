@@ -61,7 +61,7 @@ from onepolicy.models.prepare import prepare_for_training  # noqa: E402
 from onepolicy.objective.advantages import compute_outcomes  # noqa: E402
 from onepolicy.replay.alignment import check_alignment, window_starts  # noqa: E402
 from onepolicy.replay.checks import RoutingError  # noqa: E402
-from onepolicy.rollout.collect import collect  # noqa: E402
+from onepolicy.rollout.collect import collect_rollouts  # noqa: E402
 from onepolicy.run.step_metrics import mismatch_metrics  # noqa: E402
 from onepolicy.sync.check import push_weights  # noqa: E402
 from onepolicy.train.pack import pack  # noqa: E402
@@ -169,14 +169,14 @@ def agreement() -> None:
         if args.quantise:
             quantise(parts.engine._batch.forward.model)
         cfg = parts.config.rollout
-        return await collect(
+        return await collect_rollouts(
             parts.engine,
             parts.environment,
             cfg,
             stop=parts.stop,
             step=step,
             seed=0,
-            routes=parts.routes,
+            route_spec=parts.routes,
         )
 
     clean, k3 = [], {"replayed": [], "not replayed": []}

@@ -97,7 +97,7 @@ def measure(batch: int, dtype: str, args: argparse.Namespace) -> dict[str, float
     runners = {"generate": stock_runner(model, prompts, args.new)}
     for record in (True, False):
         engine = HFEngine(
-            copy.deepcopy(model), config, record=record, max_len=args.prompt + args.new
+            copy.deepcopy(model), config, return_routes=record, max_len=args.prompt + args.new
         )
         runners["on" if record else "off"] = engine_runner(engine, prompts, args.new)
     seconds = interleaved(runners, args.rounds, clock)

@@ -65,7 +65,9 @@ def bare(engine: VLLMEngine, prompts: list[list[int]], new: int) -> Callable[[],
         for seed, row in enumerate(prompts):
             prompt = {"type": "token", "prompt_token_ids": row}
             engine.llm.add_request(
-                f"bare {next(numbers)}", prompt, engine_module._parameters(Sampling(1.0, new), seed)
+                f"bare {next(numbers)}",
+                prompt,
+                engine_module._sampling_params(Sampling(1.0, new), seed),
             )
         while engine.llm.has_unfinished_requests():
             engine.llm.step()
@@ -101,11 +103,14 @@ def build(folder: str, slots: int, max_len: int, kinds: list[str]) -> dict[str, 
     engines: dict[str, RolloutEngine] = {}
     for name, routes in (("vllm bf16", rules), ("vllm bf16, no routes", None)):
         config = VLLMEngineConfig(max_num_seqs=slots, kv_cache_gib=0.5)
-        engines[name] = VLLMEngine(model, hf, config, routes=routes, max_len=max_len, cpu=True)
+        engines[name] = VLLMEngine(model, hf, config, route_spec=routes, max_len=max_len, cpu=True)
     for name, dtype in (("hf bf16", "bfloat16"), ("hf fp32", "float32")) if "hf" in kinds else ():
         own = load_model(model, DTYPES[dtype], CPU)
         engines[name] = HFEngine(
-            own, HFEngineConfig(dtype=dtype, max_num_seqs=slots), record=True, max_len=max_len
+            own,
+            HFEngineConfig(dtype=dtype, max_num_seqs=slots),
+            return_routes=True,
+            max_len=max_len,
         )
     return engines
 

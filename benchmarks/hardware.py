@@ -91,7 +91,9 @@ def decoding(flops: float, dims: Dims) -> tuple[float, float]:
     for batch in BATCHES:
         prompts = torch.randint(3, 32, (batch, PROMPT))
         config = HFEngineConfig(max_num_seqs=batch)
-        engine = HFEngine(copy.deepcopy(build_model()), config, record=True, max_len=PROMPT + NEW)
+        engine = HFEngine(
+            copy.deepcopy(build_model()), config, return_routes=True, max_len=PROMPT + NEW
+        )
         run = engine_runner(engine, prompts, NEW)
         found.append(seconds(run) / NEW)
     work = [

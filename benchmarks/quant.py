@@ -109,7 +109,11 @@ def build(
     config = HFEngineConfig(dtype="bfloat16", max_num_seqs=options.batch)
     own = copy.deepcopy(model).to(options.device)
     return HFEngine(
-        own, config, record=True, max_len=PROMPT + max(WARM_UP, *options.lengths), quant=quant
+        own,
+        config,
+        return_routes=True,
+        max_len=PROMPT + max(WARM_UP, *options.lengths),
+        quant=quant,
     )
 
 

@@ -204,7 +204,9 @@ def measure_recording(batch: int, args: argparse.Namespace) -> list[str]:
     prompts = torch.randint(3, 32, (batch, 26))
     config = HFEngineConfig(dtype="float32", max_num_seqs=batch)
     runs = [
-        engine_runner(HFEngine(build_model(), config, record=record, max_len=101), prompts, 75)
+        engine_runner(
+            HFEngine(build_model(), config, return_routes=record, max_len=101), prompts, 75
+        )
         for record in (True, False)
     ]
     on, off = pairs_of(runs[0], runs[1], args.pairs)

@@ -62,7 +62,7 @@ def main() -> None:
         tuple(range(text.num_hidden_layers)), text.num_experts, text.num_experts_per_tok, "error"
     )
     server, local = (
-        build_engine(EngineSpec(model, config, torch.device("cpu"), PROMPT + NEW, routes=rules))
+        build_engine(EngineSpec(model, config, torch.device("cpu"), PROMPT + NEW, route_spec=rules))
         for config in (
             VLLMServerConfig(url=arguments.url, max_num_seqs=256),
             VLLMEngineConfig(max_num_seqs=96, kv_cache_gib=0.25),

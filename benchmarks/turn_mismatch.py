@@ -44,7 +44,7 @@ from onepolicy.interfaces import RolloutEngine
 from onepolicy.models.load import load_tokenizer
 from onepolicy.report.png import write_figures
 from onepolicy.report.turns import NATIVE, by_turn
-from onepolicy.rollout.collect import seed_of
+from onepolicy.rollout.collect import request_seed
 from onepolicy.run.step_metrics import metrics_per_turn
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample, Sampling, TokenBatch
@@ -132,7 +132,9 @@ async def episode(
     path, right = Trajectory(encode(tokenizer, f"{question(chain.entries[0])}\n")), 0
     for turn, (entry, passage) in enumerate(zip(chain.entries, chain.passages, strict=True)):
         asked = Sampling(1.0, TURN, stop=(tokenizer.eos_token_id,), routes_from=path.next_route)
-        completion = await engine.generate(path.tokens, asked, seed=seed_of(0, number, 0, 0, turn))
+        completion = await engine.generate(
+            path.tokens, asked, seed=request_seed(0, number, 0, 0, turn)
+        )
         right += decode(tokenizer, completion.token_ids.tolist()) == search(entry)
         path.sampled(completion)
         path.observe(encode(tokenizer, found(passage), outside=True))

@@ -66,7 +66,7 @@ class Clock:
 
 def build_engine(model: PreTrainedModel, dtype: str, max_len: int, *, reuse: bool) -> HFEngine:
     config = HFEngineConfig(dtype=dtype, max_num_seqs=1, enable_prefix_caching=reuse)
-    return HFEngine(copy.deepcopy(model), config, record=True, max_len=max_len)
+    return HFEngine(copy.deepcopy(model), config, return_routes=True, max_len=max_len)
 
 
 async def play(

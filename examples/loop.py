@@ -78,7 +78,7 @@ async def main(steps: int = 8, folder: str | None = None) -> list[dict[str, floa
     prepare_for_training(trainer, torch.device("cpu"))
     routers = op.bind_routers(trainer)  # every MoE router of the trainer's model
     engine = HFEngine(
-        sampler, HFEngineConfig(max_num_seqs=PROMPTS * SIBLINGS), record=True, max_len=64
+        sampler, HFEngineConfig(max_num_seqs=PROMPTS * SIBLINGS), return_routes=True, max_len=64
     )
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-3, weight_decay=0.0)
     objective, log = ObjectiveConfig(), []

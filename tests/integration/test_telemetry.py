@@ -69,7 +69,7 @@ def test_the_model_hubs_client_is_switched_off_before_its_import():
 def test_a_vllm_server(monkeypatch):
     for name, value in ON.items():
         monkeypatch.setenv(name, value)
-    found = serve.environment("", hosts=(), vocab=32, cpu=True)
+    found = serve.server_environment("", hosts=(), vocab=32, cpu=True)
     assert {name: found[name] for name in OPT_OUT} == OPT_OUT
 
 

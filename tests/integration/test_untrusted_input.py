@@ -141,9 +141,9 @@ def test_engine_files_are_not_written_where_others_may_change_them(tmp_path, mon
 )
 def test_guard_settings_of_a_server_cannot_be_passed_through(argument, monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
-    settings = {"max_len": 96, "vocab": 32, "routes": False, "cpu": True}
+    settings = {"max_len": 96, "vocab": 32, "return_routes": False, "cpu": True}
     with pytest.raises(UsageError, match="is set by onepolicy engine serve"):
-        serve.serve(
+        serve.run_server(
             ServeConfig(), "model", **settings, extra=["--tensor-parallel-size=2", argument]
         )
 

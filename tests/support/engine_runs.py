@@ -12,11 +12,11 @@ from onepolicy.types import Sampling
 from support.models import VOCAB, make
 
 
-def engine_of(model, *, max_num_seqs=4, record=True, max_len=64, enable_prefix_caching=True):
+def engine_of(model, *, max_num_seqs=4, return_routes=True, max_len=64, enable_prefix_caching=True):
     config = HFEngineConfig(
         dtype="float32", max_num_seqs=max_num_seqs, enable_prefix_caching=enable_prefix_caching
     )
-    return HFEngine(model, config, record=record, max_len=max_len)
+    return HFEngine(model, config, return_routes=return_routes, max_len=max_len)
 
 
 def build(name, **settings):

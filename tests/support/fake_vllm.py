@@ -20,7 +20,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from onepolicy.config import ModelConfig, TrainingError, VLLMServerConfig
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.vllm.server import VLLMServer
-from onepolicy.rollout.vllm.worker import shape_of
+from onepolicy.rollout.vllm.worker import model_shape
 from onepolicy.sync.broadcast import Receiver
 from onepolicy.sync.checksum import Checksums, difference
 from onepolicy.sync.weight_files import read_weights
@@ -71,7 +71,7 @@ def make_checkpoints(base):
 
 @contextmanager
 def serving(checkpoints):
-    fake = FakeVLLM(checkpoints[0][0], shape_of(HF))
+    fake = FakeVLLM(checkpoints[0][0], model_shape(HF))
     with fake.server:
         yield fake
 
@@ -80,13 +80,13 @@ def engine_of(fake, quant=None, **settings):
     usual = {"url": fake.server.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S}
     config = VLLMServerConfig(**usual | settings)
     return VLLMServer(
-        ModelConfig(path=fake.model), HF, config, routes=RULES, max_len=96, quant=quant
+        ModelConfig(path=fake.model), HF, config, route_spec=RULES, max_len=96, quant=quant
     )
 
 
 def connected(fake, **settings):
     engine = engine_of(fake, **settings)
-    with engine.client.starting():
+    with engine.client.startup_errors():
         asyncio.run(engine.connect())
     engine.take_metrics()
     return engine

@@ -41,7 +41,7 @@ def engine_of(
     return HFEngine(
         copy.deepcopy(model),
         config,
-        record=is_moe(model.config),
+        return_routes=is_moe(model.config),
         max_len=max_len,
         numerics="on-policy",
     )

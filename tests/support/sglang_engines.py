@@ -52,7 +52,7 @@ def open_engine(fake, routes=RULES, connect=True, **settings):
     config = SGLangConfig(
         **{"url": fake.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S} | settings
     )
-    engine = SGLangEngine(model, read_config(model), config, routes=routes, max_len=200)
+    engine = SGLangEngine(model, read_config(model), config, route_spec=routes, max_len=200)
     if connect:
         asyncio.run(engine.connect())
     return engine

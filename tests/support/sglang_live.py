@@ -63,7 +63,7 @@ def serving(folder, log):
 def open_engine(server, folder, rules=RULES, **settings):
     config = SGLangConfig(url=server, dtype="float32", **settings)
     model = ModelConfig(path=str(folder))
-    engine = SGLangEngine(model, read_config(model), config, routes=rules, max_len=500)
+    engine = SGLangEngine(model, read_config(model), config, route_spec=rules, max_len=500)
     asyncio.run(engine.connect())
     return engine
 

@@ -79,7 +79,7 @@ class FakeLearner:
 def open_engine(path):
     config = ModelConfig(path=str(path))
     hf = read_config(config)
-    return VLLMEngine(config, hf, CONFIG, routes=rules_of(hf), max_len=MAX_LEN, cpu=True)
+    return VLLMEngine(config, hf, CONFIG, route_spec=rules_of(hf), max_len=MAX_LEN, cpu=True)
 
 
 class ServerProcess:
@@ -125,7 +125,7 @@ def connect(server, path, **settings):
     config = VLLMServerConfig(url=server.url, dtype="float32", **settings)
     model = ModelConfig(path=str(path))
     rules = rules_of(read_config(model))
-    return build_engine(EngineSpec(model, config, torch.device("cpu"), MAX_LEN, routes=rules))
+    return build_engine(EngineSpec(model, config, torch.device("cpu"), MAX_LEN, route_spec=rules))
 
 
 def recipe(tmp_path, folder, server, more=""):

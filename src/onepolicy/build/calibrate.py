@@ -10,7 +10,7 @@ from pathlib import Path
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.files import write_text_atomically
 from onepolicy.interfaces import CalibratedEngine, Environment, RolloutEngine
-from onepolicy.rollout.collect import play, seed_of
+from onepolicy.rollout.collect import play_episode, request_seed
 from onepolicy.types import Sampling
 
 CALIBRATION_FILE = "calibration.json"
@@ -55,12 +55,12 @@ async def play_episodes(
 
     async def episode(index: int) -> None:
         problem = environment.train_problem(index)
-        await play(
+        await play_episode(
             engine,
             environment,
             problem,
             sampling,
-            functools.partial(seed_of, config.seed, problem.id, -2, 0),
+            functools.partial(request_seed, config.seed, problem.id, -2, 0),
         )
 
     await asyncio.gather(*map(episode, range(CALIBRATION_EPISODES)))

@@ -36,7 +36,7 @@ from onepolicy.models.load import (
 )
 from onepolicy.replay.checks import RouteSpec, refuse_router_loss, require_moe
 from onepolicy.replay.routers import Routers, bind_routers
-from onepolicy.rollout.copies import load_copy
+from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.train.scorer import PolicyScorer
 
@@ -200,7 +200,7 @@ def build_reprefill(config: RunConfig, model: ModelConfig, device: torch.device)
     """A second copy of the model, in the engine's dtype, that records routes."""
     from onepolicy.train.reprefill import Reprefill
 
-    second = load_copy(model, config.rollout, device)
+    second = load_engine_copy(model, config.rollout, device)
     scorer = PolicyScorer(second.eval(), config, routers=bind_routers(second))
     combine = isinstance(config.replay, WeightsReplay)
     return Reprefill(scorer, tokens=config.train.tokens_per_micro_batch, weights=combine)
@@ -267,7 +267,7 @@ def _build_engine_for(
         config.rollout.engine,
         scorer.device,
         max_len,
-        routes=None if uses_reprefill(config) else rules,
+        route_spec=None if uses_reprefill(config) else rules,
         combine_weights=isinstance(config.replay, WeightsReplay),
         numerics=config.numerics,
         quant=config.rollout.quant,
@@ -296,9 +296,9 @@ def check_quant_support(config: RunConfig) -> None:
 
         check_kernels(quant, device)
     if isinstance(config.rollout.engine, VLLMEngineConfig):
-        from onepolicy.rollout.vllm.quant import check
+        from onepolicy.rollout.vllm.quant import check_quant_device
 
-        check(quant, cpu=device.type == "cpu")
+        check_quant_device(quant, cpu=device.type == "cpu")
 
 
 def uses_reprefill(config: RunConfig) -> bool:

@@ -18,7 +18,7 @@ from onepolicy.engine_check.checks import (
     upper_quartile_gap,
 )
 from onepolicy.models import fp32_head
-from onepolicy.rollout.copies import load_copy
+from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.sync.check import MARGIN as NOISE
 from onepolicy.sync.check import checked_push, probe, push_weights
 from onepolicy.train.rescore import variant
@@ -39,7 +39,7 @@ class RoundedModel:
     def __init__(self, scorer: PolicyScorer, model: ModelConfig) -> None:
         rollout = scorer.config.rollout
         self._own, self._dtype = scorer, rollout.engine.dtype
-        self._model = load_copy(model, rollout, scorer.device)
+        self._model = load_engine_copy(model, rollout, scorer.device)
         self._copy = variant(scorer, model=self._model, autocast="off")
 
     def follow(self) -> None:

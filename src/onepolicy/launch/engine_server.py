@@ -12,7 +12,7 @@ from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.engine import ServeConfig
 from onepolicy.models.load import context_length, read_config
 from onepolicy.replay.checks import is_moe
-from onepolicy.rollout.vllm.serve import serve
+from onepolicy.rollout.vllm.serve import run_server
 
 
 def serve_model(
@@ -42,17 +42,17 @@ def serve_model(
     path = model.path
     if Path(path).exists():
         path = str(Path(path).resolve())
-    return serve(
+    return run_server(
         config,
         path,
         max_len=max_len,
         vocab=int(hf_config.get_text_config().vocab_size),
-        routes=routes and is_moe(hf_config),
+        return_routes=routes and is_moe(hf_config),
         cpu=not torch.cuda.is_available(),
         host=host,
         port=port,
         token_env=token_env,
         names=names,
         extra=extra,
-        say=say,
+        log=say,
     )

@@ -15,7 +15,7 @@ from onepolicy.measure.engine_noise import Again
 from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.rollout.copies import load_copy
+from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.train.rescore import Rescorer, fit_support, fit_temperature, k3_of, logp_of, variant
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
@@ -125,7 +125,7 @@ def attribute(
     rollout, quant = config.rollout, config.rollout.quant
     dtype, copy = (
         rollout.engine.dtype,
-        load_copy(weights.model, rollout, scorer.device, quantised=False),
+        load_engine_copy(weights.model, rollout, scorer.device, quantised=False),
     )
     same = variant(scorer, model=copy, autocast="off")
     packed = score(same)
@@ -145,7 +145,7 @@ def attribute(
         last = packed
     if quant is not None:
         rounded = variant(
-            scorer, model=load_copy(weights.model, rollout, scorer.device), autocast="off"
+            scorer, model=load_engine_copy(weights.model, rollout, scorer.device), autocast="off"
         )
         how = f"the trainer's forward on weights in {quant.format}, quantised as the engine's are"
         last = score(rounded)
@@ -183,7 +183,7 @@ def _alone(
         and is_plain_linear(same.model.get_output_embeddings())
     ):
         rollout = same.config.rollout
-        headed = load_copy(model, rollout, same.device, lm_head="float32", quantised=False)
+        headed = load_engine_copy(model, rollout, same.device, lm_head="float32", quantised=False)
         head = score(variant(same, model=headed))
         how = f"how much nearer a {engine.dtype} forward comes to the trainer with rollout.engine.lm_head=float32"
         out.append(Alone("lm_head in float32", how, excess(packed, head, trainer, mask, segment)))

@@ -17,7 +17,7 @@ from onepolicy.build.components import SamplingComponents
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.interfaces import NamedWeights, RolloutEngine
-from onepolicy.rollout.collect import collect
+from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.types import Completion, Group, RoutingTrace, Sample, Sampling, TokenBatch
 
 ALONE = 32
@@ -47,14 +47,14 @@ async def sample(
         rollout = rollout.model_copy(
             update={"prompts_per_step": min(most, rollout.prompts_per_step)}
         )
-    groups, _ = await collect(
+    groups, _ = await collect_rollouts(
         parts.engine,
         parts.environment,
         rollout,
         stop=parts.stop,
         step=0,
         seed=seed,
-        routes=parts.routes,
+        route_spec=parts.routes,
         top_logprobs=parts.top_logprobs,
         advance=advance,
     )

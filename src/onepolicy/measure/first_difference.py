@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from onepolicy.build.components import MeasureComponents
 from onepolicy.measure.engine_noise import common_prefix, sample
+from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
 from onepolicy.rollout.hf.engine import HFEngine
-from onepolicy.rollout.hf.slab_batch import SlabBatch
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 
@@ -103,7 +103,7 @@ class Compared:
     @contextmanager
     def watching(self, engine: HFEngine) -> Iterator[None]:
         batch = engine.batch
-        assert isinstance(batch, SlabBatch)
+        assert isinstance(batch, ContinuousBatch)
 
         def locate(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             step, kept = kwargs["kv_cache_step"], kwargs["logits_to_keep"]

@@ -19,7 +19,7 @@ from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.learner_memory import BYTES, FLOAT32, kept_per_token
 from onepolicy.plan.step_work import StepWork, devices_per_replica, replicated
 from onepolicy.rollout.copies import quantise_policy
-from onepolicy.rollout.vllm.quant import imitation
+from onepolicy.rollout.vllm.quant import hf_equivalent
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def engine_weights(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -
     embedding: float = dims.embedding * size
     if quant is None:
         return EngineWeights(dims.total * size + head, dims.routed * size, embedding)
-    experts_only = not isinstance(engine, HFEngineConfig) and imitation(quant)[1]
+    experts_only = not isinstance(engine, HFEngineConfig) and hf_equivalent(quant)[1]
     parts = quantised_parts(hf_config, quant, engine.dtype, experts_only=experts_only)
     experts, parameters = parts.pop("experts", (0.0, 0))
     total = math.fsum(size for size, _ in parts.values()) + experts + head

@@ -18,7 +18,7 @@ from onepolicy.types import MAX_LOGP, Completion, Group, Sample, Sampling
 T = TypeVar("T")
 
 
-def seed_of(
+def request_seed(
     run_seed: int, problem_id: int, step: int, member: int, turn: int = 0, *, attempt: int = 0
 ) -> int:
     """Seed of one request: a pure function of its place in the run, so that a resumed run draws the same numbers."""
@@ -27,7 +27,7 @@ def seed_of(
     return int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "little")
 
 
-def check_sampled(completion: Completion, name: str) -> None:
+def check_sampled_tokens(completion: Completion, name: str) -> None:
     """TrainingError for tokens that an engine cannot have sampled. `name` says which sample it is."""
     count, logp = len(completion.token_ids), completion.logp
     if len(logp) != count or len(completion.version) != count:
@@ -42,14 +42,14 @@ def check_sampled(completion: Completion, name: str) -> None:
         )
 
 
-async def play(
+async def play_episode(
     engine: RolloutEngine,
     environment: Environment,
     problem: Problem,
     sampling: Sampling,
     seeds: Callable[[int], int],
     *,
-    routes: RouteSpec | None = None,
+    route_spec: RouteSpec | None = None,
     name: str = "",
 ) -> tuple[Sample, ...]:
     """One episode; `seeds(turn)` seeds each of its requests. Routes are checked as they arrive (`name` in errors)."""
@@ -69,15 +69,15 @@ async def play(
             initial_prompt_len=initial_prompt_len,
         )
         completion = await engine.generate(tokens, asked, seed=seeds(turn - 1))
-        check_sampled(completion, f"{name}, turn {turn - 1}")
-        check_completion(completion, tokens, routes, f"{name}, turn {turn - 1}")
+        check_sampled_tokens(completion, f"{name}, turn {turn - 1}")
+        check_completion(completion, tokens, route_spec, f"{name}, turn {turn - 1}")
         return completion
 
     samples = await environment.episode(problem, sample, sampling.temperature)
-    return tuple(fill_missing_routes(sample, routes, name) for sample in samples)
+    return tuple(fill_missing_routes(sample, route_spec, name) for sample in samples)
 
 
-async def together(work: Iterable[Awaitable[T]]) -> list[T]:
+async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
     """Their results. If one fails the others end before its error is raised: none goes on asking the engine."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
@@ -88,7 +88,7 @@ async def together(work: Iterable[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def collect(
+async def collect_rollouts(
     engine: RolloutEngine,
     environment: Environment,
     config: RolloutConfig,
@@ -96,7 +96,7 @@ async def collect(
     stop: tuple[int, ...],
     step: int,
     seed: int,
-    routes: RouteSpec | None = None,
+    route_spec: RouteSpec | None = None,
     advance: Callable[[], None] = lambda: None,
     accept: Callable[[Group], bool] | None = None,
     rounds: int = 0,
@@ -108,7 +108,7 @@ async def collect(
     a group with fewer than config.min_group_size left is dropped whole. Dynamic sampling (DAPO section 3.2): groups that
     `accept` refuses are replaced by further problems, up to `rounds` more times. Step s owns the problems from
     s * prompts_per_step * (1 + rounds) on, so a resumed run draws the same. A step may come out smaller than
-    prompts_per_step; TrainingError if no group is left, UsageError if an engine's routes break `routes` (None: a dense
+    prompts_per_step; TrainingError if no group is left, UsageError if an engine's routes break `route_spec` (None: a dense
     model), naming problem, sample, layer and row. top_logprobs: see Sampling.
     """
     sampling = Sampling(
@@ -126,10 +126,10 @@ async def collect(
         nonlocal failure
         name = f"problem {problem.id}, sample {m}"
         for attempt in range(1 + config.episode_retries):
-            seeds = functools.partial(seed_of, seed, problem.id, step, m, attempt=attempt)
+            seeds = functools.partial(request_seed, seed, problem.id, step, m, attempt=attempt)
             try:
-                samples = await play(
-                    engine, environment, problem, sampling, seeds, routes=routes, name=name
+                samples = await play_episode(
+                    engine, environment, problem, sampling, seeds, route_spec=route_spec, name=name
                 )
             except EpisodeError as error:
                 counts["rollout/episodes_failed"] += 1
@@ -142,7 +142,9 @@ async def collect(
         return ()
 
     async def play_groups(problems: list[Problem]) -> list[Group]:
-        played = await together(member(problem, m) for problem in problems for m in range(size))
+        played = await gather_or_cancel(
+            member(problem, m) for problem in problems for m in range(size)
+        )
         groups = []
         for i, problem in enumerate(problems):
             episodes = [samples for samples in played[i * size : (i + 1) * size] if samples]

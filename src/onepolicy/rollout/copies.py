@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from onepolicy.models.quant.quantise import QuantisedModel
 
 
-def load_copy(
+def load_engine_copy(
     model: ModelConfig,
     rollout: RolloutConfig,
     device: torch.device,
@@ -42,9 +42,9 @@ def load_copy(
     if own is not None:
         quantise_policy(copy, own)
     elif quant is not None:
-        from onepolicy.rollout.vllm.quant import imitation
+        from onepolicy.rollout.vllm.quant import hf_equivalent
 
-        like, experts_only = imitation(quant)
+        like, experts_only = hf_equivalent(quant)
         quantise_policy(copy, like, experts_only=experts_only)
     if lm_head == "float32":
         from onepolicy.models import fp32_head

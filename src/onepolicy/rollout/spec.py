@@ -17,7 +17,7 @@ class EngineSpec:
     config: EngineConfig
     device: torch.device
     max_len: int  # prompt + completion tokens
-    routes: RouteSpec | None = None  # record the experts of every token, of these layers
+    route_spec: RouteSpec | None = None  # record the experts of every token, of these layers
     combine_weights: bool = False  # and their combine weights
     numerics: Numerics = "fast"
     quant: QuantFormat | None = None  # of the engine's weights, now and after every sync

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from onepolicy.config import EvalConfig, TrainingError
 from onepolicy.interfaces import Environment, EpisodeError, MetricsSource, Problem, RolloutEngine
-from onepolicy.rollout.collect import play, seed_of, together
+from onepolicy.rollout.collect import gather_or_cancel, play_episode, request_seed
 from onepolicy.types import Sample, Sampling
 
 RETRIES = 2  # of an episode whose tool or environment failed
@@ -36,9 +36,9 @@ async def evaluate(
 
     async def attempt(problem: Problem, sampling: Sampling, member: int) -> tuple[Sample, ...]:
         for again in range(1 + RETRIES):
-            seeds = functools.partial(seed_of, seed, problem.id, -1, member, attempt=again)
+            seeds = functools.partial(request_seed, seed, problem.id, -1, member, attempt=again)
             try:
-                samples = await play(engine, environment, problem, sampling, seeds)
+                samples = await play_episode(engine, environment, problem, sampling, seeds)
             except EpisodeError as error:
                 failure = error
                 continue
@@ -50,7 +50,7 @@ async def evaluate(
 
     first = [attempt(p, greedy, -1) for p in problems] if config.greedy else []
     rest = [attempt(p, sampled, m) for p in problems for m in range(config.k)]
-    episodes = await together([*first, *rest])
+    episodes = await gather_or_cancel([*first, *rest])
     if isinstance(environment, MetricsSource):
         environment.take_metrics()  # what ran out of time here is not the next step's
     solved = [samples[-1].reward >= solved_at for samples in episodes]

@@ -73,16 +73,16 @@ async def wait_for_server(config: RunConfig, say: Callable[[str], None]) -> None
     engine = config.rollout.engine
     if not isinstance(engine, ServerEngineConfig):
         return
-    from onepolicy.rollout.servers.http import NoEngine, clients
+    from onepolicy.rollout.servers.http import EngineUnreachable, make_clients
 
     patience = PATIENCE_S if engine.recovery_timeout_s is None else engine.recovery_timeout_s
-    _, client = clients(engine, server="the server")
+    _, client = make_clients(engine, server="the server")
     end, said = time.monotonic() + patience, False
-    with client.starting():
+    with client.startup_errors():
         while True:
             try:
                 return await client.get("/health")
-            except NoEngine as error:
+            except EngineUnreachable as error:
                 if time.monotonic() + POLL_S > end:
                     return
                 if not said:
@@ -95,7 +95,7 @@ async def wait_for_server(config: RunConfig, say: Callable[[str], None]) -> None
 
 async def _back(parts: Components, engine: PersistentEngine, lost: EngineLost, end: float) -> None:
     """Once it is there: is it fit, does its reload work? Then the learner's weights."""
-    from onepolicy.rollout.servers.http import EngineLost, NoEngine
+    from onepolicy.rollout.servers.http import EngineLost, EngineUnreachable
 
     vocab = parts.learner.scorer.vocabulary
     while True:
@@ -104,7 +104,7 @@ async def _back(parts: Components, engine: PersistentEngine, lost: EngineLost, e
                 await engine.connect()
                 await readopt(engine, vocab=vocab)
             return await push_weights(parts.learner, *parts.samplers)
-        except (NoEngine, EngineLost, TimeoutError):
+        except (EngineUnreachable, EngineLost, TimeoutError):
             if time.monotonic() + POLL_S > end:
                 raise lost from None
             await asyncio.sleep(POLL_S)

@@ -10,7 +10,7 @@ from onepolicy.config import RunConfig
 from onepolicy.correct.weights import reweight
 from onepolicy.interfaces import MetricsSource
 from onepolicy.objective.advantages import compute_advantages, compute_outcomes, has_signal
-from onepolicy.rollout.collect import collect
+from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.run.hooks import build_hooks
 from onepolicy.run.recovery import retry_on_engine_loss
 from onepolicy.run.result import Rollouts, StepResult, StepTimer
@@ -42,14 +42,14 @@ async def sample_rollouts(
     """The episodes of step `step`, played by whatever weights the engine has meanwhile."""
     cfg = parts.config
     return Rollouts(
-        *await collect(
+        *await collect_rollouts(
             parts.engine,
             parts.environment,
             cfg.rollout,
             stop=parts.stop,
             step=step,
             seed=cfg.seed,
-            routes=parts.routes,
+            route_spec=parts.routes,
             advance=advance,
             accept=has_signal if cfg.objective.dynamic_sampling else None,
             rounds=cfg.objective.dynamic_sampling,

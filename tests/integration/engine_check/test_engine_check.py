@@ -163,12 +163,12 @@ class DamagesExperts(Faulty):
 
 class KeepsItsCache(Faulty):
     async def load_weights(self, weights, version):
-        driver = self.engine._driver
-        interrupt, driver.interrupt = driver.interrupt, lambda taken: None
+        runner = self.engine._runner
+        abort, runner.abort_requests = runner.abort_requests, lambda taken: None
         try:
             await super().load_weights(weights, version)
         finally:
-            driver.interrupt = interrupt
+            runner.abort_requests = abort
 
 
 class Recorded(Faulty):
@@ -287,7 +287,7 @@ def test_a_run_starts_only_with_the_sampled_probabilities(sound, kind, words):
     )
     with stops:
         asyncio.run(require_correct_logprobs(engine, pair.scorer, tokenizer, pair.config))
-    assert not pair.engine._driver.batch.rows.length.any()  # nothing stays cached
+    assert not pair.engine._runner.batch.rows.length.any()  # nothing stays cached
 
 
 def test_a_run_with_such_an_engine_does_not_start(recipe, tmp_path, monkeypatch, capsys):

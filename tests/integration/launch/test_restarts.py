@@ -271,7 +271,7 @@ def test_a_server_that_is_not_up_yet_has_its_own_exit_status(monkeypatch, capsys
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
 
     def start(*_, **__):
-        with (client := EngineClient(url, retries=0, server="the server")).starting():
+        with (client := EngineClient(url, retries=0, server="the server")).startup_errors():
             asyncio.run(client.get("/health"))
 
     monkeypatch.setattr(loop_run, "start_run", start)

@@ -14,10 +14,10 @@ from onepolicy.config import HFEngineConfig, ModelConfig, RolloutConfig, UsageEr
 from onepolicy.models.fp32_head import Fp32Head, install_fp32_head, load_weights
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import compute_outcomes
-from onepolicy.rollout.collect import collect
-from onepolicy.rollout.copies import load_copy
+from onepolicy.rollout.collect import collect_rollouts
+from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.rollout.hf.engine import HFEngine
-from onepolicy.rollout.vllm.start import refuse_rounded_head
+from onepolicy.rollout.vllm.start import check_head_dtype
 from onepolicy.train.forward import forward
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import variant
@@ -62,7 +62,7 @@ def test_by_hand():
 def test_the_engine_projects_unrounded_weights_also_after_a_sync(tied):
     """Logits equal F.linear of the bfloat16 layers' output and the given weights in float32, bit
     for bit."""
-    engine = HFEngine(model_of(tied=tied), BF16, record=True, max_len=32)
+    engine = HFEngine(model_of(tied=tied), BF16, return_routes=True, max_len=32)
     seen = []
     head = engine.model.get_output_embeddings()
     head.register_forward_hook(lambda module, inputs, out: seen.append((inputs[0], out)))
@@ -146,14 +146,14 @@ def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
     parts, _ = build_components(resolve(settings))
 
     async def sampled():
-        groups, _ = await collect(
+        groups, _ = await collect_rollouts(
             parts.engine,
             parts.environment,
             parts.config.rollout,
             stop=parts.stop,
             step=0,
             seed=0,
-            routes=parts.routes,
+            route_spec=parts.routes,
         )
         return pack(compute_outcomes(groups, parts.config.objective))
 
@@ -161,7 +161,7 @@ def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
     gaps = []
     for lm_head in ("same", "float32"):
         rollout = RolloutConfig(engine=BF16.model_copy(update={"lm_head": lm_head}))
-        model = load_copy(ModelConfig(path=str(policy)), rollout, torch.device("cpu"))
+        model = load_engine_copy(ModelConfig(path=str(policy)), rollout, torch.device("cpu"))
         scored = variant(parts.learner.scorer, model=model).score(exact, replay=False)
         gaps.append((exact.logp_old - scored.logp_old)[exact.trainable].abs().median())
     assert gaps[1] < 0.6 * gaps[0]
@@ -192,7 +192,7 @@ def test_a_model_that_rounds_its_logits_is_refused(monkeypatch):
     with pytest.raises(
         UsageError, match=r"rollout\.engine\.lm_head: .* hands on logits in torch.bfloat16"
     ):
-        HFEngine(model, BF16, record=False, max_len=32)
+        HFEngine(model, BF16, return_routes=False, max_len=32)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +223,9 @@ def test_a_head_that_is_float32_anyway_is_refused(overrides, field):
     "found", [[["torch.bfloat16"]], [["None"]], [[]], [["torch.float32"], ["torch.bfloat16"]]]
 )
 def test_a_vllm_that_rounds_the_logits_is_refused(found):
-    refuse_rounded_head([["torch.float32"]])
+    check_head_dtype([["torch.float32"]])
     with pytest.raises(UsageError, match=r"rollout\.engine\.lm_head: .* in .*48390"):
-        refuse_rounded_head(found)
+        check_head_dtype(found)
 
 
 @pytest.mark.slow

@@ -135,10 +135,10 @@ def test_vllms_int8_is_of_experts_only():
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_the_slab_takes_what_was_predicted(name):
     engine = HFEngine(
-        make(name), HFEngineConfig(dtype="bfloat16", max_num_seqs=3), record=True, max_len=40
+        make(name), HFEngineConfig(dtype="bfloat16", max_num_seqs=3), return_routes=True, max_len=40
     )
     run(engine, ragged(prompts(2)))
-    slab = engine.batch.forward.slab
+    slab = engine.batch.forward.cache
     found = sum(t.nbytes for t in (*slab.keys.values(), *slab.values.values(), slab.routes))
     own = resolve(TREE, ["rollout.engine.max_num_seqs=3", "rollout.engine.max_len=40"])
     dims = read_dims(DryRunModel(CONFIGS[name], dtype=torch.bfloat16, cpu=True).model, name)

@@ -23,7 +23,7 @@ from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay import RoutingError
 from onepolicy.replay.alignment import check_alignment, window_starts
 from onepolicy.replay.checks import constant_layers
-from onepolicy.rollout.collect import collect
+from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.run.log import is_known
 from onepolicy.run.step import rl_step
 from onepolicy.run.step_metrics import (
@@ -62,14 +62,14 @@ def parts_of(policy, *overrides: str) -> Components:
 def rollout(parts: Components, step: int = 0) -> TokenBatch:
     async def play():
         await push_weights(parts.learner, parts.engine)
-        return await collect(
+        return await collect_rollouts(
             parts.engine,
             parts.environment,
             parts.config.rollout,
             stop=parts.stop,
             step=step,
             seed=0,
-            routes=parts.routes,
+            route_spec=parts.routes,
         )
 
     groups, _ = asyncio.run(play())

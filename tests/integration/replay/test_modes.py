@@ -363,7 +363,9 @@ def test_the_engine_returns_the_weights_of_its_routes(enable_prefix_caching: boo
     config = HFEngineConfig(
         dtype="float32", max_num_seqs=3, enable_prefix_caching=enable_prefix_caching
     )
-    engine = HFEngine(make("qwen3_moe"), config, record=True, max_len=64, weights=True)
+    engine = HFEngine(
+        make("qwen3_moe"), config, return_routes=True, max_len=64, combine_weights=True
+    )
     assert engine.caps.returns_combine_weights
     paths = [path for path in prompts(3, 16, 20) for _ in range(2)]
     requests = ragged(paths, spread=12)

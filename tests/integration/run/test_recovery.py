@@ -10,7 +10,7 @@ import torch
 from onepolicy.build import components
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, resolve
-from onepolicy.rollout.collect import together
+from onepolicy.rollout.collect import gather_or_cancel
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.run import async_rollouts, recovery, run_folder, train
 from onepolicy.run.async_rollouts import RolloutPrefetcher
@@ -236,7 +236,7 @@ def test_no_request_of_a_failed_batch_continues():
         raise EngineLost("gone")
 
     with pytest.raises(EngineLost):
-        asyncio.run(together([slow(), fails(), slow()]))
+        asyncio.run(gather_or_cancel([slow(), fails(), slow()]))
     assert len(ended) == 2
 
 

@@ -27,7 +27,7 @@ def test_the_embedded_engine_passes_and_has_the_learners_version():
     engine.model.load_state_dict(model.state_dict())
     asyncio.run(checked_push(FakeLearner(model), engine, vocab=VOCAB))
     assert engine.version == 5
-    assert not engine._driver.batch.rows.length.any()  # nothing stays cached
+    assert not engine._runner.batch.rows.length.any()  # nothing stays cached
 
 
 @pytest.mark.parametrize(

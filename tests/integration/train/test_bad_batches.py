@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onepolicy.config import TrainingError
-from onepolicy.rollout.collect import play
+from onepolicy.rollout.collect import play_episode
 from onepolicy.types import Completion, Sampling
 from support.learner_steps import batch_of, learner_of, one_step
 from support.models import VOCAB
@@ -93,7 +93,9 @@ def test_an_impossible_completion_is_refused_as_it_arrives(reply, words):
 
     with pytest.raises(TrainingError, match=f"problem 5, turn 0: {words}"):
         asyncio.run(
-            play(Engine(), Once(), None, Sampling(1.0, 2), lambda turn: turn, name="problem 5")
+            play_episode(
+                Engine(), Once(), None, Sampling(1.0, 2), lambda turn: turn, name="problem 5"
+            )
         )
 
 

@@ -239,10 +239,10 @@ def collect(
         played.append(problem.id)
         return group([1.0 if first and problem.id in solved else 0.0]).samples
 
-    monkeypatch.setattr(collecting, "play", play)
+    monkeypatch.setattr(collecting, "play_episode", play)
     config = RolloutConfig(prompts_per_step=2, group_size=2)
     groups, metrics = asyncio.run(
-        collecting.collect(
+        collecting.collect_rollouts(
             None,  # type: ignore[arg-type]
             Numbered(),  # type: ignore[arg-type]
             config,

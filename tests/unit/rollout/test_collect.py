@@ -12,7 +12,7 @@ import torch
 from onepolicy.config import EvalConfig, ObjectiveConfig, RolloutConfig, TrainingError
 from onepolicy.interfaces import EpisodeError, Problem
 from onepolicy.objective.advantages import apply_group_baseline, compute_outcomes
-from onepolicy.rollout.collect import collect, seed_of
+from onepolicy.rollout.collect import collect_rollouts, request_seed
 from onepolicy.run.evaluate import evaluate
 from onepolicy.train.pack import pack
 from onepolicy.types import Completion, Group, Sampling
@@ -53,7 +53,9 @@ class Failing:
 def run(failures, **settings):
     engine, environment = Engine(), Failing(failures)
     config = RolloutConfig(**{"prompts_per_step": 2, "group_size": 4} | settings)
-    groups, metrics = asyncio.run(collect(engine, environment, config, stop=(), step=3, seed=5))
+    groups, metrics = asyncio.run(
+        collect_rollouts(engine, environment, config, stop=(), step=3, seed=5)
+    )
     return groups, metrics, engine
 
 
@@ -62,7 +64,7 @@ def test_a_failed_episode_is_played_again_with_other_seeds():
     assert [len(g.samples) for g in groups] == [4, 4]
     assert metrics == {"rollout/episodes_failed": 2}
     again = {
-        seed_of(5, 6, 3, m, attempt=1) for m in (0, 1)
+        request_seed(5, 6, 3, m, attempt=1) for m in (0, 1)
     }  # started 0 and 2: a retry starts at once
     assert again < set(engine.seeds)
     assert len(set(engine.seeds)) == 10
@@ -198,7 +200,7 @@ def test_every_turn_says_how_its_episode_began():
             return group([0.0]).samples
 
     config = RolloutConfig(prompts_per_step=1, group_size=1)
-    asyncio.run(collect(Notes(), Turns({}), config, stop=(), step=0, seed=0))
+    asyncio.run(collect_rollouts(Notes(), Turns({}), config, stop=(), step=0, seed=0))
     assert asked == [([1, 2, 0], 3), ([1, 2, 0, 3, 4], 3), ([1, 2, 5], 3)]
 
 
@@ -217,5 +219,7 @@ def test_unread_responses_of_a_grader_count_in_their_step_alone():
     environment = Counting({})
     config = RolloutConfig(prompts_per_step=2, group_size=4)
     for _ in range(2):
-        _, metrics = asyncio.run(collect(Engine(), environment, config, stop=(), step=0, seed=5))
+        _, metrics = asyncio.run(
+            collect_rollouts(Engine(), environment, config, stop=(), step=0, seed=5)
+        )
         assert metrics["rollout/grader_skipped"] == 8

@@ -31,7 +31,7 @@ from onepolicy.launch.ray.remote_engine import RemoteEngine, remote_error
 from onepolicy.launch.ray.replica_actor import ReplicaProcess
 from onepolicy.models.load import parse_device
 from onepolicy.models.quant.size_report import PartSize, SizeReport
-from onepolicy.rollout.fleet.broadcast import Broadcast
+from onepolicy.rollout.fleet.broadcast import ReplicaBroadcast
 from onepolicy.rollout.fleet.replicas import Replica, Replicas
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.group import open_store
@@ -176,7 +176,7 @@ class _RunActors:
     def _engine_settings(self, spec: EngineSpec) -> dict[str, Any]:
         """Return the settings that `replica_actor.build_engine` reads."""
         gpus = self.cluster.gpus_per_replica
-        routes, quant = spec.routes, spec.quant
+        routes, quant = spec.route_spec, spec.quant
         return {
             "model": spec.model.model_dump(),
             "engine": spec.config.model_dump(),
@@ -189,8 +189,10 @@ class _RunActors:
             "cuda": self.cuda if gpus is None else gpus > 0,
         }
 
-    def _broadcast(self, written: Written, receivers: int) -> Broadcast:
-        return Broadcast(written, receivers, host=self.address, limit=self.cluster.reply_timeout)
+    def _broadcast(self, written: Written, receivers: int) -> ReplicaBroadcast:
+        return ReplicaBroadcast(
+            written, receivers, host=self.address, limit=self.cluster.reply_timeout
+        )
 
 
 def sizes_from_json(quant: QuantFormat, parts: list[dict[str, Any]], method: str) -> SizeReport:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from onepolicy.config import NotThere, RunConfig, UsageError
 from onepolicy.config.address import check_ray_address
 from onepolicy.config.cluster import RayCluster
-from onepolicy.rollout.servers.token import checked
+from onepolicy.rollout.servers.token import check_token
 from onepolicy.telemetry import disable_telemetry
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def prepare_environment(*, own: bool) -> None:
     does not contain the token; Ray's own error would.
     """
     if "RAY_AUTH_TOKEN" in os.environ:
-        checked(
+        check_token(
             os.environ["RAY_AUTH_TOKEN"], "cluster.auth: the environment variable RAY_AUTH_TOKEN"
         )
     elif "RAY_AUTH_TOKEN_PATH" in os.environ:
@@ -174,7 +174,7 @@ def _check_token_file(path: str) -> None:
             f"cluster.auth: {path} (RAY_AUTH_TOKEN_PATH) cannot be read: {error.strerror}"
         ) from error
     # Ray strips the token too.
-    checked(token.strip(), f"cluster.auth: the file {path} (RAY_AUTH_TOKEN_PATH)")
+    check_token(token.strip(), f"cluster.auth: the file {path} (RAY_AUTH_TOKEN_PATH)")
 
 
 _TOKEN_FOLDERS: list[tempfile.TemporaryDirectory] = []

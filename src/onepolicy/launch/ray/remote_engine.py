@@ -30,7 +30,7 @@ from onepolicy.config.cluster import RayCluster
 from onepolicy.interfaces import EngineCaps
 from onepolicy.launch.ray.replica_actor import NotBuilt
 from onepolicy.launch.ray.wire import GenerateRequest, decode_replies, encode_requests
-from onepolicy.rollout.fleet.broadcast import Broadcast
+from onepolicy.rollout.fleet.broadcast import ReplicaBroadcast
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.sync.weight_files import Written
 from onepolicy.types import Completion, Sampling
@@ -98,7 +98,7 @@ class RemoteEngine:
         finally:
             self._pending.pop(number, None)
 
-    async def load_files(self, written: Written, shared: Broadcast | None = None) -> None:
+    async def load_files(self, written: Written, shared: ReplicaBroadcast | None = None) -> None:
         """Load weights. See rollout.fleet.replicas.Replica."""
         self.version, self._loaded = -1, written
         if self._recovery_lock.locked():
@@ -291,7 +291,7 @@ class RemoteEngine:
                 self.version = version
                 return
 
-    async def _load(self, written: Written, shared: Broadcast | None = None) -> int:
+    async def _load(self, written: Written, shared: ReplicaBroadcast | None = None) -> int:
         """Load weights and return their version.
 
         The replica reads the files, or this process reads and sends them. shared: a broadcast to
@@ -305,9 +305,9 @@ class RemoteEngine:
                 return await self._call("load", *files, limit=limit)
             receive = partial(self._receive, written.version)
             if shared is not None:
-                return await shared.to(receive)
-            async with Broadcast(written, 1, host=self._host, limit=limit) as single:
-                return await single.to(receive)
+                return await shared.send_to(receive)
+            async with ReplicaBroadcast(written, 1, host=self._host, limit=limit) as single:
+                return await single.send_to(receive)
         finally:
             self._loading -= 1
 

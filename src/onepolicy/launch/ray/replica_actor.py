@@ -197,7 +197,7 @@ def build_engine(settings: dict[str, Any]) -> RolloutEngine:
             TypeAdapter(EngineConfig).validate_python(settings["engine"]),
             parse_device(device),
             settings["max_len"],
-            routes=routes,
+            route_spec=routes,
             combine_weights=settings["combine_weights"],
             numerics=settings["numerics"],
             quant=TypeAdapter(QuantConfig).validate_python(settings["quant"]),

@@ -17,7 +17,7 @@ from onepolicy.sync.weight_files import Written, read_weights
 T = TypeVar("T")
 
 
-class Broadcast:
+class ReplicaBroadcast:
     """One `sync.broadcast.Sender` for `receivers` processes, inside an `async with`. Each calls `to` once.
 
     A receiver that fails ends it for all. What that means is for the callers of `to` to decide, each of whom gets an
@@ -34,7 +34,7 @@ class Broadcast:
         self._ranks = itertools.count(1)
         self._failed = False
 
-    async def to(self, receive: Callable[[str, int], Awaitable[T]]) -> T:
+    async def send_to(self, receive: Callable[[str, int], Awaitable[T]]) -> T:
         """What receive(invitation, rank) returns once that process has all weights. TimeoutError if it is silent."""
         receiving = asyncio.ensure_future(receive(self._sender.invitation, next(self._ranks)))
         try:

@@ -16,7 +16,7 @@ import numpy as np
 
 from onepolicy.config import TrainingError
 from onepolicy.interfaces import EngineCaps, MetricsSource, NamedWeights, WeightSizes
-from onepolicy.rollout.fleet.broadcast import Broadcast
+from onepolicy.rollout.fleet.broadcast import ReplicaBroadcast
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.sync.checksum import Checksums
 from onepolicy.sync.group import in_thread
@@ -39,7 +39,7 @@ class Replica(Protocol):
 
     async def reset_cache(self) -> None: ...
 
-    async def load_files(self, written: Written, shared: Broadcast | None = None) -> None:
+    async def load_files(self, written: Written, shared: ReplicaBroadcast | None = None) -> None:
         """Tensors under transformers' names in memory. shared: a broadcast of them, of which this is one receiver.
         Afterwards it reads older files no more."""
         ...
@@ -54,7 +54,7 @@ class Replicas:
         engines: Sequence[Replica],
         files: WeightFiles,
         *,
-        broadcast: Callable[[Written, int], Broadcast] | None = None,
+        broadcast: Callable[[Written, int], ReplicaBroadcast] | None = None,
         contract: NumericsContract | None = None,
         sizes: WeightSizes | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class Replicas:
         """TrainingError if the completion was sampled by weights from before the request, or if no engine is left."""
         asked, root = self._oldest, prompt_ids[: sampling.initial_prompt_len or None]
         while True:
-            engine = chosen(self._living, root)
+            engine = choose_replica(self._living, root)
             try:
                 completion = await engine.generate(prompt_ids, sampling, seed=seed)
             except EngineLost as error:
@@ -104,7 +104,7 @@ class Replicas:
         written = Written(str(folder), version, key, checksums.take())
         self.version, self._newest = -1, version
 
-        async def load(engine: Replica, shared: Broadcast | None) -> None:
+        async def load(engine: Replica, shared: ReplicaBroadcast | None) -> None:
             await engine.load_files(written, shared)
             if engine.version != version:
                 raise TrainingError(
@@ -151,7 +151,7 @@ class Replicas:
             )
 
 
-def chosen(engines: Sequence[Replica], root: Sequence[int]) -> Replica:
+def choose_replica(engines: Sequence[Replica], root: Sequence[int]) -> Replica:
     """Rendezvous hashing: what another engine's end moves are only its own requests."""
     key = np.asarray(root, dtype=np.int64).tobytes()
     return max(

@@ -18,19 +18,19 @@ from onepolicy.models import decode_experts, linear
 from onepolicy.models.load import DTYPES, cast_model
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.copies import load_engine_model, quantise_policy
-from onepolicy.rollout.hf.forward import SlabForward
-from onepolicy.rollout.hf.sampler import LOGP, check_sampling
-from onepolicy.rollout.hf.scheduler import Driver, InterruptibleBatch, check_request
-from onepolicy.rollout.hf.slab import Slab
-from onepolicy.rollout.hf.slab_batch import SlabBatch
-from onepolicy.rollout.request import joined
+from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
+from onepolicy.rollout.hf.forward import CachedForward
+from onepolicy.rollout.hf.kv_cache import KVCache
+from onepolicy.rollout.hf.sampler import LOGP_METHOD, check_sampling
+from onepolicy.rollout.hf.scheduler import BatchRunner, InterruptibleBatch, check_request
+from onepolicy.rollout.resume import join_partial_completions
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.types import Completion, Sampling
 
 if TYPE_CHECKING:
     from onepolicy.models.quant.quantise import QuantisedModel, QuantisedWeight
 
-SLAB_LAYERS = {"full_attention", "sliding_attention", "attention"}
+KV_CACHE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 BATCH_DEPENDENT_ROPE = {
     "dynamic",
     "longrope",
@@ -46,9 +46,9 @@ def build(spec: EngineSpec) -> HFEngine:
     return HFEngine(
         own,
         spec.config,
-        record=spec.routes is not None,
+        return_routes=spec.route_spec is not None,
         max_len=spec.max_len,
-        weights=spec.combine_weights,
+        combine_weights=spec.combine_weights,
         numerics=spec.numerics,
         quant=spec.quant,
     )
@@ -62,9 +62,9 @@ class HFEngine:
         model: PreTrainedModel,
         config: HFEngineConfig,
         *,
-        record: bool,
+        return_routes: bool,
         max_len: int,
-        weights: bool = False,
+        combine_weights: bool = False,
         numerics: Numerics = "fast",
         quant: QuantFormat | None = None,
     ) -> None:
@@ -94,21 +94,25 @@ class HFEngine:
         device = next(model.parameters()).device
         decode_experts.use_decode_experts(model, device)
         linear.use_onednn_linear(model, device)
-        self.batch = _batch_of(
-            model, config, max_len, bind_routers(model) if record else None, weights=weights
+        self.batch = _make_batch(
+            model,
+            config,
+            max_len,
+            bind_routers(model) if return_routes else None,
+            combine_weights=combine_weights,
         )
         if numerics == "on-policy":
-            _make_invariant(model, self.batch)
+            _enable_on_policy_numerics(model, self.batch)
         self.fingerprint = compute_fingerprint(device, numerics)
         self.caps = EngineCaps(
-            record,
+            return_routes,
             max_len,
-            returns_combine_weights=record and weights,
+            returns_combine_weights=return_routes and combine_weights,
             top_logprobs=self._vocab,
-            contract=numerics_contract_of(model, logp=LOGP),
+            contract=numerics_contract_of(model, logp=LOGP_METHOD),
             sizes=None if self.quantised is None else self.quantised.sizes(),
         )
-        self._driver = Driver(self.batch)
+        self._runner = BatchRunner(self.batch)
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
@@ -125,18 +129,19 @@ class HFEngine:
             first = len(path) - 1 if done else sampling.routes_from
             left = replace(sampling, max_tokens=sampling.max_tokens - done, routes_from=first)
             prompt = check_request(path, left, self.caps, version=self.version, vocab=self._vocab)
-            part = await self._driver.run(prompt, left, seed, self.version, drawn=done)
+            part = await self._runner.run_request(prompt, left, seed, self.version, drawn=done)
             if len(part.token_ids):
                 parts.append(part)
                 path += part.token_ids.tolist()
             if part.finish != "aborted":
                 return replace(
-                    joined(parts, part.finish, sampling.routes_from), fingerprint=self.fingerprint
+                    join_partial_completions(parts, part.finish, sampling.routes_from),
+                    fingerprint=self.fingerprint,
                 )
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
-        self._driver.interrupt(self.batch.take_out(self.version))
+        self._runner.abort_requests(self.batch.abort_running(self.version))
         stored: dict[str, QuantisedWeight] = (
             {} if self.quantised is None else self.quantised.quantised_weights
         )
@@ -181,7 +186,7 @@ class HFEngine:
 
     async def reset_cache(self) -> None:
         """Forget every cached prefix: what comes next does not depend on what was sampled before."""
-        self._driver.clear("reset_cache")
+        self._runner.clear_cache("reset_cache")
         if self.quantised is not None:
             self.quantised.reset_statistics()
 
@@ -195,45 +200,49 @@ class HFEngine:
         return {} if self.quantised is None else self.quantised.metrics()
 
 
-def _batch_of(
+def _make_batch(
     model: PreTrainedModel,
     config: HFEngineConfig,
     max_len: int,
     routers: Routers | None,
     *,
-    weights: bool,
+    combine_weights: bool,
 ) -> InterruptibleBatch:
     """How requests run together: over the slab, or over the model's own cache where that holds more than keys."""
-    if needs_own_cache(model):
-        from onepolicy.rollout.hf.own_cache import OwnCacheBatch
+    if needs_static_batch(model):
+        from onepolicy.rollout.hf.static_batch import StaticBatch
 
-        return OwnCacheBatch(model, routers, slots=config.max_num_seqs, weights=weights)
+        return StaticBatch(
+            model, routers, max_num_seqs=config.max_num_seqs, combine_weights=combine_weights
+        )
     device = next(model.parameters()).device
-    slab = Slab(config.max_num_seqs, max_len, device=device, dtype=_slab_dtype(model, device))
-    return SlabBatch(
-        SlabForward(model, slab, routers, weights=weights),
+    cache = KVCache(
+        config.max_num_seqs, max_len, device=device, dtype=_kv_cache_dtype(model, device)
+    )
+    return ContinuousBatch(
+        CachedForward(model, cache, routers, combine_weights=combine_weights),
         enable_prefix_caching=config.enable_prefix_caching,
     )
 
 
-def needs_own_cache(model: PreTrainedModel) -> bool:
+def needs_static_batch(model: PreTrainedModel) -> bool:
     """Whether anything but plain (sliding) attention carries information from token to token."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     rope = getattr(config, "rope_parameters", None) or {}
     return (
         model._is_stateful
-        or not set(kinds) <= SLAB_LAYERS
+        or not set(kinds) <= KV_CACHE_LAYERS
         or rope.get("rope_type") in BATCH_DEPENDENT_ROPE
         or getattr(config, "index_topk", None)
         is not None  # sparse attention keeps an index beside the keys
     )
 
 
-def _make_invariant(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
+def _enable_on_policy_numerics(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
     from onepolicy.invariant.enable import enable_invariant
 
-    if not isinstance(batch, SlabBatch):
+    if not isinstance(batch, ContinuousBatch):
         raise UsageError(
             f"numerics: {type(model).__name__} decodes with a cache of its own, which on-policy numerics does "
             "not reach; use numerics = fast"
@@ -241,7 +250,7 @@ def _make_invariant(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
     enable_invariant(model)
 
 
-def _slab_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:
+def _kv_cache_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:
     """The model's own; on the CPU float32, which holds bfloat16 keys exactly and multiplies faster.
 
     Latent attention (DeepSeek) hands what it reads back to bfloat16 layers, so there it must be the model's.

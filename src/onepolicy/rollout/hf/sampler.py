@@ -19,13 +19,13 @@ from onepolicy.config import UsageError
 from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_top_k_top_p
 from onepolicy.types import Sampling
 
-LOGP = (
+LOGP_METHOD = (
     "log_softmax of float32 logits / temperature, then gather"  # for the contract with the trainer
 )
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRows:
+class BatchSampling:
     """Sampling parameters of B rows. A field is None if no row uses what it is for."""
 
     temperature: Tensor | None  # [B, 1] float32; 1 for greedy rows
@@ -35,7 +35,7 @@ class SamplingRows:
     top_logprobs: int = 0  # most that a row asks for
 
     @classmethod
-    def of(cls, rows: Sequence[Sampling], device: torch.device) -> SamplingRows:
+    def from_requests(cls, rows: Sequence[Sampling], device: torch.device) -> BatchSampling:
         def column(
             values: list[float] | list[int], off: float, dtype: torch.dtype
         ) -> Tensor | None:
@@ -68,14 +68,14 @@ class Sampled(NamedTuple):
     top_logp: Tensor | None  # [B, k] float32
 
 
-def uniforms(seed: int, count: int, drawn: int = 0) -> np.ndarray:
+def uniform_numbers(seed: int, count: int, drawn: int = 0) -> np.ndarray:
     """[count] float64 in [0, 1), a pure function of the seed: those after its first `drawn`."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).random(
         drawn + count
     )[drawn:]
 
 
-def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> Sampled:
+def sample_tokens(logits: Tensor, uniform: Tensor, rows: BatchSampling) -> Sampled:
     """One token of each row. logits [B, V] float32, uniform [B] float64."""
     tempered = logits if rows.temperature is None else logits / rows.temperature
     if rows.top_k is not None or rows.top_p is not None:

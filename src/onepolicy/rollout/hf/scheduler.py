@@ -22,7 +22,7 @@ from onepolicy.types import Completion, FinishReason, Sampling
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class SequenceRequest:
     prompt: np.ndarray  # [P] int64
     sampling: Sampling
     seed: int
@@ -38,17 +38,17 @@ class Request:
         """Longest path this request may become, in tokens."""
         return len(self.prompt) + self.sampling.max_tokens
 
-    def finish(self, last_token: int) -> FinishReason:
+    def finish_reason(self, last_token: int) -> FinishReason:
         return "stop" if last_token in self.sampling.stop else "length"
 
-    def keep_top(self, ids: Tensor | None, logp: Tensor | None, row: int) -> None:
+    def add_top_logprobs(self, ids: Tensor | None, logp: Tensor | None, row: int) -> None:
         """ids, logp [B, at least k], likeliest first, of the token just sampled in `row`; None if no row asks."""
         if asked := self.sampling.top_logprobs:
             assert ids is not None
             assert logp is not None
             self.top.append((ids[row, :asked], logp[row, :asked]))
 
-    def stacked_top(self) -> tuple[Tensor | None, Tensor | None]:
+    def stack_top_logprobs(self) -> tuple[Tensor | None, Tensor | None]:
         """[n, k] int32 and [n, k] float32 of a Completion, None if not asked for."""
         if not self.top:
             return None, None
@@ -62,15 +62,15 @@ class Batch(Protocol):
     @property
     def busy(self) -> bool: ...
 
-    def running(self) -> AbstractContextManager[None]:
+    def step_context(self) -> AbstractContextManager[None]:
         """Held while steps are made."""
         ...
 
-    def admit(self, waiting: deque[Request]) -> None:
+    def admit(self, waiting: deque[SequenceRequest]) -> None:
         """Take from the left what can start now."""
         ...
 
-    def step(self, version: int) -> list[tuple[Request, Completion]]:
+    def step(self, version: int) -> list[tuple[SequenceRequest, Completion]]:
         """Sample one token of every running request. Returns those that ended."""
         ...
 
@@ -82,29 +82,31 @@ class Batch(Protocol):
 class InterruptibleBatch(Batch, Protocol):
     """A batch whose requests can go on from their tokens under other weights."""
 
-    def take_out(self, version: int) -> list[tuple[Request, Completion]]:
+    def abort_running(self, version: int) -> list[tuple[SequenceRequest, Completion]]:
         """End every running request with what it has sampled so far."""
         ...
 
 
-class Driver:
+class BatchRunner:
     """Runs a batch while there are requests for it."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self._waiting: deque[Request] = deque()
-        self._pending: set[Request] = set()
+        self._waiting: deque[SequenceRequest] = deque()
+        self._pending: set[SequenceRequest] = set()
         self._task: asyncio.Task[None] | None = None
         self._version = 0
 
-    async def run(
+    async def run_request(
         self, prompt: np.ndarray, sampling: Sampling, seed: int, version: int, *, drawn: int = 0
     ) -> Completion:
         """prompt [P] int64; drawn: see Request. version: of the weights, which do not change while requests run.
 
         finish is "aborted" if `interrupt` came first, with what had been sampled until then, which may be nothing.
         """
-        request = Request(prompt, sampling, seed, asyncio.get_running_loop().create_future(), drawn)
+        request = SequenceRequest(
+            prompt, sampling, seed, asyncio.get_running_loop().create_future(), drawn
+        )
         self._waiting.append(request)
         self._pending.add(request)
         self._version = version
@@ -115,7 +117,7 @@ class Driver:
         finally:
             self._pending.discard(request)
 
-    def clear(self, what: str) -> None:
+    def clear_cache(self, what: str) -> None:
         """Forget everything cached. RuntimeError, naming `what` was to be done, while requests are running."""
         if self._pending:
             raise RuntimeError(
@@ -123,14 +125,14 @@ class Driver:
             )
         self.batch.clear()
 
-    def interrupt(self, taken: list[tuple[Request, Completion]]) -> None:
+    def abort_requests(self, taken: list[tuple[SequenceRequest, Completion]]) -> None:
         """End every request, those of `taken` with what they have sampled, and forget everything cached."""
         for request, part in taken:
             if not request.future.done():
                 request.future.set_result(part)
         for request in self._waiting:
             if not request.future.done():
-                request.future.set_result(nothing(request.sampling.routes_from))
+                request.future.set_result(empty_completion(request.sampling.routes_from))
         self._waiting.clear()
         self.batch.clear()
 
@@ -140,7 +142,7 @@ class Driver:
 
     async def _drive(self) -> None:
         """Run the batch until nothing waits. Between two steps other coroutines run and may add requests."""
-        with self.batch.running():
+        with self.batch.step_context():
             while self._waiting or self.batch.busy:
                 self.batch.admit(self._waiting)
                 for request, completion in self.batch.step(self._version):
@@ -167,7 +169,7 @@ class Driver:
                 request.future.set_exception(error)
 
 
-def nothing(first_slot: int) -> Completion:
+def empty_completion(first_slot: int) -> Completion:
     """Of a request that was interrupted before its first token."""
     none = torch.empty(0, dtype=torch.int32)
     return Completion(none, torch.empty(0), none, "aborted", first_slot=first_slot)

@@ -19,24 +19,29 @@ from urllib.parse import urlsplit
 
 from onepolicy.config import NotThere, ServerEngineConfig, TrainingError, UsageError, printable
 from onepolicy.config.address import check_url
-from onepolicy.rollout.servers.replies import MOST_BYTES, Malformed, as_json, field, read_body
-from onepolicy.rollout.servers.token import left_for, token_of
+from onepolicy.rollout.servers.replies import (
+    MAX_REPLY_BYTES,
+    MalformedReply,
+    parse_json,
+    read_body,
+)
+from onepolicy.rollout.servers.token import find_token, token_from_env
 
 
-class Traffic:
+class RequestGate:
     """Of one event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, slots: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_num_seqs: int) -> None:
         self.loop, self.running = loop, 0
         self.open, self.idle = asyncio.Event(), asyncio.Event()
         self.open.set()
         self.idle.set()
-        self._slots = asyncio.Semaphore(slots)
+        self._sequences = asyncio.Semaphore(max_num_seqs)
 
     @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
+    async def admit_request(self) -> AsyncIterator[None]:
         """Held by a request; waits while all slots are taken, or it is not open."""
-        async with self._slots:
+        async with self._sequences:
             await self.open.wait()
             self.running += 1
             self.idle.clear()
@@ -48,25 +53,14 @@ class Traffic:
                     self.idle.set()
 
 
-def here(known: Traffic | None, slots: int) -> Traffic:
+def for_running_loop(known: RequestGate | None, max_num_seqs: int) -> RequestGate:
     """`known`, if it is that of the running event loop; nothing of an earlier one can be running."""
     loop = asyncio.get_running_loop()
-    return known if known is not None and known.loop is loop else Traffic(loop, slots)
+    return known if known is not None and known.loop is loop else RequestGate(loop, max_num_seqs)
 
 
 if TYPE_CHECKING:
     import httpx2
-
-__all__ = [
-    "EngineClient",
-    "EngineLost",
-    "Malformed",
-    "NoEngine",
-    "clients",
-    "field",
-    "is_loopback",
-    "place_of",
-]
 
 T = TypeVar("T")
 TOKEN_ENV = "rollout.engine.token_env"
@@ -78,7 +72,7 @@ class EngineLost(TrainingError):
     """The server gives no usable reply, or is no longer the one that was given this run's weights."""
 
 
-class NoEngine(NotThere):
+class EngineUnreachable(NotThere):
     """No server gave a usable reply while the run started."""
 
 
@@ -87,7 +81,7 @@ class _NoReply(Exception):
 
 
 @dataclass(slots=True)
-class Counters:
+class RequestCounters:
     """Since the last take_counters."""
 
     requests: int = 0  # calls of get and post
@@ -117,28 +111,28 @@ class EngineClient:
             raise UsageError(
                 "rollout.engine: an engine over HTTP needs httpx2; pip install 'onepolicy[server]'"
             )
-        self.url, self.server, self.counters = url.rstrip("/"), server, Counters()
+        self.url, self.server, self.counters = url.rstrip("/"), server, RequestCounters()
         self._timeout_s, self._retries = timeout_s, retries
         self._token_env, self._token = (
             token_env,
-            None if token_env is None else token_of(token_env, TOKEN_ENV),
+            None if token_env is None else token_from_env(token_env, TOKEN_ENV),
         )
         if token_env is None and not is_loopback(parts.hostname or ""):
             raise UsageError(
                 f"{TOKEN_ENV}: the server is on another machine; protect it with a token and name the environment "
                 "variable that holds it"
             )
-        self._error: type[NoEngine] | type[EngineLost] = EngineLost
+        self._error: type[EngineUnreachable] | type[EngineLost] = EngineLost
         self._in_flight = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: AsyncGenerator[httpx2.AsyncClient] | None = None
         self._client: httpx2.AsyncClient | None = None
 
     @contextmanager
-    def starting(self) -> Iterator[None]:
+    def startup_errors(self) -> Iterator[None]:
         """While a run starts, what goes wrong is a UsageError (no reply: NoEngine); afterwards it is a TrainingError
         (no reply: EngineLost)."""
-        before, self._error = self._error, NoEngine
+        before, self._error = self._error, EngineUnreachable
         try:
             yield
         finally:
@@ -146,7 +140,7 @@ class EngineClient:
 
     async def get(self, path: str, *, parse: Callable[[Any], T] = lambda reply: reply) -> T:
         """The reply as JSON (None if empty, text if it is no JSON), through `parse`."""
-        return await self._ask("GET", path, parse, self._timeout_s, MOST_BYTES)
+        return await self._ask("GET", path, parse, self._timeout_s, MAX_REPLY_BYTES)
 
     async def post(
         self,
@@ -156,7 +150,7 @@ class EngineClient:
         params: Mapping[str, str] | None = None,
         parse: Callable[[Any], T] = lambda reply: reply,
         timeout_s: float | None = None,
-        most: int = MOST_BYTES,
+        max_bytes: int = MAX_REPLY_BYTES,
         confirm: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
         """body: sent as JSON. timeout_s: of one attempt, if other than the client's. most: bytes of the reply.
@@ -164,10 +158,12 @@ class EngineClient:
         confirm: awaited after a reply that took more than one attempt: the server may have been another one by then.
         """
         limit = timeout_s or self._timeout_s
-        return await self._ask("POST", path, parse, limit, most, confirm, json=body, params=params)
+        return await self._ask(
+            "POST", path, parse, limit, max_bytes, confirm, json=body, params=params
+        )
 
-    def take_counters(self) -> Counters:
-        taken, self.counters = self.counters, Counters()
+    def take_counters(self) -> RequestCounters:
+        taken, self.counters = self.counters, RequestCounters()
         return taken
 
     def take_metrics(self) -> dict[str, float]:
@@ -185,7 +181,7 @@ class EngineClient:
         path: str,
         parse: Callable[[Any], T],
         timeout_s: float,
-        most: int,
+        max_bytes: int,
         confirm: Callable[[], Awaitable[None]] | None = None,
         **content: Any,
     ) -> T:
@@ -198,12 +194,12 @@ class EngineClient:
                     self.counters.retried += 1
                     await asyncio.sleep(min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT))
                 try:
-                    reply = parse(await self._try(method, path, timeout_s, most, content))
+                    reply = parse(await self._try(method, path, timeout_s, max_bytes, content))
                     if attempt and confirm is not None:
                         await confirm()
                     answered = True
                     return reply
-                except Malformed as error:
+                except MalformedReply as error:
                     problem = f"a reply that cannot be used: {error}"
                 except _NoReply as error:
                     problem = str(error)
@@ -217,7 +213,7 @@ class EngineClient:
         return kind(self._words(method, path, problem, ""))
 
     async def _try(
-        self, method: str, path: str, timeout_s: float, most: int, content: dict[str, Any]
+        self, method: str, path: str, timeout_s: float, max_bytes: int, content: dict[str, Any]
     ) -> Any:
         """One attempt. _NoReply or Malformed if another may help; UsageError or TrainingError for a refusal."""
         import httpx2
@@ -226,7 +222,7 @@ class EngineClient:
         try:
             async with asyncio.timeout(timeout_s):
                 async with client.stream(method, self.url + path, **content) as response:
-                    body = await read_body(response, most)
+                    body = await read_body(response, max_bytes)
         except TimeoutError:
             raise _NoReply(f"no answer within {timeout_s:g} s (rollout.engine.timeout_s)") from None
         except httpx2.RequestError as error:
@@ -258,7 +254,7 @@ class EngineClient:
         """The request with the token. Without a variable the file is read anew: a server that was started again has
         another token."""
         if self._token_env is None:
-            self._token = left_for(*place_of(self.url))
+            self._token = find_token(*host_and_port(self.url))
         if self._token is not None:
             request.headers["Authorization"] = f"Bearer {self._token}"
         return request
@@ -287,7 +283,7 @@ class EngineClient:
             yield client
 
 
-def clients(config: ServerEngineConfig, *, server: str) -> tuple[EngineClient, EngineClient]:
+def make_clients(config: ServerEngineConfig, *, server: str) -> tuple[EngineClient, EngineClient]:
     """With the settings' retries, and without any. server: its name in errors."""
     client = partial(
         EngineClient,
@@ -299,7 +295,7 @@ def clients(config: ServerEngineConfig, *, server: str) -> tuple[EngineClient, E
     return client(retries=config.retries), client(retries=0)
 
 
-def place_of(url: str) -> tuple[str, int]:
+def host_and_port(url: str) -> tuple[str, int]:
     """Host and port."""
     parts = urlsplit(url)
     return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -317,7 +313,7 @@ def _content(response: httpx2.Response, body: bytes) -> Any:
         return None
     if not response.headers.get("content-type", "").startswith("application/json"):
         return body.decode(errors="replace")
-    return as_json(body)
+    return parse_json(body)
 
 
 def _status(response: httpx2.Response, body: bytes, token: str | None) -> str:

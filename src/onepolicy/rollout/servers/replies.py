@@ -21,7 +21,7 @@ from onepolicy.types import MAX_LOGP
 if TYPE_CHECKING:
     import httpx2
 
-MOST_BYTES = 2**24  # of a reply that has no bound of its own
+MAX_REPLY_BYTES = 2**24  # of a reply that has no bound of its own
 PIECE_BYTES = (
     2**20
 )  # decompressed at once; other tasks, and the time limit, come between two pieces
@@ -33,7 +33,7 @@ ENTRY_BYTES = 512  # of JSON for one token and its log-probability, at most
 SMALLEST_LOGP = -1e6  # nats; below it stands a constant for a token that cannot be sampled
 
 
-class Malformed(ValueError):
+class MalformedReply(ValueError):
     """A reply that is not what was asked for. `parse` raises it; the request is tried again."""
 
     def __init__(self, problem: str) -> None:
@@ -44,7 +44,7 @@ async def read_body(response: httpx2.Response, most: int) -> bytes:
     """Return the body of a streamed response, decompressed. Refuse more than `most` bytes."""
     encoding = response.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity", "gzip"):
-        raise Malformed(f"a body in the encoding {encoding[:60]!r}, which nobody asked for")
+        raise MalformedReply(f"a body in the encoding {encoding[:60]!r}, which nobody asked for")
     if encoding == "gzip":
         return await _read_gzip(response, most)
     body = bytearray()
@@ -64,7 +64,7 @@ async def _read_gzip(response: httpx2.Response, most: int) -> bytes:
             if (
                 sent > most + most // 8 + GZIP_BYTES
             ):  # the worst code of Deflate takes 9 bits for a byte
-                raise Malformed(
+                raise MalformedReply(
                     f"a gzip body of more than {most:,} bytes, and as it unpacks to fewer"
                 )
             left, full = chunk, True
@@ -75,74 +75,76 @@ async def _read_gzip(response: httpx2.Response, most: int) -> bytes:
                 _check_size(body, most)
                 await asyncio.sleep(0)
             if left or unzip.unused_data:  # a second member too: no server of an engine sends one
-                raise Malformed("a gzip body that goes on after its end")
+                raise MalformedReply("a gzip body that goes on after its end")
     except zlib.error as error:
-        raise Malformed(f"a body that is not gzip, though it says so ({error})") from error
+        raise MalformedReply(f"a body that is not gzip, though it says so ({error})") from error
     if not unzip.eof:
-        raise Malformed("a gzip body that ends too early")
+        raise MalformedReply("a gzip body that ends too early")
     return bytes(body)
 
 
 def _check_size(body: bytearray, most: int) -> None:
     if len(body) > most:
-        raise Malformed(f"a body of more than {most:,} bytes, the most that the answer can have")
+        raise MalformedReply(
+            f"a body of more than {most:,} bytes, the most that the answer can have"
+        )
 
 
-def as_json(body: bytes) -> Any:
+def parse_json(body: bytes) -> Any:
     """Return what the JSON text holds. Refuse a key that stands twice. NaN and infinity pass: see `is_number`."""
     try:
         return json.loads(body, object_pairs_hook=_unique)
-    except Malformed:
+    except MalformedReply:
         raise
     except (
         ValueError,
         RecursionError,
     ) as error:  # also bytes that are no text, and thousands of digits or brackets
-        raise Malformed(f"not JSON ({str(error)[:160]})") from error
+        raise MalformedReply(f"not JSON ({str(error)[:160]})") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise Malformed("not JSON (a key stands twice in one object)")
+        raise MalformedReply("not JSON (a key stands twice in one object)")
     return found
 
 
-def made_printable(value: Any, depth: int = DEEPEST) -> Any:
+def make_printable(value: Any, depth: int = DEEPEST) -> Any:
     """Return what a server says of itself, with all text in it printable: errors quote it. Malformed if deeper."""
     if depth < 0:
-        raise Malformed(f"what it says of itself is more than {DEEPEST} deep")
+        raise MalformedReply(f"what it says of itself is more than {DEEPEST} deep")
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
-        return [made_printable(each, depth - 1) for each in value]
+        return [make_printable(each, depth - 1) for each in value]
     if isinstance(value, dict):
-        return {printable(name): made_printable(each, depth - 1) for name, each in value.items()}
+        return {printable(name): make_printable(each, depth - 1) for name, each in value.items()}
     return value
 
 
-def field(of: Any, name: str, kind: type) -> Any:
+def get_field(of: Any, name: str, kind: type) -> Any:
     """of[name], if `of` is a JSON object that has it, of this kind. Malformed if not."""
     value = of.get(name) if isinstance(of, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise Malformed(f"{name} is {type(value).__name__}, expected {kind.__name__}")
+        raise MalformedReply(f"{name} is {type(value).__name__}, expected {kind.__name__}")
     return value
 
 
-def count(of: Any, name: str, most: int) -> int:
+def get_count(of: Any, name: str, most: int) -> int:
     """of[name], a whole number from 0 to `most`. Malformed if not."""
-    value = field(of, name, int)
+    value = get_field(of, name, int)
     if not 0 <= value <= most:
-        raise Malformed(f"{name} is {shown(value)}, expected 0 to {most}")
+        raise MalformedReply(f"{name} is {shown(value)}, expected 0 to {most}")
     return int(value)
 
 
-def token_ids(of: Any, name: str, *, vocab: int) -> list[int]:
+def get_token_ids(of: Any, name: str, *, vocab: int) -> list[int]:
     """of[name], a list of ids of a vocabulary of `vocab`. Malformed if not."""
-    values: list[Any] = field(of, name, list)
+    values: list[Any] = get_field(of, name, list)
     for value in values:
         if type(value) is not int or not 0 <= value < vocab:
-            raise Malformed(
+            raise MalformedReply(
                 f"{name}: {shown(value)!r} is no token id in 0..{vocab - 1}; is it this model's server?"
             )
     return values
@@ -153,22 +155,22 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and -3e38 <= value <= 3e38
 
 
-def log_probabilities(values: list[Any], name: str) -> Tensor:
+def logprob_tensor(values: list[Any], name: str) -> Tensor:
     """[n] float32. Malformed if one of them is not that of a token that was sampled."""
     for value in values:
         if not is_number(value):
-            raise Malformed(
+            raise MalformedReply(
                 f"{name}: {shown(value)} is no log-probability; if it stays so, the log-probabilities are not numbers "
                 "because the server's weights or kernels are broken for this model"
             )
         if not SMALLEST_LOGP <= value <= MAX_LOGP:
-            raise Malformed(
+            raise MalformedReply(
                 f"{name}: {shown(value)} is no log-probability of a token that was sampled"
             )
     return torch.tensor(values, dtype=torch.float32)
 
 
-def likeliest(
+def top_tokens_tensors(
     rows: list[
         list[tuple[int, float]]
     ],  # [n] of at least k pairs (id, log-probability), in any order
@@ -179,9 +181,9 @@ def likeliest(
     chosen = [sorted(row, key=lambda pair: -pair[1])[:k] for row in rows]
     for row in chosen:
         if len(row) < k:
-            raise Malformed(f"{name}: {len(row)} of {k} tokens")
+            raise MalformedReply(f"{name}: {len(row)} of {k} tokens")
         if len({token for token, _ in row}) < k:
-            raise Malformed(f"{name}: a token stands twice")
+            raise MalformedReply(f"{name}: a token stands twice")
     ids = torch.tensor([[token for token, _ in row] for row in chosen], dtype=torch.int32).view(
         len(rows), k
     )
@@ -191,10 +193,10 @@ def likeliest(
     return ids, logp
 
 
-def most_bytes(*, tokens: int, path: int, per_token: int, routes: int) -> int:
+def max_reply_bytes(*, tokens: int, path: int, per_token: int, routes: int) -> int:
     """The most bytes an answer of `tokens` tokens can have. path: tokens of the prompt; per_token: entries of JSON for
     one sampled token; routes: bytes of all routing rows, before base64."""
-    return MOST_BYTES + ENTRY_BYTES * tokens * per_token + 16 * path + base64_bytes(routes)
+    return MAX_REPLY_BYTES + ENTRY_BYTES * tokens * per_token + 16 * path + base64_bytes(routes)
 
 
 def base64_bytes(size: int) -> int:

@@ -27,9 +27,11 @@ def refuse_nccl_without_cuda(spec: EngineSpec) -> None:
         )
 
 
-async def connect(engine: PersistentEngine, client: EngineClient, model: ModelConfig) -> None:
+async def connect_engine(
+    engine: PersistentEngine, client: EngineClient, model: ModelConfig
+) -> None:
     """Connect, and give the server the weights of `model`, like an engine that loaded them itself."""
-    with client.starting():
+    with client.startup_errors():
         await engine.connect()
         await adopt(engine, model.path, vocab=read_config(model).get_text_config().vocab_size)
     engine.take_metrics()

@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TOKEN = re.compile(r"[\x21-\x7e]+")  # what an HTTP header carries unchanged
 
 
-def token_of(variable: str, setting: str) -> str:
+def token_from_env(variable: str, setting: str) -> str:
     """The token in this environment variable. UsageError, which does not repeat it, if there is none or it cannot be
     sent. setting: what named the variable."""
     if not _NAME.fullmatch(variable):
@@ -32,10 +32,10 @@ def token_of(variable: str, setting: str) -> str:
     token = os.environ.get(variable, "")
     if not token:
         raise UsageError(f"{setting}: the environment variable {variable} is not set")
-    return checked(token, f"{setting}: the environment variable {variable}")
+    return check_token(token, f"{setting}: the environment variable {variable}")
 
 
-def checked(token: str, where: str) -> str:
+def check_token(token: str, where: str) -> str:
     """The token. UsageError, which does not repeat it, if an HTTP header cannot carry it. where: begins the error."""
     if _TOKEN.fullmatch(token):
         return token
@@ -53,7 +53,7 @@ def checked(token: str, where: str) -> str:
 
 
 @contextmanager
-def made_for(host: str, port: int) -> Iterator[tuple[str, Path]]:
+def create_token_file(host: str, port: int) -> Iterator[tuple[str, Path]]:
     """A random token for a server at this loopback address, and the file where `left_for` finds it meanwhile."""
     token, path = secrets.token_urlsafe(TOKEN_BYTES), _file(host, port)
     _make_private(path.parent)
@@ -77,13 +77,13 @@ def made_for(host: str, port: int) -> Iterator[tuple[str, Path]]:
             path.unlink(missing_ok=True)
 
 
-def left_for(host: str, port: int) -> str | None:
+def find_token(host: str, port: int) -> str | None:
     """The token that a server of this user, at this loopback address, was started with; None if it left none."""
     hosts = ("127.0.0.1", "::1") if host == "localhost" else (host,)
     return next((token for each in hosts if (token := _read(_file(each, port))) is not None), None)
 
 
-def forget(host: str, port: int) -> None:
+def remove_token_file(host: str, port: int) -> None:
     """Remove what a server that was killed has left: another one takes its place."""
     with suppress(OSError):
         _file(host, port).unlink(missing_ok=True)

@@ -18,16 +18,28 @@ from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
-from onepolicy.rollout.request import joined
-from onepolicy.rollout.servers.http import EngineLost, Traffic, clients, here
+from onepolicy.rollout.resume import join_partial_completions
+from onepolicy.rollout.servers.http import EngineLost, RequestGate, for_running_loop, make_clients
 from onepolicy.rollout.servers.start_up import (
     check_probabilities,
-    connect,
+    connect_engine,
     refuse_nccl_without_cuda,
 )
 from onepolicy.rollout.sglang import weights as sync
-from onepolicy.rollout.sglang.contract import Asked, Model, Part, is_narrowed, parse
-from onepolicy.rollout.sglang.handshake import FIRST, Name, Served, handshake, name_of
+from onepolicy.rollout.sglang.generate_api import (
+    ModelShape,
+    SGLangReply,
+    SGLangRequest,
+    parse_reply,
+    uses_top_k_or_top_p,
+)
+from onepolicy.rollout.sglang.handshake import (
+    INITIAL_VERSION,
+    ServerInfo,
+    WeightsId,
+    handshake,
+    read_weights_id,
+)
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
@@ -40,9 +52,13 @@ def build(spec: EngineSpec) -> SGLangEngine:
     assert isinstance(spec.config, SGLangConfig)
     refuse_nccl_without_cuda(spec)
     engine = SGLangEngine(
-        spec.model, read_config(spec.model), spec.config, routes=spec.routes, max_len=spec.max_len
+        spec.model,
+        read_config(spec.model),
+        spec.config,
+        route_spec=spec.route_spec,
+        max_len=spec.max_len,
     )
-    asyncio.run(connect(engine, engine.client, spec.model))
+    asyncio.run(connect_engine(engine, engine.client, spec.model))
     return engine
 
 
@@ -55,33 +71,33 @@ class SGLangEngine:
         hf_config: PreTrainedConfig,
         config: SGLangConfig,
         *,
-        routes: RouteSpec | None,
+        route_spec: RouteSpec | None,
         max_len: int,
     ) -> None:
-        """routes: the experts of every token are wanted, of these layers. `connect` before anything else."""
+        """route_spec: the experts of every token are wanted, of these layers. `connect` before anything else."""
         text = hf_config.get_text_config()
         vocab = int(text.vocab_size)
         self.version = 0
         self.caps = EngineCaps(
-            returns_routes=routes is not None, max_len=max_len, top_logprobs=vocab
+            returns_routes=route_spec is not None, max_len=max_len, top_logprobs=vocab
         )
         self.config = config
-        self.client, self._once = clients(config, server="the SGLang server")
-        self._model = Model(vocab, int(text.num_hidden_layers), routes)
+        self.client, self._once = make_clients(config, server="the SGLang server")
+        self._model = ModelShape(vocab, int(text.num_hidden_layers), route_spec)
         self._hf_config = hf_config
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         self._files = WeightFiles(config.sync_dir) if config.sync == "disk" else None
-        self._name = Name()
+        self._name = WeightsId()
         self._aborts = self._resumed = 0
-        self._traffic: Traffic | None = None
-        self.served: Served | None = None
+        self._traffic: RequestGate | None = None
+        self.served: ServerInfo | None = None
 
     async def connect(self) -> None:
         """Is the server there, of this model, and does it return what was sampled from? UsageError if not.
 
         Its weights are its own until load_checkpoint or load_weights.
         """
-        with self.client.starting(), self._once.starting():
+        with self.client.startup_errors(), self._once.startup_errors():
             self.served = await handshake(self.client, self._hf_config, self.config, self.caps)
             self.caps = dataclasses.replace(self.caps, seeded=self.served.seeded)
             self.version = self.served.name.version
@@ -113,11 +129,11 @@ class SGLangEngine:
             tensors = self._names.to_checkpoint(weights)
         async with self._update(version) as (name, flush):
             if folder is not None:
-                await sync.from_folder(self.client, str(folder), name, flush=flush)
+                await sync.load_from_folder(self.client, str(folder), name, flush=flush)
             else:
                 assert self.served is not None
                 assert tensors is not None
-                await sync.broadcast(
+                await sync.broadcast_weights(
                     self._once,
                     tensors,
                     name,
@@ -131,18 +147,18 @@ class SGLangEngine:
         """A checkpoint both processes see; None: the one the server was started with."""
         assert self.served is not None
         async with self._update(version) as (name, flush):
-            await sync.from_folder(self.client, path or self.served.model, name, flush=flush)
+            await sync.load_from_folder(self.client, path or self.served.model, name, flush=flush)
 
     def has_initial_checkpoint(self, path: str) -> bool:
         """Whether it still has the weights it was started with, and they are those of `path`."""
         assert self.served is not None
-        return self._name.weights == FIRST and os.path.realpath(
+        return self._name.weights == INITIAL_VERSION and os.path.realpath(
             self.served.model
         ) == os.path.realpath(path)
 
     def initial_canary(self) -> list[float] | None:
         """What `remember` was given since the server started. UsageError if it is too late to make one."""
-        if not self._name.probe and self._name.weights != FIRST:
+        if not self._name.probe and self._name.weights != INITIAL_VERSION:
             raise UsageError(
                 f"rollout.engine.url: the SGLang server at {self.client.url} was given other weights before a run had "
                 "probed those it was started with; restart it"
@@ -166,17 +182,17 @@ class SGLangEngine:
         resumed, self._resumed = self._resumed, 0
         return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
 
-    async def _rename(self, name: Name) -> None:
+    async def _rename(self, name: WeightsId) -> None:
         """Not while requests are running: their tokens would seem to be of other weights."""
         body = {
             "new_version": str(name),
             "abort_all_requests": False,
         }  # by default it aborts all, whoever's
-        await self.client.post("/update_weight_version", body, parse=sync.done)
+        await self.client.post("/update_weight_version", body, parse=sync.check_success)
         self._name = name
 
     def _version_of(self, name: str) -> int:
-        found = Name.of(name)
+        found = WeightsId.parse(name)
         if found is None or found.run != self._name.run:
             raise self._not_ours(name)
         return found.version
@@ -190,7 +206,7 @@ class SGLangEngine:
 
     async def confirm_weights(self) -> None:
         """EngineLost if the server holds other weights than were given to it."""
-        if (name := await name_of(self.client)) != str(self._name):
+        if (name := await read_weights_id(self.client)) != str(self._name):
             raise self._not_ours(name)
 
     @asynccontextmanager
@@ -219,8 +235,8 @@ class SGLangEngine:
         finally:
             traffic.open.set()
 
-    def _here(self) -> Traffic:
-        self._traffic = here(self._traffic, self.config.max_num_seqs)
+    def _here(self) -> RequestGate:
+        self._traffic = for_running_loop(self._traffic, self.config.max_num_seqs)
         return self._traffic
 
     def _check(self, sampling: Sampling) -> None:
@@ -230,18 +246,18 @@ class SGLangEngine:
                 f"temperature: SGLang takes {sampling.temperature} for 0; use 0 (greedy) or at least {COLDEST}"
             )
         most = 0 if self.served is None else self.served.masked
-        if is_narrowed(sampling) and not (sampling.top_k or self._model.vocab) <= most:
+        if uses_top_k_or_top_p(sampling) and not (sampling.top_k or self._model.vocab) <= most:
             raise UsageError(
                 f"top_k: SGLang returns the log-probabilities of a narrowed distribution for up to {most} tokens; set "
                 f"top_k to 1..{most} beside top_p, or start the server with a larger --sampling-mask-max-tokens"
             )
-        if is_narrowed(sampling) and sampling.top_logprobs:
+        if uses_top_k_or_top_p(sampling) and sampling.top_logprobs:
             raise UsageError(
                 "top_logprobs: SGLang returns those of the whole distribution; leave out top_k and top_p"
             )
 
     async def _sample(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
-        parts: list[Part] = []
+        parts: list[SGLangReply] = []
         path, strangers = list(prompt), 0
         while True:
             left = dataclasses.replace(
@@ -249,16 +265,16 @@ class SGLangEngine:
             )
             # the last token of a part was never fed: its row and what follows come with the next part
             first_row = len(path) - 1 if parts else sampling.routes_from
-            async with self._here().admitted():
+            async with self._here().admit_request():
                 aborts = self._aborts
                 part = await self._ask(path, left, seed, first_row)
             if len(part.token_ids):
                 parts.append(part)
                 path += part.token_ids.tolist()
             if parts and path[-1] in sampling.stop:
-                return joined(parts, "stop", sampling.routes_from)
+                return join_partial_completions(parts, "stop", sampling.routes_from)
             if len(path) - len(prompt) == sampling.max_tokens:
-                return joined(parts, "length", sampling.routes_from)
+                return join_partial_completions(parts, "length", sampling.routes_from)
             self._resumed += 1  # aborted, or it took one of the model's own end tokens for a stop
             strangers += part.aborted and aborts == self._aborts
             if strangers > self.config.retries:
@@ -266,15 +282,17 @@ class SGLangEngine:
                     f"rollout.engine.url: somebody else aborted one of our requests {strangers} times"
                 )
 
-    async def _ask(self, path: list[int], sampling: Sampling, seed: int, first_row: int) -> Part:
+    async def _ask(
+        self, path: list[int], sampling: Sampling, seed: int, first_row: int
+    ) -> SGLangReply:
         if self.version < 0:
             raise RuntimeError(
                 "the last load_weights failed half-way; load a complete set of weights first"
             )
-        asked = Asked(path, sampling, seed, first_row, self.version, self._name.key)
+        asked = SGLangRequest(path, sampling, seed, first_row, self.version, self._name.key)
         return await self.client.post(
             "/generate",
             asked.body(self._model),
-            parse=lambda reply: parse(reply, asked, self._model, self._version_of),
-            most=asked.most_bytes(self._model),
+            parse=lambda reply: parse_reply(reply, asked, self._model, self._version_of),
+            max_bytes=asked.most_bytes(self._model),
         )

@@ -15,28 +15,28 @@ from onepolicy.config import SGLangConfig, UsageError
 from onepolicy.config.base import shown
 from onepolicy.interfaces import EngineCaps
 from onepolicy.rollout.servers.http import EngineClient
-from onepolicy.rollout.servers.replies import Malformed, count, made_printable
+from onepolicy.rollout.servers.replies import MalformedReply, get_count, make_printable
 
-NEVER_NAMED = "default"  # SGLang's name of the weights it started with
-FIRST = "first"  # ours
-OURS = re.compile(
-    rf"onepolicy\.([^.]*)\.({FIRST}|[0-9]{{1,9}})\.([A-Za-z0-9_=-]*)"
+DEFAULT_WEIGHTS_ID = "default"  # SGLang's name of the weights it started with
+INITIAL_VERSION = "first"  # ours
+WEIGHTS_ID_PATTERN = re.compile(
+    rf"onepolicy\.([^.]*)\.({INITIAL_VERSION}|[0-9]{{1,9}})\.([A-Za-z0-9_=-]*)"
 )  # run, weights, probe
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class WeightsId:
     run: str = ""  # who gave the weights, or connected last
-    weights: str = FIRST  # version, or FIRST for those the server was started with
+    weights: str = INITIAL_VERSION  # version, or FIRST for those the server was started with
     probe: str = ""  # base64 of float32: log-probabilities of a fixed batch under the first weights
 
     def __str__(self) -> str:
         return f"onepolicy.{self.run}.{self.weights}.{self.probe}"
 
     @classmethod
-    def of(cls, name: str) -> Self | None:
+    def parse(cls, name: str) -> Self | None:
         """None for a name that is not ours."""
-        found = OURS.fullmatch(name)
+        found = WEIGHTS_ID_PATTERN.fullmatch(name)
         if found is None:
             return None
         ours = cls(*found.groups())
@@ -48,7 +48,7 @@ class Name:
 
     @property
     def version(self) -> int:
-        return 0 if self.weights == FIRST else int(self.weights)
+        return 0 if self.weights == INITIAL_VERSION else int(self.weights)
 
     @property
     def key(self) -> str:
@@ -65,13 +65,13 @@ class Name:
         return dataclasses.replace(self, probe=base64.urlsafe_b64encode(data).decode())
 
 
-async def name_of(client: EngineClient) -> str:
+async def read_weights_id(client: EngineClient) -> str:
     """What the server calls the weights it holds."""
 
     def parse(reply: object) -> str:
         name = reply.get("weight_version") if isinstance(reply, dict) else None
         if not isinstance(name, str):
-            raise Malformed(f"expected a weight_version, got {shown(reply)}")
+            raise MalformedReply(f"expected a weight_version, got {shown(reply)}")
         return name
 
     return await client.get("/model_info", parse=parse)
@@ -94,11 +94,11 @@ _WRONG_ROUTES: tuple[tuple[str, Any, str], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerInfo:
     """What a server said of itself."""
 
     model: str  # path or hub id it was started with
-    name: Name  # of the weights it holds
+    name: WeightsId  # of the weights it holds
     ranks: int  # that take part in a broadcast
     masked: int  # tokens top_k may leave for their log-probabilities to be returned
     seeded: bool  # draws a request's random numbers from its seed
@@ -106,16 +106,18 @@ class Served:
 
 async def handshake(
     client: EngineClient, hf_config: PreTrainedConfig, config: SGLangConfig, caps: EngineCaps
-) -> Served:
+) -> ServerInfo:
     """UsageError for a server that cannot be this run's engine. A pause that an interrupted run left is lifted."""
     info = await client.get("/server_info", parse=_info)
     model = await client.get("/model_info", parse=_object)
     _check(client.url, info, model, hf_config, config, caps)
     await client.post("/continue_generation", {})
     found = str(model.get("weight_version"))
-    return Served(
+    return ServerInfo(
         model=str(info.get("model_path")),
-        name=Name() if found == NEVER_NAMED else Name.of(found) or Name(weights="0"),
+        name=WeightsId()
+        if found == DEFAULT_WEIGHTS_ID
+        else WeightsId.parse(found) or WeightsId(weights="0"),
         ranks=info.get("tp_size", 1),
         masked=info.get("sampling_mask_max_tokens", 0),
         seeded=info.get("enable_deterministic_inference") is True,
@@ -124,8 +126,8 @@ async def handshake(
 
 def _object(reply: Any) -> dict[str, Any]:
     if not isinstance(reply, dict):
-        raise Malformed(f"expected an object, got {shown(reply)}")
-    return dict(made_printable(reply))
+        raise MalformedReply(f"expected an object, got {shown(reply)}")
+    return dict(make_printable(reply))
 
 
 def _info(reply: Any) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def _info(reply: Any) -> dict[str, Any]:
     info = _object(reply)
     for name in ("tp_size", "sampling_mask_max_tokens", "max_req_input_len"):
         if name in info:
-            count(info, name, LARGEST)
+            get_count(info, name, LARGEST)
     return info
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from onepolicy.config import TrainingError
 from onepolicy.config.base import shown
-from onepolicy.rollout.servers.http import EngineClient, place_of
-from onepolicy.rollout.servers.replies import Malformed
+from onepolicy.rollout.servers.http import EngineClient, host_and_port
+from onepolicy.rollout.servers.replies import MalformedReply
 from onepolicy.sync.group import (
     finish,
     in_thread,
@@ -34,13 +34,13 @@ BUCKET_BYTES = 2**28  # the server holds this much beside its weights
 JOIN_S = 60.0
 
 
-def done(reply: Any) -> None:
+def check_success(reply: Any) -> None:
     """For replies that say whether they did what was asked."""
     if not isinstance(reply, dict) or reply.get("success") is not True:
-        raise Malformed(shown(reply))
+        raise MalformedReply(shown(reply))
 
 
-async def from_folder(client: EngineClient, folder: str, name: str, *, flush: bool) -> None:
+async def load_from_folder(client: EngineClient, folder: str, name: str, *, flush: bool) -> None:
     """The server reads a checkpoint that it sees under this path. name: what the server shall call these weights."""
     body = {
         "model_path": folder,
@@ -48,10 +48,10 @@ async def from_folder(client: EngineClient, folder: str, name: str, *, flush: bo
         "flush_cache": flush,
         "abort_all_requests": False,
     }
-    await client.post("/update_weights_from_disk", body, parse=done)
+    await client.post("/update_weights_from_disk", body, parse=check_success)
 
 
-async def broadcast(
+async def broadcast_weights(
     client: EngineClient,
     tensors: Mapping[str, Tensor],
     name: str,
@@ -67,7 +67,7 @@ async def broadcast(
     a server that was restarted knows nothing of an old one, so every update has a group of its own.
     """
     group_name = f"onepolicy-{secrets.token_hex(4)}"
-    host = own_address(*place_of(client.url))
+    host = own_address(*host_and_port(client.url))
     store = open_store(host, JOIN_S)
     joining = {
         "master_address": host,
@@ -78,17 +78,17 @@ async def broadcast(
         "backend": backend,
     }
     _, group = await asyncio.gather(
-        client.post("/init_weights_update_group", joining, parse=done),
+        client.post("/init_weights_update_group", joining, parse=check_success),
         _watched(lambda: _group(store, group_name, backend, 1 + ranks, host, timeout_s)),
     )
-    await client.post("/begin_weight_update", {}, parse=done)
+    await client.post("/begin_weight_update", {}, parse=check_success)
     try:
         buckets = list(in_buckets(tensors))
         for bucket in buckets:
             last = bucket is buckets[-1]
             body = update_body(bucket, group_name, name if last else None, flush=flush and last)
             await asyncio.gather(
-                client.post("/update_weights_from_distributed", body, parse=done),
+                client.post("/update_weights_from_distributed", body, parse=check_success),
                 _watched(partial(_send, group, bucket)),
             )
     except BaseException:
@@ -100,9 +100,12 @@ async def broadcast(
 
 async def _leave(client: EngineClient, group_name: str) -> None:
     """Or the server would refuse to begin another update."""
-    await client.post("/end_weight_update", {}, parse=done, timeout_s=JOIN_S)
+    await client.post("/end_weight_update", {}, parse=check_success, timeout_s=JOIN_S)
     await client.post(
-        "/destroy_weights_update_group", {"group_name": group_name}, parse=done, timeout_s=JOIN_S
+        "/destroy_weights_update_group",
+        {"group_name": group_name},
+        parse=check_success,
+        timeout_s=JOIN_S,
     )
 
 

@@ -22,11 +22,11 @@ from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat, request_trace
 from onepolicy.rollout.hf.sampler import check_sampling
-from onepolicy.rollout.hf.scheduler import Driver, Request, check_request
+from onepolicy.rollout.hf.scheduler import BatchRunner, SequenceRequest, check_request
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.rollout.vllm.quant import Held, held_tensors, sizes_of
-from onepolicy.rollout.vllm.start import start
-from onepolicy.rollout.vllm.weights import reload
+from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors, part_sizes
+from onepolicy.rollout.vllm.start import start_llm_engine
+from onepolicy.rollout.vllm.weights import reload_weights
 from onepolicy.types import Completion, RoutingTrace, Sampling
 
 LOG = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def build(spec: EngineSpec) -> VLLMEngine:
         spec.model,
         read_config(spec.model),
         spec.config,
-        routes=spec.routes,
+        route_spec=spec.route_spec,
         max_len=spec.max_len,
         cpu=spec.device.type == "cpu",
         quant=spec.quant,
@@ -55,40 +55,40 @@ class VLLMEngine:
         hf_config: PreTrainedConfig,
         config: VLLMEngineConfig,
         *,
-        routes: RouteSpec | None,
+        route_spec: RouteSpec | None,
         max_len: int,
         cpu: bool,
         quant: QuantFormat | None = None,
     ) -> None:
-        """routes: record the experts of every token, of these layers. max_len: prompt + completion tokens. quant: of
+        """route_spec: record the experts of every token, of these layers. max_len: prompt + completion tokens. quant: of
         the engine's weights, now and after every sync, by vLLM's own methods (rollout/vllm/quant.py)."""
         text = hf_config.get_text_config()
         self.version = 0
         self._vocab = int(text.vocab_size)
         self.caps = EngineCaps(
-            returns_routes=routes is not None, max_len=max_len, top_logprobs=self._vocab
+            returns_routes=route_spec is not None, max_len=max_len, top_logprobs=self._vocab
         )
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         LOG.info("starting vLLM and loading %s", model.path)
         begun = time.perf_counter()
-        self.llm, contract = start(
+        self.llm, contract = start_llm_engine(
             config,
             model.path,
             max_len=max_len,
             top_logprobs=self._vocab,
-            routes=routes is not None,
+            return_routes=route_spec is not None,
             cpu=cpu,
             trust_remote_code=model.trust_remote_code,
             quant=quant,
         )
         if quant is not None:
-            held = self.llm.apply_model(held_tensors)[0]
-            sizes = sizes_of(quant, (Held(**each) for each in held), config.dtype)
+            held = self.llm.apply_model(measure_part_tensors)[0]
+            sizes = part_sizes(quant, (PartTensors(**each) for each in held), config.dtype)
             self.caps = dataclasses.replace(self.caps, sizes=sizes)
-        batch = _VLLMBatch(self.llm, routes, contract, int(text.num_hidden_layers))
+        batch = _VLLMBatch(self.llm, route_spec, contract, int(text.num_hidden_layers))
         loaded = time.perf_counter()
         batch.warm_up([i % self._vocab for i in range(min(8, max_len - 1))])
-        self._driver = Driver(batch)
+        self._runner = BatchRunner(batch)
         LOG.info(
             "vLLM loaded in %.1f s, warmed up in %.1f s",
             loaded - begun,
@@ -105,50 +105,54 @@ class VLLMEngine:
         prompt = check_request(
             prompt_ids, sampling, self.caps, version=self.version, vocab=self._vocab
         )
-        return await self._driver.run(prompt, sampling, seed, self.version)
+        return await self._runner.run_request(prompt, sampling, seed, self.version)
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
-        self._driver.clear("load_weights")
+        self._runner.clear_cache("load_weights")
         self.version = (
             -1
         )  # until the last tensor is in, the model is neither the old nor the new one
-        self.llm.collective_rpc(reload, args=(self._names.stream_to_checkpoint(weights),))
-        self._driver.clear("load_weights")
+        self.llm.collective_rpc(reload_weights, args=(self._names.stream_to_checkpoint(weights),))
+        self._runner.clear_cache("load_weights")
         self.version = version
 
     async def reset_cache(self) -> None:
         """Forget every cached prefix: what comes next does not depend on what was sampled before."""
-        self._driver.clear("reset_cache")
+        self._runner.clear_cache("reset_cache")
 
 
 class _VLLMBatch:
     """vLLM's scheduler behind the protocol of rollout/hf/scheduler.py."""
 
     def __init__(
-        self, llm: Any, routes: RouteSpec | None, contract: RoutePayloadFormat | None, depth: int
+        self,
+        llm: Any,
+        route_spec: RouteSpec | None,
+        contract: RoutePayloadFormat | None,
+        depth: int,
     ) -> None:
-        self._llm, self._routes, self._contract, self._depth = llm, routes, contract, depth
-        self._running: dict[str, Request] = {}
+        self._llm, self._route_spec, self._contract, self._depth = llm, route_spec, contract, depth
+        self._running: dict[str, SequenceRequest] = {}
         self._numbers = itertools.count()
 
     @property
     def busy(self) -> bool:
         return bool(self._running)
 
-    def running(self) -> AbstractContextManager[None]:
+    def step_context(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def admit(self, waiting: deque[Request]) -> None:
+    def admit(self, waiting: deque[SequenceRequest]) -> None:
         """vLLM queues what does not fit yet."""
         while waiting:
             request = waiting.popleft()
             name = str(next(self._numbers))
             prompt = {"type": "token", "prompt_token_ids": request.prompt.tolist()}
-            self._llm.add_request(name, prompt, _parameters(request.sampling, request.seed))
+            self._llm.add_request(name, prompt, _sampling_params(request.sampling, request.seed))
             self._running[name] = request
 
-    def step(self, version: int) -> list[tuple[Request, Completion]]:
+    def step(self, version: int) -> list[tuple[SequenceRequest, Completion]]:
         self._abort([name for name, request in self._running.items() if request.future.cancelled()])
         ended = []
         for output in self._llm.step() if self._running else ():
@@ -160,7 +164,7 @@ class _VLLMBatch:
     def warm_up(self, prompt: list[int]) -> None:
         """One request, so that the first real one does not pay for what vLLM does once. UsageError if its routes are
         all zeros or not of the model's layers, which is then known before anything is sampled with them."""
-        once = _parameters(Sampling(temperature=1.0, max_tokens=1), seed=0)
+        once = _sampling_params(Sampling(temperature=1.0, max_tokens=1), seed=0)
         self._llm.add_request("warm-up", {"type": "token", "prompt_token_ids": prompt}, once)
         while self._llm.has_unfinished_requests():
             for output in self._llm.step():
@@ -181,7 +185,7 @@ class _VLLMBatch:
         for name in names:
             del self._running[name]
 
-    def _completion(self, request: Request, output: Any, version: int) -> Completion:
+    def _completion(self, request: SequenceRequest, output: Any, version: int) -> Completion:
         done = output.outputs[0]
         tokens = torch.tensor(done.token_ids, dtype=torch.int32)
         # flat: of every token the sampled one's, then the likeliest ones'
@@ -214,7 +218,7 @@ class _VLLMBatch:
         self, output: Any, prompt: int, version: int, first: int = 0
     ) -> RoutingTrace | None:
         """Of the slots from `first` on."""
-        if self._routes is None or self._contract is None:
+        if self._route_spec is None or self._contract is None:
             return None
         rows = self._contract.read_output(output)
         return request_trace(
@@ -223,7 +227,7 @@ class _VLLMBatch:
             prompt=prompt,
             completion=len(output.outputs[0].token_ids),
             cached=output.num_cached_tokens or 0,
-            route_spec=self._routes,
+            route_spec=self._route_spec,
             depth=self._depth,
             version=version,
             first=first,
@@ -238,7 +242,7 @@ def check_temperature(sampling: Sampling) -> None:
         )
 
 
-def _parameters(sampling: Sampling, seed: int) -> Any:
+def _sampling_params(sampling: Sampling, seed: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

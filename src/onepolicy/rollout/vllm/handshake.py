@@ -16,23 +16,23 @@ from onepolicy.models.quant.size_report import SizeReport
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.payloads.vllm import parse_version, payload_format_of
 from onepolicy.rollout.servers.http import EngineClient
-from onepolicy.rollout.servers.replies import Malformed, field, made_printable
-from onepolicy.rollout.vllm.compatibility import Deployment, refuse_known_bad
-from onepolicy.rollout.vllm.quant import Held, method_of, sizes_of
-from onepolicy.rollout.vllm.reply import Reader
-from onepolicy.rollout.vllm.start import check_version
-from onepolicy.rollout.vllm.worker import Description, shape_of
+from onepolicy.rollout.servers.replies import MalformedReply, get_field, make_printable
+from onepolicy.rollout.vllm.compatibility import Deployment, check_route_compatibility
+from onepolicy.rollout.vllm.generate_api import ReplyParser
+from onepolicy.rollout.vllm.quant import PartTensors, part_sizes, quantization_method
+from onepolicy.rollout.vllm.start import check_vllm_version
+from onepolicy.rollout.vllm.worker import ServerDescription, model_shape
 
 T = TypeVar("T")
 OLDEST = (0, 28)
 """First version with the endpoints used here, by its source. Run: 0.30 on the CPU."""
-FIRST = "default"
+INITIAL_WEIGHTS_ID = "default"
 """vLLM's name of the weights it started with."""
 START = "start the server with `onepolicy engine serve MODEL`"
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerInfo:
     """What a server said of itself."""
 
     model: str  # path or hub id it was started with
@@ -40,7 +40,7 @@ class Served:
     first_probe: list[float] | None  # what a run kept of a probe of these weights
     top_logprobs: int
     workers: int
-    reader: Reader
+    reader: ReplyParser
     sizes: SizeReport | None  # of quantised weights
 
 
@@ -49,42 +49,42 @@ async def handshake(
     text: PreTrainedConfig,
     config: VLLMServerConfig,
     caps: EngineCaps,
-    routes: RouteSpec | None,
+    route_spec: RouteSpec | None,
     quant: QuantFormat | None = None,
-) -> Served:
+) -> ServerInfo:
     """UsageError for a server that cannot be this run's engine. A pause that an interrupted run left is lifted."""
     version = await client.get(
-        "/version", parse=lambda reply: made_printable(field(reply, "version", str))
+        "/version", parse=lambda reply: make_printable(get_field(reply, "version", str))
     )
     await _check_endpoints(client)
     told, workers = await describe(client)
     _check_settings(client, told, version, text, config, caps, quant)
-    reader = Reader(
-        int(text.vocab_size), int(text.num_hidden_layers), routes, payload_format_of(version)
+    reader = ReplyParser(
+        int(text.vocab_size), int(text.num_hidden_layers), route_spec, payload_format_of(version)
     )
-    held = [_typed(Held, each, client) for each in told.held]
+    held = [_typed(PartTensors, each, client) for each in told.held]
     most = (
         told.max_logprobs if told.max_logprobs >= 0 else reader.vocab
     )  # the sampled token takes one of them
-    return Served(
+    return ServerInfo(
         model=told.model,
-        weights=await stamp_of(client),
+        weights=await read_weights_id(client),
         first_probe=told.first_probe,
         top_logprobs=reader.vocab if most >= reader.vocab else max(most - 1, 0),
         workers=workers,
         reader=reader,
-        sizes=None if quant is None else sizes_of(quant, held, config.dtype),
+        sizes=None if quant is None else part_sizes(quant, held, config.dtype),
     )
 
 
-async def describe(client: EngineClient) -> tuple[Description, int]:
+async def describe(client: EngineClient) -> tuple[ServerDescription, int]:
     """What the server's first worker says, and how many there are. UsageError if they are not of this onepolicy."""
 
     def parse(reply: Any) -> tuple[dict[str, Any], int]:
-        results = field(reply, "results", list)
+        results = get_field(reply, "results", list)
         if not results or not isinstance(results[0], dict):
-            raise Malformed(f"no description: {shown(reply)}")
-        return made_printable(results[0]), len(results)
+            raise MalformedReply(f"no description: {shown(reply)}")
+        return make_printable(results[0]), len(results)
 
     try:
         told, workers = await client.post(
@@ -94,7 +94,7 @@ async def describe(client: EngineClient) -> tuple[Description, int]:
         raise UsageError(
             f"{error} Without our worker extension no weights can be given to it: {START}"
         ) from error
-    return _typed(Description, told, client), workers
+    return _typed(ServerDescription, told, client), workers
 
 
 def _typed(kind: type[T], told: dict[str, Any], client: EngineClient) -> T:
@@ -113,9 +113,11 @@ def _typed(kind: type[T], told: dict[str, Any], client: EngineClient) -> T:
     )
 
 
-async def stamp_of(client: EngineClient) -> str:
+async def read_weights_id(client: EngineClient) -> str:
     """The name of the weights the server holds, as given by whoever gave it the weights."""
-    return await client.get("/weight_info", parse=lambda reply: field(reply, "weight_version", str))
+    return await client.get(
+        "/weight_info", parse=lambda reply: get_field(reply, "weight_version", str)
+    )
 
 
 async def _check_endpoints(client: EngineClient) -> None:
@@ -132,7 +134,7 @@ async def _check_endpoints(client: EngineClient) -> None:
 
 def _check_settings(
     client: EngineClient,
-    told: Description,
+    told: ServerDescription,
     version: str,
     text: PreTrainedConfig,
     config: VLLMServerConfig,
@@ -140,12 +142,12 @@ def _check_settings(
     quant: QuantFormat | None,
 ) -> None:
     where = f"rollout.engine.url: the vLLM server at {client.url}"
-    check_version(version, cpu=told.device == "cpu")
+    check_vllm_version(version, cpu=told.device == "cpu")
     if parse_version(version) < OLDEST:
         raise UsageError(
             f"{where} is version {version}, which lacks endpoints this needs; use 0.28 to 0.30"
         )
-    ours = shape_of(text)
+    ours = model_shape(text)
     for name in sorted(ours.keys() & told.shape.keys()):
         if ours[name] != told.shape[name]:
             raise UsageError(
@@ -154,7 +156,7 @@ def _check_settings(
             )
     if told.dtype != config.dtype:
         raise UsageError(f"rollout.engine.dtype: {config.dtype}, but the server runs {told.dtype}")
-    if told.quantization != method_of(quant):
+    if told.quantization != quantization_method(quant):
         wanted = "unset" if quant is None else quant.format
         served = f"quantised by {told.quantization}" if told.quantization else "not quantised"
         mend = "" if quant is None else f" quant={quant.format}"
@@ -186,4 +188,4 @@ def _check_settings(
         return
     if not told.routes:
         raise UsageError(f"{where} does not return routes; {START}, or set replay.mode=off")
-    refuse_known_bad(_typed(Deployment, told.deployment, client))
+    check_route_compatibility(_typed(Deployment, told.deployment, client))

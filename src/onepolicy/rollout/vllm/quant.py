@@ -36,7 +36,7 @@ MADE = {
 """Parts that vLLM quantises."""
 
 
-def arguments(quant: QuantFormat | None) -> dict[str, Any]:
+def quantization_args(quant: QuantFormat | None) -> dict[str, Any]:
     """EngineArgs. Left to itself fp8_per_channel quantises routers too, where they are plain layers (Qwen3-MoE)."""
     if quant is None:
         return {}
@@ -45,12 +45,12 @@ def arguments(quant: QuantFormat | None) -> dict[str, Any]:
     return {"quantization": METHODS[quant.format], **ignored}
 
 
-def method_of(quant: QuantFormat | None) -> str | None:
+def quantization_method(quant: QuantFormat | None) -> str | None:
     """What a vLLM engine's `quantization` must be."""
     return None if quant is None else METHODS[quant.format]
 
 
-def check(quant: QuantFormat | None, *, cpu: bool) -> None:
+def check_quant_device(quant: QuantFormat | None, *, cpu: bool) -> None:
     """UsageError with the reason if vLLM cannot run the format on this device."""
     if quant is not None and cpu:
         raise UsageError(
@@ -60,7 +60,7 @@ def check(quant: QuantFormat | None, *, cpu: bool) -> None:
         )
 
 
-def check_version(quant: QuantFormat | None, version: str) -> None:
+def check_quant_version(quant: QuantFormat | None, version: str) -> None:
     if quant is not None and parse_version(version) < OLDEST:
         raise UsageError(
             f"rollout.quant: vllm {version} was not read for how it quantises at a sync; use 0.30"
@@ -68,7 +68,7 @@ def check_version(quant: QuantFormat | None, version: str) -> None:
 
 
 @contextmanager
-def named(quant: QuantFormat | None) -> Iterator[None]:
+def name_setting_in_errors(quant: QuantFormat | None) -> Iterator[None]:
     """What vLLM says when it has no kernel for a layer, as a UsageError that names the setting."""
     try:
         yield
@@ -81,13 +81,13 @@ def named(quant: QuantFormat | None) -> Iterator[None]:
         ) from error
 
 
-def imitation(quant: QuantFormat) -> tuple[QuantFormat, bool]:
+def hf_equivalent(quant: QuantFormat) -> tuple[QuantFormat, bool]:
     """The same weights in the embedded engine's terms; True: of experts only."""
     return (Simulated(bits=8), True) if quant.format == "int8" else (quant, False)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PartTensors:
     """Tensors of one part and dtype of a vLLM model, as its kernels read them. Sent as JSON."""
 
     part: str
@@ -97,7 +97,7 @@ class Held:
     nbytes: int  # scales included
 
 
-def held_tensors(model: nn.Module) -> list[dict[str, Any]]:
+def measure_part_tensors(model: nn.Module) -> list[dict[str, Any]]:
     """`Held`, as JSON, of every part and dtype of a worker's vLLM model."""
     found: dict[tuple[str, str], list[int]] = {}
     for name, tensor in model.named_parameters():
@@ -120,7 +120,7 @@ def _part(name: str) -> str:
     return "shared experts" if part == "experts" else part
 
 
-def sizes_of(quant: QuantFormat, held: Iterable[Held], dtype: str) -> SizeReport:
+def part_sizes(quant: QuantFormat, held: Iterable[PartTensors], dtype: str) -> SizeReport:
     """What the parts take. dtype: the engine's. UsageError unless what the format stands for is really in codes: all of
     the experts, most of every other part (hybrids keep small convolutions), no router."""
     held = list(held)

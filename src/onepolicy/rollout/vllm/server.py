@@ -21,25 +21,30 @@ from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
-from onepolicy.rollout.request import joined
+from onepolicy.rollout.resume import join_partial_completions
 from onepolicy.rollout.servers.http import (
     EngineClient,
     EngineLost,
-    Traffic,
-    clients,
-    here,
-    place_of,
+    RequestGate,
+    for_running_loop,
+    host_and_port,
+    make_clients,
 )
-from onepolicy.rollout.servers.replies import Malformed, field
+from onepolicy.rollout.servers.replies import MalformedReply, get_field
 from onepolicy.rollout.servers.start_up import (
     check_probabilities,
-    connect,
+    connect_engine,
     refuse_nccl_without_cuda,
 )
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.engine import check_temperature
-from onepolicy.rollout.vllm.handshake import FIRST, Served, handshake, stamp_of
-from onepolicy.rollout.vllm.reply import continued, parameters
+from onepolicy.rollout.vllm.generate_api import resumed_seed, sampling_params
+from onepolicy.rollout.vllm.handshake import (
+    INITIAL_WEIGHTS_ID,
+    ServerInfo,
+    handshake,
+    read_weights_id,
+)
 from onepolicy.sync.broadcast import GivenUp, Sender
 from onepolicy.sync.checksum import Checksums, Sums
 from onepolicy.sync.group import in_thread, own_address
@@ -50,14 +55,16 @@ CallWorkers = Callable[..., Awaitable[list[Any]]]
 """A method of rollout/vllm/worker.py and its arguments -> what each worker returned."""
 
 
-def written(files: WeightFiles, weights: NamedWeights, version: int) -> tuple[Path, Sums]:
+def write_weight_files(
+    files: WeightFiles, weights: NamedWeights, version: int
+) -> tuple[Path, Sums]:
     """Files of these tensors, and their checksums."""
     checksums = Checksums()
     folder = files.write(checksums.passing(weights), version)
     return folder, checksums.take()
 
 
-async def from_files(call: CallWorkers, folder: Path, sums: Sums, version: int) -> None:
+async def load_weight_files(call: CallWorkers, folder: Path, sums: Sums, version: int) -> None:
     """TrainingError if a worker has read other bytes than were written."""
     for worker, problem in enumerate(await call("onepolicy_load_files", str(folder), sums)):
         if problem["difference"] is not None:
@@ -67,7 +74,7 @@ async def from_files(call: CallWorkers, folder: Path, sums: Sums, version: int) 
             )
 
 
-async def by_broadcast(
+async def broadcast_weights(
     call: CallWorkers,
     weights: NamedWeights,
     version: int,
@@ -78,7 +85,7 @@ async def by_broadcast(
     """call: one that tries once, because a broadcast cannot be repeated from one end."""
     assert config.sync != "disk"
     try:
-        host = own_address(*place_of(config.url))
+        host = own_address(*host_and_port(config.url))
     except OSError as error:
         raise EngineLost(
             f"rollout.engine.url: the vLLM server at {config.url} cannot be reached: {error}"
@@ -119,11 +126,11 @@ def build(spec: EngineSpec) -> VLLMServer:
         spec.model,
         read_config(spec.model),
         spec.config,
-        routes=spec.routes,
+        route_spec=spec.route_spec,
         max_len=spec.max_len,
         quant=spec.quant,
     )
-    asyncio.run(connect(server, server.client, spec.model))
+    asyncio.run(connect_engine(server, server.client, spec.model))
     return server
 
 
@@ -137,24 +144,24 @@ class VLLMServer:
         hf_config: PreTrainedConfig,
         config: VLLMServerConfig,
         *,
-        routes: RouteSpec | None,
+        route_spec: RouteSpec | None,
         max_len: int,
         quant: QuantFormat | None = None,
     ) -> None:
-        """routes: the experts of every token are wanted, of these layers. quant: what the server was started with.
+        """route_spec: the experts of every token are wanted, of these layers. quant: what the server was started with.
         `connect` before anything else."""
         text = hf_config.get_text_config()
         self.version = 0
-        self.caps = EngineCaps(returns_routes=routes is not None, max_len=max_len)
-        self.client, self._once = clients(config, server="the vLLM server")
-        self.config, self._text, self._routes, self._quant = config, text, routes, quant
+        self.caps = EngineCaps(returns_routes=route_spec is not None, max_len=max_len)
+        self.client, self._once = make_clients(config, server="the vLLM server")
+        self.config, self._text, self._route_spec, self._quant = config, text, route_spec, quant
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         self._files = WeightFiles(config.sync_dir) if config.sync == "disk" else None
         self._run = secrets.token_hex(4)
         self._pauses = 0
         self._resumed = 0
-        self._traffic: Traffic | None = None
-        self._served: Served | None = None
+        self._traffic: RequestGate | None = None
+        self._served: ServerInfo | None = None
         self._weights = ""  # the server's name of what it was last given
 
     async def connect(self) -> None:
@@ -163,9 +170,9 @@ class VLLMServer:
         Its weights are its own until load_checkpoint or load_weights.
         """
         self.version = 0
-        with self.client.starting():
+        with self.client.startup_errors():
             served = await handshake(
-                self.client, self._text, self.config, self.caps, self._routes, self._quant
+                self.client, self._text, self.config, self.caps, self._route_spec, self._quant
             )
             self.caps = dataclasses.replace(
                 self.caps, top_logprobs=served.top_logprobs, sizes=served.sizes
@@ -198,13 +205,13 @@ class VLLMServer:
             # the last token of a part was never fed: its row comes with the next part
             routed = len(path) - 1 if done else sampling.routes_from
             part, paused = await self._sample(
-                path, left, continued(seed, done) if done else seed, routed
+                path, left, resumed_seed(seed, done) if done else seed, routed
             )
             if len(part.token_ids):
                 parts.append(part)
                 path += part.token_ids.tolist()
             if part.finish != "aborted" or not paused:
-                return joined(parts, part.finish, sampling.routes_from)
+                return join_partial_completions(parts, part.finish, sampling.routes_from)
             self._resumed += 1
 
     async def pause(self, mode: str = "abort") -> None:
@@ -240,18 +247,24 @@ class VLLMServer:
         TrainingError if what arrives is not what was sent; the engine then has no version and answers nothing.
         """
         tensors, files = self._names.stream_to_checkpoint(weights), self._files
-        ready = None if files is None else await asyncio.to_thread(written, files, tensors, version)
+        ready = (
+            None
+            if files is None
+            else await asyncio.to_thread(write_weight_files, files, tensors, version)
+        )
         async with self._between_requests():
             await self.confirm_weights()
             async with self._replacing(version):
                 if ready is not None:
-                    await from_files(self.call_workers, *ready, version)
+                    await load_weight_files(self.call_workers, *ready, version)
                 else:
                     call, workers = (
                         partial(self.call_workers, client=self._once),
                         self._known.workers,
                     )
-                    await by_broadcast(call, tensors, version, config=self.config, workers=workers)
+                    await broadcast_weights(
+                        call, tensors, version, config=self.config, workers=workers
+                    )
 
     def has_initial_checkpoint(self, path: str) -> bool:
         """Whether it still has the weights it was started with, and they are those of `path` (folder or hub id)."""
@@ -259,12 +272,12 @@ class VLLMServer:
         same = (
             Path(model).resolve() == Path(path).resolve() if Path(path).exists() else model == path
         )
-        return same and self._weights == FIRST
+        return same and self._weights == INITIAL_WEIGHTS_ID
 
     def initial_canary(self) -> list[float] | None:
         """What `remember` was given since the server started. UsageError if it is too late to make one."""
         known = self._known
-        if known.first_probe is None and known.weights != FIRST:
+        if known.first_probe is None and known.weights != INITIAL_WEIGHTS_ID:
             raise UsageError(
                 f"rollout.engine.url: the vLLM server at {self.client.url} holds weights {known.weights!r}, which "
                 "another program gave it, so that its reload cannot be checked; restart it"
@@ -291,7 +304,7 @@ class VLLMServer:
 
     async def confirm_weights(self) -> None:
         """EngineLost if the server holds other weights than were given to it: it was restarted, or shared."""
-        found = await stamp_of(self.client)
+        found = await read_weights_id(self.client)
         if found != self._weights:
             raise EngineLost(
                 f"rollout.engine.url: the vLLM server at {self.client.url} holds weights {found!r}, not this run's "
@@ -305,7 +318,7 @@ class VLLMServer:
         """Call a method of rollout/vllm/worker.py on every worker."""
         body = {"method": method, "args": list(args)}
         return await (client or self.client).post(
-            "/collective_rpc", body, parse=lambda reply: field(reply, "results", list)
+            "/collective_rpc", body, parse=lambda reply: get_field(reply, "results", list)
         )
 
     def take_metrics(self) -> dict[str, float]:
@@ -314,7 +327,7 @@ class VLLMServer:
         return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
 
     @property
-    def _known(self) -> Served:
+    def _known(self) -> ServerInfo:
         if self._served is None:
             raise RuntimeError("VLLMServer: await connect() first")
         return self._served
@@ -323,28 +336,28 @@ class VLLMServer:
         self, path: list[int], sampling: Sampling, seed: int, first: int
     ) -> tuple[Completion, bool]:
         """One request, when there is room for it and nothing is paused. True: a pause of ours began meanwhile."""
-        async with self._here().admitted():
+        async with self._here().admit_request():
             if self.version < 0:
                 raise RuntimeError(
                     "the last load_weights failed half-way; load a complete set of weights first"
                 )
             pauses, known = self._pauses, self._known.reader
             read = partial(
-                known.part, prompt=len(path), first=first, sampling=sampling, version=self.version
+                known.parse, prompt=len(path), first=first, sampling=sampling, version=self.version
             )
 
             def parse(reply: Any) -> Completion:
                 part = read(reply)
                 if not len(part.token_ids) and pauses == self._pauses:
-                    raise Malformed("no token, and nothing of ours aborted the request")
+                    raise MalformedReply("no token, and nothing of ours aborted the request")
                 return part
 
             body = {
                 "token_ids": path,
-                "sampling_params": parameters(sampling, seed, first=first, vocab=known.vocab),
+                "sampling_params": sampling_params(sampling, seed, first=first, vocab=known.vocab),
             }
             most = known.most_bytes(prompt=len(path), sampling=sampling)
-            ask = partial(self.client.post, "/inference/v1/generate", body, most=most)
+            ask = partial(self.client.post, "/inference/v1/generate", body, max_bytes=most)
             part = await ask(parse=parse, confirm=self.confirm_weights)
             return part, pauses != self._pauses
 
@@ -383,10 +396,10 @@ class VLLMServer:
     async def _drop_caches(self) -> None:
         def dropped(reply: Any) -> None:
             if not isinstance(reply, dict) or reply.get("success") is not True:
-                raise Malformed(f"the prefix cache was not reset: {shown(reply)}")
+                raise MalformedReply(f"the prefix cache was not reset: {shown(reply)}")
 
         await self.client.post("/reset_prefix_cache", parse=dropped)
 
-    def _here(self) -> Traffic:
-        self._traffic = here(self._traffic, self.config.max_num_seqs)
+    def _here(self) -> RequestGate:
+        self._traffic = for_running_loop(self._traffic, self.config.max_num_seqs)
         return self._traffic

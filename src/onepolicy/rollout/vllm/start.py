@@ -15,7 +15,12 @@ from torch import nn
 from onepolicy.config import QuantFormat, UsageError, VLLMEngineConfig
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat, parse_version, payload_format_of
 from onepolicy.rollout.vllm import quant as vllm_quant
-from onepolicy.rollout.vllm.compatibility import CPU, Deployment, deployment_of, refuse_known_bad
+from onepolicy.rollout.vllm.compatibility import (
+    CPU,
+    Deployment,
+    check_route_compatibility,
+    deployment_of,
+)
 from onepolicy.telemetry import OPT_OUT
 
 # In this process, so that weights are handed over without a copy; quiet; nothing sent anywhere.
@@ -25,13 +30,13 @@ OLDEST, NEWEST = (0, 16), (0, 33)
 """Versions whose Python interface is the one used here. Run: 0.30 on the CPU; the others were read."""
 
 
-def start(
+def start_llm_engine(
     config: VLLMEngineConfig,
     path: str,
     *,
     max_len: int,
     top_logprobs: int,
-    routes: bool,
+    return_routes: bool,
     cpu: bool,
     trust_remote_code: bool,
     quant: QuantFormat | None = None,
@@ -41,7 +46,7 @@ def start(
     max_len, top_logprobs: most that a request may ask for. UsageError if vLLM is missing, or of a version or set-up
     that is refused.
     """
-    vllm_quant.check(quant, cpu=cpu)
+    vllm_quant.check_quant_device(quant, cpu=cpu)
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(
             "rollout.engine.kind: vllm is not installed; run `make vllm` (CPU) or pip install 'onepolicy[vllm]' (CUDA)"
@@ -58,47 +63,49 @@ def start(
             f"rollout.engine.kind: this vllm was built for {platform}, which is not train.device; set train.device to "
             "it or install the other build"
         )
-    check_version(vllm.__version__, cpu=cpu)
-    vllm_quant.check_version(quant, vllm.__version__)
+    check_vllm_version(vllm.__version__, cpu=cpu)
+    vllm_quant.check_quant_version(quant, vllm.__version__)
     found, contract = parse_version(vllm.__version__), None
-    if routes:
+    if return_routes:
         contract = payload_format_of(vllm.__version__)
-        refuse_known_bad(Deployment(found, platform, prefix_caching=config.enable_prefix_caching))
+        check_route_compatibility(
+            Deployment(found, platform, prefix_caching=config.enable_prefix_caching)
+        )
     if cpu:  # or the first call compiles one comparison with a C++ compiler for 5 to 15 s
         type(current_platform).simple_compile_backend = "eager"
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    arguments = engine_arguments(
+    arguments = engine_args(
         config,
         path,
         max_len=max_len,
         top_logprobs=top_logprobs,
-        routes=routes,
+        return_routes=return_routes,
         cpu=cpu,
         trust_remote_code=trust_remote_code,
         quant=quant,
     )
-    if routes and found < (0, 22):
+    if return_routes and found < (0, 22):
         arguments["async_scheduling"] = False
-    with _threads_kept(), vllm_quant.named(quant):
+    with _threads_kept(), vllm_quant.name_setting_in_errors(quant):
         llm = LLMEngine.from_engine_args(EngineArgs(**arguments, disable_log_stats=True))
     if config.lm_head == "float32":
-        refuse_rounded_head(llm.apply_model(head_dtypes))
-    if routes:
+        check_head_dtype(llm.apply_model(head_dtypes))
+    if return_routes:
         monolithic = any(llm.apply_model(has_monolithic_kernel))
         resolved = deployment_of(llm.vllm_config, vllm.__version__, platform)
-        refuse_known_bad(dataclasses.replace(resolved, monolithic=monolithic))
+        check_route_compatibility(dataclasses.replace(resolved, monolithic=monolithic))
     return llm, contract
 
 
-def engine_arguments(
+def engine_args(
     config: VLLMEngineConfig,
     path: str,
     *,
     max_len: int,
     top_logprobs: int,
-    routes: bool,
+    return_routes: bool,
     cpu: bool,
     trust_remote_code: bool,
     quant: QuantFormat | None = None,
@@ -120,17 +127,17 @@ def engine_arguments(
             "max_logprobs": top_logprobs,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
             "hf_overrides": {"head_dtype": "float32"} if config.lm_head == "float32" else {},
-            "enable_return_routed_experts": routes,
+            "enable_return_routed_experts": return_routes,
             "enforce_eager": cpu,
             "enable_chunked_prefill": not cpu,  # 0.30.0 cannot rewind a CPU request's generator after half a prompt
             "use_tqdm_on_load": False,
             "seed": 0,  # every request brings its own
         }
-        | vllm_quant.arguments(quant)
+        | vllm_quant.quantization_args(quant)
     )
 
 
-def check_version(version: str, *, cpu: bool) -> None:
+def check_vllm_version(version: str, *, cpu: bool) -> None:
     """UsageError if this vLLM cannot be an engine in this process, with or without routes."""
     found = parse_version(version)
     if cpu and found != CPU:
@@ -164,7 +171,7 @@ def head_dtypes(model: nn.Module) -> list[str]:
     ]
 
 
-def refuse_rounded_head(found: list[list[str]]) -> None:
+def check_head_dtype(found: list[list[str]]) -> None:
     """UsageError unless every worker's model (`head_dtypes`) has logits processors, and all compute in float32."""
     if any(not each or set(each) != {"torch.float32"} for each in found):
         raise UsageError(

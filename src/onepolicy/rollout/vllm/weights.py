@@ -9,17 +9,17 @@ from torch import nn
 from onepolicy.interfaces import NamedWeights
 
 
-def reload(worker: Any, weights: NamedWeights) -> None:
+def reload_weights(worker: Any, weights: NamedWeights) -> None:
     """worker: one of vLLM's. weights: under their checkpoint names, a layer's together; read once."""
     try:
         worker.reload_weights(weights_iterator=iter(weights))
     except BaseException:
-        end_reload(worker)
+        abort_reload(worker)
         raise
     pack_experts(worker.get_model())
 
 
-def end_reload(worker: Any) -> None:
+def abort_reload(worker: Any) -> None:
     """After a reload that broke off: give every layer that it had not finished the tensors it had before.
 
     vLLM 0.30.0 leaves such layers without any, which ends the engine at the next request, and its next reload would

@@ -11,14 +11,14 @@ import torch
 
 from onepolicy.config import TrainingError
 from onepolicy.rollout.vllm.compatibility import Deployment, deployment_of
-from onepolicy.rollout.vllm.quant import held_tensors
+from onepolicy.rollout.vllm.quant import measure_part_tensors
 from onepolicy.rollout.vllm.start import has_monolithic_kernel, head_dtypes
-from onepolicy.rollout.vllm.weights import end_reload, pack_experts, reload
+from onepolicy.rollout.vllm.weights import abort_reload, pack_experts, reload_weights
 from onepolicy.sync.broadcast import Receiver
 from onepolicy.sync.checksum import Checksums, Sums, difference
 from onepolicy.sync.weight_files import read_weights
 
-SHAPE = (
+SHAPE_FIELDS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -34,16 +34,16 @@ SHAPE = (
 """Config fields that differ between models whose weights cannot stand in for each other's."""
 
 
-def shape_of(text_config: Any) -> dict[str, str | int]:
+def model_shape(text_config: Any) -> dict[str, str | int]:
     """The model type and SHAPE of a transformers text config, as far as it has them."""
-    shape = {name: getattr(text_config, name, None) for name in SHAPE}
+    shape = {name: getattr(text_config, name, None) for name in SHAPE_FIELDS}
     return {"model_type": text_config.model_type} | {
         k: v for k, v in shape.items() if isinstance(v, int)
     }
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class ServerDescription:
     """What a server serves. Sent as JSON."""
 
     shape: dict[str, str | int]  # shape_of
@@ -75,13 +75,13 @@ class WorkerExtension:
     def onepolicy_describe(self) -> dict[str, Any]:
         """A Description, as JSON."""
         config, model = self.vllm_config, self.vllm_config.model_config
-        description = Description(
-            shape=shape_of(model.hf_text_config),
+        description = ServerDescription(
+            shape=model_shape(model.hf_text_config),
             model=self._onepolicy_own()[0],
             dtype=str(model.dtype).removeprefix("torch."),
             head_dtypes=sorted(set(head_dtypes(self.get_model()))),
             quantization=model.quantization,
-            held=held_tensors(self.get_model()),
+            held=measure_part_tensors(self.get_model()),
             device=config.device_config.device_type,
             max_len=model.max_model_len,
             max_logprobs=model.max_logprobs,
@@ -110,7 +110,7 @@ class WorkerExtension:
             with Receiver(
                 invitation, 1 + self.rank, version=version, device=self.device
             ) as weights:
-                reload(self, weights)
+                reload_weights(self, weights)
         except TrainingError as error:
             return {"problem": str(error)}
         return {"problem": None}
@@ -118,7 +118,7 @@ class WorkerExtension:
     def onepolicy_load_files(self, folder: str, sent: Sums) -> dict[str, str | None]:
         """Take over the safetensors of WeightFiles. How what was read differs from what was sent, None: it does not."""
         checksums = Checksums()
-        reload(self, checksums.passing(read_weights(folder)))
+        reload_weights(self, checksums.passing(read_weights(folder)))
         return {"difference": difference(sent, checksums.take())}
 
     def onepolicy_load(self, path: str | None = None) -> None:
@@ -128,7 +128,7 @@ class WorkerExtension:
         try:
             self.reload_weights(weights_path=path or own[0])  # makes the path the model's own
         except BaseException:
-            end_reload(self)
+            abort_reload(self)
             raise
         finally:
             model.model, model.revision = own

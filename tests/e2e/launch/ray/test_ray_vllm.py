@@ -85,7 +85,7 @@ def assert_as_fresh(answers, folder):
         tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error"
     )
     fresh = asyncio.run(
-        answers_of(VLLMEngine(model, hf, ENGINE, routes=routes, max_len=MAX_LEN, cpu=True))
+        answers_of(VLLMEngine(model, hf, ENGINE, route_spec=routes, max_len=MAX_LEN, cpu=True))
     )
     assert len({float(of["replica 0"][0].logp.sum()) for of in answers.values()}) == STEPS + 1
     for version, of_replicas in answers.items():

@@ -32,7 +32,7 @@ def needed():
 def open_engine(**settings):
     model = ModelConfig(path=MODEL)
     engine = SGLangEngine(
-        model, read_config(model), SGLangConfig(url=URL, **settings), routes=None, max_len=512
+        model, read_config(model), SGLangConfig(url=URL, **settings), route_spec=None, max_len=512
     )
     asyncio.run(engine.connect())
     return engine

@@ -48,7 +48,7 @@ def test_logp_and_routes_are_those_of_the_tokens(engine, models, temperature):
         torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
         assert len(done.token_ids) == sampling.max_tokens
         assert done.finish == "length"
-        check_completion(done, prompt, engine._driver.batch._routes, "sample")
+        check_completion(done, prompt, engine._runner.batch._route_spec, "sample")
         assert done.routing.ids.shape == (len(prompt) + len(done.token_ids) - 1, 3, 4)
         assert [(s.source, s.start, s.length) for s in done.routing.spans] == [
             ("prefill", 0, len(prompt)),
@@ -167,10 +167,10 @@ def test_only_the_routes_asked_for_are_returned(engine):
 
 
 def test_warm_up_finds_routes_that_are_all_zeros(engine):
-    batch = engine._driver.batch
+    batch = engine._runner.batch
     broken = dataclasses.replace(batch._contract, rows=lambda output: np.zeros((3, 3, 4), np.uint8))
     with pytest.raises(UsageError, match=r"no MoE kernel was captured .*issues/54730"):
-        _VLLMBatch(engine.llm, batch._routes, broken, 3).warm_up([3, 4, 5])
+        _VLLMBatch(engine.llm, batch._route_spec, broken, 3).warm_up([3, 4, 5])
     assert engine.llm.get_num_unfinished_requests() == 0
 
 

@@ -49,7 +49,7 @@ def test_float32_head_comes_nearer_to_the_trainer(tmp_path, caplog):
             dtype="bfloat16", lm_head=lm_head, max_num_seqs=16, kv_cache_gib=0.125, block_size=32
         )
         engine = VLLMEngine(
-            source, read_config(source), settings, routes=None, max_len=96, cpu=True
+            source, read_config(source), settings, route_spec=None, max_len=96, cpu=True
         )
         done = play(engine, requests)
         off = []

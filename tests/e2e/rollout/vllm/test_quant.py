@@ -63,7 +63,7 @@ def quantised(request, folders):
     source = ModelConfig(path=str(folders[0]))
     hf = read_config(source)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_quant, "check", lambda *_, **__: None)
+        patch.setattr(vllm_quant, "check_quant_device", lambda *_, **__: None)
         patch.setattr(_custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
         patch.setattr(
             fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.TRITON, TritonExperts)
@@ -74,7 +74,7 @@ def quantised(request, folders):
         patch.setattr(moe_base.OnlineMoEMethodBase, "apply", experts_in_torch)
         rules = rules_of(hf)
         engine = VLLMEngine(
-            source, hf, CONFIG, routes=rules, max_len=MAX_LEN, cpu=True, quant=request.param
+            source, hf, CONFIG, route_spec=rules, max_len=MAX_LEN, cpu=True, quant=request.param
         )
         yield request.param, engine, rules
 

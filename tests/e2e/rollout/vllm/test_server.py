@@ -120,7 +120,7 @@ class SendsAnOldVersion(Sender):
         return super().send(weights, version - 1)
 
 
-def rewritten(change, original=served.written):
+def rewritten(change, original=served.write_weight_files):
     """Return a writer that applies `change` to the files of a step before the server reads them."""
 
     def written(*args):
@@ -156,14 +156,14 @@ FAULTS = {
     "files, a flipped byte": (
         "disk",
         served,
-        "written",
+        "write_weight_files",
         rewritten(flip),
         r"the bytes of '.*experts\.7.*' are not",
     ),
     "files, no such tensor": (
         "disk",
         served,
-        "written",
+        "write_weight_files",
         rewritten(dict.pop),
         r"1 tensors are missing, .*experts\.7",
     ),
@@ -368,7 +368,7 @@ def runs(pid):
 def test_sigkill_of_one_process_ends_the_whole_server(folders, tmp_path, killed):
     server = ServerProcess(folders[0], tmp_path / "log").wait_until_ready()
     pids = below(server.process.pid)
-    assert len(pids) >= 4  # keeper, server, engine, worker
+    assert len(pids) >= 4  # reaper, server, engine, worker
     os.kill(server.process.pid if killed == "command" else pids[1], signal.SIGKILL)
     server.process.wait(LIMIT_S)
     wait_until(lambda: not any(runs(pid) for pid in pids))

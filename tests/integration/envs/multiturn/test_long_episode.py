@@ -48,7 +48,7 @@ async def episode(engine: HFEngine, seed: int) -> tuple[Trajectory, list[Complet
 @pytest.fixture(scope="module")
 def played():
     engine = HFEngine(
-        make(), HFEngineConfig(dtype="float32", max_num_seqs=3), record=True, max_len=MAX_LEN
+        make(), HFEngineConfig(dtype="float32", max_num_seqs=3), return_routes=True, max_len=MAX_LEN
     )
 
     async def together():

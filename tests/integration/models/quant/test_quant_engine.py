@@ -21,7 +21,7 @@ from onepolicy.models.quant.formats import int8_rows
 from onepolicy.models.quant.layers import Int8Linear
 from onepolicy.models.quant.quantise import check_kernels, quantise
 from onepolicy.replay.layers import find_routers
-from onepolicy.rollout.copies import load_copy, quantise_policy
+from onepolicy.rollout.copies import load_engine_copy, quantise_policy
 from onepolicy.rollout.hf.engine import HFEngine
 from support.engine_runs import check_against_stock, prompts, ragged, run
 from support.models import MOE, make
@@ -31,7 +31,9 @@ FORMATS = [Int8(), Int8(activations="static"), Fp8(), Fp8Weight(), Simulated(bit
 
 def build(name, quant, **settings):
     config = HFEngineConfig(dtype="float32", max_num_seqs=3)
-    return HFEngine(make(name, **settings), config, record=name in MOE, max_len=64, quant=quant)
+    return HFEngine(
+        make(name, **settings), config, return_routes=name in MOE, max_len=64, quant=quant
+    )
 
 
 def quantised(name, quant):
@@ -100,7 +102,7 @@ def test_after_a_sync_it_equals_a_fresh_engine(quant):
 def test_weights_are_quantised_from_unrounded_ones():
     """Rounding to the bfloat16 of the engine first would move codes."""
     config = HFEngineConfig(dtype="bfloat16", max_num_seqs=3)
-    engine = HFEngine(make("qwen3_moe"), config, record=True, max_len=64, quant=Int8())
+    engine = HFEngine(make("qwen3_moe"), config, return_routes=True, max_len=64, quant=Int8())
     held = engine.quantised.quantised_weights[
         "model.layers.0.self_attn.q_proj.weight"
     ].set_weight.__self__.codes
@@ -136,7 +138,7 @@ def test_what_is_asked_for_besides():
     engine = HFEngine(
         make("qwen3_moe"),
         config,
-        record=False,
+        return_routes=False,
         max_len=64,
         quant=Int8(extra_modules=("embeddings",)),
     )
@@ -151,7 +153,7 @@ def test_the_trainers_copy_has_the_engines_weights(kind, tmp_path):
     model = make("qwen3_moe")
     model.save_pretrained(tmp_path)
     rollout = RolloutConfig.model_validate({"engine": {"kind": kind}, "quant": "int8"})
-    copy = load_copy(ModelConfig(path=str(tmp_path)), rollout, torch.device("cpu"))
+    copy = load_engine_copy(ModelConfig(path=str(tmp_path)), rollout, torch.device("cpu"))
     assert isinstance(copy.model.layers[0].self_attn.q_proj, Int8Linear) == (kind == "hf")
     if kind == "vllm":
         made, given = (

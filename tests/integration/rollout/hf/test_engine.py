@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from onepolicy.config import UsageError
-from onepolicy.rollout.hf.forward import Span, chunks
-from onepolicy.rollout.hf.slab_batch import SlabBatch
+from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
+from onepolicy.rollout.hf.forward import RowSpan, prefill_chunks
 from onepolicy.types import Sampling
 from support.engine_runs import build, check_against_stock, prompts, ragged, run
 from support.models import CONFIGS, make
@@ -19,8 +19,8 @@ from support.models import CONFIGS, make
 def test_logp_and_routes_are_the_stock_models(name):
     """There are more requests than rows, ragged prompts and lengths, and windows (8) shorter than
     the sequences."""
-    engine = build(name, max_num_seqs=3, record=name != "qwen3_dense")
-    assert isinstance(engine.batch, SlabBatch)
+    engine = build(name, max_num_seqs=3, return_routes=name != "qwen3_dense")
+    assert isinstance(engine.batch, ContinuousBatch)
     requests = ragged(prompts(10))
     done = run(engine, requests)
     assert [len(c.token_ids) for c in done] == [s.max_tokens for _, s, _ in requests]
@@ -31,8 +31,8 @@ def test_logp_and_routes_are_the_stock_models(name):
 def test_rows_are_compacted_in_the_tail(name, monkeypatch):
     engine = build(name, max_num_seqs=8)
     moved = []
-    swap = engine.batch.rows.swap
-    monkeypatch.setattr(engine.batch.rows, "swap", lambda a, b: (moved.append(a), swap(a, b)))
+    swap = engine.batch.rows.swap_rows
+    monkeypatch.setattr(engine.batch.rows, "swap_rows", lambda a, b: (moved.append(a), swap(a, b)))
     requests = [(p, Sampling(1.0, 3 if i < 6 else 30), i) for i, p in enumerate(prompts(8))]
     done = run(engine, requests)
     assert moved
@@ -40,14 +40,14 @@ def test_rows_are_compacted_in_the_tail(name, monkeypatch):
 
 
 def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
-    monkeypatch.setattr("onepolicy.rollout.hf.forward.SCORES", 150)
+    monkeypatch.setattr("onepolicy.rollout.hf.forward.MAX_SCORES", 150)
     requests = ragged(prompts(6, 10, 40))
     check_against_stock(make("qwen3_moe"), requests, run(build("qwen3_moe"), requests))
 
 
 def test_chunks_cover_every_span_once_in_order():
-    spans = [Span(0, 5, 20000), Span(1, 0, 3), Span(2, 0, 4000), Span(3, 2, 9)]
-    parts = list(chunks(spans))
+    spans = [RowSpan(0, 5, 20000), RowSpan(1, 0, 3), RowSpan(2, 0, 4000), RowSpan(3, 2, 9)]
+    parts = list(prefill_chunks(spans))
     assert len(parts) > 3
     for span in spans:
         own = [p for part in parts for p in part if p.row == span.row]
@@ -249,7 +249,7 @@ def test_bad_requests_are_refused_before_anything_runs(prompt, sampling, word):
     engine = build("qwen3_moe")
     with pytest.raises(UsageError, match=word):
         run(engine, [(prompt, sampling, 0)])
-    assert engine._driver._task is None
+    assert engine._runner._task is None
 
 
 def test_bad_engines_are_refused():

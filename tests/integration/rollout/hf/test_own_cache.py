@@ -4,7 +4,7 @@ sharing."""
 import pytest
 import torch
 
-from onepolicy.rollout.hf.own_cache import OwnCacheBatch
+from onepolicy.rollout.hf.static_batch import StaticBatch
 from onepolicy.types import Sampling
 from support.engine_runs import check_against_stock, engine_of, prompts, run
 from support.recurrent_models import CONFIGS, make
@@ -13,7 +13,7 @@ from support.recurrent_models import CONFIGS, make
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logp_and_routes_are_the_stock_models(name):
     engine = engine_of(make(name), max_num_seqs=3)
-    assert isinstance(engine.batch, OwnCacheBatch)
+    assert isinstance(engine.batch, StaticBatch)
     paths = prompts(3, 9, 10) + prompts(3, 5, 6, seed=1) + prompts(3, 9, 10, seed=2)
     requests = [
         (p, Sampling(0.7 if i % 2 else 1.0, 2 + i, top_logprobs=i % 3), i)

@@ -13,9 +13,9 @@ import torch
 
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.payloads.vllm import payload_format_of
-from onepolicy.rollout.servers.replies import Malformed, as_json
-from onepolicy.rollout.sglang.contract import Asked, Model, parse
-from onepolicy.rollout.vllm.reply import Reader
+from onepolicy.rollout.servers.replies import MalformedReply, parse_json
+from onepolicy.rollout.sglang.generate_api import ModelShape, SGLangRequest, parse_reply
+from onepolicy.rollout.vllm.generate_api import ReplyParser
 from onepolicy.types import Completion, RoutingTrace, Sampling
 from support.fuzz import FAST, SLOW, Damage, survives
 
@@ -134,12 +134,12 @@ def check_trace(trace: RoutingTrace, rows: int) -> None:
 
 
 def loaded(given: object) -> object:
-    return as_json(given) if isinstance(given, bytes) else given
+    return parse_json(given) if isinstance(given, bytes) else given
 
 
 def part_of(version: str):
-    reader = Reader(VOCAB, DEPTH, RULES, payload_format_of(version))
-    return lambda given: reader.part(
+    reader = ReplyParser(VOCAB, DEPTH, RULES, payload_format_of(version))
+    return lambda given: reader.parse(
         loaded(given), prompt=len(PROMPT), first=0, sampling=SAMPLING, version=3
     )
 
@@ -152,7 +152,7 @@ def test_vllm_replies(inputs: int) -> None:
         lambda damage: damage.reply(vllm_reply()),
         part_of("0.30.0"),
         check,
-        Malformed,
+        MalformedReply,
     )
 
 
@@ -173,7 +173,7 @@ def test_vllm_arrays(inputs: int, version: str) -> None:
         )
         return reply
 
-    survives(f"vllm array {version}", inputs, make, part_of(version), check, Malformed)
+    survives(f"vllm array {version}", inputs, make, part_of(version), check, MalformedReply)
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
@@ -187,14 +187,14 @@ def test_vllm_nested_replies(inputs: int) -> None:
         lambda damage: damage.reply(good),
         part_of("0.21.0"),
         check,
-        Malformed,
+        MalformedReply,
     )
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_sglang_replies(inputs: int) -> None:
-    model = Model(VOCAB, DEPTH, RULES)
-    asked = Asked(PROMPT, SAMPLING, seed=1, first_row=0, submitted=3, key="k")
+    model = ModelShape(VOCAB, DEPTH, RULES)
+    asked = SGLangRequest(PROMPT, SAMPLING, seed=1, first_row=0, submitted=3, key="k")
 
     def make(damage: Damage) -> object:
         reply = sglang_reply()
@@ -206,11 +206,11 @@ def test_sglang_replies(inputs: int) -> None:
 
     def version_of(name: str) -> int:
         if name not in VERSIONS:
-            raise Malformed("another's weights")  # EngineLost, of a server
+            raise MalformedReply("another's weights")  # EngineLost, of a server
         return VERSIONS[name]
 
     def read(given: object) -> Completion:
-        part = parse(loaded(given), asked, model, version_of)
+        part = parse_reply(loaded(given), asked, model, version_of)
         tokens = part.token_ids.tolist()
         finish = "stop" if tokens and tokens[-1] in SAMPLING.stop else "aborted"
         return Completion(
@@ -224,7 +224,7 @@ def test_sglang_replies(inputs: int) -> None:
             part.top_logp,
         )
 
-    survives("sglang reply", inputs, make, read, check, Malformed)
+    survives("sglang reply", inputs, make, read, check, MalformedReply)
 
 
 def test_the_check_sees_wrong_completions() -> None:

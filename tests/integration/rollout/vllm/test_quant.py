@@ -14,12 +14,12 @@ from onepolicy.config.engine import ServeConfig
 from onepolicy.config.load import resolve_as
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm import serve
-from onepolicy.rollout.vllm.quant import Held, held_tensors, sizes_of
-from onepolicy.rollout.vllm.start import engine_arguments, start
+from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors, part_sizes
+from onepolicy.rollout.vllm.start import engine_args, start_llm_engine
 from support.fake_vllm import engine_of, make_checkpoints, serving
 
 MINIMAL = {"out": "runs/x", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
-ASKED = {"max_len": 96, "top_logprobs": 32, "routes": True, "trust_remote_code": False}
+ASKED = {"max_len": 96, "top_logprobs": 32, "return_routes": True, "trust_remote_code": False}
 IGNORED = [
     "*.gate",
     "*.gate.*",
@@ -31,7 +31,7 @@ IGNORED = [
 
 
 def arguments(quant):
-    return engine_arguments(VLLMEngineConfig(), "/models/m", cpu=False, quant=quant, **ASKED)
+    return engine_args(VLLMEngineConfig(), "/models/m", cpu=False, quant=quant, **ASKED)
 
 
 def test_only_the_engines_arguments_change():
@@ -98,10 +98,10 @@ def test_the_cpu_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
         r"rollout\.quant: (fp8|int8) with vLLM needs a GPU: its CPU build has no kernels.*kind = hf"
     )
     with pytest.raises(UsageError, match=reason):
-        start(VLLMEngineConfig(), "/nowhere", cpu=True, quant=Int8(), **ASKED)
+        start_llm_engine(VLLMEngineConfig(), "/nowhere", cpu=True, quant=Int8(), **ASKED)
     with pytest.raises(UsageError, match=reason):
-        serve.serve(
-            ServeConfig(quant=Fp8()), "/nowhere", max_len=96, vocab=32, routes=True, cpu=True
+        serve.run_server(
+            ServeConfig(quant=Fp8()), "/nowhere", max_len=96, vocab=32, return_routes=True, cpu=True
         )
     monkeypatch.setattr(
         "onepolicy.build.components.build_learner", lambda *a: pytest.fail("loaded a model first")
@@ -117,17 +117,17 @@ def test_the_cpu_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
 
 
 def test_versions_that_were_not_read_are_refused():
-    vllm_quant.check_version(None, "0.29.1")
-    vllm_quant.check_version(Fp8(), "0.30.0")
+    vllm_quant.check_quant_version(None, "0.29.1")
+    vllm_quant.check_quant_version(Fp8(), "0.30.0")
     with pytest.raises(UsageError, match=r"rollout\.quant: vllm 0\.29\.1 was not read"):
-        vllm_quant.check_version(Fp8(), "0.29.1")
+        vllm_quant.check_quant_version(Fp8(), "0.29.1")
 
 
 def test_settings_that_vllm_cannot_start_with_are_named():
     message = "did not start with int8_per_channel_weight_only: no kernel$"
-    with pytest.raises(UsageError, match=message), vllm_quant.named(Int8()):
+    with pytest.raises(UsageError, match=message), vllm_quant.name_setting_in_errors(Int8()):
         raise NotImplementedError("no kernel\nfor this")
-    with pytest.raises(NotImplementedError), vllm_quant.named(None):
+    with pytest.raises(NotImplementedError), vllm_quant.name_setting_in_errors(None):
         raise NotImplementedError("of a bfloat16 engine")
 
 
@@ -167,7 +167,9 @@ class Worker(nn.Module):
 
 
 def sizes(quant, model):
-    return sizes_of(quant, [Held(**each) for each in held_tensors(model)], "bfloat16")
+    return part_sizes(
+        quant, [PartTensors(**each) for each in measure_part_tensors(model)], "bfloat16"
+    )
 
 
 def test_bytes_per_part_are_those_of_the_kernels_tensors():
@@ -232,12 +234,12 @@ def test_routers_in_codes_are_refused():
 
 def test_a_server_must_hold_what_the_run_asks_for(tmp_path):
     with serving(make_checkpoints(tmp_path)) as fake:
-        held = held_tensors(Worker(torch.float8_e4m3fn))
+        held = measure_part_tensors(Worker(torch.float8_e4m3fn))
         fake.told = {"dtype": "bfloat16", "head_dtypes": ["torch.bfloat16"], "held": held}
 
         def connect(quant):
             engine = engine_of(fake, quant=quant, dtype="bfloat16")
-            with engine.client.starting():
+            with engine.client.startup_errors():
                 asyncio.run(engine.connect())
             return engine
 
@@ -247,6 +249,6 @@ def test_a_server_must_hold_what_the_run_asks_for(tmp_path):
             connect(Fp8())
         fake.told |= {"quantization": "fp8_per_channel"}
         assert connect(Fp8()).caps.sizes.parts[0].part == "experts"
-        fake.told |= {"held": held_tensors(Worker(torch.int8))}
+        fake.told |= {"held": measure_part_tensors(Worker(torch.int8))}
         with pytest.raises(UsageError, match="vLLM's fp8_per_channel left"):
             connect(Fp8())

@@ -15,20 +15,20 @@ from safetensors.torch import load_file
 
 from onepolicy.config import TrainingError, UsageError, VLLMEngineConfig
 from onepolicy.config.engine import ServeConfig
-from onepolicy.rollout.servers.token import left_for
+from onepolicy.rollout.servers.token import find_token
 from onepolicy.rollout.vllm import serve
 from onepolicy.rollout.vllm.guard import HOSTS, TOKEN, VOCAB
-from onepolicy.rollout.vllm.start import engine_arguments
+from onepolicy.rollout.vllm.start import engine_args
 from onepolicy.sync import weight_files
 from onepolicy.sync.weight_files import INDEX, WeightFiles
 from support.waiting import LIMIT_S, wait_until
 
-SETTINGS = engine_arguments(
+SETTINGS = engine_args(
     VLLMEngineConfig(dtype="bfloat16", lm_head="float32"),
     "/models/m",
     max_len=96,
     top_logprobs=32,
-    routes=True,
+    return_routes=True,
     cpu=True,
     trust_remote_code=False,
 )
@@ -69,7 +69,7 @@ def test_the_command_line_equals_the_engine_in_this_process():
 
 def test_the_environment_opens_the_endpoints_and_has_the_token(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    found = serve.environment("s3cret", hosts=["node-1"], vocab=32, cpu=True)
+    found = serve.server_environment("s3cret", hosts=["node-1"], vocab=32, cpu=True)
     assert found["VLLM_SERVER_DEV_MODE"] == "1"
     assert (found[TOKEN], found["OMP_WAIT_POLICY"]) == ("s3cret", "active")
     assert (found[HOSTS], found[VOCAB]) == ('["node-1"]', "32")
@@ -88,12 +88,12 @@ def test_servers_that_must_not_start(monkeypatch, settings, message):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = settings.get("port", 8000) or taken.getsockname()[1]
         with pytest.raises(UsageError, match=message):
-            serve.serve(
+            serve.run_server(
                 ServeConfig(),
                 "m",
                 max_len=8,
                 vocab=8,
-                routes=True,
+                return_routes=True,
                 cpu=True,
                 **settings | {"port": port},
             )
@@ -107,11 +107,18 @@ def test_a_server_that_ends_at_its_start_gives_its_exit_status(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     said = []
-    found = serve.serve(
-        ServeConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, port=port, say=said.append
+    found = serve.run_server(
+        ServeConfig(),
+        "m",
+        max_len=8,
+        vocab=8,
+        return_routes=True,
+        cpu=True,
+        port=port,
+        log=said.append,
     )
     assert (found, [text for text in said if "ready" in text]) == (3, [])
-    assert left_for("127.0.0.1", port) is None
+    assert find_token("127.0.0.1", port) is None
 
 
 SERVER = """
@@ -146,21 +153,21 @@ def test_a_token_is_made_and_found_by_a_run_on_this_machine(monkeypatch):
     def say(text):
         said.append(text)
         if "ready after" in text:
-            found["token"] = left_for("127.0.0.1", port)
+            found["token"] = find_token("127.0.0.1", port)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        serve.serve(
-            ServeConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, port=port, say=say
+        serve.run_server(
+            ServeConfig(), "m", max_len=8, vocab=8, return_routes=True, cpu=True, port=port, log=say
         )
     assert f"127.0.0.1.{port}" in said[0]
     assert len(found["token"]) >= 32
     assert found["token"] not in "".join(said)
-    assert left_for("127.0.0.1", port) is None
+    assert find_token("127.0.0.1", port) is None
 
 
 def test_the_servers_process_does_not_outlive_ours():
-    with serve._running(
+    with serve._run_command(
         [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ)
     ) as process:
         assert process.poll() is None
@@ -181,9 +188,9 @@ time.sleep(600)
 WRAPPER = """
 import os, sys
 from onepolicy.rollout.vllm import serve
-serve.ENDING_S = 0.2
-with serve._running([sys.executable, sys.argv[1]], dict(os.environ)) as process:
-    os.write(1, f"wrapper {os.getpid()}\\nkeeper {process.pid}\\n".encode())
+serve.STOP_TIMEOUT_S = 0.2
+with serve._run_command([sys.executable, sys.argv[1]], dict(os.environ)) as process:
+    os.write(1, f"wrapper {os.getpid()}\\nreaper {process.pid}\\n".encode())
     raise SystemExit(process.wait() % 256)
 """
 
@@ -225,9 +232,9 @@ def test_a_killed_server_leaves_no_engine_and_is_reported(tree):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_killed_keeper_takes_the_server_with_it(tree):
+def test_a_killed_reaper_takes_the_server_with_it(tree):
     wrapper, pids = tree
-    os.kill(pids["keeper"], signal.SIGKILL)
+    os.kill(pids["reaper"], signal.SIGKILL)
     assert wrapper.wait(LIMIT_S) == 256 - signal.SIGKILL
     wait_until_gone([pids["server"]])
 

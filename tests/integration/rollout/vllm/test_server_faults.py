@@ -12,7 +12,7 @@ import torch
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.replay.checks import check_completion
-from onepolicy.rollout.vllm.worker import shape_of
+from onepolicy.rollout.vllm.worker import model_shape
 from onepolicy.types import Sampling
 from support.fake_vllm import (
     GENERATE,
@@ -295,7 +295,7 @@ def test_absent_unmanaged_and_unextended_servers_are_refused(fake):
     nobody = engine_of(fake, url="http://127.0.0.1:9", retries=0)
     with (
         pytest.raises(UsageError, match=r"ConnectError.*Is the vLLM server running there"),
-        nobody.client.starting(),
+        nobody.client.startup_errors(),
     ):
         asyncio.run(nobody.connect())
     del fake.server.handlers["POST /pause"]
@@ -320,7 +320,7 @@ def test_a_server_without_our_current_extension_is_refused(fake):
     ("told", "message"),
     [
         ({"shape": {"vocab_size": 99}}, "another model: its vocab_size is 99, model.path's 32"),
-        ({"shape": shape_of(HF) | {"num_experts": 8}}, "num_experts is 8, model.path's 16"),
+        ({"shape": model_shape(HF) | {"num_experts": 8}}, "num_experts is 8, model.path's 16"),
         ({"dtype": "bfloat16"}, "rollout.engine.dtype: float32, but the server runs bfloat16"),
         (
             {"quantization": "fp8"},

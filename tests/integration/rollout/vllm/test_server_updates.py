@@ -11,7 +11,7 @@ from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.rollout.vllm.reply import continued
+from onepolicy.rollout.vllm.generate_api import resumed_seed
 from onepolicy.sync import broadcast
 from onepolicy.sync.broadcast import split
 from onepolicy.sync.check import adopt, checked_push
@@ -87,7 +87,7 @@ def test_requests_continue_after_an_update_and_name_their_weights(fake, checkpoi
         for r in fake.server.asked
         if r.path == GENERATE and r.params == {}
     }
-    assert {continued(0, int((done[0].version == 0).sum())), 0} <= seeds
+    assert {resumed_seed(0, int((done[0].version == 0).sum())), 0} <= seeds
 
 
 def test_a_request_under_way_at_a_pause_is_not_left_waiting(fake, checkpoints):

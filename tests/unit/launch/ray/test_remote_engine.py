@@ -86,7 +86,7 @@ class BreaksOff:
     def give_up(self):
         pass
 
-    async def to(self, receive):
+    async def send_to(self, receive):
         await self.actor.process._engine.load_weights([], 4)
 
 
@@ -189,7 +189,7 @@ class Ended:
     def __init__(self, error):
         self.error = error
 
-    async def to(self, receive):
+    async def send_to(self, receive):
         raise self.error
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError
 from onepolicy.interfaces import EngineCaps
-from onepolicy.rollout.fleet.broadcast import Broadcast
-from onepolicy.rollout.fleet.replicas import Replicas, chosen, common_caps
+from onepolicy.rollout.fleet.broadcast import ReplicaBroadcast
+from onepolicy.rollout.fleet.replicas import Replicas, choose_replica, common_caps
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.sync.board import Board
 from onepolicy.sync.broadcast import Receiver, Sender
@@ -94,8 +94,8 @@ def test_siblings_and_later_turns_ask_one_engine(tmp_path):
 def test_only_the_requests_of_a_lost_engine_move(root, count, data):
     engines = [Engine(f"replica {i}") for i in range(count)]
     lost = data.draw(st.sampled_from(engines))
-    first = chosen(engines, root)
-    then = chosen([engine for engine in engines if engine is not lost], root)
+    first = choose_replica(engines, root)
+    then = choose_replica([engine for engine in engines if engine is not lost], root)
     assert then is first or first is lost
 
 
@@ -142,8 +142,10 @@ def broadcast_to(tmp_path, *receive):
     written = Written(str(folder), 5, b"key", checksums.take())
 
     async def main():
-        async with Broadcast(written, len(receive), host="127.0.0.1", limit=LIMIT_S) as broadcast:
-            takes = (broadcast.to(partial(asyncio.to_thread, each)) for each in receive)
+        async with ReplicaBroadcast(
+            written, len(receive), host="127.0.0.1", limit=LIMIT_S
+        ) as broadcast:
+            takes = (broadcast.send_to(partial(asyncio.to_thread, each)) for each in receive)
             return await asyncio.gather(*takes, return_exceptions=True)
 
     return asyncio.run(main())
@@ -184,11 +186,11 @@ def test_replicas_share_one_broadcast(tmp_path):
 
     def open_broadcast(*args):
         opened.append(args)
-        return Broadcast(*args, host="127.0.0.1", limit=LIMIT_S)
+        return ReplicaBroadcast(*args, host="127.0.0.1", limit=LIMIT_S)
 
     class Receives(Engine):
         async def load_files(self, written, shared=None):
-            self.loaded.append(await shared.to(partial(asyncio.to_thread, taken)))
+            self.loaded.append(await shared.send_to(partial(asyncio.to_thread, taken)))
             self.version = written.version
 
     engines = [Receives("replica 0"), Receives("replica 1")]
@@ -212,10 +214,10 @@ def test_files_changed_after_writing_are_not_sent(tmp_path):
 
     class Receives(Engine):
         async def load_files(self, written, shared=None):
-            self.loaded.append(await shared.to(partial(asyncio.to_thread, taken)))
+            self.loaded.append(await shared.send_to(partial(asyncio.to_thread, taken)))
 
     engine = Receives("replica 0")
-    open_broadcast = partial(Broadcast, host="127.0.0.1", limit=LIMIT_S)
+    open_broadcast = partial(ReplicaBroadcast, host="127.0.0.1", limit=LIMIT_S)
     together = Replicas([engine], Damaged(str(tmp_path)), broadcast=open_broadcast)
     with pytest.raises(TrainingError, match="what is to be sent has changed: the bytes of 'a'"):
         asyncio.run(together.load_weights([("a", torch.ones(1))], 5))
@@ -224,7 +226,7 @@ def test_files_changed_after_writing_are_not_sent(tmp_path):
 
 def test_a_delayed_sender_whose_receivers_ended_has_not_failed(tmp_path, monkeypatch):
     """It reads their last message only when the broadcast is already being left."""
-    wait, leave, left = Board.wait, Broadcast.__aexit__, threading.Event()
+    wait, leave, left = Board.wait, ReplicaBroadcast.__aexit__, threading.Event()
 
     def held_up(board, names, meanwhile):
         if names[0].startswith("done/"):
@@ -236,7 +238,7 @@ def test_a_delayed_sender_whose_receivers_ended_has_not_failed(tmp_path, monkeyp
         return await leave(broadcast, *error)
 
     monkeypatch.setattr(Board, "wait", held_up)
-    monkeypatch.setattr(Broadcast, "__aexit__", leaving)
+    monkeypatch.setattr(ReplicaBroadcast, "__aexit__", leaving)
     (found,) = broadcast_to(tmp_path, taken)
     assert found.keys() == {"a", "b"}
 
@@ -256,8 +258,8 @@ def test_a_broadcast_may_take_longer_than_any_wait_in_it(tmp_path, monkeypatch):
         await asyncio.sleep(LIMIT_S)
 
     async def receive(how):
-        async with Broadcast(written, 1, host="127.0.0.1", limit=limit) as broadcast:
-            return await broadcast.to(how)
+        async with ReplicaBroadcast(written, 1, host="127.0.0.1", limit=limit) as broadcast:
+            return await broadcast.send_to(how)
 
     assert asyncio.run(receive(load)) == "loaded"
     with pytest.raises(TimeoutError):  # all has been sent

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import UsageError
-from onepolicy.rollout.hf.sampler import SamplingRows, check_sampling, sample, uniforms
+from onepolicy.rollout.hf.sampler import (
+    BatchSampling,
+    check_sampling,
+    sample_tokens,
+    uniform_numbers,
+)
 from onepolicy.types import Sampling
 
 CPU = torch.device("cpu")
@@ -17,9 +22,9 @@ P = torch.tensor([0.1, 0.4, 0.2, 0.3])  # cdf 0.1 0.5 0.7 1.0
 
 def draw(probability, uniform, *rows):
     logits = probability.log().expand(len(rows), -1) + 3.0  # a constant changes nothing
-    return sample(logits, torch.tensor(uniform, dtype=torch.float64), SamplingRows.of(rows, CPU))[
-        :2
-    ]
+    return sample_tokens(
+        logits, torch.tensor(uniform, dtype=torch.float64), BatchSampling.from_requests(rows, CPU)
+    )[:2]
 
 
 def test_inverse_cdf():
@@ -89,19 +94,22 @@ def test_rows_do_not_touch_each_other():
 
 def test_frequencies():
     count = 20_000
-    tokens = sample(
+    tokens = sample_tokens(
         P.log().expand(count, -1),
-        torch.from_numpy(uniforms(0, count)),
-        SamplingRows.of([Sampling(1.0, 1)] * count, CPU),
+        torch.from_numpy(uniform_numbers(0, count)),
+        BatchSampling.from_requests([Sampling(1.0, 1)] * count, CPU),
     ).tokens
     observed = torch.bincount(tokens, minlength=4) / count
     torch.testing.assert_close(observed, P, atol=0.015, rtol=0)
 
 
 def test_unneeded_parameters_cost_nothing():
-    rows = SamplingRows.of([Sampling(1.0, 1)] * 2, CPU)
+    rows = BatchSampling.from_requests([Sampling(1.0, 1)] * 2, CPU)
     assert (rows.temperature, rows.greedy, rows.top_k, rows.top_p) == (None, None, None, None)
-    assert sample(P[None].log(), torch.zeros(1, dtype=torch.float64), rows)[2:] == (None, None)
+    assert sample_tokens(P[None].log(), torch.zeros(1, dtype=torch.float64), rows)[2:] == (
+        None,
+        None,
+    )
 
 
 def test_top_logprobs_are_of_the_distribution_sampled_from():
@@ -112,8 +120,10 @@ def test_top_logprobs_are_of_the_distribution_sampled_from():
         Sampling(0.5, 1, top_logprobs=1),
         Sampling(1.0, 1, top_k=2),
     ]
-    new = sample(
-        P.log().expand(3, -1), torch.zeros(3, dtype=torch.float64), SamplingRows.of(asked, CPU)
+    new = sample_tokens(
+        P.log().expand(3, -1),
+        torch.zeros(3, dtype=torch.float64),
+        BatchSampling.from_requests(asked, CPU),
     )
     assert new.top_ids[:2].tolist() == [[1, 3, 2]] * 2
     assert new.top_ids[2, :2].tolist() == [1, 3]
@@ -124,12 +134,12 @@ def test_top_logprobs_are_of_the_distribution_sampled_from():
 
 @given(st.integers(0, 2**56 - 1), st.integers(1, 50))
 def test_uniforms_are_a_function_of_the_seed(seed, count):
-    first = uniforms(seed, count)
-    assert (first == uniforms(seed, count)).all()
+    first = uniform_numbers(seed, count)
+    assert (first == uniform_numbers(seed, count)).all()
     assert (
-        first == uniforms(seed, count + 7)[:count]
+        first == uniform_numbers(seed, count + 7)[:count]
     ).all()  # a longer limit draws the same beginning
-    assert (first != uniforms(seed + 1, count)).any()
+    assert (first != uniform_numbers(seed + 1, count)).any()
     assert ((first >= 0) & (first < 1)).all()
 
 

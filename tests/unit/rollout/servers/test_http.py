@@ -11,7 +11,7 @@ import pytest
 
 from onepolicy.config import NotThere, TrainingError, UsageError
 from onepolicy.rollout.servers import http
-from onepolicy.rollout.servers.http import Counters, EngineClient, EngineLost, Malformed
+from onepolicy.rollout.servers.http import EngineClient, EngineLost, MalformedReply, RequestCounters
 from onepolicy.rollout.servers.replies import read_body
 from support.http_server import Reply, Server, first
 from support.waiting import LIMIT_S, wait_until
@@ -58,8 +58,8 @@ def test_a_request_and_its_json_answer_arrive_unchanged(monkeypatch):
         {"x": [1, 2]},
     )
     assert asked.headers["authorization"] == "Bearer s3cret"
-    assert client.take_counters() == Counters(requests=3)
-    assert client.take_counters() == Counters()
+    assert client.take_counters() == RequestCounters(requests=3)
+    assert client.take_counters() == RequestCounters()
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_request_and_its_json_answer_arrive_unchanged(monkeypatch):
         Reply(b'{"ok": 1, "ok": 2}'),
         Reply(b'{"ok": ' + b"9" * 5000 + b"}"),
         Reply(b'{"ok": "\xff"}'),
-        Reply(b"x" * (http.MOST_BYTES + 1)),
-        Reply(gzip.compress(bytes(http.MOST_BYTES + 1)), encoding="gzip"),
+        Reply(b"x" * (http.MAX_REPLY_BYTES + 1)),
+        Reply(gzip.compress(bytes(http.MAX_REPLY_BYTES + 1)), encoding="gzip"),
         Reply(gzip.compress(b'{"ok": 1}')[:-4], encoding="gzip"),
         Reply(b'{"ok": 1}', encoding="gzip"),
         Reply(b'{"ok": 1}', encoding="br"),
@@ -98,7 +98,7 @@ def test_what_may_pass_is_tried_again_up_to_the_bound(bad):
     with Server({"POST /do": first([bad, bad], good)}) as server:
         client, reply = ask(server)
     assert reply == {"ok": 1}
-    assert client.take_counters() == Counters(requests=1, retried=2)
+    assert client.take_counters() == RequestCounters(requests=1, retried=2)
     with Server({"POST /do": lambda _: bad}) as server:
         client = client_of(server)
         with pytest.raises(
@@ -106,7 +106,7 @@ def test_what_may_pass_is_tried_again_up_to_the_bound(bad):
         ):
             asyncio.run(client.post("/do"))
     assert len(server.asked) == 3
-    assert client.take_counters() == Counters(requests=1, retried=2, dropped=1)
+    assert client.take_counters() == RequestCounters(requests=1, retried=2, dropped=1)
 
 
 def test_a_compressed_reply_is_read():
@@ -168,7 +168,7 @@ GZIP_HEADER = gzip.compress(b"")[:10]
 def test_a_gzip_body_that_goes_on_is_refused_at_once(chunks, after):
     response = Gzipped(chunks)
     with pytest.raises(
-        Malformed, match=r"goes on after its end|a gzip body of more than 100 bytes"
+        MalformedReply, match=r"goes on after its end|a gzip body of more than 100 bytes"
     ):
         asyncio.run(read_body(response, 100))
     assert response.taken == after
@@ -204,7 +204,7 @@ EVIL = "\x1b]0;owned\x07\x1b[2J\r\nonepolicy: all is well\x9b2J\u202e\u2028\x00\
 @pytest.mark.parametrize("kind", ["text/plain", "application/json"])
 def test_a_servers_text_reaches_no_terminal_unescaped(status, kind):
     def parse(reply):
-        raise Malformed(f"it sent {reply}")
+        raise MalformedReply(f"it sent {reply}")
 
     body = (
         EVIL.encode()
@@ -220,7 +220,7 @@ def test_a_servers_text_reaches_no_terminal_unescaped(status, kind):
     assert "owned" in str(error.value)
 
 
-@pytest.mark.parametrize("kind", [UsageError, TrainingError, NotThere, EngineLost, Malformed])
+@pytest.mark.parametrize("kind", [UsageError, TrainingError, NotThere, EngineLost, MalformedReply])
 def test_an_error_keeps_no_more_than_its_line_breaks(kind):
     text = str(
         kind(f"a problem\nof two lines, it said {EVIL}; f\u00fcr \u4f60\u3000\u597d \U0001f600")
@@ -228,13 +228,13 @@ def test_an_error_keeps_no_more_than_its_line_breaks(kind):
     assert text.replace("\n", "").replace("\u3000", "").isprintable()
     assert "\\x1b]0;owned\\x07" in text
     assert text.endswith("\\u202e\\u2028\\x00\\x7f; f\u00fcr \u4f60\u3000\u597d \U0001f600")
-    assert str(kind(text)) == text.replace("\n", "\\n" if kind is Malformed else "\n")
+    assert str(kind(text)) == text.replace("\n", "\\n" if kind is MalformedReply else "\n")
 
 
 def test_a_reply_that_parse_refuses_is_tried_again():
     def parse(reply):
         if "ok" not in reply:
-            raise Malformed("no `ok` in it")
+            raise MalformedReply("no `ok` in it")
         return reply["ok"] + 1
 
     with Server({"GET /do": first([{}], good)}) as server:
@@ -273,7 +273,7 @@ def test_an_absent_server_is_a_usage_error_only_at_the_start():
         client = client_of(server, retries=1)
 
     async def at_start():
-        with client.starting():
+        with client.startup_errors():
             await client.get("/health")
 
     with pytest.raises(
@@ -307,7 +307,7 @@ def test_dropped_requests_are_named_and_a_cancelled_one_hangs_up():
     with Server({"POST /slow": slow}) as server:
         client = client_of(server)
         asyncio.run(both(client))
-    assert client.take_counters() == Counters(requests=2, dropped=2)
+    assert client.take_counters() == RequestCounters(requests=2, dropped=2)
 
 
 @pytest.mark.parametrize(

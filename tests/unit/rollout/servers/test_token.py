@@ -11,7 +11,7 @@ from onepolicy.config.engine import ServeConfig
 from onepolicy.launch.ray.connect import prepare_environment
 from onepolicy.rollout.servers import token
 from onepolicy.rollout.servers.http import EngineClient
-from onepolicy.rollout.servers.token import forget, left_for, made_for
+from onepolicy.rollout.servers.token import create_token_file, find_token, remove_token_file
 from onepolicy.rollout.vllm import serve
 from support.http_server import Reply, Server
 
@@ -30,8 +30,14 @@ BAD += [f"{SECRET}\u2028", f"{SECRET}\x7f", f"{SECRET}\t", f"{SECRET}\udce9", " 
 
 def served(monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
-    settings = {"max_len": 8, "vocab": 8, "routes": False, "cpu": True, "token_env": "ENGINE_TOKEN"}
-    serve.serve(ServeConfig(), "model", **settings)
+    settings = {
+        "max_len": 8,
+        "vocab": 8,
+        "return_routes": False,
+        "cpu": True,
+        "token_env": "ENGINE_TOKEN",
+    }
+    serve.run_server(ServeConfig(), "model", **settings)
 
 
 def asked(_):
@@ -78,53 +84,59 @@ def here(monkeypatch, tmp_path):
 
 
 def test_each_start_makes_a_token_that_only_its_owner_can_read(here):
-    with made_for("127.0.0.1", 8000) as (first, path):
+    with create_token_file("127.0.0.1", 8000) as (first, path):
         assert len(first) >= 32
         assert path.stat().st_mode & 0o777 == 0o600
         assert here.stat().st_mode & 0o777 == 0o700
-        assert left_for("127.0.0.1", 8000) == left_for("localhost", 8000) == first
+        assert find_token("127.0.0.1", 8000) == find_token("localhost", 8000) == first
         assert (
-            left_for("127.0.0.1", 8001)
-            is left_for("127.0.0.2", 8000)
-            is left_for("::1", 8000)
+            find_token("127.0.0.1", 8001)
+            is find_token("127.0.0.2", 8000)
+            is find_token("::1", 8000)
             is None
         )
-        with made_for("127.0.0.1", 8000) as (second, _):  # the server before was killed, say
-            assert left_for("127.0.0.1", 8000) == second != first
-        assert left_for("127.0.0.1", 8000) is None
+        with create_token_file("127.0.0.1", 8000) as (
+            second,
+            _,
+        ):  # the server before was killed, say
+            assert find_token("127.0.0.1", 8000) == second != first
+        assert find_token("127.0.0.1", 8000) is None
     assert list(here.iterdir()) == []
-    with made_for("localhost", 8000), made_for("::1", 8001) as (third, _):
-        assert left_for("0:0:0:0:0:0:0:1", 8001) == left_for("localhost", 8001) == third
-    with made_for("127.0.0.1", 8000):
-        forget("localhost", 8000)
-        assert left_for("127.0.0.1", 8000) is None
+    with create_token_file("localhost", 8000), create_token_file("::1", 8001) as (third, _):
+        assert find_token("0:0:0:0:0:0:0:1", 8001) == find_token("localhost", 8001) == third
+    with create_token_file("127.0.0.1", 8000):
+        remove_token_file("localhost", 8000)
+        assert find_token("127.0.0.1", 8000) is None
 
 
 def test_a_folder_or_file_of_others_is_not_used(here, tmp_path):
-    with made_for("127.0.0.1", 8000) as (_, path):
+    with create_token_file("127.0.0.1", 8000) as (_, path):
         path.chmod(0o644)
-        assert left_for("127.0.0.1", 8000) is None
+        assert find_token("127.0.0.1", 8000) is None
         path.chmod(0o600)
         here.chmod(0o755)
-        assert left_for("127.0.0.1", 8000) is None
+        assert find_token("127.0.0.1", 8000) is None
         with (
             pytest.raises(UsageError, match=r"others may look into it; .*--token-env"),
-            made_for("127.0.0.1", 8001),
+            create_token_file("127.0.0.1", 8001),
         ):
             pass
         here.chmod(0o700)
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
-        assert left_for("127.0.0.1", 8000) is None
+        assert find_token("127.0.0.1", 8000) is None
         path.unlink()
         path.write_text(f"{SECRET}\n")
         path.chmod(0o600)
-        assert left_for("127.0.0.1", 8000) is None
+        assert find_token("127.0.0.1", 8000) is None
     path.unlink()
     here.rmdir()
     (tmp_path / "theirs").mkdir(mode=0o700)
     here.symlink_to(tmp_path / "theirs")
-    with pytest.raises(UsageError, match="belongs to somebody else"), made_for("127.0.0.1", 8001):
+    with (
+        pytest.raises(UsageError, match="belongs to somebody else"),
+        create_token_file("127.0.0.1", 8001),
+    ):
         pass
 
 
@@ -134,9 +146,9 @@ def test_a_run_finds_the_token_of_each_server_on_this_machine(here):
         port = int(server.url.rpartition(":")[2])
         client = EngineClient(server.url, server="the server")
         asyncio.run(client.get("/a"))
-        with made_for("127.0.0.1", port) as (first, _):
+        with create_token_file("127.0.0.1", port) as (first, _):
             asyncio.run(client.get("/a"))
-        with made_for("127.0.0.1", port) as (second, _):
+        with create_token_file("127.0.0.1", port) as (second, _):
             asyncio.run(EngineClient(f"http://localhost:{port}", server="the server").get("/a"))
             asyncio.run(client.get("/a"))
     assert told == [None, f"Bearer {first}", f"Bearer {second}", f"Bearer {second}"]

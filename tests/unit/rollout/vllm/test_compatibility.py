@@ -8,16 +8,16 @@ from torch import nn
 
 from onepolicy.config import UsageError
 from onepolicy.rollout.vllm.compatibility import (
-    KNOWN_BAD,
+    INCOMPATIBILITIES,
     Deployment,
+    check_route_compatibility,
     deployment_of,
-    refuse_known_bad,
 )
-from onepolicy.rollout.vllm.start import check_version, has_monolithic_kernel
+from onepolicy.rollout.vllm.start import check_vllm_version, has_monolithic_kernel
 
 GOOD = {"version": (0, 30), "platform": "cuda"}
 
-# One refused combination per row of KNOWN_BAD, in its order, and the nearest one that is accepted.
+# One refused combination per row of INCOMPATIBILITIES, in its order, and the nearest one that is accepted.
 ROWS = [
     ({"version": (0, 13)}, {"version": (0, 14)}, "28284"),
     ({"platform": "cpu", "version": (0, 26)}, {"version": (0, 26)}, "54730"),
@@ -50,17 +50,17 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", range(len(KNOWN_BAD)))
+@pytest.mark.parametrize("row", range(len(INCOMPATIBILITIES)))
 def test_each_row_is_refused_with_its_source_and_only_where_it_holds(row):
     bad, good, source = ROWS[row]
     with pytest.raises(UsageError, match=rf"vllm 0\.\d+ with routes: .*{source}") as refused:
-        refuse_known_bad(Deployment(**GOOD | bad))
-    assert KNOWN_BAD[row].why in str(refused.value)
-    refuse_known_bad(Deployment(**GOOD | good))
+        check_route_compatibility(Deployment(**GOOD | bad))
+    assert INCOMPATIBILITIES[row].why in str(refused.value)
+    check_route_compatibility(Deployment(**GOOD | good))
 
 
 def test_every_row_is_tested():
-    assert len(ROWS) == len(KNOWN_BAD)
+    assert len(ROWS) == len(INCOMPATIBILITIES)
 
 
 def test_deployment_is_read_from_a_config_and_from_its_json():
@@ -104,10 +104,10 @@ def test_deployment_is_read_from_a_config_and_from_its_json():
 )
 def test_versions_of_the_engine_in_this_process(version, cpu, message):
     if message is None:
-        check_version(version, cpu=cpu)
+        check_vllm_version(version, cpu=cpu)
         return
     with pytest.raises(UsageError, match=message):
-        check_version(version, cpu=cpu)
+        check_vllm_version(version, cpu=cpu)
 
 
 def test_monolithic_kernels_are_found():

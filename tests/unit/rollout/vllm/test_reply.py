@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from onepolicy.replay.checks import check_completion
 from onepolicy.replay.payloads.vllm import payload_format_of
-from onepolicy.rollout.request import joined
-from onepolicy.rollout.servers.http import Malformed
-from onepolicy.rollout.vllm.reply import Reader, continued, parameters
+from onepolicy.rollout.resume import join_partial_completions
+from onepolicy.rollout.servers.http import MalformedReply
+from onepolicy.rollout.vllm.generate_api import ReplyParser, resumed_seed, sampling_params
 from onepolicy.types import Sampling
 from support.fake_vllm import LAYERS, RULES, VOCAB, npy, routes_of
 
 PROMPT, TOKENS, SAMPLING = [3, 4, 5], [7, 8, 9, 1], Sampling(1.0, 4, stop=(1,), top_logprobs=2)
-READER = Reader(VOCAB, LAYERS, RULES, payload_format_of("0.30.0"))
+READER = ReplyParser(VOCAB, LAYERS, RULES, payload_format_of("0.30.0"))
 
 
 def entry(token, logp, others=()):
@@ -50,7 +50,7 @@ def good(tokens=TOKENS, finish="stop", first=0, path=PROMPT):
 
 
 def read(reply, path=PROMPT, sampling=SAMPLING, first=0, version=3):
-    return READER.part(reply, prompt=len(path), first=first, sampling=sampling, version=version)
+    return READER.parse(reply, prompt=len(path), first=first, sampling=sampling, version=version)
 
 
 def test_a_reply_becomes_a_completion():
@@ -78,7 +78,7 @@ def test_parts_follow_each_other_without_a_gap():
     assert (halves[0].finish, len(halves[0].routing)) == ("aborted", 4)
     path, left = [*PROMPT, *TOKENS[:2]], Sampling(1.0, 2, stop=(1,), top_logprobs=2)
     halves.append(read(good(TOKENS[2:], first=4, path=path), path, left, first=4, version=5))
-    done = joined(halves, halves[-1].finish, 0)
+    done = join_partial_completions(halves, halves[-1].finish, 0)
     check_completion(done, PROMPT, RULES, "sample")
     assert torch.equal(done.routing.ids, torch.from_numpy(routes_of([*PROMPT, *TOKENS])[:-1]))
     assert done.version.tolist() == [3, 3, 5, 5]
@@ -115,7 +115,7 @@ def test_an_abort_that_came_too_late_changes_nothing(tokens, reason, finish):
     ],
 )
 def test_an_end_that_does_not_fit_the_tokens_is_refused(tokens, reason):
-    with pytest.raises(Malformed, match=r"finish_reason|goes on after its end"):
+    with pytest.raises(MalformedReply, match=r"finish_reason|goes on after its end"):
         read(good(tokens, reason))
 
 
@@ -158,7 +158,7 @@ def test_one_wrong_field_is_malformed_or_harmless(where, value, gone):
         )  # as it comes off the wire: NaN and infinity too
     try:
         done = read(reply)
-    except Malformed:
+    except MalformedReply:
         return
     check_completion(done, PROMPT, RULES, "sample")
     assert torch.isfinite(done.logp).all()
@@ -167,14 +167,14 @@ def test_one_wrong_field_is_malformed_or_harmless(where, value, gone):
 
 
 def test_seeds_of_a_rest_are_other_seeds():
-    seeds = {continued(seed, done) for seed in (0, 1, 2**63 - 1) for done in (1, 2, 500)}
+    seeds = {resumed_seed(seed, done) for seed in (0, 1, 2**63 - 1) for done in (1, 2, 500)}
     assert len(seeds) == 9
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_one_more_likeliest_token_is_asked_for_up_to_the_vocabulary():
     asked = {
-        k: parameters(Sampling(1.0, 4, top_logprobs=k), 0, first=0, vocab=VOCAB)["logprobs"]
+        k: sampling_params(Sampling(1.0, 4, top_logprobs=k), 0, first=0, vocab=VOCAB)["logprobs"]
         for k in (0, 1, 5, 32)
     }
     assert asked == {0: 0, 1: 2, 5: 6, 32: 32}

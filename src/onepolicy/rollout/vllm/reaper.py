@@ -1,6 +1,6 @@
 """Run a command, and end every process of it when it ends or when the process that started this one does.
 
-`python keeper.py COMMAND ...`, with the standard library only. Standard input is a pipe whose other end the starter
+`python reaper.py COMMAND ...`, with the standard library only. Standard input is a pipe whose other end the starter
 holds and never writes to: it closes whatever ends the starter, SIGKILL included. The exit status is the command's.
 """
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from onepolicy.types import Completion, FinishReason, RoutingTrace
 
 
-class Part(Protocol):
+class PartialCompletion(Protocol):
     """What one request sampled: a whole completion, or what there was of it when it was interrupted."""
 
     @property
@@ -33,7 +33,9 @@ class Part(Protocol):
     def top_logp(self) -> Tensor | None: ...  # [n, k] float32
 
 
-def joined(parts: Sequence[Part], finish: FinishReason, first_slot: int) -> Completion:
+def join_partial_completions(
+    parts: Sequence[PartialCompletion], finish: FinishReason, first_slot: int
+) -> Completion:
     """One completion of all parts; the routes of each are those it was sampled with, from `first_slot` on.
 
     The last token of a part is fed by the next one, so the parts' rows follow each other without a gap.

@@ -18,18 +18,28 @@ from transformers import PreTrainedModel
 
 from onepolicy.replay.contexts import RouteRecorder
 from onepolicy.replay.routers import Routers
-from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
-from onepolicy.rollout.hf.scheduler import Request
+from onepolicy.rollout.hf.sampler import BatchSampling, sample_tokens, uniform_numbers
+from onepolicy.rollout.hf.scheduler import SequenceRequest
 from onepolicy.types import Completion, FinishReason, RoutingTrace, id_dtype, route_spans
 
 
-class OwnCacheBatch:
+class StaticBatch:
     """A `Batch` of equally long prompts over whatever cache the model makes for itself."""
 
     def __init__(
-        self, model: PreTrainedModel, routers: Routers | None, *, slots: int, weights: bool = False
+        self,
+        model: PreTrainedModel,
+        routers: Routers | None,
+        *,
+        max_num_seqs: int,
+        combine_weights: bool = False,
     ) -> None:
-        self.model, self.routers, self.slots, self._keep_weights = model, routers, slots, weights
+        self.model, self.routers, self.max_num_seqs, self._keep_combine_weights = (
+            model,
+            routers,
+            max_num_seqs,
+            combine_weights,
+        )
         self.device = next(model.parameters()).device
         self._tape: RouteRecorder | None = None
         self.clear()
@@ -39,11 +49,11 @@ class OwnCacheBatch:
         return bool(self._requests)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def step_context(self) -> Iterator[None]:
         if self.routers is None:
             yield
             return
-        with self.routers.record(weights=self._keep_weights) as tape:
+        with self.routers.record(weights=self._keep_combine_weights) as tape:
             self._tape = tape
             try:
                 yield
@@ -51,15 +61,15 @@ class OwnCacheBatch:
                 self._tape = None
 
     def clear(self) -> None:
-        self._requests: list[Request] = []
+        self._requests: list[SequenceRequest] = []
         self._open: set[int] = set()  # indices into _requests still running
         self._cache: Any = None
         self._tokens: list[Tensor] = []  # each [B]
         self._logp: list[Tensor] = []
         self._routes: list[Tensor] = []  # each [B, fed, L, K]
-        self._weights: list[Tensor] = []  # the same of their combine weights, if kept
+        self._combine_weights: list[Tensor] = []  # the same of their combine weights, if kept
 
-    def admit(self, waiting: deque[Request]) -> None:
+    def admit(self, waiting: deque[SequenceRequest]) -> None:
         """When idle, start the first waiting request and all others with as long a prompt."""
         while waiting and waiting[0].future.cancelled():
             waiting.popleft()
@@ -70,14 +80,16 @@ class OwnCacheBatch:
             for r in waiting
             if len(r.prompt) == len(waiting[0].prompt) and not r.future.cancelled()
         ]
-        self._requests = same[: self.slots]
+        self._requests = same[: self.max_num_seqs]
         for request in self._requests:
             waiting.remove(request)
         self._open = set(range(len(self._requests)))
         self._uniform = self._all_uniforms()
-        self._sampling = SamplingRows.of([r.sampling for r in self._requests], self.device)
+        self._sampling = BatchSampling.from_requests(
+            [r.sampling for r in self._requests], self.device
+        )
 
-    def step(self, version: int) -> list[tuple[Request, Completion]]:
+    def step(self, version: int) -> list[tuple[SequenceRequest, Completion]]:
         if not self._requests:
             return []
         self._sample_next()
@@ -94,7 +106,7 @@ class OwnCacheBatch:
             self.clear()
         return done
 
-    def take_out(self, version: int) -> list[tuple[Request, Completion]]:
+    def abort_running(self, version: int) -> list[tuple[SequenceRequest, Completion]]:
         """What the running requests have sampled so far, between two steps. They run no longer."""
         taken = [
             (self._requests[i], self._completion(i, version, "aborted")) for i in sorted(self._open)
@@ -118,20 +130,20 @@ class OwnCacheBatch:
             self._routes.append(routes.unflatten(0, ids.shape))
             weights = self._tape.pop_weights()
             if weights is not None:
-                self._weights.append(torch.stack(weights, 1).unflatten(0, ids.shape))
+                self._combine_weights.append(torch.stack(weights, 1).unflatten(0, ids.shape))
         uniform = self._uniform[:, min(len(self._tokens), self._uniform.shape[1] - 1)]
-        new = sample(out.logits[:, -1].float(), uniform, self._sampling)
+        new = sample_tokens(out.logits[:, -1].float(), uniform, self._sampling)
         self._tokens.append(new.tokens)
         self._logp.append(new.logp)
         for i in self._open:
-            self._requests[i].keep_top(new.top_ids, new.top_logp, i)
+            self._requests[i].add_top_logprobs(new.top_ids, new.top_logp, i)
 
     def _all_uniforms(self) -> Tensor:  # [B, longest max_tokens] float64
         longest = max(r.sampling.max_tokens for r in self._requests)
         table = np.zeros((len(self._requests), longest))
         for row, request in zip(table, self._requests, strict=True):
             count = request.sampling.max_tokens
-            row[:count] = uniforms(request.seed, count, request.drawn)
+            row[:count] = uniform_numbers(request.seed, count, request.drawn)
         return torch.from_numpy(table).to(self.device)
 
     def _completion(self, i: int, version: int, finish: FinishReason | None = None) -> Completion:
@@ -141,9 +153,9 @@ class OwnCacheBatch:
         request = self._requests[i]
         trace, (top_ids, top_logp) = (
             self._trace(i, len(request.prompt), version),
-            request.stacked_top(),
+            request.stack_top_logprobs(),
         )
-        finish = finish or request.finish(int(tokens[-1]))
+        finish = finish or request.finish_reason(int(tokens[-1]))
         first = request.sampling.routes_from
         return Completion(
             tokens, logp, versions, finish, trace, first, top_ids=top_ids, top_logp=top_logp
@@ -160,7 +172,9 @@ class OwnCacheBatch:
         spans = route_spans(0, size, len(ids), version)
         valid = torch.ones(len(ids), dtype=torch.bool)
         weights = (
-            torch.cat([weights[i] for weights in self._weights]).cpu() if self._weights else None
+            torch.cat([weights[i] for weights in self._combine_weights]).cpu()
+            if self._combine_weights
+            else None
         )
         trace = RoutingTrace(
             ids, valid, self.routers.layers, self.routers.num_experts, spans, weights

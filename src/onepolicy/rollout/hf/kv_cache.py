@@ -15,59 +15,65 @@ from onepolicy.models.decode_attention import KEY_BLOCK, KVCacheStep
 from onepolicy.types import id_dtype
 
 
-class Slab:
+class KVCache:
     """Rows of `max_len` positions. Keys lie position-last, the order in which decoding multiplies them fastest."""
 
     is_compileable = False
 
     def __init__(
-        self, slots: int, max_len: int, *, device: torch.device, dtype: torch.dtype
+        self, num_rows: int, max_len: int, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.slots, self.max_len, self.device, self.dtype = slots, max_len, device, dtype
-        self.keys: dict[int, Tensor] = {}  # layer -> [slots, G, D, max_len]
-        self.values: dict[int, Tensor] = {}  # layer -> [slots, G, max_len, Dv]
+        self.num_rows, self.max_len, self.device, self.dtype = num_rows, max_len, device, dtype
+        self.keys: dict[int, Tensor] = {}  # layer -> [rows, G, D, max_len]
+        self.values: dict[int, Tensor] = {}  # layer -> [rows, G, max_len, Dv]
         self.routes: Tensor | None = (
-            None  # [slots, max_len, L, K] uint8, or int16 holding the bits of uint16
+            None  # [rows, max_len, L, K] uint8, or int16 holding the bits of uint16
         )
-        self.weights: Tensor | None = (
+        self.combine_weights: Tensor | None = (
             None  # like routes, in the router's dtype; made by the first write
         )
         self._step: KVCacheStep | None = None
 
-    def keep_routes(self, layers: int, top_k: int, num_experts: int) -> None:
+    def allocate_routes(self, layers: int, top_k: int, num_experts: int) -> None:
         dtype = torch.uint8 if id_dtype(num_experts) == torch.uint8 else torch.int16
         self.routes = torch.zeros(
-            self.slots, self.max_len, layers, top_k, dtype=dtype, device=self.device
+            self.num_rows, self.max_len, layers, top_k, dtype=dtype, device=self.device
         )
 
-    def begin(self, step: KVCacheStep) -> None:
+    def set_step(self, step: KVCacheStep) -> None:
         """The next forward writes and reads what `step` says."""
         self._step = step
 
-    def write_routes(self, taken: list[Tensor], weights: list[Tensor] | None = None) -> None:
+    def write_routes(
+        self, taken: list[Tensor], combine_weights: list[Tensor] | None = None
+    ) -> None:
         """The routes [T, K] of every MoE layer of the forward just run, and their combine weights if those are kept."""
         assert self.routes is not None
         assert self._step is not None
         rows = torch.stack(taken, 1).to(self.routes.dtype)
         flat = self._step.rows * self.max_len + self._step.positions
         self.routes.flatten(0, 1).index_copy_(0, flat, rows)
-        if weights is not None:
-            if self.weights is None:
-                self.weights = torch.zeros(
-                    self.routes.shape, dtype=weights[0].dtype, device=self.device
+        if combine_weights is not None:
+            if self.combine_weights is None:
+                self.combine_weights = torch.zeros(
+                    self.routes.shape, dtype=combine_weights[0].dtype, device=self.device
                 )
-            self.weights.flatten(0, 1).index_copy_(0, flat, torch.stack(weights, 1))
+            self.combine_weights.flatten(0, 1).index_copy_(0, flat, torch.stack(combine_weights, 1))
 
     def read_routes(self, row: int, positions: slice, num_experts: int) -> Tensor:
         """[n, L, K] uint8 | uint16, a copy on the CPU."""
         assert self.routes is not None
         return self.routes[row, positions].cpu().clone().view(id_dtype(num_experts))
 
-    def read_weights(self, row: int, positions: slice) -> Tensor | None:
+    def read_combine_weights(self, row: int, positions: slice) -> Tensor | None:
         """[n, L, K] in the router's dtype, a copy on the CPU; None if they are not kept."""
-        return None if self.weights is None else self.weights[row, positions].cpu().clone()
+        return (
+            None
+            if self.combine_weights is None
+            else self.combine_weights[row, positions].cpu().clone()
+        )
 
-    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
+    def copy_rows(self, source: Tensor, target: Tensor, length: int) -> None:
         """Rows `target` become rows `source` on their first `length` positions; all are read before any is written."""
         for keys in self.keys.values():
             keys[target, :, :, :length] = keys[source, :, :, :length]
@@ -75,8 +81,8 @@ class Slab:
             values[target, :, :length] = values[source, :, :length]
         if self.routes is not None:
             self.routes[target, :length] = self.routes[source, :length]
-        if self.weights is not None:
-            self.weights[target, :length] = self.weights[source, :length]
+        if self.combine_weights is not None:
+            self.combine_weights[target, :length] = self.combine_weights[source, :length]
 
     # The public surface of transformers' Cache
 
@@ -113,7 +119,7 @@ class Slab:
 
     def _allocate(self, layer: int, key: Tensor, value: Tensor) -> None:
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(self.slots, *shape, device=self.device, dtype=self.dtype)
+            return torch.zeros(self.num_rows, *shape, device=self.device, dtype=self.dtype)
 
         length = -(-self.max_len // KEY_BLOCK) * KEY_BLOCK
         self.keys[layer] = zeros(key.shape[1], key.shape[3], length)
