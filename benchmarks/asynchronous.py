@@ -4,8 +4,8 @@ staleness.py.
     onepolicy make-policy
     python benchmarks/asynchronous.py --speed           # seconds per step, of runs in turn
     python benchmarks/asynchronous.py --elsewhere 4     # an engine that costs this machine nothing
-    python benchmarks/asynchronous.py --speed --server dtype=bfloat16 max_num_seqs=64 kv_cache_gib=0.25 \
-      block_size=32
+    python benchmarks/asynchronous.py --speed --server dtype=bfloat16 max_num_seqs=64 \
+      kv_cache_gib=0.25 block_size=32
     python benchmarks/asynchronous.py --show            # tables of the finished runs
 
 `--speed` runs `onepolicy train` in processes of their own, one after the other, and leaves out the

@@ -24,7 +24,10 @@ class Server:
         self.command = [*command, "engine", "serve", str(policy), "--port", str(port), *SETTINGS]
         url = f"http://127.0.0.1:{port}"
         patient = "timeout_s = 30, retries = 2, recovery_timeout_s = 600"
-        self.setting = f'{{ kind = "vllm-server", url = "{url}", dtype = "float32", max_num_seqs = 32, {patient} }}'
+        self.setting = (
+            f'{{ kind = "vllm-server", url = "{url}", dtype = "float32", '
+            f"max_num_seqs = 32, {patient} }}"
+        )
         self.log, self.lives = log, 0
         self._done = threading.Event()
         self._keeper = threading.Thread(target=self._keep, daemon=True)

@@ -12,7 +12,10 @@ from onepolicy.rollout.vllm import serve
 from onepolicy.telemetry import OPT_OUT
 
 ON = dict.fromkeys(OPT_OUT, "0") | {"RAY_USAGE_STATS_ENABLED": "1"}
-SHOW = f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {sorted(OPT_OUT)}}}))"
+SHOW = (
+    f"import json, os; "
+    f"print(json.dumps({{name: os.environ.get(name) for name in {sorted(OPT_OUT)}}}))"
+)
 
 
 def test_statistics_are_switched_off():

@@ -1,4 +1,5 @@
-"""A type checker finds a user's mistakes: the package is marked as typed, and its public names have real types."""
+"""A type checker finds a user's mistakes: the package is marked as typed, and its public names
+have real types."""
 
 import os
 import re
@@ -60,9 +61,11 @@ ERROR = re.compile(r"(?P<file>\w+\.py):(?P<line>\d+): error: .*\[(?P<code>[\w-]+
 
 
 def environment_with_the_package(folder: Path) -> Path:
-    """Return the Python of a new environment that has a copy of the package and borrows its dependencies.
+    """Return the Python of a new environment that has a copy of the package and borrows its
+    dependencies.
 
-    A copy, because an editable install elsewhere on the path would stand in for one that is not marked as typed.
+    A copy, because an editable install elsewhere on the path would stand in for one that is not
+    marked as typed.
     """
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"

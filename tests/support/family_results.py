@@ -212,8 +212,8 @@ def _llama4(path: str, seen: dict[str, Seen], experts: nn.Module, args: tuple) -
 
 
 def _jetmoe(block: nn.Module, path: str, seen: dict[str, Seen]) -> list:
-    """Record the tokens of each expert. Experts get the rows of their tokens, sorted by expert: find
-    each row among the block's tokens."""
+    """Record the tokens of each expert. Experts get the rows of their tokens, sorted by expert:
+    find each row among the block's tokens."""
     routed: list[Tensor] = []
 
     def after_router(_: nn.Module, args: tuple, out: tuple) -> None:

@@ -30,7 +30,8 @@ SPLITS = {  # learners, engines, devices of each
 LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in list(SPLITS)[1:]]
 SMALLER = """
     steps=2 train.ranks=2 train.device=cpu train.threads=1 train.tokens_per_micro_batch=512
-    rollout.engine={kind="hf",max_num_seqs=4,max_len=250} rollout.prompts_per_step=2 rollout.group_size=2
+    rollout.engine={kind="hf",max_num_seqs=4,max_len=250}
+    rollout.prompts_per_step=2 rollout.group_size=2
     rollout.sampling.max_tokens=8 objective.entropy_coef=0.01 eval.every=0
     log.report=false log.tensorboard=false
 """

@@ -1,4 +1,5 @@
-"""Settings under their old names: recipes, overrides, stored run folders. One line says the new name."""
+"""Settings under their old names: recipes, overrides, stored run folders. One line says the new
+name."""
 
 from __future__ import annotations
 

@@ -22,7 +22,10 @@ from onepolicy.types import merge_fingerprints
 from support.objective_batches import batch as packed
 
 CPU = torch.device("cpu")
-PRINT = "import torch, onepolicy.invariant.fingerprint as f; print(f.compute_fingerprint(torch.device('cpu'), 'on-policy'))"
+PRINT = (
+    "import torch, onepolicy.invariant.fingerprint as f; "
+    "print(f.compute_fingerprint(torch.device('cpu'), 'on-policy'))"
+)
 
 
 @pytest.fixture(scope="module")
