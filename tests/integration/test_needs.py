@@ -56,7 +56,7 @@ def tried(folder, ci, text):
     return done.stdout, done.returncode
 
 
-def test_what_is_missing_is_skipped_with_its_package(tmp_path):
+def test_a_missing_program_is_skipped_with_its_package(tmp_path):
     said, status = tried(tmp_path, "", ASKS)
     assert status == 0, said
     assert "1 passed, 4 skipped, 1 xfailed" in said
@@ -107,7 +107,7 @@ def ran(machine):
     return done.stdout, asked.read_text(encoding="utf-8") if asked.exists() else ""
 
 
-def test_root_installs_what_is_missing(machine):
+def test_root_installs_missing_programs(machine):
     script(machine, "id", "echo 0")
     script(machine, "setpriv", "")
     _, asked = ran(machine)
@@ -123,7 +123,7 @@ def test_sudo_without_a_password_installs_too(machine):
     assert asked.splitlines()[1].endswith(" chromium bubblewrap util-linux")
 
 
-def test_an_ordinary_user_is_told(machine):
+def test_an_ordinary_user_gets_a_message(machine):
     script(machine, "id", "echo 1000")
     said, asked = ran(machine)
     assert asked == ""

@@ -89,7 +89,7 @@ def test_mismatch_and_diagnose_take_every_layout() -> None:
     )
 
 
-def test_what_is_not_finite_is_named_where_it_stands() -> None:
+def test_infinite_values_are_named_with_their_place() -> None:
     broken = _padded(ROLLOUT).masked_fill(_padded(MASK) & (torch.arange(40) == 24), math.nan)
     row = int(_padded(MASK)[:, 24].nonzero()[0])
     with pytest.raises(op.UsageError, match=rf"logp_rollout is not finite .* first \({row}, 24\)"):

@@ -73,7 +73,7 @@ def test_no_clean_run_is_accused(audited, seed, dtype):
         ({"late": 1, "temperature": 1.4}, ("temperature", "routes")),
     ],
 )
-def test_what_was_planted_is_named(audited, fault, causes):
+def test_a_planted_fault_is_named(audited, fault, causes):
     found = audited("replay.min_agreement=0", "rollout.engine.dtype=float32", **fault)
     assert (found.verdict.action, found.verdict.causes) == ("bug", causes), found.verdict.text()
     if "late" in fault:

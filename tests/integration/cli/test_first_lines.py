@@ -87,7 +87,7 @@ JSONL = ["task.kind=jsonl", "task.path=data.jsonl"]
     ],
     ids=lambda x: " ".join(x).replace(QUICKSTART, "R") if isinstance(x, list) else None,
 )
-def test_what_is_wrong_is_said_before_torch_is_loaded(tmp_path, words, said):
+def test_mistakes_are_reported_before_torch_loads(tmp_path, words, said):
     (tmp_path / "data.jsonl").write_text(GOOD + "{\n" + GOOD)
     if "64 lines" in said:
         (tmp_path / "data.jsonl").write_text(GOOD * 3)

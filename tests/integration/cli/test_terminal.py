@@ -346,7 +346,7 @@ BAD_URLS = [
 
 @pytest.mark.parametrize("url", BAD_URLS)
 @pytest.mark.parametrize("kind", ["vllm-server", "sglang"])
-def test_what_is_no_address_of_a_server(url, kind):
+def test_invalid_server_addresses(url, kind):
     settings = [
         f"rollout.engine.kind={kind}",
         f"rollout.engine.url={json.dumps(url)}",
@@ -360,7 +360,7 @@ def test_what_is_no_address_of_a_server(url, kind):
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:8000", "https://host/v", "http://[::1]:1", "http://\u00fc.de:65535"]
 )
-def test_what_is_an_address_of_a_server(url):
+def test_valid_server_addresses(url):
     check_url(url)
 
 
@@ -374,7 +374,7 @@ def test_a_secret_in_a_wrong_address_is_not_repeated():
     "address",
     ["host", "host:0", "host:65536", "host:x", ":1", "::1:1", "ray://host:1", "h:9\u0669"],
 )
-def test_what_is_no_address_of_ray(address):
+def test_invalid_ray_addresses(address):
     with pytest.raises(UsageError, match=r"^cluster\.address: "):
         check_ray_address(address)
     tree = {"model": {"path": "x"}, "task": {"kind": "chain"}, "steps": 1, "out": "x"}
@@ -436,7 +436,7 @@ def run(tmp_path):
     return path
 
 
-def test_ctrl_c_says_what_a_resume_costs(run):
+def test_ctrl_c_reports_the_cost_of_a_resume(run):
     resume = f"`onepolicy train --resume '{run}'`"
     assert stopped.words("Ctrl-C", run) == (
         f"stopped by Ctrl-C; {run} has no checkpoint yet: {resume} starts again where the run began"
@@ -524,7 +524,7 @@ def test_a_second_ctrl_c_ends_without_a_traceback():
     assert done.stderr == b"\nonepolicy: stopped by Ctrl-C\n"
 
 
-def test_sigterm_says_so_and_ends_as_ever():
+def test_sigterm_is_reported_and_ends_as_usual():
     done = python(ENDING.format(signal="SIGTERM"))
     assert done.returncode == -signal.SIGTERM
     assert done.stderr == b"onepolicy: stopped by SIGTERM\n"

@@ -98,7 +98,7 @@ def test_contexts_left_in_another_order():
     assert not is_invariant(model)
 
 
-def test_a_copy_of_an_installed_model_stands_alone():
+def test_a_copy_of_an_installed_model_is_independent():
     model = trainer_of(make("qwen3_moe"))
     twin = copy.deepcopy(model)
     assert is_invariant(twin)

@@ -106,7 +106,7 @@ def test_every_step_is_exactly_on_policy(train):
         ({"numerics": "on-policy"}, None, "no fingerprint"),
     ],
 )
-def test_an_audit_says_when_it_cannot_claim(tmp_path, ours, theirs, why):
+def test_an_audit_reports_missing_evidence(tmp_path, ours, theirs, why):
     logp = torch.tensor([-1.0, -2.0])
     rollout = json.dumps([] if theirs is None else [json.dumps(theirs)])
     (tmp_path / "probes").mkdir()

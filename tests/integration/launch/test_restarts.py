@@ -67,7 +67,7 @@ def test_without_a_run_folder_it_is_started_anew(run):
 
 
 @pytest.mark.parametrize("status", [0, 2, 130, 143])
-def test_what_is_never_restarted_and_why(run, status):
+def test_ends_that_are_never_restarted(run, status):
     found = run([(status, 1)], restarts=5)
     assert found[:2] == (status, [FIRST])
     assert [text.endswith("not restarted") for text in found[3]] == [True] * (status != 0)

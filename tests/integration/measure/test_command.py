@@ -203,7 +203,7 @@ def test_precision_compares_the_dtypes_of_both_sides(policy):
     assert trainer.nats.value == pytest.approx(precision.removed.value, rel=1e-3)
 
 
-def test_command_writes_a_report_and_says_the_verdict(policy, tmp_path, capsys):
+def test_the_command_writes_a_report_and_prints_the_verdict(policy, tmp_path, capsys):
     assert (
         main(["measure", "--top", "4", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]) == 0
     )

@@ -52,7 +52,7 @@ def test_every_recipe_is_tested():
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b_8gpu.toml", *LARGE])
-def test_a_recipe_fits_where_it_says(name):
+def test_a_recipe_fits_its_cluster(name):
     made = planned(name)
     options = [made.option(split) for split in made.splits()]
     chosen = best_option(options)

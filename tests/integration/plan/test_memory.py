@@ -74,7 +74,7 @@ def test_a_dense_model_has_no_experts():
     ("name", "layers", "checkpointing"),
     [("qwen3_moe", 4, False), ("deepseek_v3", 4, True), ("gpt_oss", 5, False)],
 )
-def test_first_layers_tell_what_all_of_them_hold(name, layers, checkpointing, monkeypatch):
+def test_the_first_layers_predict_all_of_them(name, layers, checkpointing, monkeypatch):
     changes = {"num_hidden_layers": layers, "layer_types": None}
     config = type(CONFIGS[name])(**CONFIGS[name].to_dict() | changes)
     micro = MicroBatchShape((30, 30), (20, 20))
@@ -111,7 +111,7 @@ def test_samples_add_up_and_only_projected_slots_have_logits():
 
 @pytest.mark.parametrize("quant", ["int8", "fp8", "fp8-weight", "simulated"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_quantised_weights_take_what_the_engine_says(name, quant):
+def test_quantised_weights_take_the_engines_reported_bytes(name, quant):
     own = resolve(TREE, [f"rollout.quant={quant}"])
     dims = read_dims(DryRunModel(CONFIGS[name], dtype=torch.bfloat16, cpu=True).model, name)
     weights = engine_weights(dims, own, CONFIGS[name])
@@ -133,7 +133,7 @@ def test_vllms_int8_is_of_experts_only():
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_the_slab_takes_what_was_predicted(name):
+def test_the_kv_cache_takes_its_predicted_bytes(name):
     engine = HFEngine(
         make(name), HFEngineConfig(dtype="bfloat16", max_num_seqs=3), return_routes=True, max_len=40
     )

@@ -46,7 +46,7 @@ def test_own_routes_change_nothing_and_others_reach_the_experts(family: str, run
     assert result.router_grad
 
 
-def test_the_page_in_docs_is_what_was_measured() -> None:
+def test_the_page_in_docs_has_the_measured_values() -> None:
     assert DOCS.read_text(encoding="utf-8") == page(), (
         "run: PYTHONPATH=tests python -m support.family_results"
     )

@@ -42,7 +42,7 @@ def model() -> PreTrainedModel:
     return build("qwen3_moe")
 
 
-def test_a_dense_model_is_refused_with_a_mend() -> None:
+def test_a_dense_model_is_refused_with_a_hint() -> None:
     model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
     with pytest.raises(UsageError, match=r"LlamaForCausalLM.*replay\.mode=off"):
         bind_routers(model)
@@ -51,7 +51,7 @@ def test_a_dense_model_is_refused_with_a_mend() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_moe_is_told_from_the_config(family: str) -> None:
+def test_moe_is_recognised_by_the_config(family: str) -> None:
     config = FAMILIES[family]()
     assert is_moe(config)
     require_moe(config)

@@ -60,7 +60,7 @@ def test_replay_through_lora(targets: str) -> None:
         )
 
 
-def test_lora_on_the_router_changes_what_it_records() -> None:
+def test_lora_on_the_router_changes_the_recorded_routes() -> None:
     model = _adapted("router")
     routers = bind_routers(model)
     with routers.record() as tape:

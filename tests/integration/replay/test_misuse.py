@@ -82,14 +82,14 @@ def test_a_replaced_block_is_found_through_a_wrapper(model: PreTrainedModel) -> 
         bind_routers(Policy(lm=model))  # type: ignore[arg-type]
 
 
-def test_what_is_no_single_model_is_refused(model: PreTrainedModel) -> None:
+def test_anything_but_a_single_model_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(UsageError, match="several models, lm, reference"):
         bind_routers(Policy(lm=model, reference=build("qwen3_moe")))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="got str"):
         bind_routers("org/model")  # type: ignore[arg-type]
 
 
-def test_what_is_no_trace_is_refused(model: PreTrainedModel, routers: Routers) -> None:
+def test_anything_but_a_trace_is_refused(model: PreTrainedModel, routers: Routers) -> None:
     with routers.record() as tape:
         model(input_ids=IDS)
     for wrong in (tape, tape.trace().ids):

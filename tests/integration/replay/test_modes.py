@@ -191,7 +191,7 @@ def test_soft_on_real_routers(family: str) -> None:
     assert all((weights != 0).all() for _, weights in seen)
 
 
-def test_soft_recompute_takes_what_the_forward_took() -> None:
+def test_soft_recompute_takes_the_forwards_experts() -> None:
     model, ids = build("qwen3_moe"), tokens()
     routers = bind_routers(model)
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)

@@ -58,7 +58,7 @@ def test_tape_keeps_forwards_in_order(model: PreTrainedModel, routers: Routers) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_take_reads_one_forward_and_forgets_it(family: str) -> None:
+def test_take_reads_one_forward_and_clears_it(family: str) -> None:
     """From the second forward on, the ids are read from the router's output, and the experts must
     have received the same."""
     model = build(family).eval()

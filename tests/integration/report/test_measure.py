@@ -235,7 +235,7 @@ def test_texts_of_the_model_are_escaped(report):
     assert "probe" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
 
-def test_distributions_are_drawn_and_told():
+def test_distributions_are_drawn_and_described():
     found = TREE["distribution"]
     data = figure(found).data
     assert data[0]["y"] == pytest.approx(
@@ -273,7 +273,7 @@ def test_waterfall_bars_stand_between_their_levels():
     assert breakdown_rows([ROW]) == [("0 to 8", "10", "0.001", "0.02", "100%")]
 
 
-def test_the_title_says_what_is_known():
+def test_the_title_has_the_known_facts():
     nothing = {"total": estimate(1e-3), "bars": [bar("routing", 1e-4, 9e-4)]}
     assert (
         fall_title(nothing) == "No single cause: 90% of the gap of 0.001 nats is left unexplained"

@@ -31,7 +31,7 @@ BARS = Figure(
 )
 
 
-def test_json_stands_alone_without_the_page(tmp_path):
+def test_json_is_complete_without_the_page(tmp_path):
     written = write_figures(tmp_path / "figures", [CURVE, BARS], png=False)
     assert [path.name for path in written] == ["curve.json", "bars.json"]
     found = json.loads(written[0].read_text())
@@ -64,7 +64,7 @@ def test_png_is_drawn_in_its_colours(tmp_path):
         assert image.getpixel((1, 1)) == (255, 255, 255)
 
 
-def test_a_browser_that_is_missing_is_said(tmp_path, monkeypatch):
+def test_a_missing_browser_is_reported(tmp_path, monkeypatch):
     def missing(*_, **__):
         from kaleido.errors import ChromeNotFoundError
 

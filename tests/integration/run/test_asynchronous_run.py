@@ -82,7 +82,7 @@ def test_tokens_are_old_but_never_older_than_allowed(overlapping, train):
     )  # order of the synchronous loop
 
 
-def test_summary_and_report_say_what_overlapped(overlapping):
+def test_summary_and_report_show_the_overlap(overlapping):
     summary = json.loads((overlapping / "summary.json").read_text())["asynchronous"]
     assert summary["max_staleness"] == 2
     assert 0 < summary["staleness_mean"] <= summary["staleness_max"] <= 2

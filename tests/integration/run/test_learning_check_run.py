@@ -66,7 +66,7 @@ def test_a_run_without_any_reward_reports_it_and_ends_well(
     assert "no lasting rise" not in page
 
 
-def test_a_run_with_rewards_that_differ_says_nothing(train, graded, capsys):
+def test_a_run_with_differing_rewards_gives_no_warning(train, graded, capsys):
     graded(lambda i: float(i % 2))
     run = train(None, *SHORT, "objective.entropy_coef=0")
     assert "learnt" not in capsys.readouterr().out

@@ -154,7 +154,7 @@ def test_zeros_beside_sharded_weights_are_not_loaded(saved, tmp_path):
         load_model(policy, torch.float32, torch.device("cpu"))
 
 
-def test_what_a_killed_process_left_is_swept_away(saved, tmp_path):
+def test_leftovers_of_a_killed_process_are_removed(saved, tmp_path):
     copy = shutil.copytree(saved[1], tmp_path / "checkpoints" / "step_00001")
     for name in (".step_00000.deleting", ".step_00002.writing"):
         shutil.copytree(copy, copy.with_name(name))

@@ -95,7 +95,7 @@ def test_a_reward_that_does_not_rise(judged, rows):
     assert "reward_rose" in judged()
 
 
-def test_what_the_kills_cost_and_where_they_are_drawn(judged, tmp_path):
+def test_cost_and_places_of_the_kills(judged, tmp_path):
     judged()
     found = outcome(tmp_path, STEPS, STRIKES)
     cost = found["cost"]

@@ -192,7 +192,7 @@ def test_printed_settings_are_the_same_settings(overrides):
     assert resolve(tomllib.loads(as_toml(config))) == config
 
 
-def test_a_printed_setting_says_what_it_is():
+def test_a_printed_setting_is_described():
     lines = as_toml(load(QUICKSTART)).splitlines()
     assert lines[lines.index('dtype = "float32"') - 1] == "# Of the trained parameters."
     assert "# quant is unset" in lines

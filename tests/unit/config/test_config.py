@@ -201,7 +201,7 @@ def test_switching_a_variant_drops_the_old_knobs():
     ],
     ids=lambda x: x[0] if x and "=" in str(x[0]) else None,
 )
-def test_bad_settings_name_field_and_mend(overrides, words):
+def test_bad_settings_name_field_and_fix(overrides, words):
     with pytest.raises(UsageError) as error:
         resolve(MINIMAL, overrides)
     for word in words:

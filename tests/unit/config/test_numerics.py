@@ -96,7 +96,7 @@ def test_bypass_and_mini_steps_are_accepted():
         ),
     ],
 )
-def test_what_keeps_them_apart_is_refused(overrides, message):
+def test_settings_that_break_on_policy_numerics_are_refused(overrides, message):
     with pytest.raises(UsageError, match=message):
         resolve(TREE, overrides)
     if not any("clip" in each for each in overrides):

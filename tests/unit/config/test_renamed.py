@@ -101,7 +101,7 @@ def merged(tree: dict, more: dict) -> dict:
     return tree
 
 
-def test_an_override_under_the_new_name_wins_over_a_recipe_under_the_old_one():
+def test_a_new_name_in_an_override_wins_over_the_recipes_old_one():
     recipe = MINIMAL | {"rollout": {"engine": {"slots": 8}}}
     assert resolve(recipe, ["rollout.engine.max_num_seqs=4"]).rollout.engine.max_num_seqs == 4
     assert recipe["rollout"] == {"engine": {"slots": 8}}  # the recipe itself is not touched
@@ -127,7 +127,7 @@ def test_both_names_at_once_are_an_error(old):
     assert str(error.value) == words
 
 
-def test_the_line_is_written_once_however_often_the_settings_are_resolved(caplog):
+def test_the_line_is_written_once(caplog):
     for _ in range(3):
         resolve(MINIMAL, ["rollout.engine.slots=5"])
     assert len(caplog.messages) == 1

@@ -101,7 +101,7 @@ class Notes(Progress):
         self.notes.append(text)
 
 
-def test_a_run_says_so_before_it_loads_anything(
+def test_a_run_reports_it_before_it_loads_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(components, "build_components", lambda *_: None)

@@ -244,9 +244,7 @@ def test_slots_worked_on_at_once_change_nothing(
 @EVERY
 @given(seed=SEEDS, garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e9]))
 @FEW
-def test_blind_to_what_stands_in_masked_slots(
-    config: CorrectionConfig, seed: int, garbage: float
-) -> None:
+def test_masked_slots_are_ignored(config: CorrectionConfig, seed: int, garbage: float) -> None:
     batch = random_batch(seed)
     clean = batch.reweight(config)
     off = ~batch.mask

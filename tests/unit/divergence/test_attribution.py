@@ -262,7 +262,7 @@ def test_verdict_without_a_bug(found, replayed, routers, action, causes, setting
 
 
 @pytest.mark.parametrize("beside", [None, gap(1e-2), gap(1e-5)])
-def test_a_mean_of_rho_off_one_is_a_mark_whoever_asks(beside):
+def test_a_mean_of_rho_off_one_is_always_a_mark(beside):
     off = dataclasses.replace(gap(2e-2), mean_rho=1.05, mean_rho_error=0.002)
     said = verdict(off, CLEAN, replayed=beside)
     assert (said.action, said.setting) == ("unclear", "")

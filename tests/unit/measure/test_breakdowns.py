@@ -50,7 +50,7 @@ def found():
     return where(scored, TOKENIZER, (TOKENIZER.eos_token_id,))
 
 
-def test_turns_are_told_apart(found):
+def test_turns_are_distinguished(found):
     rows = {row.name: row for row in found[0]["turn"]}
     assert {name: row.tokens for name, row in rows.items()} == {
         "turn 1": len(FIRST),
@@ -67,7 +67,7 @@ def test_classes_of_sampled_tokens(found):
     assert counts == {"end": 1, "prompt echo": 2, "digits": 5, "punctuation": 2}
 
 
-def test_the_worst_token_stands_in_its_text(found):
+def test_the_worst_token_is_shown_in_its_text(found):
     worst = found[1][0]
     assert (worst.token, worst.after) == ("<eos>", "")
     assert worst.before.endswith(REPLY + SECOND)

@@ -107,7 +107,7 @@ def test_kl_in_the_reward_of_a_response() -> None:
 # --- returns, GAE, value loss ---------------------------------------------------------------------
 
 
-def test_returns_to_go_skip_what_is_not_trainable() -> None:
+def test_returns_to_go_skip_untrainable_slots() -> None:
     reward, mask = torch.tensor([1.0, 9, 2, 4]), torch.tensor([True, False, True, True])
     found = returns_to_go(
         reward, mask=mask, segment=torch.tensor([0, 0, 0, 1]), samples=2, gamma=0.5

@@ -140,7 +140,7 @@ def test_another_preset_drops_the_old_ones_settings() -> None:
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
-def test_what_cannot_take_effect_is_refused(overrides: list[str], words: str) -> None:
+def test_settings_without_effect_are_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(UsageError) as error:
         resolve(MINIMAL, overrides)
     assert words in str(error.value)

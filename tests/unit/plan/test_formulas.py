@@ -113,12 +113,12 @@ def test_a_larger_batch_reads_more_experts_but_fewer_per_token(tokens):
     assert DIMS.touched(tokens) <= tokens * DIMS.share * (1 + 1e-12)
 
 
-def test_a_window_bounds_what_is_kept():
+def test_a_window_bounds_the_cached_elements():
     assert DIMS.kv_elements(3) == 3 * 40
     assert DIMS.kv_elements(10) == 10 * 20 + 4 * 20
 
 
-def test_attention_flops_sum_what_every_token_sees():
+def test_attention_flops_sum_over_visible_tokens():
     by_token = sum(
         2 * 40 * (min(t + 0.5, 1e9)) for t in range(10)
     )  # a triangle: half of its own column
@@ -162,7 +162,7 @@ def test_a_bfloat16_learner_has_master_weights():
     )  # AdamW's float32 gradients are more than a micro-batch's activations
 
 
-def test_ranks_share_what_has_a_parameters_shape():
+def test_ranks_share_tensors_of_a_parameters_shape():
     memory = learner_memory(DIMS, config(), 4, HELD, **HOW)
     assert memory.parameters + memory.gradients + memory.optimiser == 500 * 16
     assert (
@@ -210,7 +210,7 @@ def test_a_second_model_that_records_routes_is_whole():
 SERVER = {"engine": {"kind": "vllm-server"}}
 
 
-def test_cache_of_a_server_is_what_weights_leave():
+def test_a_servers_cache_is_the_memory_that_weights_leave():
     own = cluster(memory=10_000.0, engine_share=0.9, engine_reserve=1000.0)
     memory = engine_memory(DIMS, config(rollout=SERVER), own, WORK, WEIGHTS, 1)
     assert (memory.weights, memory.cache) == (4000, 4000)
@@ -274,7 +274,7 @@ def test_weights_read_by_a_forward():
     )  # all experts of a layer, whatever is met
 
 
-def test_a_rank_reads_what_is_spread_later():
+def test_memory_of_reading_weights_at_the_start():
     plain = start_memory(DIMS, config(), cluster(16), 16)
     assert (plain.host, plain.device) == (8000, 0)  # rank 0 alone
     tied = start_memory(dataclasses.replace(DIMS, embedding=0), config(), cluster(16), 16)
@@ -521,7 +521,7 @@ def test_bad_clusters_are_refused(text, message):
         parse_cluster(text)
 
 
-def test_clusters_are_read_whatever_the_case():
+def test_clusters_are_read_in_any_case():
     assert str(parse_cluster("64xh200")) == "64xH200"
     assert parse_cluster("2xCPU").is_cpu
 
@@ -541,7 +541,7 @@ def test_constants_that_are_given_are_marked():
     assert found.constants["flops"].origin == "cited"
 
 
-def test_every_constant_says_where_it_is_from():
+def test_every_constant_names_its_source():
     names = set(parse_cluster("1xH100").constants)
     for device in hardware.devices():
         constants = parse_cluster(f"1x{device}").constants
@@ -591,7 +591,7 @@ def test_a_bad_cluster_is_refused_before_torch_loads():
         ),
     ],
 )
-def test_what_cannot_be_planned_is_refused(arguments, message, capsys, monkeypatch):
+def test_settings_that_cannot_be_planned_are_refused(arguments, message, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(["plan", "recipes/quickstart.toml", "--cluster", "1xcpu", *arguments]) == 2
     assert __import__("re").search(message, capsys.readouterr().err)

@@ -80,7 +80,7 @@ def test_a_cut_is_an_interval_over_three_scored_steps_or_more(probes, cuts, cut)
     assert cut in " ".join(shown(summary).replace("\u2502", " ").split())
 
 
-def test_no_ratio_of_what_is_too_small_to_matter():
+def test_negligible_values_have_no_ratio():
     for text in (
         " ".join(verdict(SUMMARY)),
         shown(SUMMARY),
@@ -239,7 +239,7 @@ def test_sentence_of_each_case(change, sentence):
     assert sentence in verdict(SUMMARY | change)
 
 
-def test_worse_with_replay_is_said():
+def test_a_gap_that_replay_widens_is_reported():
     worse = {
         "mismatch_without_replay": {
             "mismatch/k3": 1e-3,
@@ -303,7 +303,7 @@ def test_terminal():
         assert part in text
 
 
-def test_terminal_leaves_out_what_is_not_there():
+def test_the_terminal_leaves_out_missing_values():
     assert "at step 2" in shown(SUMMARY | {"crash_step": 2})
     text = shown(
         {"steps": 3, "eval_best": None, "crash_step": None}

@@ -77,7 +77,7 @@ def test_an_episode_that_keeps_failing_is_dropped_and_counted():
     assert metrics == {"rollout/episodes_failed": 1, "rollout/episodes_dropped": 1}
 
 
-def test_a_group_with_too_few_survivors_goes_whole():
+def test_a_group_with_too_few_episodes_is_dropped_whole():
     groups, metrics, _ = run({6: {0, 1, 2}}, episode_retries=0)
     assert [g.problem_id for g in groups] == [7]
     counted = {
@@ -90,7 +90,7 @@ def test_a_group_with_too_few_survivors_goes_whole():
     assert [len(g.samples) for g in groups] == [1, 4]
 
 
-def test_nothing_left_stops_the_run_and_says_why():
+def test_no_groups_left_stops_the_run_with_the_reason():
     everything = {i: set(range(99)) for i in range(9)}
     with pytest.raises(
         TrainingError,
@@ -184,7 +184,7 @@ def test_an_evaluation_counts_all_of_a_forked_episode():
     assert metrics == {"eval/greedy": 1.0, "eval/response_length": 2.5}
 
 
-def test_every_turn_says_how_its_episode_began():
+def test_every_turn_gets_its_episodes_prompt_length():
     asked = []
 
     class Notes(Engine):

@@ -248,7 +248,7 @@ def watched(tmp_path, rows, *overrides):
     return said
 
 
-def test_a_run_says_so_once_after_its_first_steps(tmp_path):
+def test_a_run_warns_once_after_its_first_steps(tmp_path):
     samples(tmp_path, json.dumps({"step": 1, "response": "seven"}))
     assert watched(tmp_path, [row(s) for s in range(1, PATIENCE)]) == []
     (said,) = watched(tmp_path, [row(s) for s in range(1, 20)])
@@ -257,7 +257,7 @@ def test_a_run_says_so_once_after_its_first_steps(tmp_path):
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_run_that_learns_says_nothing(tmp_path, name):
+def test_a_run_that_learns_gives_no_warning(tmp_path, name):
     if name == "a late start":
         return
     assert watched(tmp_path, HEALTHY[name]) == []
@@ -333,5 +333,5 @@ def test_the_report_puts_it_first_and_does_not_reassure(tmp_path):
 @pytest.mark.parametrize(
     "found", [None, 3, [], {"learnt": "nothing"}, {"learnt": "nothing", "verdict": "x", "why": 3}]
 )
-def test_a_damaged_summary_says_nothing_of_it(found):
+def test_a_damaged_summary_does_not_mention_it(found):
     assert unlearnt({"steps": 3, "nothing_learnt": found}) is None

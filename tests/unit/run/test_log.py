@@ -41,7 +41,7 @@ def test_rows_and_samples(tmp_path):
     }
 
 
-def test_lines_are_in_the_file_while_the_run_goes_on(tmp_path):
+def test_lines_are_in_the_file_during_the_run(tmp_path):
     with RunLog(tmp_path, tensorboard=False) as log:
         log.write(1, {"train/reward": 0.5})
         assert read_metrics(tmp_path) == [{"step": 1, "train/reward": 0.5}]
@@ -189,7 +189,7 @@ def scalars(folder, tag):
     return [(event.step, round(event.value, 5)) for event in events.Scalars(tag)]
 
 
-def test_tensorboard_forgets_recomputed_steps(tmp_path):
+def test_tensorboard_drops_recomputed_steps(tmp_path):
     with RunLog(tmp_path, tensorboard=True) as log:
         for step in (1, 2, 3):
             log.write(step, {"train/reward": 0.1})

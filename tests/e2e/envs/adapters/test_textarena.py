@@ -112,7 +112,7 @@ def test_global_random_numbers_continue_after_a_game():
     assert drawn == first + second
 
 
-def test_what_cannot_be_played_is_refused():
+def test_unplayable_environments_are_refused():
     for game, message in (
         ("GuessTheNumbers-v0", r"no game 'GuessTheNumbers-v0'; did you mean GuessTheNumber-v0"),
         ("Chopsticks-v0", r"task.game: Chopsticks-v0 .*cannot be played by one player here"),

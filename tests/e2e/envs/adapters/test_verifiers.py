@@ -144,7 +144,7 @@ def test_errors_of_the_environment_and_of_the_engine():
         asyncio.run(env.episode(env.train_problem(0), broken, 1.0))
 
 
-def test_what_cannot_be_played_is_refused():
+def test_unplayable_environments_are_refused():
     for taskset, env, message in (
         ({"id": "sums-v1", "kind": "runtime"}, {}, r"RuntimeTask needs a runtime \(in ran\)"),
         ({"id": "sums-v1", "kind": "container"}, {}, r"ContainerTask needs a container"),

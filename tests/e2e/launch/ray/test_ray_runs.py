@@ -251,7 +251,7 @@ def test_a_removed_node_takes_its_replica_along(
     assert f"{done[0]} did not come back within 20 s" in caplog.text
 
 
-def test_no_room_and_nobody_there_are_told(recipe, two_nodes, tmp_path, capsys):
+def test_no_resources_and_an_absent_ray_are_reported(recipe, two_nodes, tmp_path, capsys):
     command = [
         "train",
         str(recipe),

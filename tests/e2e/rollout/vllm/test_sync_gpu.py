@@ -43,7 +43,7 @@ def answers_of(way, weights, version):
 
 
 @pytest.mark.parametrize("way", ["nccl", "gloo"])
-def test_a_broadcast_brings_what_files_bring(way):
+def test_a_broadcast_brings_the_same_weights_as_files(way):
     model = load_model(ModelConfig(path=os.environ["ONEPOLICY_MODEL"]), torch.bfloat16, CUDA)
     own = answers_of("disk", model.state_dict().items(), 1)
     with torch.no_grad():

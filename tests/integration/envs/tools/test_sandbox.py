@@ -131,7 +131,7 @@ def test_prints_come_back_and_errors_too(driver):
     assert driver.call("print('\u00e9\ud800'.encode('utf8', 'replace'))") != ""
 
 
-def test_what_programs_use_works(driver):
+def test_ordinary_programs_work(driver):
     assert driver.call("import asyncio; print(asyncio.run(asyncio.sleep(0, 7)))") == "7"
     assert (
         driver.call("import subprocess; print(subprocess.check_output(['echo', 'a'], text=True))")
@@ -533,7 +533,7 @@ print('alive')
     assert driver.call(code) == "alive"
 
 
-def test_what_the_code_leaves_running_ends_with_it(driver):
+def test_processes_of_the_code_end_with_it(driver):
     marker = f"left-{os.getpid()}-{driver.user}"
     code = f"""
 import os, subprocess, sys
@@ -564,7 +564,7 @@ print('done')
     assert driver.call(code) == "done"
 
 
-def test_no_sandbox_outlives_its_driver(driver, tmp_path):
+def test_a_sandbox_ends_with_its_driver(driver, tmp_path):
     marker = f"outlives-{os.getpid()}-{driver.user}"
     code = f"""
 import signal, subprocess, sys
@@ -630,7 +630,7 @@ def test_time_and_output_are_limited_and_nothing_is_left_running():
     wait_until(lambda: not processes_with(marker))
 
 
-def test_what_was_printed_before_a_limit_is_kept():
+def test_output_before_a_limit_is_kept():
     need("bwrap")
     for seconds in (1, 10, 100):  # until that is enough for Python to start
         tool = PythonSandbox(PythonTool(seconds=seconds, memory_mib=128))

@@ -123,7 +123,7 @@ def test_a_sync_without_a_quantised_tensor_is_refused():
         asyncio.run(engine.load_weights(weights.items(), 1))
 
 
-def test_what_is_asked_for_besides():
+def test_extra_modules_are_quantised():
     for quant in (
         Int8(extra_modules=("embeddings", "lm_head")),
         Fp8(extra_modules=("embeddings", "lm_head")),
@@ -218,7 +218,7 @@ class TwoExperts(nn.Module):
     ],
     ids=["unknown experts", "router without a layer", "tied"],
 )
-def test_what_cannot_be_quantised_is_refused(change, quant, message):
+def test_models_that_cannot_be_quantised_are_refused(change, quant, message):
     model = make("qwen3_moe")
     routers = [router.path for router in find_routers(model)]
     change(model)

@@ -73,7 +73,7 @@ def test_greedy_is_generates_greedy(name):
     check_against_stock(model, requests, done)  # of the untempered distribution
 
 
-def test_a_seed_decides_whatever_the_batch():
+def test_a_seed_decides_in_any_batch():
     paths = prompts(9)
     requests = ragged(paths)
     together = run(build("qwen3_moe", max_num_seqs=4), requests)
@@ -160,7 +160,7 @@ def test_calls_one_after_the_other():
     assert len(asyncio.run(main())) == 5
 
 
-def test_load_weights_changes_the_policy_and_forgets():
+def test_load_weights_changes_the_policy_and_empties_the_cache():
     engine, other = build("qwen3_moe"), make("qwen3_moe", seed=1)
     requests = ragged(prompts(3, 10, 12))
     run(engine, requests)

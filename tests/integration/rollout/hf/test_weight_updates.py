@@ -82,7 +82,7 @@ def test_every_token_and_route_belongs_to_its_version(family):
         assert len(runs(versions)) > 1
 
 
-def test_an_episode_of_several_turns_goes_on_over_updates():
+def test_an_episode_of_several_turns_continues_over_updates():
     """Three episodes of six turns have an update every few tokens, in turns and between them."""
     models = [make("qwen3_moe", seed=seed) for seed in range(8)]
     weights = [
@@ -141,7 +141,7 @@ def test_top_logprobs_and_asked_routes_go_on_as_well():
     assert torch.equal(done.routing.ids, whole.routing.ids)
 
 
-def test_an_update_that_fails_ends_what_was_running():
+def test_a_failed_update_ends_the_running_requests():
     model, requests = make("qwen3_moe"), [([2, 3, 4], Sampling(1.0, 9), i) for i in range(6)]
     with pytest.raises(RuntimeError, match="half-way"):
         asyncio.run(swallowing(engine_of(model), requests))

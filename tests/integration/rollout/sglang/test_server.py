@@ -162,7 +162,7 @@ def updated_under_way(fake, engine, other, sampling, version=3):
     return asyncio.run(both())
 
 
-def test_aborted_request_goes_on_from_its_tokens(fake, models):
+def test_an_aborted_request_continues_from_its_tokens(fake, models):
     engine = open_engine(fake, pause="abort")
     asyncio.run(engine.reset_cache())
     fake.hold = 4
@@ -202,7 +202,7 @@ def test_recomputed_routes_of_retracted_requests_are_not_taken(fake, models):
     ]
 
 
-def test_request_paused_in_place_keeps_what_it_has(fake, models):
+def test_a_request_paused_in_place_keeps_its_tokens(fake, models):
     engine = open_engine(fake, pause="in_place")
     asyncio.run(engine.reset_cache())
     fake.hold = 4
@@ -228,7 +228,7 @@ def test_without_requests_in_place_flushes_as_well(fake, models):
     assert not fake.cache
 
 
-def test_next_run_finds_what_the_last_one_left(fake, models):
+def test_the_next_run_finds_the_last_ones_weights(fake, models):
     first = open_engine(fake)
     assert first.has_initial_checkpoint(fake.folder)
     assert first.initial_canary() is None

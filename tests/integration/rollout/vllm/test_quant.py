@@ -232,7 +232,7 @@ def test_routers_in_codes_are_refused():
         sizes(Fp8(), model)
 
 
-def test_a_server_must_hold_what_the_run_asks_for(tmp_path):
+def test_a_server_must_have_the_runs_quantisation(tmp_path):
     with serving(make_checkpoints(tmp_path)) as fake:
         held = measure_part_tensors(Worker(torch.float8_e4m3fn))
         fake.told = {"dtype": "bfloat16", "head_dtypes": ["torch.bfloat16"], "held": held}

@@ -166,7 +166,7 @@ def test_a_token_is_made_and_found_by_a_run_on_this_machine(monkeypatch):
     assert find_token("127.0.0.1", port) is None
 
 
-def test_the_servers_process_does_not_outlive_ours():
+def test_the_servers_process_ends_with_ours():
     with serve._run_command(
         [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ)
     ) as process:

@@ -41,7 +41,7 @@ def steady(checkpoints):
         yield fake, connected(fake)
 
 
-def test_a_completion_has_what_the_server_sent(fake, checkpoints):
+def test_a_completion_has_the_servers_data(fake, checkpoints):
     engine = connected(fake)
     done = one(engine, top_logprobs=3)
     check_completion(done, [3, 4, 5], RULES, "sample")

@@ -283,7 +283,7 @@ def test_an_environment_that_breaks_fails_the_episode(registered, monkeypatch):
         play(environment(max_len=30), [])
 
 
-def test_worked_walks_are_what_the_environment_plays():
+def test_worked_walks_agree_with_the_environment():
     task = GymnasiumTask(**LAKE, instructions="", max_turns=8)
     env = build(task, tokenizer_of(), max_len=3000)
     for texts in [

@@ -183,6 +183,6 @@ def test_warmup_examples():
         next(warmup_examples(GymTask(name="propositional_logic"), mistakes=0.0, seed=0))
 
 
-def test_alphabet_holds_what_the_data_set_writes():
+def test_the_alphabet_has_the_data_sets_characters():
     assert "\u00d7" in alphabet(GymTask(name="prime_factorization"))
     assert len(alphabet(GymTask(name="gcd"))) == 96

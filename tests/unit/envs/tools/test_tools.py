@@ -65,11 +65,11 @@ def test_values(text, value):
         "2 ** 0.5",
     ],
 )
-def test_what_it_refuses_is_an_answer_too(text):
+def test_a_refusal_of_the_tool_is_an_answer(text):
     assert calculate(text).startswith("error: ")
 
 
-def test_what_it_reads_prints_no_warnings(recwarn):
+def test_reading_an_expression_prints_no_warnings(recwarn):
     assert calculate("12or 3").startswith("error: ")
     assert not recwarn.list
 

@@ -61,6 +61,6 @@ def test_one_line(overrides, quant):
     ],
     ids=str,
 )
-def test_what_cannot_take_effect_is_refused(overrides, message):
+def test_settings_without_effect_are_refused(overrides, message):
     with pytest.raises(UsageError, match=message):
         resolve(MINIMAL, overrides)

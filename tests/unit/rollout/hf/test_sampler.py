@@ -71,7 +71,7 @@ def test_top_p_keeps_the_token_that_crosses():
     assert logp.tolist() == pytest.approx([math.log(4 / 7), math.log(3 / 7)])
 
 
-def test_top_p_of_what_top_k_left():
+def test_top_p_applies_after_top_k():
     rows = [Sampling(1.0, 1, top_k=3, top_p=0.7)] * 2  # 4/9 + 3/9 >= 0.7, so the third is out
     tokens, logp = draw(P, [0.0, 0.99], *rows)
     assert tokens.tolist() == [1, 3]

@@ -94,7 +94,7 @@ def test_a_request_and_its_json_answer_arrive_unchanged(monkeypatch):
         *("gzip of too much", "gzip cut short", "no gzip", "another encoding"),
     ],
 )
-def test_what_may_pass_is_tried_again_up_to_the_bound(bad):
+def test_transient_errors_are_retried_up_to_the_bound(bad):
     with Server({"POST /do": first([bad, bad], good)}) as server:
         client, reply = ask(server)
     assert reply == {"ok": 1}
@@ -165,7 +165,7 @@ GZIP_HEADER = gzip.compress(b"")[:10]
         *("empty blocks", "an endless name"),
     ],
 )
-def test_a_gzip_body_that_goes_on_is_refused_at_once(chunks, after):
+def test_an_endless_gzip_body_is_refused_at_once(chunks, after):
     response = Gzipped(chunks)
     with pytest.raises(
         MalformedReply, match=r"goes on after its end|a gzip body of more than 100 bytes"

@@ -154,7 +154,7 @@ def test_a_run_finds_the_token_of_each_server_on_this_machine(here):
     assert told == [None, f"Bearer {first}", f"Bearer {second}", f"Bearer {second}"]
 
 
-def test_a_run_without_the_token_is_told_what_to_set():
+def test_a_run_without_the_token_gets_the_setting_to_use():
     with Server({"GET /a": lambda _: Reply({"error": "Unauthorized"}, 401)}) as server:
         client = EngineClient(server.url, server="the server")
         with pytest.raises(TrainingError, match=r"status 401.*rollout\.engine\.token_env"):

@@ -17,7 +17,8 @@ from onepolicy.rollout.vllm.start import check_vllm_version, has_monolithic_kern
 
 GOOD = {"version": (0, 30), "platform": "cuda"}
 
-# One refused combination per row of INCOMPATIBILITIES, in its order, and the nearest one that is accepted.
+# One refused combination per row of INCOMPATIBILITIES, in its order, and the nearest one that is
+# accepted.
 ROWS = [
     ({"version": (0, 13)}, {"version": (0, 14)}, "28284"),
     ({"platform": "cpu", "version": (0, 26)}, {"version": (0, 26)}, "54730"),

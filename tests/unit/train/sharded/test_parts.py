@@ -101,7 +101,7 @@ def pair():
         each.close()
 
 
-def test_silence_and_death_are_told_apart_and_named(pair):
+def test_silence_and_death_are_distinguished_and_named(pair):
     driver, rank = pair
     with pytest.raises(RankLost, match=r"rank 1 has sent nothing for 0.1 s") as silent:
         driver.receive(0.1)
@@ -359,7 +359,7 @@ def test_settings_that_cannot_take_effect(settings, words):
         resolve(BASE, settings)
 
 
-def test_torchrun_says_how_many_ranks(monkeypatch):
+def test_torchrun_sets_the_number_of_ranks(monkeypatch):
 
     plain, set_to_three = resolve(BASE), resolve(BASE, ["train.ranks=3"])
     assert apply_torchrun_ranks(plain).train.ranks == 0
