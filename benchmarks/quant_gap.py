@@ -13,10 +13,10 @@ import argparse
 import asyncio
 
 from onepolicy.build.calibrate import calibrate
-from onepolicy.build.components import build_components
+from onepolicy.build.components import build_measure_components
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.correct.predict import predict
-from onepolicy.measure.measure import look
+from onepolicy.measure.measure import score_rollouts
 from onepolicy.train.rescore import mismatch_of
 
 FORMATS = {
@@ -63,9 +63,9 @@ def main() -> None:
 
 
 async def gap(settings: list[str], model: str) -> tuple[str, ...]:
-    parts, _ = build_components(measure_config({}, settings, model))
+    parts, _ = build_measure_components(measure_config({}, settings, model))
     await calibrate(parts.config, parts.engine, parts.environment, parts.stop, None)
-    seen = await look(parts, parts.learner)
+    seen = await score_rollouts(parts)
     found = seen.found
     replayed = "" if seen.replayed is None else f"{mismatch_of(seen.replayed).k3:.2g}"
     length = found.tokens // seen.native.num_samples

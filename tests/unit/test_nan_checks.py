@@ -11,7 +11,7 @@ import torch
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.engine_check import command, weight_sync
 from onepolicy.engine_check.checks import CheckResult
-from onepolicy.measure.measure import _beyond, _stale
+from onepolicy.measure.measure import _stale, _with_fit
 from onepolicy.rollout.servers.start_up import check_probabilities
 from onepolicy.sync import check as sync_check
 from onepolicy.train import rescore
@@ -210,4 +210,4 @@ def test_findings_stay_where_the_refit_is_nan(monkeypatch):
         aligned=None, narrowed=None, k3=NAN, scorer=SimpleNamespace(support="top-k 5", factor=2.0)
     )
     seen = SimpleNamespace(diagnosis=SimpleNamespace(findings=()), explained=why)
-    assert _beyond(seen) == ()
+    assert _with_fit(seen) == ()

@@ -1,4 +1,4 @@
-"""Why the gap is there: one thing changed at a time, the same tokens scored again."""
+"""Causes of the gap: one thing is changed at a time and the same tokens are scored again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepolicy.config import ModelConfig
 from onepolicy.divergence.attribution import Estimate, Level, Waterfall, distance, excess, waterfall
-from onepolicy.measure.engine_noise import Again
+from onepolicy.measure.engine_noise import Resampled
 from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
@@ -24,8 +24,8 @@ from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """One change measured by itself, not a step of the waterfall."""
+class Ablation:
+    """One change measured by itself, not as a step of the waterfall."""
 
     name: str
     how: str
@@ -34,108 +34,109 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A batch scored without replay, and what of its gap goes away when the settings of both sides are made equal."""
+    """A batch scored without replay, and again with the settings of both sides made equal."""
 
     native: TokenBatch
-    shift: int  # slots by which the engine's log-probabilities are moved to meet the trainer's; 0: they are aligned
-    aligned: TokenBatch  # after that, over the tokens that still have one
-    narrowed: TokenBatch  # scored over the engine's support as well
-    fitted: TokenBatch  # and at its temperature
+    shift: int  # slots by which the engine's log-probabilities are moved; 0: they are aligned
+    aligned: TokenBatch  # with the shift undone, over the tokens that then have a value
+    narrowed: TokenBatch  # also scored over the engine's support
+    fitted: TokenBatch  # also at the engine's temperature
     rescorer: Rescorer  # at that temperature and support
 
     @property
     def k3(self) -> float:
+        """k3 with shift, support and temperature undone."""
         return k3_of(self.fitted)
 
 
 def explain(scorer: PolicyScorer, native: TokenBatch) -> Explained:
-    """`native` is scored without replay. A support is only taken on if that leaves less than EXPLAINED of the gap."""
+    """Fit shift, temperature and support of the engine to `native`, which is scored without replay.
+
+    A support is accepted only if it leaves less than EXPLAINED of the gap.
+    """
     shift, aligned = realigned(native)
     plain = Rescorer(scorer)
     rescorer, fitted = fit_temperature(plain, aligned)
     if scorer.config.rollout.quant is not None and k3_of(fitted) >= EXPLAINED * k3_of(aligned):
-        rescorer, fitted = (
-            plain,
-            aligned,
-        )  # rounded weights flatten a distribution a little, as a temperature would
-    narrowed = aligned
-    if (left := k3_of(fitted)) >= HARMLESS_KL:
-        starts = (
-            [(plain, aligned)] if rescorer.factor == 1 else [(plain, aligned), (rescorer, fitted)]
-        )
-        for start in starts:
-            if (found := fit_support(*start)) is None:
-                continue
-            both, at_both = fit_temperature(*found)
-            if k3_of(at_both) < EXPLAINED * left:
-                left, rescorer, fitted = k3_of(at_both), both, at_both
-                narrowed = dataclasses.replace(both, factor=1.0)(aligned)
+        # Rounded weights flatten a distribution a little, as a temperature would.
+        rescorer, fitted = plain, aligned
+    narrowed, remaining = aligned, k3_of(fitted)
+    if remaining < HARMLESS_KL:
+        return Explained(native, shift, aligned, narrowed, fitted, rescorer)
+    starts = [(plain, aligned)]
+    if rescorer.factor != 1:
+        starts.append((rescorer, fitted))
+    for start in starts:
+        found = fit_support(*start)
+        if found is None:
+            continue
+        both, at_both = fit_temperature(*found)
+        if k3_of(at_both) < EXPLAINED * remaining:
+            remaining, rescorer, fitted = k3_of(at_both), both, at_both
+            narrowed = dataclasses.replace(both, factor=1.0)(aligned)
     return Explained(native, shift, aligned, narrowed, fitted, rescorer)
 
 
 def realigned(batch: TokenBatch) -> tuple[int, TokenBatch]:
-    """(by, batch): its log-probabilities of the rollout moved by as many slots as make them meet the trainer's, if that
-    leaves less than EXPLAINED of mean |log rho|; else 0 and `batch` itself."""
+    """Return a shift and the batch with the rollout's log-probabilities moved by it.
+
+    The shift must leave less than EXPLAINED of mean |log rho|; else returns 0 and `batch` itself.
+    """
     slots = batch.trainable.nonzero()[:, 0]
     for by in (1, -1, 2, -2):
-        there = (slots + by).clamp(0, batch.num_slots - 1)
-        inside = (
-            (there == slots + by)
-            & batch.trainable[there]
-            & (batch.segment[there] == batch.segment[slots])
-        )
-        here, there = slots[inside], there[inside]
-        if len(here) < FEWEST:
+        source = (slots + by).clamp(0, batch.num_slots - 1)
+        inside = (source == slots + by) & batch.trainable[source]
+        inside &= batch.segment[source] == batch.segment[slots]
+        target, source = slots[inside], source[inside]
+        if len(target) < FEWEST:
             continue
-        trainer = logp_of(batch)[here]
-        before = float((trainer - batch.logp_rollout[here]).abs().mean())
-        if (
-            before > 0.05
-            and float((trainer - batch.logp_rollout[there]).abs().mean()) < EXPLAINED * before
-        ):
-            moved = batch.logp_rollout.index_copy(0, here, batch.logp_rollout[there])
-            kept = torch.zeros_like(batch.trainable).index_fill(0, here, True)
+        trainer = logp_of(batch)[target]
+        before = float((trainer - batch.logp_rollout[target]).abs().mean())
+        after = float((trainer - batch.logp_rollout[source]).abs().mean())
+        if before > 0.05 and after < EXPLAINED * before:
+            moved = batch.logp_rollout.index_copy(0, target, batch.logp_rollout[source])
+            kept = torch.zeros_like(batch.trainable).index_fill(0, target, True)
             return by, batch.replace(logp_rollout=moved, trainable=kept)
     return 0, batch
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """The engine's side of the question whether it holds the trainer's weights."""
+class EngineWeights:
+    """The gap after the weights of both sides were made equal."""
 
-    explained: (
-        Explained  # with the weights made equal, or of the first look if they were not touched
-    )
-    how: str
-    scorer: PolicyScorer  # that holds the engine's weights
-    model: ModelConfig  # where they come from
+    explained: Explained  # of the first rollouts if the weights were not changed
+    how: str  # description of the change
+    scorer: PolicyScorer  # with the engine's weights
+    model: ModelConfig  # source of these weights
 
 
 def attribute(
-    first: Explained, weights: Weights, alone: Again, *, replay: bool
-) -> tuple[Waterfall, list[Alone]]:
-    """first: as it is; alone: the same requests one at a time, of the batch in `weights`; replay: there are routes."""
-    seen, scorer = weights.explained, weights.scorer
-    rescorer, batch, config = seen.rescorer, seen.aligned, scorer.config
+    first: Explained, weights: EngineWeights, alone: Resampled, *, replay: bool
+) -> tuple[Waterfall, list[Ablation]]:
+    """Return the waterfall of the gap and single ablations.
+
+    first: both sides as they are. alone: the requests of the batch in `weights`, one at a time.
+    replay: the rollout has routes.
+    """
+    equalised, scorer = weights.explained, weights.scorer
+    rescorer, batch, config = equalised.rescorer, equalised.aligned, scorer.config
 
     def score(other: PolicyScorer) -> Tensor:
         return logp_of(rescorer.of(other)(batch, replay=replay))
 
     trainer = score(variant(scorer))
     rollout, quant = config.rollout, config.rollout.quant
-    dtype, copy = (
-        rollout.engine.dtype,
-        load_engine_copy(weights.model, rollout, scorer.device, quantised=False),
-    )
+    dtype = rollout.engine.dtype
+    copy = load_engine_copy(weights.model, rollout, scorer.device, quantised=False)
     same = variant(scorer, model=copy, autocast="off")
     packed = score(same)
     steps = [
-        _level("misaligned tokens", _shift_words(first.shift), first.aligned),
-        _level("stale weights", weights.how, seen.aligned),
-        _level("sampling support", _support_words(seen.rescorer), seen.narrowed),
-        _level("temperature", _temperature_words(seen.rescorer.factor), seen.fitted),
+        _level("misaligned tokens", _describe_shift(first.shift), first.aligned),
+        _level("stale weights", weights.how, equalised.aligned),
+        _level("sampling support", _describe_support(rescorer), equalised.narrowed),
+        _level("temperature", _describe_temperature(rescorer.factor), equalised.fitted),
     ]
-    last = logp_of(seen.fitted)
+    last = logp_of(equalised.fitted)
     if replay:
         steps.append(_level("routing", "the trainer replays the rollout's routes", batch, trainer))
         last = trainer
@@ -144,56 +145,68 @@ def attribute(
         steps.append(_level("precision", how, batch, packed))
         last = packed
     if quant is not None:
-        rounded = variant(
-            scorer, model=load_engine_copy(weights.model, rollout, scorer.device), autocast="off"
-        )
+        quantised = load_engine_copy(weights.model, rollout, scorer.device)
         how = f"the trainer's forward on weights in {quant.format}, quantised as the engine's are"
-        last = score(rounded)
+        last = score(variant(scorer, model=quantised, autocast="off"))
         steps.append(_level("quantisation", how, batch, last))
-    if alone.same.any() and seen.shift == 0:
-        how = f"the engine samples one sequence at a time; {alone.share:.0%} of the tokens come out the same"
+    if alone.same.any() and equalised.shift == 0:
+        how = (
+            f"the engine samples one sequence at a time; {alone.share:.0%} of the tokens come out "
+            "the same"
+        )
         steps.append(_level("batch shape", how, batch.replace(logp_rollout=alone.logp), last))
-    each_alone = _alone(score, trainer, packed, same, weights.model, batch)
+    ablations = _ablations(score, trainer, packed, same, weights.model, batch)
     if alone.same.any():
         how = "k3 between the engine sampling one sequence at a time and all together, same tokens"
-        noise = distance(alone.logp, alone.before, alone.same, seen.native.segment)
-        each_alone.insert(0, Alone("engine, one at a time", how, noise))
-    return waterfall(_level("", "", first.native), steps), each_alone
+        noise = distance(alone.logp, alone.before, alone.same, equalised.native.segment)
+        ablations.insert(0, Ablation("engine, one at a time", how, noise))
+    return waterfall(_level("", "", first.native), steps), ablations
 
 
-def _alone(
+def _ablations(
     score: Callable[[PolicyScorer], Tensor],
     trainer: Tensor,
     packed: Tensor,
     same: PolicyScorer,
     model: ModelConfig,
     batch: TokenBatch,
-) -> list[Alone]:
-    """same: a scorer of the copy in the engine's dtype, which scored `packed`; `trainer` is the trainer's score."""
+) -> list[Ablation]:
+    """Measure the noise of packing and, below float32, of the vocabulary projection.
+
+    same: a scorer of the copy in the engine's dtype; packed: its log-probabilities; trainer: those
+    of the trainer.
+    """
     engine, mask, segment = same.config.rollout.engine, batch.trainable, batch.segment
     single = variant(same, model=same.model, tokens_per_micro_batch=1)
     how = (
         "k3 between each sequence scored by itself and packed with others, on the trainer's kernels"
     )
     noise = distance(score(single), packed, mask, segment)
-    out = [Alone(f"{engine.dtype}, other packing", how, noise)]
-    if (
-        engine.dtype != "float32"
-        and engine.lm_head == "same"
-        and is_plain_linear(same.model.get_output_embeddings())
-    ):
+    ablations = [Ablation(f"{engine.dtype}, other packing", how, noise)]
+    low_head = engine.dtype != "float32" and engine.lm_head == "same"
+    if low_head and is_plain_linear(same.model.get_output_embeddings()):
         rollout = same.config.rollout
-        headed = load_engine_copy(model, rollout, same.device, lm_head="float32", quantised=False)
-        head = score(variant(same, model=headed))
-        how = f"how much nearer a {engine.dtype} forward comes to the trainer with rollout.engine.lm_head=float32"
-        out.append(Alone("lm_head in float32", how, excess(packed, head, trainer, mask, segment)))
-    return out
+        exact_head = load_engine_copy(
+            model, rollout, same.device, lm_head="float32", quantised=False
+        )
+        head = score(variant(same, model=exact_head))
+        how = (
+            f"k3 that a {engine.dtype} forward loses to the trainer with "
+            "rollout.engine.lm_head=float32"
+        )
+        nats = excess(packed, head, trainer, mask, segment)
+        ablations.append(Ablation("lm_head in float32", how, nats))
+    return ablations
 
 
 def trainer_precision(
     rescorer: Rescorer, model: ModelConfig, batch: TokenBatch, *, replay: bool
-) -> Alone:
-    """What bf16 in the trainer adds to the gap: its weights in float32 against themselves or under autocast."""
+) -> Ablation:
+    """Measure the nats that bfloat16 in the trainer adds to the gap.
+
+    Its float32 weights are scored with and without autocast; bfloat16 weights are scored against a
+    float32 forward of them.
+    """
     scorer, config = rescorer.scorer, rescorer.scorer.config
 
     def score(other: PolicyScorer) -> Tensor:
@@ -201,35 +214,42 @@ def trainer_precision(
 
     if config.model.dtype == "float32":
         low, high = (variant(scorer, autocast=name) for name in ("bfloat16", "off"))
-        how = "what bf16 autocast in the trainer adds to the gap, against float32"
+        how = "nats that bf16 autocast in the trainer adds to the gap, against float32"
     else:
         low = variant(scorer)
         exact = load_model(model, torch.float32, scorer.device)
         prepare_for_training(exact, scorer.device)
         high = variant(scorer, model=exact, autocast="off")
-        how = "what the trainer's bfloat16 weights and activations add to the gap, against a float32 forward of them"
+        how = (
+            "nats that the trainer's bfloat16 weights and activations add to the gap, against a "
+            "float32 forward of them"
+        )
     nats = excess(score(low), score(high), batch.logp_rollout, batch.trainable, batch.segment)
-    return Alone("trainer in bfloat16", how, nats)
+    return Ablation("trainer in bfloat16", how, nats)
 
 
 def _level(name: str, how: str, batch: TokenBatch, logp: Tensor | None = None) -> Level:
-    scored = logp_of(batch) if logp is None else logp
-    return Level.of(name, how, scored, batch.logp_rollout, batch.trainable, batch.segment)
+    if logp is None:
+        logp = logp_of(batch)
+    return Level.of(name, how, logp, batch.logp_rollout, batch.trainable, batch.segment)
 
 
-def _shift_words(shift: int) -> str:
+def _describe_shift(shift: int) -> str:
     if shift == 0:
         return "no shift by a slot or two comes nearer: nothing changed"
-    return f"the engine's log-probabilities moved by {-shift:+d} slot, over the tokens that then have one"
+    return (
+        f"the engine's log-probabilities moved by {-shift:+d} slot, over the tokens that then have "
+        "one"
+    )
 
 
-def _support_words(rescorer: Rescorer) -> str:
+def _describe_support(rescorer: Rescorer) -> str:
     if not rescorer.support:
         return "no top-k or top-p explains the gap: nothing changed"
     return f"the trainer's distribution cut to {rescorer.support} and normalised again"
 
 
-def _temperature_words(factor: float) -> str:
+def _describe_temperature(factor: float) -> str:
     if factor == 1:
         return "the best factor is 1: nothing changed"
     return f"the trainer at {factor:.3f} times its temperature"

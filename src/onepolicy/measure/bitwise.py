@@ -1,4 +1,6 @@
-"""`onepolicy measure --numerics on-policy`: how many log-probabilities differ in any bit, and where the first does."""
+"""`onepolicy measure --numerics on-policy`: log-probabilities that differ in a bit, and the first
+one.
+"""
 
 from __future__ import annotations
 
@@ -22,42 +24,37 @@ from onepolicy.types import TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class Bitwise:
+    """Result of a bitwise comparison of engine and trainer."""
+
     model: str
     dtype: str
     sequences: int
     tokens: int  # sampled
-    differing: int  # of these, log-probabilities that are not the same number on both sides
+    differing: int  # of these, tokens whose two log-probabilities are different numbers
     k3: float
     routers: float | None  # share that chooses other experts; None: a dense model
     trainer_again: int  # tokens that differ if the trainer packs the samples in another order
-    engine_alone: int  # of `alone` tokens: those that come out otherwise if the engine samples one sequence at a time
-    alone: int
+    engine_alone: int  # tokens that differ if the engine samples one sequence at a time
+    alone: int  # tokens that this was checked on
     fingerprint: dict[str, Any]  # of the trainer
-    cannot_claim: str | None  # why rollouts and trainer were not computed alike
-    where: str | None = None  # of the first log-probability that differs
-    first: Difference | None = (
-        None  # and the first number on the way to it; None: could not be found
-    )
+    cannot_claim: str | None  # reason why rollouts and trainer do not compute alike
+    where: str | None = None  # place of the first log-probability that differs
+    first: Difference | None = None  # first number that differs before it; None: not found
 
     @property
     def holds(self) -> bool:
-        return not (
-            self.differing
-            or self.routers
-            or self.trainer_again
-            or self.engine_alone
-            or self.cannot_claim
-        )
+        """True if both sides agree on every bit, in all batches."""
+        differences = (self.differing, self.routers, self.trainer_again, self.engine_alone)
+        return not any(differences) and not self.cannot_claim
 
 
 async def measure_bitwise(parts: MeasureComponents, model: str) -> Bitwise:
-    """Sample, score without replay, compare; then both sides again in other batches."""
+    """Sample, score without replay and compare; then repeat both sides in other batches."""
     scorer = parts.scorer
     groups = await sample(parts)
     limit = parts.config.rollout.sampling.max_tokens
-    batch = scorer.score(
-        pack(compute_outcomes(groups, parts.config.objective, max_tokens=limit)), replay=False
-    )
+    samples = compute_outcomes(groups, parts.config.objective, max_tokens=limit)
+    batch = scorer.score(pack(samples), replay=False)
     wrong = differing_slots(batch).nonzero()[:, 0].tolist()
     order = list(range(batch.num_samples))[::-1]
     again = scorer.score(batch.select(order), replay=False).select(order)
@@ -92,10 +89,9 @@ def _routers(batch: TokenBatch) -> float | None:
 
 
 def write(found: Bitwise, out: Path) -> Path:
-    """OUT/bitwise.json."""
+    """Write OUT/bitwise.json and return its path."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / "bitwise.json"
-    path.write_text(
-        json.dumps(dataclasses.asdict(found) | {"holds": found.holds}, indent=1), encoding="utf-8"
-    )
+    tree = dataclasses.asdict(found) | {"holds": found.holds}
+    path.write_text(json.dumps(tree, indent=1), encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""Where the gap sits: breakdowns of a scored batch, and its worst tokens in their text."""
+"""Breakdowns of a scored batch, and its worst tokens with their text."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ WORST = 20
 BEFORE, AFTER = 24, 8  # tokens shown around a worst one
 
 
-def where(
+def breakdowns_of(
     batch: TokenBatch, tokenizer: PreTrainedTokenizerBase, stop: Sequence[int]
-) -> tuple[dict[str, list[Row]], list[WorstToken]]:
-    """`batch` is scored. Breakdowns by name; a batch whose samples have one turn each is not broken down by turn."""
+) -> dict[str, list[Row]]:
+    """Return the breakdowns of a scored batch by name.
+
+    There is one by turn only if some sample has several turns.
+    """
     mask = batch.trainable
     assert batch.entropy is not None
-    trainer, rollout, place = (
-        logp_of(batch)[mask],
-        batch.logp_rollout[mask],
-        places(mask, batch.segment),
-    )
+    trainer, rollout = logp_of(batch)[mask], batch.logp_rollout[mask]
+    place = places(mask, batch.segment)
     texts = {token: text_of(tokenizer, [token]) for token in set(batch.target_ids.tolist())}
     classes = torch.tensor(token_classes(batch, texts, stop))
     breakdowns = {
@@ -55,29 +55,35 @@ def where(
     if turn.any():
         names = [f"turn {turn_name(start)}" for start in TURNS]
         breakdowns["turn"] = by_label(trainer, rollout, turn_bins(turn), names)
-    return breakdowns, _worst(batch, tokenizer)
+    return breakdowns
 
 
 def token_classes(batch: TokenBatch, texts: dict[int, str], stop: Sequence[int]) -> list[int]:
-    """Index into CLASSES of every trainable slot's token. texts: of every token id that is predicted."""
+    """Return the index into CLASSES of every trainable slot's token.
+
+    texts: the text of every predicted token id.
+    """
     labels: list[int] = []
     bounds = batch.cu_seqlens.tolist()
     for start, end in itertools.pairwise(bounds):
         targets, trained = batch.target_ids[start:end].tolist(), batch.trainable[start:end].tolist()
         path = [int(batch.input_ids[start]), *targets]
         copied = echoed(path, [False, *trained])[1:]
-        called = inside_calls(
-            [texts[t] if own else "" for t, own in zip(targets, trained, strict=True)]
-        )
+        sampled_texts = [
+            texts[token] if is_trained else ""
+            for token, is_trained in zip(targets, trained, strict=True)
+        ]
+        called = inside_calls(sampled_texts)
         labels += [
             class_of(texts[token], end=token in stop, call=call, echo=echo)
-            for token, own, call, echo in zip(targets, trained, called, copied, strict=True)
-            if own
+            for token, is_trained, call, echo in zip(targets, trained, called, copied, strict=True)
+            if is_trained
         ]
     return labels
 
 
-def _worst(batch: TokenBatch, tokenizer: PreTrainedTokenizerBase) -> list[WorstToken]:
+def worst_tokens(batch: TokenBatch, tokenizer: PreTrainedTokenizerBase) -> list[WorstToken]:
+    """Return the WORST tokens with the largest |log rho|, with the text around them."""
     slots = batch.trainable.nonzero()[:, 0]
     place = places(batch.trainable, batch.segment)
     rollout, trainer = batch.logp_rollout[slots], logp_of(batch)[slots]
@@ -95,7 +101,7 @@ def _worst(batch: TokenBatch, tokenizer: PreTrainedTokenizerBase) -> list[WorstT
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """With special tokens: an end token or a tool call's markup is what one wants to see here."""
+    """Decode with special tokens, so that end tokens and the markup of tool calls are visible."""
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

@@ -1,4 +1,4 @@
-"""`onepolicy measure --top N`: the engines' whole distributions as far as N tokens show them, and where they differ."""
+"""`onepolicy measure --top N`: distances between the engines' distributions over N tokens."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ SHOWN = 5  # likeliest tokens of each engine at a worst position
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
+    """A token with its probability in both engines."""
+
     token: str
-    p_rollout: float | None  # None: not among the tokens the engine returned
+    p_rollout: float | None  # None: the engine did not return it
     p_trainer: float
 
 
 @dataclass(frozen=True, slots=True)
 class WorstPosition:
+    """A slot where the distributions are far apart, and the text before it."""
+
     sequence: int
     place: int  # in its response, from 0
     before: str
@@ -39,19 +43,20 @@ class WorstPosition:
 
 
 def check_top(top: int, caps: EngineCaps) -> None:
-    if not 1 <= top <= caps.top_logprobs:
-        most = (
-            f"this engine returns 1 to {caps.top_logprobs}"
-            if caps.top_logprobs
-            else "this engine returns none"
-        )
-        raise UsageError(
-            f"--top: log-probabilities of the {top} likeliest tokens were asked for; {most}"
-        )
+    """Raise UsageError if the engine does not return the `top` likeliest tokens."""
+    if 1 <= top <= caps.top_logprobs:
+        return
+    most = "none"
+    if caps.top_logprobs:
+        most = f"1 to {caps.top_logprobs}"
+    raise UsageError(
+        f"--top: log-probabilities of the {top} likeliest tokens were asked for; this engine "
+        f"returns {most}"
+    )
 
 
 def without_top(batch: TokenBatch) -> TokenBatch:
-    """For scorings that need not look at whole distributions."""
+    """Return the batch without the likeliest tokens, which scorings of one token do not need."""
     return batch.replace(
         top_ids=None,
         top_logp_rollout=None,
@@ -64,7 +69,9 @@ def without_top(batch: TokenBatch) -> TokenBatch:
 def compare(
     native: TokenBatch, replayed: TokenBatch | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Of two scorings of a batch that has top_ids, JSON-ready: what report/causes.py draws and prints."""
+    """Return the JSON-ready comparison for report/causes.py of two scorings of a batch with
+    top_ids.
+    """
     both = {"without_replay": distances_of(native)}
     if replayed is not None:
         both["with_replay"] = distances_of(replayed)
@@ -84,6 +91,7 @@ def compare(
 
 
 def distances_of(batch: TokenBatch) -> Distances:
+    """Return the distances at the trainable slots of a scored batch with top_ids."""
     fields = [
         batch.top_ids,
         batch.top_logp_rollout,
@@ -97,7 +105,10 @@ def distances_of(batch: TokenBatch) -> Distances:
 def worst_positions(
     batch: TokenBatch, found: Distances, tokenizer: PreTrainedTokenizerBase
 ) -> list[WorstPosition]:
-    """Where the total variation is largest for certain; `found` is `distances_of(batch)`."""
+    """Return the slots with the largest lower bound of the total variation.
+
+    `found` is `distances_of(batch)`.
+    """
     slots, place = batch.trainable.nonzero()[:, 0], places(batch.trainable, batch.segment)
     out = []
     for i in found.tv_low.argsort(descending=True)[:WORST].tolist():
@@ -126,11 +137,11 @@ def _candidates(
         return dict(zip(ids[slot].tolist(), logp[slot].exp().tolist(), strict=True))
 
     rollout = pairs(batch.top_ids, batch.top_logp_rollout)
-    own = pairs(batch.trainer_top_ids, batch.trainer_top_logp)
-    trainer = pairs(batch.top_ids, batch.top_logp_old) | own
-    shown = dict.fromkeys([*list(rollout)[:SHOWN], *list(own)[:SHOWN]])
+    trainer_top = pairs(batch.trainer_top_ids, batch.trainer_top_logp)
+    trainer = pairs(batch.top_ids, batch.top_logp_old) | trainer_top
+    shown = dict.fromkeys([*list(rollout)[:SHOWN], *list(trainer_top)[:SHOWN]])
     return [Candidate(_token(tokenizer, t), rollout.get(t), trainer[t]) for t in shown]
 
 
 def _token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    return text_of(tokenizer, [token]) or f"token {token}"  # of an id the tokenizer does not know
+    return text_of(tokenizer, [token]) or f"token {token}"  # the tokenizer has no text for it

@@ -1,6 +1,6 @@
-"""The engine's own noise: the same requests with the same seeds again, all together or each by itself.
+"""Noise of the engine: the same requests with the same seeds, sampled again together or alone.
 
-Where both times the same token was drawn in the same context, the engine has scored one token twice.
+If both samplings draw the same token in the same context, the engine has scored one token twice.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.types import Completion, Group, RoutingTrace, Sample, Sampling, TokenBatch
 
 ALONE = 32
+"""Most sequences that are sampled one at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Again:
-    before: Tensor  # [T] float32, of the first sampling
+class Resampled:
+    """Two samplings of the same requests, compared."""
+
+    before: Tensor  # [T] float32, log-probabilities of the first sampling
     logp: Tensor  # [T] float32, of the second where `same`, else of the first
-    same: Tensor  # [T] bool, slots sampled both times in the same context
-    share: float  # of the sampled tokens
-    metrics: dict[str, float]  # repeat/..., of the slots both have
+    same: Tensor  # [T] bool, slots with the same token in the same context both times
+    share: float  # of `same` among the sampled tokens
+    metrics: dict[str, float]  # repeat/..., over the slots that both samplings have
 
 
 async def sample(
@@ -38,9 +41,9 @@ async def sample(
     most: int | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Group]:
-    """The problems of step 0 with their own seeds, so that every call asks for the same; the first `most` of them.
+    """Sample the problems of step 0 with fixed seeds, so that every call makes the same requests.
 
-    advance: called per episode.
+    most: take only the first problems. advance: called for every episode.
     """
     rollout, seed = parts.config.rollout, parts.config.seed
     if most is not None:
@@ -63,9 +66,12 @@ async def sample(
 
 async def sample_again(
     parts: SamplingComponents, first: Sequence[Group], batch: TokenBatch, *, alone: bool
-) -> Again:
-    """`batch` is `first` packed. alone: one request at a time, nothing cached, instead of all together; of more than
-    ALONE sequences only the first ones, because that is slow."""
+) -> Resampled:
+    """Sample the requests of `first` again and compare. `batch` is `first` packed.
+
+    alone: send one request at a time with an empty cache, for at most ALONE sequences, because that
+    is slow; else all together.
+    """
     await parts.engine.reset_cache()
     parts = dataclasses.replace(parts, top_logprobs=0)
     if alone:
@@ -78,19 +84,19 @@ async def sample_again(
     return compare(_samples(first), _samples(second), batch)
 
 
-def compare(first: Sequence[Sample], second: Sequence[Sample], batch: TokenBatch) -> Again:
-    """Of the two samplings, whose first is packed in `batch`: what they share."""
+def compare(first: Sequence[Sample], second: Sequence[Sample], batch: TokenBatch) -> Resampled:
+    """Compare two samplings; `batch` is the first one packed."""
     logp, same = batch.logp_rollout.clone(), torch.zeros(batch.num_slots, dtype=torch.bool)
     traces: tuple[list[RoutingTrace], list[RoutingTrace]] = ([], [])
     for start, a, b in zip(batch.cu_seqlens.tolist(), first, second, strict=False):
         slots = max(0, common_prefix(a.tokens, b.tokens) - 1)
         both = a.trainable[:slots] & b.trainable[:slots]
-        here = slice(start, start + slots)
-        same[here] = both
-        logp[here] = torch.where(both, b.logp_rollout[:slots], logp[here])
+        place = slice(start, start + slots)
+        same[place] = both
+        logp[place] = torch.where(both, b.logp_rollout[:slots], logp[place])
         if a.routing is not None and b.routing is not None and slots:
-            for own, trace in zip(traces, (a.routing, b.routing), strict=True):
-                own.append(trace.rows(0, slots))
+            for common, trace in zip(traces, (a.routing, b.routing), strict=True):
+                common.append(trace.rows(0, slots))
     metrics: dict[str, float] = {}
     if same.any():
         found = mismatch(logp, batch.logp_rollout, same)
@@ -99,33 +105,31 @@ def compare(first: Sequence[Sample], second: Sequence[Sample], batch: TokenBatch
         a_all, b_all = (RoutingTrace.concat(each) for each in traces)
         if (a_all.valid & b_all.valid).any():
             metrics["repeat/routers"] = routing_disagreement(a_all, b_all).routers
-    return Again(
-        batch.logp_rollout, logp, same, int(same.sum()) / max(1, batch.num_trainable), metrics
-    )
+    share = int(same.sum()) / max(1, batch.num_trainable)
+    return Resampled(batch.logp_rollout, logp, same, share, metrics)
 
 
 def common_prefix(a: Tensor, b: Tensor) -> int:
-    """Tokens two paths begin with."""
+    """Return the number of tokens that both sequences begin with."""
     size = min(len(a), len(b))
     differ = (a[:size] != b[:size]).nonzero()
-    return int(differ[0, 0]) if len(differ) else size
+    if not len(differ):
+        return size
+    return int(differ[0, 0])
 
 
 class OneAtATime:
-    """An engine that forgets its cache and serves one request before it takes the next."""
+    """An engine that serves one request at a time and resets its cache before each."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        self.engine, self.caps, self.version, self._turn = (
-            engine,
-            engine.caps,
-            engine.version,
-            asyncio.Lock(),
-        )
+        self.engine, self.caps, self.version = engine, engine.caps, engine.version
+        self._one_request = asyncio.Lock()
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
     ) -> Completion:
-        async with self._turn:
+        """Wait for earlier requests, reset the cache and serve this request."""
+        async with self._one_request:
             await self.engine.reset_cache()
             return await self.engine.generate(prompt_ids, sampling, seed=seed)
 

@@ -1,8 +1,9 @@
-"""Where two forwards part: the first module whose numbers differ on the way to a log-probability that differs.
+"""The first module whose numbers differ between two forwards with different log-probabilities.
 
-The trainer scores the sample's micro-batch once more with hooks on every module that has parameters. Then the engine
-plays the same requests again, so that its batches are those that gave the difference, with hooks that compare the rows
-of the sample's tokens, whenever one of them (or the same token after the same path, in a sibling) is fed.
+The trainer scores the sample's micro-batch again with hooks on every module that has parameters.
+Then the engine serves the same requests again, so that its batches are the ones that gave the
+difference. Hooks compare the rows of the sample's tokens whenever the engine feeds one of them, or
+the same token after the same prefix in another sample of the group.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,65 +25,72 @@ from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 
-Event = tuple[str, str, int]  # module name; "input" or "output"; which of them
+Event = tuple[str, str, int]  # module name; "input" or "output"; index of the tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    slot: int  # of the sample: an earlier one may be where keys and values part
+    """The first number that differs."""
+
+    slot: int  # of the sample; keys and values may differ at an earlier one
     layer: int | None
     operator: str
-    largest: float  # |trainer - engine| among its numbers of this slot
+    largest: float  # |trainer - engine| among the numbers of this slot
 
 
 async def first_difference(
     parts: MeasureComponents, scorer: PolicyScorer, batch: TokenBatch, number: int
 ) -> Difference | None:
-    """Of sample `number` of the scored batch. None: this time nothing on the way differs."""
+    """Return the first difference in sample `number` of the scored batch.
+
+    None if no number differs this time.
+    """
     engine = parts.engine
     assert isinstance(engine, HFEngine)
-    expected = _of_trainer(scorer, batch, number)
+    expected = _trainer_numbers(scorer, batch, number)
     bounds = batch.cu_seqlens.tolist()
-    here = slice(bounds[number], bounds[number + 1])
-    path = torch.cat([batch.input_ids[here], batch.target_ids[here][-1:]])
-    found = Compared(expected, path)
+    slots = slice(bounds[number], bounds[number + 1])
+    path = torch.cat([batch.input_ids[slots], batch.target_ids[slots][-1:]])
+    comparison = EngineComparison(expected, path)
     await engine.reset_cache()
-    with found.watching(engine):
+    with comparison.watch(engine):
         await sample(parts)
-    return found.first(dict(scorer.model.named_modules()))
+    return comparison.first_difference(dict(scorer.model.named_modules()))
 
 
-def _of_trainer(
+def _trainer_numbers(
     scorer: PolicyScorer, batch: TokenBatch, number: int
 ) -> dict[Event, dict[int, Tensor]]:
-    """What every module with parameters got and gave at each of the sample's slots, in the order of the forward."""
+    """Return inputs and outputs of every module with parameters, by slot of the sample.
+
+    They are in the order of the forward.
+    """
     chosen = next(c for c in scorer.micro_batches(batch) if number in c)
     micro = batch.select(chosen)
     start, stop = micro.cu_seqlens.tolist()[chosen.index(number) :][:2]
     found: dict[Event, dict[int, Tensor]] = {}
 
-    def keep(event: Event, tensor: Tensor, rows: dict[int, int]) -> None:
-        found.setdefault(event, {}).update(
-            {slot: tensor[row].detach().cpu().clone() for row, slot in rows.items()}
-        )
+    def record(event: Event, tensor: Tensor, rows: dict[int, int]) -> None:
+        numbers = {slot: tensor[row].detach().cpu().clone() for row, slot in rows.items()}
+        found.setdefault(event, {}).update(numbers)
 
-    places = Places(total=micro.num_slots, slots={row: row - start for row in range(start, stop)})
-    places.kept = micro.trainable.nonzero()[:, 0].tolist()
-    with _hooks(scorer.model, lambda: places, keep):
+    slots = {row: row - start for row in range(start, stop)}
+    rows = SampleRows(micro.num_slots, slots, micro.trainable.nonzero()[:, 0].tolist())
+    with _hooks(scorer.model, lambda: rows, record):
         scorer.score(micro, replay=False)
     return found
 
 
 @dataclass(slots=True)
-class Places:
-    """Of one forward: its rows, which of them are slots of the sample, which reach the vocabulary projection."""
+class SampleRows:
+    """Rows of one forward that are slots of the sample."""
 
-    total: int
+    total: int  # rows of the forward
     slots: dict[int, int]  # row -> slot
-    kept: list[int] | None = None  # rows of the logits; None: all
+    kept: list[int] | None = None  # rows that reach the vocabulary projection; None: all
 
-    def of(self, size: int) -> dict[int, int]:
-        """row -> slot of a tensor with `size` rows; empty if its rows are not tokens."""
+    def in_tensor(self, size: int) -> dict[int, int]:
+        """Return row -> slot of a tensor with `size` rows; empty if its rows are not tokens."""
         if size == self.total:
             return self.slots
         if self.kept is None or size != len(self.kept):
@@ -89,19 +98,20 @@ class Places:
         return {i: self.slots[row] for i, row in enumerate(self.kept) if row in self.slots}
 
 
-class Compared:
-    """The engine's numbers against the trainer's, while it plays."""
+class EngineComparison:
+    """Compares the engine's numbers with the trainer's while the engine samples."""
 
     def __init__(self, expected: dict[Event, dict[int, Tensor]], path: Tensor) -> None:
         self.expected, self.path = expected, path
         self.order = {event: i for i, event in enumerate(expected)}
         self.found: dict[
             tuple[int, int], float
-        ] = {}  # (slot, place in the order) -> largest difference
-        self._places = Places(0, {})
+        ] = {}  # (slot, place in order) -> largest difference
+        self._rows = SampleRows(0, {})
 
     @contextmanager
-    def watching(self, engine: HFEngine) -> Iterator[None]:
+    def watch(self, engine: HFEngine) -> Iterator[None]:
+        """Compare every forward of the engine inside the context."""
         batch = engine.batch
         assert isinstance(batch, ContinuousBatch)
 
@@ -111,75 +121,92 @@ class Compared:
             shared = {
                 row: common_prefix(batch.rows.tokens[row].cpu(), self.path) for row in set(rows)
             }
-            own = {
-                i: at
-                for i, (row, at) in enumerate(zip(rows, positions, strict=True))
-                if at < shared[row]
+            slots = {
+                i: position
+                for i, (row, position) in enumerate(zip(rows, positions, strict=True))
+                if position < min(shared[row], len(self.path) - 1)
             }
-            own = {i: at for i, at in own.items() if at < len(self.path) - 1}
-            self._places = Places(
-                len(rows), own, kept.tolist() if isinstance(kept, Tensor) else None
-            )
+            kept_rows = None
+            if isinstance(kept, Tensor):
+                kept_rows = kept.tolist()
+            self._rows = SampleRows(len(rows), slots, kept_rows)
 
         first = engine.model.register_forward_pre_hook(locate, with_kwargs=True, prepend=True)
-        with first, _hooks(engine.model, lambda: self._places, self._compare):
+        with first, _hooks(engine.model, lambda: self._rows, self._compare):
             yield
 
     def _compare(self, event: Event, tensor: Tensor, rows: dict[int, int]) -> None:
         for row, slot in rows.items():
-            ours, other = self.expected.get(event, {}).get(slot), tensor[row].detach().cpu()
-            if ours is not None and ours.shape == other.shape and not torch.equal(ours, other):
-                key = slot, self.order[event]
-                self.found[key] = max(
-                    self.found.get(key, 0.0), float((ours.double() - other.double()).abs().max())
-                )
+            trainer, engine = self.expected.get(event, {}).get(slot), tensor[row].detach().cpu()
+            if trainer is None or trainer.shape != engine.shape or torch.equal(trainer, engine):
+                continue
+            key, largest = (
+                (slot, self.order[event]),
+                (trainer.double() - engine.double()).abs().max(),
+            )
+            self.found[key] = max(self.found.get(key, 0.0), float(largest))
 
-    def first(self, modules: dict[str, nn.Module]) -> Difference | None:
+    def first_difference(self, modules: dict[str, nn.Module]) -> Difference | None:
+        """Return the difference at the first slot, in the first module of the forward."""
         if not self.found:
             return None
         slot, place = min(self.found)
         name, side, _ = list(self.order)[place]
-        kind = type(modules[name]).__name__
-        before = "the embedding" if not place else list(self.order)[place - 1][0]
-        operator = (
-            f"{name} ({kind})"
-            if side == "output"
-            else f"what is computed between {before} and {name}"
-        )
-        if side == "input" and (attention := re.match(r"(.*self_attn)\.", name)):
+        attention = re.match(r"(.*self_attn)\.", name)
+        if side == "output":
+            operator = f"{name} ({type(modules[name]).__name__})"
+        elif attention:
             operator = f"rotary embedding or attention function of {attention[1]}"
-        layer = re.search(r"layers\.(\d+)\.", name)
-        return Difference(slot, int(layer[1]) if layer else None, operator, self.found[slot, place])
+        else:
+            before = "the embedding"
+            if place:
+                before = list(self.order)[place - 1][0]
+            operator = f"the computation between {before} and {name}"
+        number, layer = re.search(r"layers\.(\d+)\.", name), None
+        if number:
+            layer = int(number[1])
+        return Difference(slot, layer, operator, self.found[slot, place])
 
 
 @contextmanager
 def _hooks(
     model: nn.Module,
-    places: Callable[[], Places],
-    see: Callable[[Event, Tensor, dict[int, int]], None],
+    sample_rows: Callable[[], SampleRows],
+    record: Callable[[Event, Tensor, dict[int, int]], None],
 ) -> Iterator[None]:
-    """While held, `see` gets what every module with parameters takes and gives, with the rows that are the sample's."""
+    """Call `record` with inputs and outputs of every module with parameters inside the context.
 
-    def tell(name: str, side: str, values: Any) -> None:
+    Its last argument maps rows of the tensor to slots of the sample.
+    """
+
+    def visit(name: str, side: str, values: Any) -> None:
         for i, tensor in enumerate(_tensors(values)):
             if tensor.dim() > 1 and tensor.shape[0] == 1:
                 tensor = tensor[0]
-            if tensor.dim() and (rows := places().of(len(tensor))):
-                see((name, side, i), tensor, rows)
+            if not tensor.dim():
+                continue
+            rows = sample_rows().in_tensor(len(tensor))
+            if rows:
+                record((name, side, i), tensor, rows)
+
+    def before(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        visit(name, "input", (*args, *kwargs.values()))
+
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        visit(name, "output", output)
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
-                before = lambda m, args, kwargs, n=name: tell(n, "input", (*args, *kwargs.values()))  # noqa: E731
-                after = lambda m, args, output, n=name: tell(n, "output", output)  # noqa: E731
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after).remove)
+                take, give = partial(before, name), partial(after, name)
+                stack.enter_context(module.register_forward_pre_hook(take, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(give))
         yield
 
 
 def _tensors(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
-    return (
-        [t for value in values for t in _tensors(value)] if isinstance(values, tuple | list) else []
-    )
+    if isinstance(values, tuple | list):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []

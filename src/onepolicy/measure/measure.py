@@ -1,4 +1,4 @@
-"""`onepolicy measure`: sample with the engine, score in the trainer, say how far apart they are, and why."""
+"""`onepolicy measure`: sample with the engine, score in the trainer, and explain the gap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from onepolicy.build.measure_settings import measure_config
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.policy import PolicyConfig, cached_path
-from onepolicy.measure.attribution import Weights, attribute, explain, trainer_precision
+from onepolicy.measure.attribution import EngineWeights, attribute, explain, trainer_precision
 from onepolicy.measure.bitwise import Bitwise, measure_bitwise
-from onepolicy.measure.breakdowns import where
+from onepolicy.measure.breakdowns import breakdowns_of, worst_tokens
 from onepolicy.measure.distributions import check_top, compare, without_top
-from onepolicy.measure.engine_noise import Again, sample, sample_again
-from onepolicy.measure.result import Look, Measurement
+from onepolicy.measure.engine_noise import Resampled, sample, sample_again
+from onepolicy.measure.result import Measurement, ScoredRollouts
 from onepolicy.models.load import load_model, read_config
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import compute_outcomes
@@ -37,11 +37,11 @@ from onepolicy.train.pack import pack
 from onepolicy.train.rescore import gap_of, k3_of, variant
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose_batch
-from onepolicy.verdict.rules import HARMLESS_KL, verdict
+from onepolicy.verdict.rules import HARMLESS_KL, Verdict, verdict
 from onepolicy.verdict.scored_tokens import EXPLAINED, Finding
 
 Say = Callable[[str], None]
-TOLD = 4  # times that a sampling says how far it is
+PROGRESS_LINES = 4  # of one sampling
 
 
 def measure_model(
@@ -54,29 +54,25 @@ def measure_model(
     top: int | None = None,
     say: Say = lambda text: None,
 ) -> Measurement | Bitwise:
-    """`tree`: a recipe's settings, or none; tiny: the tiny policy, or a random one of its shape if none is cached.
+    """Measure the gap of one model.
 
-    engine_model: a folder whose weights the engine gets in place of the trainer's (a checkpoint it is suspected of).
-    dense: a dense model measured on the same prompts, to stand beside it; `tiny`: a random one. top: how many of the
-    engine's likeliest tokens whole distributions are compared from. `say` hears each stage.
+    tree: a recipe's settings, or empty. tiny: measure the cached tiny policy, or a random one of
+    its shape. engine_model: a folder with weights for the engine, in place of the trainer's. dense:
+    a dense model to measure on the same prompts for comparison; "tiny" makes a random one. top:
+    number of the engine's likeliest tokens from which whole distributions are compared. say: called
+    with a line at each stage.
     """
-    with (
-        tiny_policy() if tiny else _nothing() as path,
-        random_dense() if dense == "tiny" else _nothing() as made,
-    ):
+    with ExitStack() as stack:
+        path = stack.enter_context(tiny_policy()) if tiny else None
+        dense_path = stack.enter_context(random_dense()) if dense == "tiny" else dense
         config = measure_config(tree, overrides, path)
         if config.numerics == ON_POLICY:
             _refuse(**{"--engine-model": engine_model, "--dense": dense, "--top": top})
-        beside = None if dense is None else _dense_config(tree, overrides, made or dense)
+        dense_config = None
+        if dense_path is not None:
+            dense_config = _dense_config(tree, overrides, dense_path)
         parts, tokenizer = build_measure_components(config)
-        cached = path is not None and cached_path(PolicyConfig()) == Path(path)
-        name = (
-            config.model.path
-            if path is None
-            else "the tiny policy"
-            if cached
-            else "a random tiny policy"
-        )
+        name = _model_name(config, path)
         if config.numerics == ON_POLICY:
             say("sampling, scoring, and both again in other batches")
             return asyncio.run(measure_bitwise(parts, name))
@@ -87,22 +83,33 @@ def measure_model(
         found = asyncio.run(
             measure_parts(parts, tokenizer, model, engine_model=engine_model, say=say)
         )
-        found = found if path is None else dataclasses.replace(found, model=name)
-        if beside is None:
+        if path is not None:
+            found = dataclasses.replace(found, model=name)
+        if dense_config is None:
             return found
         say(f"{dense}: sampling and scoring")
-        del parts  # two engines at once may not fit
+        del parts  # memory may not hold two engines
         gc.collect()
-        parts, _ = build_measure_components(beside)
-        name = "random dense model" if made else str(dense)
-        return dataclasses.replace(found, dense=(name, asyncio.run(look(parts))))
+        parts, _ = build_measure_components(dense_config)
+        names = {"tiny": "random dense model"}
+        dense_name = names.get(str(dense), str(dense))
+        return dataclasses.replace(found, dense=(dense_name, asyncio.run(score_rollouts(parts))))
+
+
+def _model_name(config: RunConfig, tiny_path: str | None) -> str:
+    if tiny_path is None:
+        return config.model.path
+    if cached_path(PolicyConfig()) == Path(tiny_path):
+        return "the tiny policy"
+    return "a random tiny policy"
 
 
 def _refuse(**options: object) -> None:
     for option, value in options.items():
         if value is not None:
             raise UsageError(
-                f"{option}: has no effect with numerics = on-policy, which compares bits; leave it out"
+                f"{option}: has no effect with numerics = on-policy, which compares bits; leave it "
+                "out"
             )
 
 
@@ -122,66 +129,90 @@ async def measure_parts(
     engine_model: str | None = None,
     say: Say = lambda text: None,
 ) -> Measurement:
+    """Measure with components that are built. Arguments are those of `measure_model`."""
     scorer, other = parts.scorer, None
     await calibrate(parts.config, parts.engine, parts.environment, parts.stop, None)
     if engine_model is not None:
-        other = _open(engine_model)
+        other = _load_engine_model(engine_model)
         await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)
     rollout = parts.config.rollout
     say(f"sampling {rollout.prompts_per_step * rollout.group_size} sequences and scoring them")
-    first = await look(parts, say)
+    first = await score_rollouts(parts, say)
     say(f"k3 so far {first.found.k3:.2g} nats a token")
     say("repeating forward passes in the trainer and in the engine")
     repeats = _repeats(scorer, first)
-    repeats |= _engine("all", await sample_again(parts, first.groups, first.native, alone=False))
-    chosen, weights, findings = first, _untouched(first, scorer, model), first.diagnosis.findings
-    if not first.found.k3 < HARMLESS_KL:  # also if it is NaN
+    together = await sample_again(parts, first.groups, first.native, alone=False)
+    repeats |= _engine_repeats("all", together)
+    chosen, weights, findings = first, _unchanged(first, scorer, model), first.diagnosis.findings
+    if not first.found.k3 < HARMLESS_KL:  # true for NaN too
         say("giving the engine the trainer's weights and sampling again")
         await push_weights(scorer, *parts.samplers)
-        second = await look(parts, say)
-        findings = _beyond(first)
-        if (stale := _stale(first, second)) is not None:
-            chosen, findings = second, (stale, *_beyond(second))
+        second = await score_rollouts(parts, say)
+        findings, stale = _with_fit(first), _stale(first, second)
+        if stale is not None:
+            chosen, findings = second, (stale, *_with_fit(second))
             how = "the engine got the trainer's weights and sampled the same problems again"
-            weights = Weights(second.explained, how, scorer, model)
+            weights = EngineWeights(second.explained, how, scorer, model)
             if other is not None:
-                weights = _scored_by(
-                    other, first, scorer, model.model_copy(update={"path": engine_model})
-                )
+                source = model.model_copy(update={"path": engine_model})
+                weights = _score_with(other, first, scorer, source)
                 await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)
     say("the engine once more, one sequence at a time")
-    base = first if other is not None else chosen
+    base = chosen
+    if other is not None:
+        base = first
     alone = await sample_again(parts, base.groups, weights.explained.native, alone=True)
-    repeats |= _engine("alone", alone)
+    repeats |= _engine_repeats("alone", alone)
     say("scoring the same tokens with one thing changed at a time")
     replay = chosen.replayed is not None
-    fall, each_alone = attribute(first.explained, weights, alone, replay=replay)
-    if (
-        not weights.explained.rescorer.support
-    ):  # at the edge of a support, rounding puts tokens out of it
+    fall, ablations = attribute(first.explained, weights, alone, replay=replay)
+    if not weights.explained.rescorer.support:  # rounding moves tokens over the edge of a support
         rescorer = weights.explained.rescorer.of(weights.scorer)
-        each_alone.append(
+        ablations.append(
             trainer_precision(rescorer, weights.model, weights.explained.aligned, replay=replay)
         )
-    said = verdict(
-        gap_of(first.native),
-        _told(first, findings),
-        replayed=None if first.replayed is None else gap_of(first.replayed),
-        routers=0.0 if scorer.routers is None else None,
-        routes=chosen.routes,
-    )
-    breakdowns, worst = where(first.native, tokenizer, parts.stop)
-    whole = None if first.top is None else compare(*first.top, tokenizer)
+    distribution = None
+    if first.top is not None:
+        distribution = compare(*first.top, tokenizer)
     return Measurement(
-        model.path, parts.config, first, fall, each_alone, repeats, breakdowns, worst, said, whole
+        model.path,
+        parts.config,
+        first,
+        fall,
+        ablations,
+        repeats,
+        breakdowns_of(first.native, tokenizer, parts.stop),
+        worst_tokens(first.native, tokenizer),
+        _verdict(first, findings, chosen.routes, dense=scorer.routers is None),
+        distribution,
     )
 
 
-async def look(parts: MeasureComponents, say: Say = lambda text: None) -> Look:
-    """Sample the same problems with the same seeds, and score them. `say` hears how far the sampling is."""
+def _verdict(
+    first: ScoredRollouts, findings: tuple[Finding, ...], routes: str, *, dense: bool
+) -> Verdict:
+    replayed, routers = None, None
+    if first.replayed is not None:
+        replayed = gap_of(first.replayed)
+    if dense:
+        routers = 0.0
+    return verdict(
+        gap_of(first.native),
+        _diagnosis(first, findings),
+        replayed=replayed,
+        routers=routers,
+        routes=routes,
+    )
+
+
+async def score_rollouts(parts: MeasureComponents, say: Say = lambda text: None) -> ScoredRollouts:
+    """Sample the same problems with the same seeds and score them.
+
+    `say` gets PROGRESS_LINES lines while the engine samples.
+    """
     rollout = parts.config.rollout
     groups = await sample(
-        parts, advance=_telling(say, rollout.prompts_per_step * rollout.group_size)
+        parts, advance=_progress(say, rollout.prompts_per_step * rollout.group_size)
     )
     if parts.reprefill is not None:
         groups = parts.reprefill.fill(groups)
@@ -198,48 +229,46 @@ async def look(parts: MeasureComponents, say: Say = lambda text: None) -> Look:
     top = None
     if parts.top_logprobs:
         top = native, replayed
-        native, replayed = without_top(native), None if replayed is None else without_top(replayed)
-    return Look(
-        groups, native, replayed, routes, explain(scorer, native), diagnose_batch(native), top
-    )
+        native = without_top(native)
+        if replayed is not None:
+            replayed = without_top(replayed)
+    explained, diagnosis = explain(scorer, native), diagnose_batch(native)
+    return ScoredRollouts(groups, native, replayed, routes, explained, diagnosis, top)
 
 
-def _telling(say: Say, total: int) -> Callable[[], None]:
-    """What counts the sequences that are sampled, and says it TOLD times."""
+def _progress(say: Say, total: int) -> Callable[[], None]:
+    """Return a function to call for every sampled sequence; it says PROGRESS_LINES lines."""
     done = 0
 
     def advance() -> None:
         nonlocal done
         done += 1
-        if done * TOLD // total > (done - 1) * TOLD // total:
+        if done * PROGRESS_LINES // total > (done - 1) * PROGRESS_LINES // total:
             say(f"sampled {done} of {total} sequences")
 
     return advance
 
 
-def _untouched(seen: Look, scorer: PolicyScorer, model: ModelConfig) -> Weights:
-    small = seen.found.k3 < HARMLESS_KL
-    how = (
-        f"not tried below {HARMLESS_KL:g}"
-        if small
-        else "the trainer's weights in the engine change little: nothing"
-    )
-    return Weights(seen.explained, how, scorer, model)
+def _unchanged(first: ScoredRollouts, scorer: PolicyScorer, model: ModelConfig) -> EngineWeights:
+    """Return the engine's weights as they are: syncing them was not tried, or changes little."""
+    how = "the trainer's weights in the engine change little: nothing"
+    if first.found.k3 < HARMLESS_KL:
+        how = f"not tried below {HARMLESS_KL:g}"
+    return EngineWeights(first.explained, how, scorer, model)
 
 
-def _scored_by(
-    other: PreTrainedModel, first: Look, scorer: PolicyScorer, model: ModelConfig
-) -> Weights:
-    """The first look's own tokens, scored in the trainer by the weights that the engine held."""
+def _score_with(
+    other: PreTrainedModel, first: ScoredRollouts, scorer: PolicyScorer, model: ModelConfig
+) -> EngineWeights:
+    """Score the first rollouts in the trainer with the weights that the engine held."""
     prepare_for_training(other, scorer.device)
-    with_others = variant(scorer, model=other)
-    seen = explain(with_others, with_others.score(first.native, replay=False))
-    return Weights(
-        seen, f"the trainer scores with the engine's weights, {model.path}", with_others, model
-    )
+    other_scorer = variant(scorer, model=other)
+    explained = explain(other_scorer, other_scorer.score(first.native, replay=False))
+    how = f"the trainer scores with the engine's weights, {model.path}"
+    return EngineWeights(explained, how, other_scorer, model)
 
 
-def _open(folder: str) -> PreTrainedModel:
+def _load_engine_model(folder: str) -> PreTrainedModel:
     source = ModelConfig(path=folder)
     with _given_as("--engine-model"):
         read_config(source)
@@ -248,47 +277,53 @@ def _open(folder: str) -> PreTrainedModel:
 
 @contextmanager
 def _given_as(option: str) -> Iterator[None]:
-    """What is wrong with a model is said of the option that named it."""
+    """Name the command-line option, not model.path, in errors about the model."""
     try:
         yield
     except UsageError as error:
         raise UsageError(str(error).replace("model.path", option, 1)) from error
 
 
-def _told(first: Look, findings: tuple[Finding, ...]) -> Diagnosis:
-    """What the scoring without replay shows; else what shows with replay, once the noise of routing is gone."""
+def _diagnosis(first: ScoredRollouts, findings: tuple[Finding, ...]) -> Diagnosis:
+    """Return the findings with the marks of the scoring without replay, or else those with replay.
+
+    Without the noise of routing, replay may show marks that routing hides.
+    """
     marks = first.diagnosis.marks
     if first.replayed is not None and not marks:
-        left = diagnose_batch(first.replayed)
-        marks = (*left.marks, *(f"{found.cause}: {found.evidence}" for found in left.findings))
+        replayed = diagnose_batch(first.replayed)
+        named = (f"{found.cause}: {found.evidence}" for found in replayed.findings)
+        marks = (*replayed.marks, *named)
         marks = tuple(f"with the rollout's routes replayed {text}" for text in marks)
     return Diagnosis(first.diagnosis.gap, findings, marks)
 
 
-def _stale(first: Look, second: Look) -> Finding | None:
-    """Did giving the engine the trainer's weights close the gap? At the best temperature of each: that is apart."""
+def _stale(first: ScoredRollouts, second: ScoredRollouts) -> Finding | None:
+    """Return a `stale` finding if syncing weights closed the gap.
+
+    Both are compared at their best-fit temperature, so a temperature bug is not counted here.
+    """
     before, after = first.explained.k3, second.explained.k3
-    if not (before >= HARMLESS_KL and after <= EXPLAINED * before):  # NaN accuses nobody
+    if not (before >= HARMLESS_KL and after <= EXPLAINED * before):  # false for NaN
         return None
     return Finding(
         "stale",
-        f"k3 falls from {before:.3g} to {after:.3g} nats a token once the engine is given the trainer's weights and "
-        "samples the same problems again: it held others",
+        f"k3 falls from {before:.3g} to {after:.3g} nats a token once the engine gets the "
+        "trainer's weights and samples the same problems again: it held other weights",
     )
 
 
-def _beyond(seen: Look) -> tuple[Finding, ...]:
-    """The findings of the log-probabilities, and the temperature or support if scoring with it closes the gap."""
-    findings, why = seen.diagnosis.findings, seen.explained
+def _with_fit(scored: ScoredRollouts) -> tuple[Finding, ...]:
+    """Return the findings, and the temperature or support if scoring with it closes the gap."""
+    findings, why = scored.diagnosis.findings, scored.explained
     before, after = k3_of(why.aligned), why.k3
     closes = before >= HARMLESS_KL and after < EXPLAINED * before
     if "retokenised" in {f.cause for f in findings} or not closes:
         return findings
     drop = f"k3 falls from {before:.3g} to {after:.3g} nats a token if the trainer scores "
     fitted = tuple(f for f in findings if f.cause not in ("temperature", "support"))
-    if (
-        why.rescorer.support
-    ):  # one token left of the distribution has log-probability 0: nothing was filled in
+    if why.rescorer.support:
+        # If one token is left, its log-probability is 0, which is no fill value.
         fitted = tuple(f for f in fitted if f.cause != "fill")
         fitted += (Finding("support", f"{drop}over {why.rescorer.support} of its distribution"),)
         before = k3_of(why.narrowed)
@@ -299,23 +334,18 @@ def _beyond(seen: Look) -> tuple[Finding, ...]:
     return fitted
 
 
-def _repeats(scorer: PolicyScorer, seen: Look) -> dict[str, float]:
-    """Variation of the trainer with itself, with replay and without (R3 paper, section 3.3)."""
-    if seen.replayed is not None:
-        return repeat_metrics(scorer, seen.replayed, seen.native)
-    order = list(range(seen.native.num_samples))[::-1]
-    again = variant(scorer).score(seen.native.select(order), replay=False).select(order)
+def _repeats(scorer: PolicyScorer, scored: ScoredRollouts) -> dict[str, float]:
+    """Return the trainer's variation between two forwards (R3 paper, section 3.3)."""
+    native = scored.native
+    if scored.replayed is not None:
+        return repeat_metrics(scorer, scored.replayed, native)
+    order = list(range(native.num_samples))[::-1]
+    again = variant(scorer).score(native.select(order), replay=False).select(order)
     return {
-        f"counterfactual/{name}": value
-        for name, value in compare_scorings(seen.native, again).items()
+        f"counterfactual/{name}": value for name, value in compare_scorings(native, again).items()
     }
 
 
-def _engine(name: str, again: Again) -> dict[str, float]:
+def _engine_repeats(name: str, again: Resampled) -> dict[str, float]:
     named = again.metrics | {"same": again.share}
     return {f"engine_{name}/{key.removeprefix('repeat/')}": value for key, value in named.items()}
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield None

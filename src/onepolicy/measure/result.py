@@ -1,4 +1,4 @@
-"""What `onepolicy measure` found: in memory, and as the files a report is made of."""
+"""Results of `onepolicy measure`: in memory, and as the files that a report is made of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onepolicy.correct.predict import predict
 from onepolicy.divergence.attribution import Waterfall
 from onepolicy.divergence.breakdown import Row, WorstToken
 from onepolicy.divergence.logprob import Mismatch
-from onepolicy.measure.attribution import Alone, Explained
+from onepolicy.measure.attribution import Ablation, Explained
 from onepolicy.run.step_metrics import metrics_per_layer, mismatch_metrics, routing_tensors
 from onepolicy.train.rescore import logp_of, mismatch_of
 from onepolicy.types import Group, TokenBatch
@@ -29,51 +29,54 @@ from onepolicy.verdict.rules import Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """One batch of rollouts, scored."""
+class ScoredRollouts:
+    """One batch of rollouts, scored by the trainer."""
 
     groups: Sequence[Group]
     native: TokenBatch  # without replay
-    replayed: TokenBatch | None  # None: a dense model, or routes that were refused
-    routes: str  # why they were refused
-    explained: Explained  # what settings of both sides explain of it
+    replayed: TokenBatch | None  # None: a dense model, or rejected routes
+    routes: str  # reason why the routes were rejected
+    explained: Explained  # the gap with settings of both sides made equal
     diagnosis: Diagnosis
-    top: tuple[TokenBatch, TokenBatch | None] | None = (
-        None  # native, replayed with both engines' likeliest tokens
-    )
+    top: tuple[TokenBatch, TokenBatch | None] | None = None  # both, with the likeliest tokens
 
     @property
     def found(self) -> Mismatch:
+        """Mismatch without replay."""
         return mismatch_of(self.native)
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
+    """Everything that `onepolicy measure` reports."""
+
     model: str
     config: RunConfig
-    look: Look
+    scored: ScoredRollouts
     waterfall: Waterfall
-    alone: list[Alone]
+    ablations: list[Ablation]
     repeats: dict[str, float]
     breakdowns: dict[str, list[Row]]
     worst: list[WorstToken]
     verdict: Verdict
-    distribution: dict[str, Any] | None = None  # of measure/distributions.py, if it was asked for
-    dense: tuple[str, Look] | None = None  # name, and its own rollouts
+    distribution: dict[str, Any] | None = None  # from measure/distributions.py, with --top
+    dense: tuple[str, ScoredRollouts] | None = None  # name and rollouts of the dense model
 
 
 def to_tree(found: Measurement) -> dict[str, Any]:
-    """JSON-ready: what report/measure.py draws and prints."""
-    seen = found.look
+    """Return the JSON-ready content of measure.json, which report/measure.py draws and prints."""
+    scored, dense = found.scored, None
+    if found.dense is not None:
+        dense = found.dense[0]
     return {
         "model": found.model,
-        "dense": None if found.dense is None else found.dense[0],
-        "tokens": seen.found.tokens,
-        "sequences": seen.native.num_samples,
-        "temperature_factor": seen.explained.rescorer.factor,
+        "dense": dense,
+        "tokens": scored.found.tokens,
+        "sequences": scored.native.num_samples,
+        "temperature_factor": scored.explained.rescorer.factor,
         "verdict": dataclasses.asdict(found.verdict),
         "waterfall": dataclasses.asdict(found.waterfall),
-        "alone": [dataclasses.asdict(each) for each in found.alone],
+        "alone": [dataclasses.asdict(each) for each in found.ablations],
         "metrics": numbers(found),
         "breakdowns": {
             name: [dataclasses.asdict(r) for r in rows] for name, rows in found.breakdowns.items()
@@ -92,33 +95,37 @@ def to_tree(found: Measurement) -> dict[str, Any]:
 
 
 def write(found: Measurement, out: Path) -> None:
-    """OUT/measure.json, and OUT/tensors.safetensors, of which the figures are drawn: SCORING.NAME for each scoring of
-    `batches`, with the names of run/step_metrics.py."""
+    """Write OUT/measure.json and OUT/tensors.safetensors, which the figures are drawn from.
+
+    Tensors are called SCORING.NAME, for each scoring of `batches` and each name of
+    run/step_metrics.py.
+    """
     out.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     for scoring, batch in batches(found).items():
         mask = batch.trainable
-        own = {
+        fields = {
             "logp_rollout": batch.logp_rollout[mask],
             "logp_trainer": logp_of(batch)[mask],
         } | routing_tensors(batch)
-        tensors |= {f"{scoring}.{name}": value.contiguous() for name, value in own.items()}
+        tensors |= {f"{scoring}.{name}": value.contiguous() for name, value in fields.items()}
     save_file(tensors, out / "tensors.safetensors")
     (out / "measure.json").write_text(json.dumps(to_tree(found), indent=1), encoding="utf-8")
 
 
 def batches(found: Measurement) -> dict[str, TokenBatch]:
-    """The scored batches by the name of their scoring."""
-    seen = found.look
-    out = {"without_replay": seen.native}
-    if seen.replayed is not None:
-        out["with_replay"] = seen.replayed
-    return out if found.dense is None else out | {"dense": found.dense[1].native}
+    """Return the scored batches by the name of their scoring."""
+    out = {"without_replay": found.scored.native}
+    if found.scored.replayed is not None:
+        out["with_replay"] = found.scored.replayed
+    if found.dense is not None:
+        out["dense"] = found.dense[1].native
+    return out
 
 
 def prediction(found: Measurement) -> dict[str, Any] | None:
-    """What the run's correction would keep of a step, and multiply it by, at the measured k3 and mean length."""
-    correction, batch = found.config.correction, found.look.replayed or found.look.native
+    """Return the predicted effect of the run's correction at the measured k3 and mean length."""
+    correction, batch = found.config.correction, found.scored.replayed or found.scored.native
     kl, length = mismatch_of(batch).k3, round(int(batch.trainable.sum()) / batch.num_samples)
     if not kl > 0 or length < 1:
         return None
@@ -127,7 +134,7 @@ def prediction(found: Measurement) -> dict[str, Any] | None:
 
 
 def numbers(found: Measurement) -> dict[str, dict[str, float]]:
-    """Every metric of each scoring, by the names of run/log.py."""
+    """Return every metric of each scoring, by the names of run/log.py."""
     out = {
         scoring: mismatch_metrics(batch) | metrics_per_layer(batch)
         for scoring, batch in batches(found).items()

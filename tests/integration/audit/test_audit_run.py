@@ -14,7 +14,7 @@ from onepolicy.audit.run import audit
 from onepolicy.build import components
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
-from onepolicy.measure.measure import _open, look
+from onepolicy.measure.measure import _load_engine_model, score_rollouts
 from onepolicy.sync.check import push_weights
 from support.planted_engine import SETTINGS, Planted
 
@@ -113,10 +113,10 @@ def test_a_stale_checkpoint_is_named(train, tmp_path, temperature, causes):
     parts = dataclasses.replace(parts, engine=Planted(parts.engine, temperature=temperature))
 
     async def sampled():
-        await parts.engine.load_weights(_open(str(older)).state_dict().items(), 1)
-        stale = (await look(parts)).native
+        await parts.engine.load_weights(_load_engine_model(str(older)).state_dict().items(), 1)
+        stale = (await score_rollouts(parts)).native
         await push_weights(parts.scorer, *parts.samplers)
-        return stale, (await look(parts)).native
+        return stale, (await score_rollouts(parts)).native
 
     stale, fresh = asyncio.run(sampled())
     stale, fresh = (
@@ -124,7 +124,7 @@ def test_a_stale_checkpoint_is_named(train, tmp_path, temperature, causes):
     )
     write_step(tmp_path / "mixed", 0, rows_of(stale) + rows_of(fresh))
     assert audit(tmp_path / "mixed", {}).verdict.causes == causes
-    parts.scorer.model.load_state_dict(_open(str(older)).state_dict())
+    parts.scorer.model.load_state_dict(_load_engine_model(str(older)).state_dict())
     previous = parts.scorer.score(stale, replay=False).logp_old
     write_step(tmp_path / "undeclared", 0, rows_of(stale, logp_previous=previous))
     assert audit(tmp_path / "undeclared", {}).verdict.causes == causes

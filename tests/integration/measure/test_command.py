@@ -49,8 +49,8 @@ def clean(policy):
 
 def test_a_clean_run_is_not_accused(clean):
     assert clean.verdict.action != "bug", clean.verdict.text()
-    assert clean.look.explained.rescorer.factor == 1
-    assert clean.look.replayed is not None
+    assert clean.scored.explained.rescorer.factor == 1
+    assert clean.scored.replayed is not None
 
 
 SETTINGS_OF_BOTH_SIDES = ("misaligned tokens", "stale weights", "sampling support", "temperature")
@@ -103,7 +103,7 @@ def test_bars_and_remainder_make_up_the_gap(clean):
         "precision",
         "batch shape",
     ]
-    assert fall.total.value == pytest.approx(clean.look.found.k3)
+    assert fall.total.value == pytest.approx(clean.scored.found.k3)
     assert sum(bar.removed.value for bar in fall.bars) + fall.remainder.value == pytest.approx(
         fall.total.value
     )
@@ -115,7 +115,7 @@ def test_bars_and_remainder_make_up_the_gap(clean):
 
 def test_breakdowns_account_for_every_token(clean):
     for rows in clean.breakdowns.values():
-        assert sum(row.tokens for row in rows) == clean.look.found.tokens
+        assert sum(row.tokens for row in rows) == clean.scored.found.tokens
         assert sum(row.share for row in rows) == pytest.approx(1)
     gaps = [abs(w.p_rollout - w.p_trainer) / max(w.p_rollout, w.p_trainer) for w in clean.worst]
     assert gaps == sorted(gaps, reverse=True)
@@ -151,7 +151,7 @@ def test_planted_cause_is_named_and_its_bar_is_the_gap(policy, fault, causes, ba
     show(fault, found)
     assert (found.verdict.action, found.verdict.causes) == ("bug", causes), found.verdict.text()
     if "temperature" in causes and "stale" not in causes:  # a stale engine has one of its own
-        assert found.look.explained.rescorer.factor == pytest.approx(1.3, abs=0.02)
+        assert found.scored.explained.rescorer.factor == pytest.approx(1.3, abs=0.02)
     if bar is not None:
         assert bars_of(found)[bar] > 0.95 * found.waterfall.total.value
     elif causes != ("routes",):
@@ -199,7 +199,7 @@ def test_precision_compares_the_dtypes_of_both_sides(policy):
     found = measured(policy, "rollout.engine.dtype=float32", "train.autocast=bfloat16")
     precision = next(bar for bar in found.waterfall.bars if bar.name == "precision")
     assert precision.left.value < 1e-9 < 1e-6 < precision.removed.value
-    trainer = next(each for each in found.alone if each.name == "trainer in bfloat16")
+    trainer = next(each for each in found.ablations if each.name == "trainer in bfloat16")
     assert trainer.nats.value == pytest.approx(precision.removed.value, rel=1e-3)
 
 
@@ -313,7 +313,7 @@ def test_a_trainer_in_bfloat16(policy):
     found = measured(policy, "model.dtype=bfloat16", "rollout.engine.dtype=bfloat16")
     assert found.verdict.action != "bug", found.verdict.text()
     assert "precision" not in bars_of(found)  # both sides have it
-    (trainer,) = (each for each in found.alone if each.name == "trainer in bfloat16")
+    (trainer,) = (each for each in found.ablations if each.name == "trainer in bfloat16")
     assert "bfloat16 weights" in trainer.how
 
 

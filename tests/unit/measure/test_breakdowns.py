@@ -5,7 +5,7 @@ import torch
 
 from onepolicy.config import ObjectiveConfig
 from onepolicy.divergence.breakdown import TURNS, turn_bins, turn_name
-from onepolicy.measure.breakdowns import where
+from onepolicy.measure.breakdowns import breakdowns_of, worst_tokens
 from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample
@@ -47,7 +47,8 @@ def found():
     gap = torch.where(batch.turn == 1, 0.5, 0.1)
     gap[-1] = 2.0  # the end token
     scored = batch.replace(logp_old=batch.logp_rollout - gap, entropy=torch.ones(batch.num_slots))
-    return where(scored, TOKENIZER, (TOKENIZER.eos_token_id,))
+    stop = (TOKENIZER.eos_token_id,)
+    return breakdowns_of(scored, TOKENIZER, stop), worst_tokens(scored, TOKENIZER)
 
 
 def test_turns_are_distinguished(found):
