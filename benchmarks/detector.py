@@ -63,7 +63,7 @@ from onepolicy.replay.alignment import check_alignment, window_starts  # noqa: E
 from onepolicy.replay.checks import RoutingError  # noqa: E402
 from onepolicy.rollout.collect import collect_rollouts  # noqa: E402
 from onepolicy.run.step_metrics import mismatch_metrics  # noqa: E402
-from onepolicy.sync.check import push_weights  # noqa: E402
+from onepolicy.sync.push import push_weights  # noqa: E402
 from onepolicy.train.pack import pack  # noqa: E402
 
 # plain; replay: routes replayed; native: and the router's own choice and gate mass kept; detector:

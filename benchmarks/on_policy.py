@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from onepolicy.build.components import Components, build_components
 from onepolicy.config import resolve
 from onepolicy.run.step import rl_step
-from onepolicy.sync.check import push_weights
+from onepolicy.sync.push import push_weights
 
 PHASES = ("rollout", "score", "update", "step")
 SIDES = ("fast", "on-policy")

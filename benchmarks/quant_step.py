@@ -21,7 +21,7 @@ from sync import big_model
 from onepolicy.build.components import Components, build_components
 from onepolicy.config import resolve
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs.warmup.examples import alphabet
+from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.run.step import rl_step
 from onepolicy.tiny.model import make_tokenizer
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def save(folder: Path) -> None:
-    tokenizer = make_tokenizer(alphabet(PolicyConfig().task))
+    tokenizer = make_tokenizer(task_alphabet(PolicyConfig().task))
     model = big_model()  # of more tokens than the tokenizer knows: hardly any response ends early
     model.config.eos_token_id, model.config.pad_token_id = tokenizer.eos_token_id, 0
     model.save_pretrained(folder)

@@ -39,7 +39,7 @@ from onepolicy.run.evaluate import evaluate
 from onepolicy.run.result import StepTimer
 from onepolicy.run.step import sample_rollouts, train_on_rollouts
 from onepolicy.run.step_metrics import mismatch_metrics
-from onepolicy.sync.check import push_weights
+from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Completion, Sampling
 

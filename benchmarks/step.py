@@ -49,7 +49,7 @@ from onepolicy.build.components import build_components  # noqa: E402
 from onepolicy.build.learner import resolve_model  # noqa: E402
 from onepolicy.config import resolve  # noqa: E402
 from onepolicy.run.step import rl_step  # noqa: E402
-from onepolicy.sync.check import push_weights  # noqa: E402
+from onepolicy.sync.push import push_weights  # noqa: E402
 
 PROBLEMS, GROUP, NEW_TOKENS = 8, 8, 75
 PARTS = ("rollout", "score", "update", "sync")

@@ -44,7 +44,7 @@ from onepolicy.config import (
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.rollout.vllm.handshake import read_weights_id
 from onepolicy.rollout.vllm.server import VLLMServer
-from onepolicy.sync.checksum import Checksums
+from onepolicy.sync.checksum import ChecksumAccumulator
 
 CPU = torch.device("cpu")
 MAX_LEN = 128
@@ -142,10 +142,10 @@ def checksum(model: PreTrainedModel, rounds: int) -> dict[str, list[float]]:
     """Time the checksum of all tensors, and a copy of them, in turn."""
     found: dict[str, list[float]] = {"checksum": [], "copy": []}
     for _ in range(rounds + 1):
-        checksums, start = Checksums(), time.perf_counter()
+        checksums, start = ChecksumAccumulator(), time.perf_counter()
         for name, tensor in model.state_dict().items():
             checksums.add(name, tensor)
-        checksums.take()
+        checksums.pop_all()
         found["checksum"].append(time.perf_counter() - start)
         start = time.perf_counter()
         for tensor in model.state_dict().values():

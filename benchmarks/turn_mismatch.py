@@ -37,8 +37,7 @@ from onepolicy.build.components import build_engine_and_scorer
 from onepolicy.config import load
 from onepolicy.divergence.breakdown import TURNS, turn_bins, turn_name
 from onepolicy.divergence.routing import routing_disagreement
-from onepolicy.envs.multiturn.chat_template import encode
-from onepolicy.envs.multiturn.render import decode
+from onepolicy.envs.multiturn.tokenization import decode_tokens, encode_text
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.models.load import load_tokenizer
@@ -129,16 +128,18 @@ async def episode(
     engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, chain: Chain, number: int
 ) -> tuple[Sample, int]:
     """Play one scripted episode, and count its turns that made the script's search."""
-    path, right = Trajectory(encode(tokenizer, f"{question(chain.entries[0])}\n")), 0
+    path, right = Trajectory(encode_text(tokenizer, f"{question(chain.entries[0])}\n")), 0
     for turn, (entry, passage) in enumerate(zip(chain.entries, chain.passages, strict=True)):
-        asked = Sampling(1.0, TURN, stop=(tokenizer.eos_token_id,), routes_from=path.next_route)
+        asked = Sampling(
+            1.0, TURN, stop=(tokenizer.eos_token_id,), routes_from=path.first_missing_route
+        )
         completion = await engine.generate(
             path.tokens, asked, seed=request_seed(0, number, 0, 0, turn)
         )
-        right += decode(tokenizer, completion.token_ids.tolist()) == search(entry)
-        path.sampled(completion)
-        path.observe(encode(tokenizer, found(passage), outside=True))
-    return path.sample(reward=0.0, temperature=1.0), right
+        right += decode_tokens(tokenizer, completion.token_ids.tolist()) == search(entry)
+        path.append_completion(completion)
+        path.append_observation(encode_text(tokenizer, found(passage), untrusted=True))
+    return path.to_sample(reward=0.0, temperature=1.0), right
 
 
 def metrics(native: TokenBatch, replayed: TokenBatch) -> dict[str, float]:

@@ -20,8 +20,8 @@ import torch
 
 from onepolicy.config import JsonlTask, ModelConfig, ReActTask, SearchTool
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs.multiturn.tool_dialogue import observation
-from onepolicy.envs.warmup.examples import alphabet
+from onepolicy.envs.multiturn.tool_dialogue import format_observations
+from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.models.load import load_model, load_tokenizer
 from onepolicy.tiny.model import Example, make_model, make_tokenizer, save_policy, warm_up
 
@@ -84,7 +84,7 @@ def search(entry: str) -> str:
 
 
 def found(passage: str) -> str:
-    return observation([f"[1] {passage}"])
+    return format_observations([f"[1] {passage}"])
 
 
 def random_chain(links: int, rng: np.random.Generator) -> Chain:
@@ -126,7 +126,7 @@ def make_policy(folder: Path) -> Path:
         return path
     config = policy_config(folder)
     torch.set_num_threads(1)
-    tokenizer = make_tokenizer(alphabet(config.task))
+    tokenizer = make_tokenizer(task_alphabet(config.task))
     model = make_model(config, len(tokenizer))
     warm_up(model, tokenizer, functools.partial(worked, seed=config.seed), config, progress=_say)
     save_policy(model, tokenizer, config, path)

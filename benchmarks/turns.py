@@ -58,7 +58,7 @@ class Clock:
         self, engine: HFEngine, path: Trajectory, new: int, seed: int
     ) -> tuple[Completion, float, float]:
         """Return a turn, its seconds, and those of its attention."""
-        asked = Sampling(1.0, new, routes_from=path.next_route)
+        asked = Sampling(1.0, new, routes_from=path.first_missing_route)
         self.attention, start = 0.0, self.now()
         done = await engine.generate(path.tokens, asked, seed=seed)
         return done, self.now() - start, self.attention
@@ -90,8 +90,8 @@ async def play(
             await engines["one piece"].generate(past, Sampling(1.0, 1), seed=0)
             for name in ("one piece", "no reuse"):
                 out[name][part].append((await clock(engines[name], *request))[1])
-        path.sampled(done)
-        path.observe([draw.randrange(3, 32) for _ in range(args.observed)])
+        path.append_completion(done)
+        path.append_observation([draw.randrange(3, 32) for _ in range(args.observed)])
 
 
 def report(out: Seconds, args: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ from onepolicy.models.load import load_model
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.vllm import serve
 from onepolicy.sync import weight_files
-from onepolicy.sync.board import Invitation
+from onepolicy.sync.signed_store import Invitation
 from onepolicy.sync.weight_files import INDEX, WeightFiles, read_weights
 from onepolicy.train import checkpoint
 from support.fake_vllm import make_checkpoints
@@ -84,7 +84,7 @@ def test_an_index_names_files_of_its_folder_only(model_folder, name):
 
 def test_the_files_of_a_sync_are_those_of_its_folder(tmp_path):
     files = WeightFiles(str(tmp_path))
-    folder = files.write([("a", torch.ones(2))], 1)
+    folder = files.write_version([("a", torch.ones(2))], 1)
     assert dict(read_weights(str(folder)))["a"].tolist() == [1, 1]
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../../elsewhere.safetensors"}}))
     with pytest.raises(RuntimeError, match="is not a file of this folder"):

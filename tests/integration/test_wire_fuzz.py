@@ -17,9 +17,9 @@ from onepolicy.launch.ray.wire import (
     encode_replies,
     encode_requests,
 )
-from onepolicy.sync.board import Board, Invitation
-from onepolicy.sync.broadcast import Bucket, End, likes
-from onepolicy.sync.messages import read_as
+from onepolicy.sync.broadcast import BucketHeader, EndHeader, meta_tensors
+from onepolicy.sync.messages import validate_message
+from onepolicy.sync.signed_store import Invitation, SignedStore
 from onepolicy.train.sharded.channel import decode_address, encode_address
 from onepolicy.train.sharded.rank import Command, UpdateReply
 from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
@@ -102,7 +102,7 @@ class Store:
 
 
 def board(store):
-    found = Board(dist.HashStore(), b"key", 1.0)
+    found = SignedStore(dist.HashStore(), b"key", 1.0)
     found.store = store
     return found
 
@@ -139,12 +139,12 @@ READERS = {
         *in_json(json.loads(Invitation("h", 1, "ab", 2, "gloo", 1.0).encode())),
     ),
     "stranger in the store": (
-        lambda data: board(Store(data))._read("name"),
+        lambda data: board(Store(data))._read_message("name"),
         {"version": 1},
         lambda value: signed(json.dumps(value).encode()),
     ),
     "peer in the store": (
-        lambda data: board(Store(signed(data)))._read("name"),
+        lambda data: board(Store(signed(data)))._read_message("name"),
         *in_json({"version": 1, "tensors": {}}),
     ),
     "bucket": (
@@ -152,11 +152,11 @@ READERS = {
         *in_json({"version": 1, "tensors": {"a": ["float32", [2, 3], 5], "b": ["int8", [], -1]}}),
     ),
     "end": (
-        lambda data: read_as(Bucket | End, json.loads(data), "it"),
+        lambda data: validate_message(BucketHeader | EndHeader, json.loads(data), "it"),
         *in_json({"version": 1, "digest": "ab", "end": 3}),
     ),
     "command": (
-        lambda data: read_as(Command, json.loads(data), "it"),
+        lambda data: validate_message(Command, json.loads(data), "it"),
         *in_json(
             {
                 "do": "optimise",
@@ -169,7 +169,7 @@ READERS = {
         ),
     ),
     "rank's answer": (
-        lambda data: read_as(UpdateReply, json.loads(data), "it"),
+        lambda data: validate_message(UpdateReply, json.loads(data), "it"),
         *in_json({"norm": 1.0, "sums": {"loss": 2.0}, "seconds": 3.0}),
     ),
 }
@@ -179,9 +179,9 @@ store`, `message`)."""
 
 
 def bucket(header):
-    read_as(Bucket | End, header, "it")
+    validate_message(BucketHeader | EndHeader, header, "it")
     if "tensors" in header:
-        likes(header["tensors"])
+        meta_tensors(header["tensors"])
 
 
 def altered_bytes(data, number):
@@ -318,4 +318,4 @@ def test_a_strangers_writes_into_the_store_are_refused():
         "é".encode() * 64,
     ):
         with pytest.raises(TrainingError, match="not from this run"):
-            board(Store(data))._read("name")
+            board(Store(data))._read_message("name")

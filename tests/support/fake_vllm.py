@@ -22,7 +22,7 @@ from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.vllm.server import VLLMServer
 from onepolicy.rollout.vllm.worker import model_shape
 from onepolicy.sync.broadcast import Receiver
-from onepolicy.sync.checksum import Checksums, difference
+from onepolicy.sync.checksum import ChecksumAccumulator, describe_difference
 from onepolicy.sync.weight_files import read_weights
 from onepolicy.types import Sampling
 from support.http_server import Reply, Request, Server
@@ -204,15 +204,13 @@ class FakeVLLM:
         return {"results": [None]}
 
     def _take_files(self, folder, sent):
-        checksums = Checksums()
-        self._take(checksums.passing(read_weights(folder)))
-        return {"difference": difference(sent, checksums.take())}
+        checksums = ChecksumAccumulator()
+        self._take(checksums.add_each(read_weights(folder)))
+        return {"difference": describe_difference(sent, checksums.pop_all())}
 
     def _receive(self, invitation, version):
         if self.cut_off:
-            return {
-                "problem": "weight sync: 10.0.0.1:2, where the weights come from, cannot be joined"
-            }
+            return {"problem": "weight sync: cannot join the sender of the weights at 10.0.0.1:2"}
         try:
             with Receiver(invitation, 1, version=version) as weights:
                 self._take(weights)

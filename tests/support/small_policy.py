@@ -7,7 +7,7 @@ import torch
 
 from onepolicy.cli import main
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs.warmup.examples import alphabet, warmup_examples
+from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
 from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
 from support.small_recipe import write_recipe
 
@@ -29,7 +29,7 @@ def policy(tmp_path_factory):
     """Return the folder of a 3-layer MoE with its tokenizer, warmed up just enough to write
     responses."""
     torch.set_num_threads(1)
-    tokenizer = make_tokenizer(alphabet(SMALL.task))
+    tokenizer = make_tokenizer(task_alphabet(SMALL.task))
     model = make_model(SMALL, len(tokenizer))
     warm_up(
         model, tokenizer, lambda mistakes: warmup_examples(SMALL.task, mistakes=0.0, seed=0), SMALL

@@ -15,7 +15,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs.warmup.examples import alphabet
+from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.routers import bind_routers
@@ -56,7 +56,7 @@ def make_checkpoints(base):
         )
         made.append(base / name)
         model.save_pretrained(made[-1])
-        make_tokenizer(alphabet(PolicyConfig().task)).save_pretrained(made[-1])
+        make_tokenizer(task_alphabet(PolicyConfig().task)).save_pretrained(made[-1])
     return made
 
 

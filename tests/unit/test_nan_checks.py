@@ -13,7 +13,7 @@ from onepolicy.engine_check import command, weight_sync
 from onepolicy.engine_check.checks import CheckResult
 from onepolicy.measure.measure import _stale, _with_fit
 from onepolicy.rollout.servers.start_up import check_probabilities
-from onepolicy.sync import check as sync_check
+from onepolicy.sync import push as sync_check
 from onepolicy.train import rescore
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
 from onepolicy.verdict.rules import Gap, verdict
@@ -75,7 +75,7 @@ def test_a_sync_check_needs_a_finite_noise_to_compare_with(monkeypatch, probes):
     async def nothing(*_):
         return None
 
-    monkeypatch.setattr(sync_check, "probe", probe)
+    monkeypatch.setattr(sync_check, "canary_logp", probe)
     monkeypatch.setattr(sync_check, "push_weights", nothing)
     engine = SimpleNamespace(reset_cache=nothing)
     with pytest.raises(TrainingError, match="weight sync"):
@@ -91,7 +91,7 @@ def test_a_reload_check_needs_a_finite_noise_to_compare_with(monkeypatch):
     async def load_checkpoint(*_):
         return None
 
-    monkeypatch.setattr(sync_check, "probe", probe)
+    monkeypatch.setattr(sync_check, "canary_logp", probe)
     with pytest.raises(UsageError, match="wrong after a reload"):
         asyncio.run(
             sync_check._check_reload(SimpleNamespace(load_checkpoint=load_checkpoint), [-5.0], 8)

@@ -25,7 +25,7 @@ from onepolicy.config import (
     WeightsReplay,
 )
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.envs import build
+from onepolicy.envs import make_environment
 from onepolicy.interfaces import Environment, Learner, RolloutEngine, WeightTarget
 from onepolicy.invariant.numerics_contract import require_same_contract
 from onepolicy.models.load import (
@@ -71,7 +71,7 @@ def build_environment(
     rows = (
         config.replay.duplicate_routes if isinstance(config.replay, FromRollout) else "as-sampled"
     )
-    environment = build(config.task, tokenizer, max_len=max_len, rows=rows)
+    environment = make_environment(config.task, tokenizer, max_len=max_len, duplicate_routes=rows)
     for max_tokens in {
         config.rollout.sampling.max_tokens,
         config.eval.max_tokens or config.rollout.sampling.max_tokens,

@@ -15,11 +15,11 @@ from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.objective import (
     R2,
     R3,
+    DuplicateRoutes,
     FromRollout,
     ObjectiveConfig,
     ReplayConfig,
     ReplayOff,
-    RowPolicy,
     SoftReplay,
     WeightsReplay,
 )
@@ -50,6 +50,7 @@ __all__ = [
     "ChainTask",
     "CheckpointConfig",
     "CorrectionConfig",
+    "DuplicateRoutes",
     "EngineConfig",
     "EpisodeTask",
     "EvalConfig",
@@ -75,7 +76,6 @@ __all__ = [
     "ReplayConfig",
     "ReplayOff",
     "RolloutConfig",
-    "RowPolicy",
     "RunConfig",
     "SGLangConfig",
     "SamplingConfig",

@@ -27,7 +27,7 @@ class R2(Frozen):
 
 
 MIN_AGREEMENT = 0.8
-RowPolicy = Literal["as-sampled", "as-cached", "newest"]
+DuplicateRoutes = Literal["as-sampled", "as-cached", "newest"]
 
 
 class FromRollout(Frozen):
@@ -42,7 +42,7 @@ class FromRollout(Frozen):
     min_agreement: float = Field(MIN_AGREEMENT, ge=0, lt=1)
     """Least share of the replayed experts that the trainer's routers must have chosen themselves, in every layer and in
     every stretch of 16 tokens; below it the run stops. 0: replay whatever comes."""
-    duplicate_routes: RowPolicy = "as-sampled"
+    duplicate_routes: DuplicateRoutes = "as-sampled"
     """Where several forwards of an episode fed the same token (another turn's prefill, a request that was aborted and
     resumed), whose route is replayed: of the first one, which the log-probability came from; of the last one, which the
     keys in the cache came from; or of the highest weight version."""

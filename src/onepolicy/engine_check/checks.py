@@ -77,8 +77,8 @@ def score_generated(scorer: Scorer, played: GeneratedBatch, *, routes: bool = Fa
     samples = []
     for prompt, done in zip(played.prompts, played.done, strict=True):
         path = Trajectory(prompt)
-        path.sampled(done if routes else dataclasses.replace(done, routing=None))
-        sample = path.sample(reward=0.0, temperature=played.sampling.temperature or 1.0)
+        path.append_completion(done if routes else dataclasses.replace(done, routing=None))
+        sample = path.to_sample(reward=0.0, temperature=played.sampling.temperature or 1.0)
         samples.append(dataclasses.replace(sample, outcome=0.0))
     batch = pack([Group(i, (sample,)) for i, sample in enumerate(samples)])
     return scorer.score(batch, replay=False)

@@ -19,8 +19,8 @@ from onepolicy.engine_check.checks import (
 )
 from onepolicy.models import fp32_head
 from onepolicy.rollout.copies import load_engine_copy
-from onepolicy.sync.check import MARGIN as NOISE
-from onepolicy.sync.check import checked_push, probe, push_weights
+from onepolicy.sync.push import NOISE_MARGIN as NOISE
+from onepolicy.sync.push import canary_logp, checked_push, push_weights
 from onepolicy.train.rescore import variant
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
@@ -67,7 +67,7 @@ async def check_weight_sync(
     fix = "load_weights takes over every tensor and forgets all cached keys, values and routes"
     try:
         await checked_push(scorer, engine, vocab=size)
-        before, again = await probe(engine, size), await probe(engine, size)
+        before, again = await canary_logp(engine, size), await canary_logp(engine, size)
         await generate_all(
             engine, plain.prompts, plain.sampling, numbers
         )  # leaves its prefixes cached
@@ -84,7 +84,7 @@ async def check_weight_sync(
                 upper_quartile_gap(score_generated(scorer, cached)).max(),
             )
         await push_weights(scorer, engine)
-        back = await probe(engine, size)
+        back = await canary_logp(engine, size)
     except (UsageError, TrainingError) as error:
         return CheckResult("weight sync", False, str(error), fix)
     old = upper_quartile_gap(score_generated(scorer, fresh)).max()

@@ -1,51 +1,60 @@
-"""What the policy is asked and how its responses are graded. Each kind of task is imported when a run uses it."""
+"""Environments: problems for the policy and graders of its responses.
+
+Every kind of task is imported when a run uses it.
+"""
 
 from __future__ import annotations
 
 import pkgutil
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import ReActTask, RowPolicy, TaskConfig
+from onepolicy.config import DuplicateRoutes, ReActTask, TaskConfig
 from onepolicy.envs.tasks.single_turn import SingleTurn, Task
 from onepolicy.interfaces import Environment
 
-TASKS = {
+SINGLE_TURN = {
     "chain": "onepolicy.envs.tasks.chain:Chain",
-    "gym": "onepolicy.envs.tasks.reasoning_gym:Gym",
+    "gym": "onepolicy.envs.tasks.reasoning_gym:ReasoningGym",
     "jsonl": "onepolicy.envs.tasks.jsonl:Jsonl",
     "prompts": "onepolicy.envs.tasks.jsonl:Prompts",
 }
-"""task.kind of one question and one response -> class (config, section)."""
-EPISODES = {
+"""task.kind of one question and one response -> class(config, section)."""
+MULTI_TURN = {
     "react": "onepolicy.envs.multiturn.react:ReAct",
     "gymnasium": "onepolicy.envs.adapters.gymnasium:Gymnasium",
     "textarena": "onepolicy.envs.adapters.textarena:TextArena",
     "verifiers": "onepolicy.envs.adapters.verifiers:Verifiers",
 }
-"""task.kind of several turns -> class (config, [task,] tokenizer, max_len=, rows=)."""
+"""task.kind of several turns -> class(config, [task,] tokenizer, max_len=, duplicate_routes=)."""
 
 
-def build(
+def make_environment(
     config: TaskConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_len: int,
-    rows: RowPolicy = "as-sampled",
+    duplicate_routes: DuplicateRoutes = "as-sampled",
 ) -> Environment:
-    """max_len: tokens of a path. rows: see `Trajectory`."""
-    if config.kind in TASKS:
-        return SingleTurn(task_of(config), tokenizer)
-    episodes = pkgutil.resolve_name(EPISODES[config.kind])
-    given = [task_of(config.problems, "task.problems")] if isinstance(config, ReActTask) else []
-    environment: Environment = episodes(config, *given, tokenizer, max_len=max_len, rows=rows)
+    """Build the environment of a task.
+
+    max_len: tokens of a path. duplicate_routes: see `RouteBuffer.merge`.
+    """
+    if config.kind in SINGLE_TURN:
+        return SingleTurn(make_task(config), tokenizer)
+    make = pkgutil.resolve_name(MULTI_TURN[config.kind])
+    arguments: list[Any] = [config, tokenizer]
+    if isinstance(config, ReActTask):
+        arguments.insert(1, make_task(config.problems, "task.problems"))
+    environment: Environment = make(*arguments, max_len=max_len, duplicate_routes=duplicate_routes)
     return environment
 
 
-def task_of(config: TaskConfig, section: str = "task") -> Task:
-    """section: where these settings stand in a recipe."""
-    task: Task = pkgutil.resolve_name(TASKS[config.kind])(config, section)
+def make_task(config: TaskConfig, section: str = "task") -> Task:
+    """Build a task of one question and one response. section: its place in the recipe."""
+    task: Task = pkgutil.resolve_name(SINGLE_TURN[config.kind])(config, section)
     return task
 
 
-__all__ = ["EPISODES", "TASKS", "build", "task_of"]
+__all__ = ["MULTI_TURN", "SINGLE_TURN", "make_environment", "make_task"]

@@ -17,7 +17,7 @@ from onepolicy.launch.ranks import (
     TORCHRUN_RENDEZVOUS,
     open_rendezvous,
 )
-from onepolicy.sync.messages import read_as
+from onepolicy.sync.messages import validate_message
 from onepolicy.train.sharded.channel import Channel, RankLost, connect_to_driver, decode_address
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.rank_group import DistributedContext, error_message
@@ -73,7 +73,7 @@ def run_rank(rank_info: RankInfo, store: dist.Store, driver: str) -> None:
 
 def _handle_messages(rank_info: RankInfo, store: dist.Store, channel: Channel) -> None:
     first_message = channel.receive(JOIN_TIMEOUT_S)
-    settings = read_as(RankSettings, first_message.header, "the driver's first message")
+    settings = validate_message(RankSettings, first_message.header, "the driver's first message")
     timeout = settings["limit"]
     learner: RankLearner | None = None
     try:

@@ -26,7 +26,7 @@ from onepolicy.run.recovery import retry_on_engine_loss
 from onepolicy.run.result import Rollouts, StepResult, StepTimer
 from onepolicy.run.step import add_timings, sample_rollouts, train_on_rollouts
 from onepolicy.run.step_metrics import metrics_per_staleness
-from onepolicy.sync.check import push_weights
+from onepolicy.sync.push import push_weights
 from onepolicy.types import Group
 
 LOG = logging.getLogger(__name__)

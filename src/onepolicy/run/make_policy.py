@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from onepolicy.build.engines import build_engine
 from onepolicy.config import EvalConfig, HFEngineConfig, ModelConfig, UsageError
 from onepolicy.config.policy import PolicyConfig, cached_path
-from onepolicy.envs import build
-from onepolicy.envs.multiturn.render import TooLong
-from onepolicy.envs.warmup.examples import alphabet, warmup_examples
+from onepolicy.envs import make_environment
+from onepolicy.envs.multiturn.tokenization import TooManyTokens
+from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
 from onepolicy.models.load import load_tokenizer
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.run.evaluate import evaluate
@@ -57,11 +57,11 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
         )
         return path
     start = time.perf_counter()
-    tokenizer = make_tokenizer(alphabet(config.task))
-    environment = build(config.task, tokenizer, max_len=config.max_len)
+    tokenizer = make_tokenizer(task_alphabet(config.task))
+    environment = make_environment(config.task, tokenizer, max_len=config.max_len)
     try:
         environment.check(max_tokens=config.max_len // 2, max_len=config.max_len)
-    except TooLong as error:
+    except TooManyTokens as error:
         raise UsageError(
             f"max_len: {config.max_len}, half of it for the response: {error.fact}; raise it"
         ) from None
@@ -109,7 +109,7 @@ def _check(config: PolicyConfig, check: EvalConfig, path: Path) -> dict[str, flo
     own = HFEngineConfig(dtype="float32", max_num_seqs=128)
     engine = build_engine(EngineSpec(model, own, torch.device("cpu"), config.max_len))
     environment, stop = (
-        build(config.task, tokenizer, max_len=config.max_len),
+        make_environment(config.task, tokenizer, max_len=config.max_len),
         (tokenizer.eos_token_id,),
     )
     return asyncio.run(
@@ -159,7 +159,7 @@ def _saved(
 ) -> Iterator[str]:
     """A random model of these settings in a folder that goes away again."""
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = make_tokenizer(alphabet(config.task))
+        tokenizer = make_tokenizer(task_alphabet(config.task))
         path = Path(folder) / "random-policy"
         save_policy(make(config, len(tokenizer)), tokenizer, config, path)
         yield str(path)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from onepolicy.build.components import Components
 from onepolicy.config import RunConfig, ServerEngineConfig, TrainingError, UsageError
 from onepolicy.interfaces import PersistentEngine
-from onepolicy.sync.check import push_weights, readopt
+from onepolicy.sync.push import push_weights, reattach_engine
 
 if TYPE_CHECKING:
     from onepolicy.rollout.servers.http import EngineLost
@@ -102,7 +102,7 @@ async def _back(parts: Components, engine: PersistentEngine, lost: EngineLost, e
         try:
             async with asyncio.timeout(end - time.monotonic()):
                 await engine.connect()
-                await readopt(engine, vocab=vocab)
+                await reattach_engine(engine, vocab=vocab)
             return await push_weights(parts.learner, *parts.samplers)
         except (EngineUnreachable, EngineLost, TimeoutError):
             if time.monotonic() + POLL_S > end:

@@ -15,7 +15,7 @@ from onepolicy.run.hooks import build_hooks
 from onepolicy.run.recovery import retry_on_engine_loss
 from onepolicy.run.result import Rollouts, StepResult, StepTimer
 from onepolicy.run.step_metrics import mismatch_metrics
-from onepolicy.sync.check import push_weights
+from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, TokenBatch
 

@@ -18,7 +18,7 @@ from onepolicy.config import PromptsTask, RunConfig, UsageError
 from onepolicy.config.place import check_new
 from onepolicy.config.stored import BEGUN, read_config
 from onepolicy.correct.predict import warning
-from onepolicy.envs.multiturn.render import decode
+from onepolicy.envs.multiturn.tokenization import decode_tokens
 from onepolicy.files import write_text_atomically
 from onepolicy.interfaces import Progress
 from onepolicy.invariant.fingerprint import short_digest
@@ -35,7 +35,7 @@ from onepolicy.run.run_folder import FROM_SCRATCH, Json, RunOrigin
 from onepolicy.run.step import rl_step
 from onepolicy.run.step_metrics import save_counterfactual
 from onepolicy.run.summary import summarise
-from onepolicy.sync.check import checked_push, push_weights
+from onepolicy.sync.push import checked_push, push_weights
 from onepolicy.train import checkpoint
 
 if TYPE_CHECKING:
@@ -332,8 +332,8 @@ def _write_samples(
             {
                 "step": step,
                 "problem": group.problem_id,
-                "prompt": decode(tokenizer, sample.tokens[:first].tolist()),
-                "response": decode(tokenizer, sample.tokens[first:].tolist()),
+                "prompt": decode_tokens(tokenizer, sample.tokens[:first].tolist()),
+                "response": decode_tokens(tokenizer, sample.tokens[first:].tolist()),
                 "answer": group.answer,
                 "reward": sample.reward,
                 "finish": sample.finish,

@@ -1,16 +1,17 @@
-"""Weights from one process to others: streamed in buckets, checked tensor by tensor, nothing pickled.
+"""Broadcast of weights from one process to others: in buckets, checked by tensor, without pickle.
 
-One `Sender`, in the driver, is one update to a fixed number of `Receiver`s, each in the process of an engine. Tensors
-travel by broadcast in a process group made for the update; names, shapes, checksums and acknowledgements are JSON in
-its store, signed with the invitation's key, so that who reaches the store without the invitation can break an update
-but not alter it. The invitation is a secret: hand it over a channel that knows who is at its other end.
+One `Sender`, in the driver, makes one update of a fixed number of `Receiver`s, each in the process
+of an engine. A process group made for the update broadcasts the tensors. Its store holds their
+names, shapes and checksums and the acknowledgements, as JSON signed with the invitation's key. A
+process that reaches the store without the key can break an update but cannot alter it. The
+invitation is a secret: send it over an authenticated channel.
 
-    driver                                                engine's process
+    driver                                         engine's process
     with Sender(receivers=2) as sender:
-        ... sender.invitation, rank 1 and 2 ...           with Receiver(invitation, rank, version=7) as weights:
-        sender.send(learner.named_weights(), 7)               await engine.load_weights(weights, 7)
+        ... sender.invitation, rank 1 and 2 ...    with Receiver(invitation, rank, version=7) as w:
+        sender.send(learner.named_weights(), 7)        await engine.load_weights(w, 7)
 
-Memory beside the weights: a bucket on each side.
+Each side needs memory for one bucket beside the weights.
 """
 
 from __future__ import annotations
@@ -31,27 +32,40 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
-from onepolicy.sync.board import FAILED, Board, Invitation
-from onepolicy.sync.checksum import Checksums, Sums, difference
+from onepolicy.sync.checksum import ChecksumAccumulator, ChecksumTable, describe_difference
 from onepolicy.sync.group import (
-    finish,
     join_store,
+    local_address,
+    make_process_group,
     open_store,
-    own_address,
-    process_group,
     start_broadcast,
+    wait_for_broadcast,
 )
-from onepolicy.sync.messages import quoted, read_as
+from onepolicy.sync.messages import quote_error, validate_message
+from onepolicy.sync.signed_store import FAILED, Invitation, SignedStore
 
-ALIGN = 16  # every dtype may start at such a byte
+ALIGN = 16  # [bytes]; a tensor of any dtype may start here
+
+BUCKET_BYTES = 2**26
+"""Size up to which small tensors share a bucket.
+
+A larger tensor is a bucket of its own, which the sender does not copy.
+"""
+
+ALL_JOINED = "all here"  # name of the sender's message that the group can be made
 
 
-def in_buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
-    """In their order, a bucket as full as `most` bytes allow; a larger tensor is a bucket of its own."""
+def split_into_buckets(
+    named_weights: Iterable[tuple[str, Tensor]], max_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors in their order, in buckets of up to `max_bytes`.
+
+    A larger tensor is a bucket of its own.
+    """
     bucket: dict[str, Tensor] = {}
     size = 0
-    for name, tensor in weights:
-        if name in bucket or (bucket and size + tensor.nbytes > most):
+    for name, tensor in named_weights:
+        if name in bucket or (bucket and size + tensor.nbytes > max_bytes):
             yield bucket
             bucket, size = {}, 0
         bucket[name] = tensor.detach()
@@ -60,35 +74,37 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dic
         yield bucket
 
 
-def likes(sums: Sums) -> dict[str, Tensor]:
-    """Tensors of these names, dtypes and shapes without bytes. TrainingError for what no tensor can be."""
-    found: dict[str, Tensor] = {}
-    for name, (dtype, shape, _) in sums.items():
-        kind = getattr(torch, dtype, None)
-        if not isinstance(kind, torch.dtype):
+def meta_tensors(sums: ChecksumTable) -> dict[str, Tensor]:
+    """Return tensors of these names, dtypes and shapes on the meta device.
+
+    Raises TrainingError for an unknown dtype or an impossible shape.
+    """
+    made: dict[str, Tensor] = {}
+    for name, (dtype_name, shape, _) in sums.items():
+        dtype = getattr(torch, dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
             raise TrainingError(
-                f"weight sync: {name!r} is to have dtype {dtype[:40]!r}, which is none"
+                f"weight sync: {name!r} has the dtype {dtype_name[:40]!r}, which torch does not "
+                "know"
             )
         try:
-            found[name] = torch.empty(shape, dtype=kind, device="meta")
+            made[name] = torch.empty(shape, dtype=dtype, device="meta")
         except (RuntimeError, TypeError, OverflowError) as error:
-            raise TrainingError(
-                f"weight sync: {name!r} is to have a shape that none has: {error}"
-            ) from None
-    return found
+            raise TrainingError(f"weight sync: {name!r} has an impossible shape: {error}") from None
+    return made
 
 
-def split(flat: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Views of a bucket's bytes."""
-    starts, _ = places(list(like.values()))
+def unflatten_bucket(flat: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return views of a bucket's bytes with the dtypes and shapes of `like`. flat: [size] uint8."""
+    starts, _ = bucket_offsets(list(like.values()))
     return {
         name: flat[start : start + t.nbytes].view(t.dtype).view(t.shape)
         for start, (name, t) in zip(starts, like.items(), strict=True)
     }
 
 
-def places(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each starts in a bucket, and the bucket's size [bytes]."""
+def bucket_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Return the start of each tensor in a bucket and the bucket's size [bytes]."""
     starts, end = [], 0
     for tensor in tensors:
         starts.append(-(-end // ALIGN) * ALIGN)
@@ -96,34 +112,31 @@ def places(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     return starts, end
 
 
-def flattened(tensors: Sequence[Tensor], *, cpu: bool) -> Tensor:
-    """All their bytes, [size] uint8; a view of a tensor that is alone."""
+def flatten_tensors(tensors: Sequence[Tensor], *, cpu: bool) -> Tensor:
+    """Return the bytes of all tensors, [size] uint8. The bytes of a single tensor are a view."""
     data = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     if len(data) == 1:
         return data[0].cpu() if cpu else data[0]
-    starts, size = places(tensors)
-    flat = torch.empty(size, dtype=torch.uint8, device="cpu" if cpu else data[0].device)
+    device = data[0].device
+    if cpu:
+        device = torch.device("cpu")
+    starts, size = bucket_offsets(tensors)
+    flat = torch.empty(size, dtype=torch.uint8, device=device)
     for start, part in zip(starts, data, strict=True):
         flat[start : start + part.numel()] = part
     return flat
 
 
-BUCKET_BYTES = 2**26
-"""Small tensors share a bucket; a larger one is a bucket of its own and is not copied by the sender."""
-
-ALL_HERE = "all here"  # the sender's message that the group can be made
-
-
-class Bucket(TypedDict):
-    """What the sender says of a bucket."""
+class BucketHeader(TypedDict):
+    """The sender's description of a bucket. tensors: name -> (dtype, shape, checksum)."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     version: int
     tensors: dict[str, tuple[str, tuple[NonNegativeInt, ...], int]]
 
 
-class End(TypedDict):
-    """The sender's last word, which every receiver repeats."""
+class EndHeader(TypedDict):
+    """The sender's last message, which every receiver repeats. end: number of buckets."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     version: int
@@ -131,12 +144,12 @@ class End(TypedDict):
     end: int
 
 
-class GivenUp(TrainingError):
-    """The sender was told that a receiver will not come."""
+class UpdateCancelled(TrainingError):
+    """The error of a sender that was cancelled because a receiver will not come."""
 
 
 class Sender:
-    """One update. `send` once."""
+    """The sending end of one update. Call `send` once."""
 
     def __init__(
         self,
@@ -147,175 +160,203 @@ class Sender:
         timeout_s: float = 600.0,
         key: bytes | None = None,
     ) -> None:
-        """host: this machine's address for the receivers. backend: gloo, or nccl for tensors on GPUs. key: a secret one
-        that checksums of these weights were made with; None: one is made."""
+        """Open the update's store.
+
+        host: this machine's address for the receivers. backend: gloo, or nccl for tensors on GPUs.
+        key: the secret key that checksums of these weights were made with; None: a new key.
+        """
         store = open_store(host, timeout_s)
-        key = secrets.token_bytes(32) if key is None else key
-        self.secret = Invitation(host, store.port, key.hex(), 1 + receivers, backend, timeout_s)
-        self.invitation = self.secret.encode()
-        self._store, self._board, self._checksums = (
-            store,
-            Board(store, key, timeout_s),
-            Checksums(key),
-        )
-        self._known: Sums | None = None
+        if key is None:
+            key = secrets.token_bytes(32)
+        self.settings = Invitation(host, store.port, key.hex(), 1 + receivers, backend, timeout_s)
+        self.invitation = self.settings.encode()
+        self._store = store
+        self._messages = SignedStore(store, key, timeout_s)
+        self._checksums = ChecksumAccumulator(key)
+        self._known: ChecksumTable | None = None
         self._group: Any = None
         self._ranks = range(1, 1 + receivers)
-        self._given_up = threading.Event()
+        self._cancelled = threading.Event()
 
     def send(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, known: Sums | None = None
+        self,
+        named_weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        known: ChecksumTable | None = None,
     ) -> str:
-        """All tensors to all receivers; waits until every one has loaded them. The digest that both sides agree on.
+        """Send all tensors to all receivers and wait until every receiver has loaded them.
 
-        known: what their checksums with this sender's key must be. Blocks: give it a thread of its own beside an event
-        loop. TrainingError if the weights are other ones, or a receiver does not come, fails, is silent for too long,
-        or has other bytes. After that the receivers' engines hold no version.
+        known: the checksums that the tensors must have with this sender's key. Blocks: run it in a
+        thread beside an event loop. Returns the digest that both sides agree on. Raises
+        TrainingError if the tensors have other checksums, or if a receiver does not come, fails, is
+        silent for too long or has other bytes. The receivers' engines then hold no version.
         """
-        buckets, digest, missing = 0, hashlib.sha256(), set(known or ())
         self._known = known
         try:
-            self._group = self._gathered()
-            for bucket in in_buckets(weights, BUCKET_BYTES):
-                self._refuse_failed()
-                digest.update(self._send_bucket(buckets, bucket, version))
-                buckets += 1
-                missing -= bucket.keys()
-            if missing:
-                raise TrainingError(
-                    f"weight sync of version {version}: {min(missing)!r} is not among what is to be sent"
-                )
-            end = {"version": version, "digest": digest.hexdigest(), "end": buckets}
-            self._board.put(f"bucket/{buckets}", end)
+            self._group = self._make_group()
+            end = self._send_buckets(named_weights, version)
             for rank in self._ranks:
-                self._acknowledged(rank, end)
+                self._check_acknowledged(rank, end)
         except BaseException as error:
-            self._board.put(FAILED, f"{type(error).__name__}: {error}")
+            self._messages.put_message(FAILED, f"{type(error).__name__}: {error}")
             raise
         finally:
             self._group = None  # closes its connections
-        return digest.hexdigest()
+        return end["digest"]
 
-    def give_up(self) -> None:
-        """From another thread: `send` ends soon, because a receiver is known not to come."""
-        self._given_up.set()
+    def cancel(self) -> None:
+        """End `send` soon, from another thread, because a receiver is known not to come."""
+        self._cancelled.set()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.give_up()
+        self.cancel()
 
-    def _gathered(self) -> Any:
-        names = [f"here/{rank}" for rank in self._ranks]
-        self._wait(names, "to join")
-        self._board.put(ALL_HERE, True)
-        secret = self.secret
+    def _make_group(self) -> Any:
+        self._wait_for_receivers([f"here/{rank}" for rank in self._ranks], "to join")
+        self._messages.put_message(ALL_JOINED, True)
+        settings = self.settings
         try:
-            return process_group(
+            return make_process_group(
                 dist.PrefixStore("group", self._store),
                 0,
-                secret.size,
-                backend=secret.backend,
-                host=secret.host,
-                limit=secret.limit,
+                settings.size,
+                backend=settings.backend,
+                host=settings.host,
+                limit=settings.limit,
             )
         except RuntimeError as error:
-            self._refuse_failed()
+            self._raise_if_failed()
             raise TrainingError(
-                f"weight sync: the group of {secret.size} processes could not be made: {error}"
+                f"weight sync: the group of {settings.size} processes could not be made: {error}"
             ) from None
 
+    def _send_buckets(
+        self, named_weights: Iterable[tuple[str, Tensor]], version: int
+    ) -> dict[str, Any]:
+        """Send every bucket, then the last message, and return that message."""
+        buckets, digest, missing = 0, hashlib.sha256(), set(self._known or ())
+        for bucket in split_into_buckets(named_weights, BUCKET_BYTES):
+            self._raise_if_failed()
+            digest.update(self._send_bucket(buckets, bucket, version))
+            buckets += 1
+            missing -= bucket.keys()
+        if missing:
+            raise TrainingError(
+                f"weight sync of version {version}: {min(missing)!r} is not among the tensors to "
+                "send"
+            )
+        end = {"version": version, "digest": digest.hexdigest(), "end": buckets}
+        self._messages.put_message(f"bucket/{buckets}", end)
+        return end
+
     def _send_bucket(self, number: int, bucket: dict[str, Tensor], version: int) -> bytes:
+        """Broadcast a bucket and return its contribution to the digest."""
         for name, tensor in bucket.items():
             self._checksums.add(name, tensor)
-        sums = self._checksums.take()
-        if self._known is not None:
-            problem = difference(
-                {name: self._known[name] for name in self._known.keys() & sums.keys()}, sums
-            )
-            if problem is not None:
-                raise TrainingError(
-                    f"weight sync of version {version}: what is to be sent has changed: {problem}"
-                )
-        flat = flattened(list(bucket.values()), cpu=self.secret.backend == "gloo")
+        sums = self._checksums.pop_all()
+        self._check_known(sums, version)
+        flat = flatten_tensors(list(bucket.values()), cpu=self.settings.backend == "gloo")
         work = start_broadcast(self._group, flat)
-        # only now: a receiver that waits for bytes cannot be told that there will be none
-        self._board.put(f"bucket/{number}", {"version": version, "tensors": sums})
+        # The header follows the start of the broadcast, because a receiver that has read the header
+        # waits for bytes and no longer for messages.
+        self._messages.put_message(f"bucket/{number}", {"version": version, "tensors": sums})
         try:
-            finish(work, flat.device)
+            wait_for_broadcast(work, flat.device)
             return json.dumps(sums).encode()
         except RuntimeError as error:
             problem = str(error)
-        # An error that held `work`, in its frames or its context, would keep the connections open that others wait for.
+        # Raised outside the except block and without `work`: an error that refers to it would keep
+        # the connections open, and other receivers wait until they close.
         del work
-        self._refuse_failed()
+        self._raise_if_failed()
         raise TrainingError(f"weight sync: a receiver is gone or too slow: {problem}")
 
-    def _acknowledged(self, rank: int, end: dict[str, object]) -> None:
-        self._wait([f"done/{rank}"], "to load what it was sent")
-        if (answer := self._board.get(f"done/{rank}")) != end:
-            raise TrainingError(f"weight sync: receiver {rank} {_told(answer)}")
-
-    def _refuse_failed(self) -> None:
-        for rank in self._ranks:
-            if self._board.store.check([f"done/{rank}"]):
-                raise TrainingError(
-                    f"weight sync: receiver {rank} {_told(self._board.get(f'done/{rank}'))}"
-                )
-
-    def _wait(self, names: Sequence[str], what: str) -> None:
-        def given_up() -> None:
-            if self._given_up.is_set():
-                raise GivenUp("weight sync: given up, because a receiver will not come")
-
-        if not self._board.wait(names, given_up):
-            missing = next(name for name in names if not self._board.store.check([name]))
+    def _check_known(self, sums: ChecksumTable, version: int) -> None:
+        """Raise TrainingError if tensors have other checksums than the caller of `send` gave."""
+        if self._known is None:
+            return
+        known = {name: self._known[name] for name in self._known.keys() & sums.keys()}
+        problem = describe_difference(known, sums)
+        if problem is not None:
             raise TrainingError(
-                f"weight sync: receiver {missing.split('/')[1]} took more than {self.secret.limit:g} s {what}"
+                f"weight sync of version {version}: the tensors to send have changed: {problem}"
+            )
+
+    def _check_acknowledged(self, rank: int, end: dict[str, Any]) -> None:
+        self._wait_for_receivers([f"done/{rank}"], "to load the weights")
+        answer = self._messages.get_message(f"done/{rank}")
+        if answer != end:
+            raise TrainingError(f"weight sync: receiver {rank} {_describe_answer(answer)}")
+
+    def _raise_if_failed(self) -> None:
+        """Raise TrainingError if a receiver has ended, which none does before the last message."""
+        for rank in self._ranks:
+            if self._messages.store.check([f"done/{rank}"]):
+                answer = self._messages.get_message(f"done/{rank}")
+                raise TrainingError(f"weight sync: receiver {rank} {_describe_answer(answer)}")
+
+    def _wait_for_receivers(self, names: Sequence[str], purpose: str) -> None:
+        def raise_if_cancelled() -> None:
+            if self._cancelled.is_set():
+                raise UpdateCancelled("weight sync: given up, because a receiver will not come")
+
+        if not self._messages.wait_for_messages(names, raise_if_cancelled):
+            missing = next(name for name in names if not self._messages.store.check([name]))
+            raise TrainingError(
+                f"weight sync: receiver {missing.split('/')[1]} took more than "
+                f"{self.settings.limit:g} s {purpose}"
             )
 
 
 class Receiver:
-    """An iterator over (name, tensor), for an engine's load_weights, inside a `with`.
+    """The receiving end of one update: a context manager and an iterator over (name, tensor).
 
-    The tensors lie on `device` and belong to the engine. Leaving the `with` tells the sender whether all of them were
-    taken without an error. TrainingError, from whatever step finds it, for bytes, names or a version that are not the
-    sender's, or if the sender fails or is silent; whoever took the tensors then holds no complete set.
+    Pass it to an engine's load_weights. The tensors are on `device` and belong to the engine. At
+    the end of the `with` block the receiver reports to the sender whether the engine took all
+    tensors without an error. Any step raises TrainingError if bytes, names or the version are not
+    the sender's, or if the sender fails or is silent. The engine then holds no complete set of
+    weights.
     """
 
     def __init__(
         self, invitation: str, rank: int, *, version: int, device: torch.device | str = "cpu"
     ) -> None:
-        """rank: 1 to the sender's number of receivers, each once. version: that the caller was promised."""
-        self._secret, self._rank, self._version = Invitation.decode(invitation), rank, version
+        """Read the invitation; `__enter__` joins.
+
+        rank: from 1 to the sender's number of receivers, each used once. version: the version that
+        the caller expects.
+        """
+        self._settings, self._rank, self._version = Invitation.decode(invitation), rank, version
         self._device = torch.device(device)
-        self._key = bytes.fromhex(self._secret.key)
+        self._key = bytes.fromhex(self._settings.key)
         self._digest = hashlib.sha256()
-        self._end: dict[str, object] | None = None  # the sender's last word
+        self._end: dict[str, Any] | None = None  # the sender's last message
         self._group: Any = None
-        self._tensors = self._stream()
+        self._tensors = self._iterate_tensors()
 
     def __enter__(self) -> Self:
-        secret = self._secret
+        settings = self._settings
         try:
-            store = join_store(secret.host, secret.port, secret.limit)
-            self._board = Board(store, self._key, secret.limit)
-            self._board.put(f"here/{self._rank}", True)
-            self._board.get(
-                ALL_HERE
-            )  # who waits in the group cannot be told that somebody will not come
-            self._group = process_group(
+            store = join_store(settings.host, settings.port, settings.limit)
+            self._messages = SignedStore(store, self._key, settings.limit)
+            self._messages.put_message(f"here/{self._rank}", True)
+            # Joining the group blocks, so first wait until every receiver has come.
+            self._messages.get_message(ALL_JOINED)
+            self._group = make_process_group(
                 dist.PrefixStore("group", store),
                 self._rank,
-                secret.size,
-                backend=secret.backend,
-                host=own_address(secret.host, secret.port),
-                limit=secret.limit,
+                settings.size,
+                backend=settings.backend,
+                host=local_address(settings.host, settings.port),
+                limit=settings.limit,
             )
         except (RuntimeError, OSError) as error:
             raise TrainingError(
-                f"weight sync: {secret.host}:{secret.port}, where the weights come from, cannot be joined: {error}"
+                f"weight sync: cannot join the sender of the weights at {settings.host}:"
+                f"{settings.port}: {error}"
             ) from None
         return self
 
@@ -332,63 +373,73 @@ class Receiver:
         trace: TracebackType | None,
     ) -> None:
         if error is None and self._end is not None:
-            self._board.put(f"done/{self._rank}", self._end)
+            self._messages.put_message(f"done/{self._rank}", self._end)
             self._group = None
             return
-        problem = (
-            f"{type(error).__name__}: {error}" if error is not None else "did not take all tensors"
-        )
-        with suppress(RuntimeError):  # the sender is gone: that is what went wrong
-            self._board.put(f"done/{self._rank}", {FAILED: problem})
-        self._group = None  # closes its connections, which ends whoever waits for us
+        problem = "did not take all tensors"
+        if error is not None:
+            problem = f"{type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # the sender is gone, which caused the error
+            self._messages.put_message(f"done/{self._rank}", {FAILED: problem})
+        self._group = None  # closes its connections, which ends the waits of other processes
         if error is None:
             raise TrainingError(f"weight sync: the engine {problem}")
 
-    def _stream(self) -> Iterator[tuple[str, Tensor]]:
-        number, checksums = 0, Checksums(self._key)
-        while "end" not in (header := self._header(number)):
-            bucket = self._receive(header["tensors"])
+    def _iterate_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the checked tensors of every bucket, then check the last message."""
+        number, checksums = 0, ChecksumAccumulator(self._key)
+        header = self._read_header(number)
+        while "end" not in header:
+            bucket = self._receive_bucket(header["tensors"])
             for name, tensor in bucket.items():
                 checksums.add(name, tensor)
-            sums = checksums.take()
-            if (problem := difference(header["tensors"], sums)) is not None:
+            sums = checksums.pop_all()
+            problem = describe_difference(header["tensors"], sums)
+            if problem is not None:
                 raise TrainingError(f"weight sync of version {self._version}: {problem}")
             self._digest.update(json.dumps(sums).encode())
-            number += 1
             yield from bucket.items()
-        ours = {"version": self._version, "digest": self._digest.hexdigest(), "end": number}
-        if header != ours:
+            number += 1
+            header = self._read_header(number)
+        digest = self._digest.hexdigest()
+        end = {"version": self._version, "digest": digest, "end": number}
+        if header != end:
             raise TrainingError(
-                f"weight sync of version {self._version}: the sum of all tensors is not the sender's"
+                f"weight sync of version {self._version}: the sum of all tensors is not the "
+                "sender's"
             )
-        self._end = ours
+        self._end = end
 
-    def _header(self, number: int) -> dict[str, Any]:
-        header: dict[str, Any] = self._board.get(f"bucket/{number}")
-        read_as(Bucket | End, header, f"weight sync: the message bucket/{number}")
+    def _read_header(self, number: int) -> dict[str, Any]:
+        header: dict[str, Any] = self._messages.get_message(f"bucket/{number}")
+        name = f"weight sync: the message bucket/{number}"
+        validate_message(BucketHeader | EndHeader, header, name)
         if header["version"] != self._version:
             raise TrainingError(
-                f"weight sync: weights of version {header['version']} came instead of version {self._version}"
+                f"weight sync: weights of version {header['version']} came instead of version "
+                f"{self._version}"
             )
         return header
 
-    def _receive(self, sent: Sums) -> dict[str, Tensor]:
-        like = likes(sent)
-        _, size = places(list(like.values()))
-        flat = torch.empty(
-            size,
-            dtype=torch.uint8,
-            device="cpu" if self._secret.backend == "gloo" else self._device,
-        )
+    def _receive_bucket(self, sent: ChecksumTable) -> dict[str, Tensor]:
+        like = meta_tensors(sent)
+        _, size = bucket_offsets(list(like.values()))
+        device = self._device
+        if self._settings.backend == "gloo":
+            device = torch.device("cpu")
+        flat = torch.empty(size, dtype=torch.uint8, device=device)
         try:
-            finish(start_broadcast(self._group, flat), flat.device)
+            wait_for_broadcast(start_broadcast(self._group, flat), flat.device)
         except RuntimeError as error:
             raise TrainingError(f"weight sync: the sender is gone or too slow: {error}") from None
-        return split(flat.to(self._device), like)
+        return unflatten_bucket(flat.to(self._device), like)
 
 
-def _told(answer: Any) -> str:
+def _describe_answer(answer: Any) -> str:
     if isinstance(answer, dict) and FAILED in answer:
-        return f"failed: {quoted(answer[FAILED])}"
-    read_as(End, answer, "weight sync: a receiver's answer")
-    return f"has version {answer['version']} with checksum {answer['digest'][:12]}, which is not what was sent"
+        return f"failed: {quote_error(answer[FAILED])}"
+    validate_message(EndHeader, answer, "weight sync: a receiver's answer")
+    return (
+        f"has version {answer['version']} with checksum {answer['digest'][:12]}, which is not what "
+        "was sent"
+    )

@@ -1,5 +1,8 @@
-"""A process group of its own between processes that share no other: not the default one, and not known to
-torch.distributed's global state, so it meets no group of an engine or a learner."""
+"""Process groups between processes that share no other group.
+
+Such a group is not the default one and is unknown to torch.distributed's global state. It therefore
+cannot clash with a group of an engine or of the learner.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,14 @@ CONNECT_S = 60.0
 
 
 def open_store(host: str, limit: float) -> dist.TCPStore:
-    """A key-value store that listens on this address of this machine only, on a port of its own choice.
+    """Open a key-value store on a free port, listening only on this address of this machine.
 
-    torch's own listens on all of them, and none knows a password. limit: seconds of every wait of ours.
+    A store that torch opens by itself listens on every address. No torch store asks for a
+    password. limit: timeout of every wait [s].
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
     with socket.create_server((host, 0), family=family) as listener:
         port = listener.getsockname()[1]
         return dist.TCPStore(
@@ -38,24 +44,31 @@ def open_store(host: str, limit: float) -> dist.TCPStore:
 
 
 def join_store(host: str, port: int, limit: float) -> dist.TCPStore:
-    connecting = timedelta(seconds=min(limit, CONNECT_S))
-    store = dist.TCPStore(host, port, is_master=False, timeout=connecting, wait_for_workers=False)
+    """Connect to a store of `open_store`. limit: timeout of every wait [s]."""
+    connect_timeout = timedelta(seconds=min(limit, CONNECT_S))
+    store = dist.TCPStore(
+        host, port, is_master=False, timeout=connect_timeout, wait_for_workers=False
+    )
     store.set_timeout(timedelta(seconds=limit))
     return store
 
 
-def own_address(host: str, port: int) -> str:
-    """This machine's address as that one sees it. OSError if nothing listens there."""
+def local_address(host: str, port: int) -> str:
+    """Return the address of this machine that the given host sees.
+
+    Raises OSError if nothing listens on the port.
+    """
     with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
         return connection.getsockname()[0]
 
 
-def process_group(
+def make_process_group(
     store: dist.Store, rank: int, size: int, *, backend: str, host: str, limit: float
 ) -> Any:
-    """Waits until all have come. host: this machine's address for the others; gloo listens there only.
+    """Make a process group; wait until every rank has joined.
 
-    backend: gloo or nccl. limit: seconds of every wait, also of each broadcast.
+    backend: gloo or nccl. host: this machine's address for the other ranks, and the only address
+    that gloo listens on. limit: timeout of every wait and of every broadcast [s].
     """
     timeout = timedelta(seconds=limit)
     if backend == "gloo":
@@ -69,28 +82,34 @@ def process_group(
 
 
 def start_broadcast(group: Any, data: Tensor) -> Any:
-    """From rank 0 to the others, in place; `finish` what is returned."""
+    """Start an in-place broadcast from rank 0; pass the returned handle to `wait_for_broadcast`."""
+    if not data.numel():
+        return None
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    return group.broadcast([data], options) if data.numel() else None
+    return group.broadcast([data], options)
 
 
-def finish(work: Any, device: torch.device) -> None:
-    """RuntimeError if one of the group is gone or too slow."""
+def wait_for_broadcast(work: Any, device: torch.device) -> None:
+    """Wait for a broadcast. Raises RuntimeError if a rank of the group is gone or too slow."""
     if work is not None:
         work.wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
-async def in_thread(work: Callable[[], T]) -> T:
-    """Like asyncio.to_thread, but a process may end while the work hangs: the other end is gone, or refused."""
+async def run_in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run blocking work in a daemon thread.
+
+    Unlike asyncio.to_thread, this lets the process exit while the work still hangs, for instance
+    because the other process is gone.
+    """
     done: Future[T] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # for who waits
+        except BaseException as error:  # re-raised in the waiting coroutine
             done.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="onepolicy weight sync").start()

@@ -1,4 +1,4 @@
-"""JSON that another process sent, as what it must be."""
+"""Validation of JSON that another process sent."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from pydantic import TypeAdapter, ValidationError
 
 from onepolicy.config import TrainingError, printable
 
-SHOWN = 200  # characters of what is wrong
-QUOTED = 2000  # characters of another process's own error
+MAX_PROBLEM_CHARS = 200
+MAX_QUOTED_CHARS = 2000
 
 
-def read_as(kind: Any, value: Any, what: str) -> Any:
-    """The value, decoded from JSON, as this type: a TypedDict, a tuple, a dataclass. TrainingError if it is none.
+def validate_message(kind: Any, value: Any, name: str) -> Any:
+    """Return decoded JSON as the given type: a TypedDict, a tuple or a dataclass.
 
-    what: the value's name in the error. Nothing is converted but lists to tuples.
+    Only lists are converted, to tuples. name: the value's name in the error.
+    Raises TrainingError if the value is not of this type.
     """
     try:
         return _adapter(kind).validate_json(json.dumps(value), strict=True)
     except RecursionError:
-        raise TrainingError(f"{what} is malformed: too deep") from None
+        raise TrainingError(f"{name} is malformed: too deep") from None
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        problem = f"{where}: {first['msg']}"
-        raise TrainingError(f"{what} is malformed: {printable(problem[:SHOWN])}") from None
+        field = ".".join(str(part) for part in first["loc"])
+        problem = f"{field}: {first['msg']}"
+        raise TrainingError(
+            f"{name} is malformed: {printable(problem[:MAX_PROBLEM_CHARS])}"
+        ) from None
 
 
-def quoted(text: object) -> str:
-    """Return what another process says, short and printable."""
-    return printable(str(text)[:QUOTED])
+def quote_error(text: object) -> str:
+    """Return another process's error text, shortened and with unprintable characters escaped."""
+    return printable(str(text)[:MAX_QUOTED_CHARS])
 
 
 @cache

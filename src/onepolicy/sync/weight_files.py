@@ -1,4 +1,4 @@
-"""A step's weights as safetensors files, for engines in another process to read."""
+"""Weights of one version as safetensors files, for engines in other processes to read."""
 
 from __future__ import annotations
 
@@ -18,75 +18,76 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.sync.checksum import Sums
+from onepolicy.sync.checksum import ChecksumTable
 
 SHARD_BYTES = 2**30
 INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A step's weights in a folder of WeightFiles. sums: of the learner's tensors on their way there, with this key."""
+class WrittenWeights:
+    """Weights of one version in a folder of WeightFiles.
+
+    sums: checksums of the learner's tensors, made with this key while they were written.
+    """
 
     folder: str
     version: int
     key: bytes
-    sums: Sums
+    sums: ChecksumTable
 
 
 class WeightFiles:
-    """The newest version only, in a folder of this process, which goes when the process ends.
+    """A folder of this process that holds the newest version only and is removed at its end.
 
-    What a killed process left behind is removed by the next one that uses the same `folder`.
+    Folders that a killed process left behind are removed by the next process that uses the same
+    `folder`.
     """
 
     def __init__(self, folder: str | None, setting: str = "rollout.engine.sync_dir") -> None:
-        """folder: one that the engine's process sees too; None: the system's temporary one. setting: its name."""
+        """Make this process's folder.
+
+        folder: parent folder that the engine's process sees too; None: the system's temporary
+        folder. setting: name of the setting, for errors. Raises UsageError if it cannot be written.
+        """
         self._setting = setting
-        base = (
-            Path(folder)
-            if folder
-            else Path(tempfile.gettempdir()) / f"onepolicy-sync-{os.getuid()}"
-        )
+        if folder:
+            base, mode = Path(folder), 0o777
+        else:
+            base, mode = Path(tempfile.gettempdir()) / f"onepolicy-sync-{os.getuid()}", 0o700
         try:
-            base.mkdir(mode=0o777 if folder else 0o700, parents=True, exist_ok=True)
+            base.mkdir(mode=mode, parents=True, exist_ok=True)
             if not folder:
                 _refuse_foreign(base, setting)
             _remove_orphans(base)
-            self.folder = Path(
-                tempfile.mkdtemp(prefix=f"{socket.gethostname()}.{os.getpid()}.", dir=base)
-            )
+            prefix = f"{socket.gethostname()}.{os.getpid()}."
+            self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         except OSError as error:
             raise UsageError(f"{setting}: {base} cannot be written to: {error}") from error
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._newest: Path | None = None
 
-    def write(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, *, keep_older: bool = False
+    def write_version(
+        self, named_weights: Iterable[tuple[str, Tensor]], version: int, *, keep_older: bool = False
     ) -> Path:
-        """A folder with these tensors in files of about SHARD_BYTES, in transformers' layout. Complete or absent.
+        """Write the tensors to a folder in files of about SHARD_BYTES, in transformers' layout.
 
-        The weights are never in memory a second time, only a file's worth of them. The version before is removed.
-        keep_older: by `remove_older`, once nobody reads it.
+        The folder is complete or absent. Only one file's worth of weights is copied in memory at a
+        time. keep_older: leave the older versions to `remove_older`, for engines that still read
+        them; otherwise they are removed here.
+        Raises TrainingError if the folder cannot hold the weights.
         """
         done, unfinished = self.folder / f"version_{version}", self.folder / "unfinished"
         try:
             for old in (done, unfinished):
                 shutil.rmtree(old, ignore_errors=True)
             unfinished.mkdir()
-            index: dict[str, str] = {}
-            for number, shard in enumerate(_shards(weights), start=1):
-                name = f"model-{number:05d}.safetensors"
-                save_file(shard, unfinished / name, metadata={"format": "pt"})
-                index |= dict.fromkeys(shard, name)
-            (unfinished / INDEX).write_text(
-                json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8"
-            )
+            _write_shards(named_weights, unfinished)
             unfinished.rename(done)
         except (OSError, SafetensorError) as error:
             raise TrainingError(
-                f"{self._setting}: {self.folder} cannot hold the weights of version {version}: {error}; set "
-                f"{self._setting} to a folder with room for them twice"
+                f"{self._setting}: {self.folder} cannot hold the weights of version {version}: "
+                f"{error}; set {self._setting} to a folder with room for them twice"
             ) from error
         self._newest = done
         if not keep_older:
@@ -94,19 +95,30 @@ class WeightFiles:
         return done
 
     def remove_older(self) -> None:
-        """All versions but the one that was written last."""
+        """Remove all versions but the newest."""
         for path in self.folder.glob("version_*"):
             if path != self._newest:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor]]:
+def _write_shards(named_weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    index: dict[str, str] = {}
+    for number, shard in enumerate(_split_into_shards(named_weights), start=1):
+        name = f"model-{number:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(shard, name)
+    content = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / INDEX).write_text(content, encoding="utf-8")
+
+
+def _split_into_shards(
+    named_weights: Iterable[tuple[str, Tensor]],
+) -> Iterator[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     size = 0
-    for name, tensor in weights:
-        shard[name] = (
-            tensor.detach().to("cpu", copy=True).contiguous()
-        )  # views of one storage cannot be saved together
+    for name, tensor in named_weights:
+        # A copy, because views of one storage cannot be saved together.
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += shard[name].nbytes
         if size >= SHARD_BYTES:
             yield shard
@@ -116,24 +128,28 @@ def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor]
 
 
 def _refuse_foreign(base: Path, setting: str) -> None:
-    """UsageError for a folder that somebody else put at this name, where everybody may put one."""
-    about = base.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+    """Raise UsageError if another user may write to the folder.
+
+    Every user can make a folder of this name in the system's temporary folder.
+    """
+    status = base.lstat()
+    owned = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not owned or status.st_mode & 0o022:
         raise UsageError(
-            f"{setting}: {base} belongs to somebody else, or others may write to it, and could give the engine other "
-            f"weights; remove it, or set {setting} to a folder of yours"
+            f"{setting}: {base} belongs to somebody else, or others may write to it, and could "
+            f"give the engine other weights; remove it, or set {setting} to a folder of yours"
         )
 
 
 def _remove_orphans(base: Path) -> None:
-    """Folders of this machine's processes that are no more."""
+    """Remove the folders of processes of this machine that have ended."""
     for path in base.glob(f"{socket.gethostname()}.*.*"):
         pid = path.name.split(".")[-2]
-        if pid.isdecimal() and not _alive(int(pid)):
+        if pid.isdecimal() and not _is_running(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _alive(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -144,11 +160,13 @@ def _alive(pid: int) -> bool:
 
 
 def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder that `WeightFiles` wrote, one at a time."""
-    index: dict[str, str] = json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))[
-        "weight_map"
-    ]
-    for name in sorted(set(index.values())):
+    """Yield the tensors of a folder that `WeightFiles` wrote, one at a time.
+
+    Raises TrainingError if the folder's index names a file outside the folder.
+    """
+    index = json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))
+    files: dict[str, str] = index["weight_map"]
+    for name in sorted(set(files.values())):
         if Path(name).name != name:
             raise TrainingError(f"{folder}/{INDEX}: {name!r} is not a file of this folder")
         with safe_open(Path(folder) / name, framework="pt") as shard:

@@ -94,13 +94,13 @@ def test_full_while_weights_are_written_for_an_engine(tmp_path):
     weights = [(f"layer.{i}", torch.randn(128, 1024)) for i in range(10)]  # 0.5 MiB each
     with small_disk(tmp_path / "disk", mib=4) as (disk, grow):
         files = WeightFiles(str(disk))
-        first = files.write(weights[:2], 0)
+        first = files.write_version(weights[:2], 0)
         with pytest.raises(
             TrainingError, match=r"cannot hold the weights of version 1: .*[Nn]o space left"
         ):
-            files.write(weights, 1)
+            files.write_version(weights, 1)
         assert [p.name for p in files.folder.iterdir() if p.name.startswith("version")] == [
             first.name
         ]
         grow(16)
-        assert files.write(weights, 1).name == "version_1"
+        assert files.write_version(weights, 1).name == "version_1"

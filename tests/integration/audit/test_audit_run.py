@@ -15,7 +15,7 @@ from onepolicy.build import components
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.measure.measure import _load_engine_model, score_rollouts
-from onepolicy.sync.check import push_weights
+from onepolicy.sync.push import push_weights
 from support.planted_engine import SETTINGS, Planted
 
 EVERY_STEP = (

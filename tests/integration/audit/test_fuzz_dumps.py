@@ -21,7 +21,11 @@ from onepolicy.audit.schema import Block
 from onepolicy.config import UsageError
 from onepolicy.config.problems import read_rows
 from onepolicy.config.task import CalculatorTool
-from onepolicy.envs.multiturn.tool_dialogue import ChatReAct, PlainReAct, Turn
+from onepolicy.envs.multiturn.tool_dialogue import (
+    ParsedTurn,
+    PlainToolDialogue,
+    TemplateToolDialogue,
+)
 from onepolicy.envs.tools import build_tools
 from onepolicy.interfaces import Problem
 from onepolicy.report.jsonl import read_jsonl
@@ -229,18 +233,20 @@ TURNS = {
 def test_turns(form: str, inputs: int) -> None:
     tools = build_tools([CalculatorTool()])
     if form == "plain":
-        dialogue: PlainReAct | ChatReAct = PlainReAct(tokenizer_of(None), tools, "")
+        dialogue: PlainToolDialogue | TemplateToolDialogue = PlainToolDialogue(
+            tokenizer_of(None), tools, ""
+        )
     else:
-        dialogue = ChatReAct(tokenizer_of(HERMES), tools, "", fork=False)
+        dialogue = TemplateToolDialogue(tokenizer_of(HERMES), tools, "", fork=False)
 
-    def read(data: bytes) -> Turn:
-        turn = dialogue.parse(data.decode(errors="replace"))
+    def read(data: bytes) -> ParsedTurn:
+        turn = dialogue.parse_turn(data.decode(errors="replace"))
         if turn.malformed:
-            assert turn == Turn(malformed=turn.malformed)
+            assert turn == ParsedTurn(malformed=turn.malformed)
             raise Malformed
         return turn
 
-    def whole(turn: Turn) -> None:
+    def whole(turn: ParsedTurn) -> None:
         assert bool(turn.calls) != (turn.answer is not None)
         for call in turn.calls:
             (call.tool + call.text).encode()

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from onepolicy.cli import main
 from onepolicy.config import load
-from onepolicy.envs.warmup.examples import alphabet
+from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner, best_option
 from onepolicy.tiny.model import make_tokenizer
@@ -69,7 +69,7 @@ def test_a_recipe_fits_its_cluster(name):
 def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     config = load(FOLDER / name)
     folder, out = tmp_path / "model", tmp_path / "run"
-    tokenizer = make_tokenizer(alphabet(config.task))
+    tokenizer = make_tokenizer(task_alphabet(config.task))
     tiny = CONFIGS[FAMILIES[name]]
     changed = type(tiny)(**tiny.to_dict() | {"vocab_size": len(tokenizer)})
     AutoModelForCausalLM.from_config(changed).save_pretrained(folder)

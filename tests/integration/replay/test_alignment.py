@@ -32,7 +32,7 @@ from onepolicy.run.step_metrics import (
     mismatch_metrics,
     repeat_metrics,
 )
-from onepolicy.sync.check import push_weights
+from onepolicy.sync.push import push_weights
 from onepolicy.train.checks import _warn_of_collapse, check_routes
 from onepolicy.train.pack import pack
 from onepolicy.types import Completion, RoutingTrace, Sampling, TokenBatch

@@ -16,7 +16,7 @@ from onepolicy.run import async_rollouts, recovery, run_folder, train
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.recovery import retry_on_engine_loss, wait_for_server
 from onepolicy.run.result import Rollouts
-from onepolicy.sync.check import adopt
+from onepolicy.sync.push import attach_engine
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Sampling
@@ -50,7 +50,7 @@ def parts(fake, checkpoints, monkeypatch):
     learner.version = 3
     engine = connected(fake, retries=1)
     parts = SimpleNamespace(engine=engine, learner=learner, config=config, samplers=[engine])
-    asyncio.run(adopt(engine, fake.model, vocab=VOCAB))
+    asyncio.run(attach_engine(engine, fake.model, vocab=VOCAB))
     asyncio.run(engine.load_weights(learner.named_weights(), 3))
     return parts
 

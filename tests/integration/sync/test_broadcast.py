@@ -15,9 +15,9 @@ import torch
 
 from onepolicy.config import TrainingError
 from onepolicy.sync import broadcast as module
-from onepolicy.sync.board import Board, Invitation
 from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.sync.group import join_store
+from onepolicy.sync.signed_store import Invitation, SignedStore
 from support.waiting import LIMIT_S
 
 
@@ -120,7 +120,7 @@ def recast(bucket):
     ],
 )
 def test_altered_data_is_named_on_both_sides(monkeypatch, change, problem):
-    changed(monkeypatch, "split", change)
+    changed(monkeypatch, "unflatten_bucket", change)
     sender, (receiver,) = update(tensors())
     with pytest.raises(TrainingError, match=f"version 3: .*{problem}"):
         raise receiver
@@ -186,7 +186,7 @@ def test_an_absent_receiver_is_named_in_time():
         sending.send(tensors().items(), 1)
     with Sender(receivers=1, timeout_s=LIMIT_S) as sending, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(sending.send, tensors().items(), 1)
-        sending.give_up()
+        sending.cancel()
         with pytest.raises(TrainingError, match="given up"):
             waiting.result(LIMIT_S)
 
@@ -205,7 +205,7 @@ def test_a_killed_receiver_is_an_error_at_once():
     with Sender(receivers=1, timeout_s=LIMIT_S) as sender:
         child.stdin.write(sender.invitation + "\n")
         child.stdin.flush()
-        ending = threading.Thread(target=lambda: (child.wait(), sender.give_up()), daemon=True)
+        ending = threading.Thread(target=lambda: (child.wait(), sender.cancel()), daemon=True)
         ending.start()
         with pytest.raises(TrainingError, match=r"gone|given up"):
             sender.send(((str(i), torch.ones(100_000)) for i in range(100)), 1)
@@ -226,7 +226,7 @@ def test_the_error_of_a_lost_receiver_closes_its_connections(monkeypatch):
         return work
 
     monkeypatch.setattr(module, "start_broadcast", start)
-    monkeypatch.setattr(Sender, "_gathered", lambda _: object())
+    monkeypatch.setattr(Sender, "_make_group", lambda _: object())
     with Sender(receivers=1, host="127.0.0.1", timeout_s=LIMIT_S) as sender:
         with pytest.raises(
             TrainingError, match="a receiver is gone or too slow: connection reset"
@@ -240,8 +240,10 @@ def test_an_update_cannot_be_altered_without_the_key():
     refused = threading.Event()
 
     def weights(secret):
-        stranger = Board(join_store(secret.host, secret.port, LIMIT_S), b"guess", LIMIT_S)
-        stranger.put("bucket/0", {"version": 3, "end": 0, "digest": hashlib.sha256().hexdigest()})
+        stranger = SignedStore(join_store(secret.host, secret.port, LIMIT_S), b"guess", LIMIT_S)
+        stranger.put_message(
+            "bucket/0", {"version": 3, "end": 0, "digest": hashlib.sha256().hexdigest()}
+        )
         refused.wait(LIMIT_S)
         yield "a", torch.ones(2)
 

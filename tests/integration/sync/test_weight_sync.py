@@ -9,7 +9,7 @@ import torch
 
 from onepolicy.config import TrainingError
 from onepolicy.sync import broadcast
-from onepolicy.sync.broadcast import Receiver, Sender, flattened
+from onepolicy.sync.broadcast import Receiver, Sender, flatten_tensors
 from support.engine_runs import build, prompts, ragged, run
 from support.models import make
 
@@ -54,12 +54,12 @@ def test_after_every_update_it_equals_a_fresh_engine(monkeypatch):
     buckets = []
 
     def flipped(tensors, **where):
-        buckets.append(flattened(tensors, **where).clone())
+        buckets.append(flatten_tensors(tensors, **where).clone())
         buckets[-1][0] ^= len(buckets) == 5
         return buckets[-1]
 
     with monkeypatch.context() as planted:
-        planted.setattr(broadcast, "flattened", flipped)
+        planted.setattr(broadcast, "flatten_tensors", flipped)
         with pytest.raises(
             TrainingError, match=r"version 5: the bytes of '.*' are not those that were sent"
         ):

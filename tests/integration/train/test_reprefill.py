@@ -38,8 +38,10 @@ def _groups(name: str = "qwen3_moe") -> list[Group]:
     samples = []
     for (prompt, _, _), completion in zip(requests, done, strict=True):
         path = Trajectory(prompt)
-        path.sampled(completion)
-        samples.append(dataclasses.replace(path.sample(reward=0.0, temperature=1.0), outcome=0.0))
+        path.append_completion(completion)
+        samples.append(
+            dataclasses.replace(path.to_sample(reward=0.0, temperature=1.0), outcome=0.0)
+        )
     return [Group(0, tuple(samples[:2])), Group(1, tuple(samples[2:]))]
 
 

@@ -14,7 +14,7 @@ from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.routers import bind_routers
 from onepolicy.run.result import StepTimer
 from onepolicy.run.step import sample_rollouts, train_on_rollouts
-from onepolicy.sync.check import push_weights
+from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
 
 SETTINGS = [

@@ -5,7 +5,7 @@ import pytest
 from onepolicy.config import PromptsTask, UsageError
 from onepolicy.config.engine import EngineConfig
 from onepolicy.config.measure import engine_settings, kinds, prompt_settings
-from onepolicy.envs import build
+from onepolicy.envs import make_environment
 from onepolicy.envs.tasks.jsonl import read_prompts
 from onepolicy.envs.warmup.examples import warmup_examples
 from support.scripted_engine import make_tokenizer
@@ -78,7 +78,7 @@ def test_bad_prompts(tmp_path, text, message):
 def test_prompts_have_no_answers(tmp_path):
     (tmp_path / "p").write_text("12\n34\n")
     config = PromptsTask(path=str(tmp_path / "p"))
-    task = build(config, make_tokenizer("1234"), max_len=64)
+    task = make_environment(config, make_tokenizer("1234"), max_len=64)
     assert [task.train_problem(i).prompt for i in range(3)] == ["12", "34", "12"]
     assert len({task.train_problem(i).id for i in range(3)}) == 3
     with pytest.raises(UsageError, match="no answers to evaluate"):

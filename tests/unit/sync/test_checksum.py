@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError
 from onepolicy.sync import checksum as module
-from onepolicy.sync.checksum import LEVELS, WIDTH, Checksums, difference
+from onepolicy.sync.checksum import LEVELS, WIDTH, ChecksumAccumulator, describe_difference
 
 
 def by_hand(data: bytes, key: bytes) -> int:
@@ -38,7 +38,7 @@ def test_equals_the_sum_computed_by_hand(count):
     data = torch.randint(
         0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count)
     )
-    assert int(Checksums(b"k").of(data)) == by_hand(bytes(data.tolist()), b"k")
+    assert int(ChecksumAccumulator(b"k").checksum_of(data)) == by_hand(bytes(data.tolist()), b"k")
 
 
 def test_every_dtype_stride_and_chunk_size(monkeypatch):
@@ -46,13 +46,13 @@ def test_every_dtype_stride_and_chunk_size(monkeypatch):
     floats = torch.randn(3 * WIDTH + 7, 5, generator=generator)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool):
         tensor = (floats * 100).to(dtype)
-        whole = int(Checksums().of(tensor))
+        whole = int(ChecksumAccumulator().checksum_of(tensor))
         assert whole == by_hand(bytes(tensor.view(-1).view(torch.uint8).tolist()), b"")
-        assert int(Checksums().of(tensor.t().contiguous().t())) == whole
+        assert int(ChecksumAccumulator().checksum_of(tensor.t().contiguous().t())) == whole
         shifted = torch.cat([tensor.view(-1)[:1], tensor.view(-1)])[1:].view(tensor.shape)
-        assert int(Checksums().of(shifted)) == whole
+        assert int(ChecksumAccumulator().checksum_of(shifted)) == whole
     monkeypatch.setitem(module.CHUNK, "cpu", 2 * WIDTH)
-    assert int(Checksums().of(tensor)) == whole
+    assert int(ChecksumAccumulator().checksum_of(tensor)) == whole
 
 
 @settings(max_examples=30, deadline=None)
@@ -60,14 +60,14 @@ def test_every_dtype_stride_and_chunk_size(monkeypatch):
 def test_a_flipped_bit_and_two_exchanged_values_change_it(data):
     count = data.draw(st.sampled_from([2, 7, WIDTH + 3]))
     tensor = torch.arange(count, dtype=torch.float32).neg()
-    before = int(Checksums().of(tensor))
+    before = int(ChecksumAccumulator().checksum_of(tensor))
     place, bit = data.draw(st.integers(0, 4 * count - 1)), data.draw(st.integers(0, 7))
     flipped = tensor.clone()
     flipped.view(torch.uint8)[place] ^= 1 << bit
-    assert int(Checksums().of(flipped)) != before
+    assert int(ChecksumAccumulator().checksum_of(flipped)) != before
     i, j = data.draw(st.permutations(range(count)))[:2] if count < 10 else (1, WIDTH + 1)
     tensor[[i, j]] = tensor[[j, i]]
-    assert int(Checksums().of(tensor)) != before
+    assert int(ChecksumAccumulator().checksum_of(tensor)) != before
 
 
 def test_two_flipped_signs_do_not_cancel():
@@ -75,30 +75,32 @@ def test_two_flipped_signs_do_not_cancel():
     words."""
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(64, generator=generator)
-    before = Checksums().of(tensor)
+    before = ChecksumAccumulator().checksum_of(tensor)
     for i in range(64):
         for j in range(i):
             other = tensor.clone()
             other[[i, j]] *= -1
-            assert not torch.equal(Checksums().of(other), before)
+            assert not torch.equal(ChecksumAccumulator().checksum_of(other), before)
 
 
 def test_the_key_and_every_name_count():
     tensor, half = torch.ones(3), torch.ones(3, dtype=torch.bfloat16)
-    assert not torch.equal(Checksums(b"1").of(tensor), Checksums(b"2").of(tensor))
-    sums = Checksums()
-    assert [name for name, _ in sums.passing([("a", tensor), ("b", half)])] == ["a", "b"]
-    found = sums.take()
+    assert not torch.equal(
+        ChecksumAccumulator(b"1").checksum_of(tensor), ChecksumAccumulator(b"2").checksum_of(tensor)
+    )
+    sums = ChecksumAccumulator()
+    assert [name for name, _ in sums.add_each([("a", tensor), ("b", half)])] == ["a", "b"]
+    found = sums.pop_all()
     assert found == {
-        "a": ["float32", [3], int(sums.of(tensor))],
-        "b": ["bfloat16", [3], int(sums.of(half))],
+        "a": ["float32", [3], int(sums.checksum_of(tensor))],
+        "b": ["bfloat16", [3], int(sums.checksum_of(half))],
     }
-    assert difference(found, dict(found)) is None
-    assert difference(found, {"a": found["a"]}) == "1 tensors are missing, first 'b'"
-    assert difference({"a": found["a"]}, found) == "1 tensors were never sent, first 'b'"
-    assert "is float32 [4], sent was float32 [3]" in difference(
+    assert describe_difference(found, dict(found)) is None
+    assert describe_difference(found, {"a": found["a"]}) == "1 tensors are missing, first 'b'"
+    assert describe_difference({"a": found["a"]}, found) == "1 tensors were never sent, first 'b'"
+    assert "is float32 [4], sent was float32 [3]" in describe_difference(
         found, found | {"a": ["float32", [4], 0]}
     )
-    assert "the bytes of 'a'" in difference(found, found | {"a": ["float32", [3], 0]})
+    assert "the bytes of 'a'" in describe_difference(found, found | {"a": ["float32", [3], 0]})
     with pytest.raises(TrainingError, match="'a' came twice"):
         sums.add("a", tensor)

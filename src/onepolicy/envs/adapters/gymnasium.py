@@ -1,4 +1,4 @@
-"""gymnasium environments in words: the policy reads the observation and acts by calling `act`, one step a call."""
+"""gymnasium environments as text: the policy reads observations and calls `act` for every step."""
 
 from __future__ import annotations
 
@@ -11,33 +11,37 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import GymnasiumTask, RowPolicy, UsageError
-from onepolicy.envs.adapters.seeded import Seeded, failing, scaled
-from onepolicy.envs.multiturn.episode import Episode, InTurns
-from onepolicy.envs.multiturn.tool_dialogue import CallDialogue, Turn, build_calls
+from onepolicy.config import DuplicateRoutes, GymnasiumTask, UsageError
+from onepolicy.envs.adapters.seeded import SeededProblems, as_episode_error, scale_return
+from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment
+from onepolicy.envs.multiturn.tool_dialogue import ParsedTurn, ToolDialogue, build_tool_dialogue
 from onepolicy.envs.tasks.reasoning_gym import LIBRARY_ERRORS
 from onepolicy.interfaces import Problem
 
-LARGEST_BOX = 64  # numbers; a larger array is a picture, not a text
+MAX_BOX_NUMBERS = 64
+"""Numbers in a Box that are written out. A larger array is a picture and not a text."""
 
 
-class NoText(ValueError):
-    """The space has no form in words, or the text is not of the space. The message says what would be."""
+class TextFormError(ValueError):
+    """The error of a space without a text form, or of a text outside the space.
+
+    Its message names the space, or the texts that the space accepts.
+    """
 
 
-def check_observation(space: Any) -> None:
-    """NoText if `describe` cannot write its values."""
+def check_observation_space(space: Any) -> None:
+    """Raise TextFormError if `describe_value` cannot write the space's values."""
     from gymnasium import spaces
 
     match space:
         case spaces.Tuple():
             for part in space.spaces:
-                check_observation(part)
+                check_observation_space(part)
         case spaces.Dict():
             for part in space.spaces.values():
-                check_observation(part)
-        case spaces.Box() if np.prod(space.shape) > LARGEST_BOX:
-            raise NoText(f"a Box of shape {space.shape}")
+                check_observation_space(part)
+        case spaces.Box() if np.prod(space.shape) > MAX_BOX_NUMBERS:
+            raise TextFormError(f"a Box of shape {space.shape}")
         case (
             spaces.Discrete()
             | spaces.MultiDiscrete()
@@ -47,51 +51,56 @@ def check_observation(space: Any) -> None:
         ):
             pass
         case _:
-            raise NoText(f"a {type(space).__name__}")
+            raise TextFormError(f"a {type(space).__name__}")
 
 
-def describe(space: Any, value: Any) -> str:
-    """Numbers in the space's order, parts of a Dict with their names; a Text as it is."""
+def describe_value(space: Any, value: Any) -> str:
+    """Return a value of the space as text.
+
+    Numbers keep the space's order, parts of a Dict have their names, and a Text is not changed.
+    """
     from gymnasium import spaces
 
     match space:
         case spaces.Tuple():
-            return ", ".join(
-                describe(part, each) for part, each in zip(space.spaces, value, strict=True)
-            )
+            parts = zip(space.spaces, value, strict=True)
+            return ", ".join(describe_value(part, each) for part, each in parts)
         case spaces.Dict():
-            return "; ".join(
-                f"{name}: {describe(part, value[name])}" for name, part in space.spaces.items()
-            )
+            named = space.spaces.items()
+            return "; ".join(f"{name}: {describe_value(part, value[name])}" for name, part in named)
         case spaces.Text():
             return str(value)
         case _:
             return ", ".join(f"{number:.4g}" for number in np.asarray(value).ravel().tolist())
 
 
-def expected(space: Any, names: Sequence[str]) -> str:
-    """What an action is, for the policy. NoText if `parse` cannot read actions of the space."""
+def describe_actions(space: Any, names: Sequence[str]) -> str:
+    """Return a description of the space's actions, for the policy.
+
+    Raises TextFormError if `parse_action` cannot read actions of the space.
+    """
     from gymnasium import spaces
 
     match space:
+        case spaces.Discrete() if names:
+            return ", ".join(names)
         case spaces.Discrete():
-            return (
-                ", ".join(names)
-                if names
-                else f"a number from {space.start} to {space.start + space.n - 1}"
-            )
+            return f"a number from {space.start} to {space.start + space.n - 1}"
         case spaces.MultiDiscrete() | spaces.MultiBinary() | spaces.Box() if (
-            np.prod(space.shape) <= LARGEST_BOX
+            np.prod(space.shape) <= MAX_BOX_NUMBERS
         ):
             return f"{np.prod(space.shape)} numbers separated by commas"
         case spaces.Text():
             return f"a text of {space.min_length} to {space.max_length} characters"
         case _:
-            raise NoText(f"a {type(space).__name__}")
+            raise TextFormError(f"a {type(space).__name__}")
 
 
-def parse(space: Any, text: str, names: Sequence[str]) -> Any:
-    """The action. names: of a Discrete space's actions, in order; its numbers are read too. NoText if it is none."""
+def parse_action(space: Any, text: str, names: Sequence[str]) -> Any:
+    """Return the action that a text stands for. Raises TextFormError if there is none.
+
+    names: the actions of a Discrete space, in order. Their numbers are accepted too.
+    """
     from gymnasium import spaces
 
     text = text.strip()
@@ -101,141 +110,172 @@ def parse(space: Any, text: str, names: Sequence[str]) -> Any:
     elif isinstance(space, spaces.Discrete) and text.lower() in names:
         action = space.start + names.index(text.lower())
     else:
-        try:
-            numbers = [float(part) for part in text.split(",")]
-            shaped = np.array(numbers).reshape(space.shape)
-            if not isinstance(space, spaces.Box) and not np.array_equal(shaped, np.trunc(shaped)):
-                raise ValueError("whole numbers only")
-        except (ValueError, OverflowError):
-            raise NoText(f"no action {text[:40]!r}; there is {expected(space, names)}") from None
-        action = shaped.astype(space.dtype)[()] if np.isfinite(shaped).all() else None
+        action = _parse_numbers(space, text)
     if action is None or not space.contains(action):
-        raise NoText(f"no action {text[:40]!r}; there is {expected(space, names)}")
+        raise TextFormError(f"no action {text[:40]!r}; there is {describe_actions(space, names)}")
     return action
 
 
+def _parse_numbers(space: Any, text: str) -> Any:
+    """Return the array of comma-separated numbers in the space's shape and dtype, or None."""
+    from gymnasium import spaces
+
+    try:
+        numbers = np.array([float(part) for part in text.split(",")]).reshape(space.shape)
+    except (ValueError, OverflowError):
+        return None
+    if not np.isfinite(numbers).all():
+        return None
+    if not isinstance(space, spaces.Box) and not np.array_equal(numbers, np.trunc(numbers)):
+        return None
+    return numbers.astype(space.dtype)[()]
+
+
 COMPASS = ("south", "north", "east", "west")
-PLACES = ("R", "G", "Y", "B")
+STOPS = ("R", "G", "Y", "B")
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownEnvironment:
+    """Texts for an environment of gymnasium. actions: their names, in order."""
+
     actions: tuple[str, ...]
     rules: str
-    describe: Callable[[Any, Any], str]  # of (the environment without its wrappers, an observation)
+    describe_observation: Callable[[Any, Any], str]
+    """(environment without its wrappers, observation) -> text."""
 
 
-def _cell(env: Any, state: Any) -> str:
+def _describe_lake(env: Any, state: Any) -> str:
     row, column = divmod(int(state), env.desc.shape[1])
     return f"row {row}, column {column}"
 
 
-def _cliff(env: Any, state: Any) -> str:
+def _describe_cliff(env: Any, state: Any) -> str:
     row, column = divmod(int(state), env.shape[1])
     return f"row {row}, column {column}"
 
 
-def _taxi(env: Any, state: Any) -> str:
+def _describe_taxi(env: Any, state: Any) -> str:
     row, column, passenger, destination = env.decode(int(state))
-    where = "in the taxi" if passenger == len(PLACES) else f"at {PLACES[passenger]}"
+    location = "in the taxi"
+    if passenger < len(STOPS):
+        location = f"at {STOPS[passenger]}"
     return (
-        f"taxi at row {row}, column {column}; passenger {where}; destination {PLACES[destination]}"
+        f"taxi at row {row}, column {column}; passenger {location}; destination "
+        f"{STOPS[destination]}"
     )
 
 
-def _blackjack(env: Any, hand: Any) -> str:
+def _describe_blackjack(env: Any, hand: Any) -> str:
     total, shown, ace = (int(part) for part in hand)
-    return f"your sum {total}{' with a usable ace' if ace else ''}; the dealer shows {shown}"
+    total_text = f"your sum {total}"
+    if ace:
+        total_text += " with a usable ace"
+    return f"{total_text}; the dealer shows {shown}"
 
 
-LAKE = Known(
+LAKE = KnownEnvironment(
     ("left", "down", "right", "up"),
-    "Walk over the frozen lake from the start S to the goal G. F is ice; a hole H ends the walk. Rows count from the "
-    "top, columns from the left, both from 0.",
-    _cell,
+    "Walk over the frozen lake from the start S to the goal G. F is ice; a hole H ends the walk. "
+    "Rows count from the top, columns from the left, both from 0.",
+    _describe_lake,
 )
-CLIFF = Known(
+CLIFF = KnownEnvironment(
     ("up", "right", "down", "left"),
-    "Walk over a grid of 4 rows and 12 columns from row 3, column 0 to row 3, column 11 in few steps. The cells of "
-    "row 3 between them are a cliff: stepping there costs 100 and leads back to the start.",
-    _cliff,
+    "Walk over a grid of 4 rows and 12 columns from row 3, column 0 to row 3, column 11 in few "
+    "steps. The cells of row 3 between them are a cliff: stepping there costs 100 and leads back "
+    "to the start.",
+    _describe_cliff,
 )
-KNOWN = {
+KNOWN_ENVIRONMENTS = {
     "FrozenLakeEnv": LAKE,
     "CliffWalkingEnv": CLIFF,
-    "TaxiEnv": Known(
+    "TaxiEnv": KnownEnvironment(
         (*COMPASS, "pickup", "dropoff"),
-        "Drive the taxi to the passenger, pick them up, drive to their destination and drop them off, in few steps. "
-        "The grid has 5 rows and 5 columns. R is at row 0, column 0; G at row 0, column 4; Y at row 4, column 0; B at "
-        "row 4, column 3. Walls stand between some columns.",
-        _taxi,
+        "Drive the taxi to the passenger, pick them up, drive to their destination and drop them "
+        "off, in few steps. The grid has 5 rows and 5 columns. R is at row 0, column 0; G at row "
+        "0, column 4; Y at row 4, column 0; B at row 4, column 3. Walls stand between some "
+        "columns.",
+        _describe_taxi,
     ),
-    "BlackjackEnv": Known(
+    "BlackjackEnv": KnownEnvironment(
         ("stick", "hit"),
-        "Play a hand of blackjack against the dealer: hit for another card, stick to end. The higher sum wins, more "
-        "than 21 loses.",
-        _blackjack,
+        "Play a hand of blackjack against the dealer: hit for another card, stick to end. The "
+        "higher sum wins, more than 21 loses.",
+        _describe_blackjack,
     ),
 }
 
 
-def known(env: Any) -> Known | None:
-    """By the class of the environment without its wrappers."""
-    return KNOWN.get(type(env.unwrapped).__name__)
+def find_known(env: Any) -> KnownEnvironment | None:
+    """Return the texts for an environment, by its class without wrappers."""
+    return KNOWN_ENVIRONMENTS.get(type(env.unwrapped).__name__)
 
 
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 COLOURED = re.compile(r"\x1b\[(?:\d;)?[34]([0-7])(?:;\d)?m(.*?)\x1b\[0m", re.DOTALL)
-TRIED_SEEDS, TRIED_STEPS = 4, 12  # of the episodes a run compares before it starts
+TRIAL_SEEDS, TRIAL_STEPS = 4, 12
+"""Number and length of the episodes that are compared before a run."""
 
 
-class World:
-    """One environment and how it is put into words. Steps run in the event loop: they must be quick."""
+class TextEnvironment:
+    """One environment with its observations and actions as text.
+
+    Steps run in the event loop, so they must be quick.
+    """
 
     def __init__(self, config: GymnasiumTask) -> None:
+        """Make the environment. Raises UsageError if gymnasium cannot."""
         import gymnasium
 
         self.config = config
         self.errors: tuple[type[Exception], ...] = (gymnasium.error.Error, *LIBRARY_ERRORS)
-        drawn: dict[str, Any] = {"render_mode": "ansi"} if config.observation == "ansi" else {}
+        render: dict[str, Any] = {}
+        if config.observation == "ansi":
+            render = {"render_mode": "ansi"}
         try:
-            self.env: Any = gymnasium.make(config.id, **drawn, **config.params)
+            self.env: Any = gymnasium.make(config.id, **render, **config.params)
         except (*self.errors, ImportError) as error:
             raise UsageError(
                 f"task.id: gymnasium cannot make {config.id!r} with {config.params!r}: {error}"
             ) from error
-        self.known = known(self.env)
-        names = config.actions or (self.known.actions if self.known else ())
+        self.known = find_known(self.env)
+        names = config.actions or ()
+        if not names and self.known:
+            names = self.known.actions
         self.names = tuple(name.lower() for name in names)
         self.space: Any = self.env.action_space
 
     def reset(self, seed: int) -> str:
-        return self._words(self.env.reset(seed=seed)[0])
+        """Start an episode and return its first observation."""
+        return self._describe_observation(self.env.reset(seed=seed)[0])
 
     def step(self, action: Any) -> tuple[str, float, bool]:
-        """(observation, reward, whether it is over)."""
+        """Take a step. Returns (observation, reward, whether the episode is over)."""
         observation, reward, ended, cut, _ = self.env.step(action)
-        return self._words(observation), float(reward), bool(ended or cut)
+        return self._describe_observation(observation), float(reward), bool(ended or cut)
 
-    def parse(self, text: str) -> Any:
-        return parse(self.space, text, self.names)
+    def parse_action(self, text: str) -> Any:
+        return parse_action(self.space, text, self.names)
 
-    def _words(self, observation: Any) -> str:
+    def _describe_observation(self, observation: Any) -> str:
         if self.config.observation == "ansi":
-            return in_words(self.env.render())
+            return describe_ansi(self.env.render())
         if self.known is not None:
-            return self.known.describe(self.env.unwrapped, observation)
-        return describe(self.env.observation_space, observation)
+            return self.known.describe_observation(self.env.unwrapped, observation)
+        return describe_value(self.env.observation_space, observation)
 
 
-def in_words(screen: str) -> str:
-    """Text for a terminal without its control codes: a coloured part becomes `[red:S]`."""
+def describe_ansi(screen: str) -> str:
+    """Return terminal text without control codes; a coloured part becomes `[red:S]`."""
     named = COLOURED.sub(lambda found: f"[{COLOURS[int(found[1])]}:{found[2]}]", screen)
     return re.sub(r"\x1b\[[\d;]*m", "", named).strip("\n")
 
 
-class Gymnasium(InTurns):
-    dialogue: CallDialogue
+class Gymnasium(MultiTurnEnvironment):
+    """One gymnasium environment, played from many seeds."""
+
+    dialogue: ToolDialogue
 
     def __init__(
         self,
@@ -243,50 +283,55 @@ class Gymnasium(InTurns):
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_len: int,
-        rows: RowPolicy = "as-sampled",
+        duplicate_routes: DuplicateRoutes = "as-sampled",
     ) -> None:
         self.config = config
-        world = checked_world(config)
-        problems = Seeded(("gymnasium", config.id, config.seed), world.reset)
-        super().__init__(config, problems, tokenizer, max_len=max_len, rows=rows)
-        self._idle: list[World] = []
-        act = act_tool(world)
-        plain = tokenizer.chat_template is None
-        self.dialogue = build_calls(
-            tokenizer,
-            {act.name: act},
-            instructions(world, act, plain=plain),
-            fork=config.history == "fork",
+        env = build_checked_environment(config)
+        problems = SeededProblems(("gymnasium", config.id, config.seed), env.reset)
+        super().__init__(
+            config, problems, tokenizer, max_len=max_len, duplicate_routes=duplicate_routes
+        )
+        self._idle_environments: list[TextEnvironment] = []
+        act = build_act_tool(env)
+        instructions = build_instructions(env, act, plain=tokenizer.chat_template is None)
+        self.dialogue = build_tool_dialogue(
+            tokenizer, {act.name: act}, instructions, fork=config.history == "fork"
         )
 
-    async def play(self, problem: Problem, episode: Episode) -> float:
-        """The scaled return of an episode that the environment ended; every other end earns 0."""
+    async def play_episode(self, problem: Problem, episode: Episode) -> float:
+        """Return the scaled return of an episode that the environment ended; otherwise 0."""
         assert problem.entry is not None
-        world = self._idle.pop() if self._idle else World(self.config)
-        total, over = 0.0, False
+        if not self._idle_environments:
+            self._idle_environments.append(TextEnvironment(self.config))
+        env = self._idle_environments.pop()
         try:
-            with failing(self.config.id, world.errors):
-                world.reset(problem.entry["seed"])
-            while not over and (text := await episode.turn()) is not None:
-                replies, reward, over = self._acted(
-                    world, self.dialogue.parse(text), episode.events
-                )
-                total += reward
-                if not over:
-                    episode.reply(replies)
+            with as_episode_error(self.config.id, env.errors):
+                env.reset(problem.entry["seed"])
+            return await self._play_turns(env, episode)
         finally:
-            self._idle.append(world)
-        return scaled(total, self.config.returns) if over else 0.0
+            self._idle_environments.append(env)
 
-    def _acted(self, world: World, turn: Turn, events: list[str]) -> tuple[list[str], float, bool]:
-        """Take the steps of a turn: (replies, reward of all, whether it is over)."""
+    async def _play_turns(self, env: TextEnvironment, episode: Episode) -> float:
+        total = 0.0
+        text = await episode.sample_turn()
+        while text is not None:
+            turn = self.dialogue.parse_turn(text)
+            replies, reward, over = self._take_steps(env, turn, episode.events)
+            total += reward
+            if over:
+                return scale_return(total, self.config.returns)
+            episode.add_replies(replies)
+            text = await episode.sample_turn()
+        return 0.0
+
+    def _take_steps(
+        self, env: TextEnvironment, turn: ParsedTurn, events: list[str]
+    ) -> tuple[list[str], float, bool]:
+        """Take the steps of a turn. Returns (replies, sum of rewards, whether it is over)."""
         if not turn.calls:
             events.append("malformed")
-            return (
-                [f"error: {turn.malformed or 'there is nothing to answer; call act'}"],
-                0.0,
-                False,
-            )
+            problem = turn.malformed or "there is nothing to answer; call act"
+            return [f"error: {problem}"], 0.0, False
         replies, total, over = [], 0.0, False
         for call in turn.calls:
             if call.tool != "act":
@@ -294,15 +339,15 @@ class Gymnasium(InTurns):
                 replies.append(f"error: no tool {call.tool[:40]}; there is act")
                 continue
             try:
-                action = world.parse(call.text)
-            except NoText as error:
+                action = env.parse_action(call.text)
+            except TextFormError as error:
                 events.append("act_error")
                 replies.append(f"error: {error}")
                 continue
             events.append("act")
-            with failing(self.config.id, world.errors):
-                seen, reward, over = world.step(action)
-            replies.append(seen)
+            with as_episode_error(self.config.id, env.errors):
+                observation, reward, over = env.step(action)
+            replies.append(observation)
             total += reward
             if over:
                 break
@@ -310,89 +355,104 @@ class Gymnasium(InTurns):
 
 
 @dataclass
-class Act:
+class ActTool:
+    """The tool that takes one step."""
+
     description: str
     name: str = "act"
     argument: str = "action"
 
 
-def act_tool(world: World) -> Act:
-    return Act(
-        f"Take one step in the environment. An action is {expected(world.space, world.names)}."
-    )
+def build_act_tool(env: TextEnvironment) -> ActTool:
+    actions = describe_actions(env.space, env.names)
+    return ActTool(f"Take one step in the environment. An action is {actions}.")
 
 
-def instructions(world: World, act: Act, *, plain: bool) -> str:
-    """What stands before the first observation."""
-    given = world.config.instructions
-    if given is not None:
-        return given
-    rules = world.known.rules if world.known else f"You are in the environment {world.config.id}."
-    how = (
-        f"End every turn with a line `Action: act[action]`. {act.description}"
-        if plain
-        else "Call act in every turn."
-    )
-    return f"{rules}\n{how}\n\n"
+def build_instructions(env: TextEnvironment, act: ActTool, *, plain: bool) -> str:
+    """Return the text before the first observation. plain: for models without a chat template."""
+    if env.config.instructions is not None:
+        return env.config.instructions
+    rules = f"You are in the environment {env.config.id}."
+    if env.known:
+        rules = env.known.rules
+    usage = "Call act in every turn."
+    if plain:
+        usage = f"End every turn with a line `Action: act[action]`. {act.description}"
+    return f"{rules}\n{usage}\n\n"
 
 
-def checked_world(config: GymnasiumTask) -> World:
-    """UsageError if the environment cannot be played in words or is not the same for the same seed."""
+def build_checked_environment(config: GymnasiumTask) -> TextEnvironment:
+    """Build an environment and check it.
+
+    Raises UsageError if it has no text form, or if it differs for the same seed.
+    """
     if find_spec("gymnasium") is None:
         raise UsageError("task.kind: gymnasium is not installed; pip install 'onepolicy[envs]'")
-    world = World(config)
-    spaces = (("observes", world.env.observation_space), ("is acted on by", world.space))
-    try:
-        if config.observation == "words":
-            check_observation(world.env.observation_space)
-        expected(world.space, world.names)
-    except NoText as error:
-        found = " and ".join(f"{verb} {space}" for verb, space in spaces)
-        raise UsageError(
-            f"task.id: {config.id} {found}; {error} has no form in words here"
-        ) from error
-    _check_actions(config, world)
-    modes = world.env.metadata.get("render_modes", [])
+    env = TextEnvironment(config)
+    _check_spaces(config, env)
+    _check_actions(config, env)
+    modes = env.env.metadata.get("render_modes", [])
     if config.observation == "ansi" and "ansi" not in modes:
         raise UsageError(
             f"task.observation: {config.id} has no ansi form, only {', '.join(modes)}; use words"
         )
+    _check_repeatable(config, env)
+    return env
+
+
+def _check_spaces(config: GymnasiumTask, env: TextEnvironment) -> None:
     try:
-        other, seeds = World(config), range(TRIED_SEEDS)
-        alike = all(
-            _tried(world, seed) == _tried(other, seed) == _tried(world, seed) for seed in seeds
-        )
-    except world.errors as error:
-        raise UsageError(f"task.id: {config.id} fails in its first steps: {error!r}") from error
-    if not alike:
+        if config.observation == "words":
+            check_observation_space(env.env.observation_space)
+        describe_actions(env.space, env.names)
+    except TextFormError as error:
         raise UsageError(
-            f"task.id: two episodes of {config.id} from one seed with the same actions differ, so the siblings of a "
-            "group would not play one problem; choose parameters that leave all chance to reset(seed)"
+            f"task.id: {config.id} observes {env.env.observation_space} and is acted on by "
+            f"{env.space}; {error} has no form in words here"
+        ) from error
+
+
+def _check_repeatable(config: GymnasiumTask, env: TextEnvironment) -> None:
+    """Raise UsageError if equal seeds and actions give different episodes."""
+    try:
+        other = TextEnvironment(config)
+        repeatable = all(
+            _play_trial(env, seed) == _play_trial(other, seed) == _play_trial(env, seed)
+            for seed in range(TRIAL_SEEDS)
         )
-    return world
+    except env.errors as error:
+        raise UsageError(f"task.id: {config.id} fails in its first steps: {error!r}") from error
+    if not repeatable:
+        raise UsageError(
+            f"task.id: two episodes of {config.id} from one seed with the same actions differ, so "
+            "the siblings of a group would not play one problem; choose parameters that leave all "
+            "chance to reset(seed)"
+        )
 
 
-def _check_actions(config: GymnasiumTask, world: World) -> None:
+def _check_actions(config: GymnasiumTask, env: TextEnvironment) -> None:
     from gymnasium.spaces import Discrete
 
     if config.actions is None:
         return
-    if not isinstance(world.space, Discrete):
+    if not isinstance(env.space, Discrete):
         raise UsageError(
-            f"task.actions: names have no effect, because {config.id} takes {world.space}; leave them out"
+            f"task.actions: names have no effect, because {config.id} takes {env.space}; leave "
+            "them out"
         )
-    if len(config.actions) != world.space.n:
+    if len(config.actions) != env.space.n:
         raise UsageError(
-            f"task.actions: {len(config.actions)} names, but {config.id} has {world.space.n} actions"
+            f"task.actions: {len(config.actions)} names, but {config.id} has {env.space.n} actions"
         )
 
 
-def _tried(world: World, seed: int) -> list[object]:
-    """What a short episode of sampled actions shows and earns."""
-    world.space.seed(seed)
-    seen: list[object] = [world.reset(seed)]
-    for _ in range(TRIED_STEPS):
-        seen.append(world.step(world.space.sample()))
-        if seen[-1][2]:  # type: ignore[index]
+def _play_trial(env: TextEnvironment, seed: int) -> list[object]:
+    """Return the observations and rewards of a short episode of sampled actions."""
+    env.space.seed(seed)
+    seen: list[object] = [env.reset(seed)]
+    for _ in range(TRIAL_STEPS):
+        observation, reward, over = env.step(env.space.sample())
+        seen.append((observation, reward, over))
+        if over:
             break
     return seen

@@ -1,8 +1,9 @@
-"""verifiers environments (its 0.4 interface, `verifiers.v1`): the environment drives the episode, our engine the turns.
+"""Environments of verifiers (its 0.4 interface, `verifiers.v1`), with turns from our engine.
 
-An environment there is a program over agents: `Env.run(task, agents)` asks an agent for turns and answers as its user.
-It gets ours instead of one that talks to a server (verifiers_agent.py), so what is sampled is trained on as it was
-sampled. No harness, sandbox, tool server or model endpoint of verifiers is started; what needs one is refused.
+A verifiers environment is a program over agents: `Env.run(task, agents)` asks an agent for turns
+and answers as its user. Here the agent is a `PolicyAgent`, which samples from our engine instead of
+a server, so the sampled tokens are the tokens that are trained on. No harness, sandbox, tool server
+or model endpoint of verifiers is started. An environment that needs one of these is refused.
 """
 
 from __future__ import annotations
@@ -15,157 +16,183 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import RowPolicy, UsageError, VerifiersTask
-from onepolicy.envs.adapters.seeded import START_UP, scaled
-from onepolicy.envs.multiturn.chat_dialogue import build_talk, said
-from onepolicy.envs.multiturn.chat_template import THOUGHT_END, Opening
-from onepolicy.envs.multiturn.episode import Episode, InTurns
-from onepolicy.envs.tasks.reasoning_gym import LIBRARY_ERRORS, TRIES
-from onepolicy.envs.tasks.seeding import Split, rng_of, split_of
+from onepolicy.config import DuplicateRoutes, UsageError, VerifiersTask
+from onepolicy.envs.adapters.seeded import NUM_STARTUP_PROBLEMS, scale_return
+from onepolicy.envs.multiturn.chat_dialogue import build_chat_dialogue, strip_thoughts
+from onepolicy.envs.multiturn.chat_template import THOUGHT_END, InitialPrompt
+from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment
+from onepolicy.envs.tasks.reasoning_gym import LIBRARY_ERRORS, MAX_TRIES
+from onepolicy.envs.tasks.seeding import Split, seeded_rng, split_of_text
 from onepolicy.interfaces import EpisodeError, Problem
 
 ROLES = ("system", "user", "assistant")
 
 
-def opening_of(task: Any) -> list[tuple[str, str]]:
-    """(role, text) of a task's system prompt and prompt. UsageError if they are no text."""
+def initial_messages(task: Any) -> list[tuple[str, str]]:
+    """Return (role, text) of a task's system prompt and prompt.
+
+    Raises UsageError if there is no prompt or a message is not plain text.
+    """
     data = task.data
     if data.prompt is None:
         raise UsageError(
-            f"task.env: task {data.idx} has no prompt; environments whose user speaks first are not played"
+            f"task.env: task {data.idx} has no prompt; environments whose user speaks first are "
+            "not played"
         )
-    opening = [] if data.system_prompt is None else [("system", data.system_prompt)]
+    messages = []
+    if data.system_prompt is not None:
+        messages.append(("system", data.system_prompt))
     if isinstance(data.prompt, str):
-        return [*opening, ("user", data.prompt)]
+        return [*messages, ("user", data.prompt)]
     for message in data.prompt:
-        if (
-            message.role not in ROLES
-            or not isinstance(message.content, str)
-            or getattr(message, "tool_calls", None)
-        ):
+        plain = message.role in ROLES and isinstance(message.content, str)
+        if not plain or getattr(message, "tool_calls", None):
             raise UsageError(
                 f"task.env: the prompt of task {data.idx} has more than text (pictures or tools)"
             )
-        opening.append((message.role, message.content))
-    return opening
+        messages.append((message.role, message.content))
+    return messages
 
 
-class Player:
-    """Stands in for verifiers' Agent in `Env.run`: `run` is one turn, `interaction` as many as are asked for.
+class PolicyAgent:
+    """A stand-in for verifiers' Agent in `Env.run`, which samples its turns from our episode.
 
-    Turns come from our episode, token ids in and out; the trace holds their texts. `cut`: a turn or the episode ended
-    at one of our limits. `failure`: an error of our engine, not of the environment.
+    `run` is one turn; `interaction` has as many as the environment asks for. The episode takes and
+    returns token ids, and the trace holds the texts. truncated: a turn or the episode ended at one
+    of our limits. engine_error: an error of our engine, not of the environment.
     """
 
     trainable = True
 
     def __init__(
-        self, spec: Any, seat: str, task: Any, episode: Episode, closed: Callable[[Any], None]
+        self,
+        config: Any,
+        agent_name: str,
+        task: Any,
+        episode: Episode,
+        on_scored: Callable[[Any], None],
     ) -> None:
-        """closed: gets the trace of the exchange once it is scored."""
-        self.config, self._seat, self._task, self._episode, self._closed = (
-            spec,
-            seat,
-            task,
-            episode,
-            closed,
-        )
-        self._taken = False
-        self.cut = False
-        self.failure: BaseException | None = None
+        """Store the settings. on_scored: called with the trace once it is scored."""
+        self.config = config
+        self._agent_name = agent_name
+        self._task = task
+        self._episode = episode
+        self._on_scored = on_scored
+        self._played = False
+        self.truncated = False
+        self.engine_error: BaseException | None = None
 
-    async def run(self, task: Any, **where: Any) -> Any:
-        async with self.interaction(task, **where) as exchange:
-            await exchange.turn()
-            exchange.trace.stop("agent_completed")
-        return exchange.trace
+    async def run(self, task: Any, **options: Any) -> Any:
+        """Play one turn and return its trace."""
+        async with self.interaction(task, **options) as interaction:
+            await interaction.turn()
+            interaction.trace.stop("agent_completed")
+        return interaction.trace
 
     @asynccontextmanager
-    async def interaction(self, task: Any, **where: Any) -> AsyncIterator[Exchange]:
-        if self._taken:
+    async def interaction(self, task: Any, **options: Any) -> AsyncIterator[PolicyInteraction]:
+        """Open the interaction, and score its trace at the end. Raises UsageError."""
+        self._check_supported(task, options)
+        self._played = True
+        trace = new_trace(task, self.config, self._agent_name)
+        await _call_hook(task.setup, trace)
+        yield PolicyInteraction(self, self._episode, trace)
+        trace.stop("user_closed")
+        if not self.truncated:
+            await _call_hook(task.finalize, trace)
+            await task.score(trace)
+        trace.ok = True
+        self._on_scored(trace)
+
+    def _check_supported(self, task: Any, options: dict[str, Any]) -> None:
+        """Raise UsageError for a second interaction, options, or another prompt than the task's."""
+        if self._played:
             raise UsageError(
-                f"task.env: the environment plays its agent {self._seat} more than once an episode"
+                f"task.env: the environment plays its agent {self._agent_name} more than once an "
+                "episode"
             )
-        if where or opening_of(task) != opening_of(self._task):
+        changes = ", ".join(options)
+        if not changes and initial_messages(task) != initial_messages(self._task):
+            changes = "another prompt than the task has"
+        if changes:
             raise UsageError(
-                f"task.env: the environment hands its agent {self._seat} "
-                f"{', '.join(where) if where else 'another prompt than the task has'}; that is not played"
+                f"task.env: the environment gives its agent {self._agent_name} {changes}; that is "
+                "not played"
             )
-        self._taken = True
-        exchange = Exchange(self, self._episode, new_trace(task, self.config, self._seat))
-        await _hook(task.setup, exchange.trace)
-        yield exchange
-        exchange.trace.stop("user_closed")
-        if not self.cut:
-            await _hook(task.finalize, exchange.trace)
-            await task.score(exchange.trace)
-        exchange.trace.ok = True
-        self._closed(exchange.trace)
 
 
-class Exchange:
-    """Stands in for verifiers' Interaction."""
+class PolicyInteraction:
+    """A stand-in for verifiers' Interaction."""
 
-    def __init__(self, player: Player, episode: Episode, trace: Any) -> None:
+    def __init__(self, agent: PolicyAgent, episode: Episode, trace: Any) -> None:
         from verifiers.v1.session import RolloutLimits
 
-        self._player, self._episode, self.trace = player, episode, trace
+        self._agent, self._episode, self.trace = agent, episode, trace
         names = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens")
-        self._limits = RolloutLimits(**{name: getattr(player.config, name) for name in names})
+        self._limits = RolloutLimits(**{name: getattr(agent.config, name) for name in names})
 
     async def turn(self, message: Any = None) -> Any:
-        """One turn of the policy, after the user's `message` (none before the first). A segment without messages says
-        that there is none left."""
+        """Sample one turn, after the user's `message` (None before the first turn).
+
+        Returns a segment without messages if no turn is left.
+        """
         import verifiers.v1 as vf
 
-        opens = not self.trace.num_turns
-        if opens != (message is None):
+        first = not self.trace.num_turns
+        if first != (message is None):
             raise UsageError(
-                "task.env: the task's prompt opens the exchange, and every later turn needs a message"
+                "task.env: the task's prompt opens the exchange, and every later turn needs a "
+                "message"
             )
-        if self.trace.is_completed or await self._stopped():
+        if self.trace.is_completed or await self._check_stop():
             return vf.Segment(messages=[], terminated=True)
-        if opens:
-            self._read(opening_of(self.trace.task))
+        if first:
+            self._record_messages(initial_messages(self.trace.task))
         else:
-            texts = _texts(message)
-            self._episode.reply(["\n\n".join(texts)])
-            self._read([("user", text) for text in texts])
+            texts = _user_texts(message)
+            self._episode.add_replies(["\n\n".join(texts)])
+            self._record_messages([("user", text) for text in texts])
         before = len(self._episode.path.tokens)
-        try:
-            text = await self._episode.turn()
-        except BaseException as error:
-            self._player.failure = error
-            raise
+        text = await self._sample_turn()
         if text is None:
-            self._player.cut = True
+            self._agent.truncated = True
             self.trace.stop(f"max_{self._episode.finish}")
             return vf.Segment(messages=[], terminated=True)
-        spoken = self._spoke(text, before, len(self._episode.path.tokens))
-        return vf.Segment(messages=[spoken])
+        answer = self._record_turn(text, before, len(self._episode.path.tokens))
+        return vf.Segment(messages=[answer])
+
+    async def _sample_turn(self) -> str | None:
+        """Sample a turn and remember an error, which the environment may catch."""
+        try:
+            return await self._episode.sample_turn()
+        except BaseException as error:
+            self._agent.engine_error = error
+            raise
 
     async def send(self, *_: Any, **__: Any) -> Any:
         raise UsageError(
-            "task.env: the environment sends its agent messages in the middle of a turn; that is not played"
+            "task.env: the environment sends its agent messages in the middle of a turn; that is "
+            "not played"
         )
 
     steer = send
 
-    async def _stopped(self) -> bool:
-        """verifiers' own limits and stop hooks, in its order: before a turn."""
+    async def _check_stop(self) -> bool:
+        """Check verifiers' own limits, then its stop hooks; return whether one ends the episode."""
         import verifiers.v1 as vf
         from verifiers.v1.session import call_hook
 
         condition = self._limits.reached(self.trace)
-        for stop in self._player._task.hooks("stop") if condition is None else ():
-            if await call_hook(stop, {vf.Trace: self.trace}):
-                condition = stop.__name__
-                break
+        if condition is None:
+            for hook in self._agent._task.hooks("stop"):
+                if await call_hook(hook, {vf.Trace: self.trace}):
+                    condition = hook.__name__
+                    break
         if condition is not None:
             self.trace.stop(condition)
         return condition is not None
 
-    def _read(self, messages: Sequence[tuple[str, str]]) -> None:
+    def _record_messages(self, messages: Sequence[tuple[str, str]]) -> None:
         import verifiers.v1 as vf
 
         kinds = {
@@ -174,58 +201,70 @@ class Exchange:
             "assistant": vf.AssistantMessage,
         }
         for role, text in messages:
-            self._append(kinds[role](content=text), sampled=False)
+            self._append_message(kinds[role](content=text), sampled=False)
 
-    def _spoke(self, text: str, before: int, after: int) -> Any:
-        """before, after: tokens of the path without and with the turn."""
+    def _record_turn(self, text: str, before: int, after: int) -> Any:
+        """Append a turn to the trace and return its message.
+
+        before, after: tokens of the path without and with the turn.
+        """
         import verifiers.v1 as vf
 
         thought = text.rpartition(THOUGHT_END)[0].replace("<think>", "").strip()
-        message = vf.AssistantMessage(content=said(text), reasoning_content=thought or None)
-        node = self._append(message, sampled=True)
+        message = vf.AssistantMessage(
+            content=strip_thoughts(text), reasoning_content=thought or None
+        )
+        node = self._append_message(message, sampled=True)
         usage = vf.Usage(prompt_tokens=before, completion_tokens=after - before)
         self.trace.calls.append(vf.ModelCall(node=node, finish_reason="stop", usage=usage))
         return message
 
-    def _append(self, message: Any, *, sampled: bool) -> int:
+    def _append_message(self, message: Any, *, sampled: bool) -> int:
+        """Append a message to the trace and return its index."""
         import verifiers.v1 as vf
 
         nodes = self.trace.nodes
-        nodes.append(
-            vf.MessageNode(
-                parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled
-            )
-        )
+        parent = None
+        if nodes:
+            parent = len(nodes) - 1
+        nodes.append(vf.MessageNode(parent=parent, message=message, sampled=sampled))
         return len(nodes) - 1
 
 
-def new_trace(task: Any, spec: Any, seat: str) -> Any:
+def new_trace(task: Any, config: Any, agent_name: str) -> Any:
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
 
     return vf.Trace(
-        task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+        task=_trace_task(task),
         state=state_cls(type(task))(),
-        agent=vf.AgentInfo(config=spec, name=seat),
+        agent=vf.AgentInfo(config=config, name=agent_name),
     )
 
 
-async def _hook(hook: Callable[..., Any], trace: Any) -> None:
-    """setup and finalize, without a runtime (those that need one are refused at the start)."""
+def _trace_task(task: Any) -> Any:
+    import verifiers.v1 as vf
+
+    return vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+
+
+async def _call_hook(hook: Callable[..., Any], trace: Any) -> None:
+    """Call setup or finalize without a runtime. `check_task_supported` refuses others."""
     from verifiers.v1.utils.decorators import invoke
 
     await invoke(hook, {"trace": trace, "runtime": None})
 
 
-def _texts(message: Any) -> Sequence[str]:
-    """The texts of a user's turn."""
+def _user_texts(message: Any) -> Sequence[str]:
+    """Return the texts of a user's turn. Raises UsageError for any other message."""
     if isinstance(message, str):
         return [message]
     texts = []
     for each in message:
-        role, text = (
-            (each["role"], each["content"]) if isinstance(each, dict) else (each.role, each.content)
-        )
+        if isinstance(each, dict):
+            role, text = each["role"], each["content"]
+        else:
+            role, text = each.role, each.content
         if role != "user" or not isinstance(text, str):
             raise UsageError(
                 f"task.env: the environment answers with a message of {role} that is no user's text"
@@ -234,133 +273,154 @@ def _texts(message: Any) -> Sequence[str]:
     return texts
 
 
-class Verifiers(InTurns):
+class Verifiers(MultiTurnEnvironment):
+    """One environment of verifiers with one agent."""
+
     def __init__(
         self,
         config: VerifiersTask,
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_len: int,
-        rows: RowPolicy = "as-sampled",
+        duplicate_routes: DuplicateRoutes = "as-sampled",
     ) -> None:
         self.config = config
-        self.env, self.seat = load(config)
-        tasks = Tasks(self.env.taskset, config.seed)
-        super().__init__(config, tasks, tokenizer, max_len=max_len, rows=rows)
-        self.dialogue = build_talk(tokenizer, fork=config.history == "fork")
+        self.env, self.agent_name = load_single_agent_env(config)
+        tasks = TasksetProblems(self.env.taskset, config.seed)
+        super().__init__(
+            config, tasks, tokenizer, max_len=max_len, duplicate_routes=duplicate_routes
+        )
+        self.dialogue = build_chat_dialogue(tokenizer, fork=config.history == "fork")
 
     def check(self, *, max_tokens: int, max_len: int) -> None:
+        """Check tasks, then prompts as in every environment. Raises UsageError."""
         for problem in self.problems.start_up_problems():
-            check_task((problem.entry or {})["task"])
+            check_task_supported((problem.entry or {})["task"])
         super().check(max_tokens=max_tokens, max_len=max_len)
 
-    def opening(self, problem: Problem) -> Opening:
+    def initial_prompt(self, problem: Problem) -> InitialPrompt:
         assert problem.entry is not None
-        return opening_of(problem.entry["task"])
+        return initial_messages(problem.entry["task"])
 
-    async def play(self, problem: Problem, episode: Episode) -> float:
-        """What the environment's rewards add up to; 0 for an episode that one of our limits cut."""
+    async def play_episode(self, problem: Problem, episode: Episode) -> float:
+        """Return the sum of the environment's rewards, or 0 if our limits cut the episode."""
         import verifiers.v1 as vf
 
         assert problem.entry is not None
         task = problem.entry["task"]
-        spec = getattr(self.env.config, self.seat)
-        about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        record: Any = vf.Episode(env=vf.EnvInfo(id=self.env.config.env_id), task=about)
-        player = Player(spec, self.seat, task, episode, record.traces.append)
-        agents: Any = vf.Agents(self.env.config, lambda name, config: player)
+        env_id = self.env.config.env_id
+        record: Any = vf.Episode(env=vf.EnvInfo(id=env_id), task=_trace_task(task))
+        config = getattr(self.env.config, self.agent_name)
+        agent = PolicyAgent(config, self.agent_name, task, episode, record.traces.append)
+        agents: Any = vf.Agents(self.env.config, lambda name, config: agent)
         try:
             await self.env.setup(agents)
             await self.env.run(task, agents)
-            if not episode.began:
-                raise EpisodeError(f"{self.env.config.env_id} asked its agent for no turn")
-            if not player.cut:
+            if not episode.has_turns:
+                raise EpisodeError(f"{env_id} asked its agent for no turn")
+            if not agent.truncated:
                 await self.env.finalize(task, record)
         except UsageError:
             raise
         except (vf.RolloutError, *LIBRARY_ERRORS, OSError) as error:
-            if player.failure is not None:
-                raise player.failure from None
-            raise EpisodeError(f"{self.env.config.env_id} failed: {error!r}") from error
-        if player.cut:
+            if agent.engine_error is not None:
+                raise agent.engine_error from None
+            raise EpisodeError(f"{env_id} failed: {error!r}") from error
+        if agent.truncated:
             return 0.0
-        total = float(record.traces[0].reward)
-        return total if self.config.returns is None else scaled(total, self.config.returns)
+        reward = float(record.traces[0].reward)
+        if self.config.returns is not None:
+            reward = scale_return(reward, self.config.returns)
+        return reward
 
 
-class Tasks:
-    """The tasks of a taskset: one in four is held out, by the hash of its content, so no content is on both sides.
+class TasksetProblems:
+    """The tasks of a taskset. One in four is held out, by the hash of its content.
 
-    Training ids count up from 0 (over reshuffled epochs where the taskset ends), held-out ids down from -1.
+    No content is in both splits. Training ids count up from 0 (over reshuffled epochs if the
+    taskset is bounded), held-out ids down from -1.
     """
 
     def __init__(self, taskset: Any, seed: int) -> None:
-        self._seed, self._ends = seed, bool(taskset.bounded)
-        self._sides: dict[Split, list[Any]] = {"train": [], "held_out": []}
-        self._rest: Iterator[Any] = iter(taskset)
-        self._order: tuple[int, list[int]] = (-1, [])  # of the last epoch asked for
-        if self._ends:
-            while self._draw():
+        """Draw all tasks of a bounded taskset. Raises UsageError if none is for training."""
+        self._seed, self._bounded = seed, bool(taskset.bounded)
+        self._splits: dict[Split, list[Any]] = {"train": [], "held_out": []}
+        self._undrawn: Iterator[Any] = iter(taskset)
+        self._cached_epoch: tuple[int, list[int]] = (-1, [])
+        if self._bounded:
+            while self._draw_task():
                 pass
-        if not self._have("train", 1):
+        if not self._draw_until("train", 1):
             raise UsageError(
                 "task.env: none of the taskset's tasks is for training (one in four is held out)"
             )
 
     def train_problem(self, index: int) -> Problem:
-        place, side = index, self._sides["train"]
-        if self._ends:
-            epoch, place = divmod(index, len(side))
-            if self._order[0] != epoch:
-                self._order = (
-                    epoch,
-                    rng_of("verifiers epoch", self._seed, epoch).permutation(len(side)).tolist(),
-                )
-            place = self._order[1][place]
-        elif not self._have("train", index + 1):
+        tasks = self._splits["train"]
+        if self._bounded:
+            epoch, position = divmod(index, len(tasks))
+            return _make_problem(index, tasks[self._epoch_order(epoch)[position]])
+        if not self._draw_until("train", index + 1):
             raise UsageError(
-                f"task.env: the taskset ended after {len(side)} tasks though it says it has no end"
+                f"task.env: the taskset ended after {len(tasks)} tasks though it says it has no end"
             )
-        return _problem(index, side[place])
+        return _make_problem(index, tasks[index])
 
     def held_out(self, count: int) -> list[Problem]:
-        if not self._have("held_out", count):
+        tasks = self._splits["held_out"]
+        if not self._draw_until("held_out", count):
             raise UsageError(
-                f"eval.problems: {count} are asked for, but {len(self._sides['held_out'])} of the taskset's tasks are "
-                "held out; lower eval.problems"
+                f"eval.problems: {count} are asked for, but {len(tasks)} of the taskset's tasks "
+                "are held out; lower eval.problems"
             )
-        return [_problem(-1 - i, task) for i, task in enumerate(self._sides["held_out"][:count])]
+        return [_make_problem(-1 - i, task) for i, task in enumerate(tasks[:count])]
 
     def start_up_problems(self) -> Iterable[Problem]:
-        """All of those to train on where the taskset ends."""
-        return map(self.train_problem, range(len(self._sides["train"]) if self._ends else START_UP))
+        """Return the first training problems, or all of them if the taskset is bounded."""
+        count = NUM_STARTUP_PROBLEMS
+        if self._bounded:
+            count = len(self._splits["train"])
+        return map(self.train_problem, range(count))
 
-    def _have(self, side: Split, count: int) -> bool:
-        """Draw until that many are on the side."""
-        for _ in range(TRIES + 20 * count):
-            if len(self._sides[side]) >= count or not self._draw():
+    def _epoch_order(self, epoch: int) -> list[int]:
+        """Return the epoch's permutation of the training tasks. The last one is cached."""
+        if self._cached_epoch[0] != epoch:
+            rng = seeded_rng("verifiers epoch", self._seed, epoch)
+            order = rng.permutation(len(self._splits["train"])).tolist()
+            self._cached_epoch = (epoch, order)
+        return self._cached_epoch[1]
+
+    def _draw_until(self, split: Split, count: int) -> bool:
+        """Draw tasks until the split has `count`; return whether it has."""
+        for _ in range(MAX_TRIES + 20 * count):
+            if len(self._splits[split]) >= count or not self._draw_task():
                 break
-        return len(self._sides[side]) >= count
+        return len(self._splits[split]) >= count
 
-    def _draw(self) -> bool:
-        task = next(self._rest, None)
+    def _draw_task(self) -> bool:
+        """Draw the next task; return whether there was one."""
+        task = next(self._undrawn, None)
         if task is not None:
             content = task.data.model_dump(mode="json", exclude={"idx", "name", "id"})
-            self._sides[split_of(repr(sorted(content.items())))].append(task)
+            self._splits[split_of_text(repr(sorted(content.items())))].append(task)
         return task is not None
 
 
-def _problem(problem_id: int, task: Any) -> Problem:
+def _make_problem(problem_id: int, task: Any) -> Problem:
     return Problem(problem_id, task.data.prompt_text, "", {"task": task})
 
 
-def load(config: VerifiersTask) -> tuple[Any, str]:
-    """The environment and the name of its one agent. UsageError if it cannot be played here."""
+def load_single_agent_env(config: VerifiersTask) -> tuple[Any, str]:
+    """Return the environment and the name of its one agent.
+
+    Raises UsageError if it is unsupported.
+    """
     if find_spec("verifiers") is None:
         raise UsageError("task.kind: verifiers is not installed; pip install 'verifiers>=0.4,<0.5'")
     if find_spec("verifiers.v1") is None:
         raise UsageError(
-            "task.kind: this release of verifiers has no verifiers.v1; pip install 'verifiers>=0.4,<0.5'"
+            "task.kind: this release of verifiers has no verifiers.v1; pip install "
+            "'verifiers>=0.4,<0.5'"
         )
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
@@ -369,31 +429,34 @@ def load(config: VerifiersTask) -> tuple[Any, str]:
     except (ImportError, *LIBRARY_ERRORS) as error:
         raise UsageError(f"task.env: verifiers cannot load {config.env!r}: {error}") from error
     _check_environment(env)
-    return env, _one_seat(env)
+    return env, _single_agent(env)
 
 
-def _one_seat(env: Any) -> str:
+def _single_agent(env: Any) -> str:
+    """Return the name of the environment's agent. Raises UsageError if it is unsupported."""
     from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
     from verifiers.v1.utils.loaders import default_harness_id
 
-    seats = agent_config_fields(env.config)
-    if len(seats) != 1:
+    agents = agent_config_fields(env.config)
+    if len(agents) != 1:
         raise UsageError(
-            f"task.env: {env.config.env_id} has {len(seats)} agents, {', '.join(seats)}; one can be trained"
+            f"task.env: {env.config.env_id} has {len(agents)} agents, {', '.join(agents)}; one can "
+            "be trained"
         )
-    ((seat, spec),) = seats.items()
-    if (
-        default_harness_id(env.config.taskset.id) != "bash"
-    ):  # what verifiers takes for a taskset that brings none
+    ((agent_name, config),) = agents.items()
+    # bash is the harness that verifiers assumes for a taskset without one.
+    if default_harness_id(env.config.taskset.id) != "bash":
         raise UsageError(
-            f"task.env: {env.config.taskset.id} brings a harness of its own; only plain chat is played"
+            f"task.env: {env.config.taskset.id} brings a harness of its own; only plain chat is "
+            "played"
         )
     for name in ("harness", "runtime", "model", "client", "sampling", "timeout", "retries"):
-        if getattr(spec, name) != AgentConfig.model_fields[name].default:
+        if getattr(config, name) != AgentConfig.model_fields[name].default:
             raise UsageError(
-                f"task.env.{seat}.{name}: has no effect, our engine plays the turns; leave it out"
+                f"task.env.{agent_name}.{name}: has no effect, our engine plays the turns; leave "
+                "it out"
             )
-    return seat
+    return agent_name
 
 
 def _check_environment(env: Any) -> None:
@@ -402,7 +465,8 @@ def _check_environment(env: Any) -> None:
     for name in ("timeout", "retries", "max_concurrent_agents", "interception"):
         if getattr(env.config, name) != vf.EnvConfig.model_fields[name].default:
             raise UsageError(
-                f"task.env.{name}: has no effect here; leave it out (task.seconds limits an episode)"
+                f"task.env.{name}: has no effect here; leave it out (task.seconds limits an "
+                "episode)"
             )
     if type(env).start is not vf.Env.start or env.taskset.toolsets(env.taskset.config):
         raise UsageError(
@@ -410,37 +474,44 @@ def _check_environment(env: Any) -> None:
         )
 
 
-def check_task(task: Any) -> None:
-    """UsageError if a task needs more than text and its trace."""
-    import verifiers.v1 as vf
-    from verifiers.v1.session import hook_boundary
+def check_task_supported(task: Any) -> None:
+    """Raise UsageError if a task needs more than text and its trace."""
     from verifiers.v1.utils.decorators import discover_decorated
 
-    name = type(task).__name__
-    needs = [
-        (task.NEEDS_CONTAINER or task.data.image is not None, "a container"),
-        (bool(task.toolsets(task.config)), "tool servers"),
-        (bool(task.data.skills or task.data.artifacts), "skills or artifacts in a runtime"),
-        (bool(task.plugged_judges()), "judge models"),
-        (bool(discover_decorated(task, "intercept")), "to intercept requests"),
-        (
-            any(
-                hook_boundary(stop, allow_trace=True) is not vf.Trace for stop in task.hooks("stop")
-            ),
-            "to see requests",
-        ),
-    ]
-    hooks = [*task.hooks("reward"), *task.hooks("metric")]
-    hooks += [
-        getattr(task, hook)
-        for hook in ("setup", "finalize")
-        if getattr(type(task), hook) is not getattr(vf.Task, hook)
-    ]
-    needs += [(_needs_runtime(hook), f"a runtime (in {hook.__name__})") for hook in hooks]
-    if found := [what for needed, what in needs if needed]:
+    needs = {
+        "a container": task.NEEDS_CONTAINER or task.data.image is not None,
+        "tool servers": bool(task.toolsets(task.config)),
+        "skills or artifacts in a runtime": bool(task.data.skills or task.data.artifacts),
+        "judge models": bool(task.plugged_judges()),
+        "to intercept requests": bool(discover_decorated(task, "intercept")),
+        "to see requests": _has_stop_on_requests(task),
+    }
+    missing = [need for need, needed in needs.items() if needed]
+    missing += [f"a runtime (in {hook.__name__})" for hook in _hooks(task) if _needs_runtime(hook)]
+    if missing:
         raise UsageError(
-            f"task.env: {name} needs {' and '.join(found)}, which is not run here; take a taskset of text"
+            f"task.env: {type(task).__name__} needs {' and '.join(missing)}, which is not run "
+            "here; take a taskset of text"
         )
+
+
+def _has_stop_on_requests(task: Any) -> bool:
+    import verifiers.v1 as vf
+    from verifiers.v1.session import hook_boundary
+
+    stops = task.hooks("stop")
+    return any(hook_boundary(stop, allow_trace=True) is not vf.Trace for stop in stops)
+
+
+def _hooks(task: Any) -> list[Any]:
+    """Return the reward and metric hooks, and setup and finalize if the task overrides them."""
+    import verifiers.v1 as vf
+
+    hooks = [*task.hooks("reward"), *task.hooks("metric")]
+    for name in ("setup", "finalize"):
+        if getattr(type(task), name) is not getattr(vf.Task, name):
+            hooks.append(getattr(task, name))
+    return hooks
 
 
 def _needs_runtime(hook: Any) -> bool:

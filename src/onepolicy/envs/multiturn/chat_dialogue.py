@@ -1,4 +1,4 @@
-"""Episodes in which the policy talks: a whole turn is what it says, what it is told next is a user's message."""
+"""Dialogues without tools: a turn is the whole response, and the reply is the next user message."""
 
 from __future__ import annotations
 
@@ -6,30 +6,44 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.envs.multiturn.chat_template import THOUGHT_END, ChatTurns, Message, Opening, Replies
-from onepolicy.envs.multiturn.render import encode
+from onepolicy.envs.multiturn.chat_template import (
+    THOUGHT_END,
+    InitialPrompt,
+    Message,
+    Replies,
+    TemplateDialogue,
+)
+from onepolicy.envs.multiturn.tokenization import encode_text
 from onepolicy.envs.multiturn.tool_dialogue import Dialogue
 
 
-class PlainTalk:
-    """For models without a chat template: texts and turns on lines of their own."""
+class PlainChatDialogue:
+    """A dialogue for models without a chat template: every message and turn ends with a newline."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
-    def start(self, opening: Opening) -> list[int]:
-        texts = [opening] if isinstance(opening, str) else [text for _, text in opening]
-        return encode(self.tokenizer, "".join(f"{text}\n" for text in texts), outside=True)
+    def encode_first_prompt(self, prompt: InitialPrompt) -> list[int]:
+        if isinstance(prompt, str):
+            texts = [prompt]
+        else:
+            texts = [text for _, text in prompt]
+        return encode_text(self.tokenizer, "".join(f"{text}\n" for text in texts), untrusted=True)
 
-    def following(
-        self, path: list[int], opening: Opening, turns: Sequence[str], replies: Sequence[Replies]
+    def encode_next_prompt(
+        self,
+        path: list[int],
+        prompt: InitialPrompt,
+        turns: Sequence[str],
+        replies: Sequence[Replies],
     ) -> list[int]:
-        return path + encode(
-            self.tokenizer, "\n" + "".join(f"{reply}\n" for reply in replies[-1]), outside=True
-        )
+        text = "\n" + "".join(f"{reply}\n" for reply in replies[-1])
+        return path + encode_text(self.tokenizer, text, untrusted=True)
 
 
-class ChatTalk(ChatTurns):
+class TemplateChatDialogue(TemplateDialogue):
+    """A dialogue in the tokenizer's chat template."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, fork: bool) -> None:
         super().__init__(tokenizer, fork=fork)
         self._check_history()
@@ -41,12 +55,13 @@ class ChatTalk(ChatTurns):
         return {"role": "user", "content": content}
 
 
-def build_talk(tokenizer: PreTrainedTokenizerBase, *, fork: bool) -> Dialogue:
-    return (
-        PlainTalk(tokenizer) if tokenizer.chat_template is None else ChatTalk(tokenizer, fork=fork)
-    )
+def build_chat_dialogue(tokenizer: PreTrainedTokenizerBase, *, fork: bool) -> Dialogue:
+    """Build a dialogue in the tokenizer's chat template, or in plain text if it has no template."""
+    if tokenizer.chat_template is None:
+        return PlainChatDialogue(tokenizer)
+    return TemplateChatDialogue(tokenizer, fork=fork)
 
 
-def said(turn: str) -> str:
-    """What a turn says out loud: the text after its thoughts."""
+def strip_thoughts(turn: str) -> str:
+    """Return a turn's text after its thoughts."""
     return turn.rpartition(THOUGHT_END)[2].strip()

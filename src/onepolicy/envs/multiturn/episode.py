@@ -1,4 +1,4 @@
-"""Episodes of several turns, whatever is played: turns, replies, budgets and time."""
+"""Episodes of several turns, for every kind of environment: turns, replies, budgets and time."""
 
 from __future__ import annotations
 
@@ -9,53 +9,61 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import EpisodeTask, RowPolicy
-from onepolicy.envs.multiturn.chat_template import Opening
-from onepolicy.envs.multiturn.render import check_known, check_length, decode, unknown_characters
+from onepolicy.config import DuplicateRoutes, EpisodeTask
+from onepolicy.envs.multiturn.chat_template import InitialPrompt
+from onepolicy.envs.multiturn.tokenization import (
+    check_characters,
+    check_prompt_length,
+    decode_tokens,
+    unknown_characters,
+)
 from onepolicy.envs.multiturn.tool_dialogue import Dialogue
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import EpisodeError, Problem, SampleFn
 from onepolicy.types import FinishReason, Sample
 
 
-class Problems(Protocol):
+class ProblemSource(Protocol):
+    """A source of training and evaluation problems."""
+
     def train_problem(self, index: int) -> Problem: ...
 
     def held_out(self, count: int) -> list[Problem]: ...
 
     def start_up_problems(self) -> Iterable[Problem]:
-        """Problems whose length and characters are checked before the run starts; as many as that is cheap for."""
+        """Return the problems to check for length and characters before a run, if cheap all."""
         ...
 
 
-class InTurns:
-    """An environment whose episodes have several turns. A subclass brings `play`."""
+class MultiTurnEnvironment:
+    """An environment whose episodes have several turns. A subclass implements `play_episode`."""
 
     dialogue: Dialogue
 
     def __init__(
         self,
         config: EpisodeTask,
-        problems: Problems,
+        problems: ProblemSource,
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_len: int,
-        rows: RowPolicy = "as-sampled",
+        duplicate_routes: DuplicateRoutes = "as-sampled",
     ) -> None:
-        """max_len: tokens of a path. rows: whose route stays where two forwards fed the same token."""
-        self.limits, self.problems, self.tokenizer, self.max_len, self.rows = (
-            config,
-            problems,
-            tokenizer,
-            max_len,
-            rows,
-        )
+        """Store the settings.
 
-    async def play(self, problem: Problem, episode: Episode) -> float:
-        """The reward of the episode, which is over then."""
+        max_len: tokens of a path. duplicate_routes: see `RouteBuffer.merge`.
+        """
+        self.limits = config
+        self.problems = problems
+        self.tokenizer = tokenizer
+        self.max_len = max_len
+        self.duplicate_routes: DuplicateRoutes = duplicate_routes
+
+    async def play_episode(self, problem: Problem, episode: Episode) -> float:
+        """Play the episode to its end and return its reward."""
         raise NotImplementedError
 
-    def opening(self, problem: Problem) -> Opening:
+    def initial_prompt(self, problem: Problem) -> InitialPrompt:
         return problem.prompt
 
     def train_problem(self, index: int) -> Problem:
@@ -65,104 +73,127 @@ class InTurns:
         return self.problems.held_out(count)
 
     def check(self, *, max_tokens: int, max_len: int) -> None:
-        """Before a run: the first turn of a problem fits, and the tokenizer knows its characters."""
+        """Check before a run that first prompts fit and that the tokenizer knows their characters.
+
+        Raises UsageError.
+        """
         for problem in self.problems.start_up_problems():
-            ids = self.dialogue.start(self.opening(problem))
-            check_known(self.tokenizer, ids, problem, problem.prompt)
-            check_length(ids, max_tokens, max_len, problem)
+            ids = self.dialogue.encode_first_prompt(self.initial_prompt(problem))
+            check_characters(self.tokenizer, ids, problem, problem.prompt)
+            check_prompt_length(ids, max_tokens, max_len, problem)
 
     async def episode(
         self, problem: Problem, sample: SampleFn, temperature: float
     ) -> tuple[Sample, ...]:
-        """An episode that its time ends earns 0."""
+        """Play one episode and return its samples. An episode that runs out of time earns 0.
+
+        Raises EpisodeError if no turn was sampled or the reward is not finite.
+        """
         played = Episode(self, problem, sample)
         try:
             async with asyncio.timeout(self.limits.seconds) as clock:
-                reward = await self.play(problem, played)
+                reward = await self.play_episode(problem, played)
         except TimeoutError:
-            if not clock.expired():  # an engine's own, not this episode's
+            if not clock.expired():  # raised by the engine, not by this episode's time limit
                 raise
             reward, played.finish = 0.0, "time"
-        if not played.began:
-            why = (
-                "after its prompt" if played.finish == "length" else f"in {self.limits.seconds:g} s"
-            )
-            raise EpisodeError(f"not one turn was sampled {why}")
+        if not played.has_turns:
+            if played.finish == "length":
+                limit = "after its prompt"
+            else:
+                limit = f"in {self.limits.seconds:g} s"
+            raise EpisodeError(f"not one turn was sampled {limit}")
         if not math.isfinite(reward):
             raise EpisodeError(f"its reward is {reward}")
-        return played.samples(reward, temperature)
+        return played.to_samples(reward, temperature)
 
 
 class Episode:
-    """One episode on its way. `path` is what the next turn is sampled after."""
+    """One running episode. The next turn is sampled after `path`."""
 
-    def __init__(self, env: InTurns, problem: Problem, sample: SampleFn) -> None:
+    def __init__(self, env: MultiTurnEnvironment, problem: Problem, sample: SampleFn) -> None:
         self.env, self._sample = env, sample
-        self._opening = env.opening(problem)
-        self.path = Trajectory(env.dialogue.start(self._opening), rows=env.rows)
+        self._initial_prompt = env.initial_prompt(problem)
+        prompt_ids = env.dialogue.encode_first_prompt(self._initial_prompt)
+        self.path = Trajectory(prompt_ids, duplicate_routes=env.duplicate_routes)
         self.finish: FinishReason = "stop"
         self.events: list[str] = []
-        self._left: list[Trajectory] = []  # histories that were rewritten
+        self._old_paths: list[Trajectory] = []  # histories before a rewrite
         self._turns: list[str] = []
         self._replies: list[list[str]] = []
 
     @property
-    def began(self) -> bool:
+    def has_turns(self) -> bool:
         return self.path.turns > 0
 
     @property
-    def spent(self) -> bool:
-        """No turn is left."""
+    def out_of_turns(self) -> bool:
         return len(self._turns) == self.env.limits.max_turns
 
-    async def turn(self) -> str | None:
-        """The text of the next turn; None if there is none or it was cut (`finish` says why): the episode is over."""
-        room = self._room()
-        if self.spent or room < 1:
-            self.finish = "turns" if self.spent else "length"
+    async def sample_turn(self) -> str | None:
+        """Sample the next turn and return its text, or None if the episode is over.
+
+        The episode is over if no turn or token is left or if the turn was cut. `finish` says which.
+        """
+        max_tokens = self._remaining_tokens()
+        if self.out_of_turns:
+            self.finish = "turns"
+            return None
+        if max_tokens < 1:
+            self.finish = "length"
             return None
         completion = await self._sample(
-            self.path.tokens, max_tokens=room, routes_from=self.path.next_route
+            self.path.tokens, max_tokens=max_tokens, routes_from=self.path.first_missing_route
         )
-        self.path.sampled(completion)
+        self.path.append_completion(completion)
         self.finish = completion.finish
         if completion.finish != "stop":
             return None
-        text = decode(self.env.tokenizer, completion.token_ids.tolist())
+        text = decode_tokens(self.env.tokenizer, completion.token_ids.tolist())
         self._turns.append(text)
         return text
 
-    def reply(self, replies: list[str]) -> None:
-        """Append the replies to the last turn; a history that does not go on as it was becomes a path of its own."""
+    def add_replies(self, replies: list[str]) -> None:
+        """Append the replies to the last turn.
+
+        If the template rewrites the history, the rewritten history becomes a path of its own.
+        """
         self._replies.append(replies)
         self.events += [
             "unknown" for reply in replies if unknown_characters(self.env.tokenizer, reply)
         ]
         tokens = self.path.tokens
-        following = self.env.dialogue.following(tokens, self._opening, self._turns, self._replies)
-        if following[: len(tokens)] == tokens:
-            self.path.observe(following[len(tokens) :])
-        else:
-            self._left.append(self.path)
-            self.path = self.path.rewritten(following)
-
-    def _room(self) -> int:
-        room = self.env.max_len - len(self.path.tokens)
-        if self.env.limits.max_tokens is not None:
-            sampled = sum(path.sampled_tokens for path in (*self._left, self.path))
-            room = min(room, self.env.limits.max_tokens - sampled)
-        return room
-
-    def samples(self, reward: float, temperature: float) -> tuple[Sample, ...]:
-        """Every sampled token is trained on once: in the history it was sampled after."""
-        paths = [path for path in (*self._left, self.path) if path.sampled_tokens]
-        last = len(paths) - 1
-        return tuple(
-            path.sample(
-                reward=reward,
-                temperature=temperature,
-                finish=self.finish,
-                events=tuple(self.events) if i == last else (),
-            )
-            for i, path in enumerate(paths)
+        next_prompt = self.env.dialogue.encode_next_prompt(
+            tokens, self._initial_prompt, self._turns, self._replies
         )
+        if next_prompt[: len(tokens)] == tokens:
+            self.path.append_observation(next_prompt[len(tokens) :])
+        else:
+            self._old_paths.append(self.path)
+            self.path = self.path.rewrite_history(next_prompt)
+
+    def _remaining_tokens(self) -> int:
+        """Return how many tokens the next turn may have."""
+        remaining = self.env.max_len - len(self.path.tokens)
+        if self.env.limits.max_tokens is not None:
+            sampled = sum(path.sampled_tokens for path in (*self._old_paths, self.path))
+            remaining = min(remaining, self.env.limits.max_tokens - sampled)
+        return remaining
+
+    def to_samples(self, reward: float, temperature: float) -> tuple[Sample, ...]:
+        """Return one sample of every path with sampled tokens; the last one carries the events.
+
+        Every sampled token is trained on once, in the history that it was sampled after.
+        """
+        paths = [path for path in (*self._old_paths, self.path) if path.sampled_tokens]
+        events: tuple[str, ...] = ()
+        samples = []
+        for path in paths:
+            if path is paths[-1]:
+                events = tuple(self.events)
+            samples.append(
+                path.to_sample(
+                    reward=reward, temperature=temperature, finish=self.finish, events=events
+                )
+            )
+        return tuple(samples)

@@ -1,4 +1,4 @@
-"""How an episode with tools is written in tokens: what opens it, what a turn says, what stands between two turns."""
+"""Dialogues with tools: prompts as token ids, and the tool calls or the answer in a turn's text."""
 
 from __future__ import annotations
 
@@ -11,45 +11,69 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.envs.multiturn.chat_template import THOUGHT_END, ChatTurns, Message, Opening, Replies
-from onepolicy.envs.multiturn.render import decode, encode
-from onepolicy.envs.tools import ToolSpec, schema
+from onepolicy.envs.multiturn.chat_template import (
+    THOUGHT_END,
+    InitialPrompt,
+    Message,
+    Replies,
+    TemplateDialogue,
+)
+from onepolicy.envs.multiturn.tokenization import decode_tokens, encode_text
+from onepolicy.envs.tools import ToolSpec, function_schema
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
+    """A call of a tool. text: its argument."""
+
     tool: str
-    text: str  # its argument
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What a turn asks for. Neither calls nor an answer: `malformed` says what is wrong with it."""
+class ParsedTurn:
+    """The calls or the answer of a turn. malformed: the error of a turn that has neither."""
 
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     answer: str | None = None
     malformed: str = ""
 
 
 class Dialogue(Protocol):
-    def start(self, opening: Opening) -> list[int]:
-        """The prompt of the first turn."""
+    """An encoder of the prompts of an episode."""
+
+    def encode_first_prompt(self, prompt: InitialPrompt) -> list[int]:
+        """Return the ids of the prompt of the first turn."""
         ...
 
-    def following(
-        self, path: list[int], opening: Opening, turns: Sequence[str], replies: Sequence[Replies]
+    def encode_next_prompt(
+        self,
+        path: list[int],
+        prompt: InitialPrompt,
+        turns: Sequence[str],
+        replies: Sequence[Replies],
     ) -> list[int]:
-        """The prompt of the next turn, after `path`. turns: the text of every turn so far, replies: to each of them."""
+        """Return the ids of the prompt of the next turn, which is sampled after them.
+
+        path: all ids so far. turns: the text of every turn so far. replies: the replies to each.
+        """
         ...
 
 
-class CallDialogue(Dialogue, Protocol):
-    def parse(self, text: str) -> Turn: ...
+class ToolDialogue(Dialogue, Protocol):
+    """A dialogue that also reads tool calls in turns."""
+
+    def parse_turn(self, text: str) -> ParsedTurn:
+        """Return the calls or the answer in a turn's text."""
+        ...
 
 
-class PlainReAct:
-    """For models without a chat template: `Action: tool[input]` or `Answer: ...` ends a turn, the tool's reply follows
-    as `Observation: ...` (ReAct, arXiv:2210.03629)."""
+class PlainToolDialogue:
+    """A ReAct dialogue for models without a chat template (arXiv:2210.03629).
+
+    `Action: tool[input]` or `Answer: ...` ends a turn. The tool's reply follows as
+    `Observation: ...`.
+    """
 
     def __init__(
         self,
@@ -57,55 +81,68 @@ class PlainReAct:
         tools: Mapping[str, ToolSpec],
         instructions: str | None,
     ) -> None:
+        """Store the settings. instructions: text before the question; None: describe the tools."""
         self.tokenizer = tokenizer
-        self.opening = explained(tools) if instructions is None else instructions
+        if instructions is None:
+            instructions = describe_tools(tools)
+        self.instructions = instructions
 
-    def start(self, opening: Opening) -> list[int]:
-        assert isinstance(opening, str), "a question"
-        return encode(self.tokenizer, self.opening) + encode(
-            self.tokenizer, f"{opening}\n", outside=True
-        )
+    def encode_first_prompt(self, prompt: InitialPrompt) -> list[int]:
+        assert isinstance(prompt, str), "a question"
+        ids = encode_text(self.tokenizer, self.instructions)
+        return ids + encode_text(self.tokenizer, f"{prompt}\n", untrusted=True)
 
-    def following(
-        self, path: list[int], opening: Opening, turns: Sequence[str], replies: Sequence[Replies]
+    def encode_next_prompt(
+        self,
+        path: list[int],
+        prompt: InitialPrompt,
+        turns: Sequence[str],
+        replies: Sequence[Replies],
     ) -> list[int]:
-        return path + encode(self.tokenizer, observation(replies[-1]), outside=True)
+        observations = format_observations(replies[-1])
+        return path + encode_text(self.tokenizer, observations, untrusted=True)
 
-    def parse(self, text: str) -> Turn:
+    def parse_turn(self, text: str) -> ParsedTurn:
         found = list(re.finditer(r"^(Action|Answer):[ \t]*", text, re.MULTILINE))
         if not found:
-            return Turn(malformed="end with a line `Action: tool[input]` or `Answer: ...`")
+            return ParsedTurn(malformed="end with a line `Action: tool[input]` or `Answer: ...`")
         last = found[-1]
         rest = text[last.end() :].strip()
         if last[1] == "Answer":
-            return Turn(answer=rest)
+            return ParsedTurn(answer=rest)
         call = re.fullmatch(r"(\w+)\[(.*)\]", rest, re.DOTALL)
         if call is None:
-            return Turn(malformed="an action is written `Action: tool[input]`")
-        return Turn(calls=(Call(call[1], call[2]),))
+            return ParsedTurn(malformed="an action is written `Action: tool[input]`")
+        return ParsedTurn(calls=(ToolCall(call[1], call[2]),))
 
 
-def observation(replies: Replies) -> str:
+def format_observations(replies: Replies) -> str:
     return "\n" + "".join(f"Observation: {reply}\n" for reply in replies)
 
 
-def explained(tools: Mapping[str, ToolSpec]) -> str:
-    """Instructions for a model that has none of its own."""
+def describe_tools(tools: Mapping[str, ToolSpec]) -> str:
+    """Return default instructions, which list the tools."""
     lines = [f"{tool.name}[{tool.argument}]: {tool.description}" for tool in tools.values()]
     return (
-        "Answer the question in turns. End a turn with a line `Action: tool[input]` to use a tool, whose reply you "
-        "then see as an observation, or with a line `Answer: ...`.\nTools:\n"
+        "Answer the question in turns. End a turn with a line `Action: tool[input]` to use a tool, "
+        "whose reply you then see as an observation, or with a line `Answer: ...`.\nTools:\n"
         + "\n".join(lines)
         + "\n\nQuestion: "
     )
 
 
-# Stand-ins, found again in what a template makes of them.
-NAME, ARGUMENT, VALUE = "nameoftool", "nameofargument", "valueofargument"
+# Placeholders are rendered in place of a call's parts, then found again in the rendered template.
+NAME_PLACEHOLDER = "nameoftool"
+ARGUMENT_PLACEHOLDER = "nameofargument"
+VALUE_PLACEHOLDER = "valueofargument"
+CALL_ID = "callid000"
 
 
-class ChatReAct(ChatTurns):
-    """The tokenizer's chat template with tools. How it writes a call is read off a call it renders itself."""
+class TemplateToolDialogue(TemplateDialogue):
+    """A dialogue in the tokenizer's chat template with tools.
+
+    The template's form of a tool call is derived from an example call that it renders.
+    """
 
     def __init__(
         self,
@@ -115,112 +152,138 @@ class ChatReAct(ChatTurns):
         *,
         fork: bool,
     ) -> None:
+        """Find the template's form of a tool call. Raises UsageError if it cannot be used."""
         super().__init__(tokenizer, fork=fork)
         self.tools, self.instructions = tools, instructions or ""
-        self.schemas = [schema(tool) for tool in tools.values()]
-        opening = self._render([self._user], prompt=True)
-        if any(tool.name not in opening for tool in tools.values()):
-            raise UsageError(
-                "task.tools: the tokenizer's chat template does not print tools; use a model whose template does, or "
-                "a tokenizer without a template (plain ReAct)"
-            )
-        called = self._until_end([self._user, self.turn_message("")])
-        before = opening if called.startswith(opening) else self._render([self._user])
-        self._open, self._close, self._keys = _call_format(
-            called[len(before) : -len(str(tokenizer.eos_token))]
-        )
-        self._check_marks()
+        self.schemas = [function_schema(tool) for tool in tools.values()]
+        call = self._render_example_call()
+        self._call_start, self._call_end, self._call_keys = _find_call_format(call)
+        self._check_call_markers()
         self._check_history()
 
+    def _render_example_call(self) -> str:
+        """Return the template's text of a turn with a call. Raises UsageError without tools."""
+        prompt = self._render([self._user], prompt=True)
+        if any(tool.name not in prompt for tool in self.tools.values()):
+            raise UsageError(
+                "task.tools: the tokenizer's chat template does not print tools; use a model whose "
+                "template does, or a tokenizer without a template (plain ReAct)"
+            )
+        rendered = self._render_to_turn_end([self._user, self.turn_message("")])
+        if not rendered.startswith(prompt):
+            prompt = self._render([self._user])
+        return rendered[len(prompt) : -len(str(self.tokenizer.eos_token))]
+
     def turn_message(self, content: str) -> Message:
-        function = {"name": NAME, "arguments": {ARGUMENT: VALUE}}
-        calls = [{"type": "function", "id": "callid000", "function": function}]
+        arguments = {ARGUMENT_PLACEHOLDER: VALUE_PLACEHOLDER}
+        function = {"name": NAME_PLACEHOLDER, "arguments": arguments}
+        calls = [{"type": "function", "id": CALL_ID, "function": function}]
         return {"role": "assistant", "content": content, "tool_calls": calls}
 
     def reply_message(self, content: str) -> Message:
-        return {"role": "tool", "name": NAME, "tool_call_id": "callid000", "content": content}
+        name = NAME_PLACEHOLDER
+        return {"role": "tool", "name": name, "tool_call_id": CALL_ID, "content": content}
 
-    def parse(self, text: str) -> Turn:
-        """Calls and the answer stand after the thoughts; what is weighed in a thought is neither."""
+    def parse_turn(self, text: str) -> ParsedTurn:
+        """Return the calls or the answer after the turn's thoughts."""
         text = text.rpartition(THOUGHT_END)[2]
-        if self._open:
-            close = re.escape(self._close) if self._close else r"\Z"
-            written = re.findall(f"{re.escape(self._open)}(.*?){close}", text, re.DOTALL)
-        else:
-            written = [text] if text.strip().startswith("{") else []
-        if not written and self._open and self._open in text:
-            return Turn(malformed=f"a call ends with {self._close}")
-        calls = [self._call(each) for each in written]
-        if wrong := next((call for call in calls if isinstance(call, str)), None):
-            return Turn(malformed=wrong)
+        texts = self._find_calls(text)
+        if not texts and self._call_start and self._call_start in text:
+            return ParsedTurn(malformed=f"a call ends with {self._call_end}")
+        calls = []
+        for each in texts:
+            call = self._parse_call(each)
+            if isinstance(call, str):
+                return ParsedTurn(malformed=call)
+            calls.append(call)
         if calls:
-            return Turn(calls=tuple(call for call in calls if isinstance(call, Call)))
-        return Turn(answer=text.strip())
+            return ParsedTurn(calls=tuple(calls))
+        return ParsedTurn(answer=text.strip())
 
-    def _call(self, written: str) -> Call | str:
-        """The call, or what is wrong with it."""
-        name, arguments = self._keys
+    def _find_calls(self, text: str) -> list[str]:
+        """Return the text between the markers of every call."""
+        if not self._call_start:
+            if text.strip().startswith("{"):
+                return [text]
+            return []
+        end = r"\Z"
+        if self._call_end:
+            end = re.escape(self._call_end)
+        return re.findall(f"{re.escape(self._call_start)}(.*?){end}", text, re.DOTALL)
+
+    def _parse_call(self, text: str) -> ToolCall | str:
+        """Return the call, or the error of a malformed call."""
+        name, arguments = self._call_keys
         try:
-            made = json.loads(written)
-            given = made[arguments]
-            given = json.loads(given) if isinstance(given, str) else given
-            tool = self.tools.get(made[name])
+            written = json.loads(text)
+            given = written[arguments]
+            if isinstance(given, str):
+                given = json.loads(given)
+            tool = self.tools.get(written[name])
             values = list(given.values())
-        except (
-            ValueError,
-            RecursionError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ):  # also numbers of 5,000 digits
+        # ValueError: also a number of 5,000 digits
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             return f'a call is written as JSON: {{"{name}": ..., "{arguments}": {{...}}}}'
         if tool is not None and (set(given) != {tool.argument} or not isinstance(values[0], str)):
             return f'{tool.name} takes one argument, the string "{tool.argument}"'
-        return Call(_characters(made[name]), _characters(values[0]) if values else "")
+        argument = ""
+        if values:
+            argument = _replace_surrogates(values[0])
+        return ToolCall(_replace_surrogates(written[name]), argument)
 
-    def _check_marks(self) -> None:
-        """A turn's text is read without special tokens; calls marked by one would all be taken for answers."""
-        for mark in (self._open, self._close):
-            if mark not in decode(self.tokenizer, encode(self.tokenizer, mark)):
+    def _check_call_markers(self) -> None:
+        """Raise UsageError if a special token marks calls.
+
+        A turn's text has no special tokens, so such calls would all be read as answers.
+        """
+        for marker in (self._call_start, self._call_end):
+            if marker not in decode_tokens(self.tokenizer, encode_text(self.tokenizer, marker)):
                 raise UsageError(
-                    f"task.tools: the chat template marks a tool call by the special token {mark!r}, which is not part "
-                    "of a turn's text; use a template that marks calls by text"
+                    f"task.tools: the chat template marks a tool call by the special token "
+                    f"{marker!r}, which is not part of a turn's text; use a template that marks "
+                    "calls by text"
                 )
 
 
-def _characters(value: object) -> str:
-    """JSON can spell half a surrogate pair, which no tokenizer and no process takes."""
+def _replace_surrogates(value: object) -> str:
+    """Return the value as text without lone surrogates, which JSON allows and UTF-8 does not."""
     return str(value).encode(errors="replace").decode()
 
 
-def _call_format(turn: str) -> tuple[str, str, tuple[str, str]]:
-    """(what opens a call, what closes it, the JSON keys of its name and arguments), from a call the template wrote."""
+def _find_call_format(turn: str) -> tuple[str, str, tuple[str, str]]:
+    """Return the format of calls from a turn with an example call that the template rendered.
+
+    The format is (the word before a call, the word after it, the JSON keys of name and arguments).
+    Raises UsageError if the call is not one JSON object.
+    """
     turn = turn.rpartition(THOUGHT_END)[2]  # a template may write an empty thought
     for brace in re.finditer(r"\{", turn):
         try:
-            made, end = json.JSONDecoder().raw_decode(turn, brace.start())
+            written, end = json.JSONDecoder().raw_decode(turn, brace.start())
         except json.JSONDecodeError:
             continue
-        name = next((key for key, value in made.items() if value == NAME), None)
-        arguments = next((key for key, value in made.items() if ARGUMENT in str(value)), None)
+        name = next((key for key, value in written.items() if value == NAME_PLACEHOLDER), None)
+        arguments = next(
+            (key for key, value in written.items() if ARGUMENT_PLACEHOLDER in str(value)), None
+        )
         listed = turn[: brace.start()].rstrip().endswith("[")
         if name is not None and arguments is not None and not listed:
             before, after = turn[: brace.start()].split(), turn[end:].split()
-            return before[-1] if before else "", after[0] if after else "", (name, arguments)
+            return "".join(before[-1:]), "".join(after[:1]), (name, arguments)
     raise UsageError(
-        "task.tools: the chat template does not write a tool call as one JSON object with a name and arguments, the "
-        "only form read here; use another template"
+        "task.tools: the chat template does not write a tool call as one JSON object with a name "
+        "and arguments, the only form read here; use another template"
     )
 
 
-def build_calls(
+def build_tool_dialogue(
     tokenizer: PreTrainedTokenizerBase,
     tools: Mapping[str, ToolSpec],
     instructions: str | None,
     *,
     fork: bool,
-) -> CallDialogue:
-    """In the form of the tokenizer's chat template, or plain ReAct where it has none."""
+) -> ToolDialogue:
+    """Build a dialogue in the tokenizer's chat template, or plain ReAct if it has no template."""
     if tokenizer.chat_template is None:
-        return PlainReAct(tokenizer, tools, instructions)
-    return ChatReAct(tokenizer, tools, instructions, fork=fork)
+        return PlainToolDialogue(tokenizer, tools, instructions)
+    return TemplateToolDialogue(tokenizer, tools, instructions, fork=fork)

@@ -1,8 +1,9 @@
-"""A token path as it grows turn by turn: what was sampled, what was observed, and the route of every fed token.
+"""A token path that grows turn by turn, with the route of every token that the engine fed.
 
-Token ids in, token ids out: nothing here knows text. Everything is kept per token, so that cutting, forking and joining
-never shift anything; slots (`types.py`) appear when the path becomes a `Sample`. A token's route exists once a forward
-has fed that token, so the last token has none until the next turn's prefill brings it.
+It takes and returns token ids, never text. Everything is kept per token, so cutting, forking and
+joining never shift an index; slots (`types.py`) appear when the path becomes a `Sample`. A token
+has a route once a forward pass has fed it. The last token therefore has none until the next turn's
+prefill.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from onepolicy.config import RowPolicy
+from onepolicy.config import DuplicateRoutes
 from onepolicy.types import (
     Completion,
     FinishReason,
@@ -26,47 +27,48 @@ from onepolicy.types import (
 )
 
 SOURCES: tuple[RouteSource, ...] = get_args(RouteSource)
-OBSERVED = -1  # turn, and version, of a token the policy did not sample
+OBSERVED = -1  # turn and version of a token that the policy did not sample
 
 
 class Trajectory:
-    def __init__(self, prompt_ids: Sequence[int], *, rows: RowPolicy = "as-sampled") -> None:
-        """rows: which route stays where a later forward fed the same token again (`Routes.put`)."""
+    """A path of prompt, sampled and observed tokens."""
+
+    def __init__(
+        self, prompt_ids: Sequence[int], *, duplicate_routes: DuplicateRoutes = "as-sampled"
+    ) -> None:
+        """Start a path. duplicate_routes: see `RouteBuffer.merge`."""
         assert prompt_ids, "a response needs at least one prompt token to be predicted from"
         self.tokens = list(prompt_ids)
         self._turn = [OBSERVED] * len(self.tokens)
         self._logp = [float("nan")] * len(self.tokens)
         self._version = [OBSERVED] * len(self.tokens)
-        self._tops: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # token -> its [k] top_ids and top_logp, where asked for
-        self._routes = Routes(rows)
+        self._tops: dict[int, tuple[Tensor, Tensor]] = {}  # token -> [k] top_ids, [k] top_logp
+        self._routes = RouteBuffer(duplicate_routes)
         self._fingerprints: list[frozenset[str]] = []  # of each completion
         self.turns = 0
         self.finish: FinishReason = "stop"  # of the last turn
 
-    def observe(self, ids: Sequence[int]) -> None:
-        """Append tokens the policy did not sample: a tool's reply, the template's tokens between turns."""
+    def append_observation(self, ids: Sequence[int]) -> None:
+        """Append tokens that were not sampled: a reply, or the template's tokens between turns."""
         self.tokens += ids
         self._turn += [OBSERVED] * len(ids)
         self._logp += [float("nan")] * len(ids)
         self._version += [OBSERVED] * len(ids)
 
-    def sampled(self, completion: Completion) -> None:
-        """Append what the engine sampled after exactly these tokens. After an aborted completion the turn goes on."""
-        new = len(completion.token_ids)
+    def append_completion(self, completion: Completion) -> None:
+        """Append a completion that the engine sampled after exactly these tokens.
+
+        After an aborted completion the same turn continues.
+        """
+        length, new = len(self.tokens), len(completion.token_ids)
         assert new, "a completion has at least one token"
-        check_rows(completion, len(self.tokens) + new - 1)
+        check_routing_rows(completion, length + new - 1)
         if not (self.turns and self.finish == "aborted" and self._turn[-1] == self.turns - 1):
             self.turns += 1
-        self._routes.put(completion)
+        self._routes.merge(completion)
         if completion.top_ids is not None and completion.top_logp is not None:
-            here = range(len(self.tokens), len(self.tokens) + new)
-            self._tops |= zip(
-                here,
-                zip(completion.top_ids.cpu(), completion.top_logp.cpu(), strict=True),
-                strict=True,
-            )
+            tops = zip(completion.top_ids.cpu(), completion.top_logp.cpu(), strict=True)
+            self._tops |= zip(range(length, length + new), tops, strict=True)
         self.tokens += completion.token_ids.tolist()
         self._turn += [self.turns - 1] * new
         self._logp += completion.logp.tolist()
@@ -75,19 +77,22 @@ class Trajectory:
         self.finish = completion.finish
 
     @property
-    def next_route(self) -> int:
-        """The first token whose route is not known: what an engine must return from (`Sampling.routes_from`)."""
-        return min(self._routes.known(), len(self.tokens) - 1)
+    def first_missing_route(self) -> int:
+        """The first token without a route: the engine must return routes from here on.
+
+        It is passed on as `Sampling.routes_from`.
+        """
+        return min(self._routes.known_prefix(), len(self.tokens) - 1)
 
     def common_prefix(self, ids: Sequence[int]) -> int:
-        """How many tokens `ids` and this path share at the start."""
-        pairs = zip(self.tokens, ids, strict=False)
-        return next(
-            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.tokens), len(ids))
-        )
+        """Return the number of leading tokens that `ids` and this path share."""
+        for i, (a, b) in enumerate(zip(self.tokens, ids, strict=False)):
+            if a != b:
+                return i
+        return min(len(self.tokens), len(ids))
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens and what is known of them."""
+        """Keep the first `length` tokens and their data."""
         assert 1 <= length <= len(self.tokens)
         for kept in (self.tokens, self._turn, self._logp, self._version):
             del kept[length:]
@@ -97,23 +102,26 @@ class Trajectory:
         self.finish = "stop"
 
     def fork(self) -> Trajectory:
-        """An independent copy."""
+        """Return an independent copy."""
         return copy.deepcopy(self)
 
-    def rewritten(self, ids: Sequence[int]) -> Trajectory:
-        """A path of these tokens instead, all of them observed: a history the template rendered anew. Only the routes
-        before the first difference are still known. Turns count on; what was sampled stays with the old path."""
-        other = Trajectory(ids, rows=self._routes.policy)
-        other._routes = copy.deepcopy(self._routes)
-        other._routes.truncate(self.common_prefix(ids))
-        other.turns = self.turns
-        return other
+    def rewrite_history(self, ids: Sequence[int]) -> Trajectory:
+        """Return a new path of these tokens, for a history that the template rendered anew.
+
+        All its tokens are observed. Only the routes before the first difference are still known.
+        The turn count goes on. The sampled tokens stay with the old path.
+        """
+        new = Trajectory(ids, duplicate_routes=self._routes.duplicate_routes)
+        new._routes = copy.deepcopy(self._routes)
+        new._routes.truncate(self.common_prefix(ids))
+        new.turns = self.turns
+        return new
 
     @property
     def sampled_tokens(self) -> int:
         return sum(turn != OBSERVED for turn in self._turn)
 
-    def sample(
+    def to_sample(
         self,
         *,
         reward: float,
@@ -121,7 +129,7 @@ class Trajectory:
         finish: FinishReason | None = None,
         events: tuple[str, ...] = (),
     ) -> Sample:
-        """The path up to its last sampled token. Observations after that are predicted by nobody."""
+        """Return the path up to its last sampled token. Later observations predict nothing."""
         length = max(i for i, turn in enumerate(self._turn) if turn != OBSERVED) + 1
         turn = torch.tensor(self._turn[1:length], dtype=torch.int32)
         return Sample(
@@ -134,119 +142,138 @@ class Trajectory:
             reward=reward,
             finish=finish or self.finish,
             events=events,
-            routing=self._routes.trace(length - 1),
-            top_ids=self._top(0, 0, length),
-            top_logp_rollout=self._top(1, float("nan"), length),
+            routing=self._routes.to_trace(length - 1),
+            top_ids=self._stack_tops(0, 0, length),
+            top_logp_rollout=self._stack_tops(1, float("nan"), length),
             fingerprints=merge_fingerprints(self._fingerprints),
         )
 
-    def _top(self, which: int, fill: float, length: int) -> Tensor | None:
-        """[length - 1, k]: top_ids (0) or top_logp (1) of the token a slot predicts, `fill` where it was observed."""
+    def _stack_tops(self, column: int, fill: float, length: int) -> Tensor | None:
+        """Return [length - 1, k]: top_ids (column 0) or top_logp (column 1) of every slot.
+
+        A slot that predicts an observed token gets `fill`.
+        """
         if not self._tops:
             return None
-        absent = torch.full_like(next(iter(self._tops.values()))[which], fill)
-        return torch.stack(
-            [self._tops[i][which] if i in self._tops else absent for i in range(1, length)]
-        )
+        tops = {token: top[column] for token, top in self._tops.items()}
+        absent = torch.full_like(next(iter(tops.values())), fill)
+        return torch.stack([tops.get(i, absent) for i in range(1, length)])
 
 
-class Routes:
-    """Routes by token, in buffers that double, so that a turn costs what it adds and not what came before."""
+class RouteBuffer:
+    """Routes by token, in buffers that double. Appending a turn costs its own length only."""
 
-    def __init__(self, policy: RowPolicy) -> None:
-        self.policy = policy
-        self._model: RoutingTrace | None = None  # whose rows these are (no rows of its own)
+    def __init__(self, duplicate_routes: DuplicateRoutes) -> None:
+        """Make an empty buffer. duplicate_routes: see `merge`."""
+        self.duplicate_routes: DuplicateRoutes = duplicate_routes
+        self._empty_trace: RoutingTrace | None = None  # the model's trace, without rows
         self._ids = torch.empty(0)  # [capacity, L, K]
-        self._weights: Tensor | None = None  # like ids
+        self._combine_weights: Tensor | None = None  # like ids
         self._valid = torch.zeros(0, dtype=torch.bool)  # [capacity]
         self._version = torch.zeros(0, dtype=torch.int32)  # [capacity]
         self._source = torch.zeros(0, dtype=torch.uint8)  # [capacity] index into SOURCES
         self._known = 0
 
-    def put(self, completion: Completion) -> None:
-        """Merge the rows of a completion's forward.
+    def merge(self, completion: Completion) -> None:
+        """Merge the routing rows of a completion's forward passes.
 
-        as-sampled: the first forward that fed a token stays, for a sampled token the one its log-probability came from.
-        as-cached: the last one returned stays, which is what the keys in the engine's cache belong to. newest: the one
-        of the highest weight version stays, of equal ones the first. A row that was not captured replaces nothing.
+        `duplicate_routes` decides which row stays when several forward passes fed the same token:
+        as-sampled: the first row; for a sampled token it belongs to its log-probability.
+        as-cached: the last row, to which the keys in the engine's cache belong.
+        newest: the row of the highest weight version, and of equal versions the first row.
+        A row that was not captured replaces nothing.
         """
         if completion.routing is None:
             return
         trace, first = completion.routing.to("cpu"), completion.first_slot
         stop = first + len(trace)
         self._grow(trace, stop)
-        here = slice(first, stop)
-        version, source = _by_row(trace)
-        take = trace.valid & ~self._valid[here]
-        if self.policy == "as-cached":
-            take = trace.valid
-        elif self.policy == "newest":
-            take = take | (trace.valid & (version > self._version[here]))
-        rows = take.nonzero()[:, 0]
+        version, source = _expand_spans(trace)
+        rows = self._rows_to_replace(trace, version, slice(first, stop)).nonzero()[:, 0]
         self._ids[first + rows] = trace.ids[rows]
-        if self._weights is not None:
+        if self._combine_weights is not None:
             assert trace.weights is not None
-            self._weights[first + rows] = trace.weights[rows]
+            self._combine_weights[first + rows] = trace.weights[rows]
         self._version[first + rows] = version[rows]
         self._source[first + rows] = source[rows]
         self._valid[first + rows] = True
 
-    def known(self) -> int:
-        """Tokens from the start on whose routes are all there."""
+    def _rows_to_replace(self, trace: RoutingTrace, version: Tensor, stored: slice) -> Tensor:
+        """Return which rows of a trace replace the stored rows: [T] bool. version: [T] int32."""
+        if self.duplicate_routes == "as-cached":
+            return trace.valid
+        replaced = trace.valid & ~self._valid[stored]
+        if self.duplicate_routes == "newest":
+            replaced |= trace.valid & (version > self._version[stored])
+        return replaced
+
+    def known_prefix(self) -> int:
+        """Return the number of leading tokens that all have a route."""
         while self._known < len(self._valid) and self._valid[self._known]:
-            left = self._valid[self._known :]
-            self._known += len(left) if bool(left.all()) else int(left.int().argmin())
+            unchecked = self._valid[self._known :]
+            if bool(unchecked.all()):
+                self._known = len(self._valid)
+            else:
+                self._known += int(unchecked.int().argmin())
         return self._known
 
     def truncate(self, length: int) -> None:
         self._valid[length:] = False
         self._known = min(self._known, length)
 
-    def trace(self, slots: int) -> RoutingTrace | None:
-        """Rows [0, slots); None if no forward ever returned any."""
-        if self._model is None:
+    def to_trace(self, slots: int) -> RoutingTrace | None:
+        """Return rows [0, slots), or None if no forward pass ever returned a row."""
+        if self._empty_trace is None:
             return None
-        self._grow(self._model, slots)
+        self._grow(self._empty_trace, slots)
         valid = self._valid[:slots].clone()
+        combine_weights = self._combine_weights
+        if combine_weights is not None:
+            combine_weights = combine_weights[:slots].clone()
         return RoutingTrace(
             self._ids[:slots].clone(),
             valid,
-            self._model.layers,
-            self._model.num_experts,
-            _spans(valid, self._source[:slots], self._version[:slots]),
-            None if self._weights is None else self._weights[:slots].clone(),
+            self._empty_trace.layers,
+            self._empty_trace.num_experts,
+            _find_spans(valid, self._source[:slots], self._version[:slots]),
+            combine_weights,
         )
 
     def _grow(self, trace: RoutingTrace, rows: int) -> None:
-        if self._model is None:
-            self._model = trace.rows(0, 0)
+        if self._empty_trace is None:
+            self._empty_trace = trace.rows(0, 0)
             self._ids = trace.ids[:0]
-            self._weights = None if trace.weights is None else trace.weights[:0]
+            if trace.weights is not None:
+                self._combine_weights = trace.weights[:0]
         if rows <= len(self._valid):
             return
         more = max(rows, 2 * len(self._valid), 64) - len(self._valid)
         self._ids, self._valid, self._version, self._source = (
-            _longer(x, more) for x in (self._ids, self._valid, self._version, self._source)
+            _extend_rows(x, more) for x in (self._ids, self._valid, self._version, self._source)
         )
-        if self._weights is not None:
-            self._weights = _longer(self._weights, more)
+        if self._combine_weights is not None:
+            self._combine_weights = _extend_rows(self._combine_weights, more)
 
 
-def check_rows(completion: Completion, slots: int) -> None:
+def check_routing_rows(completion: Completion, slots: int) -> None:
+    """Raise ValueError unless a completion's routing rows end at the last slot of its path."""
     trace, first = completion.routing, completion.first_slot
     if trace is not None and first + len(trace) != slots:
         raise ValueError(
-            f"the engine returned {len(trace)} routing rows from slot {first} on for a path of {slots} slots; "
-            f"it must return rows {first} to {slots - 1}, one per slot"
+            f"the engine returned {len(trace)} routing rows from slot {first} on for a path of "
+            f"{slots} slots; it must return rows {first} to {slots - 1}, one per slot"
         )
 
 
-def _longer(rows: Tensor, more: int) -> Tensor:
+def _extend_rows(rows: Tensor, more: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])])
 
 
-def _by_row(trace: RoutingTrace) -> tuple[Tensor, Tensor]:
-    """version [T] int32 and source [T] uint8 of every row. Rows no span names count as prefill of version 0."""
+def _expand_spans(trace: RoutingTrace) -> tuple[Tensor, Tensor]:
+    """Return version [T] int32 and source [T] uint8 of every row.
+
+    Rows outside all spans count as prefill of version 0.
+    """
     version = torch.zeros(len(trace), dtype=torch.int32)
     source = torch.full((len(trace),), SOURCES.index("prefill"), dtype=torch.uint8)
     for span in trace.spans:
@@ -255,13 +282,12 @@ def _by_row(trace: RoutingTrace) -> tuple[Tensor, Tensor]:
     return version, source
 
 
-def _spans(valid: Tensor, source: Tensor, version: Tensor) -> tuple[RouteSpan, ...]:
-    """Runs of equal source and version; rows that were not captured belong to none."""
+def _find_spans(valid: Tensor, source: Tensor, version: Tensor) -> tuple[RouteSpan, ...]:
+    """Return the runs of equal source and version. Rows that were not captured have no span."""
     keys = torch.where(valid, version.long() * len(SOURCES) + source, -1)
+    values, lengths = keys.unique_consecutive(return_counts=True)
     spans, start = [], 0
-    for key, length in zip(
-        *(x.tolist() for x in keys.unique_consecutive(return_counts=True)), strict=True
-    ):
+    for key, length in zip(values.tolist(), lengths.tolist(), strict=True):
         if key >= 0:
             spans.append(RouteSpan(start, length, SOURCES[key % len(SOURCES)], key // len(SOURCES)))
         start += length

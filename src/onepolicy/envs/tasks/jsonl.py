@@ -1,7 +1,8 @@
-"""Problems from a file: one JSON object {"prompt": str, "answer": str or number} per line; further fields are not read.
+"""Problems from a file: one JSON object {"prompt": str, "answer": str or number} per line.
 
-Every line is checked before the run starts. Held-out problems are the last `held_out` lines, or a file of their own;
-a held-out prompt that is also a training prompt is an error, so an evaluation never measures memory.
+Further fields are ignored. Every line is checked before the run starts. Held-out problems are the
+last `held_out` lines, or a file of their own. A held-out prompt that is also a training prompt is
+an error, so an evaluation never measures memorised answers.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from collections.abc import Iterable, Iterator
 
 from onepolicy.config import JsonlTask, PromptsTask, UsageError
 from onepolicy.config.problems import SHOWN, Row, check_held_out, read_prompts, read_task
-from onepolicy.envs.tasks.grading import MathGrader, exact
-from onepolicy.envs.tasks.seeding import rng_of
-from onepolicy.envs.warmup.noise import garbled
+from onepolicy.envs.tasks.grading import MathGrader, grade_exact
+from onepolicy.envs.tasks.seeding import seeded_rng
+from onepolicy.envs.warmup.noise import add_character_noise
 from onepolicy.interfaces import Problem
 
 
 class Prompts:
-    """Problem i is line i of the file, blank lines left out; after the last one they start again."""
+    """Prompts without answers, for measurements.
+
+    Problem i is line i of the file without blank lines. After the last line the first follows
+    again.
+    """
 
     def __init__(self, config: PromptsTask, section: str = "task") -> None:
-        """section: where these settings stand in a recipe."""
+        """Read the prompts. section: the settings' place in the recipe."""
         self.config, self.section = config, section
         self.prompts = read_prompts(config.path)
 
@@ -32,10 +37,10 @@ class Prompts:
             "task.kind: prompts have no answers to evaluate against; give a task with answers"
         )
 
-    def grade(self, asked: Problem, response: str) -> float:
+    def grade(self, problem: Problem, response: str) -> float:
         return 0.0
 
-    def reference(self, asked: Problem) -> str | None:
+    def reference_response(self, problem: Problem) -> str | None:
         return None
 
     def start_up_problems(self) -> Iterable[Problem]:
@@ -43,20 +48,26 @@ class Prompts:
 
 
 class Jsonl:
-    """Training ids count up from 0 over the epochs (so that the same line twice in a step is two problems), held-out
-    ids down from -1; `entry["source"]` is path:line."""
+    """Problems with answers, shuffled anew in every epoch.
+
+    Training ids count up from 0 over all epochs, so the same line twice in a step is two problems.
+    Held-out ids count down from -1. `entry["source"]` is path:line.
+    """
 
     def __init__(self, config: JsonlTask, section: str = "task") -> None:
-        """section: where these settings stand in a recipe."""
+        """Read the problems. section: the settings' place in the recipe."""
         self.config, self.section = config, section
         train, held_out = read_task(config, section)
-        self._train, self._held_out = [list(map(_problem, rows)) for rows in (train, held_out)]
-        self._math = MathGrader() if config.grader == "math" else None
-        self._epoch: tuple[int, list[int]] = (-1, [])
+        self._train = [_make_problem(row) for row in train]
+        self._held_out = [_make_problem(row) for row in held_out]
+        self._math: MathGrader | None = None
+        if config.grader == "math":
+            self._math = MathGrader()
+        self._cached_epoch: tuple[int, list[int]] = (-1, [])
 
     def train_problem(self, index: int) -> Problem:
-        epoch, place = divmod(index, len(self._train))
-        line = self._train[self._order(epoch)[place]]
+        epoch, position = divmod(index, len(self._train))
+        line = self._train[self._epoch_order(epoch)[position]]
         return Problem(index, line.prompt, line.answer, line.entry)
 
     def held_out(self, count: int) -> list[Problem]:
@@ -67,51 +78,65 @@ class Jsonl:
             for i, p in enumerate(self._held_out[:count])
         ]
 
-    def grade(self, asked: Problem, response: str) -> float:
+    def grade(self, problem: Problem, response: str) -> float:
         if self._math is None:
-            return exact(response, asked.answer, self.config.answer_prefix)
-        return self._math.grade(response, asked.answer, self.config.answer_prefix)
+            return grade_exact(response, problem.answer, self.config.answer_prefix)
+        return self._math.grade(response, problem.answer, self.config.answer_prefix)
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the grader, since the last call."""
-        return {} if self._math is None else self._math.take_metrics()
+        """Return the grader's metrics since the last call."""
+        if self._math is None:
+            return {}
+        return self._math.take_metrics()
 
-    def reference(self, asked: Problem) -> str | None:
-        return (
-            f"{self.config.answer_prefix}{asked.answer}" if self.config.grader == "exact" else None
-        )
+    def reference_response(self, problem: Problem) -> str | None:
+        if self.config.grader == "exact":
+            return f"{self.config.answer_prefix}{problem.answer}"
+        return None
 
     def start_up_problems(self) -> Iterable[Problem]:
-        """Every line; with the math grader each answer is also read once, as an unreadable one can never be matched."""
+        """Yield every line.
+
+        With the math grader, raise UsageError for an answer that it cannot parse, because no
+        response could ever match that answer.
+        """
         for problem in [*self._train, *self._held_out]:
-            if self._math is not None and not self._math.readable(problem.answer):
+            if self._math is not None and not self._math.can_parse_answer(problem.answer):
                 raise UsageError(
                     f"{(problem.entry or {})['source']}: math-verify finds no expression in answer "
-                    f"{problem.answer[:SHOWN]!r}; mend the line or set {self.section}.grader=exact"
+                    f"{problem.answer[:SHOWN]!r}; fix the line or set {self.section}.grader=exact"
                 )
             yield problem
 
-    def texts(self) -> Iterator[str]:
+    def problem_texts(self) -> Iterator[str]:
+        """Yield the text of every problem and its answer."""
         for problem in [*self._train, *self._held_out]:
             yield problem.prompt + problem.answer
 
-    def _order(self, epoch: int) -> list[int]:
-        """The epoch's permutation of the training lines, a function of (seed, epoch) alone; the last one is kept."""
-        if self._epoch[0] != epoch:
-            shuffled = rng_of("jsonl", self.config.seed, epoch).permutation(len(self._train))
-            self._epoch = (epoch, shuffled.tolist())
-        return self._epoch[1]
+    def _epoch_order(self, epoch: int) -> list[int]:
+        """Return the epoch's permutation of the training lines, a function of (seed, epoch) alone.
+
+        The last permutation is cached.
+        """
+        if self._cached_epoch[0] != epoch:
+            shuffled = seeded_rng("jsonl", self.config.seed, epoch).permutation(len(self._train))
+            self._cached_epoch = (epoch, shuffled.tolist())
+        return self._cached_epoch[1]
 
 
-def _problem(row: Row) -> Problem:
+def _make_problem(row: Row) -> Problem:
     return Problem(row.number, row.prompt, row.answer, {"source": row.where})
 
 
 def warmup_examples(task: JsonlTask, *, mistakes: float, seed: int) -> Iterator[tuple[str, str]]:
-    """Endless (prompt, answer with its prefix) pairs of training lines, `mistakes` of their characters garbled."""
+    """Yield (prompt, answer with its prefix) pairs of training lines without end.
+
+    mistakes: probability of a wrong character in an answer.
+    """
     problems, index = Jsonl(task), 0
     while True:
-        rng = rng_of("jsonl warm-up", task.seed, seed, index)
+        rng = seeded_rng("jsonl warm-up", task.seed, seed, index)
         problem = problems.train_problem(index)
-        yield problem.prompt, f"{task.answer_prefix}{garbled(problem.answer, rng, mistakes)}"
+        answer = add_character_noise(problem.answer, rng, mistakes)
+        yield problem.prompt, f"{task.answer_prefix}{answer}"
         index += 1

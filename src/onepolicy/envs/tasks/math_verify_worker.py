@@ -1,5 +1,7 @@
-"""The process grade.MathGrader talks to: a JSON line in, a JSON line out. Imports nothing but math-verify, and sympy,
-which that imports."""
+"""Worker process of grading.MathGrader: reads questions and writes replies, one JSON line each.
+
+It imports only math-verify, and sympy, which math-verify imports.
+"""
 
 from __future__ import annotations
 
@@ -19,43 +21,54 @@ RELATIONS = {
     "below": re.compile(r"\s*(?:<(?!=)|\\lt(?![a-zA-Z]))"),
     "above": re.compile(r"\s*(?:>(?!=)|\\gt(?![a-zA-Z]))"),
 }
-ROUNDED = 0.05
-"""Share by which the two sides of an equation may differ: 1/3 = 0.33 is how people round."""
+MAX_RELATIVE_ERROR = 0.05
+"""Relative difference that the two sides of an equation may have, as in 1/3 = 0.33."""
 
 
 def main() -> None:
-    logging.disable(
-        logging.CRITICAL
-    )  # math-verify warns about the missing time limit; the other side keeps it
-    replies, sys.stdout = (
-        sys.stdout,
-        sys.stderr,
-    )  # a library's print must not end up between the replies
+    # math-verify warns that it has no time limit; the grader's process has one.
+    logging.disable(logging.CRITICAL)
+    # A library's print must not end up between the replies.
+    replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         question = json.loads(line)
-        print(json.dumps(judge(question) if question else {}), file=replies, flush=True)
+        reply: dict[str, bool] = {}
+        if question:
+            reply = compare_answers(question)
+        print(json.dumps(reply), file=replies, flush=True)
 
 
-def judge(question: dict[str, str]) -> dict[str, bool]:
-    """math-verify catches what its parser and sympy raise and returns no expressions, or unequal."""
+def compare_answers(question: dict[str, str]) -> dict[str, bool]:
+    """Return whether the answer is readable and whether the response equals it.
+
+    math-verify catches the errors of its parser and of sympy. It then finds no expression, or
+    returns unequal.
+    """
     gold = parse(question["answer"], parsing_timeout=None)
     given = parse(question["response"], parsing_timeout=None)
     equal = bool(gold) and verify(gold, given, timeout_seconds=None)
     return {
         "readable": bool(gold),
-        "equal": equal and relation(given) == relation(gold) and not contradicts(given),
+        "equal": equal
+        and leading_relation(given) == leading_relation(gold)
+        and not has_false_equation(given),
     }
 
 
-def relation(found: list[Any]) -> str:
-    """The relation other than = that the text begins with. math-verify reads \\ne 5 and > 5 as 5."""
+def leading_relation(found: list[Any]) -> str:
+    """Return the relation other than = that the text begins with, or an empty string.
+
+    math-verify reads \\ne 5 and > 5 as 5.
+    """
     text = next((each for each in found if isinstance(each, str)), "")
     return next((name for name, pattern in RELATIONS.items() if pattern.match(text)), "")
 
 
-def contradicts(found: list[Any]) -> bool:
-    """Whether it is an equation, or has one in a chain, of two numbers that are far apart. Of 4 = 5 math-verify
-    compares the 5 alone."""
+def has_false_equation(found: list[Any]) -> bool:
+    """Return whether any equation in the expressions is between two numbers that are far apart.
+
+    Of 4 = 5 math-verify compares the 5 alone.
+    """
     links = [
         link
         for each in found
@@ -69,15 +82,10 @@ def contradicts(found: list[Any]) -> bool:
 def _far_apart(link: Eq) -> bool:
     try:
         left, right = complex(link.lhs), complex(link.rhs)
-    except (
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        AttributeError,
-        RecursionError,
-    ):  # sets, intervals, too large
+    # sets, intervals and numbers that are too large
+    except (TypeError, ValueError, ArithmeticError, AttributeError, RecursionError):
         return False
-    return abs(left - right) > ROUNDED * max(abs(left), abs(right))
+    return abs(left - right) > MAX_RELATIVE_ERROR * max(abs(left), abs(right))
 
 
 if __name__ == "__main__":

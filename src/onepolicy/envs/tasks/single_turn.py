@@ -1,4 +1,4 @@
-"""One question, one response, one reward: the environment every verifiable task is played in."""
+"""Environment for tasks of one question, one response and one reward."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.envs.multiturn.render import (
-    TooLong,
-    check_known,
-    check_length,
-    decode,
-    render,
-    source,
+from onepolicy.envs.multiturn.tokenization import (
+    TooManyTokens,
+    check_characters,
+    check_prompt_length,
+    decode_tokens,
+    encode_prompt,
+    source_suffix,
 )
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import MetricsSource, Problem, SampleFn
@@ -22,26 +22,28 @@ from onepolicy.types import Sample
 
 
 class Task(Protocol):
-    """What a task brings; the environment does the rest."""
+    """A source of problems and the grader of their responses."""
 
     def train_problem(self, index: int) -> Problem: ...
 
     def held_out(self, count: int) -> list[Problem]: ...
 
-    def grade(self, asked: Problem, response: str) -> float:
-        """Reward of a finished response's text, in [0, 1]."""
+    def grade(self, problem: Problem, response: str) -> float:
+        """Return the reward of a finished response's text, in [0, 1]."""
         ...
 
-    def reference(self, asked: Problem) -> str | None:
-        """The shortest response that earns the full reward, where the task knows it."""
+    def reference_response(self, problem: Problem) -> str | None:
+        """Return the shortest response that earns the full reward, or None if it is unknown."""
         ...
 
     def start_up_problems(self) -> Iterable[Problem]:
-        """Problems whose length and characters are checked before the run starts; as many as that is cheap for."""
+        """Return the problems to check for length and characters before a run, if cheap all."""
         ...
 
 
 class SingleTurn:
+    """An environment that samples one response to a problem and grades it."""
+
     def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
         self.task = task
         self.tokenizer = tokenizer
@@ -55,38 +57,55 @@ class SingleTurn:
     async def episode(
         self, problem: Problem, sample: SampleFn, temperature: float
     ) -> tuple[Sample, ...]:
-        """A response that did not end by itself (cut at max_tokens, aborted) earns 0 in every task: a cut text is not
-        an answer, and rewarding one teaches the policy not to stop."""
-        path = Trajectory(render(self.tokenizer, problem.prompt))
+        """Sample and grade one response.
+
+        A response that did not end by itself (cut at max_tokens, aborted) earns 0 in every task. A
+        cut text is not an answer, and rewarding it teaches the policy not to stop.
+        """
+        path = Trajectory(encode_prompt(self.tokenizer, problem.prompt))
         completion = await sample(path.tokens)
-        path.sampled(completion)
-        text = decode(self.tokenizer, completion.token_ids.tolist())
-        reward = float(self.task.grade(problem, text)) if completion.finish == "stop" else 0.0
-        return (path.sample(reward=reward, temperature=temperature),)
+        path.append_completion(completion)
+        text = decode_tokens(self.tokenizer, completion.token_ids.tolist())
+        reward = 0.0
+        if completion.finish == "stop":
+            reward = float(self.task.grade(problem, text))
+        return (path.to_sample(reward=reward, temperature=temperature),)
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the task's grader, since the last call."""
-        return self.task.take_metrics() if isinstance(self.task, MetricsSource) else {}
+        """Return the metrics of the task's grader since the last call."""
+        if isinstance(self.task, MetricsSource):
+            return self.task.take_metrics()
+        return {}
 
     def check(self, *, max_tokens: int, max_len: int) -> None:
-        """Before a run: prompts fit, the tokenizer knows their characters, and a right response fits in max_tokens."""
+        """Check before a run that prompts and reference responses can be encoded and fit.
+
+        Raises UsageError.
+        """
         for problem in self.task.start_up_problems():
-            prompt_ids = render(self.tokenizer, problem.prompt)
-            if not prompt_ids:
-                raise UsageError(
-                    f"problem {problem.id}{source(problem)}: the tokenizer makes no tokens of {problem.prompt[:60]!r}; "
-                    "mend the prompt, or the tokenizer of model.path"
-                )
-            check_known(self.tokenizer, prompt_ids, problem, problem.prompt)
-            check_length(prompt_ids, max_tokens, max_len, problem)
-            reference = self.task.reference(problem)
-            if reference is None:
-                continue
-            ids = self.tokenizer.encode(reference, add_special_tokens=False)
-            check_known(self.tokenizer, ids, problem, reference)
-            if len(ids) + 1 > max_tokens:
-                raise TooLong(
-                    f"problem {problem.id}{source(problem)}: the right response, {reference[:60]!r} and the end token, "
-                    f"has {len(ids) + 1} tokens, but {max_tokens} are sampled at most, so its reward would always be 0",
-                    "raise rollout.sampling.max_tokens (or eval.max_tokens)",
-                )
+            self._check_prompt(problem, max_tokens, max_len)
+            self._check_reference(problem, max_tokens)
+
+    def _check_prompt(self, problem: Problem, max_tokens: int, max_len: int) -> None:
+        prompt_ids = encode_prompt(self.tokenizer, problem.prompt)
+        if not prompt_ids:
+            raise UsageError(
+                f"problem {problem.id}{source_suffix(problem)}: the tokenizer makes no tokens of "
+                f"{problem.prompt[:60]!r}; fix the prompt, or the tokenizer of model.path"
+            )
+        check_characters(self.tokenizer, prompt_ids, problem, problem.prompt)
+        check_prompt_length(prompt_ids, max_tokens, max_len, problem)
+
+    def _check_reference(self, problem: Problem, max_tokens: int) -> None:
+        reference = self.task.reference_response(problem)
+        if reference is None:
+            return
+        ids = self.tokenizer.encode(reference, add_special_tokens=False)
+        check_characters(self.tokenizer, ids, problem, reference)
+        if len(ids) + 1 > max_tokens:
+            raise TooManyTokens(
+                f"problem {problem.id}{source_suffix(problem)}: the right response, "
+                f"{reference[:60]!r} and the end token, has {len(ids) + 1} tokens, but "
+                f"{max_tokens} are sampled at most, so its reward would always be 0",
+                "raise rollout.sampling.max_tokens (or eval.max_tokens)",
+            )

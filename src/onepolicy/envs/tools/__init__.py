@@ -1,4 +1,7 @@
-"""What a policy may call in the middle of an episode. Every input gets a text back, a wrong one an error's."""
+"""Tools that the policy may call during an episode.
+
+Every input gets a text in reply, a wrong input the text of an error.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from onepolicy.envs.tools.search import Search
 
 
 class ToolSpec(Protocol):
-    """What the policy is told of a tool."""
+    """The description of a tool for the policy."""
 
     name: str
     argument: str  # name of its one argument, a string
@@ -20,17 +23,19 @@ class ToolSpec(Protocol):
 
 
 class Tool(ToolSpec, Protocol):
+    """A tool that the policy can call."""
+
     async def call(self, text: str) -> str:
-        """The reply, as the policy will read it. EpisodeError if the tool itself failed (not the input)."""
+        """Return the reply for the policy. Raises EpisodeError if the tool fails, not the input."""
         ...
 
-    def sources(self) -> Iterable[str]:
-        """Texts that replies are cut from, beside what the tool itself may say (ASCII)."""
+    def reply_texts(self) -> Iterable[str]:
+        """Return the texts that replies quote. All other text in a reply is ASCII."""
         ...
 
 
 def build_tools(configs: Sequence[ToolConfig]) -> dict[str, Tool]:
-    """By name. UsageError if one cannot run here."""
+    """Build the tools, by name. Raises UsageError if a tool cannot run here."""
     tools: dict[str, Tool] = {}
     for config in configs:
         tool: Tool
@@ -45,8 +50,8 @@ def build_tools(configs: Sequence[ToolConfig]) -> dict[str, Tool]:
     return tools
 
 
-def schema(tool: ToolSpec) -> dict[str, object]:
-    """What a chat template prints of it: an OpenAI function with one string argument."""
+def function_schema(tool: ToolSpec) -> dict[str, object]:
+    """Return the tool as an OpenAI function with one string argument, for chat templates."""
     properties = {tool.argument: {"type": "string"}}
     parameters = {"type": "object", "properties": properties, "required": [tool.argument]}
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}

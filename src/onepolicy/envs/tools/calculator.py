@@ -1,4 +1,7 @@
-"""Exact arithmetic on an expression. It parses and never evaluates Python; sizes are bounded before computing."""
+"""Exact arithmetic on an expression.
+
+The expression is parsed and never evaluated as Python. Sizes are bounded before a computation.
+"""
 
 from __future__ import annotations
 
@@ -10,85 +13,90 @@ from fractions import Fraction
 
 from onepolicy.config import CalculatorTool
 
-LONGEST = 400  # characters of an expression
-MAX_BITS = 4096  # of a numerator or denominator, about 1,200 digits
+MAX_CHARACTERS = 400  # characters of an expression
+MAX_BITS = 4096  # of a numerator or denominator: about 1,200 digits
 Value = Fraction
 
 FUNCTIONS: dict[str, Callable[..., Value]] = {
     "abs": lambda x: abs(x),
     "max": lambda *xs: max(xs),
     "min": lambda *xs: min(xs),
-    "gcd": lambda *xs: Fraction(math.gcd(*map(_whole, xs))),
-    "lcm": lambda *xs: Fraction(math.lcm(*map(_whole, xs))),
+    "gcd": lambda *xs: Fraction(math.gcd(*map(_to_int, xs))),
+    "lcm": lambda *xs: Fraction(math.lcm(*map(_to_int, xs))),
 }
 
 
 class Calculator:
+    """The calculator tool."""
+
     name, argument = "calculator", "expression"
 
     def __init__(self, config: CalculatorTool) -> None:
         self.operations = config.operations
-        one = (
-            "" if self.operations is None else f", at most {self.operations} operation(s) at a time"
-        )
+        limit = ""
+        if self.operations is not None:
+            limit = f", at most {self.operations} operation(s) at a time"
         self.description = (
-            f"Exact arithmetic: + - * / // % **, parentheses, abs, max, min, gcd, lcm{one}."
+            f"Exact arithmetic: + - * / // % **, parentheses, abs, max, min, gcd, lcm{limit}."
         )
 
     async def call(self, text: str) -> str:
         return calculate(text, operations=self.operations)
 
-    def sources(self) -> tuple[str, ...]:
+    def reply_texts(self) -> tuple[str, ...]:
         return ()
 
 
 def calculate(text: str, *, operations: int | None = None) -> str:
-    """The value of an expression as an integer, a decimal that ends, or a fraction; else `error: ` and why."""
+    """Return the value of an expression as an integer, a finite decimal or a fraction.
+
+    For a wrong expression, return `error: ` and the reason. operations: the largest number allowed.
+    """
     try:
-        if len(text) > LONGEST:
-            raise _Refused(f"longer than {LONGEST} characters")
-        with warnings.catch_warnings():  # of digits before a word: the policy's slip, nobody's news
+        if len(text) > MAX_CHARACTERS:
+            raise _InvalidExpression(f"longer than {MAX_CHARACTERS} characters")
+        with warnings.catch_warnings():  # Python warns about digits before a word
             warnings.simplefilter("ignore", SyntaxWarning)
             tree = ast.parse(text.strip(), mode="eval")
         used = sum(isinstance(node, ast.BinOp | ast.Call) for node in ast.walk(tree))
         if operations is not None and used > operations:
-            raise _Refused(f"{used} operations; at most {operations} at a time")
-        return _shown(_value(tree.body))
+            raise _InvalidExpression(f"{used} operations; at most {operations} at a time")
+        return _format_value(_evaluate(tree.body))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return "error: not an expression"
     except ZeroDivisionError:
         return "error: division by zero"
-    except _Refused as error:
+    except _InvalidExpression as error:
         return f"error: {error}"
 
 
-class _Refused(Exception):
-    pass
+class _InvalidExpression(Exception):
+    """The error of an expression that is not computed."""
 
 
-def _value(node: ast.expr) -> Value:
+def _evaluate(node: ast.expr) -> Value:
     match node:
         case ast.Constant(value=int() as number) if not isinstance(number, bool):
-            return _small(Fraction(number))
-        case ast.Constant(value=float() as number):
-            return _small(
-                Fraction(ast.unparse(node))
-                if math.isfinite(number)
-                else _refuse("not a finite number")
-            )
+            return _check_size(Fraction(number))
+        case ast.Constant(value=float() as number) if math.isfinite(number):
+            return _check_size(Fraction(ast.unparse(node)))
+        case ast.Constant(value=float()):
+            raise _InvalidExpression("not a finite number")
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
+            return -_evaluate(operand)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
+            return _evaluate(operand)
         case ast.BinOp(left=left, op=operator, right=right):
-            return _small(_apply(operator, _value(left), _value(right)))
+            return _check_size(_apply(operator, _evaluate(left), _evaluate(right)))
         case ast.Call(func=ast.Name(id=name), args=[_, *_] as arguments, keywords=[]) if (
             name in FUNCTIONS
         ):
             if name == "abs" and len(arguments) != 1:
-                raise _Refused("abs takes one number")
-            return _small(FUNCTIONS[name](*map(_value, arguments)))
-    raise _Refused("only numbers, + - * / // % **, parentheses and " + ", ".join(FUNCTIONS))
+                raise _InvalidExpression("abs takes one number")
+            return _check_size(FUNCTIONS[name](*map(_evaluate, arguments)))
+    raise _InvalidExpression(
+        "only numbers, + - * / // % **, parentheses and " + ", ".join(FUNCTIONS)
+    )
 
 
 def _apply(operator: ast.operator, left: Value, right: Value) -> Value:
@@ -106,43 +114,44 @@ def _apply(operator: ast.operator, left: Value, right: Value) -> Value:
         case ast.Mod():
             return left % right
         case ast.Pow():
-            return _power(left, _whole(right))
-    raise _Refused("only + - * / // % **")
+            return _power(left, _to_int(right))
+    raise _InvalidExpression("only + - * / // % **")
 
 
 def _power(base: Value, exponent: int) -> Value:
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if bits > 1 and abs(exponent) * (bits - 1) > MAX_BITS:
-        raise _Refused("too large")
-    return Fraction(1) if exponent == 0 else base**exponent
+        raise _InvalidExpression("too large")
+    if exponent == 0:
+        return Fraction(1)
+    return base**exponent
 
 
-def _whole(value: Value) -> int:
+def _to_int(value: Value) -> int:
     if value.denominator != 1:
-        raise _Refused(f"{_shown(value)} is not a whole number")
+        raise _InvalidExpression(f"{_format_value(value)} is not a whole number")
     return value.numerator
 
 
-def _small(value: Value) -> Value:
+def _check_size(value: Value) -> Value:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise _Refused("too large")
+        raise _InvalidExpression("too large")
     return value
 
 
-def _refuse(why: str) -> Value:
-    raise _Refused(why)
-
-
-def _shown(value: Value) -> str:
+def _format_value(value: Value) -> str:
     if value.denominator == 1:
         return str(value.numerator)
-    rest, twos, fives = value.denominator, 0, 0
-    while rest % 2 == 0:
-        rest, twos = rest // 2, twos + 1
-    while rest % 5 == 0:
-        rest, fives = rest // 5, fives + 1
+    remainder, twos, fives = value.denominator, 0, 0
+    while remainder % 2 == 0:
+        remainder, twos = remainder // 2, twos + 1
+    while remainder % 5 == 0:
+        remainder, fives = remainder // 5, fives + 1
     places = max(twos, fives)
-    if rest != 1 or places > 30:
+    if remainder != 1 or places > 30:  # no finite decimal, or a long one
         return f"{value.numerator}/{value.denominator}"
+    sign = ""
+    if value < 0:
+        sign = "-"
     digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
-    return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
+    return f"{sign}{digits[:-places]}.{digits[-places:]}"

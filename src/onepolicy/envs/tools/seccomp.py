@@ -1,10 +1,13 @@
 """The filter of system calls that bubblewrap loads for the Python tool.
 
-Namespaces hide files, network and processes. They leave three things to a filter. Code may make user namespaces of its
-own, in which it has every capability. Some address families (AF_VSOCK) belong to no network namespace. And some calls
-make the kernel hold memory that no limit of a process counts: RLIMIT_AS counts what is mapped, but a shared mapping
-keeps its pages when most of it is unmapped, and what a socket or a ring of the kernel refers to stays when its file is
-closed. A calculation needs none of these, so they fail.
+Namespaces hide files, network and processes. They leave three things to a filter:
+- Code could make user namespaces of its own, in which it has every capability.
+- Some address families (AF_VSOCK) belong to no network namespace.
+- Some calls make the kernel hold memory that no limit of a process counts. RLIMIT_AS counts
+  mapped memory, but a shared mapping keeps its pages when most of it is unmapped. The memory that
+  a socket or a ring of the kernel refers to stays when its file is closed.
+
+A calculation needs none of these calls, so they fail.
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ from collections.abc import Iterator
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # their AUDIT_ARCH (linux/audit.h)
 CLONE3 = 435
-"""Its flags are in memory, where no filter can look: it is "not there", upon which libc takes clone."""
+"""Its flags are in memory, which a filter cannot read. It fails with ENOSYS, so libc uses clone."""
 NEWEST = 462
-"""mseal, of Linux 6.10. Later calls were not reviewed: they are "not there", and so is x86_64's second table (x32)."""
+"""mseal, of Linux 6.10.
+
+Later calls were not reviewed and fail with ENOSYS. So do those of x86_64's second table (x32).
+"""
 NEW_NAMESPACE = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 AF_UNIX, SOCK_STREAM, SOCKET_TYPES = 1, 1, 0xF
 F_SETPIPE_SZ = 1031
@@ -28,7 +34,7 @@ PR_SET_SECCOMP, PR_SET_THP_DISABLE = 22, 41
 
 Numbers = tuple[int | None, int | None]
 
-NO_NAMESPACES: dict[str, Numbers] = {  # system call: its number on x86_64, on aarch64
+NO_NAMESPACES: dict[str, Numbers] = {  # system call -> (number on x86_64, number on aarch64)
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),
@@ -43,7 +49,7 @@ NO_NAMESPACES: dict[str, Numbers] = {  # system call: its number on x86_64, on a
     "fspick": (433, 433),
     "mount_setattr": (442, 442),
 }
-NO_KERNEL_MEMORY: dict[str, Numbers] = {  # what they allocate counts in no limit of a process
+NO_KERNEL_MEMORY: dict[str, Numbers] = {  # their memory counts in no limit of a process
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -60,14 +66,11 @@ NO_KERNEL_MEMORY: dict[str, Numbers] = {  # what they allocate counts in no limi
     "lsetxattr": (189, 6),
     "fsetxattr": (190, 7),
     "remap_file_pages": (216, 234),
-    "sendfile": (40, 71),  # one byte in a socket holds a page of a file that has been cut since
+    "sendfile": (40, 71),  # one byte in a socket holds a page of a file, even after truncation
     "splice": (275, 76),
     "tee": (276, 77),
     "vmsplice": (278, 75),  # one byte in a pipe can hold a huge page
-    "io_setup": (
-        206,
-        0,
-    ),  # a ring that waits for a file keeps it open when no process has it open any more
+    "io_setup": (206, 0),  # a ring keeps a file open that no process has open any more
     "io_destroy": (207, 1),
     "io_submit": (209, 2),
     "io_cancel": (210, 3),
@@ -82,19 +85,19 @@ NO_KERNEL_MEMORY: dict[str, Numbers] = {  # what they allocate counts in no limi
     "set_mempolicy_home_node": (450, 450),
     "modify_ldt": (154, None),
 }
-NO_SOCKETS: dict[str, Numbers] = {  # but pairs of AF_UNIX, which asyncio wakes itself up with
+NO_SOCKETS: dict[str, Numbers] = {  # except AF_UNIX pairs, which asyncio uses to wake up
     "connect": (42, 203),
     "accept": (43, 202),
     "accept4": (288, 242),
     "bind": (49, 200),
     "listen": (50, 201),
-    "sendmsg": (46, 211),  # open files could be parked in messages
+    "sendmsg": (46, 211),  # messages could keep files open
     "sendmmsg": (307, 269),
     "recvmsg": (47, 212),
     "recvmmsg": (299, 243),
     "setsockopt": (54, 208),  # larger buffers
 }
-NO_INTERFERENCE: dict[str, Numbers] = {  # with other processes, also with the first one's watch
+NO_INTERFERENCE: dict[str, Numbers] = {  # with other processes and with the first process's watch
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -111,7 +114,7 @@ NO_INTERFERENCE: dict[str, Numbers] = {  # with other processes, also with the f
     "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122),
 }
-NO_USE: dict[str, Numbers] = {  # interfaces of the kernel in which holes were found before
+NO_USE: dict[str, Numbers] = {  # interfaces of the kernel with vulnerabilities in the past
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -127,36 +130,27 @@ NO_USE: dict[str, Numbers] = {  # interfaces of the kernel in which holes were f
     "personality": (135, 92),
 }
 REFUSED = NO_NAMESPACES | NO_KERNEL_MEMORY | NO_SOCKETS | NO_INTERFERENCE | NO_USE
-SOCKET, SOCKETPAIR, FCNTL, CLONE = (
-    (41, 198),
-    (53, 199),
-    (72, 25),
-    (56, 220),
-)  # looked at more closely
-PRLIMIT64, MMAP, PRCTL = (302, 261), (9, 222), (157, 167)
+# Calls whose arguments are checked: (number on x86_64, number on aarch64).
+SOCKET, SOCKETPAIR, FCNTL = (41, 198), (53, 199), (72, 25)
+CLONE, PRLIMIT64, MMAP, PRCTL = (56, 220), (302, 261), (9, 222), (157, 167)
 
-LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = (
-    0x20,
-    0x54,
-    0x15,
-    0x35,
-    0x45,
-    0x06,
-)  # classic BPF (linux/bpf_common.h)
+# Classic BPF (linux/bpf_common.h).
+LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCH = 0, 4  # offsets in struct seccomp_data, little-endian
 FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT, FOURTH_ARGUMENT = 16, 24, 32, 40
 KILL, ALLOW, FAIL = 0x80000000, 0x7FFF0000, 0x00050000
 EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
 
 
-def known_machine() -> bool:
+def is_supported_machine() -> bool:
     return platform.machine() in MACHINES
 
 
-def program(machine: str) -> bytes:
+def build_filter(machine: str) -> bytes:
     """Return struct sock_filter[] as `bwrap --seccomp` reads it: 8 bytes per instruction.
 
-    An instruction is (code, jump if true, jump if false, constant); jumps count the instructions to leave out.
+    An instruction is (code, jump if true, jump if false, constant). A jump is the number of
+    instructions to skip.
     """
     column = list(MACHINES).index(machine)
     code = [
@@ -172,15 +166,18 @@ def program(machine: str) -> bytes:
         number = numbers[column]
         if number is not None:
             code += [(EQUAL, 0, 1, number), (RETURN, 0, 0, FAIL | EPERM)]
-    for numbers, block in _closer().items():
+    for numbers, block in _argument_checks().items():
         block.append((RETURN, 0, 0, ALLOW))
         code += [(EQUAL, 0, len(block), numbers[column]), *block]
     code.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
 
 
-def _closer() -> dict[tuple[int, int], list[tuple[int, int, int, int]]]:
-    """Return, by system call, the instructions that refuse some of its arguments and leave the rest to what follows."""
+def _argument_checks() -> dict[tuple[int, int], list[tuple[int, int, int, int]]]:
+    """Return, by system call, the instructions that refuse some of its arguments.
+
+    Other arguments pass on to the next instruction.
+    """
     refuse = (RETURN, 0, 0, FAIL | EPERM)
     only_streams = [
         (LOAD, 0, 0, FIRST_ARGUMENT),
@@ -201,7 +198,8 @@ def _closer() -> dict[tuple[int, int], list[tuple[int, int, int, int]]]:
         (EQUAL, 1, 0, MAP_PRIVATE),
         refuse,
     ]
-    # Huge pages may be given up, as inside.py does, wholly (the third argument is 0), and never be had again.
+    # A process may disable huge pages for itself, as sandbox_init.py does (third argument 0), but
+    # never enable them again.
     no_filters_nor_huge_pages = [(LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 5, 0, PR_SET_SECCOMP)]
     no_filters_nor_huge_pages += [
         (EQUAL, 0, 5, PR_SET_THP_DISABLE),
@@ -220,11 +218,11 @@ def _closer() -> dict[tuple[int, int], list[tuple[int, int, int, int]]]:
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[int]:
-    """A file descriptor to read this machine's filter from, once."""
+def open_filter() -> Iterator[int]:
+    """Open a file descriptor that this machine's filter can be read from, once."""
     descriptor = os.memfd_create("filter")
     try:
-        os.write(descriptor, program(platform.machine()))
+        os.write(descriptor, build_filter(platform.machine()))
         os.lseek(descriptor, 0, os.SEEK_SET)
         yield descriptor
     finally:

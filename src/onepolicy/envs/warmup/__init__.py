@@ -1,1 +1,1 @@
-"""Examples that a tiny policy learns from before RL."""
+"""Supervised examples for a tiny policy before RL."""

@@ -1,8 +1,7 @@
-"""Characters and worked examples of a task, from which a tiny policy is made."""
+"""Alphabet and worked examples of a task, for making a tiny policy."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,48 +18,48 @@ from onepolicy.config import (
     UsageError,
     VerifiersTask,
 )
-from onepolicy.envs.multiturn.render import ASCII
+from onepolicy.envs.multiturn.tokenization import ASCII
 from onepolicy.envs.tasks import chain, jsonl, reasoning_gym
 from onepolicy.envs.tasks.jsonl import Jsonl, Prompts
-from onepolicy.envs.tasks.reasoning_gym import Gym
+from onepolicy.envs.tasks.reasoning_gym import ReasoningGym
 from onepolicy.envs.tools.search import read_corpus
 from onepolicy.envs.warmup import gridworlds, react
 
 
-def alphabet(config: TaskConfig, section: str = "task") -> str:
-    """The characters a tokenizer made for this task must know, sorted, each once."""
+def task_alphabet(config: TaskConfig, section: str = "task") -> str:
+    """Return the characters of a task that a tokenizer made for it must know, sorted, each once."""
     match config:
         case ChainTask():
-            return "".join(sorted(chain.ALPHABET))
+            return _sorted_characters(chain.ALPHABET)
         case GymTask():
-            return "".join(sorted(set(ASCII).union(*Gym(config, section).texts())))
+            return _sorted_characters(ASCII, *ReasoningGym(config, section).problem_texts())
         case JsonlTask():
-            return "".join(sorted(set(ASCII).union(*Jsonl(config, section).texts())))
+            return _sorted_characters(ASCII, *Jsonl(config, section).problem_texts())
         case PromptsTask():
-            return "".join(sorted(set(ASCII).union(*Prompts(config).prompts)))
+            return _sorted_characters(ASCII, *Prompts(config).prompts)
         case ReActTask():
-            corpora = (
-                read_corpus(Path(tool.corpus))
-                for tool in config.tools
-                if isinstance(tool, SearchTool)
-            )
-            given = [config.instructions or "", *itertools.chain.from_iterable(corpora)]
-            return "".join(sorted(set(alphabet(config.problems, "task.problems")).union(*given)))
+            problems = task_alphabet(config.problems, "task.problems")
+            searches = [tool for tool in config.tools if isinstance(tool, SearchTool)]
+            passages = [text for tool in searches for text in read_corpus(Path(tool.corpus))]
+            return _sorted_characters(problems, config.instructions or "", *passages)
         case GymnasiumTask():
-            return "".join(
-                sorted(set(ASCII).union(config.instructions or "", *(config.actions or ())))
-            )
+            return _sorted_characters(ASCII, config.instructions or "", *(config.actions or ()))
         case TextArenaTask() | VerifiersTask():
-            raise _nothing_to_learn_from(config.kind)
+            raise _no_worked_episodes(config.kind)
+
+
+def _sorted_characters(*texts: str) -> str:
+    return "".join(sorted(set().union(*texts)))
 
 
 def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterator[tuple[str, ...]]:
-    """Endless (prompt, response without the end token) pairs of training problems for supervised warm-up; of episodes
-    with tools (prompt, turn, observation, turn, ...).
+    """Yield worked examples of training problems without end, for supervised warm-up.
 
-    `mistakes` is the share of planted errors: in the chain task of step results (a random digit, and the chain goes on
-    from it), in gymnasium environments of turns (a random
-    action), elsewhere of the answer's letters and digits (a random one of their kind).
+    An example is (prompt, response without the end token), or of an episode (prompt, turn,
+    observation, turn, ...). mistakes: share of wrong parts. In the chain task these are step
+    results (a random digit, from which the chain continues), in gymnasium environments turns (a
+    random action), with tools calls (a guess instead), elsewhere the answer's letters and digits (a
+    random one of their class). Raises UsageError for a task without worked examples.
     """
     match config:
         case ChainTask():
@@ -78,10 +77,10 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
         case GymnasiumTask():
             return gridworlds.warmup_examples(config, mistakes=mistakes, seed=seed)
         case TextArenaTask() | VerifiersTask():
-            raise _nothing_to_learn_from(config.kind)
+            raise _no_worked_episodes(config.kind)
 
 
-def _nothing_to_learn_from(kind: str) -> UsageError:
+def _no_worked_episodes(kind: str) -> UsageError:
     return UsageError(
         f"task.kind: {kind} has no worked episodes to warm up on; train a model that can play"
     )

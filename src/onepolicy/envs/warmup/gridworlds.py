@@ -1,7 +1,7 @@
-"""Worked episodes of gymnasium environments for the warm-up of a small policy, where the transitions are a table.
+"""Worked episodes of gymnasium environments with a table of transitions, for warm-up.
 
-toy_text's grid environments keep theirs in `P`: state -> action -> [(probability, next state, reward, over)]. A planted
-mistake is a turn with a random action.
+The grid environments of toy_text have the table in `P`: state -> action -> [(probability, next
+state, reward, over)]. A mistake is a turn with a random action.
 """
 
 from __future__ import annotations
@@ -12,10 +12,15 @@ from typing import Any
 import numpy as np
 
 from onepolicy.config import GymnasiumTask, UsageError
-from onepolicy.envs.adapters.gymnasium import World, act_tool, checked_world, instructions
-from onepolicy.envs.adapters.seeded import Seeded
-from onepolicy.envs.multiturn.tool_dialogue import observation
-from onepolicy.envs.tasks.seeding import digest, rng_of
+from onepolicy.envs.adapters.gymnasium import (
+    TextEnvironment,
+    build_act_tool,
+    build_checked_environment,
+    build_instructions,
+)
+from onepolicy.envs.adapters.seeded import SeededProblems
+from onepolicy.envs.multiturn.tool_dialogue import format_observations
+from onepolicy.envs.tasks.seeding import hash_key, seeded_rng
 
 DISCOUNT = 0.99
 SWEEPS = 1000
@@ -24,49 +29,70 @@ SWEEPS = 1000
 def warmup_examples(
     task: GymnasiumTask, *, mistakes: float, seed: int
 ) -> Iterator[tuple[str, ...]]:
-    """Endless episodes as texts: prompt, turn, observation, turn, ... A turn's end token is left out."""
-    world = checked_world(task)
-    best = plan(world)
-    before = instructions(world, act_tool(world), plain=True)
-    problems, start = (
-        Seeded(("gymnasium warm-up", task.id, task.seed), world.reset),
-        digest("warm-up", seed) % 2**31,
-    )
-    names = world.names or tuple(map(str, range(best.shape[1])))
+    """Yield episodes without end, as texts: prompt, turn, observation, turn, ...
+
+    Turns have no end token. mistakes: probability of a random action.
+    """
+    env = build_checked_environment(task)
+    optimal = optimal_actions(env)
+    instructions = build_instructions(env, build_act_tool(env), plain=True)
+    problems = SeededProblems(("gymnasium warm-up", task.id, task.seed), env.reset)
+    start = hash_key("warm-up", seed) % 2**31
     index = 0
     while True:
-        rng = rng_of("gymnasium warm-up", task.seed, seed, index)
-        texts, over = [f"{before}{problems.train_problem(start + index).prompt}\n"], False
-        for _ in range(task.max_turns):
-            good = np.flatnonzero(best[int(world.env.unwrapped.s)])
-            action = int(rng.integers(len(names)) if rng.random() < mistakes else rng.choice(good))
-            seen, _, over = world.step(world.space.start + action)
-            texts += [f"Action: act[{names[action]}]", observation([seen])]
-            if over:
-                break
-        yield tuple(texts[:-1])  # nobody reads what follows the last turn
+        rng = seeded_rng("gymnasium warm-up", task.seed, seed, index)
+        prompt = problems.train_problem(start + index).prompt  # resets env
+        yield (f"{instructions}{prompt}\n", *_play(env, optimal, rng, mistakes, task.max_turns))
         index += 1
 
 
-def plan(world: World) -> np.ndarray:
-    """[states, actions] bool: the actions of highest value, by value iteration with DISCOUNT."""
-    table: Any = getattr(world.env.unwrapped, "P", None)
+def _play(
+    env: TextEnvironment,
+    optimal: np.ndarray,
+    rng: np.random.Generator,
+    mistakes: float,
+    max_turns: int,
+) -> list[str]:
+    """Play the episode and return turn, observation, turn, ... up to the last turn."""
+    names = env.names or tuple(map(str, range(optimal.shape[1])))
+    texts: list[str] = []
+    for _ in range(max_turns):
+        choices = np.flatnonzero(optimal[int(env.env.unwrapped.s)])
+        if rng.random() < mistakes:
+            action = int(rng.integers(len(names)))
+        else:
+            action = int(rng.choice(choices))
+        observation, _, over = env.step(env.space.start + action)
+        texts += [f"Action: act[{names[action]}]", format_observations([observation])]
+        if over:
+            break
+    return texts[:-1]
+
+
+def optimal_actions(env: TextEnvironment) -> np.ndarray:
+    """Return the actions of highest value: [states, actions] bool, by value iteration.
+
+    Raises UsageError if the environment has no table of transitions.
+    """
+    table: Any = getattr(env.env.unwrapped, "P", None)
     if table is None:
         raise UsageError(
-            f"task.id: {world.config.id} has no table of its transitions to plan in, so there are no worked "
-            "episodes to warm up on; take FrozenLake, CliffWalking or Taxi, or a model that knows how to act"
+            f"task.id: {env.config.id} has no table of its transitions to plan in, so there are "
+            "no worked episodes to warm up on; take FrozenLake, CliffWalking or Taxi, or a model "
+            "that knows how to act"
         )
     shape = len(table), len(table[0])
-    value, worth = np.zeros(shape[0]), np.zeros(shape)
+    state_values, action_values = np.zeros(shape[0]), np.zeros(shape)
     for _ in range(SWEEPS):
         for state, actions in table.items():
-            for action, ends in actions.items():
-                worth[state, action] = sum(
-                    p * (r + DISCOUNT * value[to] * (not over)) for p, to, r, over in ends
+            for action, outcomes in actions.items():
+                action_values[state, action] = sum(
+                    p * (r + DISCOUNT * state_values[to] * (not over))
+                    for p, to, r, over in outcomes
                 )
-        moved = float(np.abs(worth.max(axis=1) - value).max())
-        value = worth.max(axis=1)
-        if moved < 1e-9:
+        change = float(np.abs(action_values.max(axis=1) - state_values).max())
+        state_values = action_values.max(axis=1)
+        if change < 1e-9:
             break
-    best: np.ndarray = worth >= value[:, None] - 1e-6
-    return best
+    optimal: np.ndarray = action_values >= state_values[:, None] - 1e-6
+    return optimal

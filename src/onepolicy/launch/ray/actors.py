@@ -35,7 +35,7 @@ from onepolicy.rollout.fleet.broadcast import ReplicaBroadcast
 from onepolicy.rollout.fleet.replicas import Replica, Replicas
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.group import open_store
-from onepolicy.sync.weight_files import WeightFiles, Written
+from onepolicy.sync.weight_files import WeightFiles, WrittenWeights
 from onepolicy.train.sharded.channel import RankLost
 from onepolicy.types import NumericsContract
 
@@ -189,7 +189,7 @@ class _RunActors:
             "cuda": self.cuda if gpus is None else gpus > 0,
         }
 
-    def _broadcast(self, written: Written, receivers: int) -> ReplicaBroadcast:
+    def _broadcast(self, written: WrittenWeights, receivers: int) -> ReplicaBroadcast:
         return ReplicaBroadcast(
             written, receivers, host=self.address, limit=self.cluster.reply_timeout
         )

@@ -32,7 +32,7 @@ from onepolicy.launch.ray.replica_actor import NotBuilt
 from onepolicy.launch.ray.wire import GenerateRequest, decode_replies, encode_requests
 from onepolicy.rollout.fleet.broadcast import ReplicaBroadcast
 from onepolicy.rollout.servers.http import EngineLost
-from onepolicy.sync.weight_files import Written
+from onepolicy.sync.weight_files import WrittenWeights
 from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)
@@ -74,7 +74,9 @@ class RemoteEngine:
         ] = []  # replies that the process does not know to have arrived
         self._loading = 0  # running calls of _load
         self._recovery_lock = asyncio.Lock()
-        self._loaded: Written | None = None  # by load_files; None: the weights it was built with
+        self._loaded: WrittenWeights | None = (
+            None  # by load_files; None: the weights it was built with
+        )
         self._restart_count = self._repeated_count = 0
 
     async def generate(
@@ -98,7 +100,9 @@ class RemoteEngine:
         finally:
             self._pending.pop(number, None)
 
-    async def load_files(self, written: Written, shared: ReplicaBroadcast | None = None) -> None:
+    async def load_files(
+        self, written: WrittenWeights, shared: ReplicaBroadcast | None = None
+    ) -> None:
         """Load weights. See rollout.fleet.replicas.Replica."""
         self.version, self._loaded = -1, written
         if self._recovery_lock.locked():
@@ -291,7 +295,7 @@ class RemoteEngine:
                 self.version = version
                 return
 
-    async def _load(self, written: Written, shared: ReplicaBroadcast | None = None) -> int:
+    async def _load(self, written: WrittenWeights, shared: ReplicaBroadcast | None = None) -> int:
         """Load weights and return their version.
 
         The replica reads the files, or this process reads and sends them. shared: a broadcast to

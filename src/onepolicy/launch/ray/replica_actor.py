@@ -19,7 +19,7 @@ from onepolicy.telemetry import disable_telemetry
 if TYPE_CHECKING:
     from onepolicy.interfaces import RolloutEngine
     from onepolicy.launch.ray.wire import GenerateRequest
-    from onepolicy.sync.checksum import Sums
+    from onepolicy.sync.checksum import ChecksumTable
     from onepolicy.types import Completion
 
 
@@ -98,19 +98,19 @@ class ReplicaProcess:
                     await self._has_reply.wait()
         return encode_replies(self._replies)
 
-    async def load(self, folder: str, version: int, key: bytes, sums: Sums) -> int:
+    async def load(self, folder: str, version: int, key: bytes, sums: ChecksumTable) -> int:
         """Load weights from files that this process can read, and return their version.
 
         sums: checksums of the tensors under `key`. Raises TrainingError if the files have others.
         """
         from onepolicy.config import TrainingError
-        from onepolicy.sync.checksum import Checksums, difference
+        from onepolicy.sync.checksum import ChecksumAccumulator, describe_difference
         from onepolicy.sync.weight_files import read_weights
 
         engine = self._built_engine
-        checksums = Checksums(key)
-        await engine.load_weights(checksums.passing(read_weights(folder)), version)
-        problem = difference(sums, checksums.take())
+        checksums = ChecksumAccumulator(key)
+        await engine.load_weights(checksums.add_each(read_weights(folder)), version)
+        problem = describe_difference(sums, checksums.pop_all())
         if problem is not None:
             engine.version = -1  # the engine refuses all requests
             raise TrainingError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
-from onepolicy.sync.messages import read_as
+from onepolicy.sync.messages import validate_message
 from onepolicy.train.sharded.rank_group import ERRORS, ErrorReport
 from onepolicy.train.sharded.wire import Message, TraceHeader, number_kind, trace_from_tensors
 from onepolicy.types import (
@@ -76,7 +76,9 @@ class RequestHeader(TypedDict):
 def decode_requests(data: bytes) -> dict[int, GenerateRequest]:
     """Decode requests by number, in their order. Raises TrainingError if `data` is malformed."""
     message = Message.decode(data)
-    headers = read_as(list[RequestHeader], message.header.get("requests"), "a batch of requests")
+    headers = validate_message(
+        list[RequestHeader], message.header.get("requests"), "a batch of requests"
+    )
     requests: dict[int, GenerateRequest] = {}
     for header in headers:
         number = header["number"]
@@ -87,7 +89,7 @@ def decode_requests(data: bytes) -> dict[int, GenerateRequest]:
                 f"request {number} is malformed: its prompt or its sampling is missing or wrong"
             )
         assert prompt is not None
-        sampling = read_as(Sampling, header["sampling"], f"request {number}")
+        sampling = validate_message(Sampling, header["sampling"], f"request {number}")
         requests[number] = GenerateRequest(prompt, sampling, header["seed"])
     return requests
 
@@ -137,7 +139,7 @@ def decode_replies(data: bytes) -> dict[int, Completion | Exception]:
     Raises TrainingError if `data` is malformed.
     """
     message = Message.decode(data)
-    headers = read_as(
+    headers = validate_message(
         dict[str, ErrorReport | CompletionHeader],
         message.header.get("answers"),
         "a batch of answers",

@@ -11,8 +11,8 @@ from typing import Self, TypeVar
 
 from onepolicy.config import TrainingError
 from onepolicy.sync.broadcast import Sender
-from onepolicy.sync.group import in_thread
-from onepolicy.sync.weight_files import Written, read_weights
+from onepolicy.sync.group import run_in_daemon_thread
+from onepolicy.sync.weight_files import WrittenWeights, read_weights
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class ReplicaBroadcast:
     error: leaving the `async with` raises only what no receiver has seen.
     """
 
-    def __init__(self, written: Written, receivers: int, *, host: str, limit: float) -> None:
+    def __init__(self, written: WrittenWeights, receivers: int, *, host: str, limit: float) -> None:
         """host: this machine's address for the receivers. limit: seconds of every wait; all of it may take longer."""
         self._limit = limit
         self._sender = Sender(receivers=receivers, host=host, timeout_s=limit, key=written.key)
@@ -54,10 +54,10 @@ class ReplicaBroadcast:
     def give_up(self) -> None:
         """A receiver will not come, or has ended early."""
         self._failed = True
-        self._sender.give_up()
+        self._sender.cancel()
 
     async def __aenter__(self) -> Self:
-        self._sending = asyncio.ensure_future(in_thread(self._send))
+        self._sending = asyncio.ensure_future(run_in_daemon_thread(self._send))
         return self
 
     async def __aexit__(
@@ -67,7 +67,7 @@ class ReplicaBroadcast:
         trace: TracebackType | None,
     ) -> None:
         if error is not None or self._failed:
-            self._sender.give_up()  # everybody has ended
+            self._sender.cancel()  # everybody has ended
         (sent,) = await asyncio.gather(self._sending, return_exceptions=True)
         seen = error is not None or (self._failed and isinstance(sent, TrainingError))
         if isinstance(sent, BaseException) and not seen:

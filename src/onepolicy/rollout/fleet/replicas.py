@@ -18,9 +18,9 @@ from onepolicy.config import TrainingError
 from onepolicy.interfaces import EngineCaps, MetricsSource, NamedWeights, WeightSizes
 from onepolicy.rollout.fleet.broadcast import ReplicaBroadcast
 from onepolicy.rollout.servers.http import EngineLost
-from onepolicy.sync.checksum import Checksums
-from onepolicy.sync.group import in_thread
-from onepolicy.sync.weight_files import WeightFiles, Written
+from onepolicy.sync.checksum import ChecksumAccumulator
+from onepolicy.sync.group import run_in_daemon_thread
+from onepolicy.sync.weight_files import WeightFiles, WrittenWeights
 from onepolicy.types import Completion, NumericsContract, Sampling
 
 LOG = logging.getLogger(__name__)
@@ -39,7 +39,9 @@ class Replica(Protocol):
 
     async def reset_cache(self) -> None: ...
 
-    async def load_files(self, written: Written, shared: ReplicaBroadcast | None = None) -> None:
+    async def load_files(
+        self, written: WrittenWeights, shared: ReplicaBroadcast | None = None
+    ) -> None:
         """Tensors under transformers' names in memory. shared: a broadcast of them, of which this is one receiver.
         Afterwards it reads older files no more."""
         ...
@@ -54,7 +56,7 @@ class Replicas:
         engines: Sequence[Replica],
         files: WeightFiles,
         *,
-        broadcast: Callable[[Written, int], ReplicaBroadcast] | None = None,
+        broadcast: Callable[[WrittenWeights, int], ReplicaBroadcast] | None = None,
         contract: NumericsContract | None = None,
         sizes: WeightSizes | None = None,
     ) -> None:
@@ -98,10 +100,14 @@ class Replicas:
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Requests that are running go on with them, each when its engine has them."""
-        checksums = Checksums(key := secrets.token_bytes(32))
-        write = partial(self._files.write, checksums.passing(weights), version, keep_older=True)
-        folder = await in_thread(write)  # engines that have requests want to be heard meanwhile
-        written = Written(str(folder), version, key, checksums.take())
+        checksums = ChecksumAccumulator(key := secrets.token_bytes(32))
+        write = partial(
+            self._files.write_version, checksums.add_each(weights), version, keep_older=True
+        )
+        folder = await run_in_daemon_thread(
+            write
+        )  # engines that have requests want to be heard meanwhile
+        written = WrittenWeights(str(folder), version, key, checksums.pop_all())
         self.version, self._newest = -1, version
 
         async def load(engine: Replica, shared: ReplicaBroadcast | None) -> None:

@@ -14,7 +14,7 @@ from onepolicy.interfaces import PersistentEngine, RolloutEngine
 from onepolicy.models.load import read_config
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.sync.check import adopt
+from onepolicy.sync.push import attach_engine
 from onepolicy.types import Completion, Sampling
 
 
@@ -33,7 +33,9 @@ async def connect_engine(
     """Connect, and give the server the weights of `model`, like an engine that loaded them itself."""
     with client.startup_errors():
         await engine.connect()
-        await adopt(engine, model.path, vocab=read_config(model).get_text_config().vocab_size)
+        await attach_engine(
+            engine, model.path, vocab=read_config(model).get_text_config().vocab_size
+        )
     engine.take_metrics()
 
 

@@ -123,7 +123,7 @@ class SGLangEngine:
         folder = tensors = None
         if self._files is not None:
             folder = await asyncio.to_thread(
-                self._files.write, self._names.stream_to_checkpoint(weights), version
+                self._files.write_version, self._names.stream_to_checkpoint(weights), version
             )
         else:
             tensors = self._names.to_checkpoint(weights)

@@ -21,12 +21,12 @@ from onepolicy.config.base import shown
 from onepolicy.rollout.servers.http import EngineClient, host_and_port
 from onepolicy.rollout.servers.replies import MalformedReply
 from onepolicy.sync.group import (
-    finish,
-    in_thread,
+    local_address,
+    make_process_group,
     open_store,
-    own_address,
-    process_group,
+    run_in_daemon_thread,
     start_broadcast,
+    wait_for_broadcast,
 )
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ async def broadcast_weights(
     a server that was restarted knows nothing of an old one, so every update has a group of its own.
     """
     group_name = f"onepolicy-{secrets.token_hex(4)}"
-    host = own_address(*host_and_port(client.url))
+    host = local_address(*host_and_port(client.url))
     store = open_store(host, JOIN_S)
     joining = {
         "master_address": host,
@@ -140,7 +140,7 @@ def in_buckets(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 async def _watched(work: Callable[[], T]) -> T:
     try:
-        return await in_thread(work)
+        return await run_in_daemon_thread(work)
     except (RuntimeError, OSError) as error:  # what torch.distributed raises
         raise TrainingError(
             f"rollout.engine.sync: the broadcast of the weights failed: {error}"
@@ -154,7 +154,7 @@ def _group(store: dist.Store, name: str, backend: str, size: int, host: str, lim
     prefixed = dist.PrefixStore(
         f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
     )
-    return process_group(prefixed, 0, size, backend=backend, host=host, limit=limit)
+    return make_process_group(prefixed, 0, size, backend=backend, host=host, limit=limit)
 
 
 def _send(group: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -163,4 +163,4 @@ def _send(group: Any, tensors: Mapping[str, Tensor]) -> None:
     )
     if isinstance(group, dist.ProcessGroupGloo):
         flat = flat.cpu()
-    finish(start_broadcast(group, flat), flat.device)
+    wait_for_broadcast(start_broadcast(group, flat), flat.device)

@@ -45,9 +45,9 @@ from onepolicy.rollout.vllm.handshake import (
     handshake,
     read_weights_id,
 )
-from onepolicy.sync.broadcast import GivenUp, Sender
-from onepolicy.sync.checksum import Checksums, Sums
-from onepolicy.sync.group import in_thread, own_address
+from onepolicy.sync.broadcast import Sender, UpdateCancelled
+from onepolicy.sync.checksum import ChecksumAccumulator, ChecksumTable
+from onepolicy.sync.group import local_address, run_in_daemon_thread
 from onepolicy.sync.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
 
@@ -57,14 +57,16 @@ CallWorkers = Callable[..., Awaitable[list[Any]]]
 
 def write_weight_files(
     files: WeightFiles, weights: NamedWeights, version: int
-) -> tuple[Path, Sums]:
+) -> tuple[Path, ChecksumTable]:
     """Files of these tensors, and their checksums."""
-    checksums = Checksums()
-    folder = files.write(checksums.passing(weights), version)
-    return folder, checksums.take()
+    checksums = ChecksumAccumulator()
+    folder = files.write_version(checksums.add_each(weights), version)
+    return folder, checksums.pop_all()
 
 
-async def load_weight_files(call: CallWorkers, folder: Path, sums: Sums, version: int) -> None:
+async def load_weight_files(
+    call: CallWorkers, folder: Path, sums: ChecksumTable, version: int
+) -> None:
     """TrainingError if a worker has read other bytes than were written."""
     for worker, problem in enumerate(await call("onepolicy_load_files", str(folder), sums)):
         if problem["difference"] is not None:
@@ -85,7 +87,7 @@ async def broadcast_weights(
     """call: one that tries once, because a broadcast cannot be repeated from one end."""
     assert config.sync != "disk"
     try:
-        host = own_address(*host_and_port(config.url))
+        host = local_address(*host_and_port(config.url))
     except OSError as error:
         raise EngineLost(
             f"rollout.engine.url: the vLLM server at {config.url} cannot be reached: {error}"
@@ -99,17 +101,17 @@ async def broadcast_weights(
                 told = await call("onepolicy_receive", sender.invitation, version)
                 problems = [each["problem"] for each in told if each["problem"]]
             except BaseException:
-                sender.give_up()  # nobody will come any more
+                sender.cancel()  # nobody will come any more
                 raise
             if problems:
-                sender.give_up()
+                sender.cancel()
             return problems
 
-        sending = in_thread(partial(sender.send, weights, version))
+        sending = run_in_daemon_thread(partial(sender.send, weights, version))
         problems, sent = await asyncio.gather(receive(), sending, return_exceptions=True)
         if isinstance(problems, BaseException):
             raise problems
-        if problems and isinstance(sent, GivenUp):
+        if problems and isinstance(sent, UpdateCancelled):
             raise TrainingError(problems[0])
         if isinstance(sent, BaseException):
             raise sent

@@ -15,7 +15,7 @@ from onepolicy.rollout.vllm.quant import measure_part_tensors
 from onepolicy.rollout.vllm.start import has_monolithic_kernel, head_dtypes
 from onepolicy.rollout.vllm.weights import abort_reload, pack_experts, reload_weights
 from onepolicy.sync.broadcast import Receiver
-from onepolicy.sync.checksum import Checksums, Sums, difference
+from onepolicy.sync.checksum import ChecksumAccumulator, ChecksumTable, describe_difference
 from onepolicy.sync.weight_files import read_weights
 
 SHAPE_FIELDS = (
@@ -115,11 +115,11 @@ class WorkerExtension:
             return {"problem": str(error)}
         return {"problem": None}
 
-    def onepolicy_load_files(self, folder: str, sent: Sums) -> dict[str, str | None]:
+    def onepolicy_load_files(self, folder: str, sent: ChecksumTable) -> dict[str, str | None]:
         """Take over the safetensors of WeightFiles. How what was read differs from what was sent, None: it does not."""
-        checksums = Checksums()
-        reload_weights(self, checksums.passing(read_weights(folder)))
-        return {"difference": difference(sent, checksums.take())}
+        checksums = ChecksumAccumulator()
+        reload_weights(self, checksums.add_each(read_weights(folder)))
+        return {"difference": describe_difference(sent, checksums.pop_all())}
 
     def onepolicy_load(self, path: str | None = None) -> None:
         """Take over a checkpoint, by default the one the server was started with. Caches are the caller's business."""

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
-from onepolicy.sync.messages import read_as
+from onepolicy.sync.messages import validate_message
 from onepolicy.train.sharded.wire import Message
 
 TOKEN_BYTES = 32
@@ -240,7 +240,7 @@ class RankListener:
                 return False
             arrival.connection.close()
             return True
-        about = read_as(RankGreeting, greeting.header, "a rank's greeting")
+        about = validate_message(RankGreeting, greeting.header, "a rank's greeting")
         if not 0 < about["rank"] < ranks or about["rank"] in found:
             raise TrainingError(
                 f"a second rank {about['rank']}, or one that this run has not, greets the driver"
@@ -285,7 +285,9 @@ def encode_address(address: tuple[str, int], token: bytes) -> str:
 def decode_address(text: str) -> tuple[tuple[str, int], bytes]:
     """TrainingError for what is no such text."""
     try:
-        host, port, token = read_as(DriverAddress, json.loads(text), "the driver's address")
+        host, port, token = validate_message(
+            DriverAddress, json.loads(text), "the driver's address"
+        )
         return (host, port), bytes.fromhex(token)
     except ValueError:
         raise TrainingError(

@@ -24,7 +24,7 @@ from onepolicy.config import R2, RunConfig, TrainingError
 from onepolicy.interfaces import Update
 from onepolicy.models.load import layer_prefix
 from onepolicy.replay.routers import Routers
-from onepolicy.sync.messages import read_as
+from onepolicy.sync.messages import validate_message
 from onepolicy.train.checks import check_batch, check_routes
 from onepolicy.train.pack import micro_batches
 from onepolicy.train.sharded.divide import RankBatch, divide_batch
@@ -237,7 +237,10 @@ class ShardedLearner:
             parts = self.ranks.divide_batch(_for_update(whole, native=isinstance(replay, R2)))
             about = {"minibatch": index, "slots": whole.num_trainable, "version": self.version}
             answers = self.ranks.do("optimise", parts, about)
-            told = [read_as(UpdateReply, answer.header, "a rank's answer") for answer in answers]
+            told = [
+                validate_message(UpdateReply, answer.header, "a rank's answer")
+                for answer in answers
+            ]
             norms.append(told[0]["norm"])
             for each in told:
                 sums.update(each["sums"])

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from onepolicy.config import RunConfig
 from onepolicy.replay.routers import Routers
-from onepolicy.sync.messages import read_as
+from onepolicy.sync.messages import validate_message
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded import shards
@@ -124,7 +124,7 @@ class RankLearner(LocalLearner):
         self.saving: shards.PendingSave | None = None
 
     def handle(self, message: Message) -> Message:
-        about = read_as(Command, message.header, "the driver's command")
+        about = validate_message(Command, message.header, "the driver's command")
         self.scorer.rounds = about.get("rounds", [])
         match about["do"]:
             case "score":

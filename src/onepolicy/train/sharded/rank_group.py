@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.replay.checks import RoutingError
-from onepolicy.sync.messages import read_as
+from onepolicy.sync.messages import validate_message
 from onepolicy.train.sharded.channel import Channel, FailureCause, RankLost
 from onepolicy.train.sharded.wire import Message
 
@@ -115,7 +115,7 @@ class RankGroup:
     def _checked(self, channel: Channel, answer: Message) -> Message:
         if "error" not in answer.header:
             return answer
-        told = read_as(ErrorReport, answer.header, f"the error of {channel.peer}")
+        told = validate_message(ErrorReport, answer.header, f"the error of {channel.peer}")
         if (kind := ERRORS.get(told["kind"])) is None:
             raise RankLost(
                 f"{channel.peer} has ended: {told['kind']}: {told['error']}", FailureCause.TOLD

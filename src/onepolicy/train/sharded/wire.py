@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
-from onepolicy.sync.messages import read_as
+from onepolicy.sync.messages import validate_message
 from onepolicy.types import RouteSpan, RoutingTrace, TokenBatch
 
 HEADER = "header"
@@ -116,7 +116,7 @@ class TraceHeader(TypedDict):
 
 def batch_from_message(message: Message) -> TokenBatch:
     """TrainingError if the message holds no batch, or fields that do not belong together."""
-    traces = read_as(dict[Routes, TraceHeader], message.header.get("traces"), "a batch")
+    traces = validate_message(dict[Routes, TraceHeader], message.header.get("traces"), "a batch")
     values: dict[str, Any] = {
         name: value for name, value in message.tensors.items() if "." not in name
     }

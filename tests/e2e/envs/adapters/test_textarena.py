@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from onepolicy.config import TextArenaTask, UsageError
-from onepolicy.envs import build
-from onepolicy.envs.adapters.textarena import GlobalRandom
+from onepolicy.envs import make_environment
+from onepolicy.envs.adapters.textarena import GlobalRandomState
 from onepolicy.envs.warmup.examples import warmup_examples
 from support.scripted_engine import play, tokenizer_of
 
@@ -22,14 +22,16 @@ USER = (
 
 
 def environment(game="GuessTheNumber-v0", template=None, **settings):
-    return build(TextArenaTask(game=game, **settings), tokenizer_of(template), max_len=6000)
+    return make_environment(
+        TextArenaTask(game=game, **settings), tokenizer_of(template), max_len=6000
+    )
 
 
 def number_of(env, problem):
     """Return the secret of a game of GuessTheNumber."""
-    from onepolicy.envs.adapters.textarena import Match
+    from onepolicy.envs.adapters.textarena import TextArenaGame
 
-    match = Match(env.config)
+    match = TextArenaGame(env.config)
     match.reset(problem.entry["seed"])
     return match.env.game_number
 
@@ -102,12 +104,12 @@ def test_the_same_problem_is_the_same_game(game, moves):
 
 
 def test_global_random_numbers_continue_after_a_game():
-    one, other = GlobalRandom(3), GlobalRandom(3)
-    with one.drawn():
+    one, other = GlobalRandomState(3), GlobalRandomState(3)
+    with one.installed():
         first = [random.random(), np.random.random()]
-    with one.drawn():
+    with one.installed():
         second = [random.random(), np.random.random()]
-    with other.drawn():
+    with other.installed():
         drawn = [random.random(), np.random.random(), random.random(), np.random.random()]
     assert drawn == first + second
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from onepolicy.config import UsageError, VerifiersTask
-from onepolicy.envs import build
+from onepolicy.envs import make_environment
 from onepolicy.interfaces import EpisodeError
 from support.paths import ROOT
 from support.scripted_engine import PRINTABLE, make_tokenizer, play, tokenizer_of
@@ -36,7 +36,7 @@ def _plugins(monkeypatch):
 def environment(taskset, tokenizer=None, settings=None, **env):
     """Make an environment of verifiers. tokenizer: a tokenizer, or a chat template for one."""
     made = tokenizer_of(tokenizer) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
-    return build(
+    return make_environment(
         VerifiersTask(env={"taskset": taskset} | env, **settings or {}), made, max_len=4000
     )
 
@@ -84,7 +84,7 @@ def test_one_turn_and_weighted_rewards(template):
 def test_a_prompt_of_several_messages():
     env = environment({"id": "sums-v1", "kind": "chat"}, CHAT)
     (_,), script = play(env, ["5"])
-    (*_, data) = env.opening(env.train_problem(0))
+    (*_, data) = env.initial_prompt(env.train_problem(0))
     assert env.tokenizer.decode(script.prompts[0]) == (
         f"<user># Add.<eos><user>1 + 1<eos><bot>2<eos><user>{data[1]}<eos><bot>"
     )
@@ -168,7 +168,7 @@ def test_unplayable_environments_are_refused():
             environment(taskset, **env).check(max_tokens=8, max_len=4000)
     for twist, message in (
         ("twice", "plays its agent player more than once"),
-        ("masked", "hands its agent player another prompt than the task has"),
+        ("masked", "gives its agent player another prompt than the task has"),
         ("picture", "a message of user that is no user's text"),
     ):
         env = environment({"id": "doubling-v1"}, twist=twist)
@@ -183,7 +183,7 @@ def test_one_task_in_four_is_held_out():
         UsageError, match=r"eval.problems: 40 are asked for, but \d+ of the taskset's"
     ):
         env.held_out(40)
-    size = len(env.problems._sides["train"])
+    size = len(env.problems._splits["train"])
     epochs = [[env.train_problem(e * size + i).prompt for i in range(size)] for e in range(2)]
     assert set(epochs[0]) == set(epochs[1])
     assert len(set(epochs[0])) == size

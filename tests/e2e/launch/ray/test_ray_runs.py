@@ -185,7 +185,7 @@ def test_a_replica_killed_during_a_weight_sync(train, processes, exact, monkeypa
 
     def kill_and_send(sender, number, bucket, version):
         if version == 2 and not killed:
-            killed.append(sender.secret.size)
+            killed.append(sender.settings.size)
             os.kill(processes["replica 0"].pid, signal.SIGKILL)
         return send(sender, number, bucket, version)
 

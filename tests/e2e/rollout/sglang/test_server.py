@@ -11,10 +11,10 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs.warmup.examples import alphabet
+from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.models.load import load_model
 from onepolicy.replay.checks import RouteSpec, check_completion
-from onepolicy.sync.check import adopt, checked_push
+from onepolicy.sync.push import attach_engine, checked_push
 from onepolicy.tiny.model import make_model, make_tokenizer, save_policy
 from onepolicy.types import Sampling
 from support.sglang_live import (
@@ -38,7 +38,7 @@ SIZE = PolicyConfig(hidden_size=64, layers=3, experts=16, top_k=4, max_len=512)
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """Make two random policies of one shape, sharp enough for their tokens to differ."""
-    made, tokenizer = [], make_tokenizer(alphabet(SIZE.task))
+    made, tokenizer = [], make_tokenizer(task_alphabet(SIZE.task))
     for seed in (0, 1):
         settings = SIZE.model_copy(update={"seed": seed})
         model = make_model(settings, len(tokenizer))
@@ -66,7 +66,7 @@ def fresh(server, folders):
     """Return checksums of the server's initial weights, and greedy log-probabilities under them."""
     engine = open_engine(server, folders[0])
     assert engine.has_initial_checkpoint(str(folders[0]))
-    asyncio.run(adopt(engine, str(folders[0]), vocab=engine.caps.top_logprobs))
+    asyncio.run(attach_engine(engine, str(folders[0]), vocab=engine.caps.top_logprobs))
     return checksums(server), greedy(engine)
 
 
@@ -277,7 +277,7 @@ def test_a_family_with_dense_layers_and_other_names_is_synced(tmp_path):
     fused experts."""
     model = make_glm()
     model.save_pretrained(tmp_path)
-    make_tokenizer(alphabet(SIZE.task)).save_pretrained(tmp_path)
+    make_tokenizer(task_alphabet(SIZE.task)).save_pretrained(tmp_path)
     rules = RouteSpec((1, 2), 8, 2, "error")
     with serving(tmp_path, tmp_path / "server.log") as server:
         engine = open_engine(server, tmp_path, rules)

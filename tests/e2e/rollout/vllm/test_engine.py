@@ -11,12 +11,12 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config import UsageError
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs.warmup.examples import alphabet
+from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm import weights as vllm_weights
 from onepolicy.rollout.vllm.engine import _VLLMBatch
 from onepolicy.rollout.vllm.start import has_monolithic_kernel
-from onepolicy.sync.check import checked_push
+from onepolicy.sync.push import checked_push
 from onepolicy.tiny.model import make_model, make_tokenizer, save_policy
 from onepolicy.types import Sampling
 from support.vllm_engines import (
@@ -263,7 +263,7 @@ def test_a_run_trains_with_replayed_routes(tmp_path):
     a checkpoint."""
     size = {"hidden_size": 64, "layers": 3, "experts": 16, "top_k": 4, "max_len": 128}
     settings = PolicyConfig(**size)
-    tokenizer = make_tokenizer(alphabet(settings.task))
+    tokenizer = make_tokenizer(task_alphabet(settings.task))
     save_policy(make_model(settings, len(tokenizer)), tokenizer, settings, tmp_path / "policy")
     (tmp_path / "recipe.toml").write_text(
         f"""

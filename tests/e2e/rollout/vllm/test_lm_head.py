@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from onepolicy.config import ModelConfig, VLLMEngineConfig
 from onepolicy.models.load import load_model, read_config
 from onepolicy.rollout.vllm.engine import VLLMEngine
-from onepolicy.sync.check import checked_push
+from onepolicy.sync.push import checked_push
 from onepolicy.types import Sampling
 from support.vllm_engines import VOCAB, FakeLearner, play, prompts
 

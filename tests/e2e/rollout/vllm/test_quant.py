@@ -13,7 +13,7 @@ from onepolicy.models.quant.formats import e4m3_rows
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm.engine import VLLMEngine
-from onepolicy.sync.check import checked_push, probe
+from onepolicy.sync.push import canary_logp, checked_push
 from support.vllm_engines import MAX_LEN, VOCAB, FakeLearner, play, prompts, ragged, rules_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -124,11 +124,11 @@ def test_a_sync_quantises_again(quantised, learners):
     bit."""
     quant, engine, _ = quantised
     asyncio.run(checked_push(learners[0], engine, vocab=VOCAB))
-    before = asyncio.run(probe(engine, VOCAB))
+    before = asyncio.run(canary_logp(engine, VOCAB))
     found = []
     for version, learner in enumerate((learners[1], learners[0])):
         asyncio.run(engine.load_weights(learner.named_weights(), version))
-        found.append(asyncio.run(probe(engine, VOCAB)))
+        found.append(asyncio.run(canary_logp(engine, VOCAB)))
         for name, codes in engine.llm.apply_model(expert_codes)[0].items():
             layer = name.split(".")[2]
             weight = (

@@ -15,7 +15,7 @@ from onepolicy.build.components import build_engine_and_scorer, load_tokenizer_a
 from onepolicy.build.learner import resolve_model
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.engine_check.command import check_pair
-from onepolicy.sync.check import checked_push
+from onepolicy.sync.push import checked_push
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(3600)]
 

@@ -20,7 +20,7 @@ from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm import server as served
 from onepolicy.sync import broadcast as module
 from onepolicy.sync.broadcast import Sender
-from onepolicy.sync.check import checked_push
+from onepolicy.sync.push import checked_push
 from onepolicy.types import Sampling
 from support.vllm_engines import (
     BLOCK,
@@ -142,8 +142,8 @@ FAULTS = {
     "broadcast, a flipped byte": (
         "gloo",
         module,
-        "flattened",
-        FlipsAByte(module.flattened),
+        "flatten_tensors",
+        FlipsAByte(module.flatten_tensors),
         r"receiver 1 .*bytes of '",
     ),
     "broadcast, an old version": (

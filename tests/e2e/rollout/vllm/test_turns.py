@@ -23,11 +23,11 @@ async def episode(engine, seed):
     draw, done = random.Random(seed), []
     path = Trajectory([draw.randrange(2, VOCAB) for _ in range(PROMPT)])
     for turn in range(TURNS):
-        asked = Sampling(1.0, TURN, routes_from=path.next_route)
+        asked = Sampling(1.0, TURN, routes_from=path.first_missing_route)
         done.append(await engine.generate(path.tokens, asked, seed=100 * seed + turn))
-        path.sampled(done[-1])
+        path.append_completion(done[-1])
         if turn < TURNS - 1:
-            path.observe([draw.randrange(2, VOCAB) for _ in range(OBSERVED)])
+            path.append_observation([draw.randrange(2, VOCAB) for _ in range(OBSERVED)])
     return path, done
 
 
@@ -41,7 +41,7 @@ def played(engine):
 
 def test_every_row_travels_once(played):
     for path, done in played:
-        trace = path.sample(reward=0.0, temperature=1.0).routing
+        trace = path.to_sample(reward=0.0, temperature=1.0).routing
         assert len(trace) == LENGTH - 1
         assert trace.valid.all()
         assert sum(completion.routing.ids.numel() for completion in done) == trace.ids.numel()
@@ -60,7 +60,7 @@ def test_every_row_travels_once(played):
 
 def test_rows_and_log_probabilities_are_those_of_one_forward(played, models):
     for path, _ in played:
-        sample = path.sample(reward=0.0, temperature=1.0)
+        sample = path.to_sample(reward=0.0, temperature=1.0)
         first, rest = sample.tokens[:1].tolist(), sample.tokens[1:]
         logits, routes = stock(models[0], first, rest)
         mine = sample.trainable
@@ -75,7 +75,7 @@ def test_the_prefix_cache_held_those_rows(played, engine):
     """Each path is asked for once more with all its rows. The rows of whole blocks come from the
     cache and are the same."""
     for path, _ in played:
-        trace = path.sample(reward=0.0, temperature=1.0).routing
+        trace = path.to_sample(reward=0.0, temperature=1.0).routing
         (again,) = play(engine, [(path.tokens, Sampling(0.0, 1), 0)])
         cached = again.routing.spans[0]
         assert (cached.source, cached.length) == ("cache", LENGTH // BLOCK * BLOCK)

@@ -9,7 +9,7 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config import GymnasiumTask
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs.warmup.examples import alphabet, warmup_examples
+from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
 from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
 from support.metrics import rows, timeless
 
@@ -36,7 +36,7 @@ def recipe(tmp_path_factory):
     """Write a recipe of a few steps on a policy that has seen some walks."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("lake")
-    tokenizer = make_tokenizer(alphabet(LAKE))
+    tokenizer = make_tokenizer(task_alphabet(LAKE))
     model = make_model(SMALL, len(tokenizer))
     warm_up(
         model, tokenizer, lambda mistakes: warmup_examples(LAKE, mistakes=mistakes, seed=0), SMALL

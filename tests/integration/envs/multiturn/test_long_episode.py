@@ -38,10 +38,10 @@ async def episode(engine: HFEngine, seed: int) -> tuple[Trajectory, list[Complet
     draw, done = random.Random(seed), []
     path = Trajectory([draw.randrange(2, VOCAB) for _ in range(PROMPT)])
     for turn in range(TURNS):
-        asked = Sampling(1.0, TURN, routes_from=path.next_route)
+        asked = Sampling(1.0, TURN, routes_from=path.first_missing_route)
         done.append(await engine.generate(path.tokens, asked, seed=1000 * seed + turn))
-        path.sampled(done[-1])
-        path.observe([draw.randrange(2, VOCAB) for _ in range(OBSERVED)])
+        path.append_completion(done[-1])
+        path.append_observation([draw.randrange(2, VOCAB) for _ in range(OBSERVED)])
     return path, done
 
 
@@ -59,7 +59,7 @@ def played():
 
 def test_every_route_travels_once(played):
     for path, done in played:
-        sample = path.sample(reward=0.0, temperature=1.0)
+        sample = path.to_sample(reward=0.0, temperature=1.0)
         moved = sum(len(completion.routing) for completion in done)
         assert sample.routing.valid.all()
         assert len(sample.tokens) == MAX_LEN - OBSERVED
@@ -82,7 +82,7 @@ def test_a_turn_computes_only_its_new_tokens(played):
 def test_log_probabilities_are_those_of_one_forward(played):
     """Engine, packed trainer and a plain forward of the stock model agree, all with the recorded
     routes."""
-    samples = [path.sample(reward=0.0, temperature=1.0) for path, _ in played]
+    samples = [path.to_sample(reward=0.0, temperature=1.0) for path, _ in played]
     batch = pack([Group(0, tuple(dataclasses.replace(sample, outcome=0.0) for sample in samples))])
     model, plain = make(), make()
     prepare_for_training(model, torch.device("cpu"))

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from onepolicy.envs.tasks import grading
-from onepolicy.envs.tasks.grading import MathGrader, answer_text, exact
-from onepolicy.envs.tasks.reasoning_gym import harmless
+from onepolicy.envs.tasks.grading import MathGrader, extract_answer, grade_exact
+from onepolicy.envs.tasks.reasoning_gym import safe_to_evaluate
 from support.waiting import LIMIT_S
 
 
@@ -21,16 +21,16 @@ from support.waiting import LIMIT_S
     ],
 )
 def test_answer_text(response, prefix, answer):
-    assert answer_text(response, prefix) == answer
+    assert extract_answer(response, prefix) == answer
 
 
 def test_exact():
-    assert exact("the answer is #7", "7", "#") == 1.0
-    assert exact("7", "7") == 1.0
-    assert exact("7 ", " 7") == 1.0
+    assert grade_exact("the answer is #7", "7", "#") == 1.0
+    assert grade_exact("7", "7") == 1.0
+    assert grade_exact("7 ", " 7") == 1.0
     for response in ("#8", "#77", "#7.", "7", ""):
-        assert exact(response, "7", "#") == 0.0
-    assert exact("the answer is 7", "7") == 0.0
+        assert grade_exact(response, "7", "#") == 0.0
+    assert grade_exact("the answer is 7", "7") == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def test_the_worker_ends_with_its_grader():
 
 
 def test_readable(grader):
-    assert grader.readable("\\frac12")
-    assert not grader.readable("\\$5 and more")
+    assert grader.can_parse_answer("\\frac12")
+    assert not grader.can_parse_answer("\\$5 and more")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_readable(grader):
     ],
 )
 def test_harmless(answer):
-    assert harmless(answer)
+    assert safe_to_evaluate(answer)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_harmless(answer):
     ],
 )
 def test_not_harmless(answer):
-    assert not harmless(answer)
+    assert not safe_to_evaluate(answer)
 
 
 @pytest.mark.parametrize("prefix", ["", "Answer:"])
@@ -184,7 +184,7 @@ def test_a_relation_is_not_its_number(grader, prefix, response, answer, reward):
 def hopeless(monkeypatch):
     """Return a grader whose worker reads no response in time, and its questions."""
     asked = []
-    monkeypatch.setattr(MathGrader, "_ask", lambda self, question: asked.append(question))
+    monkeypatch.setattr(MathGrader, "_query_worker", lambda self, question: asked.append(question))
     return MathGrader(), asked
 
 
@@ -192,20 +192,19 @@ def test_a_step_waits_for_a_bounded_number_of_endless_responses(hopeless, caplog
     grader, asked = hopeless
     for _ in range(2):
         assert [grader.grade(f"9^{{9^{n}}}", "7") for n in range(512)] == [0.0] * 512
-        assert len(asked) == grading.MOST_TIMEOUTS
+        assert len(asked) == grading.MAX_TIMEOUTS
         assert grader.grade("7", "7") == 1.0  # the reference itself needs no reading
         assert grader.take_metrics() == {
-            "rollout/grader_timeouts": grading.MOST_TIMEOUTS,
-            "rollout/grader_skipped": 512 - grading.MOST_TIMEOUTS,
+            "rollout/grader_timeouts": grading.MAX_TIMEOUTS,
+            "rollout/grader_skipped": 512 - grading.MAX_TIMEOUTS,
         }
         assert grader.take_metrics() == {}
         assert [
             record.message for record in caplog.records if "earn 0 unread" in record.message
         ] == [
-            f"{grading.MOST_TIMEOUTS} responses of this step took the math grader longer than 5 s "
-            f"each; those that are "
-            "left and are not the reference itself earn 0 unread (rollout/grader_skipped "
-            "counts them)"
+            f"{grading.MAX_TIMEOUTS} responses of this step took the math grader longer than 5 s "
+            "each; the other responses earn 0 unread unless they are the reference itself "
+            "(rollout/grader_skipped counts them)"
         ]
         asked.clear()
         caplog.clear()

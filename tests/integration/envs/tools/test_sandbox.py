@@ -433,7 +433,7 @@ except BlockingIOError:
 )
 def test_files_in_the_scratch_folder_are_bounded(driver, make):
     code = "import os; open('a', 'w').close()\nfor i in range(10**8): " + make
-    assert driver.call(code) == sandboxing.SAID[sandboxing.inside.TOO_MANY_FILES]
+    assert driver.call(code) == sandboxing.STATUS_ERRORS[sandboxing.sandbox_init.TOO_MANY_FILES]
     fewer = code.replace("10**8", str(sandboxing.INODES // 2))
     assert driver.call(fewer + "\nprint('made')") == "made"
 
@@ -447,7 +447,7 @@ kept = [l.mmap(2**36 + i * 2**30, 4096, 3, 0x22, -1, 0) for i in range(15000)]
 for page in kept: ctypes.memset(page, 1, 1)
 import signal; signal.pause()
 """
-    assert driver.call(code) == sandboxing.SAID[sandboxing.inside.TOO_MANY_TABLES]
+    assert driver.call(code) == sandboxing.STATUS_ERRORS[sandboxing.sandbox_init.TOO_MANY_TABLES]
 
 
 def test_page_tables_are_bounded_when_the_first_thread_has_ended(driver):
@@ -465,7 +465,7 @@ def work():
 threading.Thread(target=work).start()
 l.syscall({EXIT}, 0)
 """
-    assert driver.call(code) == sandboxing.SAID[sandboxing.inside.TOO_MANY_TABLES]
+    assert driver.call(code) == sandboxing.STATUS_ERRORS[sandboxing.sandbox_init.TOO_MANY_TABLES]
 
 
 def test_no_process_has_huge_pages(driver):
@@ -671,7 +671,7 @@ def test_calls_run_in_parallel_within_a_bound(monkeypatch):
     async def counted(i: int) -> str:
         return await tool.call(f"print({i})")
 
-    inner = tool._call
+    inner = tool._call_now
 
     async def watched(text: str) -> str:
         nonlocal most
@@ -682,7 +682,7 @@ def test_calls_run_in_parallel_within_a_bound(monkeypatch):
         finally:
             running.pop()
 
-    monkeypatch.setattr(tool, "_call", watched)
+    monkeypatch.setattr(tool, "_call_now", watched)
 
     async def together() -> list[str]:
         return await asyncio.gather(*(counted(i) for i in range(8)))

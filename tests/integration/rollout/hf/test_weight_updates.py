@@ -93,10 +93,12 @@ def test_an_episode_of_several_turns_continues_over_updates():
     async def episode(seed):
         path = Trajectory(prompts(1, 8, 9, seed=seed)[0])
         for turn in range(TURNS):
-            asked = Sampling(1.0, 4, routes_from=path.next_route)
-            path.sampled(await engine.generate(path.tokens, asked, seed=100 * seed + turn))
-            path.observe([3 + turn, 5, 7])
-        return path.sample(reward=0.0, temperature=1.0)
+            asked = Sampling(1.0, 4, routes_from=path.first_missing_route)
+            path.append_completion(
+                await engine.generate(path.tokens, asked, seed=100 * seed + turn)
+            )
+            path.append_observation([3 + turn, 5, 7])
+        return path.to_sample(reward=0.0, temperature=1.0)
 
     async def main():
         tasks = [asyncio.create_task(episode(seed)) for seed in range(3)]

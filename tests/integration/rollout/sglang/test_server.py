@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.sglang import weights
-from onepolicy.sync.check import adopt
+from onepolicy.sync.push import attach_engine
 from onepolicy.types import Sampling
 from support.fake_sglang import VOCAB, FakeSGLang
 from support.sglang_engines import (
@@ -250,16 +250,16 @@ def test_the_next_run_finds_the_last_ones_weights(fake, models):
 
 def test_a_run_starts_from_its_own_checkpoint_on_a_used_server(fake, models):
     before = open_engine(fake)
-    asyncio.run(adopt(before, fake.folder, vocab=VOCAB))
+    asyncio.run(attach_engine(before, fake.folder, vocab=VOCAB))
     asyncio.run(before.load_weights(models[1][0].state_dict().items(), 4))
     engine = open_engine(fake)
-    asyncio.run(adopt(engine, models[1][1], vocab=VOCAB))
+    asyncio.run(attach_engine(engine, models[1][1], vocab=VOCAB))
     assert torch.equal(fake.weights["lm_head.weight"], models[1][0].lm_head.weight)
     (done,) = play(engine, (PROMPT, Sampling(1.0, 3)))
     assert done.version.tolist() == [0] * 3
     fake.wrong = 0.01  # what it makes of every tensor it loads
     with pytest.raises(UsageError, match="its weights are wrong after a reload"):
-        asyncio.run(adopt(open_engine(fake), models[1][1], vocab=VOCAB))
+        asyncio.run(attach_engine(open_engine(fake), models[1][1], vocab=VOCAB))
 
 
 def test_requests_wait_for_a_slot(fake):

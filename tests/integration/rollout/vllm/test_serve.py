@@ -263,8 +263,8 @@ def weights(seed):
 def test_weights_arrive_whole_and_only_the_newest_files_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_files, "SHARD_BYTES", 64)
     files = WeightFiles(str(tmp_path / "sync"))
-    first = files.write(weights(1), 1)
-    second = files.write(weights(2), 2)
+    first = files.write_version(weights(1), 1)
+    second = files.write_version(weights(2), 2)
     assert not first.exists()
     assert [path.name for path in files.folder.iterdir()] == ["version_2"]
     index = json.loads((second / INDEX).read_text())["weight_map"]
@@ -273,13 +273,13 @@ def test_weights_arrive_whole_and_only_the_newest_files_stay(tmp_path, monkeypat
     for name, tensor in weights(2):
         assert torch.equal(load_file(second / index[name])[name], tensor)
     assert files.folder.stat().st_mode & 0o077 == 0  # nobody else's business
-    again = files.write(weights(3), 2)
+    again = files.write_version(weights(3), 2)
     assert torch.equal(load_file(again / index["a"])["a"], dict(weights(3))["a"])
 
 
 def test_an_interrupted_write_leaves_the_version_before(tmp_path, monkeypatch):
     files = WeightFiles(str(tmp_path))
-    first = files.write(weights(1), 1)
+    first = files.write_version(weights(1), 1)
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -288,7 +288,7 @@ def test_an_interrupted_write_leaves_the_version_before(tmp_path, monkeypatch):
     with pytest.raises(
         TrainingError, match=r"version 2: .*No space left.*sync_dir|sync_dir.*No space left"
     ):
-        files.write(weights(2), 2)
+        files.write_version(weights(2), 2)
     assert first.exists()
     assert not (files.folder / "version_2").exists()
     with pytest.raises(

@@ -13,8 +13,8 @@ from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.generate_api import resumed_seed
 from onepolicy.sync import broadcast
-from onepolicy.sync.broadcast import split
-from onepolicy.sync.check import adopt, checked_push
+from onepolicy.sync.broadcast import unflatten_bucket
+from onepolicy.sync.push import attach_engine, checked_push
 from onepolicy.sync.weight_files import read_weights
 from onepolicy.types import Sampling
 from support import fake_vllm
@@ -59,12 +59,12 @@ def test_requests_continue_after_an_update_and_name_their_weights(fake, checkpoi
 
     done = asyncio.run(interrupted())
     tables = {v: m.state_dict()[TABLE] for v, (_, m) in zip((0, 5), checkpoints, strict=True)}
-    split = 0
+    num_split = 0
     for prompt, completion in zip(prompts, done, strict=True):
         tokens, versions = completion.token_ids.long(), completion.version
         assert (len(tokens), completion.finish) == (40, "length")
         assert (versions.diff() >= 0).all()
-        split += len(versions.unique()) == 2
+        num_split += len(versions.unique()) == 2
         fed = torch.cat([torch.tensor(prompt[-1:]), tokens[:-1]])
         for t in range(40):
             table = tables[int(versions[t])]
@@ -80,7 +80,7 @@ def test_requests_continue_after_an_update_and_name_their_weights(fake, checkpoi
             2 + kept if kept else 0
         )  # its last token was not fed
         assert sum(s.length for s in spans) == 42
-    assert split == 4
+    assert num_split == 4
     assert engine.take_metrics()["rollout/requests_resumed"] >= 4
     seeds = {
         r.body["sampling_params"]["seed"]
@@ -164,7 +164,11 @@ def test_weights_reach_the_server_and_altered_ones_are_refused(
     if sync == "disk":
         monkeypatch.setattr(fake_vllm, "read_weights", lambda folder: altered(read_weights(folder)))
     else:
-        monkeypatch.setattr(broadcast, "split", lambda *args: dict(altered(split(*args).items())))
+        monkeypatch.setattr(
+            broadcast,
+            "unflatten_bucket",
+            lambda *args: dict(altered(unflatten_bucket(*args).items())),
+        )
     with pytest.raises(TrainingError, match=f"bytes of '{TABLE}' are not those that were sent"):
         asyncio.run(engine.load_weights(checkpoints[0][1].state_dict().items(), 2))
     assert engine.version == -1
@@ -176,7 +180,7 @@ def test_weights_reach_the_server_and_altered_ones_are_refused(
 def test_a_server_that_cannot_reach_the_trainer_fails_at_once(fake, checkpoints):
     engine = connected(fake)
     fake.cut_off = True
-    with pytest.raises(TrainingError, match="where the weights come from, cannot be joined"):
+    with pytest.raises(TrainingError, match="cannot join the sender of the weights"):
         asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
     assert engine.version == -1
 
@@ -201,23 +205,23 @@ def test_a_server_serves_one_run_after_another(fake, checkpoints):
     """The next run has another model.path. The server's own weights are reloaded first, and
     compared with their answers at the start."""
     engine = connected(fake)
-    asyncio.run(adopt(engine, fake.model, vocab=VOCAB))
+    asyncio.run(attach_engine(engine, fake.model, vocab=VOCAB))
     assert fake.weights == "default"  # nothing had to be loaded
     asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 9))
     second = connected(fake)
-    asyncio.run(adopt(second, fake.model, vocab=VOCAB))
+    asyncio.run(attach_engine(second, fake.model, vocab=VOCAB))
     assert torch.equal(one(second).logp, one(connected(fake)).logp)
-    asyncio.run(adopt(connected(fake), checkpoints[1][0], vocab=VOCAB))
+    asyncio.run(attach_engine(connected(fake), checkpoints[1][0], vocab=VOCAB))
     assert np.array_equal(fake.table, checkpoints[1][1].state_dict()[TABLE].numpy())
 
 
 def test_a_reload_that_is_wrong_every_time_is_noticed(fake, checkpoints):
-    asyncio.run(adopt(connected(fake), fake.model, vocab=VOCAB))
+    asyncio.run(attach_engine(connected(fake), fake.model, vocab=VOCAB))
     fake.spoil["/collective_rpc"] = lambda reply, number: (
         setattr(fake, "table", fake.table * 1.5) or reply
     )
     with pytest.raises(UsageError, match="its weights are wrong after a reload"):
-        asyncio.run(adopt(connected(fake), checkpoints[1][0], vocab=VOCAB))
+        asyncio.run(attach_engine(connected(fake), checkpoints[1][0], vocab=VOCAB))
     with pytest.raises(TrainingError, match="moved the log-probabilities"):
         asyncio.run(checked_push(Learner(checkpoints[1][1]), connected(fake), vocab=VOCAB))
 
@@ -227,4 +231,4 @@ def test_weights_of_another_program_cannot_be_checked(fake, checkpoints):
     with pytest.raises(
         UsageError, match="holds weights 'somebody-3', which another program gave it"
     ):
-        asyncio.run(adopt(connected(fake), fake.model, vocab=VOCAB))
+        asyncio.run(attach_engine(connected(fake), fake.model, vocab=VOCAB))

@@ -9,17 +9,17 @@ import pytest
 from gymnasium import spaces
 
 from onepolicy.config import GymnasiumTask, UsageError
-from onepolicy.envs import build
+from onepolicy.envs import make_environment
 from onepolicy.envs.adapters.gymnasium import (
-    NoText,
-    World,
-    check_observation,
-    describe,
-    expected,
-    in_words,
-    parse,
+    TextEnvironment,
+    TextFormError,
+    check_observation_space,
+    describe_actions,
+    describe_ansi,
+    describe_value,
+    parse_action,
 )
-from onepolicy.envs.adapters.seeded import scaled
+from onepolicy.envs.adapters.seeded import scale_return
 from onepolicy.envs.warmup.examples import warmup_examples
 from onepolicy.interfaces import EpisodeError
 from support.scripted_engine import HERMES, play, tokenizer_of
@@ -29,7 +29,9 @@ WAY = ["down", "down", "right", "right", "down", "right"]
 
 
 def environment(template=None, max_len=3000, **settings):
-    return build(GymnasiumTask(**LAKE | settings), tokenizer_of(template), max_len=max_len)
+    return make_environment(
+        GymnasiumTask(**LAKE | settings), tokenizer_of(template), max_len=max_len
+    )
 
 
 def act(*actions):
@@ -147,7 +149,7 @@ def test_returns_of_other_toy_text():
     env = environment(id="CliffWalking-v1", params={}, returns=(-113, -13), max_turns=20)
     (sample,), _ = play(env, act("up", *["right"] * 11, "down"))
     assert sample.reward == 1.0
-    assert [scaled(v, (-1, 1)) for v in (-3, -1, 0, 0.5, 1, 2)] == [0, 0, 0.5, 0.75, 1, 1]
+    assert [scale_return(v, (-1, 1)) for v in (-3, -1, 0, 0.5, 1, 2)] == [0, 0, 0.5, 0.75, 1, 1]
 
 
 def test_spaces_in_words_and_back():
@@ -155,13 +157,13 @@ def test_spaces_in_words_and_back():
         [spaces.Discrete(5), spaces.Dict({"at": spaces.Box(-1, 1, (2,)), "name": spaces.Text(9)})]
     )
     assert (
-        describe(space, (3, {"at": np.array([0.25, -1]), "name": "fox"}))
+        describe_value(space, (3, {"at": np.array([0.25, -1]), "name": "fox"}))
         == "3, at: 0.25, -1; name: fox"
     )
-    assert parse(spaces.Discrete(3, start=5), "6", ()) == 6
-    assert parse(spaces.MultiDiscrete([2, 3]), "1, 2", ()).tolist() == [1, 2]
-    assert parse(spaces.Box(-1, 1, (2,)), "0.5,-0.5", ()).tolist() == [0.5, -0.5]
-    assert parse(spaces.Text(4), " go ", ()) == "go"
+    assert parse_action(spaces.Discrete(3, start=5), "6", ()) == 6
+    assert parse_action(spaces.MultiDiscrete([2, 3]), "1, 2", ()).tolist() == [1, 2]
+    assert parse_action(spaces.Box(-1, 1, (2,)), "0.5,-0.5", ()).tolist() == [0.5, -0.5]
+    assert parse_action(spaces.Text(4), " go ", ()) == "go"
     for wrong_space, text in (
         (spaces.Discrete(3), "3"),
         (spaces.Discrete(3), "nan"),
@@ -171,17 +173,17 @@ def test_spaces_in_words_and_back():
         (spaces.Box(-1, 1, (2,)), "2, 0"),
         (spaces.Text(4), "too long"),
     ):
-        with pytest.raises(NoText, match="no action"):
-            parse(wrong_space, text, ())
-    assert expected(spaces.Discrete(3, start=5), ()) == "a number from 5 to 7"
+        with pytest.raises(TextFormError, match="no action"):
+            parse_action(wrong_space, text, ())
+    assert describe_actions(spaces.Discrete(3, start=5), ()) == "a number from 5 to 7"
     for picture in (
         spaces.Box(0, 255, (84, 84)),
         spaces.Tuple([spaces.Sequence(spaces.Discrete(2))]),
     ):
-        with pytest.raises(NoText):
-            check_observation(picture)
+        with pytest.raises(TextFormError):
+            check_observation_space(picture)
     assert (
-        in_words("\x1b[34;1mR\x1b[0m:\x1b[43m \x1b[0m|\x1b[35mY\x1b[0m\n")
+        describe_ansi("\x1b[34;1mR\x1b[0m:\x1b[43m \x1b[0m|\x1b[35mY\x1b[0m\n")
         == "[blue:R]:[yellow: ]|[magenta:Y]"
     )
 
@@ -269,7 +271,7 @@ def test_an_unplayable_environment_is_refused_at_the_start(registered, monkeypat
 
 
 def test_an_environment_that_breaks_fails_the_episode(registered, monkeypatch):
-    monkeypatch.setattr("onepolicy.envs.adapters.gymnasium.TRIED_STEPS", 2)
+    monkeypatch.setattr("onepolicy.envs.adapters.gymnasium.TRIAL_STEPS", 2)
     env = environment(id="Breaking-v0", params={})
     with pytest.raises(EpisodeError, match=r"Breaking-v0 failed: KeyError\('lost'\)"):
         play(env, act(0, 0, 1))
@@ -285,7 +287,7 @@ def test_an_environment_that_breaks_fails_the_episode(registered, monkeypatch):
 
 def test_worked_walks_agree_with_the_environment():
     task = GymnasiumTask(**LAKE, instructions="", max_turns=8)
-    env = build(task, tokenizer_of(), max_len=3000)
+    env = make_environment(task, tokenizer_of(), max_len=3000)
     for texts in [
         walk for walk, _ in zip(warmup_examples(task, mistakes=0.0, seed=0), range(3), strict=False)
     ]:
@@ -304,7 +306,7 @@ def test_worked_walks_agree_with_the_environment():
 
 def test_plans_account_for_slips():
     """On slipping ice the best first step from the start is into the wall: left is worth most."""
-    from onepolicy.envs.warmup.gridworlds import plan
+    from onepolicy.envs.warmup.gridworlds import optimal_actions
 
-    best = plan(World(GymnasiumTask(id="FrozenLake-v1", returns=(0, 1))))
+    best = optimal_actions(TextEnvironment(GymnasiumTask(id="FrozenLake-v1", returns=(0, 1))))
     assert best[0].tolist() == [True, False, False, False]

@@ -9,11 +9,11 @@ import json
 import pytest
 
 from onepolicy.config import GymTask, JsonlTask, ReActTask, UsageError
-from onepolicy.envs import build
-from onepolicy.envs.multiturn.tool_dialogue import Call, ChatReAct, PlainReAct
+from onepolicy.envs import make_environment
+from onepolicy.envs.multiturn.tool_dialogue import PlainToolDialogue, TemplateToolDialogue, ToolCall
 from onepolicy.envs.tools import build_tools
 from onepolicy.envs.warmup import react
-from onepolicy.envs.warmup.examples import alphabet
+from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.interfaces import EpisodeError, Problem
 from onepolicy.run.step import rollout_metrics
 from onepolicy.types import Group
@@ -25,13 +25,13 @@ CALCULATOR = [{"kind": "calculator"}]
 
 def environment(template=None, *, max_len=2000, problems=PRODUCTS, **settings):
     config = ReActTask(problems=problems, **{"tools": CALCULATOR, "instructions": ""} | settings)
-    return build(config, tokenizer_of(template), max_len=max_len)
+    return make_environment(config, tokenizer_of(template), max_len=max_len)
 
 
 def test_a_tool_is_called_and_the_answer_graded():
     env = environment()
     problem = env.train_problem(0)
-    expression = react.calls_of(problem, "products", None)[0]
+    expression = react.calculator_calls(problem, "products", None)[0]
     (sample,), script = play(
         env, [f"Action: calculator[{expression}]", f"Answer: {problem.answer}"]
     )
@@ -142,7 +142,7 @@ def call(expression):
 
 def test_a_template_with_tools():
     env = environment(HERMES)
-    assert isinstance(env.dialogue, ChatReAct)
+    assert isinstance(env.dialogue, TemplateToolDialogue)
     problem = Problem(0, "What is 6 * 7?", "42", env.train_problem(0).entry)
     tokenizer = env.tokenizer
     messages = [{"role": "user", "content": problem.prompt}]
@@ -258,7 +258,9 @@ def test_characters_of_replies_that_the_tokenizer_lacks(tmp_path):
     ):
         env.check(max_tokens=8, max_len=2000)
     known = ReActTask(problems=PRODUCTS, tools=tools, instructions="\u00bf")
-    build(known, make_tokenizer(alphabet(known)), max_len=2000).check(max_tokens=8, max_len=2000)
+    make_environment(known, make_tokenizer(task_alphabet(known)), max_len=2000).check(
+        max_tokens=8, max_len=2000
+    )
     (sample,), _ = play(env, ["Action: search[owls sleep]", "Answer: 1"])
     assert sample.events == ("search", "unknown")
     (sample,), _ = play(environment(), ["Action: calculator[1+1]", "Answer: 1"])
@@ -305,19 +307,21 @@ def test_json_calls_without_marks():
         .replace('"arguments": ', '"parameters": ')
     )
     dialogue = environment(bare).dialogue
-    assert dialogue.parse('{"name": "calculator", "parameters": {"expression": "1"}}').calls == (
-        Call("calculator", "1"),
-    )
-    assert dialogue.parse("The answer is 4").answer == "The answer is 4"
-    assert dialogue.parse(
+    assert dialogue.parse_turn(
+        '{"name": "calculator", "parameters": {"expression": "1"}}'
+    ).calls == (ToolCall("calculator", "1"),)
+    assert dialogue.parse_turn("The answer is 4").answer == "The answer is 4"
+    assert dialogue.parse_turn(
         '<think>so</think>\n{"name": "calculator", "parameters": {"expression": "1"}}'
     ).calls
     for deep in ("[" * 5000, "1" * 5000):
-        assert "written as JSON" in dialogue.parse('{"name": ' + deep).malformed
+        assert "written as JSON" in dialogue.parse_turn('{"name": ' + deep).malformed
 
 
 def test_a_call_in_a_thought_is_not_made():
-    turn = environment(HERMES).dialogue.parse(f"<think>or {call('1+1')} or <call></think>It is 2")
+    turn = environment(HERMES).dialogue.parse_turn(
+        f"<think>or {call('1+1')} or <call></think>It is 2"
+    )
     assert turn.answer == "It is 2"
 
 
@@ -326,7 +330,7 @@ def test_settings_of_the_problems_are_named_with_their_place(tmp_path):
     with pytest.raises(UsageError, match=r"^task\.problems\.name: .*no single data set 'product'"):
         environment(problems=GymTask(name="product"))
     with pytest.raises(UsageError, match=r"^task\.problems\.name: .*no single data set 'product'"):
-        alphabet(ReActTask(problems=GymTask(name="product"), tools=[{"kind": "calculator"}]))
+        task_alphabet(ReActTask(problems=GymTask(name="product"), tools=[{"kind": "calculator"}]))
     path = tmp_path / "problems.jsonl"
     path.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     with pytest.raises(
@@ -337,12 +341,12 @@ def test_settings_of_the_problems_are_named_with_their_place(tmp_path):
 
 def test_instructions_name_every_tool():
     config = ReActTask(problems=PRODUCTS, tools=[{"kind": "calculator", "operations": 2}])
-    env = build(config, tokenizer_of(), max_len=2000)
-    text = env.tokenizer.decode(env.dialogue.start("Why?"))
+    env = make_environment(config, tokenizer_of(), max_len=2000)
+    text = env.tokenizer.decode(env.dialogue.encode_first_prompt("Why?"))
     assert "calculator[expression]: Exact arithmetic" in text
     assert "at most 2 operation(s)" in text
     assert text.endswith("\n\nQuestion: Why?\n")
-    assert isinstance(env.dialogue, PlainReAct)
+    assert isinstance(env.dialogue, PlainToolDialogue)
 
 
 def test_settings_are_checked(tmp_path):
@@ -376,10 +380,10 @@ def test_worked_episodes_agree_with_the_environment():
         instructions="",
         max_turns=6,
     )
-    tokenizer = make_tokenizer(alphabet(config))
-    env = build(config, tokenizer, max_len=1000)
+    tokenizer = make_tokenizer(task_alphabet(config))
+    env = make_environment(config, tokenizer, max_len=1000)
     examples = react.warmup_examples(config, mistakes=0.0, seed=3)
-    start = react.digest("react warm-up", 3) % 2**31
+    start = react.hash_key("react warm-up", 3) % 2**31
     for index in range(6):
         prompt, *rest = next(examples)
         samples, script = play(env, rest[::2], env.train_problem(start + index))
@@ -390,16 +394,16 @@ def test_worked_episodes_agree_with_the_environment():
 
 
 def test_one_operation_at_a_time_needs_exact_divisions():
-    assert react._one_by_one("10 / 4 * 2") == ["10 / 4", "2.5 * 2"]
+    assert react._single_operation_calls("10 / 4 * 2") == ["10 / 4", "2.5 * 2"]
     with pytest.raises(UsageError, match=r"10 / 3 = 10/3, not a number"):
-        react._one_by_one("10 / 3 * 3")
+        react._single_operation_calls("10 / 3 * 3")
 
 
 def test_planted_guesses_are_wrong_and_as_long_as_the_answer():
     config = ReActTask(problems=PRODUCTS, tools=CALCULATOR, instructions="", max_turns=2)
     examples = react.warmup_examples(config, mistakes=0.5, seed=0)
-    env = build(config, make_tokenizer(alphabet(config)), max_len=1000)
-    start, guesses = react.digest("react warm-up", 0) % 2**31, 0
+    env = make_environment(config, make_tokenizer(task_alphabet(config)), max_len=1000)
+    start, guesses = react.hash_key("react warm-up", 0) % 2**31, 0
     for index in range(60):
         _, *rest = next(examples)
         answer = env.train_problem(start + index).answer

@@ -10,8 +10,8 @@ from onepolicy.types import Completion, RouteSpan, RoutingTrace
 
 def sample_from_completion(prompt_ids, completion, reward, temperature):
     path = Trajectory(prompt_ids)
-    path.sampled(completion)
-    return path.sample(reward=reward, temperature=temperature)
+    path.append_completion(completion)
+    return path.to_sample(reward=reward, temperature=temperature)
 
 
 def trace(rows, spans=()):

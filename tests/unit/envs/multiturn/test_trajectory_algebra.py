@@ -40,11 +40,11 @@ class Plain:
         self.open = False  # the last turn was aborted and can go on
         self.turns = 0
 
-    def observe(self, ids: list[int]) -> None:
+    def append_observation(self, ids: list[int]) -> None:
         self.path += [Token(i) for i in ids]
         self.open = self.open and not ids
 
-    def sampled(self, made: Completion) -> None:
+    def append_completion(self, made: Completion) -> None:
         turn = self.turns - 1 if self.open else self.turns
         self.turns = turn + 1
         fresh = zip(made.token_ids.tolist(), made.logp.tolist(), made.version.tolist(), strict=True)
@@ -67,7 +67,7 @@ class Plain:
         self.path, self.open = self.path[:length], False
         self.turns = max(t.turn for t in self.path) + 1
 
-    def rewritten(self, ids: list[int]) -> None:
+    def rewrite_history(self, ids: list[int]) -> None:
         """Return the path as a new history: no token of it was sampled in this history. Routes of
         the shared start are still those of its tokens."""
         fresh, same = [], True
@@ -118,7 +118,7 @@ class Engine:
             self.version += 1
         new = self.draw(st.integers(1, 3))
         fed = len(path.tokens) + new - 1
-        first = self.draw(st.sampled_from([0, path.next_route]))
+        first = self.draw(st.sampled_from([0, path.first_missing_route]))
         ids = torch.tensor(
             self.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=new, max_size=new))
         )
@@ -170,40 +170,44 @@ def test_thousands_of_random_edits(policy: str, data: st.DataObject) -> None:
 
 def compare(policy: str, data: st.DataObject) -> None:
     prompt = [0, *data.draw(IDS)]
-    path, plain, engine = Trajectory(prompt, rows=policy), Plain(prompt, policy), Engine(data)
+    path, plain, engine = (
+        Trajectory(prompt, duplicate_routes=policy),
+        Plain(prompt, policy),
+        Engine(data),
+    )
     for _ in range(data.draw(st.integers(1, 14))):
         match data.draw(
             st.sampled_from(["turn", "turn", "observe", "truncate", "fork", "rewrite"])
         ):
             case "turn":
                 made = engine.complete(path)
-                path.sampled(made)
-                plain.sampled(made)
+                path.append_completion(made)
+                plain.append_completion(made)
             case "observe":
                 ids = data.draw(IDS)
-                path.observe(ids)
-                plain.observe(ids)
+                path.append_observation(ids)
+                plain.append_observation(ids)
             case "truncate":
                 length = data.draw(st.integers(1, len(path.tokens)))
                 path.truncate(length)
                 plain.truncate(length)
             case "fork":  # the branch must leave the trunk alone, whatever it does
                 branch = path.fork()
-                branch.sampled(engine.complete(branch))
+                branch.append_completion(engine.complete(branch))
                 branch.truncate(1)
             case "rewrite":
                 kept = data.draw(st.integers(1, len(path.tokens)))
                 ids = path.tokens[:kept] + data.draw(IDS)
-                path = path.rewritten(ids)
-                plain.rewritten(ids)
+                path = path.rewrite_history(ids)
+                plain.rewrite_history(ids)
                 assert path.tokens == ids
         assert path.tokens == [t.id for t in plain.path]
         assert path.turns == plain.turns
         missing = (i for i, t in enumerate(plain.path) if t.route is None)
-        assert path.next_route == min(next(missing, len(plain.path)), len(plain.path) - 1)
+        assert path.first_missing_route == min(next(missing, len(plain.path)), len(plain.path) - 1)
         assert path.sampled_tokens == sum(t.turn >= 0 for t in plain.path)
         if path.sampled_tokens:
-            plain.check(path.sample(reward=0.0, temperature=1.0))
+            plain.check(path.to_sample(reward=0.0, temperature=1.0))
 
 
 def completion(
@@ -253,11 +257,11 @@ def completion(
 def test_an_update_in_the_middle_of_a_turn(policy, experts, versions) -> None:
     """Prompt 5 6, two tokens of version 3, abort, update, then the rest under version 4 after a new
     prefill."""
-    path = Trajectory([5, 6], rows=policy)
-    path.sampled(completion([7, 0], rows=3, first=0, expert=1, version=3, prompt=2))
-    assert path.next_route == 3
-    path.sampled(completion([1, 2], rows=5, first=0, expert=2, version=4, prompt=4))
-    sample = path.sample(reward=1.0, temperature=1.0)
+    path = Trajectory([5, 6], duplicate_routes=policy)
+    path.append_completion(completion([7, 0], rows=3, first=0, expert=1, version=3, prompt=2))
+    assert path.first_missing_route == 3
+    path.append_completion(completion([1, 2], rows=5, first=0, expert=2, version=4, prompt=4))
+    sample = path.to_sample(reward=1.0, temperature=1.0)
     assert path.turns == 1
     assert sample.turn.tolist() == [-1, 0, 0, 0, 0]
     assert sample.version.tolist() == [-1, 3, 3, 4, 4]
@@ -270,11 +274,13 @@ def test_newest_keeps_its_row_against_an_older_cache() -> None:
     """A prefix-cache hit may bring rows of older weights: newest ignores them, as-cached takes
     them."""
     for policy, expert in (("as-sampled", 1), ("newest", 1), ("as-cached", 2)):
-        path = Trajectory([5, 6], rows=policy)  # type: ignore[arg-type]
-        path.sampled(completion([7], rows=2, first=0, expert=1, version=9, prompt=2))
-        path.observe([4])
-        path.sampled(completion([0], rows=4, first=0, expert=2, version=2, prompt=4, cached=3))
-        rows = path.sample(reward=0.0, temperature=1.0).routing.ids.flatten().tolist()
+        path = Trajectory([5, 6], duplicate_routes=policy)  # type: ignore[arg-type]
+        path.append_completion(completion([7], rows=2, first=0, expert=1, version=9, prompt=2))
+        path.append_observation([4])
+        path.append_completion(
+            completion([0], rows=4, first=0, expert=2, version=2, prompt=4, cached=3)
+        )
+        rows = path.to_sample(reward=0.0, temperature=1.0).routing.ids.flatten().tolist()
         assert rows == [expert, expert, 2, 2], policy
 
 
@@ -284,18 +290,18 @@ def test_only_new_rows_travel() -> None:
     path = Trajectory([1, 2, 3])
     moved = 0
     for turn in range(5):
-        first = path.next_route
+        first = path.first_missing_route
         assert first == (
             0 if turn == 0 else len(path.tokens) - 2
         )  # the turn's last token, then one observed
         rows = len(path.tokens) + 2 - 1 - first
-        path.sampled(
+        path.append_completion(
             completion([1, 2], rows=rows, first=first, expert=3, version=1, prompt=len(path.tokens))
         )
         moved += rows
-        path.observe([4])
-    assert moved == len(path.sample(reward=0.0, temperature=1.0).trainable)
-    assert path.sample(reward=0.0, temperature=1.0).routing.valid.all()
+        path.append_observation([4])
+    assert moved == len(path.to_sample(reward=0.0, temperature=1.0).trainable)
+    assert path.to_sample(reward=0.0, temperature=1.0).routing.valid.all()
 
 
 def test_top_log_probabilities_follow_their_tokens() -> None:
@@ -305,20 +311,20 @@ def test_top_log_probabilities_follow_their_tokens() -> None:
         "top_ids": torch.tensor([[3, 0], [4, 1]], dtype=torch.int32),
         "top_logp": torch.tensor([[-0.1, -3.0], [-0.2, -2.0]]),
     }
-    path.sampled(dataclasses.replace(made, **tops))
-    path.observe([0])
-    path.sampled(
+    path.append_completion(dataclasses.replace(made, **tops))
+    path.append_observation([0])
+    path.append_completion(
         dataclasses.replace(
             completion([5], rows=2, first=3, expert=1, version=1, prompt=5),
             top_ids=tops["top_ids"][:1],
             top_logp=tops["top_logp"][:1],
         )
     )
-    sample = path.sample(reward=0.0, temperature=1.0)
+    sample = path.to_sample(reward=0.0, temperature=1.0)
     assert sample.top_ids.tolist() == [[0, 0], [3, 0], [4, 1], [0, 0], [3, 0]]
     assert torch.isnan(sample.top_logp_rollout[[0, 3]]).all()
     path.truncate(4)
-    assert path.sample(reward=0.0, temperature=1.0).top_ids.tolist() == [[0, 0], [3, 0], [4, 1]]
+    assert path.to_sample(reward=0.0, temperature=1.0).top_ids.tolist() == [[0, 0], [3, 0], [4, 1]]
 
 
 def test_sources_are_those_of_a_span() -> None:

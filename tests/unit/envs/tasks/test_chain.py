@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import ChainTask
-from onepolicy.envs.tasks.chain import ALPHABET, Chain, corrupted_solution, problem, solution
-from onepolicy.envs.tasks.seeding import rng_of, split_of
-from onepolicy.envs.warmup.examples import alphabet, warmup_examples
+from onepolicy.envs.tasks.chain import ALPHABET, Chain, corrupted_solution, make_problem, solution
+from onepolicy.envs.tasks.seeding import seeded_rng, split_of_text
+from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_left_to_right_mod_ten(prompt, worked):
 
 @given(st.integers(0, 10**9), st.integers(1, 20), st.integers(0, 2**63 - 1))
 def test_a_problem_is_well_formed_and_its_solution_right(index, ops, seed):
-    asked = problem(ChainTask(ops=ops, seed=seed), index, "train")
+    asked = make_problem(ChainTask(ops=ops, seed=seed), index, "train")
     assert len(asked.prompt) == 2 * ops + 2
     worked = solution(asked.prompt)
     assert len(worked) == 6 * ops + 2
@@ -49,12 +49,12 @@ def test_a_problem_depends_only_on_seed_split_and_index():
 
 def test_these_are_the_problems_of_seed_0():
     """The problems are pinned, because a change here silently changes every run."""
-    assert problem(ChainTask(), 0, "train").prompt == "1-9*6*5*0+8-3*8-6+9-9+4-4="
+    assert make_problem(ChainTask(), 0, "train").prompt == "1-9*6*5*0+8-3*8-6+9-9+4-4="
 
 
 def test_train_and_held_out_never_meet():
     for task in (ChainTask(ops=1), ChainTask(ops=2), ChainTask(seed=3)):
-        train = {problem(task, i, "train").prompt for i in range(2000)}
+        train = {make_problem(task, i, "train").prompt for i in range(2000)}
         held_out = {p.prompt for p in Chain(task).held_out(500)}
         warm = {
             prompt
@@ -63,13 +63,13 @@ def test_train_and_held_out_never_meet():
         assert train
         assert held_out
         assert not held_out & (train | warm)
-        assert {split_of(p) for p in held_out} == {"held_out"}
-        assert {split_of(p) for p in train | warm} == {"train"}
+        assert {split_of_text(p) for p in held_out} == {"held_out"}
+        assert {split_of_text(p) for p in train | warm} == {"train"}
 
 
 def test_held_out_is_about_a_quarter():
     every = [f"{a}{o}{b}=" for a in range(10) for o in "+-*" for b in range(10)]
-    assert 50 < sum(split_of(p) == "held_out" for p in every) < 100
+    assert 50 < sum(split_of_text(p) == "held_out" for p in every) < 100
 
 
 def test_ids_of_the_splits_differ():
@@ -95,8 +95,8 @@ def test_mistakes_are_carried_on():
 def test_mistake_rate(rate):
     wrong = steps = 0
     for i in range(400):
-        prompt = problem(ChainTask(ops=12), i, "train").prompt
-        for step in corrupted_solution(prompt, rng_of("test", i), rate).split(";")[:-1]:
+        prompt = make_problem(ChainTask(ops=12), i, "train").prompt
+        for step in corrupted_solution(prompt, seeded_rng("test", i), rate).split(";")[:-1]:
             question, result = step.split("=")
             wrong += eval(question) % 10 != int(result)
             steps += 1
@@ -117,7 +117,7 @@ def test_warmup_examples_cover_all_lengths_and_repeat_exactly():
 
 def test_grade():
     task = Chain(ChainTask())
-    asked = problem(ChainTask(ops=2), 4, "train")
+    asked = make_problem(ChainTask(ops=2), 4, "train")
     right = solution(asked.prompt)
     wrong = str((int(asked.answer) + 1) % 10)
     assert task.grade(asked, right) == 1.0
@@ -135,5 +135,5 @@ def test_grade():
 
 
 def test_alphabet():
-    assert alphabet(ChainTask()) == "".join(sorted(ALPHABET))
+    assert task_alphabet(ChainTask()) == "".join(sorted(ALPHABET))
     assert len(ALPHABET) == 16

@@ -8,7 +8,7 @@ import pytest
 from onepolicy.config import JsonlTask, UsageError, resolve
 from onepolicy.config.problems import read_rows
 from onepolicy.envs.tasks.jsonl import Jsonl
-from onepolicy.envs.warmup.examples import alphabet, warmup_examples
+from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
 from support.paths import ROOT
 
 GOOD = '{"prompt": "1+1", "answer": "2"}'
@@ -225,7 +225,7 @@ def test_grade_exact_with_prefix(tmp_path):
     asked = task.train_problem(0)
     assert task.grade(asked, f"because #### {asked.answer}\n") == 1.0
     assert task.grade(asked, asked.answer) == 0.0
-    assert task.reference(asked) == f"####{asked.answer}"
+    assert task.reference_response(asked) == f"####{asked.answer}"
 
 
 def test_an_unreadable_math_answer_is_found_before_the_run(tmp_path):
@@ -245,7 +245,7 @@ def test_warmup_examples_and_alphabet(tmp_path):
     wrong = list(itertools.islice(warmup_examples(config, mistakes=1.0, seed=0), 30))
     assert any(response != f"=a{prompt[1:]}" for prompt, response in wrong)
     (tmp_path / "data.jsonl").write_text('{"prompt": "é", "answer": "ß"}\n' + GOOD)
-    assert set("éßaZ \n") <= set(alphabet(config.model_copy(update={"held_out": 1})))
+    assert set("éßaZ \n") <= set(task_alphabet(config.model_copy(update={"held_out": 1})))
 
 
 def test_the_page_on_tasks_has_a_working_example_and_every_setting(tmp_path, monkeypatch):

@@ -4,9 +4,9 @@ import pytest
 
 from onepolicy.config import GymTask, UsageError
 from onepolicy.envs.tasks import reasoning_gym
-from onepolicy.envs.tasks.reasoning_gym import Gym, extract
-from onepolicy.envs.tasks.seeding import digest, rng_of, split_of
-from onepolicy.envs.warmup.examples import alphabet, warmup_examples
+from onepolicy.envs.tasks.reasoning_gym import ReasoningGym, extract_tagged_answer
+from onepolicy.envs.tasks.seeding import hash_key, seeded_rng, split_of_text
+from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
 
 SMALL = GymTask(
     name="chain_sum", params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -47,45 +47,45 @@ SMALL = GymTask(
 )
 def test_bad_settings_are_named(task, message):
     with pytest.raises(UsageError, match=message):
-        Gym(task)
+        ReasoningGym(task)
 
 
 def test_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(reasoning_gym, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install onepolicy\[envs\]"):
-        Gym(GymTask(name="gcd"))
+        ReasoningGym(GymTask(name="gcd"))
 
 
 def test_set_ordered_data_sets_need_a_fixed_hash_seed(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(UsageError, match=r"ransom_note depend on .*PYTHONHASHSEED=0"):
-        Gym(GymTask(name="ransom_note"))
+        ReasoningGym(GymTask(name="ransom_note"))
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    Gym(GymTask(name="ransom_note"))
+    ReasoningGym(GymTask(name="ransom_note"))
 
 
 def test_problem_depends_on_seed_and_index_alone():
-    forward = [Gym(GymTask(name="gcd")).train_problem(i) for i in range(5)]
-    task = Gym(GymTask(name="gcd"))
+    forward = [ReasoningGym(GymTask(name="gcd")).train_problem(i) for i in range(5)]
+    task = ReasoningGym(GymTask(name="gcd"))
     far = task.train_problem(10**6)  # another generator
     task.held_out(10)
     assert [task.train_problem(i) for i in reversed(range(5))] == forward[::-1]
     assert task.train_problem(10**6) == far
     assert [p.id for p in forward] == [0, 1, 2, 3, 4]
-    other = [Gym(GymTask(name="gcd", seed=1)).train_problem(i).prompt for i in range(5)]
+    other = [ReasoningGym(GymTask(name="gcd", seed=1)).train_problem(i).prompt for i in range(5)]
     assert other != [p.prompt for p in forward]
 
 
 def test_seeds_are_the_same_in_every_process():
     """The seeds are pinned: Python's own hash() would give others each time, and a change here
     silently changes every run."""
-    assert digest("gym", 0, "train", 0) == 73678899209691289107030436499602240076
-    assert rng_of("gym", 0).integers(1000, size=4).tolist() == [889, 669, 607, 6]
+    assert hash_key("gym", 0, "train", 0) == 73678899209691289107030436499602240076
+    assert seeded_rng("gym", 0).integers(1000, size=4).tolist() == [889, 669, 607, 6]
 
 
 def test_train_and_held_out_never_meet():
     """200 questions exist, and both sides are drawn many times over."""
-    task = Gym(SMALL)
+    task = ReasoningGym(SMALL)
     train = {task.train_problem(i).prompt for i in range(2000)}
     held_out = [p.prompt for p in task.held_out(30)]
     warm = {
@@ -94,12 +94,12 @@ def test_train_and_held_out_never_meet():
     assert len(set(held_out)) == 30
     assert not set(held_out) & (train | warm)
     assert len(train) > 100
-    assert {split_of(p) for p in held_out} == {"held_out"}
+    assert {split_of_text(p) for p in held_out} == {"held_out"}
 
 
 def test_held_out_is_a_prefix_of_a_longer_one_and_has_an_end():
-    task = Gym(SMALL)
-    assert task.held_out(5) == Gym(SMALL).held_out(20)[:5]
+    task = ReasoningGym(SMALL)
+    assert task.held_out(5) == ReasoningGym(SMALL).held_out(20)[:5]
     assert [p.id for p in task.held_out(3)] == [-1, -2, -3]
     with pytest.raises(
         UsageError,
@@ -109,9 +109,9 @@ def test_held_out_is_a_prefix_of_a_longer_one_and_has_an_end():
 
 
 def test_too_few_questions_to_train_on(monkeypatch):
-    monkeypatch.setattr(reasoning_gym, "split_of", lambda question: "held_out")
+    monkeypatch.setattr(reasoning_gym, "split_of_text", lambda question: "held_out")
     with pytest.raises(UsageError, match=r"task\.params: chain_sum .* too few different questions"):
-        Gym(SMALL).train_problem(0)
+        ReasoningGym(SMALL).train_problem(0)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_too_few_questions_to_train_on(monkeypatch):
     ],
 )
 def test_extract(response, answer):
-    assert extract(response) == answer
+    assert extract_tagged_answer(response) == answer
 
 
 def test_grade_is_the_library_s():
-    task = Gym(SMALL)
+    task = ReasoningGym(SMALL)
     asked = task.train_problem(0)
     right = int(asked.answer)
     assert task.grade(asked, f"{right}") == 1.0
@@ -148,7 +148,7 @@ def test_grade_is_the_library_s():
     ],
 )
 def test_a_response_that_breaks_the_library_earns_nothing(name, response):
-    task = Gym(GymTask(name=name))
+    task = ReasoningGym(GymTask(name=name))
     asked = task.train_problem(0)
     with pytest.raises(reasoning_gym.LIBRARY_ERRORS):
         task._dataset("train", 0).score_answer(response, asked.entry)
@@ -156,12 +156,12 @@ def test_a_response_that_breaks_the_library_earns_nothing(name, response):
 
 
 def test_evaluated_responses_pass_the_gate(tmp_path):
-    task = Gym(GymTask(name="countdown"))
+    task = ReasoningGym(GymTask(name="countdown"))
     asked = task.train_problem(0)
     assert task.grade(asked, asked.answer) == 1.0
     assert task.grade(asked, "99999999!") == 0.0
-    for name in reasoning_gym.EVALUATED - reasoning_gym.HASH_ORDERED:
-        task = Gym(GymTask(name=name))
+    for name in reasoning_gym.EVALUATING_GRADERS - reasoning_gym.HASH_ORDERED:
+        task = ReasoningGym(GymTask(name=name))
         problems = [task.train_problem(i) for i in range(3)]
         assert all(task.grade(p, p.answer) == 1.0 for p in problems)
         assert task.grade(problems[0], f"open({str(tmp_path / 'made')!r}, 'w')") == 0.0
@@ -184,5 +184,5 @@ def test_warmup_examples():
 
 
 def test_the_alphabet_has_the_data_sets_characters():
-    assert "\u00d7" in alphabet(GymTask(name="prime_factorization"))
-    assert len(alphabet(GymTask(name="gcd"))) == 96
+    assert "\u00d7" in task_alphabet(GymTask(name="prime_factorization"))
+    assert len(task_alphabet(GymTask(name="gcd"))) == 96

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onepolicy.config import CalculatorTool, SearchTool, UsageError
-from onepolicy.envs.tools import Calculator, Search, build_tools, schema
+from onepolicy.envs.tools import Calculator, Search, build_tools, function_schema
 from onepolicy.envs.tools.calculator import calculate
 
 
@@ -165,4 +165,6 @@ def test_tools_by_name():
     tools = build_tools([CalculatorTool(operations=1)])
     assert list(tools) == ["calculator"]
     assert isinstance(tools["calculator"], Calculator)
-    assert schema(tools["calculator"])["function"]["parameters"]["required"] == ["expression"]
+    assert function_schema(tools["calculator"])["function"]["parameters"]["required"] == [
+        "expression"
+    ]

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from onepolicy.envs.warmup.noise import garbled
+from onepolicy.envs.warmup.noise import add_character_noise
 
 
 def test_kinds_are_kept_and_the_rest_is_untouched():
     text = "aZ9 -<>" * 50
-    out = garbled(text, np.random.default_rng(0), 1.0)
+    out = add_character_noise(text, np.random.default_rng(0), 1.0)
     for old, new in zip(text, out, strict=True):
         assert (old.islower(), old.isupper(), old.isdigit()) == (
             new.islower(),
@@ -20,6 +20,8 @@ def test_kinds_are_kept_and_the_rest_is_untouched():
 
 def test_rate():
     text = "5" * 20_000
-    assert garbled(text, np.random.default_rng(0), 0.0) == text
-    changed = sum(c != "5" for c in garbled(text, np.random.default_rng(0), 0.2)) / len(text)
+    assert add_character_noise(text, np.random.default_rng(0), 0.0) == text
+    changed = sum(c != "5" for c in add_character_noise(text, np.random.default_rng(0), 0.2)) / len(
+        text
+    )
     assert abs(changed - 0.2 * 0.9) < 0.01  # one slip in ten draws the digit itself

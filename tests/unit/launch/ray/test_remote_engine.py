@@ -22,8 +22,8 @@ from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
 from onepolicy.launch.ray.wire import GenerateRequest, decode_replies, encode_requests  # noqa: E402
 from onepolicy.rollout.fleet.replicas import Replicas  # noqa: E402
 from onepolicy.rollout.servers.http import EngineLost  # noqa: E402
-from onepolicy.sync.checksum import Checksums  # noqa: E402
-from onepolicy.sync.weight_files import WeightFiles, Written  # noqa: E402
+from onepolicy.sync.checksum import ChecksumAccumulator  # noqa: E402
+from onepolicy.sync.weight_files import WeightFiles, WrittenWeights  # noqa: E402
 from onepolicy.types import Sampling  # noqa: E402
 from support.fake_ray import Actor, Engine  # noqa: E402
 from support.waiting import LIMIT_S, until  # noqa: E402
@@ -47,9 +47,9 @@ def engines(monkeypatch):
 @pytest.fixture
 def written(tmp_path):
     files = WeightFiles(str(tmp_path))
-    checksums = Checksums(b"key")
-    folder = files.write(checksums.passing([("w", torch.ones(1))]), 4)
-    yield Written(str(folder), 4, b"key", checksums.take())
+    checksums = ChecksumAccumulator(b"key")
+    folder = files.write_version(checksums.add_each([("w", torch.ones(1))]), 4)
+    yield WrittenWeights(str(folder), 4, b"key", checksums.pop_all())
     del files  # which removes the folder
 
 

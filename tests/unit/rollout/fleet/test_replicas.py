@@ -16,10 +16,10 @@ from onepolicy.interfaces import EngineCaps
 from onepolicy.rollout.fleet.broadcast import ReplicaBroadcast
 from onepolicy.rollout.fleet.replicas import Replicas, choose_replica, common_caps
 from onepolicy.rollout.servers.http import EngineLost
-from onepolicy.sync.board import Board
 from onepolicy.sync.broadcast import Receiver, Sender
-from onepolicy.sync.checksum import Checksums
-from onepolicy.sync.weight_files import WeightFiles, Written, read_weights
+from onepolicy.sync.checksum import ChecksumAccumulator
+from onepolicy.sync.signed_store import SignedStore
+from onepolicy.sync.weight_files import WeightFiles, WrittenWeights, read_weights
 from onepolicy.types import Completion, Sampling
 from support.waiting import LIMIT_S, until
 
@@ -137,9 +137,11 @@ def test_weights_reach_all_and_a_lost_engine_is_left_out(tmp_path):
 def broadcast_to(tmp_path, *receive):
     """Return the result of each receiver."""
     files = WeightFiles(str(tmp_path))
-    checksums = Checksums(b"key")
-    folder = files.write(checksums.passing([("a", torch.arange(3.0)), ("b", torch.ones(2, 2))]), 5)
-    written = Written(str(folder), 5, b"key", checksums.take())
+    checksums = ChecksumAccumulator(b"key")
+    folder = files.write_version(
+        checksums.add_each([("a", torch.arange(3.0)), ("b", torch.ones(2, 2))]), 5
+    )
+    written = WrittenWeights(str(folder), 5, b"key", checksums.pop_all())
 
     async def main():
         async with ReplicaBroadcast(
@@ -170,7 +172,7 @@ def test_a_failing_receiver_ends_a_broadcast_for_all(tmp_path):
     there, gone = broadcast_to(tmp_path, taken, refused)
     assert isinstance(gone, ConnectionError)
     assert isinstance(there, TrainingError)
-    assert "GivenUp" in str(there)
+    assert "UpdateCancelled" in str(there)
 
 
 def test_a_fault_of_the_sender_is_raised_if_no_receiver_saw_it(tmp_path, monkeypatch):
@@ -204,8 +206,8 @@ def test_files_changed_after_writing_are_not_sent(tmp_path):
     """A bit of a file has changed by the time that it is read."""
 
     class Damaged(WeightFiles):
-        def write(self, weights, version, **keywords):
-            folder = super().write(weights, version, **keywords)
+        def write_version(self, weights, version, **keywords):
+            folder = super().write_version(weights, version, **keywords)
             (path,) = folder.glob("*.safetensors")
             data = bytearray(path.read_bytes())
             data[-1] ^= 0x40
@@ -219,14 +221,14 @@ def test_files_changed_after_writing_are_not_sent(tmp_path):
     engine = Receives("replica 0")
     open_broadcast = partial(ReplicaBroadcast, host="127.0.0.1", limit=LIMIT_S)
     together = Replicas([engine], Damaged(str(tmp_path)), broadcast=open_broadcast)
-    with pytest.raises(TrainingError, match="what is to be sent has changed: the bytes of 'a'"):
+    with pytest.raises(TrainingError, match="the tensors to send have changed: the bytes of 'a'"):
         asyncio.run(together.load_weights([("a", torch.ones(1))], 5))
     assert not engine.loaded
 
 
 def test_a_delayed_sender_whose_receivers_ended_has_not_failed(tmp_path, monkeypatch):
     """It reads their last message only when the broadcast is already being left."""
-    wait, leave, left = Board.wait, ReplicaBroadcast.__aexit__, threading.Event()
+    wait, leave, left = SignedStore.wait_for_messages, ReplicaBroadcast.__aexit__, threading.Event()
 
     def held_up(board, names, meanwhile):
         if names[0].startswith("done/"):
@@ -237,7 +239,7 @@ def test_a_delayed_sender_whose_receivers_ended_has_not_failed(tmp_path, monkeyp
         asyncio.get_running_loop().call_soon(left.set)  # once __aexit__ waits for the sender
         return await leave(broadcast, *error)
 
-    monkeypatch.setattr(Board, "wait", held_up)
+    monkeypatch.setattr(SignedStore, "wait_for_messages", held_up)
     monkeypatch.setattr(ReplicaBroadcast, "__aexit__", leaving)
     (found,) = broadcast_to(tmp_path, taken)
     assert found.keys() == {"a", "b"}
@@ -247,7 +249,7 @@ def test_a_broadcast_may_take_longer_than_any_wait_in_it(tmp_path, monkeypatch):
     """The sender sends until the receiver has loaded all, which takes three times the limit."""
     limit, loaded = 0.1, threading.Event()
     monkeypatch.setattr(Sender, "send", lambda *_: loaded.wait(LIMIT_S))
-    written = Written(str(tmp_path), 5, b"key", {})
+    written = WrittenWeights(str(tmp_path), 5, b"key", {})
 
     async def load(*_):
         await asyncio.sleep(3 * limit)

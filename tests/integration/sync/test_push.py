@@ -6,7 +6,7 @@ import asyncio
 import pytest
 import torch
 
-from onepolicy.sync.check import checked_push
+from onepolicy.sync.push import checked_push
 from support.engine_runs import engine_of
 from support.models import VOCAB, make
 
