@@ -13,7 +13,7 @@ HELD = "Engine and trainer are one policy, to the last bit."
 
 
 def summary(tree: Tree) -> list[RenderableType]:
-    """What was compared, how much of it differs, and where the first difference is."""
+    """Return the table of differences and a line with the first one."""
     table = Table(
         "to the bit",
         "differ",
@@ -26,11 +26,12 @@ def summary(tree: Tree) -> list[RenderableType]:
     parts: list[RenderableType] = [table]
     if tree["holds"]:
         return [*parts, Text(HELD, style="bold green")]
-    parts.append(Text(said(tree), style="bold red"))
+    parts.append(Text(first_difference(tree), style="bold red"))
     return parts
 
 
 def rows(tree: Tree) -> list[tuple[str, str, str]]:
+    """Return the rows of the table: comparison, differences, out of."""
     tokens = f"{tree['tokens']:,} of {tree['sequences']} sequences"
     found = [
         ("log-probabilities, engine against trainer", f"{tree['differing']:,}", tokens),
@@ -48,14 +49,15 @@ def rows(tree: Tree) -> list[tuple[str, str, str]]:
     return [*found, ("k3", f"{tree['k3']:.2g}", "nats per token")]
 
 
-def said(tree: Tree) -> str:
-    """Why they are not the same policy to the bit."""
+def first_difference(tree: Tree) -> str:
+    """Return the reason why both sides are not one policy to the bit."""
     text = "Not the same to the bit"
     if tree["cannot_claim"]:
         text += f": {tree['cannot_claim']}"
     if tree["where"]:
         text += f". First log-probability: {tree['where']}"
-    if (first := tree["first"]) is not None:
+    first = tree["first"]
+    if first is not None:
         text += f". First number on the way there: slot {first['slot']}, {first['operator']}"
         text += f", off by up to {first['largest']:.2g}"
     elif tree["where"]:

@@ -1,5 +1,4 @@
-"""Files of one JSON object a line, as a run folder holds them: appended while a process lives that may be killed at any
-moment."""
+"""The JSONL files of a run folder. Their writer may be killed at any moment."""
 
 from __future__ import annotations
 
@@ -11,13 +10,15 @@ from onepolicy.config.shapes import Sample, check_metrics, check_step, checked, 
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 RENAMED = {"time/probe": "time/counterfactual"}
-"""Metrics that have a new name: old -> new. Run folders from before have the old one."""
-MEND = "remove the line or restore the file"
+"""Metrics with a new name: old -> new. Old run folders have the old name."""
+FIX = "remove the line or restore the file"
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All objects of a file, each with its integer `step`. A last line cut short (its writer was killed) is left out;
-    any other bad line raises."""
+    """Return all objects of a file, each with its integer `step`.
+
+    A last line that a killed writer cut short is left out. Raises UsageError on any other bad line.
+    """
     try:
         if not path.is_file():
             raise UsageError(
@@ -34,14 +35,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         where = f"{path}:{number}"
         try:
-            row = parsed(line, where, MEND)
+            row = parsed(line, where, FIX)
         except UsageError:
             if number == len(lines) and not ended:  # half written
                 break
-            raise UsageError(f"{where}: not a JSON object ({line[:60]!r}); {MEND}") from None
+            raise UsageError(f"{where}: not a JSON object ({line[:60]!r}); {FIX}") from None
         if not isinstance(row, dict):
-            raise UsageError(f"{where}: not a JSON object ({line[:60]!r}); {MEND}")
-        check_step(row, where, MEND)
+            raise UsageError(f"{where}: not a JSON object ({line[:60]!r}); {FIX}")
+        check_step(row, where, FIX)
         rows.append(row)
     return rows
 
@@ -57,17 +58,19 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     ]
     for number, row in enumerate(rows, start=1):
         where = f"{path}:{number}"
-        check_metrics(row, where, MEND)
+        check_metrics(row, where, FIX)
         if number > 1 and row["step"] <= rows[number - 2]["step"]:
             before = rows[number - 2]["step"]
-            raise UsageError(f"{where}: step {row['step']} stands after step {before}; {MEND}")
+            raise UsageError(f"{where}: step {row['step']} stands after step {before}; {FIX}")
     return rows
 
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
-    """All readable rollouts of samples.jsonl; none if there is no such file."""
+    """Return all readable rollouts of samples.jsonl; none if there is no such file."""
     path = folder / SAMPLES
-    rows = read_jsonl(path) if path.exists() else []
+    if not path.exists():
+        return []
+    rows = read_jsonl(path)
     for number, row in enumerate(rows, start=1):
-        checked(row, Sample, f"{path}:{number}", MEND)
+        checked(row, Sample, f"{path}:{number}", FIX)
     return rows

@@ -1,5 +1,8 @@
-"""What came of a run, in one sentence: did the policy learn, did it crash, does the gap matter? The summary in the
-terminal and the report begin with it. Its words for a gap are those of `measure` and `audit` (verdict/rules.py)."""
+"""The outcome of a run in one sentence: learning, crash, and whether the gap matters.
+
+The summary in the terminal and the report begin with it. Its words for a gap are those of `measure`
+and `audit` (verdict/rules.py).
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,18 @@ from onepolicy.report.words import (
 from onepolicy.verdict.rules import REPLAY_HELPS, SMALL, size_in_words
 
 LEAST_CHANGE = 0.02
-"""Of a reward or score from first to last, in shares of the larger of both and 1: less is called no change."""
+"""Smallest change of a reward or score, as a share of the larger of first, last and 1."""
 GAP = "the gap between rollout and trainer"
 
 
 def outcome(summary: Tree) -> str:
-    """Of summary.json; its keys are in report/words.py."""
-    said = [text for text in (_learning(summary), _gap(summary)) if text]
-    sentence = "; ".join(said)
+    """Return the sentence for a summary.json; report/words.py lists its keys."""
+    sentence = "; ".join(text for text in (_learning(summary), _gap(summary)) if text)
     return f"{sentence[0].upper()}{sentence[1:]}."
 
 
 def failed(summary: Tree) -> bool:
-    """Did it crash, or learn nothing or little?"""
+    """Return whether the run crashed, or learnt nothing or little."""
     return unlearnt(summary) is not None or summary.get("crash_step") is not None
 
 
@@ -41,32 +43,33 @@ def _learning(summary: Tree) -> str:
         return idle.verdict.removesuffix(".")
     course = _course(summary)
     crash = summary.get("crash_step")
+    crashed = f"the policy crashed at step {crash}"
+    if course is None and crash is None:
+        return ""
     if course is None:
-        return "" if crash is None else f"the policy crashed at step {crash}"
+        return crashed
     name, first, last = course
     change = last - first
-    moved = abs(change) >= LEAST_CHANGE * max(1.0, abs(first), abs(last))
-    verb = "stayed" if not moved else "rose" if change > 0 else "fell"
-    told = (
-        f"{name} {verb} from {number(first)} to {number(last)}"
-        if moved
-        else f"{name} stayed near {number(last)}"
-    )
+    if abs(change) < LEAST_CHANGE * max(1.0, abs(first), abs(last)):
+        result, curve = "the policy hardly changed", f"{name} stayed near {number(last)}"
+    elif change > 0:
+        result, curve = "the policy learnt", f"{name} rose from {number(first)} to {number(last)}"
+    else:
+        result, curve = (
+            "the policy got worse",
+            f"{name} fell from {number(first)} to {number(last)}",
+        )
     if crash is not None:
-        return f"the policy crashed at step {crash}: {told}"
-    judged = (
-        "it did not crash"
-        if summary.get("eval_best") is not None
-        else "no evaluation looked for a crash"
-    )
-    if not moved:
-        return f"the policy hardly changed: {told}, and {judged}"
-    result = "the policy learnt" if change > 0 else "the policy got worse"
-    return f"{result}: {told}, and {judged}"
+        return f"{crashed}: {curve}"
+    if summary.get("eval_best") is None:
+        return f"{result}: {curve}, and no evaluation looked for a crash"
+    return f"{result}: {curve}, and it did not crash"
 
 
 def _course(summary: Tree) -> tuple[str, float, float] | None:
-    """(what, first, last) of the evaluations, or of the rewards of training where there are less than two."""
+    """Return name, first and last value of the evaluations, or of the rewards without two
+    evaluations.
+    """
     first, last = summary.get("eval_first"), summary.get("eval_last")
     if first is not None and last is not None and first["step"] < last["step"]:
         name = (summary.get("score") or "score").removeprefix("eval/")
@@ -82,26 +85,30 @@ def _gap(summary: Tree) -> str:
         return f"{GAP} was not measured"
     without, within = k3.show(k3.without_replay), k3.show(k3.with_replay)
     both = k3.without_replay is not None and k3.with_replay is not None
+    trained = _as_trained(k3, summary)
+    if too_small(k3) and both:
+        return f"{GAP} is {SMALL} (k3 {without} without replay, {within} with)"
     if too_small(k3):
-        shown = f"{without} without replay, {within} with" if both else _as_trained(k3, summary)
-        return f"{GAP} is {SMALL} (k3 {shown})"
+        return f"{GAP} is {SMALL} (k3 {trained})"
     if not both:
-        return f"{GAP} is k3 {_as_trained(k3, summary)}{_size(k3.trained, summary, 'mismatch')}"
-    left = _size(k3.with_replay, summary, "mismatch_at_probes")
-    cut = cut_by(k3, summary)
-    by = f", by {cut}" if cut and k3.ratio is not None and k3.ratio >= 1 else ""
+        return f"{GAP} is k3 {trained}{_size(k3.trained, summary, 'mismatch')}"
+    remaining = _size(k3.with_replay, summary, "mismatch_at_probes")
+    cut, by = cut_by(k3, summary), ""
+    if cut and k3.ratio is not None and k3.ratio >= 1:
+        by = f", by {cut}"
     if not _helps(k3, summary):
-        return f"replay changed {GAP} little, k3 {without} to {within} nats a token{by}{left}"
-    return f"replay cut {GAP} from k3 {without} to {within} nats a token{by}{left}"
+        return f"replay changed {GAP} little, k3 {without} to {within} nats a token{by}{remaining}"
+    return f"replay cut {GAP} from k3 {without} to {within} nats a token{by}{remaining}"
 
 
 def _as_trained(k3: Compared, summary: Tree) -> str:
-    replayed = "with" if summary.get("replay") in ROLLOUT_ROUTES else "without"
-    return f"{number(k3.trained)} {replayed} replay"
+    if summary.get("replay") in ROLLOUT_ROUTES:
+        return f"{number(k3.trained)} with replay"
+    return f"{number(k3.trained)} without replay"
 
 
 def _helps(k3: Compared, summary: Tree) -> bool:
-    """By the rule on which `measure` recommends replay; in the middle one of several probes."""
+    """Return whether replay helps by the rule of `measure`, for the median of several probes."""
     cuts = summary.get("k3_cuts") or []
     if len(cuts) >= FEWEST_PROBES:
         return statistics.median(cuts) > REPLAY_HELPS
@@ -111,12 +118,10 @@ def _helps(k3: Compared, summary: Tree) -> bool:
 
 
 def _size(k3: float | None, summary: Tree, scoring: str) -> str:
-    """scoring: the key of the summary under which F(2) of the same tokens is."""
+    """Describe the size of a gap. `scoring` is the summary's key with F(2) of the same tokens."""
     if k3 is None:
         return ""
     size = size_in_words(k3, summary[scoring].get("mismatch/f2") or 0.0)
-    return (
-        f", {size}"
-        if size
-        else ", more than dense models train well with (see `onepolicy measure`)"
-    )
+    if not size:
+        return ", more than dense models train well with (see `onepolicy measure`)"
+    return f", {size}"

@@ -1,4 +1,4 @@
-"""The end of a run in the terminal."""
+"""Tables in the terminal: the summary of a run, and the checks of an engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from onepolicy.report.words import (
     Tree,
     compared,
     cut_by,
+    describe_overlap,
     no_signal,
     number,
-    overlap_words,
     ran_the_rollouts,
     time_shares,
     unlearnt,
@@ -26,98 +26,123 @@ from onepolicy.report.words import (
 
 
 def summary_table(summary: Tree) -> Table:
-    """Two columns, what and how much; a quantity the summary does not have gets no row. Keys: see report/words.py."""
+    """Return a table of names and values; a quantity that the summary lacks has no row.
+
+    report/words.py lists the keys.
+    """
     table = Table(
         title=f"{summary['steps']} steps", show_header=False, title_justify="left", pad_edge=False
     )
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in _rows(summary):
-        table.add_row(name, Text.assemble(*text) if isinstance(text, list) else Text(text))
+        cell = Text.assemble(*text) if isinstance(text, list) else Text(text)
+        table.add_row(name, cell)
     return table
 
 
 def checks_table(checks: Sequence[tuple[str, bool | None, str, str]]) -> Table:
-    """What was asked of an engine: (name, passed or None, what was measured, what to do)."""
+    """Return a table of checks of an engine: (name, passed or None, measurement, fix)."""
     states = {
         True: Text("pass", "green"),
         False: Text("FAIL", "bold red"),
         None: Text("not applicable", "dim"),
     }
     table = Table("check", "result", "measured")
-    for name, passed, measured, mend in checks:
-        table.add_row(
-            name, states[passed], Text(f"{measured}. To do: {mend}" if mend else measured)
-        )
+    for name, passed, measured, fix in checks:
+        text = measured
+        if fix:
+            text = f"{measured}. To do: {fix}"
+        table.add_row(name, states[passed], Text(text))
     return table
 
 
-def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
-    rows: list[tuple[str, str | list[tuple[str, str]]]] = []
-    idle = unlearnt(summary)
-    rows.append(("verdict", [(outcome(summary), "bold red" if failed(summary) else "bold")]))
+Cell = str | list[tuple[str, str]]  # text, or parts of it with their styles
+
+
+def _rows(summary: Tree) -> list[tuple[str, Cell]]:
+    rows = [("verdict", _verdict_cell(summary))]
+    idle, parent = unlearnt(summary), summary.get("parent")
     if idle is not None:
         rows.append(("why", "\n".join(idle.why)))
-    if (parent := summary.get("parent")) is not None:
+    if parent is not None:
         rows.append(("continued from", f"{parent['run']}, step {parent['step']}"))
-    if summary.get("reward_first") is not None and summary.get("reward_last") is not None:
-        rows.append(
-            (
-                "reward",
-                f"{number(summary['reward_first'])} {ARROW} {number(summary['reward_last'])}",
-            )
-        )
-    if (best := summary.get("eval_best")) is not None:
-        rows.append(
-            (
-                _score(summary),
-                _course(summary) + f"best {number(best['value'])} at step {best['step']}",
-            )
-        )
-        crash = summary.get("crash_step")  # judged by evaluations
-        none = [("none", "green" if idle is None else "")]  # what never rose cannot fall
-        rows.append(("crash", none if crash is None else [(f"at step {crash}", "bold red")]))
-    if skipped := summary.get("updates_skipped"):
-        rows.append(
-            ("updates skipped", [(f"{skipped:.0f}: their gradients were not finite", "bold red")])
-        )
-    if silent := no_signal(summary):
-        rows.append(("groups without signal", silent))
+    rows += _learning_rows(summary)
     found = compared(summary)
     rows += [(entry.name, _mismatch_cell(entry, summary)) for entry in found]
     if any(ran_the_rollouts(entry, summary) for entry in found):
         rows.append((RAN.capitalize(), f"{ROLLOUTS_OWN} with replay"))
-    if (overlap := summary.get("asynchronous")) is not None:
-        rows.append(("sampled while learning", overlap_words(overlap)))
-    if split := time_shares(summary):
-        rows.append(("time per step", split))
-    if saved := (summary.get("time") or {}).get("score_saved"):
-        rows.append(
-            (
-                "scoring left out",
-                f"about {number(saved)} s per step saved: the rollout is the anchor",
-            )
-        )
-    if summary.get("tokens_per_second") is not None:
-        rows.append(("tokens / s", number(summary["tokens_per_second"])))
+    rows += _time_rows(summary)
     rows += [(name, str(summary[name])) for name in ("run", "report") if summary.get(name)]
     return rows
 
 
-def _score(summary: Tree) -> str:
-    return f"held-out {(summary.get('score') or 'score').removeprefix('eval/')}"
+def _verdict_cell(summary: Tree) -> Cell:
+    style = "bold"
+    if failed(summary):
+        style = "bold red"
+    return [(outcome(summary), style)]
+
+
+def _learning_rows(summary: Tree) -> list[tuple[str, Cell]]:
+    """Return the rows on rewards, evaluations, crash and updates."""
+    rows: list[tuple[str, Cell]] = []
+    first, last = summary.get("reward_first"), summary.get("reward_last")
+    if first is not None and last is not None:
+        rows.append(("reward", f"{number(first)} {ARROW} {number(last)}"))
+    best = summary.get("eval_best")
+    if best is not None:
+        name = (summary.get("score") or "score").removeprefix("eval/")
+        text = f"{_course(summary)}best {number(best['value'])} at step {best['step']}"
+        rows.append((f"held-out {name}", text))
+        rows.append(("crash", _crash_cell(summary)))
+    skipped, silent = summary.get("updates_skipped"), no_signal(summary)
+    if skipped:
+        text = f"{skipped:.0f}: their gradients were not finite"
+        rows.append(("updates skipped", [(text, "bold red")]))
+    if silent:
+        rows.append(("groups without signal", silent))
+    return rows
+
+
+def _crash_cell(summary: Tree) -> Cell:
+    crash = summary.get("crash_step")
+    if crash is not None:
+        return [(f"at step {crash}", "bold red")]
+    if unlearnt(summary) is not None:  # a score that never rose cannot fall
+        return [("none", "")]
+    return [("none", "green")]
+
+
+def _time_rows(summary: Tree) -> list[tuple[str, Cell]]:
+    rows: list[tuple[str, Cell]] = []
+    overlap, shares = summary.get("asynchronous"), time_shares(summary)
+    saved = (summary.get("time") or {}).get("score_saved")
+    if overlap is not None:
+        rows.append(("sampled while learning", describe_overlap(overlap)))
+    if shares:
+        rows.append(("time per step", shares))
+    if saved:
+        text = f"about {number(saved)} s per step saved: the rollout is the behaviour policy"
+        rows.append(("scoring left out", text))
+    if summary.get("tokens_per_second") is not None:
+        rows.append(("tokens / s", number(summary["tokens_per_second"])))
+    return rows
 
 
 def _course(summary: Tree) -> str:
     first, last = summary.get("eval_first"), summary.get("eval_last")
-    return f"{number(first['value'])} {ARROW} {number(last['value'])}, " if first and last else ""
+    if not first or not last:
+        return ""
+    return f"{number(first['value'])} {ARROW} {number(last['value'])}, "
 
 
-def _mismatch_cell(entry: Compared, summary: Tree) -> str | list[tuple[str, str]]:
+def _mismatch_cell(entry: Compared, summary: Tree) -> Cell:
     if entry.without_replay is None:
         return entry.show(entry.trained)
-    by = cut_by(entry, summary)
-    cut = f"  ({by})" if by else ""
+    cut = cut_by(entry, summary)
+    if cut:
+        cut = f"  ({cut})"
     return [
         (entry.show(entry.without_replay), "blue"),
         (f" without {ARROW} ", "dim"),
