@@ -1,4 +1,4 @@
-"""Make the trainer take the rollout's routes (Rollout Routing Replay, arXiv:2510.11370)."""
+"""Rollout routing replay: the trainer uses the rollout's experts (R3, arXiv:2510.11370)."""
 
 from onepolicy.replay.checks import RoutingError, is_moe, require_moe
 from onepolicy.replay.padding import pad_routes, unpad_routes

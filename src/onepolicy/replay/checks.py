@@ -1,4 +1,4 @@
-"""What is refused before a forward runs: dense models, and routes that cannot be what the engine computed."""
+"""Checks before a forward: a dense model, and routes that no engine can have computed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,22 @@ from onepolicy.types import Completion, RoutingTrace, Sample, id_dtype
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
+# Bits of a choice: log2 of the number of ordered top-k selections. They decide when a repetition is
+# too unlikely to be a coincidence.
+MIN_CONSTANT_ROWS, MIN_CONSTANT_BITS = 16, 64.0
+MIN_FILLER_BITS = 20.0
+MIN_STUCK_CHANGES, MIN_STUCK_BITS = 3, 160.0
+
 
 class RoutingError(TrainingError):
     """A router did not do what record or replay needs. The message names the decoder layer."""
 
 
 class MisalignedRoutesError(RoutingError):
-    """Replayed routes that are not those of a forward. layers_wrong: the rows are right, a layer is not."""
+    """Replayed routes that are not those of a forward.
+
+    layers_wrong: the routes of a layer are wrong; otherwise those of rows are.
+    """
 
     def __init__(self, message: str, *, layers_wrong: bool) -> None:
         super().__init__(message)
@@ -30,7 +39,10 @@ class MisalignedRoutesError(RoutingError):
 
 
 def is_moe(hf_config: Any) -> bool:
-    """Does this transformers config describe a model with more than one routed expert? Reads no weights."""
+    """Return whether a transformers config describes a model with more than one routed expert.
+
+    Needs no weights.
+    """
     text = hf_config.get_text_config()
     for config in (text, getattr(text, "ffn_config", None)):
         for name in _EXPERT_COUNTS:
@@ -43,46 +55,56 @@ def is_moe(hf_config: Any) -> bool:
 
 
 def require_moe(hf_config: Any, mode: str = "r3") -> None:
-    """Refuse replay on a dense model from its config alone, before any weight is read."""
+    """Raise UsageError if the config is of a dense model, which has no routes to replay.
+
+    Needs no weights. mode: the setting `replay.mode`, for the message.
+    """
     if not is_moe(hf_config):
         raise UsageError(
-            f"replay.mode={mode} needs a Mixture-of-Experts model, but model_type={hf_config.model_type!r} has no "
-            "routed experts; set replay.mode=off"
+            f"replay.mode={mode} needs a Mixture-of-Experts model, but "
+            f"model_type={hf_config.model_type!r} has no routed experts; set replay.mode=off"
         )
 
 
 def refuse_router_loss(hf_config: Any) -> None:
-    """Refuse a load-balancing loss, which transformers computes from a top-k of its own, not from the replayed experts.
+    """Raise UsageError if the config asks for a load-balancing loss.
 
-    `router_aux_loss_coef` alone is harmless: without `output_router_logits` no such loss exists.
+    transformers computes that loss from a top-k of its own, not from the replayed experts. The
+    setting `router_aux_loss_coef` alone does no harm: without `output_router_logits` there is no
+    such loss.
     """
     if hf_config is not None and getattr(
         hf_config.get_text_config(), "output_router_logits", False
     ):
         raise UsageError(
-            "output_router_logits=True in the model's config adds a router auxiliary loss, which counts experts "
-            "that were not used and pulls the routers away from those that were; set it to false"
+            "output_router_logits=True in the model's config adds a router auxiliary loss, which "
+            "counts experts that were not used and pulls the routers away from those that were; "
+            "set it to false"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RouteSpec:
-    """What the routes a rollout engine returns must be for the model that is trained."""
+    """The layers, experts and completeness that a rollout engine's routes must have."""
 
     layers: tuple[int, ...]  # decoder index of each MoE layer, ascending
     num_experts: int
     top_k: int
-    missing: Literal[
-        "fine", "error", "native"
-    ]  # a sample without routes: not needed, refused, or routed by the trainer
+    # A sample without routes: accepted as it is, refused, or routed by the trainer
+    missing: Literal["fine", "error", "native"]
 
 
 def check_completion(
     completion: Completion, prompt_ids: Sequence[int], route_spec: RouteSpec | None, name: str
 ) -> None:
-    """Refuse routes that cannot be those of this completion: wrong number of rows, or what `check_trace` refuses.
+    """Raise if a completion's routes cannot be those of its tokens.
 
-    `name` says which sample it is.
+    Does nothing without routes or without `route_spec`. The routes begin at slot `first_slot`.
+    `prompt_ids` are the tokens before the completion. `name` is the sample's, for messages.
+
+    Raises:
+        UsageError: there is not one row per token that was fed, `check_trace` refuses the trace, or
+            rows repeat over all layers while the tokens change.
     """
     trace, first = completion.routing, completion.first_slot
     if trace is None or route_spec is None:
@@ -91,39 +113,42 @@ def check_completion(
     slots = len(tokens) - 1
     if first + len(trace) != slots:
         raise UsageError(
-            f"{name}: the engine returned {len(trace)} routing rows from slot {first} on, but {slots + 1} tokens have "
-            f"{slots} slots; it must return {slots - first} rows, one per token it fed (never the last one)"
+            f"{name}: the engine returned {len(trace)} routing rows from slot {first} on, but "
+            f"{slots + 1} tokens have {slots} slots; it must return {slots - first} rows, one per "
+            "token it fed (never the last one)"
         )
-    tokens = tokens[first:-1]
+    trace = trace.to("cpu")
     check_trace(
-        trace.to("cpu"),
+        trace,
         layers=route_spec.layers,
         num_experts=route_spec.num_experts,
         top_k=route_spec.top_k,
         name=name,
     )
-    _check_stuck(trace.to("cpu"), tokens, name)
+    _check_stuck(trace, tokens[first:-1], name)
 
 
 def fill_missing_routes(sample: Sample, route_spec: RouteSpec | None, name: str) -> Sample:
-    """`sample`, which has routes if replay needs them: UsageError if not, unless route_spec.missing says what to do."""
+    """Return the sample, with a trace of invalid rows if it has no routes and may lack them.
+
+    The trainer routes invalid rows itself. `name` is the sample's name, for the message.
+
+    Raises:
+        UsageError: the sample has no routes and `route_spec.missing` is "error".
+    """
     if route_spec is None or sample.routing is not None or route_spec.missing == "fine":
         return sample
     if route_spec.missing == "error":
         raise UsageError(
-            f"{name}: has no routes, but replay is on; its engine did not return them or its environment dropped them. "
-            "To let the trainer route such samples itself, and count them, set replay.missing=native"
+            f"{name}: has no routes, but replay is on; its engine did not return them or its "
+            "environment dropped them. To let the trainer route such samples itself, and count "
+            "them, set replay.missing=native"
         )
-    ids = torch.zeros(
-        len(sample.trainable),
-        len(route_spec.layers),
-        route_spec.top_k,
-        dtype=id_dtype(route_spec.num_experts),
-    )
-    valid = torch.zeros(len(ids), dtype=torch.bool)  # no row is read
-    return dataclasses.replace(
-        sample, routing=RoutingTrace(ids, valid, route_spec.layers, route_spec.num_experts)
-    )
+    shape = len(sample.trainable), len(route_spec.layers), route_spec.top_k
+    ids = torch.zeros(shape, dtype=id_dtype(route_spec.num_experts))
+    valid = torch.zeros(len(ids), dtype=torch.bool)
+    trace = RoutingTrace(ids, valid, route_spec.layers, route_spec.num_experts)
+    return dataclasses.replace(sample, routing=trace)
 
 
 def check_trace(
@@ -134,122 +159,156 @@ def check_trace(
     top_k: int,
     name: str = "trace",
 ) -> None:
-    """Every valid row names `top_k` different experts of every MoE layer of this model, and not the filler ids
-    0, 1, .. K-1 throughout; else UsageError with layer, row and likely cause."""
+    """Raise unless every valid row names `top_k` different experts of every MoE layer.
+
+    The trace has ids [T, L, K] and valid [T]. `layers`, `num_experts` and `top_k` are the model's,
+    as in `RouteSpec`. `name` is the trace's, for messages.
+
+    Raises:
+        UsageError: the trace is of other layers, experts or K; an id is out of range; a row names
+            an expert twice; or all rows of all layers are the filler 0, 1, .. K-1. The message
+            names the layer, the row and the likely cause.
+    """
     if trace.layers != layers:
         raise UsageError(
             f"{name}: layers is {trace.layers}, but the model's MoE layers are {layers}"
         )
     if trace.num_experts != num_experts:
         raise UsageError(
-            f"{name}: num_experts is {trace.num_experts}, but the model has {num_experts} experts per layer"
+            f"{name}: num_experts is {trace.num_experts}, but the model has {num_experts} experts "
+            "per layer"
         )
     if trace.top_k != top_k:
         raise UsageError(
-            f"{name}: has {trace.top_k} experts per token, but the model routes each token to {top_k}"
+            f"{name}: has {trace.top_k} experts per token, but the model routes each token to "
+            f"{top_k}"
         )
+    _check_ids(trace, _comparable(trace.ids), name)
+    _check_filler(trace, _comparable(trace.ids), name)
+
+
+def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor:
+    """Return [S, L] bool: the layers whose experts are the same in every valid row of a sample.
+
+    Such a layer was not captured, or its router has collapsed onto these experts, or all tokens of
+    the sample are equal. Only the trainer's own choice tells these apart
+    (`alignment.check_captured`). Samples too short for that to mean anything give False.
+
+    bounds [S + 1] int64: first row of every packed sample, then T; None for one sample.
+    """
+    if bounds is None:
+        bounds = torch.tensor([0, len(trace)])
+    samples, device = len(bounds) - 1, trace.ids.device
+    if trace.top_k == trace.num_experts or len(trace) == 0:
+        return torch.zeros(samples, len(trace.layers), dtype=torch.bool, device=device)
     ids = _comparable(trace.ids)
-    outside, twice = _out_of_range(ids, num_experts), _duplicated(ids)
+    sample = torch.repeat_interleave(torch.arange(samples), bounds.diff().cpu()).to(device)  # [T]
+    valid_rows = torch.zeros(samples, dtype=torch.int64, device=device)
+    valid_rows = valid_rows.index_add(0, sample, trace.valid.long())
+    first = _first_valid_rows(trace.valid, sample, samples)
+    differs = (ids != ids[first[sample]]).any(-1) & trace.valid[:, None]  # [T, L]
+    changes = torch.zeros(samples, len(trace.layers), dtype=torch.int64, device=device)
+    changes = changes.index_add(0, sample, differs.long())
+    bits = math.log2(math.perm(trace.num_experts, trace.top_k))
+    long_enough = valid_rows >= max(MIN_CONSTANT_ROWS, MIN_CONSTANT_BITS / bits)  # [S]
+    return (changes == 0) & long_enough[:, None]
+
+
+def _first_valid_rows(valid: Tensor, sample: Tensor, samples: int) -> Tensor:
+    """Return the first valid row of every sample, [samples] int64.
+
+    valid [T] bool. sample [T]: the number of the sample each row belongs to. A sample without valid
+    rows gives the last row of all.
+    """
+    rows = torch.arange(len(valid), device=valid.device)
+    first = torch.full((samples,), len(valid), device=valid.device)
+    first = first.scatter_reduce(0, sample[valid], rows[valid], "amin")
+    return first.clamp(max=len(valid) - 1)
+
+
+def _check_ids(trace: RoutingTrace, ids: Tensor, name: str) -> None:
+    """Raise if a valid row has an id out of range, or an id twice."""
+    outside, twice = _out_of_range(ids, trace.num_experts), _duplicated(ids)
     wrong = (outside | twice) & trace.valid[:, None]
-    if wrong.any():
-        row, column = wrong.nonzero()[0].tolist()
-        where = f"at layer {layers[column]}, row {row}: {trace.ids[row, column].tolist()}"
-        if outside[row, column]:
-            raise UsageError(
-                f"{name}: an expert outside 0..{num_experts - 1} {where}; routes of another model, physical instead of "
-                "logical expert ids, or a fused shared-expert column"
-            )
-        raise UsageError(f"{name}: an expert twice {where}; {_why_twice(ids, trace.valid, column)}")
-    _check_filler(trace, ids, name)
+    if not wrong.any():
+        return
+    row, column = wrong.nonzero()[0].tolist()
+    where = f"at layer {trace.layers[column]}, row {row}: {trace.ids[row, column].tolist()}"
+    if outside[row, column]:
+        raise UsageError(
+            f"{name}: an expert outside 0..{trace.num_experts - 1} {where}; routes of another "
+            "model, physical instead of logical expert ids, or a fused shared-expert column"
+        )
+    raise UsageError(f"{name}: an expert twice {where}; {_why_twice(ids, trace.valid, column)}")
 
 
 def _why_twice(ids: Tensor, valid: Tensor, column: int) -> str:
     zero = (ids[valid] == 0).all(-1)  # [n, L]
     if zero.all():
-        return "all rows of all layers are zero: the engine captured nothing (a fused kernel, or capture is not active)"
+        return (
+            "all rows of all layers are zero: the engine captured nothing (a fused kernel, or "
+            "capture is not active)"
+        )
     if zero[:, column].all():
-        return "all rows of this layer are zero: the engine did not capture it (a dense layer, another pipeline stage?)"
+        return (
+            "all rows of this layer are zero: the engine did not capture it (a dense layer, "
+            "another pipeline stage?)"
+        )
     return (
-        "rows that were not captured (padding, another rank's share) must have valid=False, not filler ids; "
-        f"{int(zero[:, column].sum())} of {len(zero)} rows are all zero here"
+        "rows that were not captured (padding, another rank's share) must have valid=False, not "
+        f"filler ids; {int(zero[:, column].sum())} of {len(zero)} rows are all zero here"
     )
-
-
-MIN_CONSTANT_ROWS, MIN_CONSTANT_BITS = 16, 64.0
-MIN_FILLER_BITS = 20.0
-
-
-def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor:  # [S, L] bool
-    """Return which layers have the same experts in every valid row of a sample that is long enough to tell.
-
-    bounds [S + 1] int64: first row of every packed sample and the end; None: one sample. Such a layer was not captured,
-    or its router has collapsed onto these experts, or the sample's tokens are all equal. Only the trainer's own choice
-    tells these apart, see `alignment.check_captured`.
-    """
-    ends = torch.tensor([0, len(trace)]) if bounds is None else bounds
-    samples, device = len(ends) - 1, trace.ids.device
-    found = torch.zeros(samples, len(trace.layers), dtype=torch.bool, device=device)
-    if trace.top_k == trace.num_experts or len(trace) == 0:
-        return found
-    ids = _comparable(trace.ids)
-    segment = torch.repeat_interleave(torch.arange(samples), ends.diff().cpu()).to(device)  # [T]
-    rows = torch.zeros(samples, dtype=torch.int64, device=device)
-    rows = rows.index_add(0, segment, trace.valid.long())
-    none = torch.full((samples,), len(trace), device=device)
-    places = torch.arange(len(trace), device=device)
-    first = none.scatter_reduce(
-        0, segment[trace.valid], places[trace.valid], "amin"
-    )  # first valid row
-    first = first.clamp(max=len(trace) - 1)
-    other = (ids != ids[first[segment]]).any(-1) & trace.valid[:, None]  # [T, L]
-    changes = torch.zeros(samples, len(trace.layers), dtype=torch.int64, device=device)
-    changes = changes.index_add(0, segment, other.long())
-    bits = math.log2(math.perm(trace.num_experts, trace.top_k))
-    return (changes == 0) & (rows >= max(MIN_CONSTANT_ROWS, MIN_CONSTANT_BITS / bits))[:, None]
 
 
 def _check_filler(trace: RoutingTrace, ids: Tensor, name: str) -> None:
-    """Refuse rows that are 0, 1, .. K-1 in every layer. In one layer a router may have collapsed onto these experts,
-    in this order; that all of them did has a chance below 2^-ENOUGH_FILLER_BITS."""
-    filler = torch.arange(trace.top_k, device=ids.device)
+    """Raise if the rows are 0, 1, .. K-1 in every layer.
+
+    In one layer a router may have collapsed onto these experts, in this order. The chance that all
+    of them did is below 2^-MIN_FILLER_BITS.
+    """
     bits = math.log2(math.perm(trace.num_experts, trace.top_k)) * len(trace.layers)
     if trace.top_k == 1 or bits < MIN_FILLER_BITS or not constant_layers(trace).all():
         return
+    filler = torch.arange(trace.top_k, device=ids.device)
     if (ids[trace.valid] == filler).all():
         raise UsageError(
-            f"{name}: every layer has the same experts {filler.tolist()} in all {int(trace.valid.sum())} rows; the "
-            "engine captured nothing (filler ids)"
+            f"{name}: every layer has the same experts {filler.tolist()} in all "
+            f"{int(trace.valid.sum())} rows; the engine captured nothing (filler ids)"
         )
 
 
-def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:  # tokens [T]
-    """Rows repeated over all layers while the tokens change were not captured: a padded batch, a stale buffer.
+def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:
+    """Raise if rows repeat over all layers while their tokens [T] change.
 
-    Repeated tokens may repeat their routes: a run of one token converges to one hidden state. Where all rows are the
-    same, every router may have collapsed, which `alignment.check_captured` finds out.
+    Such rows were not captured: a padded batch, a stale buffer. Equal tokens may have equal routes,
+    because a run of one token converges to one hidden state. Where all rows are the same, every
+    router may have collapsed, which `alignment.check_captured` finds out.
     """
     ids = _comparable(trace.ids)
     same = (ids[1:] == ids[:-1]).flatten(1).all(1) & trace.valid[1:] & trace.valid[:-1]
-    run = torch.cat(
-        [torch.zeros(1, dtype=torch.int64), (~same).cumsum(0)]
-    )  # [T] number of the run each row is in
+    run = torch.cat([torch.zeros(1, dtype=torch.int64), (~same).cumsum(0)])  # [T] number of the run
+    new_token = tokens[1:] != tokens[:-1]
     changes = torch.zeros(len(ids), dtype=torch.int64).index_add(
-        0, run[1:], (same & (tokens[1:] != tokens[:-1])).long()
+        0, run[1:], (same & new_token).long()
     )
-    bits = math.log2(math.perm(trace.num_experts, trace.top_k)) * len(trace.layers)
-    if constant_layers(trace).all():
+    if constant_layers(trace).all() or len(ids) == 0 or trace.top_k >= trace.num_experts:
         return
-    if len(ids) and trace.top_k < trace.num_experts and int(changes.max()) >= max(3, 160 / bits):
+    bits = math.log2(math.perm(trace.num_experts, trace.top_k)) * len(trace.layers)
+    if int(changes.max()) >= max(MIN_STUCK_CHANGES, MIN_STUCK_BITS / bits):
         rows = (run == changes.argmax()).nonzero()[:, 0]
         raise UsageError(
-            f"{name}: rows {int(rows[0])} to {int(rows[-1])} repeat the same experts in all {len(trace.layers)} "
-            f"layers while their tokens change, at layer {trace.layers[0]}: {trace.ids[rows[0], 0].tolist()}; they "
-            "were not captured (padding of a fixed-size batch, a buffer another request or rank left behind)"
+            f"{name}: rows {int(rows[0])} to {int(rows[-1])} repeat the same experts in all "
+            f"{len(trace.layers)} layers while their tokens change, at layer {trace.layers[0]}: "
+            f"{trace.ids[rows[0], 0].tolist()}; they were not captured (padding of a fixed-size "
+            "batch, a buffer another request or rank left behind)"
         )
 
 
 def _comparable(ids: Tensor) -> Tensor:
-    return ids.view(torch.int16) if ids.dtype == torch.uint16 else ids  # uint16 lacks comparisons
+    """Return uint16 ids, which lack comparisons, as int16; others as they are."""
+    if ids.dtype == torch.uint16:
+        return ids.view(torch.int16)
+    return ids
 
 
 def _out_of_range(ids: Tensor, num_experts: int) -> Tensor:  # [T, L, K] -> [T, L] bool
@@ -263,6 +322,6 @@ def _duplicated(ids: Tensor) -> Tensor:  # [T, L, K] -> [T, L] bool
     columns = ids.unbind(-1)
     found = torch.zeros(ids.shape[:2], dtype=torch.bool, device=ids.device)
     for i, column in enumerate(columns):
-        for other in columns[i + 1 :]:
-            found |= column == other
+        for later in columns[i + 1 :]:
+            found |= column == later
     return found

@@ -1,4 +1,4 @@
-"""What soft replay and weight replay do to one router's routes, and what replayed routes cost. Pure functions."""
+"""Soft replay, weight replay and the gate mass of one router, as pure functions of tensors."""
 
 from __future__ import annotations
 
@@ -15,29 +15,44 @@ from onepolicy.replay.checks import RoutingError
 PROBABILITIES = (torch.softmax, Tensor.softmax, F.softmax, torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 
 
-def soften(route: Tensor, own: Tensor, scores: Tensor, *, ratio: float) -> tuple[Tensor, Tensor]:
-    """Keep a replayed expert e of a row while scores[e] >= ratio * min over the row's own experts of scores.
+def soften(
+    route: Tensor,  # [T, K] int64
+    native: Tensor,  # [T, K] int64
+    scores: Tensor,  # [T, E] floating
+    *,
+    ratio: float,
+) -> tuple[Tensor, Tensor]:
+    """Replace replayed experts that the router finds too unlikely by its own choice.
 
-    route [T, K] int64: replayed experts; own [T, K] int64: what the router selects; scores [T, E] >= 0, see `Scorer`.
-    Returns ids [T, K] int64 and which of them were replaced [T, K] bool. A replaced column takes the best of the
-    router's own experts that the row does not have yet, so no expert comes twice; experts the router selects too are
-    never replaced. ratio = 1 leaves no expert whose score is below all of the router's own; ratio -> 0 is r3.
+    A replayed expert e stays if scores[e] >= ratio * min of scores over the row's native experts.
+    The others give way to the best native experts that the row does not have yet, in column order.
+    So no row gets an expert twice, and an expert that the router selects too is never replaced.
+    With ratio = 1 no expert stays whose score is below those of all native experts. As ratio tends
+    to 0, soft replay becomes r3.
+
+    Args:
+        route: the replayed experts.
+        native: the experts that the router selects itself.
+        scores: the router's probabilities, >= 0.
+        ratio: in (0, 1].
+
+    Returns:
+        The experts to use, [T, K] int64, and which of them were replaced, [T, K] bool.
     """
-    own_scores = scores.gather(-1, own)
-    keep = scores.gather(-1, route) >= ratio * own_scores.amin(-1, keepdim=True)
-    own = own.gather(-1, own_scores.argsort(dim=-1, descending=True, stable=True))
-    taken = (own[:, :, None] == route.masked_fill(~keep, -1)[:, None, :]).any(-1)
-    free = own.gather(
-        -1, taken.to(torch.int8).argsort(dim=-1, stable=True)
-    )  # not taken first, best first
-    column = ((~keep).cumsum(-1) - 1).clamp(
-        min=0
-    )  # the n-th replaced column takes the n-th free expert
-    return torch.where(keep, route, free.gather(-1, column)), ~keep
+    native_scores = scores.gather(-1, native)
+    keep = scores.gather(-1, route) >= ratio * native_scores.amin(-1, keepdim=True)
+    best_first = native.gather(-1, native_scores.argsort(dim=-1, descending=True, stable=True))
+    kept = route.masked_fill(~keep, -1)
+    taken = (best_first[:, :, None] == kept[:, None, :]).any(-1)
+    # Experts that are not taken come first, the best of them in front.
+    free = best_first.gather(-1, taken.to(torch.int8).argsort(dim=-1, stable=True))
+    # The n-th replaced column takes the n-th free expert.
+    nth = ((~keep).cumsum(-1) - 1).clamp(min=0)
+    return torch.where(keep, route, free.gather(-1, nth)), ~keep
 
 
 class _Recorded(torch.autograd.Function):
-    """Forward: the recorded weights. Backward: all of the gradient to the live ones (straight through)."""
+    """The recorded weights, with the live weights' gradient (straight through)."""
 
     @staticmethod
     def forward(ctx: Any, live: Tensor, recorded: Tensor) -> Tensor:
@@ -51,13 +66,28 @@ class _Recorded(torch.autograd.Function):
 def replace_combine_weights(
     out: Any, recorded: Tensor, valid: Tensor | None, top_k: int, where: str
 ) -> Any:
-    """A router's output with its combine weights [T, K] replaced by `recorded`; rows not valid keep the live ones."""
+    """Return a router's output with its combine weights [T, K] replaced by `recorded`.
+
+    The gradient goes to the live weights. Rows that are not valid keep the live weights.
+
+    Args:
+        out: the router's output.
+        recorded: [T, K], floating.
+        valid: [T] bool; None if all rows are valid.
+        top_k: K.
+        where: the router's name, for messages.
+
+    Raises:
+        UsageError: the live weights' dtype cannot hold the recorded ones.
+        RoutingError: the output has no recognisable combine weights.
+    """
     position = combine_weights_position(out, top_k, where)
     live = out[position]
     if torch.promote_types(live.dtype, recorded.dtype) != live.dtype:
         raise UsageError(
-            f"{where}: the trace's weights are {recorded.dtype}, but the router gives {live.dtype}, which cannot hold "
-            "them; train in the wider dtype, or roll out in the trainer's (in a recipe: rollout.engine.dtype)"
+            f"{where}: the trace's weights are {recorded.dtype}, but the router gives "
+            f"{live.dtype}, which cannot hold them; train in the wider dtype, or roll out in the "
+            "trainer's (in a recipe: rollout.engine.dtype)"
         )
     if valid is not None:
         recorded = torch.where(valid[:, None], recorded.to(live.dtype), live.detach())
@@ -66,37 +96,55 @@ def replace_combine_weights(
 
 
 def combine_weights_position(out: Any, top_k: int, where: str) -> int:
-    """Where the combine weights [T, K] stand in a router's output: its one floating tensor of K columns."""
-    items = out if isinstance(out, tuple) else ()
-    found = [
-        i
-        for i, item in enumerate(items)
-        if isinstance(item, Tensor)
-        and item.is_floating_point()
-        and item.dim() == 2
-        and item.shape[1] == top_k
-    ]
+    """Return the index of the combine weights [T, K] in a router's output.
+
+    They are its only floating tensor of K columns. Raises RoutingError, naming the router `where`,
+    if there is not exactly one.
+    """
+    found = []
+    if isinstance(out, tuple):
+        found = [i for i, item in enumerate(out) if _is_floating_matrix(item, top_k)]
     if len(found) != 1:
         raise RoutingError(
-            f"{where}: its output has {len(found)} floating tensors of {top_k} columns, expected one, so its combine "
-            "weights cannot be recorded or replayed; replay the experts alone, without weights=True (in a recipe: "
-            "replay.mode=r3)"
+            f"{where}: its output has {len(found)} floating tensors of {top_k} columns, expected "
+            "one, so its combine weights cannot be recorded or replayed; replay the experts alone, "
+            "without weights=True (in a recipe: replay.mode=r3)"
         )
     return found[0]
 
 
-def gate_mass(
-    replayed: Tensor, native: Tensor, scores: Tensor
-) -> Tensor:  # [T, K], [T, K], [T, E] -> [T] float32
-    """How much of the best K experts' scores the replayed K hold, in [0, 1]; 1 if both are the same experts, or tied.
+def _is_floating_matrix(item: Any, columns: int) -> bool:
+    return (
+        isinstance(item, Tensor)
+        and item.is_floating_point()
+        and item.dim() == 2
+        and item.shape[1] == columns
+    )
 
-    Scores are those the top-k sees (probabilities, sigmoids with the selection bias, logits), counted from the row's
-    lowest one, so that one definition serves all of them: sum(replayed - low) / sum(native - low). For softmax scores
-    `low` is nearly 0 and this is the share of router probability. Where scores are masked with -inf, `low` is the
-    lowest of those compared.
+
+def gate_mass(
+    replayed: Tensor,  # [T, K]
+    native: Tensor,  # [T, K]
+    scores: Tensor,  # [T, E]
+) -> Tensor:
+    """Return [T] float32: the replayed experts' scores as a fraction of the best K experts' scores.
+
+    It is in [0, 1], and 1 if both are the same experts or tied. With `low` the row's lowest score,
+
+        gate_mass = sum(replayed - low) / sum(native - low)
+
+    Subtracting `low` makes one definition serve all scores that a top-k may see: probabilities,
+    sigmoids with a selection bias, logits. For softmax scores `low` is nearly 0, and the result is
+    the ratio of the router's probabilities. Where scores are masked with -inf, `low` is the lowest
+    of the scores compared.
+
+    Args:
+        replayed: scores of the replayed experts.
+        native: scores of the experts that the router selects itself.
+        scores: all scores that the router selects from.
     """
     low = scores.amin(-1, keepdim=True).float()
     compared = torch.where(replayed.isneginf(), native, torch.minimum(replayed, native))
     low = torch.where(low.isneginf(), compared.amin(-1, keepdim=True).float(), low)
-    held = (replayed.float() - low).clamp(min=0).sum(-1) / (native.float() - low).sum(-1)
-    return held.nan_to_num(nan=1.0, posinf=1.0)  # all scores are equal
+    mass = (replayed.float() - low).clamp(min=0).sum(-1) / (native.float() - low).sum(-1)
+    return mass.nan_to_num(nan=1.0, posinf=1.0)  # all scores are equal

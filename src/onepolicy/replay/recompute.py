@@ -1,12 +1,13 @@
-"""Activation checkpoints started inside a replay take it with them.
+"""Activation checkpoints that keep the replay they were started in.
 
-A recompute may run after the replay context was left, or inside another micro-batch's. It has to take the routes of its
-own forward: with any others the gradients are wrong and nothing else would tell. So inside `carried()` both kinds of
-`torch.utils.checkpoint` (which transformers, FSDP's checkpoint wrapper and most hand-made checkpoints call), and
-torch's composable one, wrap the function they will run again.
+A recompute may run after the replay context was left, or inside another micro-batch's context. It
+must use the routes of its own forward. With other routes the gradients would be wrong, and nothing
+else would show it. So inside `carry_into_recomputes()` every checkpoint wraps the function that it
+will run again. This covers both kinds of `torch.utils.checkpoint` (which transformers, FSDP's
+checkpoint wrapper and most other checkpoints call) and torch's composable one.
 
-Each thread has its own open replays. A checkpoint of a thread without one passes through unchanged, so another model
-that trains beside a replay never meets it.
+Each thread has its own open replays. A checkpoint of a thread without one is left as it is, so
+another model may train beside a replay.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch.utils import checkpoint
 Replay = Callable[[], AbstractContextManager[None]]
 
 
-class _Thread(threading.local):
-    """The replays that are open in this thread, of any model; they need not be left in the reverse order."""
+class _OpenReplays(threading.local):
+    """The replays of all models that are open in this thread, in no particular order."""
 
     def __init__(self) -> None:
         self.open: list[Replay] = []
@@ -31,18 +32,20 @@ class _Thread(threading.local):
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"  # imports the generator by name
-_thread = _Thread()
+_thread = _OpenReplays()
 _lock = threading.Lock()
 _users = 0  # open replays of all threads
-_forward: Any = (
-    checkpoint.CheckpointFunction.forward
-)  # the class, so that whoever imported it by name is served too
+# The class is patched, so that code that imported the class by name is covered too.
+_forward: Any = checkpoint.CheckpointFunction.forward
 _generator: Any = getattr(checkpoint, _GENERATOR)
 
 
 @contextmanager
 def carry_into_recomputes(replay: Replay) -> Iterator[None]:
-    """Whatever this thread checkpoints in here is recomputed inside `replay()`, whenever and wherever that is."""
+    """Recompute inside `replay()` every checkpoint that this thread starts in here.
+
+    This holds wherever and whenever the recompute runs.
+    """
     global _users
     with _lock:
         _users += 1
@@ -58,7 +61,10 @@ def carry_into_recomputes(replay: Replay) -> Iterator[None]:
 
 
 def called_by_checkpoint() -> bool:
-    """Does torch.utils.checkpoint run this recompute? One that was started in a replay has its routes installed."""
+    """Return whether torch.utils.checkpoint is running this recompute.
+
+    A checkpoint that was started in a replay has its routes installed.
+    """
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -67,7 +73,7 @@ def called_by_checkpoint() -> bool:
     return False
 
 
-def _patch(forward: Callable[..., Any], generator: Callable[..., Any]) -> None:
+def _patch(forward: Callable, generator: Callable[..., Any]) -> None:
     checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
     for module in (checkpoint, sys.modules.get(_COMPOSABLE)):
         if module is not None:
@@ -83,7 +89,7 @@ def _opened(replay: Replay) -> Iterator[None]:
         _thread.open.remove(replay)
 
 
-def _carry(function: Callable[..., Any]) -> Callable[..., Any]:
+def _inside_open_replays(function: Callable[..., Any]) -> Callable[..., Any]:
     for replay in dict.fromkeys(_thread.open):
         function = _inside(replay, function)
     return function
@@ -91,18 +97,16 @@ def _carry(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _inside(replay: Replay, function: Callable[..., Any]) -> Callable[..., Any]:
     def replaying(*args: Any, **kwargs: Any) -> Any:
-        with (
-            replay(),
-            _opened(replay),
-        ):  # a recompute may run in a thread of autograd, and hold checkpoints itself
+        # A recompute may run in a thread of autograd, and may itself start checkpoints.
+        with replay(), _opened(replay):
             return function(*args, **kwargs)
 
     return replaying
 
 
-def _carrying_forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return _forward(ctx, _carry(function), *args)
+def _carrying_forward(ctx: Any, function: Callable, *args: Any) -> Any:
+    return _forward(ctx, _inside_open_replays(function), *args)
 
 
-def _carrying_generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _generator(_carry(function), *args, **kwargs)
+def _carrying_generator(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    return _generator(_inside_open_replays(function), *args, **kwargs)

@@ -1,7 +1,7 @@
-"""`bind_routers(model)`: record and replay the expert choices of any transformers MoE causal LM.
+"""`bind_routers(model)`: record and replay the experts of a transformers MoE causal LM.
 
-A bound model is not changed. Routers are intercepted only inside `record()` and `replay()`, and only those of this
-model; leaving the context, normally or by an exception, puts the model back as it was.
+A bound model is not changed. Only its own routers are intercepted, and only inside `record()` and
+`replay()`. Leaving the context, normally or by an exception, restores the model.
 """
 
 from __future__ import annotations
@@ -32,68 +32,30 @@ from onepolicy.replay.layers import Router, decoder_layer, find_routers
 from onepolicy.replay.topk_hook import override_attribute
 from onepolicy.types import RoutingTrace
 
-
-def refuse_unknown_sharding(
-    model: nn.Module, routers: Sequence[Router], *, wrapper: nn.Module
-) -> None:
-    """UsageError if a router would not see all tokens of its process's batch, or not as plain tensors.
-
-    wrapper: what holds the model, or the model itself; FSDP2 may manage either.
-    """
-    distributed = getattr(getattr(model, "config", None), "distributed_config", None)
-    if distributed is not None and distributed.pp_size > 1:
-        raise UsageError(
-            f"record and replay do not work under pipeline parallelism (pp_size={distributed.pp_size}): a stage has "
-            "only some of the trace's layers; use FSDP2, tensor or expert parallelism"
-        )
-    if distributed is not None and "sequence_parallel" in _styles(model):
-        raise UsageError(
-            "record and replay do not work with sequence_parallel in the model's tp_plan: routers may see a part of "
-            "the sequence; take it out of the plan"
-        )
-    managed = {
-        part
-        for module in wrapper.modules()
-        if isinstance(module, FSDPModule)
-        for part in module.modules()
-    }
-    for router in routers:
-        sharded = [name for name, p in router.module.named_parameters() if isinstance(p, DTensor)]
-        if sharded and router.module not in managed:
-            raise UsageError(
-                f"layer {router.layer}: {sharded[0]} of {router.path!r} is a DTensor that FSDP2 does not gather, so "
-                "its scores are no plain tensor and cannot be replayed; leave the router out of the parallel plan"
-            )
-
-
-def masks_combine_weights(model: nn.Module) -> bool:
-    """Do routers zero the combine weights of experts that live on other ranks (transformers' `ep_router`)?"""
-    distributed = getattr(getattr(model, "config", None), "distributed_config", None)
-    return distributed is not None and distributed.ep_size > 1 and "ep_router" in _styles(model)
-
-
-def _styles(model: nn.Module) -> set[str]:
-    plans = (getattr(model, "tp_plan", None), getattr(model, "ep_plan", None))
-    return {style for plan in plans for style in (plan or {}).values()}
-
-
 CHECK_EVERY = 32
-"""Forwards of one trace source from one check of its routes to the next: a check costs up to 15% of a small model's
-forward (docs/replay_checks.md), which is less than 1% of so many."""
+"""Forwards between two checks of the routes of one trace source.
+
+A check costs up to 15% of a small model's forward (docs/replay_checks.md), so less than 1% of 32.
+"""
 
 
 class Routers:
-    """The MoE routers of one model, in decoder order."""
+    """The MoE routers of one model, in decoder order. `bind_routers` makes it.
+
+    Attributes:
+        layers: decoder index of each MoE layer, ascending.
+        num_experts: experts per layer.
+        top_k: K, experts per token.
+    """
 
     def __init__(self, model: Any, routers: Sequence[Router]) -> None:
         self._model = model
         self._routers = tuple(routers)
-        self.layers = tuple(
-            router.layer for router in routers
-        )  # decoder index of each MoE layer, ascending
+        self.layers = tuple(router.layer for router in routers)
         self.num_experts = routers[0].num_experts
         self.top_k = routers[0].top_k
-        self._unchecked: dict[str, int] = {}  # of each trace source that passed: forwards since
+        # Trace source that passed its check -> forwards since then
+        self._unchecked: dict[str, int] = {}
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -107,18 +69,36 @@ class Routers:
 
     @contextmanager
     def record(self, *, weights: bool = False) -> Iterator[RouteRecorder]:
-        """Keep what every forward in here routes to: the top-k mask I of the R3 paper's eq. (5), as ids in the order of
-        the router's own top-k. Recomputes of a backward are not forwards.
+        """Record the routes of every forward in this context.
 
-        weights: also keep what each expert's output was multiplied by, for weight replay.
+        A route is the top-k mask I of the R3 paper's eq. 5 (arXiv:2510.11370): the ids of the
+        chosen experts, in the order of the router's own top-k. Recomputes of a backward are not
+        recorded.
 
-        Open it once around a decode loop and `pop_ids()` after each forward: from a router's second forward on, recording
-        costs two Python calls.
+            with routers.record() as tape:
+                model(input_ids)
+            trace = tape.trace()  # ids [T, L, K] uint8 or uint16; T = B * S flattened tokens
+
+        In a decode loop, open the context once and call `tape.pop_ids()` after each forward. From
+        a router's second forward on, recording costs two Python calls.
+
+        Args:
+            weights: also record the combine weights [T, L, K] in the router's dtype, for
+                `replay(trace, weights=True)`.
+
+        Yields:
+            The recording, with `trace()` and `pop_ids()`.
+
+        Raises:
+            RoutingError: the model is being recorded or replayed already; or, when the context is
+                left, the routers did not all run once per forward on the same rows.
+            UsageError: `weights` under transformers' `ep_router`, where a rank has the combine
+                weights of its own experts only.
         """
         if weights and masks_combine_weights(self._model):
             raise UsageError(
-                "record(weights=True): under transformers' ep_router a rank has the combine weights of its own experts "
-                "only; record on a model without expert parallelism"
+                "record(weights=True): under transformers' ep_router a rank has the combine "
+                "weights of its own experts only; record on a model without expert parallelism"
             )
         tape = RouteRecorder(self._routers, weights=weights)
         forwards = [(recorder.router.module, recorder.__call__) for recorder in tape.recorders]
@@ -139,90 +119,81 @@ class Routers:
         weights: bool = False,
         check: bool = True,
     ) -> Iterator[ReplayHandle]:
-        """One forward in here routes row t of its flattened tokens to `trace.ids[t]`; rows not valid route themselves.
+        """Make the next forward in this context use the trace's experts.
 
-        With the router's logits s = x W_r (R3 paper, eq. 4), its own top-k mask I (eq. 5) and the recorded mask I', the
-        paper's router weighs by g = I exp(s) / sum(I exp(s)) (eq. 6) and its layer gives y = sum_i g_i E_i(x) (eq. 7);
-        replay puts I' in the place of I: g' = I' exp(s) / sum(I' exp(s)) (eq. 8), y' = sum_i g'_i E_i(x) (eq. 9). Other
-        families weigh by their own formulas; whichever it is, the model's own code computes it from the live scores, so
-        gradients reach the router.
+        Row t of the forward's flattened tokens is routed to the experts `trace.ids[t]`. Rows that
+        are not valid are routed by the model itself.
 
-        native: also keep what the routers would have chosen from the same scores (group-limited ones: one more forward
-        of the router). soft: a ratio in (0, 1], see `modes.soften`. weights: use the trace's combine weights in the
-        forward and the live ones' gradient. See docs/replay.md.
+            with routers.replay(trace):
+                loss = model(input_ids).logits.logsumexp(-1).sum()
+            loss.backward()
 
-        check: when the context is left, compare the routes with the routers' own choice, and raise RoutingError if they
-        are not those of this forward's tokens and weights. Done for the first forward of every source of traces
-        (`RoutingTrace.origin`), and for every 32nd after it. See docs/replay_checks.md.
+        The equations of the R3 paper (arXiv:2510.11370), with logits s = x W_r (eq. 4), the
+        router's own top-k mask I (eq. 5) and the recorded mask I': a router weighs by
+        g_i = I_i exp(s_i) / sum_j I_j exp(s_j) (eq. 6), and its layer returns y = sum_i g_i E_i(x)
+        (eq. 7). Replay puts I' in the place of I:
+        g'_i = I'_i exp(s_i) / sum_j I'_j exp(s_j) (eq. 8), y' = sum_i g'_i E_i(x) (eq. 9). Other
+        families weigh by other formulas. In all of them the model's own code computes the weights
+        from the live scores, so gradients reach the router.
 
-        The backward may run anywhere: activation checkpoints made with torch.utils.checkpoint recompute with the routes
-        of their own forward. A recompute made by other means (an autograd function that calls the model again) must
-        have its backward in here.
+        The backward may run anywhere. Activation checkpoints made with torch.utils.checkpoint
+        recompute with the routes of their own forward. A recompute made by other means, such as an
+        autograd function that calls the model again, must have its backward in this context.
+
+        Args:
+            trace: ids [T, L, K] and valid [T] for the T = B * S flattened tokens, on any device.
+                It is copied.
+            native: also keep the routers' own choice from the same scores, for `native()`,
+                `check_alignment()` and `gate_mass()`. A router with groups of experts runs once
+                more for it.
+            soft: in (0, 1]; replace replayed experts whose probability is below `soft` times that
+                of the router's own choice, see `modes.soften`.
+            weights: use the trace's combine weights in the forward; their gradient goes to the live
+                weights.
+            check: when the context is left, compare the routes with the routers' own choice. This
+                is done for the first forward of every source of traces (`RoutingTrace.origin`), and
+                for every 32nd one after it. See docs/replay_checks.md.
+
+        Raises:
+            UsageError: the trace is not one of this model, `soft` or `weights` cannot be used with
+                it, or the model's config asks for a router loss.
+            RoutingError: a router was not called, was called twice, or was given another number of
+                rows; the rows lie step by step; no row is valid; or, with `check`, the routes are
+                not those of this forward's tokens and weights.
         """
-        if not isinstance(trace, RoutingTrace):
-            raise UsageError(
-                f"replay: expected a RoutingTrace, got {type(trace).__name__}; tape.trace() gives that of a recording, "
-                "routers.trace_from(ids) that of an engine's ids"
-            )
-        refuse_router_loss(getattr(self._model, "config", None))
-        _check_devices(trace)
-        _check_steps(trace)
-        check_trace(trace, layers=self.layers, num_experts=self.num_experts, top_k=self.top_k)
-        if soft is not None and (not isinstance(soft, int | float) or weights or not 0 < soft <= 1):
-            raise UsageError(
-                f"replay: soft={soft} is a ratio in (0, 1] and cannot be combined with weights=True"
-            )
-        if weights and trace.weights is None:
-            raise UsageError(
-                "replay: the trace has no combine weights; record them with record(weights=True)"
-            )
+        self._check_arguments(trace, soft, weights)
         suspicious = bool(constant_layers(trace).any())
-        due = check and self._due(trace)
-        own = suspicious or due
-        replayed = ReplayHandle(
-            self._routers, trace, native=native, soft=soft, weights=weights, checked=own
+        due = check and self._check_is_due(trace)
+        handle = ReplayHandle(
+            self._routers,
+            trace,
+            native=native,
+            soft=soft,
+            weights=weights,
+            checked=suspicious or due,
         )
-        with replayed.replaying():
-            yield replayed
-        replayed.check()
+        with handle.replaying():
+            yield handle
+        handle.check()
         if suspicious:
-            check_captured(replayed.trace, replayed.native_trace())
+            check_captured(handle.trace, handle.native_trace())
         if due:
-            self._check(trace.origin.source, replayed)
-
-    def _due(self, trace: RoutingTrace) -> bool:
-        """Is it time to check a trace of this source? A source that failed is due until one of its traces passes."""
-        source = trace.origin.source
-        if source in self._unchecked:
-            self._unchecked[source] += 1
-            return self._unchecked[source] >= CHECK_EVERY
-        if len(trace) and not trace.valid.any():
-            raise RoutingError(
-                f"none of the trace's {len(trace)} rows is valid, so replaying it would do nothing: no route was "
-                "captured, or all are marked as missing. To let the model route these tokens itself, give check=False"
-            )
-        return True
-
-    def recheck_all_sources(self) -> None:
-        """Check the next trace of every source."""
-        self._unchecked.clear()
-
-    def _check(self, source: str, replayed: ReplayHandle) -> None:
-        try:
-            check_alignment(replayed.trace, replayed.native_trace())
-        except MisalignedRoutesError as error:
-            self._unchecked.pop(source, None)
-            raise MisalignedRoutesError(
-                f"{error}. To replay them all the same, give check=False",
-                layers_wrong=error.layers_wrong,
-            ) from None
-        if int(replayed.trace.valid.sum()) >= MIN_ROWS:
-            self._unchecked[source] = 0
+            self._check(trace.origin.source, handle)
 
     def trace_from(
         self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None
     ) -> RoutingTrace:
-        """An engine's routes [T, decoder layers or MoE layers, K] as a trace of this model, see `axes.trace_from`."""
+        """Return an engine's routes as a trace of this model.
+
+        Args:
+            ids: [T, decoder layers or MoE layers, K], any integer dtype.
+            axis: "all" for one column per decoder layer, "moe" for one per MoE layer; None decides
+                by the number of columns.
+            valid: [T] bool, the rows that were captured; None for all.
+
+        Raises:
+            UsageError: as of `axes.trace_from`.
+        """
         depth = self._model.config.get_text_config().num_hidden_layers
         return trace_from(
             ids,
@@ -234,18 +205,20 @@ class Routers:
         )
 
     def self_test(self) -> None:
-        """RoutingError if this model's routers cannot be trusted. Costs L + 2 forwards of 8 tokens.
+        """Raise unless this model's routers record and replay as they should.
 
-        Replaying its own routes must keep every bit; moving one layer to other experts must move the logits.
+        Replaying the model's own routes must keep the logits to the bit. Moving one layer to other
+        experts must change them. Costs L + 2 forwards of 8 tokens.
+
+        Raises:
+            RoutingError: one of the two does not hold.
         """
         devices = (
             parameter.device for parameter in self._model.parameters() if not parameter.is_meta
         )
-        device = next(devices, torch.device("cpu"))  # meta: offloaded
-        tokens = (
-            torch.arange(8, device=device).view(2, 4)
-            % self._model.config.get_text_config().vocab_size
-        )
+        device = next(devices, torch.device("cpu"))  # offloaded parameters are on meta
+        vocabulary = self._model.config.get_text_config().vocab_size
+        tokens = torch.arange(8, device=device).view(2, 4) % vocabulary
 
         def forward() -> Tensor:
             logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
@@ -258,22 +231,150 @@ class Routers:
             with self.replay(trace, check=False):
                 if not torch.equal(forward(), expected):
                     raise RoutingError(
-                        f"replaying its own routes changed the logits of {type(self._model).__name__}"
+                        "replaying its own routes changed the logits of "
+                        f"{type(self._model).__name__}"
                     )
             for column, layer in enumerate(self.layers):
-                ids = trace.ids.to(torch.int64)
-                ids[:, column] = (ids[:, column] + 1) % self.num_experts
-                with self.replay(
-                    dataclasses.replace(trace, ids=ids.to(trace.ids.dtype)), check=False
-                ):
+                with self.replay(self._with_other_experts(trace, column), check=False):
                     if torch.equal(forward(), expected):
                         raise RoutingError(
                             f"layer {layer}: replaying other experts changed nothing"
                         )
 
+    def recheck_all_sources(self) -> None:
+        """Check the next trace of every source again."""
+        self._unchecked.clear()
+
+    def _check_arguments(self, trace: RoutingTrace, soft: float | None, weights: bool) -> None:
+        if not isinstance(trace, RoutingTrace):
+            raise UsageError(
+                f"replay: expected a RoutingTrace, got {type(trace).__name__}; tape.trace() gives "
+                "that of a recording, routers.trace_from(ids) that of an engine's ids"
+            )
+        refuse_router_loss(getattr(self._model, "config", None))
+        _check_devices(trace)
+        _check_row_order(trace)
+        check_trace(trace, layers=self.layers, num_experts=self.num_experts, top_k=self.top_k)
+        if soft is not None and (not isinstance(soft, int | float) or weights or not 0 < soft <= 1):
+            raise UsageError(
+                f"replay: soft={soft} is a ratio in (0, 1] and cannot be combined with weights=True"
+            )
+        if weights and trace.weights is None:
+            raise UsageError(
+                "replay: the trace has no combine weights; record them with record(weights=True)"
+            )
+
+    def _check_is_due(self, trace: RoutingTrace) -> bool:
+        """Return whether to check this trace, and count its forward.
+
+        A source that failed is due until one of its traces passes.
+        """
+        source = trace.origin.source
+        if source in self._unchecked:
+            self._unchecked[source] += 1
+            return self._unchecked[source] >= CHECK_EVERY
+        if len(trace) and not trace.valid.any():
+            raise RoutingError(
+                f"none of the trace's {len(trace)} rows is valid, so replaying it would do "
+                "nothing: no route was captured, or all are marked as missing. To let the model "
+                "route these tokens itself, give check=False"
+            )
+        return True
+
+    def _check(self, source: str, handle: ReplayHandle) -> None:
+        try:
+            check_alignment(handle.trace, handle.native_trace())
+        except MisalignedRoutesError as error:
+            self._unchecked.pop(source, None)
+            raise MisalignedRoutesError(
+                f"{error}. To replay them all the same, give check=False",
+                layers_wrong=error.layers_wrong,
+            ) from None
+        if int(handle.trace.valid.sum()) >= MIN_ROWS:
+            self._unchecked[source] = 0
+
+    def _with_other_experts(self, trace: RoutingTrace, column: int) -> RoutingTrace:
+        ids = trace.ids.to(torch.int64)
+        ids[:, column] = (ids[:, column] + 1) % self.num_experts
+        return dataclasses.replace(trace, ids=ids.to(trace.ids.dtype))
+
+
+def bind_routers(model: nn.Module) -> Routers:
+    """Return the routers of a transformers MoE causal LM.
+
+    The model is not changed. It may be wrapped by peft, FSDP2, DDP, torch.compile or a module of
+    your own. Binding again gives equal routers.
+
+    Args:
+        model: a transformers causal LM, or a module that contains one.
+
+    Raises:
+        UsageError: the model is dense, contains several models, or is sharded in a way that replay
+            does not support.
+        RoutingError: a block has experts but no router that can be replayed.
+    """
+    inner = _transformers_model(model)
+    routers = find_routers(inner)
+    refuse_unknown_sharding(inner, routers, wrapper=model)
+    return Routers(inner, routers)
+
+
+def refuse_unknown_sharding(
+    model: nn.Module, routers: Sequence[Router], *, wrapper: nn.Module
+) -> None:
+    """Raise UsageError if a router would not see plain tensors of all its process's tokens.
+
+    wrapper: the module that contains the model, or the model itself. FSDP2 may manage either.
+    """
+    distributed = getattr(getattr(model, "config", None), "distributed_config", None)
+    if distributed is not None and distributed.pp_size > 1:
+        raise UsageError(
+            "record and replay do not work under pipeline parallelism "
+            f"(pp_size={distributed.pp_size}): a stage has only some of the trace's layers; use "
+            "FSDP2, tensor or expert parallelism"
+        )
+    if distributed is not None and "sequence_parallel" in _parallel_styles(model):
+        raise UsageError(
+            "record and replay do not work with sequence_parallel in the model's tp_plan: routers "
+            "may see a part of the sequence; take it out of the plan"
+        )
+    managed = {
+        part
+        for module in wrapper.modules()
+        if isinstance(module, FSDPModule)
+        for part in module.modules()
+    }
+    for router in routers:
+        sharded = [name for name, p in router.module.named_parameters() if isinstance(p, DTensor)]
+        if sharded and router.module not in managed:
+            raise UsageError(
+                f"layer {router.layer}: {sharded[0]} of {router.path!r} is a DTensor that FSDP2 "
+                "does not gather, so its scores are no plain tensor and cannot be replayed; leave "
+                "the router out of the parallel plan"
+            )
+
+
+def masks_combine_weights(model: nn.Module) -> bool:
+    """Return whether routers zero the combine weights of other ranks' experts.
+
+    transformers' `ep_router` does.
+    """
+    distributed = getattr(getattr(model, "config", None), "distributed_config", None)
+    if distributed is None or distributed.ep_size <= 1:
+        return False
+    return "ep_router" in _parallel_styles(model)
+
+
+def _parallel_styles(model: nn.Module) -> set[str]:
+    plans = (getattr(model, "tp_plan", None), getattr(model, "ep_plan", None))
+    return {style for plan in plans for style in (plan or {}).values()}
+
 
 def _check_devices(trace: RoutingTrace) -> None:
-    """Any device with data will do: each layer's routes follow its router's scores."""
+    """Raise if the trace's tensors are on several devices, or on meta.
+
+    Any other device is fine: each layer's routes follow its router's scores.
+    """
     named = (("ids", trace.ids), ("valid", trace.valid), ("weights", trace.weights))
     devices = {name: str(tensor.device) for name, tensor in named if tensor is not None}
     if len(set(devices.values())) > 1:
@@ -285,16 +386,19 @@ def _check_devices(trace: RoutingTrace) -> None:
         )
 
 
-def _check_steps(trace: RoutingTrace) -> None:
-    if trace.origin.steps:
-        first, later = trace.origin.steps[0], trace.origin.steps[1:]
-        raise RoutingError(
-            f"the trace's rows are not those of this forward: they were recorded in {1 + len(later)} forwards of "
-            f"{first[0]} samples that continue each other ({first[1]} tokens each, then {later[0][1]}), so they lie "
-            "step by step, and those of one forward sample by sample. Of a generate() give "
-            "op.pad_routes(op.routes_of_generate(tape, sequences, attention_mask), attention_mask); of other forwards "
-            "the rows in the order that this one takes them, with trace.at(rows)"
-        )
+def _check_row_order(trace: RoutingTrace) -> None:
+    """Raise if the rows were recorded step by step, as of a `generate()` of several samples."""
+    if not trace.origin.steps:
+        return
+    first, later = trace.origin.steps[0], trace.origin.steps[1:]
+    raise RoutingError(
+        "the trace's rows are not those of this forward: they were recorded in "
+        f"{1 + len(later)} forwards of {first[0]} samples that continue each other ({first[1]} "
+        f"tokens each, then {later[0][1]}), so they lie step by step, and those of one forward "
+        "sample by sample. Of a generate() give "
+        "op.pad_routes(op.routes_of_generate(tape, sequences, attention_mask), attention_mask); of "
+        "other forwards the rows in the order that this one takes them, with trace.at(rows)"
+    )
 
 
 @contextmanager
@@ -308,32 +412,23 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def bind_routers(model: nn.Module) -> Routers:
-    """Find the routers of a transformers MoE causal LM.
-
-    UsageError if the model is dense or sharded in a way replay does not know, RoutingError if a block has experts but
-    no router that can be replayed. Binding again finds the same routers; the model itself is not touched.
-    """
-    inner = _transformers_model(model)
-    routers = find_routers(inner)
-    refuse_unknown_sharding(inner, routers, wrapper=model)
-    return Routers(inner, routers)
-
-
 def _transformers_model(model: nn.Module) -> nn.Module:
-    """`model`, or the one inside a wrapper that does not show its config (DDP, a module of the user's)."""
+    """Return the model, or the one inside a wrapper that does not show its config (as DDP)."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"bind_routers: expected a model, got {type(model).__name__}")
     if hasattr(model, "config"):
         return model
-    held = {
+    inner = {
         path: module
         for path, module in model.named_modules()
         if isinstance(module, PreTrainedModel)
     }
-    outer = [path for path in held if not any(path.startswith(f"{other}.") for other in held)]
-    if len(outer) > 1:
+    outermost = [path for path in inner if not any(path.startswith(f"{up}.") for up in inner)]
+    if len(outermost) > 1:
         raise UsageError(
-            f"{type(model).__name__} holds several models, {', '.join(outer)}; bind the one to replay"
+            f"{type(model).__name__} holds several models, {', '.join(outermost)}; bind the one to "
+            "replay"
         )
-    return held[outer[0]] if outer else model
+    if not outermost:
+        return model
+    return inner[outermost[0]]

@@ -1,8 +1,9 @@
-"""The seam: the expert-selecting top-k inside a router's own forward, observed or answered for it.
+"""Interception of the top-k with which a router selects experts, inside the router's own forward.
 
-Every router computes scores [N, E], selects K columns of each row with one top-k and turns what was selected into
-weights by its family's own formula (softmax before or after, sigmoid with a selection bias, renormalised, scaled, ...).
-Answering only the top-k, with `(scores.gather(-1, ids), ids)`, leaves that formula, its gradients and its bits alone.
+Every router computes scores [N, E], selects K columns of each row with one top-k, and turns the
+selected scores into weights by its family's own formula: softmax before or after, sigmoid with a
+selection bias, renormalised, scaled, and so on. A replay replaces only the result of that top-k, by
+`(scores.gather(-1, ids), ids)`. The formula, its gradients and its bits stay the family's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _NO_TENSOR = torch.empty(0)
 
 
 def in_backward() -> bool:
-    """Is autograd running a backward on this thread? A router called from there is an activation recompute."""
+    """Return whether autograd is running a backward on this thread.
+
+    A router that is called from a backward is part of an activation recompute.
+    """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -42,7 +46,7 @@ def in_backward() -> bool:
 def override_attribute(
     name: str, values: Iterable[tuple[nn.Module, Callable[..., Any]]]
 ) -> Iterator[None]:
-    """Give each module an instance attribute `name`; on exit put back exactly what was there."""
+    """Set the attribute `name` of each module instance, and restore it when the context is left."""
     values = list(values)
     saved = [(module, module.__dict__.get(name, _ABSENT)) for module, _ in values]
     try:
@@ -58,14 +62,14 @@ def override_attribute(
 
 
 class TopkHook(TorchFunctionMode):
-    """What stands in for one router's `forward` inside a record or replay context."""
+    """A stand-in for one router's `forward` inside a record or replay context."""
 
     def __init__(self, router: Router) -> None:
         super().__init__()
         if isinstance(getattr(router.module.forward, "__self__", None), TopkHook):
             raise RoutingError(
-                f"layer {router.layer} is being recorded or replayed already; leave that context first (a replay also "
-                "reports the router's own choice: replay(trace, native=True))"
+                f"layer {router.layer} is being recorded or replayed already; leave that context "
+                "first (a replay also reports the router's own choice: replay(trace, native=True))"
             )
         self.router = router
         self._where = f"layer {router.layer}: {router.path!r} ({type(router.module).__name__})"
@@ -76,56 +80,52 @@ class TopkHook(TorchFunctionMode):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:  # copy.deepcopy too
         raise RoutingError(
-            f"{self._where} is being recorded or replayed, and a copy would be for ever; copy or pickle the "
-            "model outside the context"
+            f"{self._where} is being recorded or replayed, and a copy would stay so; copy or "
+            "pickle the model outside the context"
         )
 
-    def _check_sampling(self) -> None:
+    def _check_not_sampling(self) -> None:
         if self.router.by_max and self.router.module.training:
             raise RoutingError(
-                f"{self._where} draws its experts at random in train mode and makes no choice to record or replay; "
-                "call .eval() on it"
+                f"{self._where} draws its experts at random in train mode and makes no choice to "
+                "record or replay; call .eval() on it"
             )
 
-    def _once(self, columns: int) -> None:
-        """columns: how many experts per token all selections of one forward have named."""
+    def _check_one_selection(self, columns: int) -> None:
+        """Raise unless the selections of one forward named K experts per token in all."""
         if columns != self.router.top_k:
             raise RoutingError(
-                f"{self._where} ran {columns // self.router.top_k} "
-                f"top-{self.router.top_k} selections of {self.router.num_experts} experts in its forward, expected one"
+                f"{self._where} ran {columns // self.router.top_k} top-{self.router.top_k} "
+                f"selections of {self.router.num_experts} experts in its forward, expected one"
             )
 
 
 class TopkRecorder(TopkHook):
-    """Keeps the ids [N, K] int64 of every forward of one router."""
+    """A hook that keeps the ids [N, K] int64 of every forward of one router."""
 
     def __init__(self, router: Router, *, weights: bool = False) -> None:
         super().__init__(router)
         self.keep_weights = weights
         self.weights: list[Tensor] = []  # combine weights [N, K] of every forward, if kept
-        self.seen: list[Tensor] = []
-        self._found: list[
-            tuple[Tensor, Tensor, Tensor]
-        ] = []  # scores [N, E]; their top-k values and ids [N, K]
-        self._position: int | None = (
-            None  # of the ids in the router's output, once a first forward has shown it
-        )
+        self.seen: list[Tensor] = []  # ids [N, K] of every forward
+        # Scores [N, E], top-k values and ids [N, K] of each selection in this forward
+        self._selections: list[tuple[Tensor, Tensor, Tensor]] = []
+        # Index of the ids in the router's output; known after the first forward
+        self._position: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out, ids = self.observe(args, kwargs)
         if not in_backward():
             self.seen.append(ids)
             if self.keep_weights:
-                self.weights.append(
-                    out[combine_weights_position(out, self.router.top_k, self._where)].detach()
-                )
+                position = combine_weights_position(out, self.router.top_k, self._where)
+                self.weights.append(out[position].detach())
         return out
 
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
-        """The router's own output, and the experts it selected."""
-        if (
-            self._position is not None
-        ):  # ten times cheaper than a function mode, and decoding pays for it every step
+        """Run the router; return its output and the ids [N, K] that it selected."""
+        if self._position is not None:
+            # Ten times cheaper than a function mode, and a decode loop pays for it at every step.
             out = self.forward(*args, **kwargs)
             return out, out[self._position]
         out, (_, _, ids) = self.observe_selection(args, kwargs)
@@ -134,36 +134,43 @@ class TopkRecorder(TopkHook):
         return out, ids
 
     def observe_selection(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple, kwargs: dict
     ) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
-        """The router's own output; the scores [N, E] it selected from, the values and the ids [N, K] it selected."""
-        self._check_sampling()
-        self._found.clear()
+        """Run the router; return its output and its selection.
+
+        The selection is the scores [N, E] it was made from, and its values and ids [N, K].
+        """
+        self._check_not_sampling()
+        self._selections.clear()
         with self:
             out = self.forward(*args, **kwargs)
-        self._once(sum(ids.shape[1] for _, _, ids in self._found))
-        if len(self._found) == 1:
-            return out, self._found.pop()
-        scores, values, ids = zip(
-            *self._found, strict=True
-        )  # one expert after the other, from scores masked meanwhile
+        self._check_one_selection(sum(ids.shape[1] for _, _, ids in self._selections))
+        if len(self._selections) == 1:
+            return out, self._selections.pop()
+        # The router selected one expert after the other, and masked scores in between.
+        scores, values, ids = zip(*self._selections, strict=True)
         return out, (scores[0], torch.cat(values, 1), torch.cat(ids, 1))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        scores, k, width = _operands(self.router, func, args, kwargs)
+        scores, k, width = _topk_operands(self.router, func, args, kwargs)
         if k and width == self.router.num_experts:
-            self._found.append((_rows(scores), _rows(out[0]), _rows(out[1])))
+            self._selections.append((_flat(scores), _flat(out[0]), _flat(out[1])))
         return out
 
 
 class TopkReplayer(TopkHook):
-    """Makes one router select the experts of `route` in one forward and in every recompute of it."""
+    """A hook that makes one router select given experts in one forward and its recomputes.
+
+    native: also keep the router's own choice. mass: also keep the gate mass (`modes.gate_mass`).
+    soft: the ratio of `modes.soften`. weights: recorded combine weights, used as
+    `modes.replace_combine_weights` does.
+    """
 
     def __init__(
         self,
         router: Router,
-        route: Tensor,  # [T, K] uint8 | uint16
+        route: Tensor,  # [T, K] uint8 or uint16
         valid: Tensor | None,  # [T] bool, None = all rows
         *,
         native: bool,
@@ -171,55 +178,50 @@ class TopkReplayer(TopkHook):
         soft: float | None = None,
         weights: Tensor | None = None,  # [T, K] floating
     ) -> None:
-        """native: also keep the router's own choice; mass: and the gate mass, see `modes.gate_mass`; soft, weights: see
-        `modes.soften`, `modes.with_weights`."""
         super().__init__(router)
-        self.fired = False
-        self._thread = threading.get_ident()
-        self.recompute = False  # what runs now is an activation recompute (compiled code cannot ask `in_backward`)
+        self.called = False
+        # Whether this call is an activation recompute. Compiled code cannot call `in_backward`.
+        self.recompute = False
         self.native: Tensor | None = None  # [T, K], dtype of route
-        self.gate_mass: Tensor | None = None  # [T] float32, see `gate_mass`
-        self._route = route
-        self._valid = valid
+        self.gate_mass: Tensor | None = None  # [T] float32
+        self.replaced: Tensor | None = None  # [] float32, fraction that soft replay replaced
+        self._thread = threading.get_ident()
+        self._route, self._valid = route, valid
         self._keep_native, self._keep_mass = native, mass
-        self._target: Tensor | None = None  # [T, K] int64 while the router runs
-        self._answered = 0  # experts per token
-        self.replaced: Tensor | None = (
-            None  # [] float32, share of replayed experts that soft replay replaced
-        )
         self._soft, self._weights = soft, weights
+        self._target: Tensor | None = None  # [T, K] int64 while the router runs
+        self._selected = 0  # experts per token that this forward has selected
         self._probabilities: Tensor | None = None  # [T, E] the router's own, for soft replay
-        self._wants_own = native or valid is not None or soft is not None
-        self._hides_own = router.num_groups > 1 or router.by_max
+        self._needs_native = native or valid is not None or soft is not None
+        # These routers select from scores that depend on what they selected before. Their own
+        # choice takes a forward of its own.
+        self._needs_native_forward = router.num_groups > 1 or router.by_max
         self._recorder = TopkRecorder(router)
-        self._own: tuple[Tensor, Tensor, Tensor] | None = (
-            None  # scores, values and ids of the router's own choice
-        )
+        # Scores, values and ids of the router's own choice, while the router runs
+        self._native_selection: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward() and not self.recompute and called_by_checkpoint():
-            return self.forward(
-                *args, **kwargs
-            )  # a checkpoint of another forward, which was not replayed
+            # A checkpoint of another forward, which was not replayed
+            return self.forward(*args, **kwargs)
         self._refuse_foreign_checkpoint()
-        if not self.fired:
-            self._first_call(args, kwargs)
-        elif not (self.recompute or in_backward()):  # a recompute takes what the forward took
+        if not self.called:
+            self._begin_first_call(args, kwargs)
+        elif not (self.recompute or in_backward()):  # a recompute takes the forward's routes
             raise RoutingError(
-                f"layer {self.router.layer} fired twice in one replay; open one replay context per forward"
+                f"layer {self.router.layer} was called twice in one replay; open one replay "
+                "context per forward"
             )
-        self._check_sampling()
-        self._target, self._answered = (
-            self._route.to(torch.int64),
-            0,
-        )  # the only int64 copy, one layer at a time
+        self._check_not_sampling()
+        # The only int64 copy: one layer at a time has it.
+        self._target, self._selected = self._route.to(torch.int64), 0
         try:
             with self:
                 out = self.forward(*args, **kwargs)
         finally:
-            self._target = self._own = self._probabilities = None
-        self._once(self._answered)
-        self._wants_own = False
+            self._target = self._native_selection = self._probabilities = None
+        self._check_one_selection(self._selected)
+        self._needs_native = False
         if self._weights is not None:
             out = replace_combine_weights(
                 out, self._weights, self._valid, self.router.top_k, self._where
@@ -227,7 +229,11 @@ class TopkReplayer(TopkHook):
         return out
 
     def _refuse_foreign_checkpoint(self) -> None:
-        """Only the thread that opened the replay has its checkpoints recomputed in it (`recompute.carried`)."""
+        """Raise if a checkpoint of another thread calls the router.
+
+        Only the thread that opened the replay carries it into recomputes
+        (`recompute.carry_into_recomputes`).
+        """
         if (
             torch.compiler.is_compiling()
             or self.recompute
@@ -237,47 +243,59 @@ class TopkReplayer(TopkHook):
             return
         if called_by_checkpoint():
             raise RoutingError(
-                f"layer {self.router.layer} is replayed in one thread and checkpointed in another, where its recompute "
-                "would route natively; open the replay in the thread that runs the forward"
+                f"layer {self.router.layer} is replayed in one thread and checkpointed in another, "
+                "where its recompute would route natively; open the replay in the thread that runs "
+                "the forward"
             )
 
-    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.fired = True
-        if (
-            self._wants_own and self._hides_own
-        ):  # once answered, it selects from scores masked by the answer
+    def _begin_first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.called = True
+        if self._needs_native and self._needs_native_forward:
             with torch.no_grad():
-                _, self._own = self._recorder.observe_selection(args, kwargs)
-            self._follow(self._own[0])
-            self._fill(self._own[2])
+                _, self._native_selection = self._recorder.observe_selection(args, kwargs)
+            self._move_routes(self._native_selection[0])
+            self._fill_invalid_rows(self._native_selection[2])
 
-    def _answer(self, func: Any, scores: Tensor, k: int, select: Callable[[], Any]) -> Any:
-        """The replayed selection of k experts; `select()` makes the router's own from the same scores."""
+    def _replayed_selection(
+        self, func: Any, scores: Tensor, k: int, select: Callable[[], Any]
+    ) -> Any:
+        """Return the selection of the next k replayed experts.
+
+        `select()` returns the router's own selection from the same scores.
+        """
         assert self._target is not None
-        rows = _rows(scores)
-        self._follow(scores)
+        rows = _flat(scores)
+        self._move_routes(scores)
         self._check_rows(len(rows))
-        first, self._answered = self._answered, self._answered + k
-        if self._answered > self.router.top_k:
-            return select()  # too many selections, an error when the router is done
-        if self._wants_own and first == 0:
+        first, self._selected = self._selected, self._selected + k
+        if self._selected > self.router.top_k:
+            return select()  # too many selections; an error when the router is done
+        if self._needs_native and first == 0:
             with torch.no_grad():
-                if not self._hides_own:
-                    values, own = select()
-                    self._own = (rows, _rows(values), _rows(own))
-                    self._fill(self._own[2])
-                    self._target = self._route.to(torch.int64)
-                self._soften(rows)
-                assert self._own is not None
-                own_scores, values, own = self._own
-                if self._keep_native:
-                    self.native = own.to(self._route.dtype)
-                if self._keep_mass:
-                    self.gate_mass = gate_mass(rows.gather(-1, self._target), values, own_scores)
-        return _select(func, scores, self._target[:, first : self._answered])
+                self._keep_native_choice(rows, select)
+        return _select(func, scores, self._target[:, first : self._selected])
 
-    def _follow(self, scores: Tensor) -> None:
-        """Move the routes to where the router computes: its parameters may be offloaded, or lie on several devices."""
+    def _keep_native_choice(self, rows: Tensor, select: Callable[[], Any]) -> None:
+        """Use the router's own choice from the scores `rows` [T, E] as the modes ask for."""
+        if not self._needs_native_forward:
+            values, ids = select()
+            self._native_selection = (rows, _flat(values), _flat(ids))
+            self._fill_invalid_rows(self._native_selection[2])
+            self._target = self._route.to(torch.int64)
+        self._apply_soft_replay(rows)
+        assert self._native_selection is not None
+        assert self._target is not None
+        scores, values, ids = self._native_selection
+        if self._keep_native:
+            self.native = ids.to(self._route.dtype)
+        if self._keep_mass:
+            self.gate_mass = gate_mass(rows.gather(-1, self._target), values, scores)
+
+    def _move_routes(self, scores: Tensor) -> None:
+        """Move the routes to the device of the scores.
+
+        The model's parameters may be offloaded, or on several devices.
+        """
         device = scores.device
         if self._route.device == device:
             return
@@ -289,87 +307,101 @@ class TopkReplayer(TopkHook):
         if self._weights is not None:
             self._weights = self._weights.to(device)
 
-    def _fill(self, own: Tensor) -> None:
-        """Rows without a route take the router's own choice [T, K]. A recompute must not choose again."""
-        self._check_rows(len(own))
+    def _fill_invalid_rows(self, native: Tensor) -> None:
+        """Give invalid rows the router's own choice [T, K], so that a recompute has the same."""
+        self._check_rows(len(native))
         if self._valid is not None:
-            self._route = torch.where(self._valid[:, None], self._route.to(torch.int64), own).to(
-                self._route.dtype
-            )
+            route = torch.where(self._valid[:, None], self._route.to(torch.int64), native)
+            self._route = route.to(self._route.dtype)
 
-    def _soften(self, scores: Tensor) -> None:
-        """Let live scores overrule the route, once: a recompute takes what the forward took."""
+    def _apply_soft_replay(self, scores: Tensor) -> None:
+        """Replace unlikely experts, once: a recompute takes the forward's routes."""
         if self._soft is None or self.replaced is not None:
             return
-        assert self._own is not None
+        assert self._native_selection is not None
         assert self._target is not None
-        probabilities = (
-            scores.detach().softmax(-1) if self._probabilities is None else self._probabilities
-        )
-        self._target, replaced = soften(self._target, self._own[2], probabilities, ratio=self._soft)
-        self.replaced = (replaced if self._valid is None else replaced[self._valid]).float().mean()
+        probabilities = self._probabilities
+        if probabilities is None:
+            probabilities = scores.detach().softmax(-1)
+        native = self._native_selection[2]
+        self._target, replaced = soften(self._target, native, probabilities, ratio=self._soft)
+        if self._valid is not None:
+            replaced = replaced[self._valid]
+        self.replaced = replaced.float().mean()
         self._route = self._target.to(self._route.dtype)
 
     def _check_rows(self, rows: int) -> None:
         if rows != len(self._route):
             raise RoutingError(
-                f"layer {self.router.layer} routes {rows} tokens, but the trace has {len(self._route)} rows"
+                f"layer {self.router.layer} routes {rows} tokens, but the trace has "
+                f"{len(self._route)} rows"
             )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         router = self.router
         assert self._target is not None
-        scores, k, width = _operands(router, func, args, kwargs)
+        scores, k, width = _topk_operands(router, func, args, kwargs)
         if k and width == router.num_experts:
-            return self._answer(func, scores, k, lambda: func(*args, **(kwargs or {})))
+            return self._replayed_selection(func, scores, k, lambda: func(*args, **(kwargs or {})))
         if k and width == router.num_groups:
-            self._follow(scores)
-            self._soften(scores)  # before its groups are named
+            self._move_routes(scores)
+            self._apply_soft_replay(scores)  # before its groups are named
             return _select(func, scores, _groups_of(self._target, router))
         out = func(*args, **(kwargs or {}))
-        if func in PROBABILITIES and self._soft is not None and not self._answered:
-            self._probabilities = _rows(out.detach())
+        if func in PROBABILITIES and self._soft is not None and not self._selected:
+            self._probabilities = _flat(out.detach())
         return out
 
 
-def _operands(
+def _topk_operands(
     router: Router, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> tuple[Tensor, int, int]:
-    """(scores, k, width) of a call that selects k of `width` experts or groups for every token; k = 0 of any other.
+    """Return (scores, k, width) of a call that selects k of `width` experts or groups per token.
 
-    Group-limited routers also score groups with a 3-D top-k, and with one group its last axis is as long as the
-    experts'. Of routers without groups a 3-D call is the selection for [B, S] tokens.
+    k is 0 for any other call. Routers with groups also score their groups with a 3-D top-k, whose
+    last axis is as long as the experts' if there is one group. In routers without groups a 3-D call
+    is the selection for [B, S] tokens.
     """
     if func not in _TOPK and not (router.by_max and func in _MAX):
         return _NO_TENSOR, 0, 0
     named = kwargs or {}
     scores = args[0] if args else named["input"]
+    width = scores.shape[-1]
     if func in _MAX:  # one expert per call
-        k = 1 if named.get("keepdim") else 0
-        return scores, k, scores.shape[-1]
-    k, width = args[1] if len(args) > 1 else named["k"], scores.shape[-1]
+        return scores, int(bool(named.get("keepdim"))), width
+    k = args[1] if len(args) > 1 else named["k"]
     if scores.dim() > 2 and router.num_groups:
         return scores, 0, width
-    groups = router.num_groups > 1 and (k, width) == (router.top_groups, router.num_groups)
-    return scores, k if groups or k == router.top_k else 0, width
+    selects_groups = router.num_groups > 1 and (k, width) == (router.top_groups, router.num_groups)
+    if selects_groups or k == router.top_k:
+        return scores, k, width
+    return scores, 0, width
 
 
-def _rows(x: Tensor) -> Tensor:  # [..., n] -> [T, n], itself if it is that already
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+def _flat(x: Tensor) -> Tensor:
+    """Return x [..., n] as [T, n]; x itself if it has two dimensions."""
+    if x.dim() == 2:
+        return x
+    return x.reshape(-1, x.shape[-1])
 
 
 def _select(func: Any, scores: Tensor, ids: Tensor) -> Any:
-    """What `func` returns, had it selected these ids [T, k]."""
+    """Return the result of `func` as if it had selected these ids [T, k]."""
     ids = ids.view(*scores.shape[:-1], ids.shape[1])
-    kind = torch.return_types.max if func in _MAX else torch.return_types.topk
-    return kind((scores.gather(-1, ids), ids))
+    values = scores.gather(-1, ids)
+    if func in _MAX:
+        return torch.return_types.max((values, ids))
+    return torch.return_types.topk((values, ids))
 
 
-def _groups_of(ids: Tensor, router: Router) -> Tensor:  # [T, K] -> [T, max(K, top_groups)]
-    """Groups to keep, so that no replayed expert is masked out of its own scores (DeepSeek-V2 weighs what is left).
+def _groups_of(ids: Tensor, router: Router) -> Tensor:
+    """Return the groups [T, max(K, top_groups)] to keep for the experts `ids` [T, K].
 
-    A group may be named more than once: the routers only mark the groups they are given.
+    No replayed expert must be masked out of its own scores, because DeepSeek-V2 weighs the scores
+    that remain. A group may be named more than once: routers only mark the groups they are given.
     """
     groups = ids // (router.num_experts // router.num_groups)
     missing = router.top_groups - groups.shape[1]
-    return groups if missing <= 0 else torch.cat([groups, groups[:, :1].expand(-1, missing)], 1)
+    if missing <= 0:
+        return groups
+    return torch.cat([groups, groups[:, :1].expand(-1, missing)], 1)

@@ -25,7 +25,7 @@ def _refused_at_first_forward(routers: Routers, message: str) -> None:
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
     with pytest.raises(RoutingError, match=message), routers.replay(trace, check=False):
         routers._model(input_ids=tokens())
-    with pytest.raises(RoutingError, match=r"layer \d, .*fired"), routers.record():
+    with pytest.raises(RoutingError, match=r"layer \d, .*called"), routers.record():
         routers._model(input_ids=tokens())
 
 
@@ -42,7 +42,7 @@ def test_a_kernel_in_place_of_a_block(model: PreTrainedModel, layer: int) -> Non
     block = model.model.layers[layer].mlp
     block.forward = MethodType(_fused, block)
     _refused_at_first_forward(
-        routers, rf"layer {layer}: 'model.layers.{layer}.mlp.gate' did not fire"
+        routers, rf"layer {layer}: 'model.layers.{layer}.mlp.gate' was not called"
     )
 
 
@@ -69,7 +69,7 @@ def test_a_decoder_built_again_after_binding(model: PreTrainedModel) -> None:
     model.model = build("qwen3_moe", seed=1).model
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
     with (
-        pytest.raises(RoutingError, match=r"layer 0: .*did not fire"),
+        pytest.raises(RoutingError, match=r"layer 0: .*was not called"),
         routers.replay(trace, check=False),
     ):
         model(input_ids=tokens())
@@ -90,11 +90,11 @@ def test_one_block_in_two_layers(model: PreTrainedModel) -> None:
     model.model.layers[2].mlp = model.model.layers[0].mlp
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
     with (
-        pytest.raises(RoutingError, match="layer 0 fired twice"),
+        pytest.raises(RoutingError, match="layer 0 was called twice"),
         routers.replay(trace, check=False),
     ):
         model(input_ids=tokens())
-    with pytest.raises(RoutingError, match=r"layer \d, .*fired"), routers.record():
+    with pytest.raises(RoutingError, match=r"layer \d, .*called"), routers.record():
         model(input_ids=tokens())
     with pytest.raises(RoutingError, match=r"layers 0 and 2 share one router"):
         bind_routers(model)

@@ -34,7 +34,7 @@ def _untouched(model: nn.Module) -> bool:
     return not any("forward" in module.__dict__ for module in model.modules())
 
 
-# --- every router fires once on the trace's rows --------------------------------------------------
+# --- every router is called once on the trace's rows --------------------------------------------------
 
 
 def test_row_count_must_match(model: PreTrainedModel, routers: Routers) -> None:

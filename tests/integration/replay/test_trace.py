@@ -69,7 +69,7 @@ def test_take_reads_one_forward_and_clears_it(family: str) -> None:
             model(input_ids=tokens(4, 1, seed=step), use_cache=False)
             for ids, (used, _) in zip(tape.pop_ids(), computed, strict=True):
                 assert torch.equal(ids, used)
-        with pytest.raises(RoutingError, match="fired 0 times"):
+        with pytest.raises(RoutingError, match="was called 0 times"):
             tape.pop_ids()
 
 

@@ -1,4 +1,4 @@
-"""Arrays of numbers in the .npy format, from somebody who is not trusted: a reply of a server, a member of a dump."""
+"""Reader of .npy arrays from untrusted sources: a server's reply, a member of a dump."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ class InvalidNpyError(ValueError):
 
 
 def parse_npy(data: bytes) -> np.ndarray:
-    """Return the array in `data`, which it shares. NotNpy for archives, pickles, objects and damage.
+    """Return the array in `data`, as a read-only view of these bytes.
 
-    The header's shape is compared with the number of bytes before anything is made of it.
+    The header's shape is compared with the number of bytes before any memory is allocated.
+
+    Raises:
+        InvalidNpyError: an archive, a pickle, an array of objects, or a damaged file.
     """
     header = _HEADER.match(data)
     if header is None:
@@ -34,18 +37,18 @@ def parse_npy(data: bytes) -> np.ndarray:
         dtype = np.dtype(kind)
     except TypeError:
         raise InvalidNpyError(f"an .npy of the unknown kind {kind!r}") from None
+    if dtype.hasobject:
+        raise InvalidNpyError(f"an .npy of {dtype}, which needs allow_pickle; nothing is unpickled")
     if dtype.kind not in "biuf" or not dtype.isnative:
-        reason = (
-            "which needs allow_pickle; nothing is unpickled"
-            if dtype.hasobject
-            else "not plain numbers"
-        )
-        raise InvalidNpyError(f"an .npy of {dtype}, {reason}")
+        raise InvalidNpyError(f"an .npy of {dtype}, not plain numbers")
     shape = tuple(int(size) for size in sizes.split(", ") if size)
     size = math.prod(shape) * dtype.itemsize
-    if len(data) - header.end() != size:
+    found = len(data) - header.end()
+    if found != size:
         raise InvalidNpyError(
-            f"an .npy of {len(data) - header.end()} bytes where shape {shape} of {dtype} needs {size}"
+            f"an .npy of {found} bytes where shape {shape} of {dtype} needs {size}"
         )
-    layout: Literal["F", "C"] = "F" if order == "True" else "C"
+    layout: Literal["F", "C"] = "C"
+    if order == "True":
+        layout = "F"
     return np.frombuffer(data, dtype, offset=header.end()).reshape(shape, order=layout)

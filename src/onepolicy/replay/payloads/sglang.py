@@ -1,6 +1,6 @@
-"""What SGLang 0.5.23 returns as routes: base64 of int32 ids without a header, over all decoder layers.
+"""Reader of SGLang 0.5.23's routes: base64 of int32 ids without a header, over all decoder layers.
 
-The shape comes from the model's config and from the law that a path of N tokens has N - 1 rows. A row of -1 was not
+The shape is known from the model's config, because N tokens have N - 1 rows. A row of -1 was not
 captured.
 """
 
@@ -21,8 +21,15 @@ ID_BYTES = 4  # of an expert's id
 def route_ids(payload: Any, *, rows: int, depth: int, top_k: int) -> Tensor:
     """Return the ids [rows, depth, top_k] int32 of a reply's `routed_experts`.
 
-    rows: fed tokens from `routed_experts_start_len` on; depth: decoder layers. UsageError for anything but so many
-    ids, for a negative id other than -1, and if no row was captured.
+    Args:
+        payload: base64 text.
+        rows: tokens fed, from `routed_experts_start_len` on.
+        depth: decoder layers.
+        top_k: experts per token.
+
+    Raises:
+        UsageError: the payload is not base64 of so many ids, an id is negative but not -1, or no
+            row was captured.
     """
     if type(payload) is not str:
         raise UsageError(f"routed_experts is {shown(payload)}, expected base64")
@@ -33,8 +40,8 @@ def route_ids(payload: Any, *, rows: int, depth: int, top_k: int) -> Tensor:
     size = rows * depth * top_k * ID_BYTES
     if len(data) != size:
         raise UsageError(
-            f"routed_experts has {len(data)} bytes; {rows} rows x {depth} decoder layers x {top_k} experts "
-            f"in int32 have {size}"
+            f"routed_experts has {len(data)} bytes; {rows} rows x {depth} decoder layers x {top_k} "
+            f"experts in int32 have {size}"
         )
     ids = torch.frombuffer(bytearray(data), dtype=torch.int32).view(rows, depth, top_k)
     if (ids < -1).any() or not (ids >= 0).flatten(1).all(1).any():

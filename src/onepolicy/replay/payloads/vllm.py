@@ -1,14 +1,15 @@
-"""What vLLM returns as routes: four contract generations, each read into rows, and the rows into a `RoutingTrace`.
+"""Readers of vLLM's routes: four payload formats, each read into rows, and rows into a trace.
 
-| vLLM      | in this process                           | over HTTP                      | layers   | ids          |
-|-----------|-------------------------------------------|--------------------------------|----------|--------------|
-| 0.14-0.20 | CompletionOutput, when the request stops  | nothing                        | all      | int32        |
-| 0.21      | RequestOutput (prompt) + CompletionOutput | nested lists, prompt at the top| MoE only | int16        |
-| 0.22-0.30 | CompletionOutput, prompt and completion   | base64 of .npy bytes per choice| all      | uint8, uint16|
-| 0.31-0.33 | the same, a block store behind it         | the same                       | all      | uint8, uint16|
+| vLLM | in this process | over HTTP | layers | ids |
+|---|---|---|---|---|
+| 0.14-0.20 | CompletionOutput, when the request stops | nothing | all | int32 |
+| 0.21 | RequestOutput (prompt) + CompletionOutput | nested lists, prompt at the top | MoE | int16 |
+| 0.22-0.30 | CompletionOutput, with the prompt | base64 of .npy per choice | all | uint8, 16 |
+| 0.31-0.33 | the same, with a block store behind it | the same | all | uint8, 16 |
 
-Rows are those of the fed tokens, prompt + completion - 1; dense layers hold zeros; ids are logical, in the router's own
-top-k order. Up to 0.30 a row that no forward wrote is all zeros: it comes out as not valid, never as expert 0.
+There is one row per token that was fed: prompt + completion - 1. Dense layers are zeros. Ids are
+logical, in the order of the router's own top-k. Up to 0.30 a row that no forward wrote is all
+zeros. Such a row becomes invalid, never expert 0.
 """
 
 from __future__ import annotations
@@ -37,22 +38,26 @@ LARGEST_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class RoutePayloadFormat:
-    """One generation. Its two readers return [rows, layers on its axis, K] integers, or None for a request without."""
+    """The form in which a range of vLLM versions returns routes, with its readers.
+
+    A reader returns integers [rows, layers on its axis, K], or None for a request without routes.
+    """
 
     newest_version: Version
-    """Last version of it."""
+    """The last version that uses this format."""
     axis: Axis
     read_output: Callable[[Any], np.ndarray | None]
-    """Of a RequestOutput with one finished completion."""
+    """Reader of a RequestOutput with one finished completion."""
     read_reply: Callable[[Mapping[str, Any], int], np.ndarray | None]
-    """Of the JSON body of a non-streamed reply to one prompt, and the index of the choice."""
+    """Reader of the JSON body of a non-streamed reply to one prompt. The int is the choice."""
     zeros_mean_missing: bool = True
-    """Rows live in a buffer that starts as zeros."""
+    """Whether rows come from a buffer that starts as zeros."""
     may_drop_requests: bool = False
-    """Routes of a request may be dropped without a sign, so that their absence is no mistake of the set-up."""
+    """Whether vLLM may drop a request's routes silently, without a mistake in the set-up."""
 
 
 def parse_version(version: str) -> Version:
+    """Return (major, minor). Raises UsageError if `version` is not that of a release."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         raise UsageError(
@@ -62,20 +67,25 @@ def parse_version(version: str) -> Version:
 
 
 def payload_format_of(version: str) -> RoutePayloadFormat:
-    """The generation of a vLLM version. UsageError for one that is older or newer than all of them."""
-    found = parse_version(version)
-    if found < (0, 14):
+    """Return the format of a vLLM version's routes.
+
+    Raises:
+        UsageError: the version is older or newer than all known formats.
+    """
+    parsed = parse_version(version)
+    if parsed < (0, 14):
         raise UsageError(f"vllm {version}: cannot return routes; 0.14 is the first that does")
     for payload_format in PAYLOAD_FORMATS:
-        if found <= payload_format.newest_version:
+        if parsed <= payload_format.newest_version:
             return payload_format
     raise UsageError(
-        f"vllm {version}: how it returns routes is not known here; the newest that is known is {NEWEST_VERSION}"
+        f"vllm {version}: how it returns routes is not known here; the newest that is known is "
+        f"{NEWEST_VERSION}"
     )
 
 
 def request_trace(
-    rows: np.ndarray | None,  # [R, layers on the contract's axis, K]
+    rows: np.ndarray | None,  # [R, layers on the format's axis, K]
     payload_format: RoutePayloadFormat,
     *,
     prompt: int,
@@ -87,12 +97,27 @@ def request_trace(
     first: int = 0,
     aborted: bool = False,
 ) -> RoutingTrace | None:
-    """The routes of one request, from slot `first` on.
+    """Return the routes of one request, from slot `first` on.
 
-    prompt, completion, cached: its tokens, and how many of the prompt's the prefix cache had. None where vLLM drops the
-    routes of a request (0.21: a preempted one; any: aborted before it began). Rows an aborted request lacks are not
-    valid. UsageError if routes are missing otherwise, are all zeros, or are not of this model's layers. How many there
-    are is checked by `replay.checks.check_completion`.
+    Args:
+        rows: the reader's result.
+        payload_format: the format that the rows were read from.
+        prompt: the prompt's tokens.
+        completion: the completion's tokens.
+        cached: the prompt's tokens that the prefix cache had.
+        route_spec: the model's MoE layers, experts and K.
+        depth: the model's decoder layers.
+        version: RL step of the weights that sampled.
+        first: the slot of the first row.
+        aborted: the request was aborted. The rows that it lacks become invalid.
+
+    Returns:
+        The trace; None if vLLM may have dropped the routes of such a request. 0.21 drops those of
+        a preempted request. Any version has none of a request that was aborted before it began.
+
+    Raises:
+        UsageError: routes are missing otherwise, are all zeros, or are of other layers than this
+            model's. `replay.checks.check_completion` checks the number of rows.
     """
     if rows is None:
         if aborted or payload_format.may_drop_requests:
@@ -102,12 +127,8 @@ def request_trace(
         )
     expected = prompt + completion - 1 - first
     captured: np.ndarray = np.ones(len(rows), dtype=bool)  # [R]
-    if payload_format.zeros_mean_missing and route_spec.top_k > 1 and rows.ndim == 3 and len(rows):
-        captured = np.asarray(rows.any(axis=(1, 2)))
-        if not captured.any():
-            raise UsageError(
-                f"vLLM returned zeros for all routes of a request: no MoE kernel was captured ({ALL_ZERO_ISSUE})"
-            )
+    if payload_format.zeros_mean_missing and route_spec.top_k > 1:
+        captured = _captured_rows(rows)
     if aborted and len(rows) < expected:
         rows = np.concatenate([rows, np.zeros((expected - len(rows), *rows.shape[1:]), rows.dtype)])
         captured = np.concatenate([captured, np.zeros(expected - len(captured), dtype=bool)])
@@ -123,41 +144,57 @@ def request_trace(
     return RoutingTrace(trace.ids, trace.valid, trace.layers, trace.num_experts, spans)
 
 
-def _of_completion(output: Any) -> np.ndarray | None:
+def _captured_rows(rows: np.ndarray) -> np.ndarray:
+    """Return which rows [R, layers, K] are not all zeros, [R] bool."""
+    if rows.ndim != 3 or len(rows) == 0:
+        return np.ones(len(rows), dtype=bool)
+    captured = np.asarray(rows.any(axis=(1, 2)))
+    if not captured.any():
+        raise UsageError(
+            "vLLM returned zeros for all routes of a request: no MoE kernel was captured "
+            f"({ALL_ZERO_ISSUE})"
+        )
+    return captured
+
+
+def _read_completion(output: Any) -> np.ndarray | None:
     routes: np.ndarray | None = output.outputs[0].routed_experts
     return routes
 
 
-def _of_prompt_and_completion(output: Any) -> np.ndarray | None:
-    return _joined(output.prompt_routed_experts, output.outputs[0].routed_experts)
+def _read_prompt_and_completion(output: Any) -> np.ndarray | None:
+    return _join(output.prompt_routed_experts, output.outputs[0].routed_experts)
 
 
-def _no_reply(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
+def _refuse_reply(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
     raise UsageError("vLLM up to 0.20 returns no routes over HTTP; use 0.22 or newer")
 
 
-def _nested_lists(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
-    """The prompt's rows stand at the top, of the first prompt only: one prompt per request."""
-    return _joined(
+def _read_nested_lists(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
+    """Read a reply whose top level has the prompt's rows, of the first prompt only."""
+    return _join(
         _array("prompt_routed_experts", body.get("prompt_routed_experts")),
         _array("routed_experts", body["choices"][choice].get("routed_experts")),
     )
 
 
-def _array(name: str, found: Any) -> np.ndarray | None:
-    """[rows, layers, K] int64 of nested lists."""
-    if found is None:
+def _array(name: str, lists: Any) -> np.ndarray | None:
+    """Return nested lists as an array [rows, layers, K] int64."""
+    if lists is None:
         return None
-    if not _are_rows(found):
+    if not _are_rows(lists):
         raise UsageError(
-            f"{name}: expected nested lists [rows][layers][K] of integers, got {shown(found)}"
+            f"{name}: expected nested lists [rows][layers][K] of integers, got {shown(lists)}"
         )
-    return np.asarray(found, dtype=np.int64)
+    return np.asarray(lists, dtype=np.int64)
 
 
-def _are_rows(found: Any) -> bool:
-    """Whether it is a list of lists of lists, of one length on each level, of whole numbers that int32 holds."""
-    level: list[Any] = [found]
+def _are_rows(lists: Any) -> bool:
+    """Return whether these are lists of lists of lists of whole numbers that int32 holds.
+
+    All lists of one level must have the same length.
+    """
+    level: list[Any] = [lists]
     for _ in range(3):
         if not all(type(each) is list for each in level) or len({len(each) for each in level}) != 1:
             return False
@@ -165,7 +202,7 @@ def _are_rows(found: Any) -> bool:
     return bool(level) and all(type(each) is int and abs(each) <= LARGEST_ID for each in level)
 
 
-def _base64_npy(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
+def _read_base64_npy(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
     text = body["choices"][choice].get("routed_experts")
     if text is None:
         return None
@@ -184,28 +221,34 @@ def _base64_npy(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
         raise UsageError(f"routed_experts: expected integers, got an .npy of {rows.dtype}")
     if rows.ndim != 3:
         raise UsageError(
-            f"routed_experts: expected the shape [rows, layers, K], got an .npy of shape {rows.shape}"
+            "routed_experts: expected the shape [rows, layers, K], got an .npy of shape "
+            f"{rows.shape}"
         )
-    return rows.copy()  # torch wants memory that may be written to
+    return rows.copy()  # torch needs writable memory
 
 
-def _joined(prompt: np.ndarray | None, completion: np.ndarray | None) -> np.ndarray | None:
-    """A completion of one token has no rows of its own; no prompt rows: the routes were dropped."""
+def _join(prompt: np.ndarray | None, completion: np.ndarray | None) -> np.ndarray | None:
+    """Join the prompt's and the completion's rows.
+
+    A completion of one token has no rows. Without the prompt's rows the routes were dropped.
+    """
     if prompt is None or completion is None:
         return prompt
     if prompt.shape[1:] != completion.shape[1:]:
         raise UsageError(
-            f"prompt_routed_experts has rows of {prompt.shape[1:]}, routed_experts of {completion.shape[1:]}; "
-            "expected one model's [layers, K]"
+            f"prompt_routed_experts has rows of {prompt.shape[1:]}, routed_experts of "
+            f"{completion.shape[1:]}; expected one model's [layers, K]"
         )
     return np.concatenate([prompt, completion])
 
 
 PAYLOAD_FORMATS = (
-    RoutePayloadFormat((0, 20), "all", _of_completion, _no_reply),
+    RoutePayloadFormat((0, 20), "all", _read_completion, _refuse_reply),
     RoutePayloadFormat(
-        (0, 21), "moe", _of_prompt_and_completion, _nested_lists, may_drop_requests=True
+        (0, 21), "moe", _read_prompt_and_completion, _read_nested_lists, may_drop_requests=True
     ),
-    RoutePayloadFormat((0, 30), "all", _of_completion, _base64_npy),
-    RoutePayloadFormat((0, 33), "all", _of_completion, _base64_npy, zeros_mean_missing=False),
+    RoutePayloadFormat((0, 30), "all", _read_completion, _read_base64_npy),
+    RoutePayloadFormat(
+        (0, 33), "all", _read_completion, _read_base64_npy, zeros_mean_missing=False
+    ),
 )
