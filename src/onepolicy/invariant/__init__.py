@@ -1,1 +1,4 @@
-"""Make both engines the same, bit for bit: operators with one result per row, whatever else is computed."""
+"""On-policy numerics: operators whose result for a row does not depend on the rest of the batch.
+
+With them, engine and trainer compute the same bits.
+"""

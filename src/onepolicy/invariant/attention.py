@@ -1,8 +1,9 @@
-"""One attention function for decoding and prefilling over the slab and for packed samples.
+"""Attention of the on-policy mode: one function for decoding, prefilling and packed samples.
 
-A query's result depends on its own keys only: scores and weighted sums are the products of `ops`, keys are counted
-from the beginning of their sequence on every path, and what a query must not see has weight 0, which changes no bit of
-a sum. Rows of scores are whole tiles long, because torch sums shorter rows in another order.
+A query's result depends on its own keys only. Scores and weighted sums are products of `ops`. On
+every path keys are counted from the beginning of their sequence. Keys that a query must not see
+have weight 0, which changes no bit of a sum. Rows of scores are whole tiles long, because torch
+sums shorter rows in another order.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ UNSUPPORTED = {*decode_attention.UNSUPPORTED, *packed_attention.UNSUPPORTED}
 def invariant_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, T, D]
-    key: Tensor,  # packed [1, kv heads, T, D]; slab [V, kv heads, S, D]
-    value: Tensor,  # likewise, Dv
+    key: Tensor,  # packed [1, kv heads, T, D]; KV cache [V, kv heads, S, D]
+    value: Tensor,  # packed [1, kv heads, T, Dv]; KV cache [V, kv heads, S, Dv]
     attention_mask: Tensor | None,
     *,
     packing: Packing | None = None,
@@ -47,11 +48,15 @@ def invariant_attention(
     s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:  # [1, T, heads, Dv]
-    """Causal attention of each token within its own sequence. `s_aux` [heads] are attention-sink logits (gpt-oss)."""
-    name = type(module).__name__
+    """Compute causal attention of each token within its own sequence.
+
+    `s_aux` [heads] are attention-sink logits (gpt-oss). Raises ValueError if the model passes on no
+    attention arguments, or some that this function does not support.
+    """
     if packing is None and kv_cache_step is None:
         raise ValueError(
-            f"{name} does not hand attention arguments on; invariant attention cannot work with it"
+            f"{type(module).__name__} does not pass attention arguments on; invariant attention "
+            "cannot work with it"
         )
     refuse_unsupported_arguments(
         module,
@@ -61,32 +66,44 @@ def invariant_attention(
         dropout=dropout,
         attention_mask=attention_mask,
     )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if kv_cache_step is None:
-        assert packing is not None
-
-        def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            bias = torch.zeros_like(
-                seen := causal_mask(q.shape[2], sliding_window, q.device), dtype=torch.float32
-            )
-            bias.masked_fill_(~seen, float("-inf"))
-            return attend(q.transpose(1, 2), k, v, bias=bias, scale=scale, sinks=s_aux).transpose(
-                1, 2
-            )
-
-        return attend_packed(query, key, value, packing, causal).to(query.dtype), None
-    q = query[0].transpose(0, 1)  # [T, heads, D]
-    if reads_as_table(q, key, kv_cache_step) and q.shape[-1] <= TERMS:
-        out = _attend_in_table(
-            q, key, value, kv_cache_step, window=sliding_window, scale=scale, sinks=s_aux
+    scale = scaling
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    if kv_cache_step is not None:
+        out = _attend_to_cache(
+            query, key, value, kv_cache_step, window=sliding_window, scale=scale, sinks=s_aux
         )
-        return out[None].to(q.dtype), None
+        return out, None
+    assert packing is not None
+
+    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = causal_mask(q.shape[2], sliding_window, q.device)
+        bias = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, float("-inf"))
+        out = attend(q.transpose(1, 2), k, v, bias=bias, scale=scale, sinks=s_aux)
+        return out.transpose(1, 2)
+
+    return attend_packed(query, key, value, packing, causal).to(query.dtype), None
+
+
+def _attend_to_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: KVCacheStep,
+    *,
+    window: int | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend from query [1, heads, T, D] to a KV cache: key [V, G, S, D] -> [1, T, heads, Dv]."""
+    q = query[0].transpose(0, 1)  # [T, heads, D]
+    if reads_as_table(q, key, step) and q.shape[-1] <= TERMS:
+        out = _table_attention(q, key, value, step, window=window, scale=scale, sinks=sinks)
+        return out[None].to(q.dtype)
     rows = len(key)
-    bias = kv_cache_step.bias(sliding_window, rows)
-    out = attend(
-        kv_cache_step.pad_queries(q, rows), key, value, bias=bias, scale=scale, sinks=s_aux
-    )
-    return kv_cache_step.unpad_queries(out)[None].to(query.dtype), None
+    bias = step.bias(window, rows)
+    out = attend(step.pad_queries(q, rows), key, value, bias=bias, scale=scale, sinks=sinks)
+    return step.unpad_queries(out)[None].to(query.dtype)
 
 
 def attend(
@@ -98,9 +115,10 @@ def attend(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """q [V, Q, heads, D], key [V, G, S, D], value [V, G, S, Dv] -> [V, Q, heads, Dv] float32.
+    """Attend from every query to all keys of its row.
 
-    bias float32, broadcast to [V, G, R, Q, S]; R = heads / G share a key.
+    q [V, Q, heads, D], key [V, G, S, D], value [V, G, S, Dv] -> [V, Q, heads, Dv] float32. bias is
+    float32 and broadcasts to [V, G, R, Q, S]. R = heads / G heads share a key.
     """
     (rows, queries, heads, _), (groups, keys) = q.shape, key.shape[1:3]
     shape = (rows, groups, heads // groups, queries, keys)
@@ -110,17 +128,19 @@ def attend(
         .permute(0, 2, 3, 1, 4)
         .reshape(rows * groups, -1, q.shape[-1])
     )
-    sinks = None if sinks is None else sinks.float()
-    out = _Attend.apply(
-        q, key.float().flatten(0, 1), value.float().flatten(0, 1), bias, sinks, shape
-    )
+    if sinks is not None:
+        sinks = sinks.float()
+    key, value = key.float().flatten(0, 1), value.float().flatten(0, 1)
+    out = _Attend.apply(q, key, value, bias, sinks, shape)
     return out.view(*shape[:4], -1).permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, -1)
 
 
 class _Attend(torch.autograd.Function):
-    """q [B, R * Q, D], key [B, S, D], value [B, S, Dv] -> [B, R * Q, Dv]; B = V * G, `shape` is [V, G, R, Q, S].
+    """Attention with its gradient, in one autograd function.
 
-    A function of its own because autograd would copy the scores for every change made to them in place.
+    q [B, R * Q, D], key [B, S, D], value [B, S, Dv] -> [B, R * Q, Dv], with B = V * G and `shape`
+    [V, G, R, Q, S]. Separate operators would make autograd copy the scores at every in-place
+    change.
     """
 
     @staticmethod
@@ -138,7 +158,8 @@ class _Attend(torch.autograd.Function):
             scores.add_(bias)
         weights = softmax(scores, sinks)
         ctx.save_for_backward(q, key, value, weights)
-        ctx.heads = None if sinks is None else shape[1:3]
+        ctx.heads = shape[1:3]
+        ctx.has_sinks = sinks is not None
         return batched_matmul(weights[..., -shape[4] :].flatten(0, 1).flatten(1, 2), value)
 
     @staticmethod
@@ -151,7 +172,7 @@ class _Attend(torch.autograd.Function):
             grad_weights, weights, -1, torch.float32
         )
         grad_sinks = None
-        if ctx.heads is not None:
+        if ctx.has_sinks:
             queries = grad.shape[1] // ctx.heads[1]
             grad_sinks = grad_scores[..., 0].reshape(-1, *ctx.heads, queries).sum((0, 3)).flatten()
         seen, grad_scores = weights[..., front:], grad_scores[..., front:]
@@ -166,9 +187,10 @@ class _Attend(torch.autograd.Function):
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """scores [V, G, R, Q, S] with S a multiple of TILE. A sink [G * R] adds exp(sink) to its head's denominator.
+    """Return the softmax of scores [V, G, R, Q, S] over the keys, S a multiple of TILE.
 
-    Of the same shape; with sinks S is TILE longer, in front.
+    A sink [G * R] adds exp(sink) to its head's denominator. With sinks, the result has TILE more
+    columns, at the front.
     """
     assert scores.shape[-1] % TILE == 0
     if sinks is not None:
@@ -177,16 +199,14 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
         scores = torch.cat([front, scores], -1)
     if not fixed_shapes(scores.device):
         return scores.softmax(-1)
-    weights = (
-        scores - scores.amax(-1, keepdim=True)
-    ).exp_()  # torch's kernel follows from the number of keys
+    # torch's softmax kernel depends on the number of keys.
+    weights = (scores - scores.amax(-1, keepdim=True)).exp_()
     ones = scores.new_ones(1, scores.shape[-1], 1)
-    return weights / batched_matmul(weights.view(1, -1, scores.shape[-1]), ones).view(
-        *scores.shape[:-1], 1
-    )
+    total = batched_matmul(weights.view(1, -1, scores.shape[-1]), ones)
+    return weights / total.view(*scores.shape[:-1], 1)
 
 
-def _attend_in_table(
+def _table_attention(
     q: Tensor,
     key: Tensor,
     value: Tensor,
@@ -196,9 +216,11 @@ def _attend_in_table(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`attend` of one token per row, read where it lies: q [T, heads, D] -> [T, heads, Dv]."""
+    """Attend from one token per row without copying keys: q [T, heads, D] -> [T, heads, Dv]."""
     scores = table_scores(q, key, step, bias=step.bias(window, None), scale=scale)
-    weights = softmax(scores, None if sinks is None else sinks.float())[..., -scores.shape[-1] :]
+    if sinks is not None:
+        sinks = sinks.float()
+    weights = softmax(scores, sinks)[..., -scores.shape[-1] :]
     return table_values(weights, value, step, key, terms=TERMS).view(*q.shape[:2], -1)
 
 

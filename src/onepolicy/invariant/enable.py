@@ -1,4 +1,7 @@
-"""Start-up: what the invariant operators rest on are properties of this build of torch, so they are checked."""
+"""Start of the on-policy mode: check this build of torch, make a model invariant, check the model.
+
+The invariant operators rely on properties of the build, so they are tested on each one.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,16 @@ from onepolicy.invariant.switch import TILE
 from onepolicy.models.embedding_bag_matmul import weighted_rows
 from onepolicy.models.packed_attention import Packing
 
-CUTS = (1, 2, 9, 26, 60)  # where the rows of a check are cut into calls of their own
+CUTS = (1, 2, 9, 26, 60)  # a check cuts its rows here, into calls of their own
 LENGTHS = (7, 4, 23)  # tokens of the samples a model is checked with
 
 
 def enable_invariant(model: PreTrainedModel) -> None:
-    """Make this model invariant for the rest of its life. UsageError if its build or one of its operators is not."""
+    """Make a model invariant for the rest of its life.
+
+    Raises:
+        UsageError: this build or one of the model's operators is not invariant.
+    """
     check_build(model.device, torch.get_num_threads())
     install_invariant(model)
     check_model(model)
@@ -32,7 +39,7 @@ def enable_invariant(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def check_model(model: PreTrainedModel) -> None:
-    """UsageError for an operator without an invariant version, or if samples packed together are not those alone."""
+    """Raise UsageError unless the model's operators are invariant and packing changes no logit."""
     vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     ids = torch.arange(3, 3 + sum(LENGTHS), device=model.device) % vocabulary
     samples = list(ids.split(LENGTHS))
@@ -41,8 +48,9 @@ def check_model(model: PreTrainedModel) -> None:
     together = _logits(model, samples[::-1]).split(LENGTHS[::-1])[::-1]
     if not all(torch.equal(a, b) for a, b in zip(alone, together, strict=True)):
         raise UsageError(
-            f"numerics: {type(model).__name__} computes other logits for samples packed together than for them alone, "
-            f"although each of its operators is known ({describe_build()}); use numerics = fast"
+            f"numerics: {type(model).__name__} computes other logits for samples packed together "
+            f"than for them alone, although each of its operators is known ({describe_build()}); "
+            "use numerics = fast"
         )
 
 
@@ -57,39 +65,50 @@ def _logits(model: PreTrainedModel, samples: list[Tensor]) -> Tensor:
 
 
 def describe_build() -> str:
-    """This build, as errors name it."""
-    kernels = (
-        f"MKL {torch.backends.mkl.is_available()}, oneDNN {torch.backends.mkldnn.is_available()}"
+    """Return this build's name for messages."""
+    return ", ".join(
+        (
+            f"torch {torch.__version__}",
+            torch.backends.cpu.get_cpu_capability(),
+            f"MKL {torch.backends.mkl.is_available()}",
+            f"oneDNN {torch.backends.mkldnn.is_available()}",
+            f"{torch.get_num_threads()} threads",
+        )
     )
-    threads = f"{torch.get_num_threads()} threads"
-    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {kernels}, {threads}"
 
 
 @cache
 @torch.no_grad()
 def check_build(device: torch.device, threads: int) -> None:
-    """UsageError, naming the operator, unless every row comes out the same in calls of other shapes."""
+    """Raise unless every operator's result for a row is the same in calls of other shapes.
+
+    threads: the number in use. It is part of the cache's key.
+
+    Raises:
+        UsageError: an operator's result differs. The message names the operator.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    for name, whole, parts in itertools.chain(_rows(normal), _attention(normal), _chains(normal)):
+    for name, whole, parts in itertools.chain(
+        _check_rows(normal), _check_attention(normal), _check_weighted_rows(normal)
+    ):
         if not torch.equal(whole, parts):
             raise UsageError(
-                f"numerics: {name} depends on what else is computed on {device} with {describe_build()}, so on-policy numerics "
-                "cannot hold there; use numerics = fast"
+                f"numerics: {name} depends on what else is computed on {device} with "
+                f"{describe_build()}, so on-policy numerics cannot hold there; use numerics = fast"
             )
 
 
 Normal = Callable[..., Tensor]
-Check = tuple[
-    str, Tensor, Tensor
-]  # what is checked, and its result by two ways that must agree to the bit
+# Name of an operator, and its result computed in two ways, which must be equal to the bit
+Check = tuple[str, Tensor, Tensor]
 
 
-def _rows(normal: Normal) -> Iterator[Check]:
-    """All rows at once, and in calls of a few."""
+def _check_rows(normal: Normal) -> Iterator[Check]:
+    """Yield operators over all rows at once, and in calls of a few rows."""
     for terms, columns in ((32, 128), (TERMS, 64), (TERMS, 1024), (300, 24), (300, 256), (77, 5)):
         for dtype in (torch.float32, torch.bfloat16):
             linear = partial(
@@ -126,15 +145,19 @@ EVEN_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def _in_parts(
     name: str, function: Callable[[Tensor], Tensor], rows: Tensor, size: int | None = None
 ) -> Check:
-    parts = torch.tensor_split(rows, CUTS) if size is None else rows.split(size)
+    """Return the function's results for all rows, and for calls of `size` rows (None: CUTS)."""
+    if size is None:
+        parts = torch.tensor_split(rows, CUTS)
+    else:
+        parts = rows.split(size)
     return name, function(rows), torch.cat([function(part) for part in parts])
 
 
-def _attention(normal: Normal) -> Iterator[Check]:
-    """Many queries over all keys, and each alone over hardly more keys than it sees."""
-    size, last = 528, (0, 14, 15, 16, 62, 130, 257, 527)
+def _check_attention(normal: Normal) -> Iterator[Check]:
+    """Yield attention of many queries over all keys, and of single queries over their keys."""
+    size, positions = 528, (0, 14, 15, 16, 62, 130, 257, 527)
     q, key, value = normal(1, size, 4, 40), normal(1, 2, size, 40), normal(1, 2, size, 24)
-    for sinks in (None, normal(4)):
+    for named, sinks in (("without", None), ("with", normal(4))):
 
         def attended(queries: list[int], keys: int, sinks: Tensor | None = sinks) -> Tensor:
             seen = (
@@ -145,13 +168,13 @@ def _attention(normal: Normal) -> Iterator[Check]:
             rows = q[:, queries], key[:, :, :keys], value[:, :, :keys]
             return attend(*rows, bias=bias, scale=0.2, sinks=sinks)[0]
 
-        whole = attended(list(range(size)), size)[list(last)]
-        alone = torch.cat([attended([place], ops.round_up(place + 1, TILE)) for place in last])
-        yield f"attention {'without' if sinks is None else 'with'} sinks", whole, alone
+        whole = attended(list(range(size)), size)[list(positions)]
+        alone = [attended([position], ops.round_up(position + 1, TILE)) for position in positions]
+        yield f"attention {named} sinks", whole, torch.cat(alone)
 
 
-def _chains(normal: Normal) -> Iterator[Check]:
-    """On a CPU sums over rows of a table stand in for matmuls when decoding."""
+def _check_weighted_rows(normal: Normal) -> Iterator[Check]:
+    """Yield products as matmuls, and as the sums of table rows that decoding uses on a CPU."""
     for terms, columns in ((32, 128), (TERMS, 64), (TERMS + 40, 16)):
         x, weight = normal(70, terms), normal(terms, columns)
         if x.device.type == "cpu":

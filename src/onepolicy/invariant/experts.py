@@ -1,7 +1,8 @@
-"""Experts of every forward, decoding or training: a row of an expert has one result, a token's rows are added in order.
+"""Experts of the on-policy mode, for decoding and training.
 
-up and down are products of `ops`; the routing weight scales the inner activation; the rows of a token are summed in the
-order of its top-k. Everything between the inputs and the sum is float32.
+A row of an expert has one result, and a token's rows are added in the order of its top-k. The up
+and down projections are products of `ops`. The combine weight scales the inner activation.
+Everything between the inputs and the sum is float32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from onepolicy.invariant.ops import TERMS, InvariantFunctions, matmul_into
 from onepolicy.invariant.strict import invariant_operator
 from onepolicy.invariant.switch import TILE
-from onepolicy.models.decode_experts import MAX_BY_ROWS_COST, ExpertWeights, expert_weights
+from onepolicy.models.decode_experts import (
+    MAX_BY_ROWS_COST,
+    ExpertWeights,
+    expert_activation,
+    expert_weights,
+)
 from onepolicy.models.embedding_bag_matmul import weighted_rows
 from onepolicy.models.experts import DownProjection, UpProjection, sort_by_expert
 
@@ -27,22 +33,25 @@ NAME = "onepolicy_invariant"
 def invariant_experts(
     module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """out[n] = sum_k top_k_weights[n, k] * expert(top_k_index[n, k])(hidden[n]).
+    """Compute out[n] = sum_k top_k_weights[n, k] * expert(top_k_index[n, k])(hidden[n]).
 
     hidden [N, H], top_k_index [N, K] int64, top_k_weights [N, K] -> [N, H]
     """
     assert not module._is_expert_parallel
-    weights = expert_weights(module)
-    rows = _by_rows if _few(weights, top_k_index) else _by_experts
-    out = rows(module, weights, hidden.float(), top_k_index, top_k_weights.float())
-    if (bias := weights[3]) is not None:
-        scale = top_k_weights.float()
-        out = out + embedding_bag(top_k_index, bias.float(), mode="sum", per_sample_weights=scale)
+    weights, scale = expert_weights(module), top_k_weights.float()
+    compute = _by_experts
+    if _by_rows_is_faster(weights, top_k_index):
+        compute = _by_rows
+    out = compute(module, weights, hidden.float(), top_k_index, scale)
+    down_bias = weights[3]
+    if down_bias is not None:
+        bias = down_bias.float()
+        out = out + embedding_bag(top_k_index, bias, mode="sum", per_sample_weights=scale)
     return out.to(hidden.dtype)
 
 
-def _few(weights: ExpertWeights, top_k_index: Tensor) -> bool:
-    """Whether reading the weights row by row is possible and beats matmuls."""
+def _by_rows_is_faster(weights: ExpertWeights, top_k_index: Tensor) -> bool:
+    """Return whether reading the weights row by row is possible and faster than matmuls."""
     up, down, _, _ = weights
     in_place = up.device.type == "cpu" and up.is_contiguous() and down.is_contiguous()
     short = max(up.shape[1], down.shape[1]) <= TERMS
@@ -53,7 +62,7 @@ def _few(weights: ExpertWeights, top_k_index: Tensor) -> bool:
 def _by_rows(
     module: Any, weights: ExpertWeights, hidden: Tensor, top_k_index: Tensor, scale: Tensor
 ) -> Tensor:
-    """Every (token, expert) row sums the rows of its expert's weights."""
+    """Compute every (token, expert) row as a sum of rows of its expert's weights."""
     up, down, up_bias, _ = weights
     (tokens, top_k), (_, size, _), inner_size = top_k_index.shape, up.shape, down.shape[1]
     expert = top_k_index.reshape(-1, 1).to(torch.int32)
@@ -69,7 +78,7 @@ def _by_rows(
 def _by_experts(
     module: Any, weights: ExpertWeights, hidden: Tensor, top_k_index: Tensor, scale: Tensor
 ) -> Tensor:
-    """Rows sorted by expert, a multiple of TILE each, one matmul per expert."""
+    """Sort the rows by expert, a multiple of TILE each, and multiply once per expert."""
     up, down, up_bias, _ = weights
     token, place, ends = sort_by_expert(top_k_index, len(up), least=TILE)
     inner = UpProjection.apply(hidden, up.float(), token, place, ends, matmul_into)
@@ -92,7 +101,7 @@ def _activate(module: Any, inner: Tensor, bias: Tensor | None, expert: Tensor | 
     if bias is not None:
         inner = inner + bias.float()[expert]
     with InvariantFunctions():
-        return module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        return expert_activation(module)(inner)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, invariant_experts)

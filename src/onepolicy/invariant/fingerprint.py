@@ -1,8 +1,9 @@
-"""What the bits of a log-probability depend on besides weights and tokens: the build, the processor, the settings.
+"""The causes of a log-probability's bits besides weights and tokens: build, processor, settings.
 
-A fingerprint is JSON with sorted keys. It travels with every rollout, so that a learner can tell whether its own
-forward could repeat the engine's bits at all. Two of the same build and processor may still differ in what a library
-chose at run time; `bits` is a digest of kernels run on fixed inputs, which sees that.
+A fingerprint is JSON with sorted keys. It travels with every rollout, so that a learner can tell
+whether its own forward could give the engine's bits at all. Two processes of the same build and
+processor may still differ in the kernels that a library chose at run time. The field `bits`, a
+digest of kernels' results on fixed inputs, shows that.
 """
 
 from __future__ import annotations
@@ -33,23 +34,32 @@ ENVIRONMENT_VARIABLES = (
 )
 """Variables by which torch and its libraries choose kernels."""
 FREE_FIELDS = ("threads",)
-"""Log-probabilities of the on-policy mode do not depend on these; the weights after an update do."""
+"""Fields that log-probabilities of the on-policy mode do not depend on.
+
+The weights after an update do depend on them.
+"""
 
 
 def compute_fingerprint(device: torch.device, numerics: str) -> str:
-    """Of this process, computing on `device` in this mode ("fast", "on-policy")."""
-    found = {
+    """Return the fingerprint of this process on a device.
+
+    numerics: the mode, "fast" or "on-policy".
+    """
+    fields = {
         "onepolicy": onepolicy.__version__,
         "transformers": transformers.__version__,
         "numerics": numerics,
     }
-    found |= _build() | _settings() | {"threads": str(torch.get_num_threads())}
-    found |= {"device": "cpu"} | _processor() if device.type == "cpu" else _gpu(device)
-    return json.dumps(found | {"bits": _bits(device)}, sort_keys=True)
+    fields |= _build() | _settings() | {"threads": str(torch.get_num_threads())}
+    if device.type == "cpu":
+        fields |= {"device": "cpu"} | _processor()
+    else:
+        fields |= _gpu(device)
+    return json.dumps(fields | {"bits": _bits(device)}, sort_keys=True)
 
 
 def fingerprint_differences(ours: str, theirs: str) -> list[str]:
-    """`name: ours, theirs` of everything but FREE that is not the same on both sides."""
+    """Return `name: ours, theirs` of every field that differs, FREE_FIELDS left out."""
     a, b = json.loads(ours), json.loads(theirs)
     names = sorted((a.keys() | b.keys()) - set(FREE_FIELDS))
     return [
@@ -59,20 +69,25 @@ def fingerprint_differences(ours: str, theirs: str) -> list[str]:
     ]
 
 
-def difference_reason(ours: str, theirs: Iterable[str]) -> str | None:
-    """Why log-probabilities of rollouts with the fingerprints `theirs` may differ from ours; None: they must not."""
-    found = sorted(theirs)
-    if not found:
+def difference_reason(trainer: str, rollouts: Iterable[str]) -> str | None:
+    """Return why the log-probabilities of trainer and rollouts may differ.
+
+    trainer: its fingerprint. rollouts: the fingerprints of the samples. None if they must be equal.
+    """
+    fingerprints = sorted(rollouts)
+    if not fingerprints:
         return "the rollouts carry no fingerprint: what computed them is not known"
-    for each in found:
-        if differ := fingerprint_differences(ours, each):
+    for fingerprint in fingerprints:
+        differences = fingerprint_differences(trainer, fingerprint)
+        if differences:
             return "trainer and rollout were not computed alike (trainer, rollout): " + "; ".join(
-                differ
+                differences
             )
     return None
 
 
 def short_digest(text: str) -> str:
+    """Return 12 hexadecimal digits that stand for a text."""
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
@@ -96,13 +111,14 @@ def _settings() -> dict[str, str]:
 
 
 def _processor() -> dict[str, str]:
-    """Instruction set in use, and what the libraries choose kernels and block sizes by."""
+    """Return the instruction set in use, and by what libraries choose kernels and block sizes."""
     known = torch.cpu.get_capabilities()
     flags = ",".join(sorted(name for name, has in known.items() if has is True))
     caches = f"{known.get('l1d_cache_size')}+{known.get('l2_cache_size')}"
+    name = f"{known.get('cpu_name')} {known.get('architecture')}"
     return {
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "processor": f"{known.get('cpu_name')} {known.get('architecture')}, caches {caches}, flags {short_digest(flags)}",
+        "processor": f"{name}, caches {caches}, flags {short_digest(flags)}",
     }
 
 
@@ -119,7 +135,7 @@ def _gpu(device: torch.device) -> dict[str, str]:
 
 @functools.cache
 def _bits(device: torch.device) -> str:
-    """Digest of the results of the kernels a forward uses most, on inputs made of integers."""
+    """Return a digest of the results of the kernels that a forward uses most."""
     whole = hashlib.blake2b(digest_size=6)
     with torch.no_grad():
         for result in _results(device):
@@ -128,10 +144,10 @@ def _bits(device: torch.device) -> str:
 
 
 def _results(device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield the kernels' results on inputs made of integers."""
+    integers = (torch.arange(32 * 400, device=device) * 37 % 1009).view(32, 400)
     for dtype in (torch.float32, torch.bfloat16):
-        x = ((torch.arange(32 * 400, device=device) * 37 % 1009).view(32, 400) / 331 - 1.5).to(
-            dtype
-        )
+        x = (integers / 331 - 1.5).to(dtype)
         yield x @ x.T
         yield torch.softmax(x.float(), -1)
         yield torch.nn.functional.silu(x)

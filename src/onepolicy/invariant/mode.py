@@ -1,9 +1,10 @@
-"""The switch: which models compute with invariant operators, and nothing else about this process.
+"""The on-policy mode of a model: invariant operators in place of its own.
 
-The state lives on the model. There is no flag, thread-local or library override that could say one thing while the
-kernels do another: a model inside has other attention, experts, linear layers, and around the modules that call torch's
-functions themselves (routers, activations) the functions of `ops`. So an engine and a learner may be inside for their
-whole lives, side by side with models that are not, in any thread or task.
+The mode is a property of the model and of nothing else in the process. There is no flag,
+thread-local or library override that could contradict the kernels. An invariant model has other
+attention, experts and linear layers. Modules that call torch's functions themselves (routers,
+activations) get the functions of `ops`. So an engine and a learner may be invariant all the time,
+beside other models, in any thread or task.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import recurrent_layers
 
-FEW_TOKENS = 5  # tokens that a model is looked at with
+FEW_TOKENS = 5  # tokens of the forward that finds which modules to change
 _LOCK = RLock()
 
 
 @dataclass
 class _State:
-    """What to put back when the last context is left."""
+    """The settings and classes to restore when the last context is left."""
 
     attention: str
     experts: str | None
@@ -42,16 +43,19 @@ class _State:
 
 
 class Invariant:
-    """`with Invariant(model):` its forwards are invariant to batch, position, packing, chunks of prefill and threads.
+    """A context in which the model's forwards are invariant.
 
-    Contexts nest; the model is what it was when the last one is left, however it is left. strict: an operator
-    without an invariant version raises NotInvariant, naming it and the module (slow: start-up checks and tests).
+    They do not depend on batch, position, packing, chunks of prefill or threads. Contexts nest.
+    Leaving the last one, in any way, restores the model.
+
+    strict: raise NotInvariantError, naming operator and module, for an operator without an
+    invariant version. It is slow, and meant for start-up checks and tests.
     """
 
     def __init__(self, model: PreTrainedModel, *, strict: bool = False) -> None:
         refuse_recurrent(model)
         self.model, self.strict = model, strict
-        self._entered: list[ExitStack] = []  # one for every time this object was entered
+        self._entered: list[ExitStack] = []  # one per time that this object was entered
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -67,16 +71,23 @@ class Invariant:
 
 
 def install_invariant(model: PreTrainedModel) -> None:
-    """For the rest of the model's life."""
+    """Make the model's forwards invariant for the rest of its life.
+
+    Raises:
+        UsageError: the model has recurrent layers.
+    """
     refuse_recurrent(model)
     _enter(model)
 
 
 def refuse_recurrent(model: PreTrainedModel) -> None:
-    if other := recurrent_layers(model):
+    """Raise UsageError if the model has recurrent layers."""
+    kinds = recurrent_layers(model)
+    if kinds:
         raise UsageError(
-            f"numerics: {type(model).__name__} has {other} layers, whose decoding and "
-            "prefilling are different algorithms, so on-policy numerics cannot hold for it; use numerics = fast"
+            f"numerics: {type(model).__name__} has {kinds} layers, whose decoding and prefilling "
+            "are different algorithms, so on-policy numerics cannot hold for it; use "
+            "numerics = fast"
         )
 
 
@@ -111,26 +122,29 @@ def _swap(model: PreTrainedModel, state: _State) -> None:
         model.set_experts_implementation(experts.NAME)
     for module in model.modules():
         if is_plain_linear(module):
-            _become(module, InvariantLinear, state)
-    for module in _callers(model):
-        _become(module, _with_functions(type(module)), state)  # type: ignore[arg-type]
+            _change_class(module, InvariantLinear, state)
+    for module in _modules_that_call_functions(model):
+        module_class: Any = type(module)
+        _change_class(module, _with_invariant_functions(module_class), state)
 
 
 def _restore(model: PreTrainedModel, state: _State) -> None:
     delattr(model, STATE)
-    for module, own in state.classes:
-        module.__class__ = own
+    for module, original in state.classes:
+        module.__class__ = original
     model.set_attn_implementation(state.attention)
     if state.experts is not None:
         model.set_experts_implementation(state.experts)
 
 
-def _become(module: nn.Module, other: type[nn.Module], state: _State) -> None:
+def _change_class(module: nn.Module, other: type[nn.Module], state: _State) -> None:
     state.classes.append((module, type(module)))
     module.__class__ = other
 
 
 class InvariantLinear(nn.Linear):
+    """A linear layer that multiplies with `ops.linear`."""
+
     product = staticmethod(ops.linear)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,22 +152,26 @@ class InvariantLinear(nn.Linear):
 
 
 @cache
-def _with_functions(own: Any) -> type[nn.Module]:
-    """The same class, but while its forward runs torch's functions are those of `ops`."""
+def _with_invariant_functions(original: Any) -> type[nn.Module]:
+    """Return a subclass in whose forward torch's functions are those of `ops`."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with ops.InvariantFunctions():
-            return own.forward(self, *args, **kwargs)
+            return original.forward(self, *args, **kwargs)
 
-    return type(
-        own.__name__,
-        (own,),
-        {"forward": forward, "__module__": own.__module__, "__doc__": own.__doc__},
-    )
+    attributes = {
+        "forward": forward,
+        "__module__": original.__module__,
+        "__doc__": original.__doc__,
+    }
+    return type(original.__name__, (original,), attributes)
 
 
-def _callers(model: PreTrainedModel) -> set[nn.Module]:
-    """Modules that call a function `ops` replaces in their own forward, found by running the model once."""
+def _modules_that_call_functions(model: PreTrainedModel) -> set[nn.Module]:
+    """Return the modules whose own forward calls a function that `ops` replaces.
+
+    The model runs once to find them.
+    """
     found: set[nn.Module] = set()
     inside: list[Any] = []
 
@@ -167,7 +185,8 @@ def _callers(model: PreTrainedModel) -> set[nn.Module]:
 
     with track_running_module({module: module for module in model.modules()}, inside):
         positions = torch.arange(FEW_TOKENS, device=model.device)
-        ids = (positions + 2) % int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+        vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+        ids = (positions + 2) % vocabulary
         packing = few_token_packing(model.device)
         with torch.no_grad(), Watch():
             model.base_model(
@@ -177,5 +196,5 @@ def _callers(model: PreTrainedModel) -> set[nn.Module]:
 
 
 def few_token_packing(device: torch.device) -> Packing:
-    """One sample of FEW tokens."""
+    """Return the packing of one sample of FEW_TOKENS tokens."""
     return Packing.of(torch.tensor([0, FEW_TOKENS], dtype=torch.int32), device, multiple=TILE)

@@ -1,5 +1,7 @@
-"""What engine and learner must have in common for equal bits: each side states it of its live model, then both are
-compared before a run starts."""
+"""The arithmetic that engine and learner must have in common for equal bits.
+
+Each side describes its live model. The two descriptions are compared before a run starts.
+"""
 
 from __future__ import annotations
 
@@ -15,50 +17,71 @@ from onepolicy.types import NumericsContract
 
 
 def numerics_contract_of(model: PreTrainedModel, *, logp: str) -> NumericsContract:
-    """State how `model` computes. logp: from logits and temperature to the log-probability of a token."""
-    dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in model.parameters())
-    owners = {name: module for name, module in model.named_modules() if _own(module)}
+    """Return the description of a model's arithmetic.
+
+    logp: the computation from logits and temperature to a token's log-probability.
+    """
+    numerics = "fast"
+    if is_invariant(model):
+        numerics = "on-policy"
+    config = model.config.get_text_config()
     return NumericsContract(
-        numerics="on-policy" if is_invariant(model) else "fast",
-        dtype=next(iter(dtypes)) if len(dtypes) == 1 else str(dict(sorted(dtypes.items()))),
-        attention=str(model.config.get_text_config()._attn_implementation),
-        experts=str(getattr(model.config.get_text_config(), "_experts_implementation", None)),
-        lm_head=_computed(model.get_output_embeddings()),
-        modules=tuple((name, _computed(module)) for name, module in owners.items()),
+        numerics=numerics,
+        dtype=_dtypes_of_parameters(model),
+        attention=str(config._attn_implementation),
+        experts=str(getattr(config, "_experts_implementation", None)),
+        lm_head=_describe_module(model.get_output_embeddings()),
+        modules=tuple(
+            (name, _describe_module(module))
+            for name, module in model.named_modules()
+            if _direct_tensors(module)
+        ),
         logp=logp,
     )
 
 
 def require_same_contract(engine: NumericsContract, learner: NumericsContract) -> None:
-    """UsageError that names the first difference, with the values of both sides."""
+    """Raise UsageError, naming the first difference and its two values, unless both are equal."""
     for field in dataclasses.fields(NumericsContract):
-        ours, theirs = getattr(learner, field.name), getattr(engine, field.name)
-        if ours == theirs:
-            continue
         name = field.name
+        in_learner, in_engine = getattr(learner, name), getattr(engine, name)
+        if in_learner == in_engine:
+            continue
         if name == "modules":
-            name, theirs, ours = _first_module(engine, learner)
+            name, in_engine, in_learner = _first_module(engine, learner)
         raise UsageError(
-            f"numerics: on-policy needs the same {name} on both sides, but the engine has {theirs} and the trainer "
-            f"{ours}; use one model and one dtype, or numerics = fast"
+            f"numerics: on-policy needs the same {name} on both sides, but the engine has "
+            f"{in_engine} and the trainer {in_learner}; use one model and one dtype, or "
+            "numerics = fast"
         )
 
 
 def _first_module(engine: NumericsContract, learner: NumericsContract) -> tuple[str, str, str]:
-    theirs, ours = dict(engine.modules), dict(learner.modules)
-    name = next(n for n in [*ours, *theirs] if theirs.get(n) != ours.get(n))
-    return f"module {name}", theirs.get(name, "none"), ours.get(name, "none")
+    """Return the name of the first module that differs, in the engine and in the learner."""
+    in_engine, in_learner = dict(engine.modules), dict(learner.modules)
+    names = [*in_learner, *in_engine]
+    name = next(name for name in names if in_engine.get(name) != in_learner.get(name))
+    return f"module {name}", in_engine.get(name, "none"), in_learner.get(name, "none")
 
 
-def _computed(module: nn.Module | Tensor) -> str:
-    """Which forward computes this module, and on tensors of which dtype."""
+def _dtypes_of_parameters(model: PreTrainedModel) -> str:
+    """Return the parameters' dtype, or every dtype with its count."""
+    dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in model.parameters())
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    return str(dict(sorted(dtypes.items())))
+
+
+def _describe_module(module: nn.Module | Tensor) -> str:
+    """Return the forward that computes this module, and the dtypes of its tensors."""
     assert isinstance(module, nn.Module)
-    dtypes = ", ".join(
-        sorted({str(tensor.dtype).removeprefix("torch.") for tensor in _own(module)})
-    )
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in _direct_tensors(module)}
     forward = module.forward
-    return f"{type(module).__name__} ({dtypes}) computed by {forward.__module__}.{forward.__qualname__}"
+    return (
+        f"{type(module).__name__} ({', '.join(sorted(dtypes))}) computed by "
+        f"{forward.__module__}.{forward.__qualname__}"
+    )
 
 
-def _own(module: nn.Module) -> list[Tensor]:
+def _direct_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -1,13 +1,17 @@
-"""Products and elementwise functions with one result per row, whatever the batch, the position and the threads.
+"""Products and elementwise functions whose result for a row is always the same.
 
-A product's element is defined, not merely reproduced: fused multiply-adds in the order of the terms, in float32, at
-most TERMS of them in one chain; the chains' results are added in order; one rounding to the dtype at the end. MKL,
-oneDNN and `embedding_bag` all compute such a chain exactly, as long as they get enough rows, enough columns and few
-enough terms (`probe` checks that of this build). So every shape may take the kernel that is fastest for it. On other
-devices the order is the kernel's own, and what makes it one order is that every call has the same shape.
+It does not depend on the batch, the row's position in it, or the number of threads.
 
-Elementwise kernels of torch differ in the last bit between their vector body and the rest of a thread's share. Those
-that do are written here in terms of those that do not (exp, tanh, erf, division).
+Each element of a product has a definition: float32 fused multiply-adds in the order of the terms,
+in chains of at most TERMS, the chains' results added in order, and one rounding to the dtype at the
+end. MKL, oneDNN and `embedding_bag` all compute such a chain exactly if they get enough rows,
+enough columns and few enough terms. `enable.check_build` tests that of this build. So every shape
+may take the kernel that is fastest for it. On other devices the order is the kernel's own. There
+every call has the same shape, which makes it one order.
+
+torch's elementwise kernels compute most elements of a thread's part with vectors and the rest one
+by one. Some of them differ in the last bit between the two. Those are written here in terms of
+kernels that do not differ (exp, tanh, erf, division).
 """
 
 from __future__ import annotations
@@ -25,69 +29,91 @@ from onepolicy.invariant.strict import invariant_operator
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import linear as kernels
 
-TERMS = 128  # of one chain: MKL begins a second one after 192
+TERMS = 128  # per chain; MKL begins a second chain after 192
 BLOCK = 64  # rows and columns of a call on other devices
 PAIRS = 256  # blocks multiplied in one call there
 
 
 def fixed_shapes(device: torch.device) -> bool:
-    """Whether every call must have the same shape: elsewhere than on a CPU the kernel follows from the shape."""
+    """Return whether every call must have the same shape.
+
+    Except on a CPU, the shape decides which kernel runs.
+    """
     return device.type != "cpu"
 
 
 def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not below `size`."""
     return -(-size // multiple) * multiple
 
 
 def matmul_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out [M, O] = x [M, I] @ weight [I, O], float32, without a graph."""
+    """Compute out [M, O] = x [M, I] @ weight [I, O] in float32, without a graph."""
     rows, columns = out.shape
     if columns % TILE:
         wide = out.new_empty(rows, round_up(columns, TILE))
         matmul_into(x, F.pad(weight, (0, -columns % TILE)), wide)
         out.copy_(wide[:, :columns])
         return
-    fixed = fixed_shapes(x.device)
-    tile = BLOCK if fixed else TILE
+    tile = _tile(x.device)
     whole = rows - rows % tile
-    step = BLOCK if fixed else whole or 1
+    step = whole or 1
+    if fixed_shapes(x.device):
+        step = BLOCK
     for start in range(0, whole, step):
-        _chains(x[start : start + step], weight, out[start : start + step])
+        _add_chains(x[start : start + step], weight, out[start : start + step])
     if whole < rows:
         rest = out.new_empty(tile, columns)
-        _chains(F.pad(x[whole:], (0, 0, 0, tile - rows + whole)), weight, rest)
+        _add_chains(F.pad(x[whole:], (0, 0, 0, tile - rows + whole)), weight, rest)
         out[whole:] = rest[: rows - whole]
 
 
-def _chains(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    if x.shape[1] <= TERMS:  # oneDNN adds in another order if neither rows nor columns are adjacent
-        dense = weight.is_contiguous() or weight.T.is_contiguous()
-        return kernels.matmul_into(x, weight if dense else weight.contiguous(), out)
+def _tile(device: torch.device) -> int:
+    """Return the number that a product's rows and columns must be a multiple of."""
+    if fixed_shapes(device):
+        return BLOCK
+    return TILE
+
+
+def _add_chains(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Compute out [M, O] = x [M, I] @ weight [I, O] as a sum of chains of at most TERMS."""
+    if x.shape[1] <= TERMS:
+        # oneDNN adds in another order if neither rows nor columns are adjacent.
+        if not weight.is_contiguous() and not weight.T.is_contiguous():
+            weight = weight.contiguous()
+        kernels.matmul_into(x, weight, out)
+        return
+    kernels.matmul_into(x[:, :TERMS], weight[:TERMS].contiguous(), out)
     part = torch.empty_like(out)
-    for start in range(0, x.shape[1], TERMS):
+    for start in range(TERMS, x.shape[1], TERMS):
         chain = weight[start : start + TERMS].contiguous()
-        kernels.matmul_into(x[:, start : start + TERMS], chain, part if start else out)
-        if start:
-            out += part
+        kernels.matmul_into(x[:, start : start + TERMS], chain, part)
+        out += part
 
 
 def batched_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """[B, M, I] @ [B, I, N] float32, without a graph."""
-    fixed = fixed_shapes(x.device)
-    rows, columns, tile = x.shape[1], y.shape[2], BLOCK if fixed else TILE
+    """Return x [B, M, I] @ y [B, I, N] in float32, without a graph."""
+    rows, columns, tile = x.shape[1], y.shape[2], _tile(x.device)
     if rows % tile:
         x = F.pad(x, (0, 0, 0, -rows % tile))
     if columns % tile:
         y = F.pad(y, (0, -columns % tile))
-    product = _in_blocks if fixed else torch.bmm
+    product: Callable[[Tensor, Tensor], Tensor] = torch.bmm
+    if fixed_shapes(x.device):
+        product = _bmm_in_blocks
     out = product(x[..., :TERMS], y[:, :TERMS])
     for start in range(TERMS, x.shape[2], TERMS):
         out += product(x[..., start : start + TERMS], y[:, start : start + TERMS])
-    return out[:, :rows, :columns] if rows % tile or columns % tile else out
+    if out.shape[1:] == (rows, columns):
+        return out
+    return out[:, :rows, :columns]
 
 
-def _in_blocks(x: Tensor, y: Tensor) -> Tensor:
-    """[B, M, I] @ [B, I, N] with I <= TERMS, M and N multiples of BLOCK: PAIRS products of one shape in every call."""
+def _bmm_in_blocks(x: Tensor, y: Tensor) -> Tensor:
+    """Return x [B, M, I] @ y [B, I, N], with I <= TERMS, M and N multiples of BLOCK.
+
+    Every call multiplies PAIRS blocks, so that all calls have one shape.
+    """
     (batch, rows, terms), columns = x.shape, y.shape[2]
     m, n = rows // BLOCK, columns // BLOCK
     x, y = F.pad(x, (0, TERMS - terms)), F.pad(y, (0, 0, 0, TERMS - terms))
@@ -113,13 +139,15 @@ def _in_blocks(x: Tensor, y: Tensor) -> Tensor:
 
 @invariant_operator
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`. x [..., I], weight [O, I], bias [O], of one dtype -> [..., O]; computed in float32, rounded once."""
+    """Return `F.linear`, computed in float32 and rounded once.
+
+    x [..., I], weight [O, I], bias [O], all of one dtype -> [..., O]
+    """
     flat = x.flatten(0, -2)
-    out = (
-        _Linear.apply(flat, weight, bias)
-        if torch.is_grad_enabled()
-        else _linear(flat, weight, bias)
-    )
+    if torch.is_grad_enabled():
+        out = _Linear.apply(flat, weight, bias)
+    else:
+        out = _linear(flat, weight, bias)
     return out.view(*x.shape[:-1], len(weight))
 
 
@@ -132,7 +160,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(kernels.LinearFunction):
-    """Its gradients may take any kernel."""
+    """`linear` with gradients, which may take any kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -156,7 +184,10 @@ class _Elementwise(torch.autograd.Function):
 
 
 def _elementwise(x: Tensor, value: Callable[[Tensor], Tensor], gradient: Callable) -> Tensor:
-    """value(x), computed in float32; `gradient` (torch's own) takes the output's, x and the output."""
+    """Return value(x), computed in float32.
+
+    gradient: torch's own, of the output's gradient, x and the output.
+    """
     if torch.is_grad_enabled():
         return _Elementwise.apply(x, value, gradient)
     return value(x.float()).to(x.dtype)
@@ -216,14 +247,14 @@ SUMS = {torch.mean, torch.Tensor.mean, torch.sum, torch.Tensor.sum}
 
 
 def is_replaced(func: Any, args: Any) -> bool:
-    """Whether this call of a function of torch is made another way by `Functional`."""
-    return func in FUNCTIONS or (
-        func in SUMS and fixed_shapes(args[0].device) and args[0].is_floating_point()
-    )
+    """Return whether `InvariantFunctions` replaces this call of a function of torch."""
+    if func in FUNCTIONS:
+        return True
+    return func in SUMS and fixed_shapes(args[0].device) and args[0].is_floating_point()
 
 
 def sum_in_blocks(func: Callable, x: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-    """A mean or sum over the last dimension, BLOCK rows in every call; over others, as it is."""
+    """Return a mean or sum; over the last dimension it takes BLOCK rows in every call."""
     if dim not in (-1, x.dim() - 1, [-1], (-1,)):
         return func(x, dim, *args, **kwargs)
     rows = x.reshape(-1, x.shape[-1])
@@ -233,7 +264,10 @@ def sum_in_blocks(func: Callable, x: Tensor, dim: Any = None, *args: Any, **kwar
 
 
 class InvariantFunctions(TorchFunctionMode):
-    """Inside, these functions of torch are the ones above. Held by one module's forward: a call costs about 1 us."""
+    """A mode in which torch's functions are the invariant ones above.
+
+    One module's forward holds it at a time, because it adds about 1 us to every call.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

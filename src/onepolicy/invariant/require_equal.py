@@ -1,4 +1,4 @@
-"""`numerics = on-policy`: did engine and trainer give the same bits? Asked of every step; a difference is an error."""
+"""The check of every step under `numerics = on-policy`: engine and trainer gave the same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ HINT = "`onepolicy measure --numerics on-policy --recipe ...` names the operator
 
 
 def differing_slots(batch: TokenBatch) -> Tensor:
-    """[T] bool: trainable slots of a scored batch whose two log-probabilities are not the same number."""
+    """Return [T] bool: trainable slots whose two log-probabilities are not the same number.
+
+    The batch must be scored.
+    """
     assert batch.logp_old is not None
     return (batch.logp_old != batch.logp_rollout) & batch.trainable
 
@@ -23,21 +26,31 @@ def differing_slots(batch: TokenBatch) -> Tensor:
 def require_equal(
     batch: TokenBatch, groups: Sequence[Group] | None, fingerprint: str, *, when: str
 ) -> None:
-    """TrainingError unless every log-probability, and every expert, is the same number on both sides.
+    """Raise unless every log-probability and every expert is the same on both sides.
 
-    batch: scored; without logp_old there is nothing to compare yet. groups: it was packed of, for names. fingerprint:
-    of the learner.
+    Does nothing for a batch that was not scored.
+
+    Args:
+        batch: with `logp_old` and `logp_rollout`.
+        groups: the groups that the batch was packed from, for names of problems.
+        fingerprint: the learner's.
+        when: the time of the check, for messages.
+
+    Raises:
+        TrainingError: something differs, or the two fingerprints allow it to.
     """
     if batch.logp_old is None:
         return
-    if (why := difference_reason(fingerprint, batch.fingerprints)) is not None:
-        raise TrainingError(f"numerics: on-policy, {when}: {why}")
+    reason = difference_reason(fingerprint, batch.fingerprints)
+    if reason is not None:
+        raise TrainingError(f"numerics: on-policy, {when}: {reason}")
     wrong = differing_slots(batch).nonzero()[:, 0]
     if len(wrong):
         slot = int(wrong[0])
         raise TrainingError(
-            f"numerics: on-policy, {when}: {len(wrong)} of {batch.num_trainable} log-probabilities differ, "
-            f"first {describe_slot(batch, slot, groups)}: {float(batch.logp_rollout[slot]):.9g} in the engine, "
+            f"numerics: on-policy, {when}: {len(wrong)} of {batch.num_trainable} log-probabilities "
+            f"differ, first {describe_slot(batch, slot, groups)}: "
+            f"{float(batch.logp_rollout[slot]):.9g} in the engine, "
             f"{float(batch.logp_old[slot]):.9g} in the trainer; {HINT}"
         )
     if batch.routing is None or batch.routing_native is None or not batch.routing.valid.any():
@@ -46,16 +59,18 @@ def require_equal(
     if found.routers:
         layer = batch.routing.layers[int(found.per_layer.nonzero()[0, 0])]
         raise TrainingError(
-            f"numerics: on-policy, {when}: {found.routers:.2%} of the routers choose other experts in the "
-            f"trainer than in the engine, first in layer {layer}; {HINT}"
+            f"numerics: on-policy, {when}: {found.routers:.2%} of the routers choose other experts "
+            f"in the trainer than in the engine, first in layer {layer}; {HINT}"
         )
 
 
 def describe_slot(batch: TokenBatch, slot: int, groups: Sequence[Group] | None) -> str:
-    """Which problem, which of its group's samples, which slot of it."""
+    """Return the name of a slot: its problem, its sample within the group, its slot within that."""
     sample = int(batch.segment[slot])
     group = int(batch.group[sample])
     member = sample - int((batch.group == group).nonzero()[0, 0])
-    own = slot - int(batch.cu_seqlens[sample])
-    problem = "" if groups is None else f"problem {groups[group].problem_id}, "
-    return f"{problem}sample {member} of its group, slot {own}"
+    slot_of_sample = slot - int(batch.cu_seqlens[sample])
+    problem = ""
+    if groups is not None:
+        problem = f"problem {groups[group].problem_id}, "
+    return f"{problem}sample {member} of its group, slot {slot_of_sample}"

@@ -1,4 +1,4 @@
-"""Strict mode: every operator a forward runs must be known to give one result per row, or it is refused by name."""
+"""Strict mode: refuse every operator of a forward that is not known to be batch-invariant."""
 
 from __future__ import annotations
 
@@ -14,31 +14,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepolicy.config import UsageError
 
-# Elementwise operators whose vector body and remainder differ in the last bit (measured; `ops` has its own versions).
+# Elementwise operators whose vector kernel and scalar kernel differ in the last bit (measured).
+# `ops` has versions without this difference.
 _UNEVEN = """
-    sigmoid silu softplus gelu mish exp2 log1p hardswish log_sigmoid_forward elu selu celu logit sinh cosh atanh atan2
-    logaddexp logaddexp2
+    sigmoid silu softplus gelu mish exp2 log1p hardswish log_sigmoid_forward elu selu celu logit
+    sinh cosh atanh atan2 logaddexp logaddexp2
 """
 UNEVEN = set(_UNEVEN.split())
-EVEN_POWERS = {1, 2, 3, 0.5, -1, -2}  # and -0.5 but in bfloat16, where it is rsqrt
-# Copies, indices and exact reductions. Views and other elementwise operators are found by their tags.
+EVEN_POWERS = {1, 2, 3, 0.5, -1, -2}  # -0.5 too, except in bfloat16, where it is rsqrt
+# Copies, indices and exact reductions. Views and other elementwise operators have tags.
 EXACT = """
-    _to_copy clone copy_ contiguous cat stack constant_pad_nd index index_select index_copy index_copy_ index_put
-    index_put_ gather scatter scatter_ masked_fill masked_fill_ embedding repeat repeat_interleave roll flip as_strided
-    arange zeros ones full empty empty_like zeros_like ones_like full_like new_zeros new_ones new_full new_empty
-    scalar_tensor fill_ zero_ lift_fresh detach detach_ alias resolve_conj resolve_neg empty_strided new_empty_strided
-    topk sort argsort argmax argmin bincount one_hot nonzero max min amax amin any all tril triu
-    _local_scalar_dense is_nonzero equal item split split_with_sizes unbind _unsafe_view diff searchsorted
+    _to_copy clone copy_ contiguous cat stack constant_pad_nd index index_select index_copy
+    index_copy_ index_put index_put_ gather scatter scatter_ masked_fill masked_fill_ embedding
+    repeat repeat_interleave roll flip as_strided arange zeros ones full empty empty_like zeros_like
+    ones_like full_like new_zeros new_ones new_full new_empty scalar_tensor fill_ zero_ lift_fresh
+    detach detach_ alias resolve_conj resolve_neg empty_strided new_empty_strided topk sort argsort
+    argmax argmin bincount one_hot nonzero max min amax amin any all tril triu _local_scalar_dense
+    is_nonzero equal item split split_with_sizes unbind _unsafe_view diff searchsorted
 """
 ROWWISE = set(EXACT.split())
-REDUCTIONS = {
-    "mean",
-    "sum",
-    "cumsum",
-    "_softmax",
-    "_log_softmax",
-}  # one result per row if it is the row they reduce
-_here = threading.local()
+# Invariant if they reduce single rows
+REDUCTIONS = {"mean", "sum", "cumsum", "_softmax", "_log_softmax"}
+_invariant_calls = threading.local()  # depth: invariant operators that are running in this thread
 
 
 class NotInvariantError(UsageError):
@@ -46,21 +43,24 @@ class NotInvariantError(UsageError):
 
 
 def invariant_operator(function: Callable) -> Callable:
-    """What this function calls is known to be invariant as a whole; strict mode does not look inside."""
+    """Declare a function invariant, so that strict mode does not check the operators it calls."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _here.depth = getattr(_here, "depth", 0) + 1
+        _invariant_calls.depth = getattr(_invariant_calls, "depth", 0) + 1
         try:
             return function(*args, **kwargs)
         finally:
-            _here.depth -= 1
+            _invariant_calls.depth -= 1
 
     return call
 
 
 class StrictMode(TorchDispatchMode):
-    """Raises NotInvariant for an operator of a forward that no one vouches for. Backwards may run what they like."""
+    """A mode that raises NotInvariantError for a forward's operator that is not known.
+
+    Backwards may run any operator.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -80,60 +80,69 @@ class StrictMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            getattr(_here, "depth", 0)
-            or torch._C._current_graph_task_id() != -1
-            or _known(func, args, kwargs)
-        ):
+        in_backward = torch._C._current_graph_task_id() != -1
+        if getattr(_invariant_calls, "depth", 0) or in_backward or _is_known(func, args, kwargs):
             return func(*args, **kwargs)
-        if (
-            parts := func.decompose(*args, **kwargs)
-        ) is not NotImplemented:  # inference mode does not take them apart
-            return parts
-        where = f" (in {self._inside[-1]})" if self._inside else ""
+        # Inference mode does not decompose operators before it dispatches them.
+        decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
+        where = ""
+        if self._inside:
+            where = f" (in {self._inside[-1]})"
         raise NotInvariantError(
-            f"numerics: {func}{where} has no batch-invariant version, so on-policy numerics cannot hold for this "
-            "model; use numerics = fast"
+            f"numerics: {func}{where} has no batch-invariant version, so on-policy numerics cannot "
+            "hold for this model; use numerics = fast"
         )
 
 
-def _known(func: Any, args: Any, kwargs: Any) -> bool:
+def _is_known(func: Any, args: Any, kwargs: Any) -> bool:
     name = func._schema.name.removeprefix("aten::")
-    if name.rstrip("_") in UNEVEN or not _even(name.rstrip("_"), args, kwargs):
+    if name.rstrip("_") in UNEVEN or not _is_even(name.rstrip("_"), args, kwargs):
         return False
     if name in ("bmm", "mm"):
         return args[0].shape[-1] == 1  # rotary angles: one product, nothing to add
     if name in REDUCTIONS:
-        dims = args[1] if len(args) > 1 else None
-        reduced = {*dims} if isinstance(dims, list) else {dims}
-        if not args[0].is_floating_point():
-            return True
-        adjacent = (
-            args[0].shape[-1:] == (1,) or args[0].stride()[-1:] == (1,) or name.startswith("_")
-        )
-        return adjacent and reduced <= {
-            -1,
-            args[0].dim() - 1,
-        }  # apart, several rows are summed at a time
+        return _reduces_rows(name, args)
     return name in ROWWISE or func.is_view or torch.Tag.pointwise in func.tags
 
 
-def _even(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether an elementwise operator whose arguments choose its kernel has one result per element."""
+def _reduces_rows(name: str, args: Any) -> bool:
+    """Return whether a reduction is over adjacent elements of single rows, or exact.
+
+    torch sums several rows at a time if a row's elements are not adjacent.
+    """
+    x, dims = args[0], [None]
+    if not x.is_floating_point():
+        return True
+    if len(args) > 1:
+        dims = args[1]
+        if not isinstance(dims, list):
+            dims = [dims]
+    adjacent = x.shape[-1:] == (1,) or x.stride()[-1:] == (1,) or name.startswith("_")
+    return adjacent and {*dims} <= {-1, x.dim() - 1}
+
+
+def _is_even(name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether an elementwise operator gives equal elements equal results.
+
+    Its arguments choose its kernel. True for operators that are not listed here.
+    """
     halves = any(
         isinstance(x, torch.Tensor) and x.dtype in (torch.bfloat16, torch.float16) for x in args
     )
     if name in ("add", "sub", "rsub"):
         return not halves or kwargs.get("alpha", 1) == 1
     if name == "pow":
-        exponent = args[1] if isinstance(args[1], int | float) else None
-        return exponent in EVEN_POWERS or (exponent == -0.5 and not halves)
+        if not isinstance(args[1], int | float):
+            return False
+        return args[1] in EVEN_POWERS or (args[1] == -0.5 and not halves)
     return name != "rsqrt" or not halves
 
 
 @contextmanager
 def track_running_module(names: dict[nn.Module, Any], inside: list) -> Iterator[None]:
-    """While it is held, `inside` ends with the name of the innermost module whose forward is running."""
+    """Keep in `inside` the names of the modules whose forwards are running, innermost last."""
 
     def enter(module: nn.Module, *_: Any) -> None:
         inside.append(names[module])

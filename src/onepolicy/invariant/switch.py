@@ -1,13 +1,15 @@
-"""Which models compute with invariant operators. The operators come with `Invariant` (mode.py)."""
+"""The mark of a model that computes with invariant operators. `mode.Invariant` sets it."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedModel
 
 STATE = "_onepolicy_invariant"  # attribute of a model whose operators are invariant
-TILE = 16  # rows and columns: fewer, or a remainder of one to three in a thread's share, go to a matrix-vector kernel
+# Rows and columns. A smaller matrix, or a remainder of one to three in a thread's part, would go to
+# a matrix-vector kernel.
+TILE = 16
 
 
 def is_invariant(model: PreTrainedModel) -> bool:
-    """Whether this model computes with invariant operators."""
+    """Return whether this model computes with invariant operators."""
     return getattr(model, STATE, None) is not None
