@@ -180,7 +180,8 @@ def _in_mtp_head(path: str, model: nn.Module) -> bool:
     config, index = getattr(model, "config", None), decoder_index(path)
     if config is None or index is None:
         return False
-    return index >= config.get_text_config().num_hidden_layers
+    depth: int = config.get_text_config().num_hidden_layers
+    return index >= depth
 
 
 def _peft_wrapper(path: str, model: nn.Module) -> str:

@@ -128,16 +128,16 @@ def _check_generate(tape: RouteRecorder, sequences: Tensor, attention_mask: Tens
         )
     if not isinstance(sequences, Tensor) or sequences.dim() != 2:
         raise UsageError(
-            f"routes_of_generate: sequences is {describe_argument(sequences)}, expected a tensor [B, S]; of "
-            "return_dict_in_generate=True pass out.sequences"
+            f"routes_of_generate: sequences is {describe_argument(sequences)}, expected a tensor "
+            "[B, S]; of return_dict_in_generate=True pass out.sequences"
         )
     _check_mask("routes_of_generate", attention_mask)
     (samples, width), forwards = sequences.shape, tape.forward_rows()
     if len(attention_mask) != samples or attention_mask.shape[1] > width:
         raise UsageError(
-            f"routes_of_generate: attention_mask is {describe_argument(attention_mask)}, but sequences is "
-            f"[{samples}, {width}]; it has one row for each sequence (repeat a prompt's "
-            "num_return_sequences times), and at most its columns"
+            f"routes_of_generate: attention_mask is {describe_argument(attention_mask)}, but "
+            f"sequences is [{samples}, {width}]; it has one row for each sequence (repeat a "
+            "prompt's num_return_sequences times), and at most its columns"
         )
     # The last token of every sample may have been fed too.
     expected = samples * (width - 1), samples * width
@@ -174,7 +174,8 @@ def _check_sample(sample: int, trace: RoutingTrace, tokens: int) -> None:
 def _check_mask(function: str, attention_mask: Tensor) -> None:
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         raise UsageError(
-            f"{function}: attention_mask is {describe_argument(attention_mask)}, expected a tensor [B, S]"
+            f"{function}: attention_mask is {describe_argument(attention_mask)}, expected a "
+            "tensor [B, S]"
         )
 
 

@@ -73,7 +73,7 @@ def called_by_checkpoint() -> bool:
     return False
 
 
-def _patch(forward: Callable, generator: Callable[..., Any]) -> None:
+def _patch(forward: Callable[..., Any], generator: Callable[..., Any]) -> None:
     checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
     for module in (checkpoint, sys.modules.get(_COMPOSABLE)):
         if module is not None:
@@ -104,9 +104,9 @@ def _inside(replay: Replay, function: Callable[..., Any]) -> Callable[..., Any]:
     return replaying
 
 
-def _carrying_forward(ctx: Any, function: Callable, *args: Any) -> Any:
+def _carrying_forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
     return _forward(ctx, _inside_open_replays(function), *args)
 
 
-def _carrying_generator(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _carrying_generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _generator(_inside_open_replays(function), *args, **kwargs)

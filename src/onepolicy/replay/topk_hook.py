@@ -134,7 +134,7 @@ class TopkRecorder(TopkHook):
         return out, ids
 
     def observe_selection(
-        self, args: tuple, kwargs: dict
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
         """Run the router; return its output and its selection.
 

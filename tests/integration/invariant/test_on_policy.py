@@ -99,8 +99,8 @@ def test_as_other_devices_compute_it(name, monkeypatch):
     """One shape for every call and no tables, as a GPU would compute, on the CPU."""
     for module in (ops, attention):
         monkeypatch.setattr(module, "fixed_shapes", lambda device: True)
-    monkeypatch.setattr(attention, "in_table", lambda *_: False)
-    monkeypatch.setattr(experts, "_few", lambda *_: False)
+    monkeypatch.setattr(attention, "reads_as_table", lambda *_: False)
+    monkeypatch.setattr(experts, "_by_rows_is_faster", lambda *_: False)
     engine, trained, routers = pair(name, "float32", max_num_seqs=3)
     requests = requests_of(3, high=90, new=5)
     batch = batch_of(requests, run(engine, requests))
