@@ -34,7 +34,7 @@ def _untouched(model: nn.Module) -> bool:
     return not any("forward" in module.__dict__ for module in model.modules())
 
 
-# --- every router is called once on the trace's rows --------------------------------------------------
+# --- every router is called once on the trace's rows ----------------------------------------------
 
 
 def test_row_count_must_match(model: PreTrainedModel, routers: Routers) -> None:
@@ -52,13 +52,13 @@ def test_row_count_must_match(model: PreTrainedModel, routers: Routers) -> None:
 def test_one_forward_per_replay(model: PreTrainedModel, routers: Routers) -> None:
     with routers.replay(_trace(routers), check=False):
         model(input_ids=tokens())
-        with pytest.raises(RoutingError, match="layer 0 fired twice"):
+        with pytest.raises(RoutingError, match="layer 0 was called twice"):
             model(input_ids=tokens())
 
 
 def test_a_replay_without_a_forward_raises(routers: Routers) -> None:
     with (
-        pytest.raises(RoutingError, match=r"layer 0.*did not fire"),
+        pytest.raises(RoutingError, match=r"layer 0.*was not called"),
         routers.replay(_trace(routers), check=False),
     ):
         pass
@@ -90,15 +90,15 @@ def test_a_gate_fused_after_binding_raises_at_the_first_forward(
     block = model.model.layers[1].mlp
     block.gate = FusedGate(block.gate)
     with (
-        pytest.raises(RoutingError, match=r"layer 1.*did not fire"),
+        pytest.raises(RoutingError, match=r"layer 1.*was not called"),
         routers.replay(_trace(routers), check=False),
     ):
         model(input_ids=tokens())
-    with pytest.raises(RoutingError, match=r"layer 1.*fired 0 times"), routers.record():
+    with pytest.raises(RoutingError, match=r"layer 1.*was called 0 times"), routers.record():
         model(input_ids=tokens())
     with routers.record() as tape:
         model(input_ids=tokens())
-        with pytest.raises(RoutingError, match="layer 1 fired 0 times"):
+        with pytest.raises(RoutingError, match="layer 1 was called 0 times"):
             tape.pop_ids()
         tape.recorders[1].seen.append(torch.zeros(21, 3))  # let the context end
         tape.recorders[0].seen.append(torch.zeros(21, 3))
