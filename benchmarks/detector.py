@@ -176,7 +176,7 @@ def agreement() -> None:
             stop=parts.stop,
             step=step,
             seed=0,
-            route_spec=parts.routes,
+            route_spec=parts.route_spec,
         )
 
     clean, k3 = [], {"replayed": [], "not replayed": []}

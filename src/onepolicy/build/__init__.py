@@ -1,1 +1,1 @@
-"""Settings to objects: engines, environments, the learner."""
+"""Objects of a run from its settings: engines, environments, the learner."""

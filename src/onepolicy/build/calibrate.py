@@ -1,4 +1,4 @@
-"""Calibration transfer: int8 activation scales of the policy that a run starts from, kept for every later step."""
+"""Int8 activation scales of a run's first policy, kept for every later step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.files import write_text_atomically
-from onepolicy.interfaces import CalibratedEngine, Environment, RolloutEngine
+from onepolicy.interfaces import CalibratedEngine, Environment, RolloutEngine, StaticScales
 from onepolicy.rollout.collect import play_episode, request_seed
 from onepolicy.types import Sampling
 
@@ -24,31 +24,37 @@ async def calibrate(
     stop: tuple[int, ...],
     run: Path | None,
 ) -> None:
-    """Give the engine's static activations their scales, if it has any: those of the run folder, or new ones.
+    """Set the scales of the engine's static activations, if it has any.
 
-    New ones are the largest values while the first CALIBRATION_EPISODES training problems are sampled with a scale per token.
+    The scales are those stored in the run folder. If there are none yet, they are the largest
+    values while the first CALIBRATION_EPISODES training problems are sampled with a scale per
+    token; the run folder keeps them.
     """
-    scales = engine.static_scales if isinstance(engine, CalibratedEngine) else None
-    if scales is None:
+    if not isinstance(engine, CalibratedEngine) or engine.static_scales is None:
         return
-    path = None if run is None else run / CALIBRATION_FILE
-    if path is not None and path.exists():
-        try:
-            scales.use_scales(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path}: damaged ({error}); start the run anew") from error
+    scales = engine.static_scales
+    path = run and run / CALIBRATION_FILE
+    if path and path.exists():
+        _load_scales(scales, path)
         return
     await play_episodes(config, engine, environment, stop)
     scales.calibrate()
     await engine.reset_cache()
-    if path is not None:
+    if path:
         write_text_atomically(path, json.dumps(scales.scales(), indent=1))
+
+
+def _load_scales(scales: StaticScales, path: Path) -> None:
+    try:
+        scales.use_scales(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: damaged ({error}); start the run anew") from error
 
 
 async def play_episodes(
     config: RunConfig, engine: RolloutEngine, environment: Environment, stop: tuple[int, ...]
 ) -> None:
-    """The first CALIBRATION_EPISODES training problems, for what the engine notes meanwhile."""
+    """Play the first CALIBRATION_EPISODES training problems while the engine records its maxima."""
     sampling = Sampling(
         config.rollout.sampling.temperature, config.rollout.sampling.max_tokens, stop=stop
     )

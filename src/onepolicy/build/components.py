@@ -1,4 +1,7 @@
-"""RunConfig -> the parts of a run. Every check that needs no weights comes before any weights are loaded."""
+"""The objects of a run, built from its RunConfig.
+
+Every check that needs no weights is done before any weights are loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from onepolicy.build.engines import BuildEngine, build_engine, check_engine_capabilities
 from onepolicy.build.learner import build_learner, build_scorer, resolve_model
 from onepolicy.config import (
+    DuplicateRoutes,
     FromRollout,
     HFEngineConfig,
     ModelConfig,
@@ -52,13 +56,16 @@ C = TypeVar("C")
 def load_tokenizer_and_max_len(
     config: RunConfig, model: ModelConfig
 ) -> tuple[PreTrainedTokenizerBase, int]:
-    """Tokenizer, and the longest sequence allowed."""
+    """Return the tokenizer and the longest sequence allowed."""
     context = context_length(read_config(model))
-    reserved = SGLangConfig.reserved if isinstance(config.rollout.engine, SGLangConfig) else 0
+    reserved = 0
+    if isinstance(config.rollout.engine, SGLangConfig):
+        reserved = SGLangConfig.reserved
     max_len = config.rollout.engine.max_len or context - reserved
     if max_len > context:
         raise UsageError(
-            f"rollout.engine.max_len: {max_len} is more than the model's context of {context}"
+            f"rollout.engine.max_len: {max_len} is more than the model's context of {context}; "
+            f"give at most {context}"
         )
     return load_tokenizer(model), max_len
 
@@ -66,38 +73,40 @@ def load_tokenizer_and_max_len(
 def build_environment(
     config: RunConfig, model: ModelConfig
 ) -> tuple[Environment, PreTrainedTokenizerBase, int]:
-    """Tokenizer, task and the longest sequence allowed, all checked against each other."""
+    """Return the task, the tokenizer and the longest sequence allowed, checked together."""
     tokenizer, max_len = load_tokenizer_and_max_len(config, model)
-    rows = (
-        config.replay.duplicate_routes if isinstance(config.replay, FromRollout) else "as-sampled"
+    duplicate_routes: DuplicateRoutes = "as-sampled"
+    if isinstance(config.replay, FromRollout):
+        duplicate_routes = config.replay.duplicate_routes
+    environment = make_environment(
+        config.task, tokenizer, max_len=max_len, duplicate_routes=duplicate_routes
     )
-    environment = make_environment(config.task, tokenizer, max_len=max_len, duplicate_routes=rows)
-    for max_tokens in {
-        config.rollout.sampling.max_tokens,
-        config.eval.max_tokens or config.rollout.sampling.max_tokens,
-    }:
+    train_tokens = config.rollout.sampling.max_tokens
+    for max_tokens in {train_tokens, config.eval.max_tokens or train_tokens}:
         environment.check(max_tokens=max_tokens, max_len=max_len)
     if config.eval.every:
-        environment.held_out(config.eval.problems)  # are there that many?
+        environment.held_out(config.eval.problems)  # raises if there are fewer
     return environment, tokenizer, max_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingComponents:
-    """What episodes are played with."""
+    """The objects that play episodes."""
 
     config: RunConfig
     engine: RolloutEngine
     environment: Environment
     stop: tuple[int, ...]  # token ids that end a completion
-    routes: RouteSpec | None  # what the engine's routes must be; None for a dense model
+    route_spec: RouteSpec | None  # expected form of the engine's routes; None for a dense model
     reprefill: Reprefill | None = None  # records routes for an engine that returns none
-    top_logprobs: int = 0  # of the rollout's likeliest tokens, that the correction needs
+    top_logprobs: int = 0  # most likely tokens whose log-probabilities the correction needs
 
     @property
     def samplers(self) -> list[WeightTarget]:
-        """Everything that has to follow the trainer's weights."""
-        return [self.engine] if self.reprefill is None else [self.engine, self.reprefill]
+        """The objects whose weights must follow the trainer's."""
+        if self.reprefill is None:
+            return [self.engine]
+        return [self.engine, self.reprefill]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +114,8 @@ class Components(SamplingComponents):
     """The objects of a run, built once."""
 
     learner: Learner
-    evaluator: RolloutEngine | None = (
-        None  # unquantised; given the learner's weights before each evaluation
-    )
+    evaluator: RolloutEngine | None = None
+    """An unquantised engine that gets the learner's weights before each evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +132,7 @@ class EngineAndScorer:
     config: RunConfig
     engine: RolloutEngine
     scorer: PolicyScorer
-    routes: RouteSpec | None  # what the engine's routes must be; None for a dense model
+    route_spec: RouteSpec | None  # expected form of the engine's routes; None for a dense model
 
 
 def build_components(
@@ -133,43 +141,46 @@ def build_components(
     ranks: DistributedContext | None = None,
     engine_builder: BuildEngine | None = None,
 ) -> tuple[Components, PreTrainedTokenizerBase]:
-    """`weights`: a checkpoint folder to load instead of model.path (resume, fork). ranks: of a sharded learner.
+    """Build the objects of a training run, and its tokenizer.
 
-    engine_builder: of the engine that samples; None: `build_engine`.
+    weights: a checkpoint folder that replaces model.path (resume, fork).
+    ranks: the ranks of a sharded learner.
+    engine_builder: factory of the engine that samples; None: `build_engine`.
     """
-    _check_extras(config)
-    model = (
-        resolve_model(config.model)
-        if weights is None
-        else config.model.model_copy(update={"path": str(weights)})
-    )
+    _check_log_packages(config)
+    if weights is None:
+        model = resolve_model(config.model)
+    else:
+        model = config.model.model_copy(update={"path": str(weights)})
     check_replayable(config, model)
     environment, tokenizer, max_len = build_environment(config, model)
     _refuse_distributed(config, ranks, engine_builder)
     check_quant_support(config)
     learner = build_learner(config, model, ranks)
-    engine, routes = _build_engine_for(
-        config, model, max_len, learner.scorer, engine_builder or build_engine
-    )
-    evaluator = build_evaluator(config, model, learner.scorer.device, max_len)
+    scorer = learner.scorer
+    build_sampler = engine_builder or build_engine
+    engine, route_spec = _build_engine_for(config, model, max_len, scorer, build_sampler)
+    evaluator = build_evaluator(config, model, scorer.device, max_len)
     make = partial(Components, learner=learner, evaluator=evaluator)
-    return _with_sampling(
-        make, config, model, environment, tokenizer, engine, routes, learner.scorer
-    ), tokenizer
+    components = _with_sampling(
+        make, config, model, environment, tokenizer, engine, route_spec, scorer
+    )
+    return components, tokenizer
 
 
 def build_measure_components(
     config: RunConfig,
 ) -> tuple[MeasureComponents, PreTrainedTokenizerBase]:
-    """The same in this process, without anything that only an update needs."""
+    """Build the objects of a measurement in this process, without the parts of an update."""
     model = resolve_model(config.model)
     check_replayable(config, model)
     environment, tokenizer, max_len = build_environment(config, model)
     pair = build_engine_and_scorer(config, model, max_len)
     make = partial(MeasureComponents, scorer=pair.scorer)
-    return _with_sampling(
-        make, config, model, environment, tokenizer, pair.engine, pair.routes, pair.scorer
-    ), tokenizer
+    components = _with_sampling(
+        make, config, model, environment, tokenizer, pair.engine, pair.route_spec, pair.scorer
+    )
+    return components, tokenizer
 
 
 def _with_sampling(
@@ -179,29 +190,33 @@ def _with_sampling(
     environment: Environment,
     tokenizer: PreTrainedTokenizerBase,
     engine: RolloutEngine,
-    routes: RouteSpec | None,
+    route_spec: RouteSpec | None,
     scorer: PolicyScorer | ShardedScorer,
 ) -> C:
     """Call `make` with the fields of SamplingComponents."""
     top_logprobs = config.correction.top_logprobs(scorer.vocabulary)
     check_engine_capabilities(config, engine.caps, top_logprobs)
+    reprefill = None
+    if uses_reprefill(config):
+        reprefill = build_reprefill(config, model, scorer.device)
     return make(
         config=config,
         engine=engine,
         environment=environment,
         stop=(tokenizer.eos_token_id,),
-        routes=routes,
-        reprefill=build_reprefill(config, model, scorer.device) if uses_reprefill(config) else None,
+        route_spec=route_spec,
+        reprefill=reprefill,
         top_logprobs=top_logprobs,
     )
 
 
 def build_reprefill(config: RunConfig, model: ModelConfig, device: torch.device) -> Reprefill:
-    """A second copy of the model, in the engine's dtype, that records routes."""
+    """Build a second copy of the model, in the engine's dtype, that records routes."""
     from onepolicy.train.reprefill import Reprefill
 
-    second = load_engine_copy(model, config.rollout, device)
-    scorer = PolicyScorer(second.eval(), config, routers=bind_routers(second))
+    recording_model = load_engine_copy(model, config.rollout, device)
+    routers = bind_routers(recording_model)
+    scorer = PolicyScorer(recording_model.eval(), config, routers=routers)
     combine = isinstance(config.replay, WeightsReplay)
     return Reprefill(scorer, tokens=config.train.tokens_per_micro_batch, weights=combine)
 
@@ -209,7 +224,7 @@ def build_reprefill(config: RunConfig, model: ModelConfig, device: torch.device)
 def build_evaluator(
     config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
 ) -> RolloutEngine | None:
-    """An embedded engine with unquantised weights, if evaluations need one."""
+    """Build an embedded engine with unquantised weights, if evaluations need one."""
     if config.rollout.quant is None or config.eval.quantised or not config.eval.every:
         return None
     return build_unquantised_engine(config, model, device, max_len)
@@ -218,38 +233,39 @@ def build_evaluator(
 def build_unquantised_engine(
     config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
 ) -> RolloutEngine:
-    """An embedded engine with the settings of the run's engine, but for rollout.quant."""
+    """Build an embedded engine with the settings of the run's engine except rollout.quant."""
     engine = config.rollout.engine
-    own = HFEngineConfig(
+    unquantised = HFEngineConfig(
         dtype=engine.dtype,
         lm_head=engine.lm_head,
         max_num_seqs=engine.max_num_seqs,
         max_len=engine.max_len,
     )
-    return build_engine(EngineSpec(model, own, device, max_len))
+    return build_engine(EngineSpec(model, unquantised, device, max_len))
 
 
 def build_engine_and_scorer(config: RunConfig, model: ModelConfig, max_len: int) -> EngineAndScorer:
-    """Both with the weights of `model`, in this process."""
+    """Build both in this process, with the weights of `model`."""
     _refuse_distributed(config, None, None)
     check_quant_support(config)
     scorer = build_scorer(config, model)
-    engine, routes = _build_engine_for(config, model, max_len, scorer, build_engine)
-    return EngineAndScorer(config, engine, scorer, routes)
+    engine, route_spec = _build_engine_for(config, model, max_len, scorer, build_engine)
+    return EngineAndScorer(config, engine, scorer, route_spec)
 
 
 def _refuse_distributed(
     config: RunConfig, ranks: DistributedContext | None, engine_builder: BuildEngine | None
 ) -> None:
-    """UsageError for settings that only `onepolicy train` can follow: it starts the processes."""
+    """Raise UsageError for settings that need the processes which `onepolicy train` starts."""
     if config.cluster.kind == "ray" and engine_builder in (None, build_engine):
         raise UsageError(
-            "cluster.kind: ray, but only `onepolicy train` places processes; give cluster.kind=local here"
+            "cluster.kind: ray, but only `onepolicy train` places processes; give "
+            "cluster.kind=local here"
         )
     if config.train.ranks and ranks is None:
         raise UsageError(
-            f"train.ranks: {config.train.ranks}, but only `onepolicy train` spreads the learner over processes; give "
-            "train.ranks=0 here"
+            f"train.ranks: {config.train.ranks}, but only `onepolicy train` spreads the learner "
+            "over processes; give train.ranks=0 here"
         )
 
 
@@ -260,14 +276,19 @@ def _build_engine_for(
     scorer: PolicyScorer | ShardedScorer,
     build: BuildEngine,
 ) -> tuple[RolloutEngine, RouteSpec | None]:
-    """The engine beside this scorer, and what its routes must be."""
-    rules = route_rules(config, scorer.routers) if scorer.routers else None
+    """Build the engine of this scorer. Return it with the expected form of its routes."""
+    route_spec = None
+    if scorer.routers:
+        route_spec = route_spec_of(config, scorer.routers)
+    returned_routes = route_spec
+    if uses_reprefill(config):
+        returned_routes = None
     spec = EngineSpec(
         model,
         config.rollout.engine,
         scorer.device,
         max_len,
-        route_spec=None if uses_reprefill(config) else rules,
+        route_spec=returned_routes,
         combine_weights=isinstance(config.replay, WeightsReplay),
         numerics=config.numerics,
         quant=config.rollout.quant,
@@ -276,10 +297,11 @@ def _build_engine_for(
     if config.numerics == ON_POLICY:
         assert engine.caps.contract is not None
         require_same_contract(engine.caps.contract, scorer.contract)
-    return engine, rules
+    return engine, route_spec
 
 
 def check_replayable(config: RunConfig, model: ModelConfig) -> None:
+    """Raise UsageError if replay.mode cannot replay this model."""
     hf_config = read_config(model)
     if config.replay.mode != "off":
         require_moe(hf_config, config.replay.mode)
@@ -287,7 +309,7 @@ def check_replayable(config: RunConfig, model: ModelConfig) -> None:
 
 
 def check_quant_support(config: RunConfig) -> None:
-    """UsageError if the engine cannot run rollout.quant on this machine."""
+    """Raise UsageError if the engine cannot run rollout.quant on this machine."""
     quant, device = config.rollout.quant, parse_device(config.train.device)
     if quant is None:
         return
@@ -302,22 +324,23 @@ def check_quant_support(config: RunConfig) -> None:
 
 
 def uses_reprefill(config: RunConfig) -> bool:
+    """Return whether a second forward records the routes."""
     return isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
 
 
-def route_rules(config: RunConfig, routers: Routers) -> RouteSpec:
-    replay = config.replay
-    missing = (
-        replay.missing if isinstance(replay, FromRollout) and replay.source == "engine" else "fine"
-    )
+def route_spec_of(config: RunConfig, routers: Routers) -> RouteSpec:
+    """Return the expected form of a run's routes."""
+    missing: Literal["error", "native", "fine"] = "fine"
+    if isinstance(config.replay, FromRollout) and config.replay.source == "engine":
+        missing = config.replay.missing
     return RouteSpec(routers.layers, routers.num_experts, routers.top_k, missing)
 
 
-def _check_extras(config: RunConfig) -> None:
-    """What is only needed at the end of a run is checked at its start."""
+def _check_log_packages(config: RunConfig) -> None:
+    """Raise UsageError for a missing package at the start, though only the run's end needs it."""
     for setting, package in (("report", "plotly"), ("tensorboard", "tensorboard")):
         if getattr(config.log, setting) and importlib.util.find_spec(package) is None:
             raise UsageError(
-                f"log.{setting}: needs {package}, which is not installed; pip install 'onepolicy[report]' or set "
-                f"log.{setting}=false"
+                f"log.{setting}: needs {package}, which is not installed; "
+                f"pip install 'onepolicy[report]' or set log.{setting}=false"
             )

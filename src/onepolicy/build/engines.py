@@ -1,4 +1,4 @@
-"""The engine of a run: which factory builds each kind, and what the engine must be able to do."""
+"""The engine of a run: the factory of each kind, and the check of its capabilities."""
 
 from __future__ import annotations
 
@@ -15,45 +15,48 @@ ENGINES = {
     "vllm-server": "onepolicy.rollout.vllm.server:build",
     "sglang": "onepolicy.rollout.sglang.engine:build",
 }
-"""rollout.engine.kind -> its factory, imported when a run uses it."""
+"""The factory of each rollout.engine.kind, imported when a run uses it."""
 
 BuildEngine = Callable[[EngineSpec], RolloutEngine]
 
 
 def build_engine(spec: EngineSpec) -> RolloutEngine:
-    """The engine with a copy of its own of the model's weights, in its own dtype and format."""
+    """Build the engine with a separate copy of the model's weights, in its dtype and format."""
     build: BuildEngine = pkgutil.resolve_name(ENGINES[spec.config.kind])
     return build(spec)
 
 
 def check_engine_capabilities(config: RunConfig, caps: EngineCaps, top_logprobs: int) -> None:
-    """Does the engine return what replay.mode replays and the correction needs?"""
+    """Raise UsageError unless the engine returns everything that replay and correction need."""
     if top_logprobs > caps.top_logprobs:
-        correction = config.correction
-        most = f"but this engine returns those of at most {caps.top_logprobs}"
-        if correction.centering == "support" and caps.top_logprobs:
-            raise UsageError(
-                f"correction.centering: support needs the log-probabilities of all {top_logprobs} tokens, {most}; use "
-                "head"
-            )
-        mend = (
-            f"set it to at most {caps.top_logprobs}"
-            if caps.top_logprobs
-            else "choose one without centering"
-        )
-        raise UsageError(
-            f"correction.head_size: {correction.name} needs the log-probabilities of the {top_logprobs} likeliest "
-            f"tokens, {most}; {mend}"
-        )
+        raise UsageError(_too_few_logprobs(config, caps.top_logprobs, top_logprobs))
     mode = config.replay.mode
     if not isinstance(config.replay, FromRollout) or config.replay.source == "reprefill":
         return
     if not caps.returns_routes:
         raise UsageError(
-            f"replay.mode: {mode} needs the rollout's routes, which this engine does not return; set it to off or "
-            "record them by a second forward (replay.source=reprefill)"
+            f"replay.mode: {mode} needs the rollout's routes, which this engine does not return; "
+            "set it to off or record them by a second forward (replay.source=reprefill)"
         )
     if isinstance(config.replay, WeightsReplay) and not caps.returns_combine_weights:
         raise UsageError(
-            "replay.mode: weights needs the combine weights, which this engine does not return; use r3"
+            "replay.mode: weights needs the combine weights, which this engine does not return; "
+            "use r3"
         )
+
+
+def _too_few_logprobs(config: RunConfig, returned: int, needed: int) -> str:
+    correction = config.correction
+    most = f"but this engine returns those of at most {returned}"
+    if correction.centering == "support" and returned:
+        return (
+            f"correction.centering: support needs the log-probabilities of all {needed} tokens, "
+            f"{most}; use head"
+        )
+    fix = "choose one without centering"
+    if returned:
+        fix = f"set it to at most {returned}"
+    return (
+        f"correction.head_size: {correction.name} needs the log-probabilities of the {needed} "
+        f"likeliest tokens, {most}; {fix}"
+    )

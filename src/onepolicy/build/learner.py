@@ -1,4 +1,4 @@
-"""The learner of a run, its reference and its critic: of one process, or this process's part of several."""
+"""The learner of a run, its reference and its critic, in one process or as one rank of several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onepolicy.config.policy import PolicyConfig, cached_path
 from onepolicy.models.load import DTYPES, empty_model, load_model, parse_device, read_config
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
-from onepolicy.replay.routers import bind_routers
+from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.train.extension import LearnerExtension, Reference
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
-    """`tiny` -> the folder in the user's cache."""
+    """Replace the path `tiny` by the policy's folder in the user's cache."""
     if model.path != "tiny":
         return model
     path = cached_path(PolicyConfig())
@@ -42,7 +42,10 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
 def build_learner(
     config: RunConfig, model: ModelConfig, ranks: DistributedContext | None
 ) -> LocalLearner | ShardedLearner:
-    """With the weights of `model`, its reference and critic too. ranks: that this process drives, of a sharded one."""
+    """Build the learner, its reference and its critic with the weights of `model`.
+
+    ranks: the ranks that this process drives if the learner is sharded.
+    """
     if ranks is None:
         scorer = build_scorer(config, model)
         reference = build_reference(config, scorer.vocabulary, scorer.device)
@@ -52,34 +55,36 @@ def build_learner(
             extensions=build_extensions(config, reference=reference, critic=critic),
             critic=critic,
         )
-    assert ranks.rank_group is not None, "a rank builds its part by build_rank_learner"
+    assert ranks.rank_group is not None, "a rank calls build_rank_learner"
     from onepolicy.train.sharded.learner import ShardedLearner
     from onepolicy.train.sharded.wire import Message
 
     build = {"do": "build", "config": config.model_dump_json(), "model": model.model_dump_json()}
     ranks.rank_group.broadcast(Message(build))
     with ranks.rank_group.attribute_failures():  # all ranks check their forward together
-        own = build_rank_learner(config, model, ranks)
+        rank_learner = build_rank_learner(config, model, ranks)
         ranks.rank_group.recv()
-    return ShardedLearner(own, ranks.rank_group)
+    return ShardedLearner(rank_learner, ranks.rank_group)
 
 
 def build_scorer(config: RunConfig, model: ModelConfig) -> PolicyScorer:
-    """The policy alone, of one process: nothing that only an update needs."""
-    torch.manual_seed(
-        config.seed
-    )  # nothing here draws from it; models with code of their own might
+    """Build the policy of one process, without the parts that only an update needs."""
+    torch.manual_seed(config.seed)  # for models whose code draws random numbers; ours do not
     set_num_threads(config)
     trained = load_training_model(model, parse_device(config.train.device))
-    return PolicyScorer(
-        trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None
-    )
+    return PolicyScorer(trained, config, routers=_routers(trained, model))
+
+
+def _routers(loaded: PreTrainedModel, model: ModelConfig) -> Routers | None:
+    if not is_moe(read_config(model)):
+        return None
+    return bind_routers(loaded)
 
 
 def build_rank_learner(
     config: RunConfig, model: ModelConfig, ranks: DistributedContext
 ) -> RankLearner:
-    """This process's part of a learner on several ranks."""
+    """Build this rank's part of a sharded learner."""
     from onepolicy.train.sharded.fsdp import FSDPSharding
     from onepolicy.train.sharded.rank import RankLearner, RankScorer
 
@@ -87,9 +92,7 @@ def build_rank_learner(
     set_num_threads(config)
     sharding = FSDPSharding(ranks.mesh, compute_dtype(config))
     trained = load_training_model(model, ranks.device, sharding)
-    scorer = RankScorer(
-        trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None
-    )
+    scorer = RankScorer(trained, config, routers=_routers(trained, model))
     like = empty_model(model)
     like.generation_config = trained.generation_config
     reference = build_reference(config, scorer.vocabulary, ranks.device, sharding)
@@ -101,56 +104,62 @@ def build_rank_learner(
 def build_extensions(
     config: RunConfig, *, reference: PreTrainedModel | None = None, critic: Critic | None = None
 ) -> list[LearnerExtension]:
-    """What an update has beside the policy's own loss, in the order in which the learner calls it."""
-    extensions: list[LearnerExtension] = [] if reference is None else [Reference(reference)]
+    """Build the parts of an update other than the policy's loss, in the order of their calls."""
+    extensions: list[LearnerExtension] = []
+    if reference is not None:
+        extensions.append(Reference(reference))
     if config.correction.live_part is not None:
         from onepolicy.train.current_policy import CurrentPolicyCorrection
 
         extensions.append(CurrentPolicyCorrection(config.correction, config.correction.live_part))
-    return extensions if critic is None else [*extensions, critic]
+    if critic is not None:
+        extensions.append(critic)
+    return extensions
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype | None:
-    return (
-        None if config.train.fsdp_param_dtype == "same" else DTYPES[config.train.fsdp_param_dtype]
-    )
+    """Return the dtype in which sharded forwards compute, None for that of the parameters."""
+    if config.train.fsdp_param_dtype == "same":
+        return None
+    return DTYPES[config.train.fsdp_param_dtype]
 
 
 def set_num_threads(config: RunConfig) -> None:
-    """train.threads for the trainer and every engine in this process, each of them if they compute at the same time."""
+    """Set torch's threads in this process to train.threads, or to its share of the cores.
+
+    An engine that computes in this process at the same time as the trainer gets as many threads.
+    Both then get half of the cores: two thread pools on the same cores wait for each other.
+    """
+    cores = os.cpu_count() or 1
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    elif config.rollout.overlaps and _embedded(config) and not config.train.ranks:
-        torch.set_num_threads(
-            max(1, (os.cpu_count() or 1) // 2)
-        )  # two teams on the same cores wait for each other
-    elif (
-        config.train.ranks and "RANK" not in os.environ
-    ):  # torchrun and `ranks.started` have set it for theirs
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.train.ranks))
+    elif config.rollout.overlaps and _engine_in_process(config) and not config.train.ranks:
+        torch.set_num_threads(max(1, cores // 2))
+    elif config.train.ranks and "RANK" not in os.environ:  # the launcher sets it for its ranks
+        torch.set_num_threads(max(1, cores // config.train.ranks))
 
 
-def _embedded(config: RunConfig) -> bool:
-    """Whether the engine computes in this process."""
+def _engine_in_process(config: RunConfig) -> bool:
     return config.rollout.engine.kind == "hf" and config.cluster.kind == "local"
 
 
 def build_reference(
     config: RunConfig, vocabulary: int, device: torch.device, sharding: FSDPSharding | None = None
 ) -> PreTrainedModel | None:
-    """The frozen model of objective.kl, if there is one. It routes every token itself."""
+    """Load the frozen model of objective.kl, if there is one. It routes without replay."""
     if not config.objective.kl.coef:
         return None
     model_config = resolve_model(config.model)
     if config.objective.kl.reference is not None:
         model_config = model_config.model_copy(update={"path": config.objective.kl.reference})
     try:
-        own = read_config(model_config).get_text_config().vocab_size
+        vocab_size = read_config(model_config).get_text_config().vocab_size
     except UsageError as error:
         raise UsageError(str(error).replace("model.path", "objective.kl.reference", 1)) from error
-    if own != vocabulary:
+    if vocab_size != vocabulary:
         raise UsageError(
-            f"objective.kl.reference: {model_config.path} has {own} tokens, the policy {vocabulary}"
+            f"objective.kl.reference: {model_config.path} has {vocab_size} tokens, the policy "
+            f"{vocabulary}; choose a reference with the policy's vocabulary"
         )
     reference = load_training_model(model_config, device, sharding).requires_grad_(False)
     if config.numerics == ON_POLICY:
@@ -163,10 +172,12 @@ def build_reference(
 def load_training_model(
     model: ModelConfig, device: torch.device, sharding: FSDPSharding | None = None
 ) -> PreTrainedModel:
-    """The model as the trainer computes it: in its dtype, its lm_head too, ready for packed samples, on all ranks."""
+    """Load a model as the trainer computes it: its dtypes, packed samples, all ranks."""
+    compute = None
     if sharding is None:
         loaded = load_model(model, DTYPES[model.dtype], device)
     else:
+        compute = sharding.compute
         host = torch.device("cpu")
         loaded = sharding.load(
             empty_model(model), lambda: load_model(model, DTYPES[model.dtype], host)
@@ -175,7 +186,7 @@ def load_training_model(
         from onepolicy.models import fp32_head
 
         fp32_head.install_fp32_head(loaded, DTYPES[model.dtype], field="model.lm_head")
-    prepare_for_training(loaded, device, compute=None if sharding is None else sharding.compute)
+    prepare_for_training(loaded, device, compute=compute)
     return loaded
 
 
@@ -185,11 +196,11 @@ def build_critic(
     device: torch.device,
     sharding: FSDPSharding | None = None,
 ) -> Critic | None:
-    """A critic that starts from the policy's weights, if the objective has one."""
+    """Build a critic that starts from the policy's weights, if the objective has one."""
     if config.objective.critic is None:
         return None
     from onepolicy.train.critic import Critic
 
-    own = load_training_model(model.model_copy(update={"lm_head": "same"}), device)
+    trained = load_training_model(model.model_copy(update={"lm_head": "same"}), device)
     protect = "value" in config.correction.protect
-    return Critic(own, config.objective.critic, config.optim, sharding, protect=protect)
+    return Critic(trained, config.objective.critic, config.optim, sharding, protect=protect)

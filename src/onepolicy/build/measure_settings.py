@@ -1,4 +1,4 @@
-"""Settings of a run that only measures: `onepolicy measure` and `onepolicy engine check`."""
+"""The settings of `onepolicy measure` and `onepolicy engine check`, which do not train."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from onepolicy.replay.checks import is_moe
 
 
 def measure_config(tree: dict[str, Any], overrides: list[str], path: str | None) -> RunConfig:
-    """A run's settings, as `measure_settings` has them. A dense model is measured without replay."""
+    """Return the settings of `measure_settings`, without replay if the model is dense."""
     tree, config = measure_settings(tree, overrides, path)
     if not is_moe(read_config(resolve_model(config.model))):
         return resolve(tree | {"replay": {"mode": "off"}}, overrides)
     if not isinstance(config.replay, FromRollout):
         raise UsageError(
-            f"replay.mode: {config.replay.mode}, but measure scores with the rollout's routes and without; leave it out"
+            f"replay.mode: {config.replay.mode}, but measure scores with the rollout's routes and "
+            "without; leave it out"
         )
     return config

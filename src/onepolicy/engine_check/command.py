@@ -239,10 +239,10 @@ def check_route_shapes(
     pair: EngineAndScorer, played: Sequence[GeneratedBatch]
 ) -> dict[str, CheckResult]:
     """Rows, ranges and repetitions of the engine's routes: empty if nothing is wrong with them."""
-    if pair.routes is None or uses_reprefill(pair.config):
+    if pair.route_spec is None or uses_reprefill(pair.config):
         why = (
             "a dense model has no routes"
-            if pair.routes is None
+            if pair.route_spec is None
             else "replay.source=reprefill needs none of its own"
         )
         return {name: CheckResult(name, None, why) for name in ("routes", "layers")}
@@ -255,7 +255,7 @@ def check_route_shapes(
             if done.routing is None:
                 return {"routes": CheckResult("routes", False, f"request {i} has none", fix)}
             try:
-                check_completion(done, prompt, pair.routes, f"request {i}")
+                check_completion(done, prompt, pair.route_spec, f"request {i}")
             except UsageError as error:
                 return {"routes": CheckResult("routes", False, str(error), fix)}
     return {}

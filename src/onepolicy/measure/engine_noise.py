@@ -57,7 +57,7 @@ async def sample(
         stop=parts.stop,
         step=0,
         seed=seed,
-        route_spec=parts.routes,
+        route_spec=parts.route_spec,
         top_logprobs=parts.top_logprobs,
         advance=advance,
     )

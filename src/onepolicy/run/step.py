@@ -49,7 +49,7 @@ async def sample_rollouts(
             stop=parts.stop,
             step=step,
             seed=cfg.seed,
-            route_spec=parts.routes,
+            route_spec=parts.route_spec,
             advance=advance,
             accept=has_signal if cfg.objective.dynamic_sampling else None,
             rounds=cfg.objective.dynamic_sampling,

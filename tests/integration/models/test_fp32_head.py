@@ -153,7 +153,7 @@ def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
             stop=parts.stop,
             step=0,
             seed=0,
-            route_spec=parts.routes,
+            route_spec=parts.route_spec,
         )
         return pack(compute_outcomes(groups, parts.config.objective))
 

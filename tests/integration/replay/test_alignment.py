@@ -69,7 +69,7 @@ def rollout(parts: Components, step: int = 0) -> TokenBatch:
             stop=parts.stop,
             step=step,
             seed=0,
-            route_spec=parts.routes,
+            route_spec=parts.route_spec,
         )
 
     groups, _ = asyncio.run(play())
