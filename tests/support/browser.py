@@ -24,8 +24,6 @@ COLLECTOR = """<script>
     collected.overflow = document.documentElement.scrollWidth - innerWidth;
   });
 </script>"""
-
-
 PLOTLY = re.compile(r'<script id="plotly">.*?</script>', re.S)
 
 

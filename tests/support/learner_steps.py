@@ -23,8 +23,6 @@ BASE = {
     "task": {"kind": "chain"},
     "optim": {"lr": 1e-2, "clip_norm": 1e9},
 }
-
-
 EXPERTS, LAYERS = 8, (0, 1, 2)
 
 

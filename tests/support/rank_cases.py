@@ -11,11 +11,7 @@ from onepolicy.types import RoutingTrace
 from support.learner_steps import BASE, batch_of
 
 STEPS = 3
-
-
 QWEN = ["replay.min_agreement=0"]
-
-
 CASES = {
     "qwen3_moe": QWEN,
     "deepseek_v3": QWEN,

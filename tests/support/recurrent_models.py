@@ -15,8 +15,6 @@ BASE = {
     "moe_intermediate_size": 32,
     "pad_token_id": 0,
 }
-
-
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -26,8 +24,6 @@ LINEAR = {
     "num_hidden_layers": 4,
     "shared_expert_intermediate_size": 32,
 }
-
-
 CONFIGS = {
     "lfm2_moe": Lfm2MoeConfig(
         **BASE,
