@@ -14,7 +14,7 @@ from onepolicy.report.figure import (
     ROLLOUT,
     TRAINER,
     Figure,
-    Look,
+    LineStyle,
     axis,
     line,
     markers,
@@ -27,14 +27,14 @@ K3 = 1e-9
 SMOOTH = 25  # steps
 LOOKS = {
     "driver": ROLLOUT,
-    "driver, resuming": Look(ROLLOUT.color, "", "circle-open", ""),
+    "driver, resuming": LineStyle(ROLLOUT.color, "", "circle-open", ""),
     "rank": TRAINER,
     "server": REPLAY,
     "driver and server": NEUTRAL,
 }
 CURVES = {  # folder -> name, look, width
-    "whole": ("in peace", Look("@soft", "solid", "", ""), 7),
-    "killed": ("with kills", Look("@ink", "solid", "", ""), 1.8),
+    "whole": ("in peace", LineStyle("@soft", "solid", "", ""), 7),
+    "killed": ("with kills", LineStyle("@ink", "solid", "", ""), 1.8),
 }
 
 

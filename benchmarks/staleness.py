@@ -33,7 +33,16 @@ from onepolicy.build.components import build_components
 from onepolicy.config import load
 from onepolicy.interfaces import NamedWeights, RolloutEngine
 from onepolicy.objective.advantages import compute_outcomes
-from onepolicy.report.figure import NEUTRAL, REPLAY, TRAINER, Figure, LogScale, Look, axis, line
+from onepolicy.report.figure import (
+    NEUTRAL,
+    REPLAY,
+    TRAINER,
+    Figure,
+    LineStyle,
+    LogScale,
+    axis,
+    line,
+)
 from onepolicy.report.png import write_figures
 from onepolicy.run.evaluate import evaluate
 from onepolicy.run.result import StepTimer
@@ -298,14 +307,14 @@ def learning_figure(found: dict[Arm, list[Row]]) -> Figure:
     return Figure("asynchronous_learning", title, note, drawn(curves), layout)
 
 
-def of_rate(look: Look, lower: bool) -> Look:
+def of_rate(look: LineStyle, lower: bool) -> LineStyle:
     """Return the line style of a rate: dotted for the lower rate, open markers for the higher
     one."""
     dash, symbol = ("dot", look.symbol) if lower else ("solid", f"{look.symbol}-open")
-    return Look(look.color, dash, symbol, look.pattern)
+    return LineStyle(look.color, dash, symbol, look.pattern)
 
 
-def drawn(curves: list[tuple[str, Look, list[tuple[int, float]]]]) -> list[dict[str, Any]]:
+def drawn(curves: list[tuple[str, LineStyle, list[tuple[int, float]]]]) -> list[dict[str, Any]]:
     return [
         line(
             name,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onepolicy.divergence.breakdown import turn_name
-from onepolicy.report.figure import NEUTRAL, REPLAY, TRAINER, Figure, Look, Spec, axis, line
+from onepolicy.report.figure import NEUTRAL, REPLAY, TRAINER, Figure, LineStyle, Spec, axis, line
 from onepolicy.report.turns import K3, NATIVE, Curve, by_turn
 
 LOOKS = {"off": TRAINER, "r3": REPLAY, "off + tis": NEUTRAL}
@@ -180,7 +180,9 @@ def reward_figure(found: list[Outcome]) -> Figure:
     return Figure("turns_reward", "Reward against the number of allowed turns", note, data, layout)
 
 
-def points(name: str, x: Sequence[float], values: Sequence[Sequence[float]], look: Look) -> Spec:
+def points(
+    name: str, x: Sequence[float], values: Sequence[Sequence[float]], look: LineStyle
+) -> Spec:
     """Draw means, joined, with bars of one standard deviation."""
     bars = {
         "type": "data",

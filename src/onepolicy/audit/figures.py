@@ -21,8 +21,8 @@ from onepolicy.report.figure import (
     TAU,
     Absent,
     Figure,
+    LineStyle,
     LogScale,
-    Look,
     Spec,
     axis,
     bars,
@@ -32,7 +32,7 @@ from onepolicy.report.figure import (
 from onepolicy.report.words import number
 from onepolicy.verdict.rules import QUIET_F2, QUIET_KL
 
-SECOND = Look("@trainer", "9px,3px", "diamond", "/")
+SECOND = LineStyle("@trainer", "9px,3px", "diamond", "/")
 SHOWN_BINS = 80
 PICTURE_ROWS, PICTURE_PLACES = 96, 32
 NARROWEST = 4
@@ -75,7 +75,7 @@ def _by_row_and_place(each: Audited) -> Figure | Absent:
     known = [cell for row in means for cell in row]
     low, high = (float(np.quantile(known, share)) for share in (0.02, 0.998))
     high = max(high, low + 1)
-    # not the page's own colours: where a row has ended, the ground must not look like a small gap
+    # not the page's own colours: where a row has ended, the background must not look like a small gap
     scale = {"colorscale": "Viridis", "zmin": low, "zmax": high}
     ticks = list(range(math.ceil(low), math.floor(high) + 1))
     named = [
@@ -148,13 +148,13 @@ def extreme_curve(counts: torch.Tensor) -> tuple[Array, Array]:
     return np.exp(EDGES[: len(both)]), beyond.numpy()
 
 
-def _histogram(pairs: list[tuple[Audited, Look]]) -> Figure:
+def _histogram(pairs: list[tuple[Audited, LineStyle]]) -> Figure:
     reach = max(_reach(each.tally.histogram) for each, _ in pairs)
     edges = np.linspace(-reach, reach, SHOWN_BINS + 1)
     middle = (edges[1:] + edges[:-1]) / 2
     data = [
-        line(a.label, middle.tolist(), _density(a.tally.histogram, edges).tolist(), look)
-        for a, look in pairs
+        line(a.label, middle.tolist(), _density(a.tally.histogram, edges).tolist(), style)
+        for a, style in pairs
     ]
     for each in data:
         each["line"] |= {"shape": "hvh"}
@@ -164,7 +164,7 @@ def _histogram(pairs: list[tuple[Audited, Look]]) -> Figure:
     return Figure("log_ratio", _ratio_title(pairs), note, data, layout)
 
 
-def _ratio_title(pairs: list[tuple[Audited, Look]]) -> str:
+def _ratio_title(pairs: list[tuple[Audited, LineStyle]]) -> str:
     said = []
     for each, _ in pairs:
         low, middle, high = quantiles(each.tally.histogram, (0.01, 0.5, 0.99)).log().tolist()
@@ -200,7 +200,7 @@ def _density(counts: torch.Tensor, edges: Array) -> Array:
     return np.diff(_cumulative(counts, edges)) / np.diff(edges)
 
 
-def _extreme(pairs: list[tuple[Audited, Look]]) -> Figure:
+def _extreme(pairs: list[tuple[Audited, LineStyle]]) -> Figure:
     curves = {}
     for each, _ in pairs:
         taus, shares = extreme_curve(each.tally.histogram)
@@ -208,8 +208,8 @@ def _extreme(pairs: list[tuple[Audited, Look]]) -> Figure:
         curves[each.label] = (taus[shown].tolist(), shares[shown].tolist())
     scale = LogScale.of(*(shares for _, shares in curves.values()), top=1.0)
     data = [
-        line(a.label, *curves[a.label], look, hovertemplate="%{x:.3g}: %{y:.2g}")
-        for a, look in pairs
+        line(a.label, *curves[a.label], style, hovertemplate="%{x:.3g}: %{y:.2g}")
+        for a, style in pairs
     ]
     end = max([2.2, *(taus[-1] for taus, _ in curves.values() if taus)])
     small = (1.0, 1.25, 2.0, 5.0) if end < 50 else (1.0,)  # or they overlap on a phone
@@ -258,7 +258,7 @@ def _level(value: float) -> Spec:
     }
 
 
-def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
+def _curves(pairs: list[tuple[Audited, LineStyle]]) -> list[Figure | Absent]:
     if not any(len(each.tally.steps) > 1 for each, _ in pairs):
         return [
             Absent("k3", "Curves over training: the dump has no column step, or one step only.")
@@ -284,8 +284,8 @@ def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
             )
         )
     marks = [
-        _mark(onset, look)
-        for (_, look), onset in zip(pairs, onsets, strict=True)
+        _mark(onset, style)
+        for (_, style), onset in zip(pairs, onsets, strict=True)
         if onset is not None
     ]
     for figure in out:
@@ -295,10 +295,10 @@ def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
                 _level(QUIET_KL if figure.name == "k3" else QUIET_F2),
             ]
     rewards = []
-    for a, look in pairs:
+    for a, style in pairs:
         if found_rewards := sorted(a.tally.rewards.items()):
             means = [total / count for _, (total, count) in found_rewards]
-            rewards.append(line(a.label, [step for step, _ in found_rewards], means, look))
+            rewards.append(line(a.label, [step for step, _ in found_rewards], means, style))
     if not rewards:
         return [*out, Absent("reward", "Reward: the dump has no column reward.")]
     layout = {"xaxis": axis("step"), "yaxis": axis("mean reward"), "shapes": marks}
@@ -310,18 +310,18 @@ def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
     return [*out, Figure("reward", title, "Mean over a step's rows.", rewards, layout)]
 
 
-def _course(pairs: list[tuple[Audited, Look]]) -> str:
+def _course(pairs: list[tuple[Audited, LineStyle]]) -> str:
     found = [sketch.numbers()["k3"] for each, _ in pairs for sketch in each.tally.steps.values()]
     return f"No onset of divergence: k3 is between {number(min(found))} and {number(max(found))} nats at every step"
 
 
-def _layers(pairs: list[tuple[Audited, Look]]) -> Figure | Absent:
+def _layers(pairs: list[tuple[Audited, LineStyle]]) -> Figure | Absent:
     data = []
-    for each, look in pairs:
+    for each, style in pairs:
         routes = each.tally.routes
         if routes is not None and routes.slots:
             shares = (routes.per_layer / routes.slots).tolist()
-            data.append(bars(each.label, list(range(len(shares))), shares, look))
+            data.append(bars(each.label, list(range(len(shares))), shares, style))
     if not data:
         return Absent(
             "layers",
@@ -340,7 +340,7 @@ def _layers(pairs: list[tuple[Audited, Look]]) -> Figure | Absent:
 
 
 def _over_steps(
-    pairs: list[tuple[Audited, Look]],
+    pairs: list[tuple[Audited, LineStyle]],
     name: str,
     unit: str,
     title: str,
@@ -353,8 +353,8 @@ def _over_steps(
     }
     scale = LogScale.of(*([value for _, value in points] for points in series.values()))
     data = [
-        line(a.label, [s for s, _ in points], scale.lift(v for _, v in points), look)
-        for a, look in pairs
+        line(a.label, [s for s, _ in points], scale.lift(v for _, v in points), style)
+        for a, style in pairs
         if (points := series[a.label])
     ]
     return Figure(
@@ -362,8 +362,8 @@ def _over_steps(
     )
 
 
-def _mark(step: int, look: Look) -> Spec:
-    stroke = {"color": "@bad", "width": 1.5, "dash": look.dash if look.dash != "solid" else "dot"}
+def _mark(step: int, style: LineStyle) -> Spec:
+    stroke = {"color": "@bad", "width": 1.5, "dash": style.dash if style.dash != "solid" else "dot"}
     return {
         "type": "line",
         "x0": step,

@@ -1,4 +1,4 @@
-"""Figures of why the gap is there and where it sits. Input: the tree of OUT/measure.json."""
+"""Figures of the causes and the places of the gap. Input: the tree of OUT/measure.json."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from onepolicy.report.figure import (
     TRAINER,
     Absent,
     Figure,
+    LineStyle,
     LogScale,
-    Look,
     Spec,
     axis,
     bars,
@@ -24,7 +24,7 @@ from onepolicy.report.words import DASH, Tree, nats, number
 from onepolicy.verdict.rules import HARMLESS_KL, SMALL
 
 SCORINGS = {"without_replay": ("without replay", TRAINER), "with_replay": ("with replay", REPLAY)}
-QUANTITIES = {  # name in JSON -> (words, is a share)
+QUANTITIES = {  # name in JSON -> (label, is a share)
     "argmax_differs": ("positions whose likeliest token differs", True),
     "tv_low": ("total variation, mean, at least", False),
     "tv_high": ("total variation, mean, at most", False),
@@ -35,7 +35,7 @@ QUANTITIES = {  # name in JSON -> (words, is a share)
     "mass_rollout": ("rollout's probability of the {top}", True),
     "mass_trainer": ("trainer's probability of the {top}", True),
 }
-HEADER = ("", *(words for words, _ in SCORINGS.values()))
+HEADER = ("", *(label for label, _ in SCORINGS.values()))
 WORST_HEADER = (
     "Text before",
     "Sampled",
@@ -46,21 +46,26 @@ WORST_HEADER = (
 
 
 def title(found: Tree) -> str:
-    return (
-        f"Whole distributions, from the rollout's {found['top']} likeliest tokens of each position"
-    )
+    """Return the title of the table of distributions."""
+    top = found["top"]
+    return f"Whole distributions, from the rollout's {top} likeliest tokens of each position"
 
 
 def rows(found: Tree) -> list[tuple[str, ...]]:
+    """Return the rows under HEADER: distances between the distributions, of each scoring."""
     metrics = [found["metrics"].get(name, {}) for name in SCORINGS]
-    return [
-        (words.format(top=found["top"]), *(number(each.get(name), share=share) for each in metrics))
-        for name, (words, share) in QUANTITIES.items()
-    ]
+    rows = []
+    for name, (label, share) in QUANTITIES.items():
+        values = (number(each.get(name), share=share) for each in metrics)
+        rows.append((label.format(top=found["top"]), *values))
+    return rows
 
 
 def figure(found: Tree) -> Figure:
-    """Share of positions whose total variation is above x; the truth lies between the two lines of a scoring."""
+    """Draw the share of positions whose total variation exceeds x.
+
+    The true share is between the two lines of a scoring.
+    """
     curves = [
         (*SCORINGS[name], sides["low"], sides["high"]) for name, sides in found["above"].items()
     ]
@@ -68,26 +73,31 @@ def figure(found: Tree) -> Figure:
         *(values for *_, low, high in curves for values in (low, high)), [0.0], top=1.0
     )
     data: list[Spec] = []
-    for words, look, low, high in curves:
-        data.append(line(f"{words}, at least", found["edges"], scale.lift(low), look))
-        thin = {"color": look.color, "dash": look.dash, "width": 0.8}
-        data.append(line(f"{words}, at most", found["edges"], scale.lift(high), look, line=thin))
+    for label, style, low, high in curves:
+        data.append(line(f"{label}, at least", found["edges"], scale.lift(low), style))
+        thin = {"color": style.color, "dash": style.dash, "width": 0.8}
+        data.append(line(f"{label}, at most", found["edges"], scale.lift(high), style, line=thin))
     layout = {
         "xaxis": LogScale.of(found["edges"]).axis("total variation x (log)") | {"tickangle": 0},
         "yaxis": scale.axis("share beyond x (log)"),
     }
     note = (
-        "Total variation = half the sum of |p_trainer - p_rollout| over the vocabulary. Of tokens the engine did not "
-        "return only the whole mass is known: thick lines take the least they can add, thin lines the most."
+        "Total variation = half the sum of |p_trainer - p_rollout| over the vocabulary. Of tokens "
+        "the engine did not return only the whole mass is known: thick lines take the least they "
+        "can add, thin lines the most."
     )
     plain = found["metrics"]["without_replay"]
     least, most = number(plain["tv_low"]), number(plain["tv_high"])
     differs = number(plain["argmax_differs"], share=True)
-    heading = f"Total variation {least} {DASH} {most} on average; the likeliest token differs at {differs} of positions"
+    heading = (
+        f"Total variation {least} {DASH} {most} on average; the likeliest token differs at "
+        f"{differs} of positions"
+    )
     return Figure("distribution", heading, note, data, layout, width="wide")
 
 
 def worst_rows(found: Tree) -> list[tuple[str, ...]]:
+    """Return the rows under WORST_HEADER: positions with the largest total variation."""
     return [
         (
             each["before"],
@@ -105,7 +115,7 @@ def worst_rows(found: Tree) -> list[tuple[str, ...]]:
 
 ROW = 46  # pixels of one row of a horizontal figure
 NOTHING = "at or below 0"
-REPEATED = {  # metric -> (name, what was repeated)
+REPEATED = {  # metric -> (name, description of the repetition)
     "counterfactual/repeat/k3": (
         "trainer, repeated",
         "the same forward a second time, packed in the opposite order",
@@ -115,18 +125,20 @@ REPEATED = {  # metric -> (name, what was repeated)
 
 
 def fall_figure(tree: Tree) -> Figure:
-    """Waterfall: the gap, what each change took away from it (to the left), and what is left."""
+    """Draw the waterfall: the gap, the part that each change removes (to the left), and the
+    remainder.
+    """
     fall = tree["waterfall"]
     total, steps = fall["total"], fall["bars"]
-    left = steps[-1]["left"] if steps else total
+    left = _remainder(fall)
     levels = [total["value"], *(bar["left"]["value"] for bar in steps)]
     removed = [bar["removed"] for bar in steps]
-    unit, unit_words = _unit(max(abs(total["high"]), *levels))
+    unit, unit_name = _unit(max(abs(total["high"]), *levels))
     names = [_named("the gap", nats(total["value"]))]
     names += [_named(b["name"], _signed(b["removed"]["value"], total["value"])) for b in steps]
     names.append(_named("remainder", nats(left["value"])))
     data = [_bar("the gap", names[:1], [0.0], NEUTRAL, [total], unit)]
-    for label, look, worse in (("taken away", REPLAY, False), ("made larger", ROLLOUT, True)):
+    for label, style, worse in (("taken away", REPLAY, False), ("made larger", ROLLOUT, True)):
         chosen = [
             i
             for i, each in enumerate(removed)
@@ -134,12 +146,11 @@ def fall_figure(tree: Tree) -> Figure:
         ]
         if chosen:
             rows, starts = [names[1 + i] for i in chosen], [levels[i] for i in chosen]
-            data.append(
-                _bar(label, rows, starts, look, [_turned(removed[i]) for i in chosen], unit)
-            )
+            spans = [_negated(removed[i]) for i in chosen]
+            data.append(_bar(label, rows, starts, style, spans, unit))
     data.append(_bar("remainder", names[-1:], [0.0], SOFT, [left], unit))
     layout = {
-        "xaxis": axis(f"k3, {unit_words} per token", rangemode="tozero", nticks=6, tickangle=0),
+        "xaxis": axis(f"k3, {unit_name} per token", rangemode="tozero", nticks=6, tickangle=0),
         "yaxis": _rows(names),
         "barmode": "overlay",
         "bargap": 0.4,
@@ -147,52 +158,57 @@ def fall_figure(tree: Tree) -> Figure:
         "shapes": [_connector(names, i, level / unit) for i, level in enumerate(levels)],
     }
     note = (
-        "Top to bottom: k3 of the same tokens after one more change each time. A bar reaching to the left is what the "
-        "change took away; the last one is what no change explains. Whiskers: 95% interval of each bar's own length, "
-        f"where that reaches {HARMLESS_KL:g}."
+        "Top to bottom: k3 of the same tokens after one more change each time. A bar reaching to "
+        "the left is what the change took away; the last one is what no change explains. Whiskers: "
+        f"95% interval of each bar's own length, where that reaches {HARMLESS_KL:g}."
     )
     return Figure(
         "waterfall", fall_title(fall), note, data, layout, "wide", height=90 + ROW * len(names)
     )
 
 
+def _remainder(fall: Tree) -> Tree:
+    if not fall["bars"]:
+        return fall["total"]
+    return fall["bars"][-1]["left"]
+
+
 def fall_title(fall: Tree) -> str:
-    """What accounts for most of the gap."""
+    """Name the change that accounts for most of the gap."""
     total, bars_of = fall["total"]["value"], fall["bars"]
     if not total:
         return "There is no gap to explain"
     if total < HARMLESS_KL:
         return f"The gap of {nats(total)} nats per token is {SMALL}"
-    left = bars_of[-1]["left"]["value"] if bars_of else total
     first = max(bars_of, key=lambda bar: bar["removed"]["value"], default=None)
     if first is None or first["removed"]["value"] < 0.2 * total:
-        unexplained = _share(left / total)
+        unexplained = _share(_remainder(fall)["value"] / total)
         return (
             f"No single cause: {unexplained} of the gap of {nats(total)} nats is left unexplained"
         )
-    unsure = "" if first["removed"]["low"] > 0 else ", though its interval includes 0"
     share = _share(first["removed"]["value"] / total)
-    return f"{share} of the gap of {nats(total)} nats per token comes from {first['name']}{unsure}"
+    title = f"{share} of the gap of {nats(total)} nats per token comes from {first['name']}"
+    if first["removed"]["low"] > 0:
+        return title
+    return f"{title}, though its interval includes 0"
 
 
 def noise_figure(tree: Tree) -> Figure:
-    """What single changes do by themselves, on a log axis beside the whole gap."""
+    """Draw the effect of single changes by themselves, on a log axis beside the whole gap."""
     rows = noise_rows(tree)
     total = tree["waterfall"]["total"]["value"]
     scale = LogScale.of([v for _, each, _ in rows for v in (each["value"], each["high"])], [total])
     names = [_named(name, nats(each["value"])) for name, each, _ in rows]
     values = [each["value"] for _, each, _ in rows]
     lifted = scale.lift(values)
-    spans = [each for _, each, _ in rows]
-    spans = [each for _, each, _ in rows]
-    reach = [max(0.0, each["high"] - x) * told(each) for each, x in zip(spans, lifted, strict=True)]
-    below = [
-        max(0.0, x - max(each["low"], scale.floor)) * told(each)
-        for each, x in zip(spans, lifted, strict=True)
-    ]
+    above, below = [], []
+    for (_, each, _), x in zip(rows, lifted, strict=True):
+        shown = shows_interval(each)
+        above.append(max(0.0, each["high"] - x) * shown)
+        below.append(max(0.0, x - max(each["low"], scale.floor)) * shown)
     error = {
         "type": "data",
-        "array": reach,
+        "array": above,
         "arrayminus": below,
         "thickness": 1.5,
         "width": 5,
@@ -201,14 +217,15 @@ def noise_figure(tree: Tree) -> Figure:
     marker = {"symbol": scale.symbols(values, "circle"), "size": 10}
     hover = "%{x:.3g} nats<extra></extra>"
     points = markers("", lifted, names, NEUTRAL, marker=marker, error_x=error, hovertemplate=hover)
-    gap = {"type": "line", "x0": total, "x1": total, "y0": 0, "y1": 1, "yref": "paper"}
+    shapes = []
+    if total > 0:
+        gap = {"type": "line", "x0": total, "x1": total, "y0": 0, "y1": 1, "yref": "paper"}
+        shapes.append(gap | {"line": {"color": "@rollout", "width": 1.5, "dash": "dash"}})
     layout = {
         "xaxis": scale.axis("nats per token (log)", steps=2) | {"tickangle": 0},
         "yaxis": _rows(names),
         "showlegend": False,
-        "shapes": [gap | {"line": {"color": "@rollout", "width": 1.5, "dash": "dash"}}]
-        if total > 0
-        else [],
+        "shapes": shapes,
     }
     note = (
         "Each change by itself, so these do not add up. The dashed line is the whole gap; an "
@@ -227,7 +244,7 @@ def noise_figure(tree: Tree) -> Figure:
 
 
 def noise_rows(tree: Tree) -> list[tuple[str, Tree, str]]:
-    """(name, estimate, measured as) of everything measured alone; repeats have no interval."""
+    """Return (name, estimate, description) of every single change; repeats have no interval."""
     repeated = tree["metrics"]["repeated_forward"]
     out = [
         (
@@ -247,12 +264,14 @@ def _noise_title(rows: list[tuple[str, Tree, str]], total: float) -> str:
         return f"Every source of noise by itself is {SMALL}"
     if total <= 0 or largest["value"] < 0.1 * total:
         return "No source of noise by itself comes near the gap"
-    times = f": {largest['value'] / total:.2g} times the gap" if total >= HARMLESS_KL else ""
-    return f"By itself, {name} moves {nats(largest['value'])} nats per token{times}"
+    title = f"By itself, {name} moves {nats(largest['value'])} nats per token"
+    if total < HARMLESS_KL:
+        return title
+    return f"{title}: {largest['value'] / total:.2g} times the gap"
 
 
 def breakdown_figures(tree: Tree) -> list[Figure | Absent]:
-    """Share of the gap against share of the tokens, per bin."""
+    """Draw the share of the gap against the share of the tokens, for every breakdown."""
     out: list[Figure | Absent] = []
     height = 110 + ROW * max(map(len, tree["breakdowns"].values()))
     for i, (name, rows) in enumerate(tree["breakdowns"].items()):
@@ -278,37 +297,45 @@ def breakdown_figures(tree: Tree) -> list[Figure | Absent]:
             },
         }
         most = max(rows, key=lambda row: row["share"])
-        share, own = number(most["share"], share=True), number(most["tokens"] / tokens, share=True)
-        title = f"By {name}: {most['name']} holds {share} of the gap on {own} of the tokens"
+        of_gap = number(most["share"], share=True)
+        of_tokens = number(most["tokens"] / tokens, share=True)
+        title = f"By {name}: {most['name']} holds {of_gap} of the gap on {of_tokens} of the tokens"
         note = "A dark bar longer than its light one: these tokens are worse than average."
         out.append(Figure(f"breakdown-{i}", title, note, data, layout, height=height))
     return out
 
 
-def told(estimate: Tree) -> bool:
-    """Is it large enough for its interval to be shown?"""
+def shows_interval(estimate: Tree) -> bool:
+    """Return whether an estimate is large enough to show its interval."""
     return max(abs(estimate["low"]), abs(estimate["high"])) >= HARMLESS_KL
 
 
 def interval(estimate: Tree) -> str:
-    """Of two bounds; a dash below what matters."""
-    if not told(estimate):
+    """Return the interval as text; a dash if the estimate is too small to matter."""
+    if not shows_interval(estimate):
         return DASH
     return f"{nats(estimate['low'])} {DASH} {nats(estimate['high'])}"
 
 
-def _shares(name: str, labels: list[str], values: list[float], look: Look) -> Spec:
+def _shares(name: str, labels: list[str], values: list[float], style: LineStyle) -> Spec:
     return bars(
-        name, values, labels, look, orientation="h", hovertemplate="%{y}: %{x:.1%}<extra></extra>"
+        name, values, labels, style, orientation="h", hovertemplate="%{y}: %{x:.1%}<extra></extra>"
     )
 
 
 def _bar(
-    name: str, rows: list[str], starts: list[float], look: Look, spans: list[Tree], unit: float
+    name: str,
+    rows: list[str],
+    starts: list[float],
+    style: LineStyle,
+    spans: list[Tree],
+    unit: float,
 ) -> Spec:
-    """Horizontal bars from `starts` over the estimates `spans`, with their intervals at the far ends."""
-    up = [(each["high"] - each["value"]) / unit * told(each) for each in spans]
-    down = [(each["value"] - each["low"]) / unit * told(each) for each in spans]
+    """Draw horizontal bars from `starts` over the estimates `spans`, with intervals at the far
+    ends.
+    """
+    up = [(each["high"] - each["value"]) / unit * shows_interval(each) for each in spans]
+    down = [(each["value"] - each["low"]) / unit * shows_interval(each) for each in spans]
     error = {
         "type": "data",
         "array": up,
@@ -317,7 +344,10 @@ def _bar(
         "width": 5,
         "color": "@muted",
     }
-    text = [f"{nats(each['value'])} nats" + f" ({interval(each)})" * told(each) for each in spans]
+    text = [
+        f"{nats(each['value'])} nats" + f" ({interval(each)})" * shows_interval(each)
+        for each in spans
+    ]
     base = [start / unit for start in starts]
     settings = {
         "base": base,
@@ -327,24 +357,26 @@ def _bar(
         "textposition": "none",
     }
     lengths = [each["value"] / unit for each in spans]
-    return bars(name, lengths, rows, look, hovertemplate="%{text}<extra></extra>", **settings)
+    return bars(name, lengths, rows, style, hovertemplate="%{text}<extra></extra>", **settings)
 
 
-def _turned(removed: Tree) -> Tree:
-    """What a change did to the gap: less is negative."""
+def _negated(removed: Tree) -> Tree:
+    """Return the change of the gap, which is negative if the gap became smaller."""
     return {"value": -removed["value"], "low": -removed["high"], "high": -removed["low"]}
 
 
 def _unit(largest: float) -> tuple[float, str]:
-    """A power of ten that leaves short numbers on the axis, and its words."""
-    exponent = math.floor(math.log10(largest)) if largest > 0 else 0
+    """Return a power of ten that leaves short numbers on the axis, and its name."""
+    exponent = 0
+    if largest > 0:
+        exponent = math.floor(math.log10(largest))
     if exponent >= -2:
         return 1.0, "nats"
     return 10.0**exponent, f"10<sup>\u2212{-exponent}</sup> nats"
 
 
 def _connector(names: list[str], i: int, level: float) -> Spec:
-    """From the end of one bar to the next row."""
+    """Return the line from the end of one bar to the next row."""
     line = {"color": "@muted", "width": 1, "dash": "dot"}
     return {
         "type": "line",
@@ -358,7 +390,9 @@ def _connector(names: list[str], i: int, level: float) -> Spec:
 
 
 def _share(value: float) -> str:
-    return "<0.1%" if 0 < value < 1e-3 else number(value, share=True)
+    if 0 < value < 1e-3:
+        return "<0.1%"
+    return number(value, share=True)
 
 
 def _rows(names: list[str]) -> Spec:
@@ -378,5 +412,9 @@ def _named(name: str, value: str) -> str:
 def _signed(value: float, total: float) -> str:
     if value == 0:
         return "nothing"
-    share = f" ({_share(abs(value) / total)})" if total >= HARMLESS_KL else ""
-    return f"{nats(-value) if value > 0 else '+' + nats(-value)}{share}"
+    text = nats(-value)
+    if value < 0:
+        text = f"+{text}"
+    if total < HARMLESS_KL:
+        return text
+    return f"{text} ({_share(abs(value) / total)})"

@@ -40,7 +40,7 @@ LAYOUT: Spec = {
 
 
 @dataclass(frozen=True)
-class Look:
+class LineStyle:
     """Colour plus a second sign (line style, marker, fill pattern), so that no reader depends on colour alone."""
 
     color: str
@@ -49,12 +49,12 @@ class Look:
     pattern: str
 
 
-ROLLOUT = Look("@rollout", "solid", "circle", "")
-TRAINER = Look("@trainer", "9px,3px", "diamond", "/")
-REPLAY = Look("@replay", "dot", "square", "x")
-DENSE = Look("@dense", "12px,3px,2px,3px", "triangle-up", "-")
-NEUTRAL = Look("@ink", "solid", "star", "")
-SOFT = Look("@soft", "dot", "circle", "")
+ROLLOUT = LineStyle("@rollout", "solid", "circle", "")
+TRAINER = LineStyle("@trainer", "9px,3px", "diamond", "/")
+REPLAY = LineStyle("@replay", "dot", "square", "x")
+DENSE = LineStyle("@dense", "12px,3px,2px,3px", "triangle-up", "-")
+NEUTRAL = LineStyle("@ink", "solid", "star", "")
+SOFT = LineStyle("@soft", "dot", "circle", "")
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,10 @@ def axis(title: str, **settings: Any) -> Spec:
     return {"title": {"text": title}, **settings}
 
 
-def line(name: str, x: Sequence[Any], y: Sequence[float], look: Look, **settings: Any) -> Spec:
-    stroke = {"color": look.color, "dash": look.dash, "width": 1.8}
+def line(
+    name: str, x: Sequence[Any], y: Sequence[float], style: LineStyle, **settings: Any
+) -> Spec:
+    stroke = {"color": style.color, "dash": style.dash, "width": 1.8}
     return {
         "type": "scatter",
         "mode": "lines",
@@ -158,8 +160,10 @@ def line(name: str, x: Sequence[Any], y: Sequence[float], look: Look, **settings
     }
 
 
-def markers(name: str, x: Sequence[Any], y: Sequence[Any], look: Look, **settings: Any) -> Spec:
-    marker = {"color": look.color, "symbol": look.symbol, "size": 8} | settings.pop("marker", {})
+def markers(
+    name: str, x: Sequence[Any], y: Sequence[Any], style: LineStyle, **settings: Any
+) -> Spec:
+    marker = {"color": style.color, "symbol": style.symbol, "size": 8} | settings.pop("marker", {})
     return {
         "type": "scatter",
         "mode": "markers",
@@ -171,13 +175,13 @@ def markers(name: str, x: Sequence[Any], y: Sequence[Any], look: Look, **setting
     }
 
 
-def bars(name: str, x: Sequence[Any], y: Sequence[Any], look: Look, **settings: Any) -> Spec:
+def bars(name: str, x: Sequence[Any], y: Sequence[Any], style: LineStyle, **settings: Any) -> Spec:
     pattern = {
-        "shape": look.pattern,
+        "shape": style.pattern,
         "size": 7,
         "solidity": 0.15,
         "fgcolor": "@paper",
         "fillmode": "overlay",
     }
-    marker = {"color": look.color, "pattern": pattern}
+    marker = {"color": style.color, "pattern": pattern}
     return {"type": "bar", "name": name, "x": x, "y": y, "marker": marker, **settings}

@@ -12,7 +12,7 @@ from onepolicy.report.figure import (
     TRAINER,
     Absent,
     Figure,
-    Look,
+    LineStyle,
     Spec,
     axis,
     line,
@@ -59,8 +59,8 @@ def reward(run: Run) -> Figure | Absent:
         data.append(mean)
     scores = [name for name in run.names("eval/") if name != "eval/response_length"]
     for name, symbol in zip(scores, EVAL_SYMBOLS, strict=False):
-        look = Look(NEUTRAL.color, "solid", symbol, "")
-        points = markers(name.replace("eval/", "evaluation, "), *run.points(name), look)
+        style = LineStyle(NEUTRAL.color, "solid", symbol, "")
+        points = markers(name.replace("eval/", "evaluation, "), *run.points(name), style)
         thin = {"color": "@muted", "width": 1, "dash": "dot"}
         data.append(points | {"mode": "lines+markers", "line": thin, "cliponaxis": False})
     layout = {"xaxis": step_axis(), "yaxis": axis("reward, accuracy")} | _crash_line(
@@ -108,7 +108,7 @@ def single(
     name: str,
     metric: str,
     unit: str,
-    look: Look,
+    style: LineStyle,
     what: str,
     note: str,
     *,
@@ -125,7 +125,7 @@ def single(
         and np.nanmax(values) > 30 * np.nanmedian(values)
     ):
         yaxis = axis(f"{shown} (log)", type="log")
-    trace = line(metric, steps, values, look)
+    trace = line(metric, steps, values, style)
     title = f"{what} {course(values, unit)}"
     return Figure(
         name,

@@ -1,4 +1,7 @@
-"""What `onepolicy measure` found, in the terminal and as one HTML file. Input: the tree of OUT/measure.json."""
+"""Results of `onepolicy measure` in the terminal and as one HTML file.
+
+The input is the tree of OUT/measure.json.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from onepolicy.report.causes import (
     noise_figure,
     noise_rows,
 )
-from onepolicy.report.figure import DENSE, REPLAY, TRAINER, Absent, Figure, Look, Width
+from onepolicy.report.figure import DENSE, REPLAY, TRAINER, Absent, Figure, Width
 from onepolicy.report.mismatch import MAX_POINTS, Pairs, extreme_tokens, scatter
 from onepolicy.report.page import render
 from onepolicy.report.png import write_figures
@@ -30,7 +33,7 @@ from onepolicy.report.turns import Curve, by_turn
 from onepolicy.report.words import DASH, RAN, ROLLOUTS_OWN, WHOLE, WOULD, Tree, nats, number, powers
 from onepolicy.verdict.rules import HARMLESS_KL, SMALL
 
-SCORINGS = {  # name in the files -> (label, look)
+SCORINGS = {  # name in the files -> (label, line style)
     "without_replay": ("without replay", TRAINER),
     "with_replay": ("with replay", REPLAY),
     "dense": ("dense model", DENSE),
@@ -76,19 +79,19 @@ Rows = Sequence[tuple[str, ...]]
 
 
 def summary(tree: Tree) -> list[RenderableType]:
-    """The verdict; then tables of both scorings, of the waterfall, of what was measured alone, of the breakdowns."""
-    said = tree["verdict"]
-    parts: list[RenderableType] = [
-        Text(powers(said["sentence"]), style=COLORS.get(said["action"], "bold yellow"))
-    ]
-    if said["setting"]:
-        parts.append(Text(f"Set: {said['setting']}"))
-    parts += [Text(powers(f"Because {text}.")) for text in said["basis"]]
+    """Return the verdict, and tables of scorings, waterfall, single changes and breakdowns."""
+    verdict = tree["verdict"]
+    style = COLORS.get(verdict["action"], "bold yellow")
+    parts: list[RenderableType] = [Text(powers(verdict["sentence"]), style=style)]
+    if verdict["setting"]:
+        parts.append(Text(f"Set: {verdict['setting']}"))
+    parts += [Text(powers(f"Because {text}.")) for text in verdict["basis"]]
     title = f"{tree['model']}: {tree['tokens']:,} tokens of {tree['sequences']} sequences"
     parts.append(_table(title, comparison_header(tree), comparison(tree)))
-    if engine := engine_rows(tree):
+    engine, whole, would = engine_rows(tree), tree.get("distribution"), tree.get("prediction")
+    if engine:
         parts.append(_table("", ENGINE_HEADER, engine))
-    if (whole := tree.get("distribution")) is not None:
+    if whole is not None:
         parts.append(_table(causes.title(whole), causes.HEADER, causes.rows(whole)))
     parts.append(
         _table("Where the gap comes from, k3 in nats per token", FALL_HEADER, waterfall_rows(tree))
@@ -98,21 +101,25 @@ def summary(tree: Tree) -> list[RenderableType]:
         _table(f"By {name}", ROW_HEADER, breakdown_rows(rows))
         for name, rows in tree["breakdowns"].items()
     ]
-    if (would := tree.get("prediction")) is not None:
-        parts.append(Text(powers(prediction_words(would))))
+    if would is not None:
+        parts.append(Text(powers(describe_prediction(would))))
     return parts
 
 
-def prediction_words(would: Tree) -> str:
-    without = f" (without {', '.join(would['not_modelled'])})" if would["not_modelled"] else ""
+def describe_prediction(would: Tree) -> str:
+    """Describe the predicted effect of the run's correction in a sentence."""
+    correction = f"Correction {would['correction']}"
+    if would["not_modelled"]:
+        correction = f"{correction} (without {', '.join(would['not_modelled'])})"
     return (
-        f"Correction {would['correction']}{without} would keep {would['keep']:.2%} of the slots and multiply a step by "
-        f"{would['attenuation']:.4f}, if log ratios were normal with this k3 ({would['kl']:.2g}) over "
-        f"{would['length']} tokens."
+        f"{correction} would keep {would['keep']:.2%} of the slots and multiply a step by "
+        f"{would['attenuation']:.4f}, if log ratios were normal with this k3 ({would['kl']:.2g}) "
+        f"over {would['length']} tokens."
     )
 
 
 def comparison_header(tree: Tree) -> tuple[str, ...]:
+    """Return the header of the table of scorings."""
     return (
         "Rollout against trainer",
         *(SCORINGS[name][0] for name in SCORINGS if name in tree["metrics"]),
@@ -120,37 +127,38 @@ def comparison_header(tree: Tree) -> tuple[str, ...]:
 
 
 def comparison(tree: Tree) -> Rows:
+    """Return the rows of the table of scorings."""
     metrics = tree["metrics"]
     columns = [name for name in SCORINGS if name in metrics]
     rows = []
-    for key, (words, share) in QUANTITIES.items():
+    for key, (label, share) in QUANTITIES.items():
         if key in metrics["without_replay"]:
-            rows.append((words, *(_cell(metrics[name].get(key), share=share) for name in columns)))
+            rows.append((label, *(_cell(metrics[name].get(key), share=share) for name in columns)))
     if "with_replay" in columns and tree["config"].get("replay", {}).get("mode", "r3") in WHOLE:
         ran = {"without_replay": "the trainer's choice", "with_replay": ROLLOUTS_OWN}
         rows.append((RAN, *(ran.get(name, DASH) for name in columns)))
     prefixes = {"without_replay": "counterfactual/", "with_replay": ""}
     repeated = metrics["repeated_forward"]
-    for key, (words, share) in REPEATS.items():
-        values = [
-            repeated.get(f"{prefixes[name]}{key}") if name in prefixes else None for name in columns
-        ]
+    for key, (label, share) in REPEATS.items():
+        values = [repeated.get(f"{prefixes.get(name, 'none/')}{key}") for name in columns]
         if any(value is not None for value in values):
-            rows.append((words, *(_cell(value, share=share) for value in values)))
+            rows.append((label, *(_cell(value, share=share) for value in values)))
     return rows
 
 
 def engine_rows(tree: Tree) -> Rows:
+    """Return the rows under ENGINE_HEADER."""
     found = tree["metrics"]["repeated_forward"]
     rows = []
-    for key, (words, share) in ENGINE.items():
+    for key, (label, share) in ENGINE.items():
         values = [found.get(f"engine_{how}/{key}") for how in ("all", "alone")]
         if any(value is not None for value in values):
-            rows.append((words, *(_cell(value, share=share) for value in values)))
+            rows.append((label, *(_cell(value, share=share) for value in values)))
     return rows
 
 
 def waterfall_rows(tree: Tree) -> Rows:
+    """Return the rows under FALL_HEADER."""
     fall = tree["waterfall"]
     total = fall["total"]
     first = "trainer as it is against the rollout"
@@ -166,12 +174,15 @@ def waterfall_rows(tree: Tree) -> Rows:
                 bar["how"],
             )
         )
-    left = fall["bars"][-1]["left"] if fall["bars"] else total
+    remainder = total
+    if fall["bars"]:
+        remainder = fall["bars"][-1]["left"]
     why = "what no step takes away: the engine's kernels, or a fault of another kind"
-    return [*rows, ("remainder", "", interval(left), nats(left["value"]), why)]
+    return [*rows, ("remainder", "", interval(remainder), nats(remainder["value"]), why)]
 
 
 def alone_rows(tree: Tree) -> Rows:
+    """Return the rows under ALONE_HEADER."""
     return [
         (name, nats(each["value"]), _interval_or_none(each), how)
         for name, each, how in noise_rows(tree)
@@ -179,6 +190,7 @@ def alone_rows(tree: Tree) -> Rows:
 
 
 def breakdown_rows(rows: list[Tree]) -> Rows:
+    """Return the rows under ROW_HEADER."""
     return [
         (
             r["name"],
@@ -192,6 +204,7 @@ def breakdown_rows(rows: list[Tree]) -> Rows:
 
 
 def forecast_rows(tree: Tree) -> Rows:
+    """Return the rows under FORECAST_HEADER."""
     return [
         (f["preset"], f"{f['keep']:.1%}", f"{f['attenuation']:.3f}")
         for f in tree["verdict"]["forecasts"]
@@ -199,8 +212,10 @@ def forecast_rows(tree: Tree) -> Rows:
 
 
 def write_report(out: Path, *, png: bool = False) -> Path:
-    """OUT/report.html and OUT/figures from OUT/measure.json and OUT/tensors.safetensors. UsageError if plotly is
-    missing (png: kaleido or its browser)."""
+    """Write OUT/report.html and OUT/figures from OUT/measure.json and OUT/tensors.safetensors.
+
+    Raises UsageError if plotly is missing, or with `png` kaleido or its browser.
+    """
     tree = json.loads((out / "measure.json").read_text(encoding="utf-8"))
     sections: list[tuple[str, str, list[Figure | Absent]]] = [
         (
@@ -216,7 +231,8 @@ def write_report(out: Path, *, png: bool = False) -> Path:
         ),
     ]
     whole_tables: list[tuple[str, tuple[str, ...], Rows]] = []
-    if (whole := tree.get("distribution")) is not None:
+    whole = tree.get("distribution")
+    if whole is not None:
         sections.insert(2, ("Distributions", f"{causes.title(whole)}.", [causes.figure(whole)]))
         whole_tables = [
             ("Distributions", causes.HEADER, causes.rows(whole)),
@@ -254,18 +270,20 @@ def write_report(out: Path, *, png: bool = False) -> Path:
 def distance_sections(
     tree: Tree, tensors: dict[str, np.ndarray]
 ) -> list[tuple[str, str, list[Figure | Absent]]]:
-    """How far apart, and where experts differ."""
+    """Return the sections on the distance and on differing experts."""
     shown = {
-        name: label_look
-        for name, label_look in SCORINGS.items()
+        name: label_and_style
+        for name, label_and_style in SCORINGS.items()
         if f"{name}.logp_rollout" in tensors
     }
     pairs = [
-        Pairs(label, look, tensors[f"{name}.logp_rollout"], tensors[f"{name}.logp_trainer"])
-        for name, (label, look) in shown.items()
+        Pairs(label, style, tensors[f"{name}.logp_rollout"], tensors[f"{name}.logp_trainer"])
+        for name, (label, style) in shown.items()
     ]
     budget = MAX_POINTS // len(pairs)
-    width: Width = "third" if len(pairs) == 3 else "half"
+    width: Width = "half"
+    if len(pairs) == 3:
+        width = "third"
     drawn: list[Figure | Absent] = [
         scatter(f"scatter-{name}", each, budget, width=width)
         for name, each in zip(shown, pairs, strict=True)
@@ -273,7 +291,7 @@ def distance_sections(
 
     def series(tensor: str) -> list[Series]:
         return [
-            Series(*_of(name), tensors[f"{name}.{tensor}"])
+            Series(*SCORINGS[name], tensors[f"{name}.{tensor}"])
             for name in shown
             if f"{name}.{tensor}" in tensors
         ]
@@ -283,9 +301,9 @@ def distance_sections(
         Absent("routing", "A dense model has no routers: nothing to compare.")
     ]
     if series("experts_differing"):
-        mode = (
-            tree["config"].get("replay", {}).get("mode", "r3") if "with_replay" in shown else "off"
-        )
+        mode = "off"
+        if "with_replay" in shown:
+            mode = tree["config"].get("replay", {}).get("mode", "r3")
         routes = routing_figures_of(series, mode=mode)
     return [
         ("Distance", question, [extreme_tokens(pairs), *drawn, *turns(tree)]),
@@ -294,35 +312,35 @@ def distance_sections(
 
 
 def turns(tree: Tree) -> list[Figure]:
-    """k3 by turn of every scoring; nothing where episodes have one turn."""
+    """Return the figure of k3 by turn of every scoring; no figure if episodes have one turn."""
     curves = [
-        Curve.of(*_of(name), [tree["metrics"][name]])
+        Curve.of(*SCORINGS[name], [tree["metrics"][name]])
         for name in SCORINGS
         if name in tree["metrics"]
     ]
     several = [curve for curve in curves if curve.tokens]
-    return [by_turn(several)] if several else []
+    if not several:
+        return []
+    return [by_turn(several)]
 
 
 def facts(tree: Tree) -> list[tuple[str, str]]:
-    config = tree["config"]
-    engine, sampling, task = (
-        config["rollout"]["engine"],
-        config["rollout"]["sampling"],
-        config["task"],
-    )
+    """Return (name, value) of the facts under the title."""
+    config, model = tree["config"], tree["model"]
+    engine, sampling = config["rollout"]["engine"], config["rollout"]["sampling"]
+    task, trainer = config["task"], config["model"]["dtype"]
+    if config["train"]["autocast"] != "off":
+        trainer += " + bf16 autocast"
+    if short_name(tree) == model:
+        model = ""
     named = " ".join(str(task[key]) for key in ("kind", "name", "path") if task.get(key))
     out = [
-        ("model", tree["model"] if short_name(tree) != tree["model"] else ""),
+        ("model", model),
         (
             "engine",
             " ".join(str(engine[key]) for key in ("kind", "url", "dtype") if engine.get(key)),
         ),
-        (
-            "trainer",
-            config["model"]["dtype"]
-            + (" + bf16 autocast" if config["train"]["autocast"] != "off" else ""),
-        ),
+        ("trainer", trainer),
         ("prompts", named),
         ("sampled", f"{tree['sequences']} sequences, {tree['tokens']:,} tokens"),
         ("temperature", f"{sampling['temperature']:g}"),
@@ -335,19 +353,18 @@ def facts(tree: Tree) -> list[tuple[str, str]]:
 
 
 def short_name(tree: Tree) -> str:
-    """Of a folder its last part."""
+    """Return the model's name; of a folder its last part."""
     model: str = tree["model"]
-    return Path(model).name if model.startswith(("/", ".", "~")) else model
+    if model.startswith(("/", ".", "~")):
+        return Path(model).name
+    return model
 
 
 def tiles(tree: Tree) -> list[tuple[str, str, str]]:
-    """(name, value, small print)"""
+    """Return (name, value, small print) of the tiles."""
     metrics = tree["metrics"]
-    plain, replayed, dense = (
-        metrics["without_replay"],
-        metrics.get("with_replay"),
-        metrics.get("dense"),
-    )
+    plain, replayed = metrics["without_replay"], metrics.get("with_replay")
+    dense = metrics.get("dense")
     out = [("k3 without replay", nats(plain["mismatch/k3"]), "nats per token")]
     if replayed is not None:
         out.append(("k3 with replay", nats(replayed["mismatch/k3"]), _cut(plain, replayed)))
@@ -375,19 +392,21 @@ def _cut(plain: Tree, replayed: Tree) -> str:
     cut = without / within
     if cut >= 1:
         return f"{cut:.2g} times less"
-    return f"{1 / cut:.2g} times more" if cut else "more"
-
-
-def _of(name: str) -> tuple[str, Look]:
-    return SCORINGS[name]
+    if not cut:
+        return "more"
+    return f"{1 / cut:.2g} times more"
 
 
 def _cell(value: float | None, *, share: bool) -> str:
-    return DASH if value is None else number(value, share=True) if share else nats(value)
+    if share:
+        return number(value, share=True)
+    return nats(value)
 
 
 def _interval_or_none(each: Tree) -> str:
-    return DASH if each["low"] == each["high"] else interval(each)
+    if each["low"] == each["high"]:
+        return DASH
+    return interval(each)
 
 
 def _table(title: str, header: tuple[str, ...], rows: Rows) -> Table:

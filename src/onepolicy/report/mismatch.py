@@ -20,8 +20,8 @@ from onepolicy.report.figure import (
     TRAINER,
     Absent,
     Figure,
+    LineStyle,
     LogScale,
-    Look,
     Spec,
     Width,
     axis,
@@ -83,8 +83,8 @@ def k3_by_age(run: Run) -> Figure | Absent:
     if not found:
         return Absent("k3_staleness", f"k3 by age: metrics.jsonl has no {K3}k.")
     scale = LogScale.of(found.values())
-    label, look = trained_label(run)
-    curve = line(label, list(found), scale.lift(found.values()), look) | {"mode": "lines+markers"}
+    label, style = trained_label(run)
+    curve = line(label, list(found), scale.lift(found.values()), style) | {"mode": "lines+markers"}
     layout = {
         "xaxis": axis("updates old", rangemode="tozero", dtick=1),
         "yaxis": scale.axis("k3 (nats per token)"),
@@ -113,7 +113,7 @@ def mismatch_figures(run: Run) -> list[Figure | Absent]:
     ]
 
 
-def trained_label(run: Run) -> tuple[str, Look]:
+def trained_label(run: Run) -> tuple[str, LineStyle]:
     return ("with replay", REPLAY) if run.replay else ("without replay", TRAINER)
 
 
@@ -123,9 +123,9 @@ def k3(run: Run) -> Figure | Absent:
         return Absent("k3", "k3 over steps: metrics.jsonl has no mismatch/k3.")
     other_steps, other = run.points("counterfactual/mismatch/k3")
     scale = LogScale.of(values, other)
-    label, look = trained_label(run)
-    lines = line(label, steps, scale.lift(values), look)
-    marker = {"size": 4, "color": look.color, "symbol": scale.symbols(values, look.symbol)}
+    label, style = trained_label(run)
+    lines = line(label, steps, scale.lift(values), style)
+    marker = {"size": 4, "color": style.color, "symbol": scale.symbols(values, style.symbol)}
     data = [lines | {"mode": "lines+markers", "marker": marker}]
     note = f"k3 = mean({RHO} - 1 - log {RHO}), {RHO} = p_trainer / p_rollout of the sampled tokens; 0 = same policy. "
     if other:
@@ -175,7 +175,7 @@ class Pairs:
     """The sampled tokens' log-probabilities from both engines, under one scoring."""
 
     label: str
-    look: Look
+    style: LineStyle
     rollout: Array  # [n] float32
     trainer: Array  # [n] float32
 
@@ -213,10 +213,10 @@ def extreme_tokens(pairs: Sequence[Pairs], where: str = "") -> Figure:
         stop = shares.index(0.0) + 1 if 0.0 in shares else len(grid)  # to the first zero
         lifted = scale.lift(shares[:stop])
         data.append(
-            line(each.label, grid[:stop], lifted, each.look, hovertemplate="%{x:.3g}: %{y:.2g}")
+            line(each.label, grid[:stop], lifted, each.style, hovertemplate="%{x:.3g}: %{y:.2g}")
         )
         spots = zip(marked, numbers.extreme(marked), strict=True)
-        data += [_spot(tau, share, each.look, scale) for tau, share in spots]
+        data += [_spot(tau, share, each.style, scale) for tau, share in spots]
     layout = {
         "xaxis": axis(f"probability ratio {TAU} (log)", type="log", **_ratio_ticks(end)),
         "yaxis": scale.axis(f"share beyond {TAU} (log)"),
@@ -259,19 +259,19 @@ def scatter(name: str, pairs: Pairs, budget: int, where: str = "", width: Width 
     difference = np.abs(trainer - rollout)
     chosen = subsample(difference, budget)
     x, y = rollout[chosen].round(5).tolist(), trainer[chosen].round(5).tolist()
-    marker = {"size": 4, "opacity": 0.5, "color": pairs.look.color, "symbol": pairs.look.symbol}
+    marker = {"size": 4, "opacity": 0.5, "color": pairs.style.color, "symbol": pairs.style.symbol}
     largest = max(rollout.max(), trainer.max())
     top = 1.0 if largest > 0.5 else float(f"{1.1 * largest:.1g}") or 1.0
     diagonal = line(
         "equal",
         [0, top],
         [0, top],
-        Look("@ink", "dot", "circle", ""),
+        LineStyle("@ink", "dot", "circle", ""),
         hoverinfo="skip",
         opacity=0.6,
     )
     hover = "rollout %{x}<br>trainer %{y}<extra></extra>"
-    data = [markers(pairs.label, x, y, pairs.look, marker=marker, hovertemplate=hover), diagonal]
+    data = [markers(pairs.label, x, y, pairs.style, marker=marker, hovertemplate=hover), diagonal]
     span = [-0.02 * top, 1.02 * top]
     layout = {
         "xaxis": axis("rollout probability", range=span, dtick=top / 4),
@@ -299,11 +299,11 @@ def subsample(difference: Array, budget: int) -> Array:
     return np.sort(np.concatenate([order[:kept], rest]))
 
 
-def _spot(tau: float, share: float, look: Look, scale: LogScale) -> Spec:
-    marker = {"symbol": scale.symbols([share], look.symbol)}
+def _spot(tau: float, share: float, style: LineStyle, scale: LogScale) -> Spec:
+    marker = {"symbol": scale.symbols([share], style.symbol)}
     text = f"F({tau:g}) = {share:.3g}<extra></extra>"
     return markers(
-        "", [tau], scale.lift([share]), look, marker=marker, showlegend=False, hovertemplate=text
+        "", [tau], scale.lift([share]), style, marker=marker, showlegend=False, hovertemplate=text
     )
 
 

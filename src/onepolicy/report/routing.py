@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onepolicy.config.objective import ROLLOUT_ROUTES
-from onepolicy.report.figure import TRAINER, Absent, Figure, LogScale, Look, axis, bars
+from onepolicy.report.figure import TRAINER, Absent, Figure, LineStyle, LogScale, axis, bars
 from onepolicy.report.mismatch import NO_PROBE, trained_label
 from onepolicy.report.run import Array, Run
 from onepolicy.report.words import RAN, ROLLOUTS_OWN, WHOLE, WOULD, number
@@ -23,7 +23,7 @@ class Series:
     """One tensor of a probe under one scoring (run/step_metrics.py `routing_tensors` has their shapes)."""
 
     label: str
-    look: Look
+    style: LineStyle
     values: Array
 
 
@@ -76,7 +76,7 @@ def per_router(series: Sequence[Series]) -> Figure:
             each.label,
             list(range(len(values))),
             [v if v > 0 else None for v in values.tolist()],
-            each.look,
+            each.style,
         )
         for each, values in shares
     ]
@@ -94,7 +94,7 @@ def per_token(series: Sequence[Series]) -> Figure:
     data, touched = [], []
     for each in series:
         shares = np.bincount(each.values.astype(np.int64), minlength=layers + 1) / len(each.values)
-        data.append(bars(each.label, list(range(layers + 1)), shares.tolist(), each.look))
+        data.append(bars(each.label, list(range(layers + 1)), shares.tolist(), each.style))
         touched.append((each.label, 1 - shares[0]))
     x = axis("layers choosing otherwise", dtick=max(1, layers // 8))
     layout = {"xaxis": x, "yaxis": axis("share of tokens", tickformat=".0%")}
@@ -115,7 +115,7 @@ def per_sequence(series: Sequence[Series]) -> Figure:
     data = []
     for each in series:
         counts = np.histogram(each.values, bins=edges)[0]
-        data.append(bars(each.label, middles, (counts / len(each.values)).tolist(), each.look))
+        data.append(bars(each.label, middles, (counts / len(each.values)).tolist(), each.style))
     layout = {
         "xaxis": axis("routers choosing otherwise", rangemode="tozero"),
         "yaxis": axis("share of sequences", tickformat=".0%"),
@@ -130,7 +130,7 @@ def per_sequence(series: Sequence[Series]) -> Figure:
 def per_layer(series: Sequence[Series]) -> Figure:
     layers = [list(range(len(each.values))) for each in series]
     data = [
-        bars(e.label, x, e.values.tolist(), e.look) for e, x in zip(series, layers, strict=True)
+        bars(e.label, x, e.values.tolist(), e.style) for e, x in zip(series, layers, strict=True)
     ]
     count = max(map(len, layers))
     layout = {
@@ -152,7 +152,7 @@ def gate_mass(series: Sequence[Series]) -> Figure:
     """What the replayed experts hold of the scores of those the trainer would have chosen, per layer."""
     lost = [(each, 1 - each.values.astype(np.float64)) for each in series]
     data = [
-        bars(each.label, list(range(len(values))), values.tolist(), each.look)
+        bars(each.label, list(range(len(values))), values.tolist(), each.style)
         for each, values in lost
     ]
     layout = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from onepolicy.divergence.breakdown import turn_name
-from onepolicy.report.figure import TRAINER, Absent, Figure, LogScale, Look, Spec, axis, line
+from onepolicy.report.figure import TRAINER, Absent, Figure, LineStyle, LogScale, Spec, axis, line
 from onepolicy.report.mismatch import counterfactual_missing, trained_label
 from onepolicy.report.run import Run
 from onepolicy.report.words import ARROW, nats
@@ -22,7 +22,7 @@ class Curve:
     """k3 of one scoring by turn; keys are the first turn of each bin, from 0, ascending."""
 
     label: str
-    look: Look
+    style: LineStyle
     tokens: dict[int, float]
     k3: dict[int, float]  # of all these tokens
     spread: dict[
@@ -32,7 +32,11 @@ class Curve:
 
     @classmethod
     def of(
-        cls, label: str, look: Look, rows: Sequence[Mapping[str, float | None]], prefix: str = ""
+        cls,
+        label: str,
+        style: LineStyle,
+        rows: Sequence[Mapping[str, float | None]],
+        prefix: str = "",
     ) -> Self:
         """rows: metrics of batches. prefix: of the names of k3; tokens are counted once, whoever scores them."""
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -48,7 +52,7 @@ class Curve:
             turn: (min(k3 for _, k3 in found[turn]), max(k3 for _, k3 in found[turn]))
             for turn in tokens
         }
-        return cls(label, look, tokens, k3s, spread, len(rows))
+        return cls(label, style, tokens, k3s, spread, len(rows))
 
 
 def turn_figures(run: Run) -> list[Figure | Absent]:
@@ -69,10 +73,10 @@ def turn_figures(run: Run) -> list[Figure | Absent]:
                 "turns", f"k3 by turn: metrics.jsonl counts no token of the first turn ({TOKENS}0)."
             )
         ]
-    label, look = trained_label(run)
+    label, style = trained_label(run)
     probes = [row for row in rows if NATIVE + K3 + "0" in row]
     if not probes:
-        trained = Curve.of(label, look, rows)
+        trained = Curve.of(label, style, rows)
         return [
             by_turn(
                 [trained], f"{_batches('step', trained.batches)}. {counterfactual_missing(run)}"
@@ -80,7 +84,7 @@ def turn_figures(run: Run) -> list[Figure | Absent]:
         ]
     native = Curve.of("without replay", TRAINER, probes, NATIVE)
     return [
-        by_turn([Curve.of(label, look, probes), native], f"{_batches('probe step', len(probes))}.")
+        by_turn([Curve.of(label, style, probes), native], f"{_batches('probe step', len(probes))}.")
     ]
 
 
@@ -112,8 +116,8 @@ def _drawn(curve: Curve, scale: LogScale) -> Spec:
     y = scale.lift(values)
     marker = {
         "size": 8,
-        "color": curve.look.color,
-        "symbol": scale.symbols(values, curve.look.symbol),
+        "color": curve.style.color,
+        "symbol": scale.symbols(values, curve.style.symbol),
     }
     text = [f"{tokens:,.0f} tokens" for tokens in curve.tokens.values()]
     hover = "turn %{x}: %{y:.3g} nats, %{text}<extra></extra>"
@@ -129,11 +133,11 @@ def _drawn(curve: Curve, scale: LogScale) -> Spec:
             "type": "data",
             "array": [max(0.0, high - at) for at, (_, high) in zip(y, ends, strict=True)],
             "arrayminus": [max(0.0, at - low) for at, (low, _) in zip(y, ends, strict=True)],
-            "color": curve.look.color,
+            "color": curve.style.color,
             "thickness": 1,
             "width": 4,
         }
-    return line(curve.label, [turn_name(turn) for turn in curve.tokens], y, curve.look, **settings)
+    return line(curve.label, [turn_name(turn) for turn in curve.tokens], y, curve.style, **settings)
 
 
 def _title(curves: Sequence[Curve]) -> str:
