@@ -181,7 +181,7 @@ def reward_figure(found: list[Outcome]) -> Figure:
 
 
 def points(
-    name: str, x: Sequence[float], values: Sequence[Sequence[float]], look: LineStyle
+    name: str, x: Sequence[float], values: Sequence[Sequence[float]], style: LineStyle
 ) -> Spec:
     """Draw means, joined, with bars of one standard deviation."""
     bars = {
@@ -190,6 +190,6 @@ def points(
         "thickness": 1.2,
         "width": 3,
     }
-    marker = {"symbol": look.symbol, "size": 7, "color": look.color}
+    marker = {"symbol": style.symbol, "size": 7, "color": style.color}
     middle = [mean(each) for each in values]
-    return line(name, x, middle, look, mode="lines+markers", marker=marker, error_y=bars)
+    return line(name, x, middle, style, mode="lines+markers", marker=marker, error_y=bars)
