@@ -187,7 +187,9 @@ def predicted(name: str, case: Case) -> float:
         invariant=case.numerics == "on-policy",
     )
     first = case.micro_batches == 1
-    held = dry.held(case.micro, checkpointing=case.checkpointing, first=first and not case.ranks)
+    held = dry.micro_batch_memory(
+        case.micro, checkpointing=case.checkpointing, first=first and not case.ranks
+    )
     dims = read_dims(dry.model, "unused")
     memory = learner_memory(
         dims,

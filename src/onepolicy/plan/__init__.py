@@ -1,1 +1,1 @@
-"""What a run needs and how long a step takes, before anything is paid for."""
+"""The memory and the time that a recipe takes on a cluster, predicted without the cluster."""

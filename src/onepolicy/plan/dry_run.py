@@ -1,9 +1,10 @@
-"""How much a micro-batch holds, found by running the trainer's own forward and backward on tensors without memory.
+"""The memory of a micro-batch, found by running the trainer's forward and backward on fake tensors.
 
-The model has its real widths, experts and number of tokens, but its tensors are fake: they have shapes, and storages
-whose bytes can be counted, and nothing is computed. So what autograd saves, what the vocabulary projection makes and
-what activation checkpointing drops are those of the code that trains, for any model of transformers. Kernels' own
-scratch memory is not seen, and on a GPU attention is taken to be a flash kernel.
+The model has its real widths, experts and number of tokens. Its tensors are fake: they have shapes,
+and storages whose bytes can be counted, but nothing is computed. So the dry run executes the code
+that trains, for any model of transformers: it counts the tensors that autograd saves, those of the
+vocabulary projection, and the effect of activation checkpointing. It does not count the scratch
+memory of kernels. On a GPU, attention is taken to be a flash kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import astuple, dataclass, replace
 from functools import cache
@@ -23,162 +24,71 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    unset_fake_temporarily,
 )
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from onepolicy.config import UsageError
-from onepolicy.invariant import experts as invariant_experts
 from onepolicy.invariant import mode
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import experts, fp32_head, linear, packed_attention
 from onepolicy.models.packed_attention import Packing
-from onepolicy.models.quant import quantise
 from onepolicy.plan.dims import decoder_layers
+from onepolicy.plan.fake_kernels import kernel_stand_ins
 from onepolicy.train.forward import Places, forward
 from onepolicy.types import TokenBatch
 
-LAYOUT, FEW = experts.sort_by_expert, mode.few_token_packing
-
-
-@contextmanager
-def kernel_stand_ins(*, cpu: bool) -> Iterator[None]:
-    """cpu: of our CPU functions; else of a GPU's kernels."""
-    with ExitStack() as stack:
-        if cpu:
-            for module in (experts, invariant_experts):
-                stack.enter_context(patched(module, "sort_by_expert", _even_layout))
-            stack.enter_context(patched(mode, "few_token_packing", _real_packing))
-        else:
-            stack.enter_context(patched(packed_attention, "scaled_dot_product_attention", _flash))
-        stack.enter_context(patched(torch.nn.functional, "grouped_mm", _grouped_mm))
-        stack.enter_context(patched(quantise, "_check_forward", lambda model: None))
-        yield
-
-
-@contextmanager
-def patched(module: Any, name: str, stand_in: Any) -> Iterator[None]:
-    own = getattr(module, name)
-    setattr(module, name, stand_in)
-    try:
-        yield
-    finally:
-        setattr(module, name, own)
-
-
-def _real_packing(device: torch.device) -> Packing:
-    with unset_fake_temporarily():
-        return FEW(torch.device("cpu"))
-
-
-def _even_layout(
-    top_k_index: Tensor, num_experts: int, *, least: int = 1
-) -> tuple[Tensor, Tensor, list[int]]:
-    """Our CPU experts lay out rows by the values of routes, which fake tensors lack: every expert gets equally many.
-
-    Only the first computes, which holds as much as each of the others would after it.
-    """
-    with unset_fake_temporarily():
-        chosen = torch.arange(top_k_index.numel()).remainder(num_experts).view(top_k_index.shape)
-        token, place, ends = LAYOUT(chosen, num_experts, least=least)
-    return torch.empty_like(token), torch.empty_like(place), ends[:1] * num_experts
-
-
-class _Flash(torch.autograd.Function):
-    """What flash attention holds on a GPU, whatever kernel torch would choose for tensors of the CPU.
-
-    Its backward sums queries' gradients in float32, and makes those of keys and values for every query head.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(
-            query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32)
-        )
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _, _ = ctx.saved_tensors
-        total = torch.empty_like(query, dtype=torch.float32)
-        whole = [query.new_empty(*query.shape[:-1], x.shape[-1]) for x in (key, value)]
-        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        del total, whole
-        return grads
-
-
-class _Grouped(torch.autograd.Function):
-    """What a grouped matmul holds, in any dtype: the one for fake tensors knows bfloat16 only."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        return rows.new_empty(len(rows), weight.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
-
-
-def _grouped_mm(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
-    return _Grouped.apply(rows, weight)
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-    return _Flash.apply(query, key, value)
+ALL_LAYERS = 16  # of a deeper model only the first layers are run
 
 
 class PeakMemory(TorchDispatchMode):
-    """Bytes of tensor storage made inside the block that are alive at once."""
+    """The most bytes of tensor storage, made inside the block, that are alive at once."""
 
-    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
+        """existing: tensors whose storages do not count."""
         super().__init__()
-        self.given = {tensor.untyped_storage()._cdata for tensor in given}
-        self.alive: dict[int, int] = {}
+        self.existing = {tensor.untyped_storage()._cdata for tensor in existing}
+        self.alive: dict[int, int] = {}  # storage -> bytes
         self.now = self.peak = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, arguments: tuple = (), kwargs: dict | None = None
     ) -> Any:
         result = func(*arguments, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
+        tensors = result if isinstance(result, tuple | list) else (result,)
+        for tensor in tensors:
             if isinstance(tensor, DTensor):
                 tensor = tensor._local_tensor
             if isinstance(tensor, torch.Tensor):
-                self._hold(tensor.untyped_storage())
+                self._add(tensor.untyped_storage())
         return result
 
-    def _hold(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key not in self.alive and key not in self.given:
+        if key not in self.alive and key not in self.existing:
             self.alive[key] = storage.nbytes()
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._drop, key)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """It has another size than when it was seen last, if it was seen."""
+        """Count the new size of a storage that has been resized."""
         key = storage._cdata
         if key in self.alive:
             self.now += storage.nbytes() - self.alive[key]
             self.alive[key] = storage.nbytes()
             self.peak = max(self.peak, self.now)
         else:
-            self._hold(storage)
+            self._add(storage)
 
     def _drop(self, key: int) -> None:
         self.now -= self.alive.pop(key, 0)
 
 
-ALL_LAYERS = 16  # a deeper model is run with its first layers only
-
-
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """A micro-batch: slots and trainable slots of each sample (the last ones of it)."""
+    """The slots of each sample of a micro-batch, and how many of its last slots are trainable."""
 
     slots: tuple[int, ...]
     trainable: tuple[int, ...]
@@ -186,26 +96,35 @@ class MicroBatchShape:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchMemory:
-    """Bytes of tensors beside parameters and the gradients there were before."""
+    """Bytes of a micro-batch's tensors, without parameters and gradients that existed before."""
 
     saved: float  # after the forward: the graph
-    peak: float  # the most at once, forward or backward
-    logits: float  # of the peak: what would not be there if only one slot per sample were projected
-    layer: float  # of saved: what one more layer adds
-    tail: float  # the most once the backward has left the layers
+    peak: float  # the most at once, in forward or backward
+    logits: float  # of the peak: the part that projecting one slot per sample would save
+    layer: float  # of saved: the part of one layer
+    tail: float  # the most at once after the backward has left the layers
 
-    def at(self, samples: float, other: MicroBatchMemory) -> MicroBatchMemory:
-        """Of another number of samples of the same length: self has one, `other` has two."""
-        return MicroBatchMemory(
-            *(
-                a + (samples - 1) * (b - a)
-                for a, b in zip(astuple(self), astuple(other), strict=True)
-            )
-        )
+    def for_samples(self, samples: float, of_two: MicroBatchMemory) -> MicroBatchMemory:
+        """Extrapolate from one sample (self) and two samples (of_two) of the same length."""
+        fields = zip(astuple(self), astuple(of_two), strict=True)
+        return MicroBatchMemory(*(one + (samples - 1) * (two - one) for one, two in fields))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Bytes of one dry run."""
+
+    saved: float  # after the forward
+    early: float  # the most until the backward of the last layer, with all layers' activations
+    late: float  # the most after that
 
 
 class DryRunModel:
-    """cpu: run our CPU functions, else what a GPU runs. dtype: what layers compute in. invariant: on-policy mode."""
+    """A model of fake tensors that runs the trainer's forward and backward.
+
+    dtype: of the layers' computation. cpu: run our CPU functions, else the kernels of a GPU.
+    invariant: on-policy mode.
+    """
 
     def __init__(
         self,
@@ -216,7 +135,8 @@ class DryRunModel:
         fp32_lm_head: bool = False,
         invariant: bool = False,
     ) -> None:
-        self.cpu, self._multiple = cpu, TILE if invariant else 1
+        self.cpu = cpu
+        self._multiple = TILE if invariant else 1
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self.fake:
             self.model = _causal_lm(config, dtype)
@@ -230,12 +150,12 @@ class DryRunModel:
             if invariant:
                 with kernel_stand_ins(cpu=cpu):
                     mode.install_invariant(self.model)
-        self._list = decoder_layers(self.model)
-        self._layers = list(self._list)
-        self._kinds = _kinds(self.model, self._layers)
-        self._run = cache(self._run_anew)
+        self._layer_list = decoder_layers(self.model)
+        self._layers = list(self._layer_list)
+        self._kinds = _layer_kinds(self.model, self._layers)
+        self._run = cache(self._run_uncached)
 
-    def held(
+    def micro_batch_memory(
         self,
         micro: MicroBatchShape,
         *,
@@ -243,42 +163,56 @@ class DryRunModel:
         entropy_graph: bool = False,
         first: bool = False,
     ) -> MicroBatchMemory:
-        """first: the first micro-batch of an optimiser step, whose backward makes the gradients, so they count."""
-        how = {"checkpointing": checkpointing, "entropy_graph": entropy_graph}
-        short, growth = len(self._layers), dict[Any, float]()
-        if short > ALL_LAYERS:
-            short, growth = self._growth(micro, how)
-        run = self._run(micro, short, **how, first=first)
-        one = self._run(micro, 1, **how, first=False)
-        bare = self._run(replace(micro, trainable=(1,) * len(micro.slots)), 1, **how, first=False)
-        logits = max(0.0, one.early - bare.early)
-        rest = sum(growth[kind] for kind in self._kinds[short:])
+        """Compute the memory of a micro-batch.
+
+        first: the first micro-batch of an optimiser step. Its backward makes the gradients, so they
+        count.
+        """
+        settings = {"checkpointing": checkpointing, "entropy_graph": entropy_graph}
+        depth, layer_bytes = len(self._layers), dict[Any, float]()
+        if depth > ALL_LAYERS:
+            depth, layer_bytes = self._layer_bytes(micro, settings)
+        run = self._run(micro, depth, **settings, first=first)
+        not_run = sum(layer_bytes[kind] for kind in self._kinds[depth:])
         late = run.late
-        if first:  # at the end of the backward nearly all gradients are there
-            late += sum(_bytes(layer) for layer in self._layers[short:])
-        layer = growth.get(self._kinds[-1], 0.0)
-        if not growth and short > 1:
-            layer = self._saved(micro, 2, how) - one.saved
+        if first:  # at the end of the backward nearly all gradients exist
+            late += sum(_parameter_bytes(layer) for layer in self._layers[depth:])
+        one_layer = self._run(micro, 1, **settings, first=False)
+        layer = layer_bytes.get(self._kinds[-1], 0.0)
+        if not layer_bytes and depth > 1:
+            layer = self._saved(micro, 2, settings) - one_layer.saved
+        one_slot = replace(micro, trainable=(1,) * len(micro.slots))
+        without_logits = self._run(one_slot, 1, **settings, first=False)
         return MicroBatchMemory(
-            run.saved + rest, max(run.early + rest, late), logits, layer, one.late
+            saved=run.saved + not_run,
+            peak=max(run.early + not_run, late),
+            logits=max(0.0, one_layer.early - without_logits.early),
+            layer=layer,
+            tail=one_layer.late,
         )
 
-    def _growth(self, micro: MicroBatchShape, how: dict[str, bool]) -> tuple[int, dict[Any, float]]:
-        """Layers to run so that every kind is met, twice if it can be; bytes a layer of each kind adds to the graph."""
-        grown: dict[Any, float] = {}
-        found: Counter[Any] = Counter()
+    def _layer_bytes(
+        self, micro: MicroBatchShape, settings: dict[str, bool]
+    ) -> tuple[int, dict[Any, float]]:
+        """Return the layers to run, and the bytes that a layer of each kind adds to the graph.
+
+        Enough layers are run for every kind to occur twice, if the model has it twice.
+        """
+        added: dict[Any, float] = {}
+        count: Counter[Any] = Counter()
         for depth, kind in enumerate(self._kinds, 1):
-            found[kind] += 1
-            if found[kind] == 2:
-                grown[kind] = self._saved(micro, depth, how) - self._saved(micro, depth - 1, how)
-            if all(found[kind] >= min(2, self._kinds.count(kind)) for kind in set(self._kinds)):
-                return depth, grown
-        raise AssertionError("every kind is met by the last layer")
+            count[kind] += 1
+            if count[kind] == 2:
+                before = self._saved(micro, depth - 1, settings)
+                added[kind] = self._saved(micro, depth, settings) - before
+            if all(count[kind] >= min(2, self._kinds.count(kind)) for kind in set(self._kinds)):
+                return depth, added
+        raise AssertionError("every kind occurs up to the last layer")
 
-    def _saved(self, micro: MicroBatchShape, depth: int, how: dict[str, bool]) -> float:
-        return self._run(micro, depth, **how, first=False).saved
+    def _saved(self, micro: MicroBatchShape, depth: int, settings: dict[str, bool]) -> float:
+        return self._run(micro, depth, **settings, first=False).saved
 
-    def _run_anew(
+    def _run_uncached(
         self,
         micro: MicroBatchShape,
         depth: int,
@@ -287,28 +221,31 @@ class DryRunModel:
         entropy_graph: bool,
         first: bool,
     ) -> _Run:
+        """Run forward and backward with the first `depth` layers."""
         places = _places(micro, self._multiple)
         parameters = list(self.model.parameters())
         with self.fake, self._first_layers(depth), kernel_stand_ins(cpu=self.cpu):
-            batch = _batch(micro)
+            batch = _fake_batch(micro)
             for parameter in parameters:
                 parameter.grad = None if first else torch.empty_like(parameter)
-            given = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+            existing = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
             if checkpointing:
                 self.model.gradient_checkpointing_enable(
                     gradient_checkpointing_kwargs={"use_reentrant": False}
                 )
             try:
-                with PeakMemory(given) as peak, _marking(self._layers[depth - 1], peak) as marks:
+                last_layer = self._layers[depth - 1]
+                with PeakMemory(existing) as memory, _peak_before(last_layer, memory) as early:
                     scored = forward(self.model, batch, places, entropy_graph=entropy_graph)
-                    saved = peak.now
-                    loss = scored.logp.sum() + (scored.entropy.sum() if entropy_graph else 0)
+                    saved = memory.now
+                    entropy = scored.entropy.sum() if entropy_graph else 0
+                    loss = scored.logp.sum() + entropy
                     loss.backward()
-                return _Run(saved, marks[0], peak.peak)
+                return _Run(saved, early[0], memory.peak)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise UsageError(
-                    f"model.path: {type(self.model).__name__} makes shapes of its tensors' values ({error}), which a "
-                    "plan does not have, so it cannot be planned"
+                    f"model.path: {type(self.model).__name__} makes shapes of its tensors' values "
+                    f"({error}), which a plan does not have, so it cannot be planned"
                 ) from error
             finally:
                 if checkpointing:
@@ -318,22 +255,15 @@ class DryRunModel:
 
     @contextmanager
     def _first_layers(self, depth: int) -> Iterator[None]:
-        """The model with its first `depth` decoder layers only."""
+        """Keep only the first `depth` decoder layers of the model inside the block."""
         named = {str(i): layer for i, layer in enumerate(self._layers)}
         for name in list(named)[depth:]:
-            del self._list._modules[name]
+            del self._layer_list._modules[name]
         try:
             yield
         finally:
-            self._list._modules.clear()
-            self._list._modules.update(named)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    saved: float
-    early: float  # most until the backward of the last layer was done: all layers' activations are there
-    late: float  # most after that
+            self._layer_list._modules.clear()
+            self._layer_list._modules.update(named)
 
 
 def _causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -347,15 +277,17 @@ def _causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _places(micro: MicroBatchShape, multiple: int) -> Places:
-    """What a forward reads of a batch's values: real, where the batch is fake."""
+    """Return the values of a batch that a forward reads. They are real, unlike the batch."""
     bounds = torch.tensor([0, *micro.slots]).cumsum(0, dtype=torch.int32)
-    own = [torch.arange(n) >= n - new for n, new in zip(micro.slots, micro.trainable, strict=True)]
-    return Places(
-        torch.cat(own).nonzero()[:, 0], Packing.of(bounds, torch.device("cpu"), multiple=multiple)
-    )
+    trainable = [
+        torch.arange(slots) >= slots - last
+        for slots, last in zip(micro.slots, micro.trainable, strict=True)
+    ]
+    packing = Packing.of(bounds, torch.device("cpu"), multiple=multiple)
+    return Places(torch.cat(trainable).nonzero()[:, 0], packing)
 
 
-def _batch(micro: MicroBatchShape) -> TokenBatch:
+def _fake_batch(micro: MicroBatchShape) -> TokenBatch:
     ids, floats = torch.zeros(sum(micro.slots), dtype=torch.int64), torch.zeros(len(micro.slots))
     return TokenBatch(
         input_ids=ids,
@@ -374,35 +306,41 @@ def _batch(micro: MicroBatchShape) -> TokenBatch:
 
 
 @contextmanager
-def _marking(last: nn.Module, peak: PeakMemory) -> Iterator[list[float]]:
-    """[most bytes until the backward of the last layer was done]; from there the peak counts anew."""
-    marks: list[float] = []
-    watched: list[Any] = []
+def _peak_before(last: nn.Module, memory: PeakMemory) -> Iterator[list[float]]:
+    """Yield a list that will have one number: the peak until the backward of layer `last` is done.
+
+    From there on, `memory` counts its peak anew.
+    """
+    peaks: list[float] = []
+    hooks: list[Any] = []
 
     def mark(_: Tensor) -> None:
-        marks.append(peak.peak)
-        peak.peak = peak.now
+        peaks.append(memory.peak)
+        memory.peak = memory.now
 
-    def watch(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not watched:  # a recompute calls the layer again
-            tensors = (x for x in (*arguments, *named.values()) if isinstance(x, Tensor))
-            watched.append(next(x for x in tensors if x.requires_grad).register_hook(mark))
+    def hook_input(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if hooks:  # a recompute calls the layer again
+            return
+        tensors = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]
+        hidden = next(x for x in tensors if x.requires_grad)
+        hooks.append(hidden.register_hook(mark))
 
-    handle = last.register_forward_pre_hook(watch, with_kwargs=True)
+    handle = last.register_forward_pre_hook(hook_input, with_kwargs=True)
     try:
-        yield marks
+        yield peaks
     finally:
         handle.remove()
 
 
-def _kinds(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
-    """Layers of the same kind hold as much as each other."""
+def _layer_kinds(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
+    """Return the kind of each layer. Layers of a kind need the same memory."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
-    shapes = [
-        tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers
-    ]
-    return list(zip(types, shapes, strict=False))
+    kinds = []
+    for layer_type, layer in zip(types, layers, strict=False):
+        shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+        kinds.append((layer_type, shapes))
+    return kinds
 
 
-def _bytes(module: nn.Module) -> int:
+def _parameter_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())

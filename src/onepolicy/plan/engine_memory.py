@@ -14,7 +14,7 @@ from onepolicy.config import HFEngineConfig, QuantFormat, RunConfig, VLLMEngineC
 from onepolicy.config.quant import Fp8, Fp8Weight
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.plan.dims import Dims
-from onepolicy.plan.dry_run import kernel_stand_ins
+from onepolicy.plan.fake_kernels import kernel_stand_ins
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.learner_memory import BYTES, FLOAT32, kept_per_token
 from onepolicy.plan.step_work import StepWork, devices_per_replica, replicated
@@ -24,69 +24,71 @@ from onepolicy.rollout.vllm.quant import hf_equivalent
 
 @dataclass(frozen=True, slots=True)
 class EngineWeights:
-    """An engine's copy of them, in bytes, over all its devices."""
+    """An engine's copy of the weights, in bytes, over all its devices."""
 
     total: float
     routed: float  # of these in routed experts
     embedding: float  # of these in the input embedding, of which a token reads one row
-    converted: float = 0.0  # parameters that become floats again at every use
+    converted: float = 0.0  # parameters that are converted to floats at every use
 
     def read(self, touched: float, *, converts: bool) -> float:
-        """Bytes of one forward in which `touched` of the routed experts are met. converts: all experts of a layer."""
+        """Return the bytes that one forward reads. touched: share of the routed experts it uses.
+
+        converts: the device converts quantised weights, of all experts of a layer.
+        """
         if converts and self.converted:
             return self.total - self.embedding + 2 * FLOAT32 * self.converted
         return self.total - self.embedding - self.routed * (1 - touched)
 
 
 def engine_weights(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -> EngineWeights:
+    """Compute the size of the weights that the recipe's engine holds."""
     engine, quant = config.rollout.engine, config.rollout.quant
-    size = BYTES[engine.dtype]
-    head = (
-        FLOAT32 * dims.head
-        if isinstance(engine, HFEngineConfig) and engine.lm_head == "float32"
-        else 0
-    )  # a copy
-    embedding: float = dims.embedding * size
+    itemsize = BYTES[engine.dtype]
+    head_copy = 0.0
+    if isinstance(engine, HFEngineConfig) and engine.lm_head == "float32":
+        head_copy = FLOAT32 * dims.head_size
     if quant is None:
-        return EngineWeights(dims.total * size + head, dims.routed * size, embedding)
+        total = dims.total * itemsize + head_copy
+        return EngineWeights(total, dims.routed * itemsize, dims.embedding * itemsize)
     experts_only = not isinstance(engine, HFEngineConfig) and hf_equivalent(quant)[1]
     parts = quantised_parts(hf_config, quant, engine.dtype, experts_only=experts_only)
-    experts, parameters = parts.pop("experts", (0.0, 0))
-    total = math.fsum(size for size, _ in parts.values()) + experts + head
-    converted = isinstance(quant, Fp8 | Fp8Weight) * (
-        dims.total - sum(count for _, count in parts.values())
-    )
-    embedding = parts["embeddings"][0] if embedding else 0.0
-    return EngineWeights(total, experts * dims.routed / max(1, parameters), embedding, converted)
+    experts, expert_parameters = parts.pop("experts", (0.0, 0))
+    total = math.fsum(size for size, _ in parts.values()) + experts + head_copy
+    converted = 0.0
+    if isinstance(quant, Fp8 | Fp8Weight):
+        converted = dims.total - sum(parameters for _, parameters in parts.values())
+    embedding = 0.0
+    if dims.embedding:
+        embedding = parts["embeddings"][0]
+    routed = experts * dims.routed / max(1, expert_parameters)
+    return EngineWeights(total, routed, embedding, converted)
 
 
 def quantised_parts(
     config: PreTrainedConfig, quant: QuantFormat, dtype: str, *, experts_only: bool = False
 ) -> dict[str, tuple[float, int]]:
-    """part -> bytes, parameters; by quantising the model as the embedded engine does, without its numbers.
+    """Quantise a model of fake tensors as the embedded engine does.
 
-    experts_only: as vLLM's int8 does.
+    Return part -> (bytes, parameters). experts_only: quantise only experts, as vLLM's int8 does.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), kernel_stand_ins(cpu=True):
-        model = AutoModelForCausalLM.from_config(
-            deepcopy(config), dtype=getattr(torch, dtype)
-        ).eval()
-        made = quantise_policy(model, quant, experts_only=experts_only).sizes()
-        return {part.part: (part.bytes_after, part.parameters) for part in made.parts}
+        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=getattr(torch, dtype))
+        sizes = quantise_policy(model.eval(), quant, experts_only=experts_only).sizes()
+        return {part.part: (part.bytes_after, part.parameters) for part in sizes.parts}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Of one device of an engine, in bytes; what the cache holds, in tokens and sequences of an engine."""
+    """Bytes on one device of an engine, and the tokens and sequences that its cache holds."""
 
     weights: float
     cache: float
     tokens: float  # of all sequences together
     sequences: int  # of the planned length
-    room: float  # that its device has for it, if it is not the learner's
-    evaluator: (
-        float  # of a second engine, on the learner's device, that evaluates unquantised weights
-    )
+    room: float  # bytes that its device has for it; inf if it shares the learner's device
+    # of a second engine, on the learner's device, which evaluates unquantised weights
+    evaluator: float
 
 
 def engine_memory(
@@ -97,65 +99,89 @@ def engine_memory(
     weights: EngineWeights,
     tensor_parallel: int,
 ) -> EngineMemory:
-    """A cache: of a server what the weights leave, of the embedded engine its slab, of vLLM in this process as said."""
-    engine, own = config.rollout.engine, weights.total / tensor_parallel
-    room, evaluator = math.inf, 0.0
-    if replicated(config):
-        room = (
-            cluster["memory"] * min(1.0, devices_per_replica(config, cpu=cluster.is_cpu))
-            - cluster["engine_reserve"]
-        )
-    if config.rollout.quant is not None and config.eval.every and not config.eval.quantised:
-        evaluator = dims.total * BYTES[engine.dtype] + embedded_cache_bytes(dims, config, cluster)
+    """Compute the memory of one device of an engine.
+
+    The cache of a server is the memory that the weights leave. The embedded engine has rows for
+    every sequence. vLLM in this process has the cache of its setting `kv_cache_gib`.
+    """
+    engine, own_weights = config.rollout.engine, weights.total / tensor_parallel
+    room = _replica_room(config, cluster)
+    evaluator = _evaluator_bytes(dims, config, cluster)
     if isinstance(engine, HFEngineConfig):
-        tokens = engine.max_num_seqs * (engine.max_len or dims.context)
-        return EngineMemory(
-            own,
-            embedded_cache_bytes(dims, config, cluster),
-            tokens,
-            engine.max_num_seqs,
-            room,
-            evaluator,
-        )
+        tokens: float = engine.max_num_seqs * (engine.max_len or dims.context)
+        cache: float = embedded_cache_bytes(dims, config, cluster)
+        return EngineMemory(own_weights, cache, tokens, engine.max_num_seqs, room, evaluator)
     if isinstance(engine, VLLMEngineConfig):
         cache = engine.kv_cache_gib * 2**30
     else:
-        cache = cluster["memory"] * cluster["engine_share"] - own - cluster["engine_reserve"]
+        usable = cluster["memory"] * cluster["engine_share"]
+        cache = usable - own_weights - cluster["engine_reserve"]
     per_sequence = sequence_cache_bytes(dims, config, cluster, work.length, tensor_parallel)
     sequences = max(0, math.floor(cache / per_sequence))
-    return EngineMemory(
-        own, cache, max(0.0, cache / per_sequence * work.length), sequences, room, evaluator
-    )
+    tokens = max(0.0, cache / per_sequence * work.length)
+    return EngineMemory(own_weights, cache, tokens, sequences, room, evaluator)
+
+
+def _replica_room(config: RunConfig, cluster: Cluster) -> float:
+    """Return the bytes that a replica may use of its device; inf without replicas."""
+    if not replicated(config):
+        return math.inf
+    device_share = min(1.0, devices_per_replica(config, cpu=cluster.is_cpu))
+    return cluster["memory"] * device_share - cluster["engine_reserve"]
+
+
+def _evaluator_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
+    """Return the bytes of the engine that evaluates unquantised weights; 0 without one."""
+    if config.rollout.quant is None or not config.eval.every or config.eval.quantised:
+        return 0.0
+    weights = dims.total * BYTES[config.rollout.engine.dtype]
+    return weights + embedded_cache_bytes(dims, config, cluster)
 
 
 def embedded_cache_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
-    """The embedded engine's keys, values and routes: whole rows for every slot and layer, whatever a layer's window."""
+    """Return the bytes of the embedded engine's keys, values and routes.
+
+    It has a whole row for every sequence and layer, also in layers with a window.
+    """
     engine = config.rollout.engine
     length = engine.max_len or dims.context
     rows = -(-length // KEY_BLOCK) * KEY_BLOCK
-    elements = sum(a.cached for a in dims.attention) * rows
-    routes = length * kept_per_token(dims, config) if config.replay.mode != "off" else 0
+    elements = sum(layer.cached for layer in dims.attention) * rows
+    routes = 0
+    if config.replay.mode != "off":
+        routes = length * kept_per_token(dims, config)
     return engine.max_num_seqs * (elements * cache_itemsize(dims, config, cluster) + routes)
 
 
 def cache_itemsize(dims: Dims, config: RunConfig, cluster: Cluster) -> int:
-    """Of a cached key: the engine's dtype; of the embedded engine on a CPU float32, but for latent attention."""
-    plain = not any(a.latent for a in dims.attention)
-    wide = isinstance(config.rollout.engine, HFEngineConfig) and cluster.is_cpu and plain
-    return FLOAT32 if wide else BYTES[config.rollout.engine.dtype]
+    """Return the bytes of a cached element.
+
+    Elements have the engine's dtype. On a CPU the embedded engine caches float32, except for latent
+    attention.
+    """
+    latent = any(layer.latent for layer in dims.attention)
+    if isinstance(config.rollout.engine, HFEngineConfig) and cluster.is_cpu and not latent:
+        return FLOAT32
+    return BYTES[config.rollout.engine.dtype]
 
 
 def sequence_cache_bytes(
     dims: Dims, config: RunConfig, cluster: Cluster, length: float, tensor_parallel: int
 ) -> float:
-    """Keys and values of one sequence on one device. MLA's latent is on all of them."""
-    heads = min(tensor_parallel, max(a.heads for a in dims.attention))
+    """Return the bytes of one sequence's keys and values on one device.
+
+    MLA's latent is on every device.
+    """
+    heads = min(tensor_parallel, max(layer.heads for layer in dims.attention))
     return dims.kv_elements(length) * cache_itemsize(dims, config, cluster) / heads
 
 
 def sent_dtype(config: RunConfig) -> str:
-    """Of the weights that a sync sends: the engine's, but unrounded ones where it quantises them itself."""
-    unrounded = config.rollout.quant is not None and isinstance(
-        config.rollout.engine, HFEngineConfig
-    )
-    return config.model.dtype if unrounded else config.rollout.engine.dtype
+    """Return the dtype of the weights that a sync sends.
+
+    It is the engine's, or model.dtype if the engine quantises unrounded weights itself.
+    """
+    quantises = config.rollout.quant is not None
+    if quantises and isinstance(config.rollout.engine, HFEngineConfig):
+        return config.model.dtype
+    return config.rollout.engine.dtype

@@ -1,22 +1,30 @@
-"""Bytes on a learner's rank."""
+"""Bytes on a learner's rank, and the cost of its checkpoints."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from onepolicy.config import FromRollout, RunConfig, WeightsReplay
+from onepolicy.build.components import uses_reprefill
+from onepolicy.config import RunConfig, WeightsReplay
 from onepolicy.plan.dims import Dims, route_bytes
 from onepolicy.plan.dry_run import MicroBatchMemory
 from onepolicy.plan.hardware import Cluster
 
+FLOAT32 = 4
+BYTES = {"float32": 4, "bfloat16": 2}
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCost:
+    """The size of a checkpoint and the time it takes."""
+
     size: float  # bytes: parameters, AdamW, masters; a critic counts as a second policy
-    staged: float  # bytes of a node's own memory that its ranks' shards are copied to, until they are written
-    written: float  # seconds; ranks write at the same time, into one folder
-    counts: float  # seconds until it is complete: sharded weights are also read and written again, all files hashed
+    staged: float  # bytes of a node's own memory with copies of its ranks' shards, until written
+    written: float  # seconds to write; ranks write at the same time, into one folder
+    # seconds until it is complete: sharded weights are also read and written again, and all files
+    # are hashed
+    counts: float
     limit: float | None  # seconds that the ranks have for writing (train.rank_timeout)
 
     @property
@@ -25,42 +33,50 @@ class CheckpointCost:
 
 
 def checkpoint_cost(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int) -> CheckpointCost:
-    """All ranks share the bandwidth of one folder (`disk`). One rank writes from where its tensors are."""
-    own = BYTES[config.model.dtype]
-    each = own + 2 * FLOAT32 + FLOAT32 * (config.model.dtype == "bfloat16")
-    size = dims.total * each * (1 + (config.objective.critic is not None))
-    written, disk = size / cluster["disk"], cluster["disk"]
+    """Compute the cost of a checkpoint.
+
+    All ranks share the bandwidth of one folder (`disk`). A single rank writes its tensors without
+    copying them.
+    """
+    weight_bytes = BYTES[config.model.dtype]
+    parameter_bytes = weight_bytes + 2 * FLOAT32
+    if config.model.dtype == "bfloat16":
+        parameter_bytes += FLOAT32
+    policies = 1 + (config.objective.critic is not None)
+    size = dims.total * parameter_bytes * policies
+    disk = cluster["disk"]
+    written = size / disk
     if ranks == 1:
         return CheckpointCost(size, 0.0, written, 2 * written, None)
-    again = 2 * dims.total * own / disk
+    rewritten = 2 * dims.total * weight_bytes / disk
     staged = size * min(ranks, cluster.per_node) / ranks
-    return CheckpointCost(size, staged, written, 2 * written + again, config.train.rank_timeout)
-
-
-FLOAT32 = 4
-BYTES = {"float32": 4, "bfloat16": 2}
+    return CheckpointCost(size, staged, written, 2 * written + rewritten, config.train.rank_timeout)
 
 
 def gather_dtype(config: RunConfig) -> str:
-    """Of the parameters that ranks gather to compute a layer."""
-    low = "bfloat16" in (config.model.dtype, config.train.fsdp_param_dtype)
-    return "bfloat16" if low else "float32"
+    """Return the dtype of the parameters that ranks gather to compute a layer."""
+    if "bfloat16" in (config.model.dtype, config.train.fsdp_param_dtype):
+        return "bfloat16"
+    return "float32"
 
 
 def compute_dtype(config: RunConfig) -> str:
-    """Of the layers in forward and backward."""
-    return "bfloat16" if config.train.autocast == "bfloat16" else gather_dtype(config)
+    """Return the dtype of the layers in forward and backward."""
+    if config.train.autocast == "bfloat16":
+        return "bfloat16"
+    return gather_dtype(config)
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerMemory:
-    """Of one rank, in bytes."""
+    """Bytes on one rank."""
 
     parameters: float  # its shard, in model.dtype
-    masters: float  # float32 weights behind parameters in less
+    masters: float  # float32 weights behind bfloat16 parameters
     gradients: float
     optimiser: float  # AdamW's two moments, float32
-    gathered: float  # of layers, while they compute: parameters in the compute dtype, gradients before they are summed
+    # of layers that compute: parameters in the compute dtype, gradients before they are summed
+    gathered: float
     activations: float
     logits: float
     routes: float
@@ -82,80 +98,109 @@ def learner_memory(
     first: bool,
     cpu: bool,
 ) -> LearnerMemory:
-    """ranks: over which FSDP2 shards everything that has a parameter's shape. slots: of a micro-batch.
+    """Compute the memory of one rank.
 
-    graphs: micro-batches whose graph is kept at once (train.reuse_scoring_forward keeps all of a step's). first: an
-    optimiser step has one micro-batch, whose activations are gone by the time all gradients are there.
+    FSDP2 shards every tensor of a parameter's shape over the ranks. held, slots: of a micro-batch.
+    graphs: micro-batches whose graph is kept at once (train.reuse_scoring_forward keeps all of a
+    step's). first: an optimiser step has one micro-batch, whose activations are freed by the time
+    all gradients exist.
     """
-    own, size = dims.total / ranks, BYTES[config.model.dtype]
-    masters = 0.0 if size == FLOAT32 else own * FLOAT32
-    critic = (
-        own * (2 * size + 2 * FLOAT32) + masters if config.objective.critic is not None else 0.0
-    )
-    reference = own * size if config.objective.kl.coef else 0.0
-    again = dims.total * BYTES[config.rollout.engine.dtype] if uses_reprefill(config) else 0.0
-    layers = gathered_bytes(dims, config, ranks, held.layer, cpu=cpu)
+    shard, itemsize = dims.total / ranks, BYTES[config.model.dtype]
+    masters = 0.0
+    if itemsize != FLOAT32:
+        masters = shard * FLOAT32
+    gathered = gathered_bytes(dims, config, ranks, held.layer, cpu=cpu)
     working = held.peak + (graphs - 1) * held.saved
     if first:
-        working = max(working - own * size, held.tail)
-    if masters:  # AdamW makes all gradients float32 at once, when there are no activations
-        working = max(working, own * (FLOAT32 - size) - layers)
+        working = max(working - shard * itemsize, held.tail)
+    if masters:  # AdamW converts all gradients to float32 at once, when there are no activations
+        working = max(working, shard * (FLOAT32 - itemsize) - gathered)
     logits = min(held.logits, working)
+    routes = 0.0
+    if config.replay.mode != "off":
+        routes = slots * kept_per_token(dims, config) * graphs
     return LearnerMemory(
-        parameters=own * size,
+        parameters=shard * itemsize,
         masters=masters,
-        gradients=own * size,
-        optimiser=own * 2 * FLOAT32,
-        gathered=layers,
+        gradients=shard * itemsize,
+        optimiser=shard * 2 * FLOAT32,
+        gathered=gathered,
         activations=working - logits,
         logits=logits,
-        routes=slots * kept_per_token(dims, config) * graphs
-        if config.replay.mode != "off"
-        else 0.0,
-        others=critic + reference + again,
+        routes=routes,
+        others=_other_models_bytes(dims, config, shard, masters),
     )
+
+
+def _other_models_bytes(dims: Dims, config: RunConfig, shard: float, masters: float) -> float:
+    """Return the bytes of the critic, the reference and the model that records routes.
+
+    shard: parameters of a rank. masters: bytes of the policy's float32 masters.
+    """
+    itemsize = BYTES[config.model.dtype]
+    critic = reference = recorder = 0.0
+    if config.objective.critic is not None:
+        critic = shard * (2 * itemsize + 2 * FLOAT32) + masters
+    if config.objective.kl.coef:
+        reference = shard * itemsize
+    if uses_reprefill(config):  # a second, unsharded copy of the model records routes
+        recorder = dims.total * BYTES[config.rollout.engine.dtype]
+    return critic + reference + recorder
 
 
 def gathered_bytes(
     dims: Dims, config: RunConfig, ranks: int, activations: float, *, cpu: bool
 ) -> float:
-    """What exists of layers beside their shards.
+    """Return the bytes of layers beside their shards, at the peak.
 
-    Autocast keeps a bfloat16 copy of every matrix until the backward is over. FSDP2: what is outside the layers stays
-    gathered; of the layers there are the one that computes and the next one, on a GPU also the buffer it arrives in. A
-    layer's gradients in float32, on their way to the other ranks, come when its `activations` have gone: those of one
-    layer, on a GPU of two, because one is sent while the next is made.
+    Autocast keeps a bfloat16 copy of every matrix until the backward ends. FSDP2 keeps parameters
+    outside decoder layers gathered. It also gathers the layer that computes and the next one. A GPU
+    has one more buffer, into which the next layer is received.
+
+    A layer's gradients are sent to the other ranks in float32 after its `activations` [bytes] have
+    been freed. On a GPU two layers' gradients exist at once, because one layer sends while the next
+    computes.
     """
-    copies = dims.total * BYTES["bfloat16"] if config.train.autocast == "bfloat16" else 0.0
+    copies = 0.0
+    if config.train.autocast == "bfloat16":
+        copies = dims.total * BYTES["bfloat16"]
     if ranks == 1:
         return copies
-    size, layer = BYTES[gather_dtype(config)], dims.largest_layer
-    sent = FLOAT32 * layer * (1 if cpu else 2)
-    return copies + size * (dims.outside + layer * (2 if cpu else 3)) + max(0.0, sent - activations)
-
-
-def uses_reprefill(config: RunConfig) -> bool:
-    """Whether the first rank has a second copy of the model, unsharded, that records routes."""
-    return isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
+    gathered_layers, sent_layers = (2, 1) if cpu else (3, 2)
+    itemsize, layer = BYTES[gather_dtype(config)], dims.largest_layer
+    sent = FLOAT32 * layer * sent_layers
+    gathered = itemsize * (dims.outside + layer * gathered_layers)
+    return copies + gathered + max(0.0, sent - activations)
 
 
 def kept_per_token(dims: Dims, config: RunConfig) -> int:
-    """Bytes of a token's routes, with replay.mode = weights of their combine weights too."""
-    combine = isinstance(config.replay, WeightsReplay) * FLOAT32 * dims.moe_layers * dims.top_k
-    return route_bytes(dims) + combine
+    """Return the bytes of a token's routes, with its combine weights if replay.mode = weights."""
+    kept = route_bytes(dims)
+    if isinstance(config.replay, WeightsReplay):
+        kept += FLOAT32 * dims.moe_layers * dims.top_k
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
 class StartMemory:
-    """What exists for a moment before the first step, in bytes."""
+    """Bytes that are needed for a moment before the first step."""
 
     host: float  # of the first rank's node: whole models as they are read
-    device: float  # of a rank: its shard, and the critic before it is spread
+    device: float  # of a rank: its shard, and the critic before it is sharded
 
 
 def start_memory(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int) -> StartMemory:
-    """Rank 0 alone reads the policy, unless the head is tied to the embedding; every rank reads a critic."""
-    size, critic = BYTES[config.model.dtype], config.objective.critic is not None
-    readers = min(ranks, cluster.per_node) if critic or not dims.embedding else 1
-    whole = dims.total * size
-    return StartMemory(readers * whole, whole + whole / ranks if critic and ranks > 1 else 0.0)
+    """Compute the memory for loading models.
+
+    Rank 0 alone reads the policy, unless the head is tied to the embedding. Every rank reads a
+    critic.
+    """
+    has_critic = config.objective.critic is not None
+    readers = 1
+    if has_critic or not dims.embedding:
+        readers = min(ranks, cluster.per_node)
+    whole = dims.total * BYTES[config.model.dtype]
+    device = 0.0
+    if has_critic and ranks > 1:
+        device = whole + whole / ranks
+    return StartMemory(readers * whole, device)

@@ -1,4 +1,4 @@
-"""A recipe and a cluster -> what every device holds, where a step's seconds go, which split of devices is best."""
+"""The plan of a recipe on a cluster: memory per device, seconds per step, and the best split."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 
 from onepolicy.config import ModelConfig, RunConfig, UsageError
-from onepolicy.config.cluster import RayCluster
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
 from onepolicy.plan.dry_run import DryRunModel, MicroBatchMemory, MicroBatchShape
@@ -24,13 +23,8 @@ from onepolicy.plan.learner_memory import (
     learner_memory,
     start_memory,
 )
-from onepolicy.plan.step_work import (
-    StepWork,
-    devices_per_replica,
-    in_process,
-    replicated,
-    step_work,
-)
+from onepolicy.plan.splits import DeviceSplit, possible_splits
+from onepolicy.plan.step_work import StepWork, in_process, step_work
 from onepolicy.plan.times import (
     LearningTime,
     RolloutTime,
@@ -40,21 +34,10 @@ from onepolicy.plan.times import (
     sync_seconds,
 )
 
-PARALLEL = (1, 2, 4, 8, 16, 32, 64)  # devices of one engine that are tried
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSplit:
-    """Devices that learn, and engines of `tensor_parallel` devices that sample. In one process they share a device."""
-
-    learners: int
-    engines: int
-    tensor_parallel: int
-
 
 @dataclass(frozen=True, slots=True)
 class PlanOption:
-    """A split, what it holds and how long it takes."""
+    """A split with its memory and its times."""
 
     split: DeviceSplit
     learner: LearnerMemory
@@ -64,14 +47,18 @@ class PlanOption:
     sync: float
     start: StartMemory
     save: CheckpointCost
-    learner_room: float  # bytes a rank may use
+    learner_room: float  # bytes that a rank may use
     host_room: float  # bytes of a node's own memory
     engine_on_learner: bool
-    overlaps: bool  # rollout.max_staleness lets sampling and learning run at the same time, each on its own devices
+    # rollout.max_staleness lets sampling and learning run at once, each on its own devices
+    overlaps: bool
 
     @property
     def learner_used(self) -> float:
-        engine = self.engine.weights + self.engine.cache if self.engine_on_learner else 0.0
+        """Most bytes on a learner's device."""
+        engine = 0.0
+        if self.engine_on_learner:
+            engine = self.engine.weights + self.engine.cache
         return max(self.learner.total + engine + self.engine.evaluator, self.start.device)
 
     @property
@@ -84,18 +71,16 @@ class PlanOption:
 
     @property
     def engine_fits(self) -> bool:
-        return (
-            self.engine.sequences >= 1
-            and self.engine.weights + self.engine.cache <= self.engine.room
-        )
+        used = self.engine.weights + self.engine.cache
+        return self.engine.sequences >= 1 and used <= self.engine.room
 
     @property
     def fits(self) -> bool:
         return self.learner_fits and self.engine_fits and self.host_fits
 
     @property
-    def parts(self) -> dict[str, float]:
-        """Seconds of a step, in their order."""
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds of each phase of a step, in order."""
         return {
             "rollout: prefill": self.rollout.prefill,
             "rollout: decode": self.rollout.decode,
@@ -106,24 +91,29 @@ class PlanOption:
 
     @property
     def seconds(self) -> float:
-        return self.overlapped if self.overlaps else sum(self.parts.values())
+        if self.overlaps:
+            return self.overlapped
+        return sum(self.phase_seconds.values())
 
     @property
     def overlapped(self) -> float:
-        """Sampling and learning at the same time: a step waits for the longer of them, and for its weights."""
+        """Seconds of a step that samples while it learns: the longer of the two, and the sync."""
         return max(self.rollout.seconds, self.learning.score + self.learning.update) + self.sync
 
     @property
     def bottleneck(self) -> str:
-        """The part that takes most, and what in it."""
-        name = max(self.parts, key=lambda part: self.parts[part])
+        """The longest phase and its cause."""
+        phases = self.phase_seconds
+        name = max(phases, key=lambda phase: phases[phase])
         if name == "rollout: decode":
             return f"{name}: {self.rollout.step.bound}"
-        return f"{name}: {self.learning.bound}" if name in ("score", "update") else name
+        if name in ("score", "update"):
+            return f"{name}: {self.learning.bound}"
+        return name
 
 
 class Planner:
-    """One recipe on one cluster. Dry runs are made when they are needed and kept."""
+    """A recipe on a cluster. Dry runs are made when they are needed and cached."""
 
     def __init__(
         self,
@@ -135,54 +125,58 @@ class Planner:
         response: int | None = None,
         sync_method: str | None = None,
     ) -> None:
-        """model: config.model with its path resolved. way: how weights reach the engines, unset: as the engine does."""
-        _refuse_unplanned(config, cluster)
+        """model: config.model with its path resolved. sync_method: None means the engine's own."""
+        _check_plannable(config, cluster)
         self.config, self.cluster = config, cluster
         self._hf_config = read_hf_config(model)
-        self._models: dict[str, DryRunModel] = {}  # by the dtype that layers compute in
+        self._models: dict[str, DryRunModel] = {}  # by the dtype of the layers' computation
+        self._dry_runs: dict[tuple[str, int, bool, bool], MicroBatchMemory] = {}
         self.dims: Dims = read_dims(self._model(compute_dtype(config)).model, config.model.path)
         self.work: StepWork = step_work(config, self.dims.context, prompt=prompt, response=response)
         self.sync_method = sync_method or default_sync_method(config)
-        self._held: dict[tuple[str, int, bool, bool], MicroBatchMemory] = {}
+
+    def splits(
+        self,
+        learners: int | None = None,
+        tensor_parallel: int | None = None,
+        engines: int | None = None,
+    ) -> list[DeviceSplit]:
+        """Return the splits to choose from. See `possible_splits`."""
+        return possible_splits(self.config, self.cluster, learners, tensor_parallel, engines)
 
     def option(self, split: DeviceSplit, config: RunConfig | None = None) -> PlanOption:
-        """This split, with these settings of train instead of the recipe's."""
+        """Compute memory and times of a split. config: settings to use instead of the recipe's."""
         config = config or self.config
+        dims, cluster, work, learners = self.dims, self.cluster, self.work, split.learners
         engine = self.engine(split.tensor_parallel)
+        engine_devices = {"engines": split.engines, "tensor_parallel": split.tensor_parallel}
         return PlanOption(
-            split,
-            self.learner(split.learners, config),
-            engine,
-            rollout_time(
-                self.dims,
+            split=split,
+            learner=self.learner(learners, config),
+            engine=engine,
+            rollout=rollout_time(
+                dims,
                 config,
-                self.cluster,
-                self.work,
+                cluster,
+                work,
                 self.weights,
-                engines=split.engines,
-                tensor_parallel=split.tensor_parallel,
                 capacity=max(1, engine.sequences),
+                **engine_devices,
             ),
-            learning_time(self.dims, config, self.cluster, self.work, split.learners),
-            sync_seconds(
-                self.dims,
-                config,
-                self.cluster,
-                self.weights,
-                split.learners,
-                self.sync_method,
-                engines=split.engines,
-                tensor_parallel=split.tensor_parallel,
+            learning=learning_time(dims, config, cluster, work, learners),
+            sync=sync_seconds(
+                dims, config, cluster, self.weights, learners, self.sync_method, **engine_devices
             ),
-            start_memory(self.dims, config, self.cluster, split.learners),
-            checkpoint_cost(self.dims, config, self.cluster, split.learners),
-            self.room,
-            float("inf") if self.cluster.is_cpu else self.cluster["host_memory"],
-            in_process(config),
-            config.rollout.overlaps and not in_process(config),
+            start=start_memory(dims, config, cluster, learners),
+            save=checkpoint_cost(dims, config, cluster, learners),
+            learner_room=self.room,
+            host_room=self.host_room,
+            engine_on_learner=in_process(config),
+            overlaps=config.rollout.overlaps and not in_process(config),
         )
 
     def engine(self, tensor_parallel: int) -> EngineMemory:
+        """Compute the memory of an engine's device."""
         return engine_memory(
             self.dims, self.config, self.cluster, self.work, self.weights, tensor_parallel
         )
@@ -191,43 +185,59 @@ class Planner:
     def weights(self) -> EngineWeights:
         return engine_weights(self.dims, self.config, self._hf_config)
 
-    def micro_slots(self, ranks: int) -> int:
-        """Slots of the fullest micro-batch."""
-        return sum(self.work.micro(self.config.train.tokens_per_micro_batch, ranks).slots)
+    def micro_batch_slots(self, ranks: int) -> int:
+        """Return the slots of the fullest micro-batch."""
+        budget = self.config.train.tokens_per_micro_batch
+        return sum(self.work.fullest_micro_batch(budget, ranks).slots)
 
     def learner(self, ranks: int, config: RunConfig) -> LearnerMemory:
-        micro = self.work.micro(config.train.tokens_per_micro_batch, ranks)
-        rounds = self.work.micro_batches(config.train.tokens_per_micro_batch, ranks)
-        per_update = max(1, rounds // config.objective.num_minibatches)
+        """Compute the memory of one of `ranks` learner ranks."""
+        budget = config.train.tokens_per_micro_batch
+        fullest = self.work.fullest_micro_batch(budget, ranks)
+        micro_batches = self.work.micro_batches(budget, ranks)
+        per_update = max(1, micro_batches // config.objective.num_minibatches)
+        # With one rank and one micro-batch per update, the dry run is the update itself.
+        exact = ranks == per_update == 1
+        graphs = 1
+        if config.train.reuse_scoring_forward:
+            graphs = micro_batches
         return learner_memory(
             self.dims,
             config,
             ranks,
-            self._held_by(len(micro.slots), config, exact=ranks == per_update == 1),
-            slots=sum(micro.slots),
-            graphs=rounds if config.train.reuse_scoring_forward else 1,
+            self._micro_batch_memory(len(fullest.slots), config, exact=exact),
+            slots=sum(fullest.slots),
+            graphs=graphs,
             first=per_update == 1,
             cpu=self.cluster.is_cpu,
         )
 
-    def _held_by(self, samples: int, config: RunConfig, *, exact: bool) -> MicroBatchMemory:
-        """A micro-batch of so many samples. exact: run with its own number, and with the gradients it makes."""
-        if exact:
-            return self._dry(samples, config, True)
-        return self._dry(1, config, False).at(samples, self._dry(2, config, False))
+    def _micro_batch_memory(
+        self, samples: int, config: RunConfig, *, exact: bool
+    ) -> MicroBatchMemory:
+        """Return the memory of a micro-batch of `samples` samples.
 
-    def _dry(self, samples: int, config: RunConfig, first: bool) -> MicroBatchMemory:
+        exact: run it with all samples and with the gradients it makes; else extrapolate from one
+        and two samples.
+        """
+        if exact:
+            return self._dry_run(samples, config, first=True)
+        one, two = (self._dry_run(count, config, first=False) for count in (1, 2))
+        return one.for_samples(samples, two)
+
+    def _dry_run(self, samples: int, config: RunConfig, *, first: bool) -> MicroBatchMemory:
         checkpointing = config.train.activation_checkpointing
-        key = (compute_dtype(config), samples, checkpointing, first)
-        if key not in self._held:
+        dtype = compute_dtype(config)
+        key = (dtype, samples, checkpointing, first)
+        if key not in self._dry_runs:
             micro = MicroBatchShape((self.work.slots,) * samples, (self.work.response,) * samples)
-            how = {
-                "checkpointing": checkpointing,
-                "entropy_graph": config.objective.entropy_coef > 0,
-                "first": first,
-            }
-            self._held[key] = self._model(key[0]).held(micro, **how)
-        return self._held[key]
+            self._dry_runs[key] = self._model(dtype).micro_batch_memory(
+                micro,
+                checkpointing=checkpointing,
+                entropy_graph=config.objective.entropy_coef > 0,
+                first=first,
+            )
+        return self._dry_runs[key]
 
     def _model(self, dtype: str) -> DryRunModel:
         if dtype not in self._models:
@@ -240,105 +250,43 @@ class Planner:
             )
         return self._models[dtype]
 
-    def splits(
-        self,
-        learners: int | None = None,
-        tensor_parallel: int | None = None,
-        engines: int | None = None,
-    ) -> list[DeviceSplit]:
-        """Those to choose from. A cluster of several nodes is divided by nodes. UsageError if nothing is possible."""
-        count, kind = self.cluster.count, self.config.rollout.engine.kind
-        ranks = learners or self.config.train.ranks
-        if kind in ("hf", "vllm") and tensor_parallel not in (None, 1):
-            raise UsageError(
-                f"--tensor-parallel: rollout.engine.kind = {kind} has one device; leave it out"
-            )
-        if in_process(self.config):
-            if engines not in (None, 1):
-                raise UsageError(
-                    f"--engines: {engines}, but there is one, in the learner's process; give cluster.kind=ray"
-                )
-            most = 1 if kind == "vllm" else count
-            if ranks > most:
-                raise UsageError(
-                    f"--learners: {ranks} of {most} devices this engine's process can have; lower it"
-                )
-            return [
-                DeviceSplit(n, 1, 1)
-                for n in ([ranks] if ranks else _counts(most, self.cluster.per_node))
-            ]
-        if replicated(self.config):
-            return self._placed(ranks, engines)
-        if count < 2:
-            raise UsageError(
-                f"--cluster: {self.cluster} has no second device for the server of rollout.engine.kind = "
-                f"{kind}; give more, or use hf or vllm, which live in the learner's process"
-            )
-        if ranks >= count:
-            name = "--learners" if learners else "train.ranks"
-            raise UsageError(
-                f"{name}: {ranks} of {count} devices leave none for an engine; lower it"
-            )
-        tried = [ranks] if ranks else _counts(count - 1, self.cluster.per_node)
-        engines, sizes = engines or 1, (tensor_parallel,) if tensor_parallel else PARALLEL
-        found = [
-            DeviceSplit(n, engines, size)
-            for n in tried
-            for size in sizes
-            if n + engines * size <= count
-        ]
-        if not found:
-            raise UsageError(
-                f"--engines: {engines} of {sizes[0]} devices and {tried[0]} learners are more than {count}; give fewer"
-            )
-        return found
-
-    def _placed(self, ranks: int, engines: int | None) -> list[DeviceSplit]:
-        """What Ray places: the learner's ranks, or the driver that learns alone, and replicas."""
-        assert isinstance(self.config.cluster, RayCluster)
-        engines = engines or self.config.cluster.replicas
-        each, count = devices_per_replica(self.config, cpu=self.cluster.is_cpu), self.cluster.count
-        needed = max(1, ranks) + math.ceil(engines * each)
-        if needed > count:
-            raise UsageError(
-                f"--cluster: {self.cluster}, but train.ranks = {ranks} and {engines} replicas of {each:g} need "
-                f"{needed} devices; give more, or lower cluster.replicas"
-            )
-        return [DeviceSplit(max(1, ranks), engines, 1)]
-
     @property
     def room_share(self) -> float:
-        """Of a device's memory that a rank may use."""
+        """Share of a device's memory that a rank may use."""
         return 1 - self.cluster["learner_reserve"]
 
     @property
     def room(self) -> float:
+        """Bytes of a device that a rank may use."""
         return self.cluster["memory"] * self.room_share
 
+    @property
+    def host_room(self) -> float:
+        """Bytes of a node's own memory; inf for a cluster of CPUs."""
+        if self.cluster.is_cpu:
+            return math.inf
+        return self.cluster["host_memory"]
 
-def _refuse_unplanned(config: RunConfig, cluster: Cluster) -> None:
+
+def _check_plannable(config: RunConfig, cluster: Cluster) -> None:
     if config.numerics == ON_POLICY and not cluster.is_cpu:
         raise UsageError(
-            f"numerics: {config.numerics} was run on CPUs only, so what its kernels hold and how long they take on "
-            f"{cluster.device} is not known; plan it for --cluster 1xcpu, or numerics=fast"
+            f"numerics: {config.numerics} was run on CPUs only, so the memory and time of its "
+            f"kernels on {cluster.device} are not known; plan it for --cluster 1xcpu, "
+            "or numerics=fast"
         )
 
 
-def _counts(most: int, per_node: int) -> list[int]:
-    """Numbers of learners to try: any within a node, else whole nodes."""
-    return (
-        list(range(1, most + 1)) if most <= per_node else list(range(per_node, most + 1, per_node))
-    )
-
-
 def best_option(options: list[PlanOption]) -> PlanOption:
-    """The fastest of those that fit; if none does, of those whose learner lacks about the least."""
+    """Return the fastest option that fits.
+
+    If none fits, return the fastest of those whose learner needs at most 10% more memory than the
+    smallest does.
+    """
     fitting = [option for option in options if option.fits]
     if fitting:
         return min(fitting, key=lambda option: option.seconds)
     near = [option for option in options if option.engine_fits] or options
     least = min(option.learner_used for option in near)
-    return min(
-        (option for option in near if option.learner_used <= 1.1 * least),
-        key=lambda option: option.seconds,
-    )
+    small = [option for option in near if option.learner_used <= 1.1 * least]
+    return min(small, key=lambda option: option.seconds)

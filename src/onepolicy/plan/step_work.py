@@ -1,4 +1,4 @@
-"""What one step asks for: sequences, tokens, micro-batches."""
+"""The work of one step: sequences, tokens, micro-batches."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.plan.dry_run import MicroBatchShape
 
-PROMPT = 512
+DEFAULT_PROMPT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """One RL step, all sequences alike."""
+    """One RL step in which all sequences have the same length."""
 
     prompts: int
     group: int  # completions of each
     prompt: int  # tokens
     response: int  # tokens
-    shared: bool  # whether a group's prompt is prefilled once
+    shared: bool  # a group's prompt is prefilled once
 
     @property
     def sequences(self) -> int:
@@ -32,7 +32,7 @@ class StepWork:
 
     @property
     def slots(self) -> int:
-        """Of one sequence: its last token is never fed."""
+        """Slots of one sequence. Its last token is never fed."""
         return self.length - 1
 
     @property
@@ -41,69 +41,82 @@ class StepWork:
 
     @property
     def prefilled(self) -> int:
-        """Prompt tokens the engines compute."""
-        return self.prompt * (self.prompts if self.shared else self.sequences)
+        """Prompt tokens that the engines compute."""
+        if self.shared:
+            return self.prompt * self.prompts
+        return self.prompt * self.sequences
 
     def micro_batches(self, budget: int, ranks: int) -> int:
-        """Of each rank: as few rounds as the budget allows, every rank takes part in all of them."""
-        packed = max(1, budget // self.slots)
-        return math.ceil(math.ceil(self.sequences / packed) / ranks)
+        """Return the micro-batches of each rank: as few as `budget` slots each allow.
 
-    def micro(self, budget: int, ranks: int) -> MicroBatchShape:
-        """The fullest micro-batch: samples are spread evenly over the rounds there must be."""
-        rounds = self.micro_batches(budget, ranks) * ranks
-        samples = min(max(1, budget // self.slots), math.ceil(self.sequences / rounds))
+        Every rank takes part in all of them.
+        """
+        samples = max(1, budget // self.slots)
+        return math.ceil(math.ceil(self.sequences / samples) / ranks)
+
+    def fullest_micro_batch(self, budget: int, ranks: int) -> MicroBatchShape:
+        """Return the fullest micro-batch. Samples are spread evenly over the micro-batches."""
+        micro_batches = self.micro_batches(budget, ranks) * ranks
+        samples = min(max(1, budget // self.slots), math.ceil(self.sequences / micro_batches))
         return MicroBatchShape((self.slots,) * samples, (self.response,) * samples)
 
 
 def step_work(
     config: RunConfig, context: int, *, prompt: int | None, response: int | None
 ) -> StepWork:
-    """prompt, response: tokens; unset: 512, or what the context leaves, and rollout.sampling.max_tokens."""
+    """Compute the work of one step of a recipe.
+
+    prompt: tokens; None: 512, or what the context leaves. response: tokens; None:
+    rollout.sampling.max_tokens. Raises UsageError if they exceed the longest sequence.
+    """
     rollout = config.rollout
-    most = rollout.engine.max_len or context
-    given = response is not None
-    response = rollout.sampling.max_tokens if response is None else response
-    if response >= most:
-        name = "--response-tokens" if given else "rollout.sampling.max_tokens"
+    longest = rollout.engine.max_len or context
+    response_field = "--response-tokens"
+    if response is None:
+        response_field, response = "rollout.sampling.max_tokens", rollout.sampling.max_tokens
+    if response >= longest:
         raise UsageError(
-            f"{name}: {response} leaves no room for a prompt in sequences of at most {most} tokens"
+            f"{response_field}: {response} leaves no room for a prompt in sequences of at most "
+            f"{longest} tokens"
         )
     if prompt is None:
-        prompt = min(PROMPT, most - response)
-    if prompt + response > most:
+        prompt = min(DEFAULT_PROMPT_TOKENS, longest - response)
+    if prompt + response > longest:
         raise UsageError(
-            f"--prompt-tokens: {prompt} and {response} of the response are more than the {most} tokens a sequence may "
-            "have; give fewer, or raise rollout.engine.max_len"
+            f"--prompt-tokens: {prompt} and {response} of the response are more than the "
+            f"{longest} tokens a sequence may have; give fewer, or raise rollout.engine.max_len"
         )
     shared = getattr(rollout.engine, "enable_prefix_caching", True)
     return StepWork(rollout.prompts_per_step, rollout.group_size, prompt, response, shared)
 
 
 def sequences_per_engine(config: RunConfig, work: StepWork, engines: int) -> int:
-    """Sequences one engine decodes at once. rollout.engine.max_num_seqs are a replica's own, else those of all engines."""
-    sequences, own = config.rollout.engine.max_num_seqs, -(-work.sequences // engines)
-    return (
-        min(sequences, own)
-        if replicated(config)
-        else max(1, min(sequences, work.sequences) // engines)
-    )
+    """Return the sequences that one engine decodes at once.
+
+    rollout.engine.max_num_seqs counts for each replica; otherwise it counts for all engines together.
+    """
+    limit = config.rollout.engine.max_num_seqs
+    if replicated(config):
+        return min(limit, -(-work.sequences // engines))
+    return max(1, min(limit, work.sequences) // engines)
 
 
 def in_process(config: RunConfig) -> bool:
-    """Whether the engine lives on the learner's device."""
+    """Return whether the engine is in the learner's process, on its device."""
     return config.rollout.engine.kind in ("hf", "vllm") and not replicated(config)
 
 
 def replicated(config: RunConfig) -> bool:
-    """Whether Ray gives engines processes of their own."""
+    """Return whether Ray gives engines processes of their own."""
     return isinstance(config.cluster, RayCluster)
 
 
 def devices_per_replica(config: RunConfig, *, cpu: bool) -> float:
-    """That Ray reserves for one: GPUs, or a part of one, or cores."""
+    """Return the devices that Ray reserves for one replica: GPUs, a part of one, or cores."""
     cluster = config.cluster
     assert isinstance(cluster, RayCluster)
     if cpu:
         return cluster.cpus_per_replica
-    return 1.0 if cluster.gpus_per_replica is None else cluster.gpus_per_replica
+    if cluster.gpus_per_replica is None:
+        return 1.0
+    return cluster.gpus_per_replica

@@ -1,23 +1,25 @@
-"""The plan in the terminal, and as a tree for JSON."""
+"""A plan as tables for the terminal, and as a tree for JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import zip_longest
 from math import inf
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from onepolicy.plan.dims import format_count
-from onepolicy.plan.planner import DeviceSplit, Planner, PlanOption
+from onepolicy.plan.planner import Planner, PlanOption
+from onepolicy.plan.splits import DeviceSplit
 from onepolicy.plan.step_work import in_process
 from onepolicy.plan.times import CommunicationVolume
 
 Tree = dict[str, Any]
-LEARNER = {
+LEARNER_ROWS = {
     "parameters": "parameters",
     "masters": "float32 masters",
     "gradients": "gradients",
@@ -35,7 +37,7 @@ SYNC_METHODS = {
     "stream": "files, written once, then one gloo broadcast to all",
     "nccl": "one NCCL broadcast to all",
 }
-SPLITS = 5
+MAX_SPLITS = 5  # rows of the table of splits
 
 
 def render_plan(
@@ -43,21 +45,20 @@ def render_plan(
     chosen: PlanOption,
     options: list[PlanOption],
     lines: list[str],
-    traffic: CommunicationVolume,
+    volume: CommunicationVolume,
 ) -> Iterator[RenderableType]:
-    yield _head(planner, chosen)
-    yield _memory(chosen)
-    yield _time(chosen)
+    """Yield the parts of a plan for the terminal. lines: suggestions if nothing fits."""
+    yield _header(planner, chosen)
+    yield _memory_table(chosen)
+    yield _time_table(chosen)
     if len(options) > 1:
-        yield _splits(options, chosen)
-    yield _traffic(traffic, planner.sync_method)
-    yield _saved(chosen)
+        yield _split_table(options, chosen)
+    yield _volume_table(volume, planner.sync_method)
+    yield _checkpoint_table(chosen)
     if lines:
-        yield Text(
-            "\n".join(["does not fit; what would:", *(f"  {line}" for line in lines)]),
-            style="bold red",
-        )
-    yield _constants(planner)
+        text = "\n".join(["does not fit; what would:", *(f"  {line}" for line in lines)])
+        yield Text(text, style="bold red")
+    yield _constant_table(planner)
 
 
 def plan_tree(
@@ -65,28 +66,33 @@ def plan_tree(
     chosen: PlanOption,
     options: list[PlanOption],
     lines: list[str],
-    traffic: CommunicationVolume,
+    volume: CommunicationVolume,
 ) -> Tree:
+    """Return a plan for JSON. lines: suggestions if nothing fits."""
     dims = asdict(planner.dims)
     attention = dims.pop("attention")
+    dims |= {
+        "active": planner.dims.active,
+        "layers": len(attention),
+        "attention": attention[-1],
+    }
+    constants = sorted(planner.cluster.constants.items())
     return {
         "cluster": str(planner.cluster),
-        "model": dims
-        | {"active": planner.dims.active, "layers": len(attention), "attention": attention[-1]},
+        "model": dims,
         "work": asdict(planner.work),
         "chosen": _option_tree(chosen),
-        "options": [_option_tree(option) for option in sorted(options, key=_order)],
+        "options": [_option_tree(option) for option in sorted(options, key=_rank_option)],
         "mends": lines,
-        "traffic": asdict(traffic),
+        "traffic": asdict(volume),
         "sync": planner.sync_method,
-        "constants": {
-            name: asdict(value) for name, value in sorted(planner.cluster.constants.items())
-        },
+        "constants": {name: asdict(constant) for name, constant in constants},
     }
 
 
 def _option_tree(option: PlanOption) -> Tree:
     learner = asdict(option.learner) | {"total": option.learner_used, "room": option.learner_room}
+    steps = {"step": option.seconds, "overlapped": option.overlapped}
     return {
         "split": asdict(option.split),
         "fits": option.fits,
@@ -94,159 +100,195 @@ def _option_tree(option: PlanOption) -> Tree:
         "engine": asdict(option.engine),
         "start_bytes": asdict(option.start),
         "checkpoint": asdict(option.save) | {"in_time": option.save.in_time},
-        "seconds": option.parts | {"step": option.seconds, "overlapped": option.overlapped},
+        "seconds": option.phase_seconds | steps,
         "decode_step": asdict(option.rollout.step),
         "learning": asdict(option.learning),
         "bottleneck": option.bottleneck,
     }
 
 
-def _order(option: PlanOption) -> tuple[bool, float]:
+def _rank_option(option: PlanOption) -> tuple[bool, float]:
+    """Return a sort key: options that fit come first, then the fastest."""
     return not option.fits, option.seconds
 
 
-def _head(planner: Planner, chosen: PlanOption) -> Text:
+def _header(planner: Planner, chosen: PlanOption) -> Text:
     dims, work, split = planner.dims, planner.work, chosen.split
-    experts = f", {dims.experts} experts, {dims.top_k} active" if dims.experts else ", dense"
+    experts = ", dense"
+    if dims.experts:
+        experts = f", {dims.experts} experts, {dims.top_k} active"
+    model = (
+        f": {format_count(dims.total)} parameters, {format_count(dims.active)} active, "
+        f"{dims.layers} layers{experts}\n"
+    )
+    step = (
+        f"one step: {work.prompts} prompts x {work.group} completions of "
+        f"{work.prompt} + {work.response} tokens, {work.all_slots / 1e6:.2f}M slots, "
+        f"micro-batches of {planner.micro_batch_slots(split.learners):,} slots\n"
+    )
     return Text.assemble(
         (f"{dims.name}", "bold"),
-        f": {format_count(dims.total)} parameters, {format_count(dims.active)} active, {dims.layers} layers{experts}\n",
-        f"one step: {work.prompts} prompts x {work.group} completions of {work.prompt} + {work.response} tokens, ",
-        f"{work.all_slots / 1e6:.2f}M slots, micro-batches of {planner.micro_slots(split.learners):,} slots\n",
+        model,
+        step,
         (f"{planner.cluster}", "bold"),
         ": ",
-        _split_text(split, in_process(planner.config)),
+        _describe_split(split, in_process(planner.config)),
     )
 
 
-def _split_text(split: DeviceSplit, shared: bool) -> str:
+def _describe_split(split: DeviceSplit, shared: bool) -> str:
     learners = f"{split.learners} learner rank{'s' * (split.learners > 1)}"
     if shared:
         return f"{learners}, the engine on the first one's device"
-    each = f" of {split.tensor_parallel}" if split.tensor_parallel > 1 else ""
-    return f"{learners} + {split.engines} engine{'s' * (split.engines > 1)}{each}"
+    engines = f"{split.engines} engine{'s' * (split.engines > 1)}"
+    if split.tensor_parallel > 1:
+        engines += f" of {split.tensor_parallel}"
+    return f"{learners} + {engines}"
 
 
-def size(count: float) -> str:
-    """Bytes with a unit."""
+def format_bytes(count: float) -> str:
+    """Format bytes with a unit: 1.50 TB, 1.50 GB or 1.50 MB."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
     return f"{count / 1e6:.2f} MB"
 
 
-def _memory(option: PlanOption) -> Table:
+def _verdict_style(fits: bool) -> str:
+    return "green" if fits else "bold red"
+
+
+def _memory_table(option: PlanOption) -> Table:
     table = _table("memory", "learner rank", "bytes", "engine device", "bytes ")
     engine = option.engine
-    left = [(LEARNER[name], value) for name, value in asdict(option.learner).items() if value]
-    left += [("engine that evaluates", engine.evaluator)] if engine.evaluator else []
-    right = [("weights", size(engine.weights)), ("keys and values", size(max(0.0, engine.cache)))]
-    right += [
+    learner_rows = [
+        (LEARNER_ROWS[name], format_bytes(value))
+        for name, value in asdict(option.learner).items()
+        if value
+    ]
+    if engine.evaluator:
+        learner_rows.append(("engine that evaluates", format_bytes(engine.evaluator)))
+    engine_rows = [
+        ("weights", format_bytes(engine.weights)),
+        ("keys and values", format_bytes(max(0.0, engine.cache))),
         ("  tokens in it", f"{engine.tokens:,.0f}"),
         ("  sequences in it", f"{engine.sequences:,}"),
     ]
-    for i in range(max(len(left), len(right))):
-        name, value = left[i] if i < len(left) else ("", None)
-        table.add_row(
-            name, "" if value is None else size(value), *(right[i] if i < len(right) else ("", ""))
-        )
+    for left, right in zip_longest(learner_rows, engine_rows, fillvalue=("", "")):
+        table.add_row(*left, *right)
     table.add_section()
-    used = option.learner_used
-    both = " with the engine" if option.engine_on_learner else ""
-    style = "green" if option.learner_fits else "bold red"
-    fits = Text("fits", "green") if option.engine_fits else Text("does not fit", "bold red")
-    table.add_row(
-        f"total{both}", Text(f"{size(used)} of {size(option.learner_room)}", style), "", fits
-    )
-    start = option.start
-    if start.device:
-        table.add_row("  at the start, with a whole critic", size(start.device))
-    if option.host_room < inf:
-        style = "green" if option.host_fits else "bold red"
-        table.add_row(
-            "host of rank 0 at the start",
-            Text(f"{size(start.host)} of {size(option.host_room)}", style),
-        )
+    _add_memory_totals(table, option)
     return table
 
 
-def _time(option: PlanOption) -> Table:
-    table = _table("time of a step", "part", "seconds", "share")
-    for name, seconds in option.parts.items():
-        table.add_row(name, _seconds(seconds), f"{seconds / sum(option.parts.values()):.0%}")
-    table.add_section()
+def _add_memory_totals(table: Table, option: PlanOption) -> None:
+    total = "total"
+    if option.engine_on_learner:
+        total = "total with the engine"
+    used = f"{format_bytes(option.learner_used)} of {format_bytes(option.learner_room)}"
+    engine_verdict = "fits" if option.engine_fits else "does not fit"
     table.add_row(
-        "step, sampling while learning" if option.overlaps else "step", _seconds(option.seconds), ""
+        total,
+        Text(used, _verdict_style(option.learner_fits)),
+        "",
+        Text(engine_verdict, _verdict_style(option.engine_fits)),
     )
+    start = option.start
+    if start.device:
+        table.add_row("  at the start, with a whole critic", format_bytes(start.device))
+    if option.host_room < inf:
+        host = f"{format_bytes(start.host)} of {format_bytes(option.host_room)}"
+        table.add_row("host of rank 0 at the start", Text(host, _verdict_style(option.host_fits)))
+
+
+def _time_table(option: PlanOption) -> Table:
+    table = _table("time of a step", "part", "seconds", "share")
+    phases = option.phase_seconds
+    for name, seconds in phases.items():
+        share = seconds / sum(phases.values())
+        table.add_row(name, _format_seconds(seconds), f"{share:.0%}")
+    table.add_section()
+    step = "step"
+    if option.overlaps:
+        step = "step, sampling while learning"
+    table.add_row(step, _format_seconds(option.seconds), "")
     if not option.engine_on_learner and not option.overlaps:
-        table.add_row("  with rollout.max_staleness=1", _seconds(option.overlapped), "")
+        overlapped = _format_seconds(option.overlapped)
+        table.add_row("  with rollout.max_staleness=1", overlapped, "")
     table.add_row("bottleneck", "", option.bottleneck)
     return table
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3f}"
+def _format_seconds(seconds: float) -> str:
+    if seconds >= 10:
+        return f"{seconds:,.1f}"
+    return f"{seconds:.3f}"
 
 
-def _splits(options: list[PlanOption], chosen: PlanOption) -> Table:
+def _split_table(options: list[PlanOption], chosen: PlanOption) -> Table:
     table = _table(
         "splits", "learner ranks", "engines", "devices each", "step, s", "learner rank", "fits"
     )
-    for option in sorted(options, key=_order)[:SPLITS]:
+    for option in sorted(options, key=_rank_option)[:MAX_SPLITS]:
         split = option.split
+        fits = Text("no", "red")
+        if option.fits:
+            fits = Text("yes", "green")
+        style = "bold" if option is chosen else ""
         table.add_row(
             str(split.learners),
             str(split.engines),
             str(split.tensor_parallel),
-            _seconds(option.seconds),
-            size(option.learner_used),
-            Text("yes", "green") if option.fits else Text("no", "red"),
-            style="bold" if option is chosen else "",
+            _format_seconds(option.seconds),
+            format_bytes(option.learner_used),
+            fits,
+            style=style,
         )
     return table
 
 
-def _traffic(traffic: CommunicationVolume, sync_method: str) -> Table:
+def _volume_table(volume: CommunicationVolume, sync_method: str) -> Table:
     table = _table("sent per step", "what", "bytes")
-    if traffic.route_bytes_per_token:
-        table.add_row(
-            f"routes, {traffic.route_bytes_per_token:,} bytes a token", size(traffic.routes)
-        )
-        table.add_row("  as the engine sends them", size(traffic.routes_sent))
-    table.add_row(f"weights to each engine ({SYNC_METHODS[sync_method]})", size(traffic.weights))
-    if traffic.gathered:
-        table.add_row("layers and gradients, to and from each rank", size(traffic.gathered))
+    if volume.route_bytes_per_token:
+        routes = f"routes, {volume.route_bytes_per_token:,} bytes a token"
+        table.add_row(routes, format_bytes(volume.routes))
+        table.add_row("  as the engine sends them", format_bytes(volume.routes_sent))
+    weights = f"weights to each engine ({SYNC_METHODS[sync_method]})"
+    table.add_row(weights, format_bytes(volume.weights))
+    if volume.gathered:
+        gathered = format_bytes(volume.gathered)
+        table.add_row("layers and gradients, to and from each rank", gathered)
     return table
 
 
-def _saved(option: PlanOption) -> Table:
+def _checkpoint_table(option: PlanOption) -> Table:
     save = option.save
-    table = _table("a checkpoint, in the background" if save.staged else "a checkpoint", "what", "")
-    table.add_row("bytes", size(save.size))
-    table.add_row(
-        "seconds to write" + ", all ranks into one folder" * bool(save.staged),
-        _seconds(save.written),
-    )
-    table.add_row("seconds until it counts", _seconds(save.counts))
+    title, write = "a checkpoint", "seconds to write"
     if save.staged:
-        room = f" of {size(option.host_room)}" if option.host_room < inf else ""
-        style = "green" if save.staged <= option.host_room else "bold red"
-        table.add_row("host memory of a node meanwhile", Text(f"{size(save.staged)}{room}", style))
+        title += ", in the background"
+        write += ", all ranks into one folder"
+    table = _table(title, "what", "")
+    table.add_row("bytes", format_bytes(save.size))
+    table.add_row(write, _format_seconds(save.written))
+    table.add_row("seconds until it counts", _format_seconds(save.counts))
+    if save.staged:
+        staged = format_bytes(save.staged)
+        if option.host_room < inf:
+            staged += f" of {format_bytes(option.host_room)}"
+        style = _verdict_style(save.staged <= option.host_room)
+        table.add_row("host memory of a node meanwhile", Text(staged, style))
     if not save.in_time:
-        mend = f"train.rank_timeout = {save.limit:g} s is less than writing takes: raise it, or give --constant disk=B/s"
-        table.add_row(Text("too slow", "bold red"), Text(mend, "bold red"))
+        fix = (
+            f"train.rank_timeout = {save.limit:g} s is less than writing takes: raise it, "
+            "or give --constant disk=B/s"
+        )
+        table.add_row(Text("too slow", "bold red"), Text(fix, "bold red"))
     return table
 
 
-def _constants(planner: Planner) -> Table:
-    table = _table(
-        "constants (replace with --constant NAME=VALUE)",
-        "name",
-        "value",
-        "unit",
-        "origin",
-        "source",
-    )
+def _constant_table(planner: Planner) -> Table:
+    title = "constants (replace with --constant NAME=VALUE)"
+    table = _table(title, "name", "value", "unit", "origin", "source")
     styles = {"measured": "green", "cited": "green", "assumed": "yellow", "given": "bold"}
     for name, constant in sorted(planner.cluster.constants.items()):
         origin = Text(constant.origin, styles[constant.origin])
@@ -255,8 +297,10 @@ def _constants(planner: Planner) -> Table:
 
 
 def _table(title: str, *columns: str) -> Table:
+    """Return an empty table. Columns of numbers are right-aligned."""
     table = Table(title=title, title_justify="left", pad_edge=False)
     for i, column in enumerate(columns):
-        right = column.strip() in ("bytes", "seconds", "value", "step, s")
-        table.add_column(column, justify="right" if right else "left", no_wrap=not i)
+        is_number = column.strip() in ("bytes", "seconds", "value", "step, s")
+        justify: JustifyMethod = "right" if is_number else "left"
+        table.add_column(column, justify=justify, no_wrap=not i)
     return table

@@ -1,4 +1,4 @@
-"""Seconds of a step. Decoding is bound by what it reads, everything else by what it multiplies or sends."""
+"""The seconds of a step. Decoding is bound by reading, the rest by arithmetic or communication."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from onepolicy.config import FromRollout, RunConfig, ServerEngineConfig
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.plan.dims import Dims
+from onepolicy.plan.dims import Dims, trace_itemsize
 from onepolicy.plan.engine_memory import EngineWeights, sent_dtype, sequence_cache_bytes
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.learner_memory import BYTES, FLOAT32, gather_dtype, kept_per_token
@@ -17,9 +17,10 @@ from onepolicy.plan.step_work import StepWork, in_process, sequences_per_engine
 
 @dataclass(frozen=True, slots=True)
 class CommunicationVolume:
-    route_bytes_per_token: (
-        int  # as the learner keeps them: MoE layers only, one byte up to 256 experts
-    )
+    """Bytes that a step sends."""
+
+    # as the learner keeps them: MoE layers only, one byte up to 256 experts
+    route_bytes_per_token: int
     routes: float  # of a step, as the learner keeps them
     routes_sent: float  # of a step, as the engine sends them
     weights: float  # to each engine, in its dtype; unrounded where it quantises them
@@ -29,31 +30,43 @@ class CommunicationVolume:
 def communication_volume(
     dims: Dims, config: RunConfig, work: StepWork, ranks: int
 ) -> CommunicationVolume:
-    replayed = isinstance(config.replay, FromRollout)
-    own = kept_per_token(dims, config) if replayed else 0
-    rounds = work.micro_batches(config.train.tokens_per_micro_batch, ranks)
-    size = BYTES[gather_dtype(config)]
-    per_round = dims.total * (ranks - 1) / ranks * (size * (2 + config.scores_old) + FLOAT32)
+    """Compute the bytes that one step sends."""
+    kept_bytes = kept = 0
+    sent = 0.0
+    if isinstance(config.replay, FromRollout):
+        kept_bytes = kept_per_token(dims, config)
+        kept = kept_bytes * work.all_slots
+        sent = sent_per_token(dims, config) * work.all_slots
+    micro_batches = work.micro_batches(config.train.tokens_per_micro_batch, ranks)
+    itemsize = BYTES[gather_dtype(config)]
+    gathers = 2 + config.scores_old
+    per_micro_batch = dims.total * (ranks - 1) / ranks * (itemsize * gathers + FLOAT32)
     return CommunicationVolume(
-        route_bytes_per_token=own,
-        routes=own * work.all_slots,
-        routes_sent=sent_per_token(dims, config) * work.all_slots if replayed else 0.0,
+        route_bytes_per_token=kept_bytes,
+        routes=kept,
+        routes_sent=sent,
         weights=dims.total * BYTES[sent_dtype(config)],
-        gathered=rounds * per_round,
+        gathered=micro_batches * per_micro_batch,
     )
 
 
 def sent_per_token(dims: Dims, config: RunConfig) -> float:
-    """Bytes: vLLM sends a column of one or two bytes per decoder layer, SGLang of four; both as base64 over HTTP."""
+    """Return the bytes in which an engine sends one token's routes.
+
+    A server sends every decoder layer, as base64 over HTTP. A choice takes one or two bytes from
+    vLLM, four from SGLang.
+    """
     if in_process(config):
         return kept_per_token(dims, config)
-    width = 4 if config.rollout.engine.kind == "sglang" else 1 if dims.experts <= 256 else 2
-    return dims.layers * dims.top_k * width * 4 / 3
+    choice_bytes = trace_itemsize(dims)
+    if config.rollout.engine.kind == "sglang":
+        choice_bytes = 4
+    return dims.layers * dims.top_k * choice_bytes * 4 / 3
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStepTime:
-    """Seconds of one decode step of one engine, by what takes them."""
+    """Seconds of one decode step of one engine, by cause."""
 
     weights: float  # read
     cache: float  # read
@@ -63,17 +76,16 @@ class DecodeStepTime:
 
     @property
     def seconds(self) -> float:
-        """Reading and multiplying overlap."""
+        """Seconds of the step, in which reading and arithmetic overlap."""
         return max(self.weights + self.cache, self.flops) + self.tensor_parallel + self.overhead
 
     @property
     def bound(self) -> str:
+        """The cause that takes most."""
         names = {
             "weights": "reading weights",
             "cache": "reading keys and values",
             "flops": "arithmetic",
-        }
-        names |= {
             "tensor_parallel": "all-reduces of tensor parallelism",
             "overhead": "the engine's own overhead",
         }
@@ -90,36 +102,43 @@ def decode_step_time(
     context: float,
     tensor_parallel: int,
 ) -> DecodeStepTime:
-    """One token each for `batch` sequences with `context` tokens behind them.
+    """Compute the time for one token each of `batch` sequences with `context` tokens before it.
 
-    Weights: all that every token meets, and of the routed experts those that a batch is expected to touch.
+    An engine reads all weights but the routed experts that no token of the batch is expected to
+    use.
     """
-    size = BYTES[config.rollout.engine.dtype]
-    read = weights.read(dims.touched(batch), converts=cluster.is_cpu)
+    read = weights.read(dims.touched_share(batch), converts=cluster.is_cpu)
     speed = cluster["bandwidth"] * cluster["decode_efficiency"]
+    cache = sequence_cache_bytes(dims, config, cluster, context, tensor_parallel)
     flops = batch * (2 * dims.multiplied + dims.decode_flops(context)) / tensor_parallel
-    sent = 0.0
-    if tensor_parallel > 1:
-        one = 2 * (tensor_parallel - 1) / tensor_parallel * batch * dims.hidden * size
-        sent = (
-            2
-            * dims.layers
-            * (cluster["collective_latency"] + one / cluster.collective(tensor_parallel))
-        )
     return DecodeStepTime(
         weights=read / tensor_parallel / speed,
-        cache=batch * sequence_cache_bytes(dims, config, cluster, context, tensor_parallel) / speed,
+        cache=batch * cache / speed,
         flops=flops / (cluster["flops"] * cluster["prefill_efficiency"]),
-        tensor_parallel=sent,
+        tensor_parallel=_all_reduce_seconds(dims, config, cluster, batch, tensor_parallel),
         overhead=dims.layers * cluster["decode_overhead"],
     )
 
 
+def _all_reduce_seconds(
+    dims: Dims, config: RunConfig, cluster: Cluster, batch: float, tensor_parallel: int
+) -> float:
+    """Return the seconds of a decode step's all-reduces: two per layer."""
+    if tensor_parallel == 1:
+        return 0.0
+    itemsize = BYTES[config.rollout.engine.dtype]
+    sent = 2 * (tensor_parallel - 1) / tensor_parallel * batch * dims.hidden * itemsize
+    one = cluster["collective_latency"] + sent / cluster.collective(tensor_parallel)
+    return 2 * dims.layers * one
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutTime:
+    """Seconds of a step's rollout."""
+
     prefill: float
     decode: float
-    batch: float  # sequences an engine decodes at once
+    batch: float  # sequences that an engine decodes at once
     step: DecodeStepTime  # of one token, at half of the response
 
     @property
@@ -138,8 +157,12 @@ def rollout_time(
     tensor_parallel: int,
     capacity: int,
 ) -> RolloutTime:
-    """capacity: sequences one engine's cache holds. A finished sequence makes room for the next."""
-    slower = cluster["on_policy_rollout"] if config.numerics == ON_POLICY else 1.0
+    """Compute the time of a step's rollout.
+
+    capacity: sequences that one engine's cache holds. A sequence that finishes makes room for the
+    next one.
+    """
+    slowdown = cluster["on_policy_rollout"] if config.numerics == ON_POLICY else 1.0
     batch = max(1, min(sequences_per_engine(config, work, engines), capacity))
     step = decode_step_time(
         dims,
@@ -150,25 +173,29 @@ def rollout_time(
         context=work.prompt + work.response / 2,
         tensor_parallel=tensor_parallel,
     )
-    turns = max(1.0, work.sequences / (engines * batch))
+    waves = max(1.0, work.sequences / (engines * batch))
     devices = engines * tensor_parallel
-    flops = work.prefilled * (2 * dims.multiplied + dims.attention_flops(work.prompt) / work.prompt)
+    token_flops = 2 * dims.multiplied + dims.attention_flops(work.prompt) / work.prompt
+    flops = work.prefilled * token_flops
     prefill = flops / (devices * cluster["flops"] * cluster["prefill_efficiency"])
-    return RolloutTime(slower * prefill, slower * turns * work.response * step.seconds, batch, step)
+    decode = slowdown * waves * work.response * step.seconds
+    return RolloutTime(slowdown * prefill, decode, batch, step)
 
 
 @dataclass(frozen=True, slots=True)
 class LearningTime:
-    """score and update are seconds; the rest says what takes them, over both."""
+    """Seconds of scoring and of the update, and seconds of both by cause."""
 
     score: float
     update: float
     compute: float
-    gather: float  # layers gathered and gradients summed, all of it; hidden behind the computing as far as it goes
+    # layers gathered and gradients summed, also the part that overlaps with computing
+    gather: float
     overhead: float
 
     @property
     def bound(self) -> str:
+        """The cause that takes most."""
         names = {
             "compute": "arithmetic",
             "gather": "gathering layers between ranks",
@@ -177,42 +204,10 @@ class LearningTime:
         return names[max(names, key=lambda name: getattr(self, name))]
 
 
-def learning_time(
-    dims: Dims, config: RunConfig, cluster: Cluster, work: StepWork, ranks: int
-) -> LearningTime:
-    """A forward is 2 FLOPs per parameter a token is multiplied with, and its attention; a backward twice that."""
-    head = (
-        2 * dims.head * work.sequences * (work.slots - work.response)
-    )  # only trainable slots are projected
-    flops = (
-        2 * dims.multiplied * work.all_slots
-        - head
-        + work.sequences * dims.attention_flops(work.slots)
-    )
-    slower = cluster["on_policy_train"] if config.numerics == ON_POLICY else 1.0
-    forward = slower * flops / (ranks * cluster["flops"] * cluster["train_efficiency"])
-    rounds = work.micro_batches(config.train.tokens_per_micro_batch, ranks)
-    speed, low = cluster.collective(ranks) if ranks > 1 else 1.0, BYTES[gather_dtype(config)]
-    moved = dims.total * (ranks - 1) / ranks * rounds / speed  # seconds per byte of a parameter
-    launch = slower * rounds * dims.layers * cluster["train_overhead"]
-
-    scored = config.scores_old
-    passes = (
-        3 + config.train.activation_checkpointing - (scored and config.train.reuse_scoring_forward)
-    )
-    score = PassTime(forward, moved * low, launch).times(float(scored))
-    if config.objective.kl.coef:
-        score = score.plus(PassTime(forward, moved * low, launch))
-    gathers = 1 + (not config.train.reuse_scoring_forward)
-    update = PassTime(passes * forward, moved * (gathers * low + FLOAT32), passes * launch)
-    if config.objective.critic is not None:
-        score, update = score.plus(PassTime(forward, moved * low, launch)), update.times(2)
-    both = score.plus(update)
-    return LearningTime(score.seconds, update.seconds, both.compute, both.gather, both.overhead)
-
-
 @dataclass(frozen=True, slots=True)
 class PassTime:
+    """Seconds of forwards and backwards, by cause. Gathering overlaps with the rest."""
+
     compute: float
     gather: float
     overhead: float
@@ -230,6 +225,49 @@ class PassTime:
         )
 
 
+def learning_time(
+    dims: Dims, config: RunConfig, cluster: Cluster, work: StepWork, ranks: int
+) -> LearningTime:
+    """Compute the time of scoring and of the update.
+
+    A forward takes 2 FLOPs for each token and each parameter it is multiplied with, and those of
+    attention. A backward takes twice as many.
+    """
+    train, scores_old = config.train, config.scores_old
+    slowdown = cluster["on_policy_train"] if config.numerics == ON_POLICY else 1.0
+    speed = ranks * cluster["flops"] * cluster["train_efficiency"]
+    compute = slowdown * _forward_flops(dims, work) / speed
+    micro_batches = work.micro_batches(train.tokens_per_micro_batch, ranks)
+    launch = slowdown * micro_batches * dims.layers * cluster["train_overhead"]
+    bandwidth = cluster.collective(ranks) if ranks > 1 else 1.0
+    # seconds to gather one byte of every parameter, in all micro-batches
+    byte_gather = dims.total * (ranks - 1) / ranks * micro_batches / bandwidth
+    itemsize = BYTES[gather_dtype(config)]
+
+    forward = PassTime(compute, byte_gather * itemsize, launch)
+    score = forward.times(float(scores_old))
+    if config.objective.kl.coef:
+        score = score.plus(forward)
+    # The update is a forward and a backward of twice its cost. Checkpointing adds a forward.
+    # Reusing the scoring forward saves one.
+    reused = scores_old and train.reuse_scoring_forward
+    passes = 3 + train.activation_checkpointing - reused
+    gathers = 1 + (not train.reuse_scoring_forward)
+    update_gather = byte_gather * (gathers * itemsize + FLOAT32)
+    update = PassTime(passes * compute, update_gather, passes * launch)
+    if config.objective.critic is not None:
+        score, update = score.plus(forward), update.times(2)
+    both = score.plus(update)
+    return LearningTime(score.seconds, update.seconds, both.compute, both.gather, both.overhead)
+
+
+def _forward_flops(dims: Dims, work: StepWork) -> float:
+    """Return the FLOPs of a forward over a step's slots. Only trainable slots are projected."""
+    not_projected = 2 * dims.head_size * work.sequences * (work.slots - work.response)
+    attention = work.sequences * dims.attention_flops(work.slots)
+    return 2 * dims.multiplied * work.all_slots - not_projected + attention
+
+
 def sync_seconds(
     dims: Dims,
     config: RunConfig,
@@ -241,20 +279,24 @@ def sync_seconds(
     engines: int = 1,
     tensor_parallel: int = 1,
 ) -> float:
-    """Seconds until the engines have the new weights, sent in the engine's dtype, unrounded where it quantises them.
+    """Compute the seconds until the engines have the new weights.
 
-    memory: into an engine in the same process; files: written once, read by every node of the engines; gloo: one
-    broadcast through the hosts, a binomial tree, so the sender sends all of it once per level; stream: written once,
-    then broadcast so; nccl: broadcast from rank 0. Sharded learners gather every tensor first.
+    Weights are sent in the engine's dtype, or unrounded if the engine quantises them. Sharded
+    learners gather every tensor first. The methods:
+
+    - memory: copy into an engine in the same process
+    - files: write once; every node of the engines reads
+    - gloo: one broadcast through the hosts in a binomial tree, whose root sends once per level
+    - stream: write once, then broadcast as gloo does
+    - nccl: broadcast from rank 0
     """
-    sent = dims.total * BYTES[sent_dtype(config)]
-    gather = (
-        0.0 if ranks == 1 else dims.total * BYTES[config.model.dtype] / cluster.collective(ranks)
-    )
+    model_bytes = dims.total * BYTES[config.model.dtype]
+    gather = 0.0
+    if ranks > 1:
+        gather = model_bytes / cluster.collective(ranks)
     if sync_method == "memory":
-        return (
-            gather + (dims.total * BYTES[config.model.dtype] + weights.total) / cluster["bandwidth"]
-        )
+        return gather + (model_bytes + weights.total) / cluster["bandwidth"]
+    sent = dims.total * BYTES[sent_dtype(config)]
     receivers = engines * tensor_parallel
     levels, nodes = math.ceil(math.log2(1 + receivers)), math.ceil(receivers / cluster.per_node)
     written, broadcast = sent / cluster["disk"], levels * sent / cluster["host"]
@@ -268,10 +310,14 @@ def sync_seconds(
 
 
 def default_sync_method(config: RunConfig) -> str:
-    """How this engine gets its weights."""
+    """Return how the recipe's engine gets its weights."""
     engine = config.rollout.engine
     if isinstance(engine, ServerEngineConfig):
-        return "files" if engine.sync == "disk" else engine.sync
-    if isinstance(config.cluster, RayCluster):
-        return "stream" if config.cluster.sync == "stream" else "files"
-    return "memory"
+        method: str = engine.sync
+    elif isinstance(config.cluster, RayCluster):
+        method = config.cluster.sync
+    else:
+        method = "memory"
+    if method == "disk":
+        return "files"
+    return method

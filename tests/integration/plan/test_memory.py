@@ -9,7 +9,7 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config import HFEngineConfig, ModelConfig, UsageError, load, resolve
 from onepolicy.models import experts
-from onepolicy.plan import dry_run
+from onepolicy.plan import dry_run, fake_kernels
 from onepolicy.plan.dims import read_dims, read_hf_config, route_bytes
 from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape
 from onepolicy.plan.engine_memory import embedded_cache_bytes, engine_weights
@@ -78,11 +78,11 @@ def test_the_first_layers_predict_all_of_them(name, layers, checkpointing, monke
     changes = {"num_hidden_layers": layers, "layer_types": None}
     config = type(CONFIGS[name])(**CONFIGS[name].to_dict() | changes)
     micro = MicroBatchShape((30, 30), (20, 20))
-    whole = DryRunModel(config, dtype=torch.bfloat16, cpu=False).held(
+    whole = DryRunModel(config, dtype=torch.bfloat16, cpu=False).micro_batch_memory(
         micro, checkpointing=checkpointing
     )
     monkeypatch.setattr(dry_run, "ALL_LAYERS", 2)
-    part = DryRunModel(config, dtype=torch.bfloat16, cpu=False).held(
+    part = DryRunModel(config, dtype=torch.bfloat16, cpu=False).micro_batch_memory(
         micro, checkpointing=checkpointing
     )
     assert part.saved == whole.saved
@@ -92,21 +92,22 @@ def test_the_first_layers_predict_all_of_them(name, layers, checkpointing, monke
 def test_a_dry_run_leaves_the_model_as_it_was():
     model = DryRunModel(CONFIGS["qwen3_moe"], dtype=torch.float32, cpu=True)
     how = {"checkpointing": True, "entropy_graph": False, "first": False}
-    first = model._run_anew(MicroBatchShape((10,), (5,)), 1, **how)
-    assert len(model._list) == 3
-    assert experts.sort_by_expert is dry_run.LAYOUT
+    first = model._run_uncached(MicroBatchShape((10,), (5,)), 1, **how)
+    assert len(model._layer_list) == 3
+    assert experts.sort_by_expert is fake_kernels.REAL_SORT_BY_EXPERT
     assert not model.model.is_gradient_checkpointing
-    assert model._run_anew(MicroBatchShape((10,), (5,)), 1, **how) == first
+    assert model._run_uncached(MicroBatchShape((10,), (5,)), 1, **how) == first
 
 
 def test_samples_add_up_and_only_projected_slots_have_logits():
     model = DryRunModel(CONFIGS["qwen3_dense"], dtype=torch.float32, cpu=False)
     one, two, three = (
-        model.held(MicroBatchShape((40,) * n, (30,) * n), checkpointing=False) for n in (1, 2, 3)
+        model.micro_batch_memory(MicroBatchShape((40,) * n, (30,) * n), checkpointing=False)
+        for n in (1, 2, 3)
     )
-    assert one.at(3, two).saved == pytest.approx(three.saved)
-    assert one.at(3, two).peak == pytest.approx(three.peak, rel=0.02)
-    assert model.held(MicroBatchShape((40,), (1,)), checkpointing=False).logits == 0
+    assert one.for_samples(3, two).saved == pytest.approx(three.saved)
+    assert one.for_samples(3, two).peak == pytest.approx(three.peak, rel=0.02)
+    assert model.micro_batch_memory(MicroBatchShape((40,), (1,)), checkpointing=False).logits == 0
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8", "fp8-weight", "simulated"])
@@ -162,7 +163,7 @@ def test_families_with_other_names_for_their_dimensions():
 )
 def test_families_that_cannot_be_run_dry_are_refused(name, words):
     with pytest.raises(UsageError, match=words):
-        DryRunModel(TABLE[name].config(), dtype=torch.float32, cpu=True).held(
+        DryRunModel(TABLE[name].config(), dtype=torch.float32, cpu=True).micro_batch_memory(
             MicroBatchShape((9,), (4,)), checkpointing=False
         )
 

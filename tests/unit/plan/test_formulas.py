@@ -102,15 +102,15 @@ def test_parameters_a_token_meets():
 
 
 def test_experts_touched_by_a_batch():
-    assert DIMS.touched(1) == 0.25
-    assert DIMS.touched(2) == 1 - 0.75**2
-    assert DIMS.touched(1000) == pytest.approx(1)
+    assert DIMS.touched_share(1) == 0.25
+    assert DIMS.touched_share(2) == 1 - 0.75**2
+    assert DIMS.touched_share(1000) == pytest.approx(1)
 
 
 @given(st.integers(1, 60))
 def test_a_larger_batch_reads_more_experts_but_fewer_per_token(tokens):
-    assert DIMS.touched(tokens) < DIMS.touched(tokens + 1)
-    assert DIMS.touched(tokens) <= tokens * DIMS.share * (1 + 1e-12)
+    assert DIMS.touched_share(tokens) < DIMS.touched_share(tokens + 1)
+    assert DIMS.touched_share(tokens) <= tokens * DIMS.expert_share * (1 + 1e-12)
 
 
 def test_a_window_bounds_the_cached_elements():
@@ -129,10 +129,10 @@ def test_attention_flops_sum_over_visible_tokens():
 def test_micro_batches_hold_whole_samples():
     assert (WORK.slots, WORK.sequences, WORK.all_slots) == (15, 8, 120)
     assert WORK.micro_batches(50, 1) == 3  # 3 samples fit, 8 there are
-    assert WORK.micro(50, 1).slots == (15, 15, 15)
+    assert WORK.fullest_micro_batch(50, 1).slots == (15, 15, 15)
     assert WORK.micro_batches(50, 2) == 2
-    assert WORK.micro(50, 2).slots == (15, 15)  # spread over 4
-    assert WORK.micro(5, 1).slots == (15,)  # a longer sample gets one of its own
+    assert WORK.fullest_micro_batch(50, 2).slots == (15, 15)  # spread over 4
+    assert WORK.fullest_micro_batch(5, 1).slots == (15,)  # a longer sample gets one of its own
     assert WORK.micro_batches(1000, 8) == 1
 
 
@@ -543,7 +543,7 @@ def test_constants_that_are_given_are_marked():
 
 def test_every_constant_names_its_source():
     names = set(parse_cluster("1xH100").constants)
-    for device in hardware.devices():
+    for device in hardware.known_devices():
         constants = parse_cluster(f"1x{device}").constants
         own = {"on_policy_rollout", "on_policy_train"} if device == "cpu" else {"host_memory"}
         assert set(constants) == names - {"host_memory"} | own, device

@@ -1,0 +1,110 @@
+"""Stand-ins for kernels that fake tensors cannot run, or that a GPU would choose instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from onepolicy.invariant import experts as invariant_experts
+from onepolicy.invariant import mode
+from onepolicy.models import experts, packed_attention
+from onepolicy.models.packed_attention import Packing
+from onepolicy.models.quant import quantise
+
+REAL_SORT_BY_EXPERT, REAL_FEW_TOKEN_PACKING = experts.sort_by_expert, mode.few_token_packing
+
+
+@contextmanager
+def kernel_stand_ins(*, cpu: bool) -> Iterator[None]:
+    """Replace kernels inside the block. cpu: replace our CPU functions, else a GPU's kernels."""
+    with ExitStack() as stack:
+        if cpu:
+            for module in (experts, invariant_experts):
+                stack.enter_context(patched(module, "sort_by_expert", _sort_evenly))
+            stack.enter_context(patched(mode, "few_token_packing", _real_packing))
+        else:
+            stack.enter_context(
+                patched(packed_attention, "scaled_dot_product_attention", _flash_attention)
+            )
+        stack.enter_context(patched(torch.nn.functional, "grouped_mm", _grouped_mm))
+        stack.enter_context(patched(quantise, "_check_forward", lambda model: None))
+        yield
+
+
+@contextmanager
+def patched(module: Any, name: str, stand_in: Any) -> Iterator[None]:
+    """Replace an attribute of a module inside the block."""
+    original = getattr(module, name)
+    setattr(module, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def _real_packing(device: torch.device) -> Packing:
+    with unset_fake_temporarily():
+        return REAL_FEW_TOKEN_PACKING(torch.device("cpu"))
+
+
+def _sort_evenly(
+    top_k_index: Tensor, num_experts: int, *, least: int = 1
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Give every expert equally many rows, because fake tensors have no routes to sort by.
+
+    Only the first expert computes. It holds as much memory as each of the others would after it.
+    """
+    with unset_fake_temporarily():
+        chosen = torch.arange(top_k_index.numel()).remainder(num_experts).view(top_k_index.shape)
+        token, place, ends = REAL_SORT_BY_EXPERT(chosen, num_experts, least=least)
+    return torch.empty_like(token), torch.empty_like(place), ends[:1] * num_experts
+
+
+class _FlashAttention(torch.autograd.Function):
+    """The memory of flash attention on a GPU, for any device.
+
+    Its backward sums the gradients of queries in float32. It makes the gradients of keys and values
+    for every query head.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, log_sum_exp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, _ = ctx.saved_tensors
+        summed = torch.empty_like(query, dtype=torch.float32)
+        by_query_head = [query.new_empty(*query.shape[:-1], x.shape[-1]) for x in (key, value)]
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del summed, by_query_head
+        return grads
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """The memory of a grouped matmul in any dtype. Torch's own fake one knows bfloat16 only."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows.new_empty(len(rows), weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+    return _GroupedMatmul.apply(rows, weight)
+
+
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    return _FlashAttention.apply(query, key, value)
