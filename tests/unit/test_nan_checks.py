@@ -102,7 +102,7 @@ def test_the_limit_of_an_engines_distance_stays_finite(monkeypatch):
     batch = SimpleNamespace(replace=lambda **_: None)
     copy = object.__new__(weight_sync.RoundedModel)
     copy._dtype = "bfloat16"
-    copy._copy = SimpleNamespace(
+    copy._scorer = SimpleNamespace(
         score=lambda batch, replay: SimpleNamespace(logp_old=torch.zeros(1))
     )
     monkeypatch.setattr(weight_sync, "upper_quartile_gap", lambda batch: torch.tensor([0.1, INF]))

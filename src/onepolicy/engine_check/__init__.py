@@ -1,1 +1,1 @@
-"""`onepolicy engine check`: is this engine fit for a run?"""
+"""`onepolicy engine check`: checks of a rollout engine against its trainer."""

@@ -1,4 +1,4 @@
-"""Requests to an engine, the same tokens scored by the trainer, and what that says of the probabilities it returns."""
+"""Requests to an engine, scored by the trainer, and checks of the returned log-probabilities."""
 
 from __future__ import annotations
 
@@ -26,17 +26,22 @@ from onepolicy.verdict.scored_tokens import EXPLAINED
 
 PROMPTS = 8
 HOT = 1.5
-"""The temperature beside 1: above it, so that the tail of the distribution is sampled."""
+"""The second temperature, beside 1. It is above 1 to sample the tail of the distribution."""
 TOP_K, TOP_P = (1, 2, 3, 5, 10, 20, 40, 50, 64, 100), (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
-START = 16
-"""Tokens of a prompt and of a completion, at most, when a run starts."""
-ENOUGH = 14
-"""Tokens expected outside a narrower support before their absence means anything: Poisson, e^-14 < 1e-6."""
+"""Narrower supports that the support check looks for."""
+START_TOKENS = 16
+"""Most tokens of a prompt, and of a completion, in the checks at the start of a run."""
+MIN_EXPECTED_OUTSIDE = 14
+"""Tokens expected outside a support, before finding none there is a fault: e^-14 < 1e-6 (Poisson).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """passed is None: does not apply, or cannot be judged before another check passes."""
+    """The result of one check.
+
+    passed is None if the check does not apply, or cannot be decided until another check passes.
+    """
 
     name: str
     passed: bool | None
@@ -46,15 +51,15 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedBatch:
-    """Requests of one kind, and what came back for each."""
+    """Requests with the same sampling settings, and the completion of each."""
 
     prompts: list[list[int]]
     sampling: Sampling
-    done: list[Completion]
+    completions: list[Completion]
 
 
 def random_prompts(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[list[int]]:
-    """PROMPTS prompts of ordinary token ids (none special), each longer than the one before."""
+    """Return PROMPTS prompts of ordinary token ids (none special), from short to long."""
     special = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
     ids = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special))
     generator = torch.Generator().manual_seed(0)
@@ -65,32 +70,45 @@ def random_prompts(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[lis
 async def generate_all(
     engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]
 ) -> GeneratedBatch:
-    """All at once, one request per prompt."""
-    requests = (
-        engine.generate(p, sampling, seed=seed) for p, seed in zip(prompts, seeds, strict=True)
-    )
+    """Request one completion per prompt, all at once."""
+    requests = [
+        engine.generate(prompt, sampling, seed=seed)
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
     return GeneratedBatch(prompts, sampling, list(await asyncio.gather(*requests)))
 
 
-def score_generated(scorer: Scorer, played: GeneratedBatch, *, routes: bool = False) -> TokenBatch:
-    """The tokens in one packed batch, scored by the trainer with its own routing, at the temperature asked for."""
-    samples = []
-    for prompt, done in zip(played.prompts, played.done, strict=True):
+def score_generated(
+    scorer: Scorer, generated: GeneratedBatch, *, routes: bool = False
+) -> TokenBatch:
+    """Pack the completions and score them at their temperature, with the trainer's own routing.
+
+    routes: keep the engine's routes in the batch.
+    """
+    groups = []
+    pairs = zip(generated.prompts, generated.completions, strict=True)
+    for i, (prompt, completion) in enumerate(pairs):
+        if not routes:
+            completion = dataclasses.replace(completion, routing=None)
         path = Trajectory(prompt)
-        path.append_completion(done if routes else dataclasses.replace(done, routing=None))
-        sample = path.to_sample(reward=0.0, temperature=played.sampling.temperature or 1.0)
-        samples.append(dataclasses.replace(sample, outcome=0.0))
-    batch = pack([Group(i, (sample,)) for i, sample in enumerate(samples)])
-    return scorer.score(batch, replay=False)
+        path.append_completion(completion)
+        sample = path.to_sample(reward=0.0, temperature=generated.sampling.temperature or 1.0)
+        groups.append(Group(i, (dataclasses.replace(sample, outcome=0.0),)))
+    return scorer.score(pack(groups), replay=False)
 
 
-def upper_quartile_gap(batch: TokenBatch) -> Tensor:
-    """[S]: the upper quartile of |log rho| over the tokens of each sample [nats]. A few tokens behind other experts can
-    be nats apart and make up all of k3; weights, prefixes or temperatures that are wrong move most tokens."""
+def upper_quartile_gap(batch: TokenBatch) -> Tensor:  # [S]
+    """Return the upper quartile of |log rho| over the tokens of each sample [nats].
+
+    A few tokens that are routed to other experts can be nats apart and make up all of k3. Wrong
+    weights, prefixes or temperatures move most tokens.
+    """
     assert batch.logp_old is not None
     gap = (batch.logp_old - batch.logp_rollout).abs()
-    own = [gap[batch.trainable & (batch.segment == sample)] for sample in range(batch.num_samples)]
-    return torch.stack([values.quantile(0.75) for values in own])
+    by_sample = [
+        gap[batch.trainable & (batch.segment == sample)] for sample in range(batch.num_samples)
+    ]
+    return torch.stack([values.quantile(0.75) for values in by_sample])
 
 
 def _k3(batch: TokenBatch) -> float:
@@ -101,154 +119,197 @@ def _k3(batch: TokenBatch) -> float:
 async def require_correct_logprobs(
     engine: RolloutEngine, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, config: RunConfig
 ) -> None:
-    """At a run's start, engine and trainer holding the same weights: TrainingError if the log-probabilities that come
-    back are misaligned, missing, untempered, or of a narrowed sampling. About 250 tokens; nothing stays cached."""
-    room = engine.caps.max_len // 2
-    prompts, length = random_prompts(tokenizer, min(START, room)), min(START, room)
+    """Check the engine's log-probabilities at the start of a run, on about 250 tokens.
+
+    Engine and trainer must hold the same weights. Nothing stays in the engine's cache. Raises
+    TrainingError if log-probabilities are misaligned, missing, untempered, or of a narrowed
+    sampling.
+    """
+    length = min(START_TOKENS, engine.caps.max_len // 2)
+    prompts = random_prompts(tokenizer, length)
     await engine.reset_cache()
     plain = await generate_all(engine, prompts, Sampling(1.0, length), range(PROMPTS))
     hot = await generate_all(engine, prompts, Sampling(HOT, length), range(PROMPTS))
     await engine.reset_cache()
-    if (broken := find_malformed_logprobs((plain, hot))) is not None:
-        raise TrainingError(f"{type(engine).__name__}: {broken}")
+    malformed = find_malformed_logprobs((plain, hot))
+    if malformed is not None:
+        raise TrainingError(f"{type(engine).__name__}: {malformed}")
     cold, warm = score_generated(scorer, plain), score_generated(scorer, hot)
     if config.numerics == ON_POLICY:
         for batch in (cold, warm):
             require_equal(batch, None, scorer.fingerprint, when="before the first step")
-    checks = check_logprobs(scorer, cold, warm, limits=None)
-    for check in checks.values():
-        if check.passed is False:
+    for result in check_logprobs(scorer, cold, warm, limits=None).values():
+        if result.passed is False:
             raise TrainingError(
-                f"{type(engine).__name__}, {check.name}: {check.measured}. Every importance ratio would be wrong; "
-                f"{check.fix}. `onepolicy engine check` says more"
+                f"{type(engine).__name__}, {result.name}: {result.measured}. "
+                f"Every importance ratio would be wrong; {result.fix}. "
+                "`onepolicy engine check` says more"
             )
 
 
-def find_malformed_logprobs(played: Sequence[GeneratedBatch]) -> str | None:
-    """What keeps log-probabilities from being compared at all."""
-    for each in played:
-        for i, done in enumerate(each.done):
-            if len(done.logp) != len(done.token_ids):
-                return f"request {i}: {len(done.logp)} log-probabilities for {len(done.token_ids)} tokens"
-            if not done.logp.isfinite().all():
-                return f"request {i}: {int((~done.logp.isfinite()).sum())} log-probabilities are NaN or infinite"
+def find_malformed_logprobs(batches: Sequence[GeneratedBatch]) -> str | None:
+    """Return why log-probabilities cannot be compared at all; None if they can."""
+    for batch in batches:
+        for i, completion in enumerate(batch.completions):
+            logp, tokens = completion.logp, len(completion.token_ids)
+            if len(logp) != tokens:
+                return f"request {i}: {len(logp)} log-probabilities for {tokens} tokens"
+            if not logp.isfinite().all():
+                count = int((~logp.isfinite()).sum())
+                return f"request {i}: {count} log-probabilities are NaN or infinite"
     return None
 
 
 def check_logprobs(
     scorer: Scorer, cold: TokenBatch, warm: TokenBatch, *, limits: tuple[float, float] | None
 ) -> dict[str, CheckResult]:
-    """Are the returned log-probabilities those of the tokens, under the distribution they were drawn from?
+    """Check that log-probabilities belong to the tokens and the distribution they were drawn from.
 
-    cold: sampled at temperature 1 and scored, warm: at HOT. limits: largest `distance` expected of each; None: only
-    faults with a known mark are named. Of a fault only the check fails that it belongs to.
+    cold: sampled at temperature 1 and scored. warm: sampled at HOT and scored. limits: the largest
+    `upper_quartile_gap` expected of each; None: find only faults with a known signature. A fault
+    fails its own check alone.
     """
     name = "log-probabilities"
-    found = {finding.cause: finding.evidence for finding in diagnose_batch(cold).findings}
-    for cause in ("fill", "not_log", "shift"):
-        if cause in found:
-            fix = "value i must be the log-probability of token i of the completion"
-            return {name: CheckResult(name, False, found[cause], fix)}
-    if "retokenised" in found:
-        fix = "hand over the ids that were sampled; never decode and encode them again"
-        return {"tokens": CheckResult("tokens", False, found["retokenised"], fix)}
-    checks = {"support": check_support(scorer, (cold, warm))}
-    if checks["support"].passed is False:
-        return checks
+    fault = _known_fault(cold)
+    if fault is not None:
+        return {fault.name: fault}
+    results = {"support": check_support(scorer, (cold, warm))}
+    if results["support"].passed is False:
+        return results
+    cold_limit = warm_limit = None
+    expected = ""
+    if limits is not None:
+        cold_limit, warm_limit = limits
+        expected = f" (expected: at most {cold_limit:.2g})"
     gap, k3 = float(upper_quartile_gap(cold).max()), _k3(cold)
-    measured = f"k3 {k3:.2g} nats a token over {int(cold.trainable.sum())} tokens; worst request {gap:.2g} nats off"
-    expected = "" if limits is None else f" (expected: at most {limits[0]:.2g})"
-    if not gap <= (math.inf if limits is None else limits[0]):  # also if it is NaN
+    measured = (
+        f"k3 {k3:.2g} nats a token over {int(cold.trainable.sum())} tokens; "
+        f"worst request {gap:.2g} nats off{expected}"
+    )
+    limit = math.inf if cold_limit is None else cold_limit
+    if not gap <= limit:  # also if it is NaN
         fix = (
             "the engine holds other weights than the trainer, another model, or changes the prompt"
         )
-        return checks | {name: CheckResult(name, False, measured + expected, fix)}
-    checks[name] = CheckResult(name, True, f"one per token, aligned, {measured}{expected}")
-    return checks | {
-        "temperature": check_temperature(scorer, warm, None if limits is None else limits[1])
-    }
+        return results | {name: CheckResult(name, False, measured, fix)}
+    results[name] = CheckResult(name, True, f"one per token, aligned, {measured}")
+    results["temperature"] = check_temperature(scorer, warm, warm_limit)
+    return results
+
+
+def _known_fault(cold: TokenBatch) -> CheckResult | None:
+    """Return the failed check of a fault that has a known signature, if one is found."""
+    evidence = {finding.cause: finding.evidence for finding in diagnose_batch(cold).findings}
+    for cause in ("fill", "not_log", "shift"):
+        if cause in evidence:
+            fix = "value i must be the log-probability of token i of the completion"
+            return CheckResult("log-probabilities", False, evidence[cause], fix)
+    if "retokenised" in evidence:
+        fix = "return the ids that were sampled; never decode and encode them again"
+        return CheckResult("tokens", False, evidence["retokenised"], fix)
+    return None
 
 
 def check_temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> CheckResult:
-    """Are tokens asked for at HOT drawn at HOT, and their log-probabilities those of that distribution?"""
-    found, other = upper_quartile_gap(warm), upper_quartile_gap(score_at(scorer, warm, 1 / HOT))
-    gap, untempered = float(found.mean()), float(other.mean())
-    words = (
+    """Check that tokens and log-probabilities are of temperature HOT.
+
+    limit: the largest `upper_quartile_gap` expected; None: check the log-probabilities only.
+    """
+    name = "temperature"
+    gaps, untempered_gaps = (
+        upper_quartile_gap(warm),
+        upper_quartile_gap(score_at(scorer, warm, 1 / HOT)),
+    )
+    gap, untempered = float(gaps.mean()), float(untempered_gaps.mean())
+    measured = (
         f"asked for at {HOT}: log-probabilities {gap:.2g} nats off at {HOT}, {untempered:.2g} at 1"
     )
     if not math.isfinite(gap + untempered):
-        fix = "neither side may return NaN or infinite log-probabilities; look at the trainer's logits"
-        return CheckResult("temperature", False, f"{words}: some are not finite", fix)
+        fix = (
+            "neither side may return NaN or infinite log-probabilities; "
+            "look at the trainer's logits"
+        )
+        return CheckResult(name, False, f"{measured}: some are not finite", fix)
     if untempered < EXPLAINED * gap and gap > 0.02:
         fix = "return log-probabilities after temperature (vLLM: logprobs_mode=processed_logprobs)"
-        return CheckResult("temperature", False, f"{words}: they are not tempered", fix)
-    if limit is not None and not found.max() <= limit:
-        text = f"{words}; worst request {float(found.max()):.2g}, expected at most {limit:.2g}"
-        return CheckResult("temperature", False, text, "hand the temperature to the engine")
+        return CheckResult(name, False, f"{measured}: they are not tempered", fix)
     if limit is None:
-        return CheckResult("temperature", True, words)
-    assert warm.logp_old is not None
-    assert warm.entropy is not None
-    surplus = (warm.logp_old + warm.entropy)[
-        warm.trainable
-    ]  # 0 on average for draws from this distribution
-    mean, error = float(surplus.mean()), float(surplus.std() / len(surplus) ** 0.5)
+        return CheckResult(name, True, measured)
+    worst = gaps.max()
+    if not worst <= limit:
+        text = f"{measured}; worst request {float(worst):.2g}, expected at most {limit:.2g}"
+        return CheckResult(name, False, text, "pass the temperature to the engine")
+    mean, error = _mean_surplus(warm)
     if not abs(mean) <= 6 * error + 0.02:  # also if the entropy is NaN
         text = f"the tokens are {mean:.2g} +- {error:.1g} nats likelier than draws at {HOT}"
-        return CheckResult(
-            "temperature", False, text, "sample at the temperature that is asked for"
-        )
-    return CheckResult("temperature", True, words)
+        return CheckResult(name, False, text, "sample at the temperature that is asked for")
+    return CheckResult(name, True, measured)
+
+
+def _mean_surplus(batch: TokenBatch) -> tuple[float, float]:
+    """Return the mean of log p + entropy, and its standard error [nats].
+
+    The mean is 0 for tokens that are drawn from this distribution.
+    """
+    assert batch.logp_old is not None
+    assert batch.entropy is not None
+    surplus = (batch.logp_old + batch.entropy)[batch.trainable]
+    return float(surplus.mean()), float(surplus.std() / len(surplus) ** 0.5)
 
 
 def check_support(scorer: Scorer, batches: Sequence[TokenBatch]) -> CheckResult:
-    """Is the whole vocabulary sampled where nothing narrower was asked for? Counts tokens outside smaller supports."""
-    expected, seen = (
-        sum(part) for part in zip(*(_outside(scorer, batch) for batch in batches), strict=True)
-    )
+    """Check that the engine samples from the whole vocabulary if no top_k or top_p is set.
+
+    It counts the tokens outside narrower supports.
+    """
+    counts = [_outside_counts(scorer, batch) for batch in batches]
+    expected, seen = (sum(part) for part in zip(*counts, strict=True))
     if not expected.isfinite().all():
-        text = "the trainer's probabilities of these tokens are not finite, so nothing can be compared with them"
+        text = (
+            "the trainer's probabilities of these tokens are not finite, so nothing is comparable"
+        )
         return CheckResult("support", False, text, "look at the trainer's weights and logits")
     names = [f"top_k={k}" for k in TOP_K] + [f"top_p={p}" for p in TOP_P]
-    narrowed = [
-        i for i in range(len(names)) if expected[i] >= ENOUGH and seen[i] <= 0.05 * expected[i]
-    ]
+    decidable = [i for i in range(len(names)) if expected[i] >= MIN_EXPECTED_OUTSIDE]
+    narrowed = [i for i in decidable if seen[i] <= 0.05 * expected[i]]
     total = sum(int(batch.trainable.sum()) for batch in batches)
     if narrowed:
         i = max(narrowed, key=lambda i: float(expected[i]))
-        text = f"{int(seen[i])} of {total} tokens are outside {names[i]}, {float(expected[i]):.0f} expected"
+        text = (
+            f"{int(seen[i])} of {total} tokens are outside {names[i]}, "
+            f"{float(expected[i]):.0f} expected"
+        )
         fix = "turn off the engine's own sampling defaults (top-p, top-k, min-p, generation_config)"
         return CheckResult("support", False, text, fix)
-    judged = [i for i in range(len(names)) if expected[i] >= ENOUGH]
-    if not judged:
-        return CheckResult(
-            "support",
-            None,
-            f"the {total} tokens are too certain to tell a narrowed support from the whole",
-        )
-    i = min(judged, key=lambda i: float(expected[i]))
-    return CheckResult(
-        "support",
-        True,
-        f"whole vocabulary: {int(seen[i])} tokens outside {names[i]}, {float(expected[i]):.0f} expected",
-    )
+    if not decidable:
+        text = f"the {total} tokens are too certain to show a narrowed support"
+        return CheckResult("support", None, text)
+    i = min(decidable, key=lambda i: float(expected[i]))
+    counts_text = f"{int(seen[i])} tokens outside {names[i]}, {float(expected[i]):.0f} expected"
+    return CheckResult("support", True, f"whole vocabulary: {counts_text}")
 
 
 def topk_share(scorer: Scorer, batch: TokenBatch, top_k: int) -> tuple[float, Tensor]:
-    """Share of the sampled tokens among the trainer's `top_k` likeliest, and the log of their mass, [n] float32."""
-    inside = [
-        (ordered[:, :top_k].sum(-1), sampled[:, :top_k].any(-1))
-        for ordered, sampled in _ordered(scorer, batch)
-    ]
-    mass, found = (torch.cat(part).cpu() for part in zip(*inside, strict=True))
-    return float(found.float().mean()), mass.log().float()
+    """Return the share of sampled tokens among the trainer's `top_k` likeliest.
+
+    Also return the log of the mass of these tokens, [n] float32.
+    """
+    masses, hits = [], []
+    for ordered, sampled in _ordered_probabilities(scorer, batch):
+        masses.append(ordered[:, :top_k].sum(-1))
+        hits.append(sampled[:, :top_k].any(-1))
+    mass, hit = torch.cat(masses).cpu(), torch.cat(hits).cpu()
+    return float(hit.float().mean()), mass.log().float()
 
 
-def _outside(scorer: Scorer, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Per candidate support, over the batch: probability mass outside it, sampled tokens outside it. [C] float64."""
+def _outside_counts(scorer: Scorer, batch: TokenBatch) -> tuple[Tensor, Tensor]:  # [C] float64
+    """Return expected and sampled tokens outside each narrower support.
+
+    The expected number is the sum of the probability mass outside it.
+    """
     expected = torch.zeros(len(TOP_K) + len(TOP_P), dtype=torch.float64)
     seen = torch.zeros_like(expected)
-    for ordered, sampled in _ordered(scorer, batch):
+    for ordered, sampled in _ordered_probabilities(scorer, batch):
         before = ordered.cumsum(-1) - ordered  # [n, V] mass of likelier tokens
         rank = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
         outside = [rank >= k for k in TOP_K] + [before >= p for p in TOP_P]
@@ -258,8 +319,11 @@ def _outside(scorer: Scorer, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _ordered(scorer: Scorer, batch: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per micro-batch: the trainer's probabilities, the largest first, and which was sampled: [n, V] float64, bool."""
+def _ordered_probabilities(scorer: Scorer, batch: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the trainer's probabilities, largest first, and which was sampled.
+
+    Each pair is of one micro-batch: [n, V] float64, [n, V] bool.
+    """
     for chosen in scorer.micro_batches(batch):
         micro = batch.select(chosen).to(scorer.device)
         slots = micro.trainable.nonzero()[:, 0]

@@ -1,4 +1,7 @@
-"""`onepolicy engine check`: does an engine keep the contract of `RolloutEngine`? Asked with its trainer beside it."""
+"""`onepolicy engine check`: checks an engine against the contract of `RolloutEngine`.
+
+The trainer scores the engine's completions for comparison.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ from onepolicy.engine_check.weight_sync import RoundedModel, check_weight_sync
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import MisalignedRoutesError, check_completion
 from onepolicy.train.scorer import PolicyScorer
-from onepolicy.types import Sampling, TokenBatch
+from onepolicy.types import Completion, Sampling, TokenBatch
 
 NAMES = (
     "tokens",
@@ -48,14 +51,17 @@ NAMES = (
     "layers",
     "weight sync",
 )
-TOKENS, LONGEST = 48, 160
-"""Of a completion; of a prompt: enough to fill a block of a prefix cache."""
+MAX_TOKENS, LONGEST_PROMPT = 48, 160
+"""Tokens of a completion; of a prompt: enough to fill a block of a prefix cache."""
 NARROW = 3
 """top_k of the requests that ask for a narrowed support."""
 
 
 def run_engine_check(tree: dict[str, Any], overrides: list[str]) -> list[CheckResult]:
-    """`tree`: a recipe's settings, or none. Its task is not played: prompts are random tokens."""
+    """Build an engine and its trainer, and run all checks on random prompts.
+
+    tree: settings of a recipe, which may be empty. Its task is not used.
+    """
     tree = {
         name: section for name, section in tree.items() if name not in ("objective", "correction")
     }
@@ -70,188 +76,215 @@ def run_engine_check(tree: dict[str, Any], overrides: list[str]) -> list[CheckRe
 async def check_pair(
     pair: EngineAndScorer, tokenizer: PreTrainedTokenizerBase, model: ModelConfig
 ) -> list[CheckResult]:
-    """One Check per name of NAMES, in that order."""
+    """Return one result for each of NAMES, in that order."""
     scorer, engine = pair.scorer, pair.engine
-    length = min(TOKENS, engine.caps.max_len // 2)
-    prompts = random_prompts(tokenizer, min(LONGEST, engine.caps.max_len - length))
-    numbers = range(len(prompts))
+    length = min(MAX_TOKENS, engine.caps.max_len // 2)
+    prompts = random_prompts(tokenizer, min(LONGEST_PROMPT, engine.caps.max_len - length))
+    seeds = range(len(prompts))
     try:
         await engine.reset_cache()
-        plain = await generate_all(engine, prompts, Sampling(1.0, length), numbers)
-        greedy = await generate_all(engine, prompts, Sampling(0.0, length), numbers)
-        few = await generate_all(engine, prompts, Sampling(1.0, length, top_k=NARROW), numbers)
-        stopped = await generate_all(
-            engine, prompts, Sampling(1.0, length, stop=_stops(plain)), numbers
-        )
+        plain = await generate_all(engine, prompts, Sampling(1.0, length), seeds)
+        greedy = await generate_all(engine, prompts, Sampling(0.0, length), seeds)
+        narrow = await generate_all(engine, prompts, Sampling(1.0, length, top_k=NARROW), seeds)
+        stop = Sampling(1.0, length, stop=_stop_tokens(plain))
+        stopped = await generate_all(engine, prompts, stop, seeds)
         await engine.reset_cache()
-        hot = await generate_all(engine, prompts, Sampling(HOT, length), numbers)
+        hot = await generate_all(engine, prompts, Sampling(HOT, length), seeds)
     except (UsageError, TrainingError) as error:
-        return _complete(
-            {
-                "tokens": CheckResult(
-                    "tokens", False, f"a request failed: {error}", "mend the engine's answer"
-                )
-            }
+        text = f"a request failed: {error}"
+        failed = CheckResult("tokens", False, text, "fix the engine's reply")
+        return _complete({"tokens": failed})
+    results = {"tokens": check_tokens((plain, hot, greedy, narrow, stopped), scorer.vocabulary)}
+    results |= check_route_shapes(pair, (plain, hot))
+    results["seeds"] = await check_seeds(pair, prompts, hot)
+    malformed = find_malformed_logprobs((plain, hot, narrow))
+    if malformed is not None:
+        results["log-probabilities"] = CheckResult(
+            "log-probabilities",
+            False,
+            malformed,
+            "return one finite log-probability per sampled token",
         )
-    found = {"tokens": check_tokens((plain, hot, greedy, few, stopped), scorer.vocabulary)}
-    found |= check_route_shapes(pair, (plain, hot))
-    found["seeds"] = await check_seeds(pair, prompts, hot)
-    if (broken := find_malformed_logprobs((plain, hot, few))) is not None:
-        fix = "return one finite log-probability per sampled token"
-        found["log-probabilities"] = CheckResult("log-probabilities", False, broken, fix)
-    elif found["tokens"].passed:
-        copy = RoundedModel(scorer, model)
-        cold, warm = (
-            score_generated(scorer, plain, routes="routes" not in found),
-            score_generated(scorer, hot),
-        )
-        found |= check_logprobs(scorer, cold, warm, limits=(copy.limit(cold), copy.limit(warm)))
-        if found["tokens"].passed and "routes" not in found:
-            found |= check_route_agreement(pair, cold)
-        if "temperature" in found and found["temperature"].passed:
-            found["temperature"] = check_greedy(
-                scorer, score_generated(scorer, greedy), found["temperature"]
-            )
-            found["support"] = check_topk_request(
-                scorer, score_generated(scorer, few), found["support"]
-            )
-        if (reported := found.get("log-probabilities")) is not None and reported.passed:
-            found["weight sync"] = await check_weight_sync(pair, copy, plain)
-    return _complete(found)
+    elif results["tokens"].passed:
+        rounded = RoundedModel(scorer, model)
+        results |= _check_scored(pair, rounded, results, plain, hot)
+        if _passed(results, "temperature"):
+            batch = score_generated(scorer, greedy)
+            results["temperature"] = check_greedy(scorer, batch, results["temperature"])
+            batch = score_generated(scorer, narrow)
+            results["support"] = check_topk_request(scorer, batch, results["support"])
+        if _passed(results, "log-probabilities"):
+            results["weight sync"] = await check_weight_sync(pair, rounded, plain)
+    return _complete(results)
 
 
-def _complete(found: dict[str, CheckResult]) -> list[CheckResult]:
-    return [
-        found.get(name) or CheckResult(name, None, "not judged: another check fails first")
-        for name in NAMES
-    ]
+def _check_scored(
+    pair: EngineAndScorer,
+    rounded: RoundedModel,
+    results: dict[str, CheckResult],
+    plain: GeneratedBatch,
+    hot: GeneratedBatch,
+) -> dict[str, CheckResult]:
+    """Check log-probabilities and routes against the trainer's. results: of the checks so far."""
+    routes_undecided = "routes" not in results
+    cold = score_generated(pair.scorer, plain, routes=routes_undecided)
+    warm = score_generated(pair.scorer, hot)
+    limits = rounded.limit(cold), rounded.limit(warm)
+    found = check_logprobs(pair.scorer, cold, warm, limits=limits)
+    tokens = found.get("tokens", results["tokens"])
+    if tokens.passed and routes_undecided:
+        found |= check_route_agreement(pair, cold)
+    return found
 
 
-def _stops(played: GeneratedBatch) -> tuple[int, ...]:
-    """Tokens that are sampled early enough to end most of the same requests."""
-    return tuple({int(done.token_ids[len(done.token_ids) // 3]) for done in played.done[:3]})
+def _passed(results: dict[str, CheckResult], name: str) -> bool:
+    return name in results and bool(results[name].passed)
 
 
-def check_tokens(played: Sequence[GeneratedBatch], vocabulary: int) -> CheckResult:
-    """Ids of the vocabulary; a completion ends with its stop token or at max_tokens, and its finish says which."""
-    stops = total = 0
-    for each in played:
-        stop, most = each.sampling.stop, each.sampling.max_tokens
-        for i, done in enumerate(each.done):
-            ids = done.token_ids.tolist()
-            total, stops = total + len(ids), stops + (done.finish == "stop")
-            wrong = None
-            if not ids or min(ids) < 0 or max(ids) >= vocabulary:
-                wrong = f"ids {ids[:5]}..., expected at least one of 0..{vocabulary - 1}"
-            elif len(done.version) != len(ids):
-                wrong = f"{len(done.version)} weight versions for {len(ids)} tokens"
-            elif any(token in stop for token in ids[:-1]):
-                wrong = "tokens follow the stop token"
-            elif done.finish != ("stop" if ids[-1] in stop else "length"):
-                last = "is" if ids[-1] in stop else "is not"
-                wrong = f"finish is {done.finish}, but the last token {last} a stop token"
-            elif done.finish == "length" and len(ids) != most:
-                wrong = f"finish is length after {len(ids)} of {most} tokens"
-            elif len(ids) > most:
-                wrong = f"{len(ids)} tokens where {most} were asked for"
-            if wrong is not None:
-                fix = "return exactly the ids that were sampled, the stop token included and nothing after it"
-                return CheckResult(
-                    "tokens",
-                    False,
-                    f"temperature {each.sampling.temperature}, request {i}: {wrong}",
-                    fix,
+def _complete(results: dict[str, CheckResult]) -> list[CheckResult]:
+    undecided = "not judged: another check fails first"
+    return [results.get(name) or CheckResult(name, None, undecided) for name in NAMES]
+
+
+def _stop_tokens(batch: GeneratedBatch) -> tuple[int, ...]:
+    """Return tokens that are sampled early enough to end most of the same requests."""
+    ids = [completion.token_ids for completion in batch.completions[:3]]
+    return tuple({int(each[len(each) // 3]) for each in ids})
+
+
+def check_tokens(batches: Sequence[GeneratedBatch], vocabulary: int) -> CheckResult:
+    """Check the ids, the end and the `finish` of every completion."""
+    stopped = tokens = requests = 0
+    for batch in batches:
+        for i, completion in enumerate(batch.completions):
+            requests += 1
+            tokens += len(completion.token_ids)
+            stopped += completion.finish == "stop"
+            fault = _token_fault(completion, batch.sampling, vocabulary)
+            if fault is not None:
+                fix = (
+                    "return exactly the ids that were sampled, the stop token included and "
+                    "nothing after it"
                 )
-    answered = sum(len(each.done) for each in played)
-    return CheckResult(
-        "tokens",
-        True,
-        f"{answered} requests, {total} ids; {stops} ended at their stop token, which is kept",
-    )
+                text = f"temperature {batch.sampling.temperature}, request {i}: {fault}"
+                return CheckResult("tokens", False, text, fix)
+    text = f"{requests} requests, {tokens} ids; {stopped} ended at their stop token, which is kept"
+    return CheckResult("tokens", True, text)
+
+
+def _token_fault(completion: Completion, sampling: Sampling, vocabulary: int) -> str | None:
+    """Return the first fault of a completion; None if there is none."""
+    ids, stop, most = completion.token_ids.tolist(), sampling.stop, sampling.max_tokens
+    if not ids or min(ids) < 0 or max(ids) >= vocabulary:
+        return f"ids {ids[:5]}..., expected at least one of 0..{vocabulary - 1}"
+    if len(completion.version) != len(ids):
+        return f"{len(completion.version)} weight versions for {len(ids)} tokens"
+    if any(token in stop for token in ids[:-1]):
+        return "tokens follow the stop token"
+    ends_with_stop = ids[-1] in stop
+    if completion.finish != ("stop" if ends_with_stop else "length"):
+        last = "is" if ends_with_stop else "is not"
+        return f"finish is {completion.finish}, but the last token {last} a stop token"
+    if completion.finish == "length" and len(ids) != most:
+        return f"finish is length after {len(ids)} of {most} tokens"
+    if len(ids) > most:
+        return f"{len(ids)} tokens where {most} were asked for"
+    return None
 
 
 async def check_seeds(
     pair: EngineAndScorer, prompts: list[list[int]], hot: GeneratedBatch
 ) -> CheckResult:
-    """The same seed draws the same tokens again; another seed draws others."""
+    """Check that the same seed draws the same tokens again, and another seed draws others."""
     if not pair.engine.caps.seeded:
-        return CheckResult(
-            "seeds", None, "the engine says it does not draw random numbers from seeds"
-        )
+        text = "the engine says it does not draw random numbers from seeds"
+        return CheckResult("seeds", None, text)
+    count = len(prompts)
     await pair.engine.reset_cache()
-    again = await generate_all(pair.engine, prompts, hot.sampling, range(len(prompts)))
-    others = await generate_all(
-        pair.engine, prompts, hot.sampling, range(1000, 1000 + len(prompts))
+    repeated = await generate_all(pair.engine, prompts, hot.sampling, range(count))
+    reseeded = await generate_all(pair.engine, prompts, hot.sampling, range(1000, 1000 + count))
+    # A completion with probability above 0.001 could occur twice by chance.
+    uncertain = [
+        i for i in range(count) if not float(hot.completions[i].logp.sum()) > math.log(1e-3)
+    ]
+    if not uncertain:
+        text = "every completion is too certain to distinguish seeds"
+        return CheckResult("seeds", None, text)
+    same, copied = _equal_tokens(hot, repeated), _equal_tokens(hot, reseeded)
+    same_count = sum(same[i] for i in uncertain)
+    copied_count = sum(copied[i] for i in uncertain)
+    text = (
+        f"{same_count} of {len(uncertain)} the same with the same seed, {copied_count} with another"
     )
-    same, copied = _equal(hot, again), _equal(hot, others)
-    certain = [
-        float(done.logp.sum()) > math.log(1e-3) for done in hot.done
-    ]  # could come twice by itself
-    judged = [i for i in range(len(prompts)) if not certain[i]]
-    if not judged:
-        return CheckResult("seeds", None, "every completion is too certain to tell seeds apart")
-    counts = f"{sum(same[i] for i in judged)} of {len(judged)} the same with the same seed, "
-    counts += f"{sum(copied[i] for i in judged)} with another"
-    passed = 2 * sum(same[i] for i in judged) >= len(judged) and not any(copied[i] for i in judged)
-    return CheckResult(
-        "seeds",
-        passed,
-        counts,
-        "" if passed else "seed each request's random numbers with its own seed",
-    )
+    if 2 * same_count < len(uncertain) or copied_count:
+        fix = "seed each request's random numbers with its own seed"
+        return CheckResult("seeds", False, text, fix)
+    return CheckResult("seeds", True, text)
 
 
-def check_greedy(scorer: PolicyScorer, batch: TokenBatch, sampled: CheckResult) -> CheckResult:
-    """`sampled`, the passed check of the temperature, if temperature 0 takes the likeliest token as well."""
+def _equal_tokens(a: GeneratedBatch, b: GeneratedBatch) -> list[bool]:
+    pairs = zip(a.completions, b.completions, strict=True)
+    return [x.token_ids.tolist() == y.token_ids.tolist() for x, y in pairs]
+
+
+def check_greedy(scorer: PolicyScorer, batch: TokenBatch, temperature: CheckResult) -> CheckResult:
+    """Check that temperature 0 takes the likeliest token.
+
+    temperature: the passed check, to which this one adds.
+    """
     share, _ = topk_share(scorer, batch, 1)
     text = f"temperature 0 takes the trainer's likeliest token in {share:.0%}"
     if not share >= 0.9:  # rounding decides between two that are equally likely
         return CheckResult("temperature", False, text, "take the argmax at temperature 0")
-    return replace(sampled, measured=f"{sampled.measured}; {text}")
+    return replace(temperature, measured=f"{temperature.measured}; {text}")
 
 
-def check_topk_request(scorer: PolicyScorer, batch: TokenBatch, whole: CheckResult) -> CheckResult:
-    """`whole`, the check of the whole vocabulary, if requests with top_k stay inside it and say so in their values."""
+def check_topk_request(
+    scorer: PolicyScorer, batch: TokenBatch, support: CheckResult
+) -> CheckResult:
+    """Check that requests with top_k sample inside it, and return log-probabilities after top_k.
+
+    support: the passed check of the whole vocabulary, to which this one adds.
+    """
     share, mass = topk_share(scorer, batch, NARROW)
-    text = f"{share:.0%} of the tokens asked for with top_k={NARROW} are among the trainer's {NARROW} likeliest"
+    text = (
+        f"{share:.0%} of the tokens asked for with top_k={NARROW} are among the trainer's "
+        f"{NARROW} likeliest"
+    )
     if not share >= 0.9:
-        return CheckResult(
-            "support", False, text, "hand top_k and top_p to the engine, or refuse them"
-        )
+        fix = "pass top_k and top_p to the engine, or refuse them"
+        return CheckResult("support", False, text, fix)
     assert batch.logp_old is not None
-    off = (batch.logp_rollout - batch.logp_old)[batch.trainable]
-    tells = not mass.abs().mean() <= 0.01
-    if tells and not (off + mass).abs().mean() <= off.abs().mean():  # also if a value is NaN
-        text = f"log-probabilities of tokens drawn with top_k={NARROW} are those of the whole vocabulary"
-        return CheckResult(
-            "support", False, text, "return them after top-k and top-p (vLLM: processed_logprobs)"
+    gap = (batch.logp_rollout - batch.logp_old)[batch.trainable]
+    is_visible = not mass.abs().mean() <= 0.01
+    # The difference of the two distributions is -mass. "not <=" is also true if a value is NaN.
+    if is_visible and not (gap + mass).abs().mean() <= gap.abs().mean():
+        text = (
+            f"log-probabilities of tokens drawn with top_k={NARROW} are those of the whole "
+            "vocabulary"
         )
-    return replace(whole, measured=f"{whole.measured}; {text}")
-
-
-def _equal(a: GeneratedBatch, b: GeneratedBatch) -> list[bool]:
-    return [
-        x.token_ids.tolist() == y.token_ids.tolist() for x, y in zip(a.done, b.done, strict=True)
-    ]
+        fix = "return them after top-k and top-p (vLLM: processed_logprobs)"
+        return CheckResult("support", False, text, fix)
+    return replace(support, measured=f"{support.measured}; {text}")
 
 
 def check_route_shapes(
-    pair: EngineAndScorer, played: Sequence[GeneratedBatch]
+    pair: EngineAndScorer, batches: Sequence[GeneratedBatch]
 ) -> dict[str, CheckResult]:
-    """Rows, ranges and repetitions of the engine's routes: empty if nothing is wrong with them."""
-    if pair.route_spec is None or uses_reprefill(pair.config):
-        why = (
-            "a dense model has no routes"
-            if pair.route_spec is None
-            else "replay.source=reprefill needs none of its own"
-        )
-        return {name: CheckResult(name, None, why) for name in ("routes", "layers")}
+    """Check rows, ranges and repetitions of the engine's routes.
+
+    Return results only if routes are not needed or wrong.
+    """
+    if pair.route_spec is None:
+        return _routes_not_needed("a dense model has no routes")
+    if uses_reprefill(pair.config):
+        return _routes_not_needed("replay.source=reprefill needs none of its own")
     if not pair.engine.caps.returns_routes:
         fix = "start the engine so that it returns them, or set replay.source=reprefill"
         return {"routes": CheckResult("routes", False, "the engine returns none", fix)}
     fix = "return one row per token that was fed, of every MoE layer, as the router chose them"
-    for each in played:
-        for i, (prompt, done) in enumerate(zip(each.prompts, each.done, strict=True)):
+    for batch in batches:
+        for i, (prompt, done) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
             if done.routing is None:
                 return {"routes": CheckResult("routes", False, f"request {i} has none", fix)}
             try:
@@ -261,33 +294,32 @@ def check_route_shapes(
     return {}
 
 
+def _routes_not_needed(reason: str) -> dict[str, CheckResult]:
+    return {name: CheckResult(name, None, reason) for name in ("routes", "layers")}
+
+
 def check_route_agreement(pair: EngineAndScorer, batch: TokenBatch) -> dict[str, CheckResult]:
-    """Are the routes those of these tokens and layers? batch: scored, with the engine's routes."""
+    """Check that the engine's routes belong to these tokens and layers. batch: scored."""
     assert batch.routing is not None
     assert batch.routing_native is not None
     rows = f"{len(batch.routing)} rows, well formed"
+    least = getattr(pair.config.replay, "min_agreement", 0.0) or MIN_AGREEMENT
     try:
-        check_alignment(batch.routing, batch.routing_native, batch.cu_seqlens, least=_least(pair))
+        check_alignment(batch.routing, batch.routing_native, batch.cu_seqlens, least=least)
     except MisalignedRoutesError as error:
         if not error.layers_wrong:
-            return {
-                "routes": CheckResult(
-                    "routes", False, str(error), "row i is of the token that was fed i-th"
-                )
-            }
-        wrong = CheckResult(
-            "layers", False, str(error), "hand over the model's MoE layers in their order"
-        )
-        return {"routes": CheckResult("routes", True, rows), "layers": wrong}
+            fix = "row i is of the token that was fed i-th"
+            return {"routes": CheckResult("routes", False, str(error), fix)}
+        fix = "return the model's MoE layers in their order"
+        return {
+            "routes": CheckResult("routes", True, rows),
+            "layers": CheckResult("layers", False, str(error), fix),
+        }
     differ = routing_disagreement(batch.routing_native, batch.routing)
-    worst = f"{len(batch.routing.layers)} layers, in the worst {float(differ.per_layer.max()):.2%} differ"
+    worst = float(differ.per_layer.max())
+    routes = f"{rows}; {differ.routers:.2%} of routers differ from the trainer's"
+    layers = f"{len(batch.routing.layers)} layers, in the worst {worst:.2%} differ"
     return {
-        "routes": CheckResult(
-            "routes", True, f"{rows}; {differ.routers:.2%} of routers differ from the trainer's"
-        ),
-        "layers": CheckResult("layers", True, worst),
+        "routes": CheckResult("routes", True, routes),
+        "layers": CheckResult("layers", True, layers),
     }
-
-
-def _least(pair: EngineAndScorer) -> float:
-    return getattr(pair.config.replay, "min_agreement", 0.0) or MIN_AGREEMENT

@@ -1,10 +1,11 @@
-"""Does an engine follow the weights it is given? And how far from the trainer its dtype alone brings it."""
+"""The check that an engine uses the weights it is given, and the gap that its dtype causes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -19,97 +20,136 @@ from onepolicy.engine_check.checks import (
 )
 from onepolicy.models import fp32_head
 from onepolicy.rollout.copies import load_engine_copy
-from onepolicy.sync.push import NOISE_MARGIN as NOISE
-from onepolicy.sync.push import canary_logp, checked_push, push_weights
+from onepolicy.sync.push import NOISE_MARGIN, canary_logp, checked_push, push_weights
 from onepolicy.train.rescore import variant
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 
 MIN_LIMIT = {"float32": 5e-4, "bfloat16": 5e-3}
-"""`distance` nobody needs to explain [nats]."""
+"""Smallest limit of `upper_quartile_gap`, by the engine's dtype [nats]."""
 MARGIN = 5.0
-"""Times the distance between the trainer and a copy of itself in the engine's dtype, on the same tokens."""
-CHANGE = 0.2
-"""Relative noise on the matrices of the weights that are pushed to see whether the engine follows."""
+"""Limit, as a multiple of the gap between the trainer and its copy in the engine's dtype."""
+PERTURBATION = 0.2
+"""Relative noise on the weight matrices that are pushed to see whether the engine uses them."""
 
 
 class RoundedModel:
-    """The trainer's model in the engine's dtype: how far apart that alone brings the two."""
+    """A copy of the trainer's model in the engine's dtype. It shows the gap of rounding alone."""
 
     def __init__(self, scorer: PolicyScorer, model: ModelConfig) -> None:
         rollout = scorer.config.rollout
-        self._own, self._dtype = scorer, rollout.engine.dtype
+        self._learner, self._dtype = scorer, rollout.engine.dtype
         self._model = load_engine_copy(model, rollout, scorer.device)
-        self._copy = variant(scorer, model=self._model, autocast="off")
+        self._scorer = variant(scorer, model=self._model, autocast="off")
 
-    def follow(self) -> None:
-        """Take the learner's weights."""
-        fp32_head.load_weights(self._model, self._own.named_weights())
+    def load_learner_weights(self) -> None:
+        fp32_head.load_weights(self._model, self._learner.named_weights())
 
     def limit(self, batch: TokenBatch) -> float:
-        """Largest `distance` of an engine of this dtype from the trainer on the tokens of a scored batch [nats]."""
-        rounded = self._copy.score(batch, replay=False).logp_old
+        """Return the largest `upper_quartile_gap` [nats] expected of an engine of this dtype.
+
+        batch: the tokens, scored by the trainer.
+        """
+        rounded = self._scorer.score(batch, replay=False).logp_old
         assert rounded is not None
-        apart = float(upper_quartile_gap(batch.replace(logp_rollout=rounded)).max())
-        return (
-            max(MIN_LIMIT[self._dtype], MARGIN * apart)
-            if math.isfinite(apart)
-            else MIN_LIMIT[self._dtype]
-        )
+        gap = float(upper_quartile_gap(batch.replace(logp_rollout=rounded)).max())
+        if not math.isfinite(gap):
+            return MIN_LIMIT[self._dtype]
+        return max(MIN_LIMIT[self._dtype], MARGIN * gap)
+
+
+@dataclass(frozen=True, slots=True)
+class _SyncGaps:
+    """Gaps of an engine's log-probabilities after weight syncs, of the worst request [nats]."""
+
+    pushed: float  # from the perturbed weights, just pushed
+    cached: float  # from the same, where prefixes were cached before the push
+    old: float  # from the first weights, with the perturbed ones pushed
+    limit: float  # the largest gap expected
+    moved: float  # between the first weights and the first weights pushed again
+    noise: float  # between two canaries without a sync
+
+    @property
+    def fault(self) -> str | None:
+        if not self.pushed <= self.limit:
+            return (
+                f"log-probabilities {self.pushed:.2g} nats from the weights just pushed, "
+                f"{self.old:.2g} from the ones before"
+            )
+        if not self.cached <= self.limit:
+            return (
+                f"{self.cached:.2g} nats off where prefixes were cached before the push, "
+                f"{self.pushed:.2g} where not"
+            )
+        if not self.moved <= NOISE_MARGIN * self.noise < math.inf:
+            return f"the first weights, pushed again, move log-probabilities by {self.moved:.2g}"
+        return None
 
 
 async def check_weight_sync(
-    pair: EngineAndScorer, copy: RoundedModel, plain: GeneratedBatch
+    pair: EngineAndScorer, rounded: RoundedModel, plain: GeneratedBatch
 ) -> CheckResult:
-    """The same weights move nothing; other weights are followed, also behind a cached prefix; and back again."""
-    engine, scorer, numbers = pair.engine, pair.scorer, range(len(plain.prompts))
-    size = scorer.vocabulary
-    fix = "load_weights takes over every tensor and forgets all cached keys, values and routes"
+    """Push the same weights, other weights and the first weights, and check the engine each time.
+
+    The same weights must change nothing. Other weights must be used, also behind a cached prefix.
+    The first weights must give the first log-probabilities again.
+    """
+    name = "weight sync"
+    fix = "load_weights takes over every tensor and discards all cached keys, values and routes"
     try:
-        await checked_push(scorer, engine, vocab=size)
-        before, again = await canary_logp(engine, size), await canary_logp(engine, size)
-        await generate_all(
-            engine, plain.prompts, plain.sampling, numbers
-        )  # leaves its prefixes cached
-        with perturbed_weights(scorer):
-            copy.follow()
-            await push_weights(scorer, engine)
-            cached = await generate_all(engine, plain.prompts, plain.sampling, numbers)
-            await engine.reset_cache()
-            fresh = await generate_all(engine, plain.prompts, plain.sampling, numbers)
-            score = score_generated(scorer, fresh)
-            limit, now, behind = (
-                copy.limit(score),
-                upper_quartile_gap(score).max(),
-                upper_quartile_gap(score_generated(scorer, cached)).max(),
-            )
-        await push_weights(scorer, engine)
-        back = await canary_logp(engine, size)
+        gaps = await _measure_sync(pair, rounded, plain)
     except (UsageError, TrainingError) as error:
-        return CheckResult("weight sync", False, str(error), fix)
-    old = upper_quartile_gap(score_generated(scorer, fresh)).max()
-    wrong = None
-    if not now <= limit:
-        wrong = f"log-probabilities {now:.2g} nats from the weights just pushed, {old:.2g} from the ones before"
-    elif not behind <= limit:
-        wrong = (
-            f"{behind:.2g} nats off where prefixes were cached before the push, {now:.2g} where not"
-        )
-    elif not (back - before).abs().max() <= NOISE * (again - before).abs().max() < math.inf:
-        wrong = f"the first weights, pushed again, move log-probabilities by {(back - before).abs().max():.2g}"
-    if wrong is not None:
-        return CheckResult("weight sync", False, f"{wrong} (expected: at most {limit:.2g})", fix)
-    followed = f"{now:.2g} nats off, {old:.2g} from the ones before"
-    return CheckResult(
-        "weight sync",
-        True,
-        f"the same weights move nothing; others are followed, cached or not: {followed}",
+        return CheckResult(name, False, str(error), fix)
+    if gaps.fault is not None:
+        text = f"{gaps.fault} (expected: at most {gaps.limit:.2g})"
+        return CheckResult(name, False, text, fix)
+    text = (
+        "the same weights move nothing; others are followed, cached or not: "
+        f"{gaps.pushed:.2g} nats off, {gaps.old:.2g} from the ones before"
     )
+    return CheckResult(name, True, text)
+
+
+async def _measure_sync(
+    pair: EngineAndScorer, rounded: RoundedModel, plain: GeneratedBatch
+) -> _SyncGaps:
+    engine, scorer, seeds = pair.engine, pair.scorer, range(len(plain.prompts))
+    size = scorer.vocabulary
+    await checked_push(scorer, engine, vocab=size)
+    before, repeated = await canary_logp(engine, size), await canary_logp(engine, size)
+    # This leaves its prefixes in the cache.
+    await generate_all(engine, plain.prompts, plain.sampling, seeds)
+    with perturbed_weights(scorer):
+        rounded.load_learner_weights()
+        await push_weights(scorer, engine)
+        cached = await generate_all(engine, plain.prompts, plain.sampling, seeds)
+        await engine.reset_cache()
+        fresh = await generate_all(engine, plain.prompts, plain.sampling, seeds)
+        batch = score_generated(scorer, fresh)
+        limit, pushed_gap = rounded.limit(batch), _worst_gap(batch)
+        cached_gap = _worst_gap(score_generated(scorer, cached))
+    await push_weights(scorer, engine)
+    after = await canary_logp(engine, size)
+    return _SyncGaps(
+        pushed=pushed_gap,
+        cached=cached_gap,
+        old=_worst_gap(score_generated(scorer, fresh)),
+        limit=limit,
+        moved=float((after - before).abs().max()),
+        noise=float((repeated - before).abs().max()),
+    )
+
+
+def _worst_gap(batch: TokenBatch) -> float:
+    return float(upper_quartile_gap(batch).max())
 
 
 @contextmanager
 def perturbed_weights(scorer: PolicyScorer) -> Iterator[None]:
-    """Other weights, and another version, while it is held; a version newer than both afterwards."""
+    """Add noise to the weights inside the block, under a new version.
+
+    Afterwards the first weights are back, under a version newer than both.
+    """
     before = {name: tensor.detach().clone() for name, tensor in scorer.model.state_dict().items()}
     generator = torch.Generator().manual_seed(0)
     scorer.version += 1
@@ -118,7 +158,7 @@ def perturbed_weights(scorer: PolicyScorer) -> Iterator[None]:
             for tensor in scorer.model.parameters():
                 if tensor.dim() > 1:
                     noise = torch.randn(tensor.shape, generator=generator).to(tensor)
-                    tensor.mul_(1 + CHANGE * noise)
+                    tensor.mul_(1 + PERTURBATION * noise)
         yield
     finally:
         scorer.model.load_state_dict(before)

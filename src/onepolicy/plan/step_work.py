@@ -93,7 +93,8 @@ def step_work(
 def sequences_per_engine(config: RunConfig, work: StepWork, engines: int) -> int:
     """Return the sequences that one engine decodes at once.
 
-    rollout.engine.max_num_seqs counts for each replica; otherwise it counts for all engines together.
+    rollout.engine.max_num_seqs is a limit for each replica, or for all engines together without
+    replicas.
     """
     limit = config.rollout.engine.max_num_seqs
     if replicated(config):

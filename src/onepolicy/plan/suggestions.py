@@ -150,7 +150,8 @@ def _engine_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
         used = (engine.weights + engine.cache) / 1e9
         return [
             f"a replica takes {used:.1f} GB of {max(0.0, engine.room) / 1e9:.1f}: "
-            "lower rollout.engine.max_num_seqs, max_len or kv_cache_gib, or raise cluster.gpus_per_replica"
+            "lower rollout.engine.max_num_seqs, max_len or kv_cache_gib, "
+            "or raise cluster.gpus_per_replica"
         ]
     for size in ENGINE_SIZES:
         if size <= chosen.split.tensor_parallel:
