@@ -1,7 +1,8 @@
-"""What every figure shares: the three looks, axes, and a log axis on which zero stays visible.
+"""Parts of all figures: line styles, axes, and a log axis that shows zero.
 
-Figures are plain plotly JSON. A colour `@name` is resolved in the browser from the page's CSS variables, so that one
-figure serves the light and the dark theme; report/png.py resolves it from the light palette.
+Figures are plain plotly JSON. A colour `@name` is resolved in the browser from the page's CSS
+variables, so that one figure serves the light and the dark theme; report/png.py resolves it from
+the light palette.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ LAYOUT: Spec = {
 
 @dataclass(frozen=True)
 class LineStyle:
-    """Colour plus a second sign (line style, marker, fill pattern), so that no reader depends on colour alone."""
+    """A colour with a second sign (dash, marker, fill pattern), so that no reader depends on
+    colour.
+    """
 
     color: str
     dash: str
@@ -59,9 +62,11 @@ SOFT = LineStyle("@soft", "dot", "circle", "")
 
 @dataclass(frozen=True)
 class Figure:
+    """A plotly figure with its title and note."""
+
     name: str  # id of its div: fig-<name>
-    title: str  # what one should see
-    note: str  # how to read it
+    title: str  # statement of the result
+    note: str  # help to read the figure
     data: list[Spec]
     layout: Spec
     width: Width = "half"  # of the page
@@ -69,20 +74,19 @@ class Figure:
     height: int | None = None  # pixels in the page; None: that of its width
 
     def spec(self) -> Spec:
-        """{data, layout} for plotly, with everything that all figures share; colours still as @name."""
-        given = {"xaxis": {}, "yaxis": {}} | {
-            k: v for k, v in self.layout.items() if k[:5] in ("xaxis", "yaxis")
-        }
+        """Return {data, layout} for plotly with the parts of all figures; colours stay @name."""
+        given: Spec = {"xaxis": {}, "yaxis": {}}
+        given |= {name: v for name, v in self.layout.items() if name[:5] in given}
         axes = {
-            name: AXIS | own | {"title": AXIS["title"] | own.get("title", {})}
-            for name, own in given.items()
+            name: AXIS | settings | {"title": AXIS["title"] | settings.get("title", {})}
+            for name, settings in given.items()
         }
         return {"data": self.data, "layout": LAYOUT | self.layout | axes}
 
 
 @dataclass(frozen=True)
 class Absent:
-    """A figure that is left out, and why."""
+    """A figure that is left out, with the reason."""
 
     name: str
     why: str
@@ -94,7 +98,10 @@ LOWEST_DECADE = -300
 
 @dataclass(frozen=True)
 class LogScale:
-    """A log axis. Values <= 0 are drawn at `floor`, one decade below the smallest positive value, and labelled 0."""
+    """A log axis that shows zero.
+
+    Values <= 0 are drawn at `floor`, one decade below the smallest positive value, and labelled 0.
+    """
 
     floor: float
     top: float
@@ -102,23 +109,25 @@ class LogScale:
 
     @classmethod
     def of(cls, *series: Iterable[float], top: float | None = None) -> LogScale:
+        """Return the axis that holds all values of the series, up to `top` if it is given."""
         values = [float(v) for values in series for v in values if math.isfinite(v)]
         positive = [v for v in values if v > 0]
-        smallest, largest = (min(positive), max(positive)) if positive else (1e-7, 1e-7)
+        smallest, largest = min(positive, default=1e-7), max(positive, default=1e-7)
         has_zero = len(positive) < len(values)
         low = max(LOWEST_DECADE, math.floor(math.log10(smallest)) - has_zero)
         high = math.ceil(math.log10(top or largest))
         return cls(10.0**low, 10.0 ** max(high, low + 1), has_zero)
 
     def lift(self, values: Iterable[float]) -> list[float]:
+        """Return the values with `floor` in place of those <= 0."""
         return [self.floor if v <= 0 else v for v in values]
 
     def symbols(self, values: Iterable[float], symbol: str) -> list[str]:
-        """Open markers for zeros."""
+        """Return the marker of each value: open for zero."""
         return [f"{symbol}-open" if v <= 0 else symbol for v in values]
 
     def axis(self, title: str, *, steps: int = 6) -> Spec:
-        """steps: about how many between the labels."""
+        """Return the axis with about `steps` labels."""
         low, high = round(math.log10(self.floor)), round(math.log10(self.top))
         stride = max(1, (high - low) // steps)
         ticks = list(range(high, low - 1, -stride))[::-1]
@@ -136,18 +145,20 @@ class LogScale:
 
 
 def decade(exponent: int) -> str:
-    return {0: "1", 1: "10", -1: "0.1", -2: "0.01"}.get(
-        exponent, f"10<sup>{exponent}</sup>".replace("-", "\u2212")
-    )
+    """Return the label of a power of ten."""
+    power = f"10<sup>{exponent}</sup>".replace("-", "\u2212")
+    return {0: "1", 1: "10", -1: "0.1", -2: "0.01"}.get(exponent, power)
 
 
 def axis(title: str, **settings: Any) -> Spec:
+    """Return a plotly axis."""
     return {"title": {"text": title}, **settings}
 
 
 def line(
     name: str, x: Sequence[Any], y: Sequence[float], style: LineStyle, **settings: Any
 ) -> Spec:
+    """Return a plotly line."""
     stroke = {"color": style.color, "dash": style.dash, "width": 1.8}
     return {
         "type": "scatter",
@@ -163,6 +174,7 @@ def line(
 def markers(
     name: str, x: Sequence[Any], y: Sequence[Any], style: LineStyle, **settings: Any
 ) -> Spec:
+    """Return plotly markers."""
     marker = {"color": style.color, "symbol": style.symbol, "size": 8} | settings.pop("marker", {})
     return {
         "type": "scatter",
@@ -176,6 +188,7 @@ def markers(
 
 
 def bars(name: str, x: Sequence[Any], y: Sequence[Any], style: LineStyle, **settings: Any) -> Spec:
+    """Return plotly bars."""
     pattern = {
         "shape": style.pattern,
         "size": 7,

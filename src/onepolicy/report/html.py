@@ -1,9 +1,12 @@
-"""One run folder -> RUN/report.html: a single file that needs no network, no server and no other file."""
+"""One run folder -> RUN/report.html: a single file that needs no network, no server and no other
+file.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from onepolicy.files import write_text_atomically
 from onepolicy.report.figure import Absent, Figure
@@ -34,7 +37,10 @@ SHOWN_SAMPLES = 8
 
 
 def write_report(run: Path) -> Path:
-    """Write RUN/report.html. UsageError: a required file is missing or corrupt, or plotly is not installed."""
+    """Write RUN/report.html.
+
+    Raises UsageError if a required file is missing or corrupt, or plotly is not installed.
+    """
     loaded = load_run(run)
     sections: list[tuple[str, str, list[Figure | Absent]]] = [
         ("Learning", "Does it learn, and how healthily?", learning_figures(loaded)),
@@ -46,13 +52,14 @@ def write_report(run: Path) -> Path:
         ("Routing", "Where do the two choose different experts?", routing_figures(loaded)),
         ("Time", "Where does a step's time go?", [time_split(loaded)]),
     ]
-    if overlap := staleness_figures(loaded):
-        sections.insert(
-            2, ("Staleness", "How old is what is trained on, and does the overlap pay?", overlap)
-        )
+    overlap = staleness_figures(loaded)
+    if overlap:
+        question = "How old are the tokens that are trained on, and does the overlap pay?"
+        sections.insert(2, ("Staleness", question, overlap))
     *story, replay = verdict(loaded.summary)
-    idle = unlearnt(loaded.summary)
-    why = [] if idle is None else [" ".join(idle.why)]
+    idle, why = unlearnt(loaded.summary), []
+    if idle is not None:
+        why.append(" ".join(idle.why))
     shown = loaded.samples[: -SHOWN_SAMPLES - 1 : -1]
     page = render(
         "run.html",
@@ -77,24 +84,28 @@ def write_report(run: Path) -> Path:
 
 
 def document(title: str, body: str, figures: list[Figure], *, footer: str = FOOTER) -> str:
-    """A page around `body`, which is HTML."""
+    """Return a page around `body`, which is HTML."""
     return render("body.html", title, figures, footer=footer, body=body)
 
 
 def section(title: str, question: str, items: list[Figure | Absent]) -> str:
+    """Return the HTML of a section of figures."""
     return macro("section", title, question, items)
 
 
 def tile(name: str, value: str, more: str, kind: str) -> str:
+    """Return the HTML of a tile."""
     return macro("tile", name, value, more, kind)
 
 
 def _rules(summary: Tree) -> list[str]:
-    """What the numbers above are, exactly."""
-    window = summary.get("reward_window")
-    reward = f"Reward: mean of the first and of the last {window} steps." if window else None
-    rule = summary.get("crash_rule")
-    return [text for text in (reward, f"{rule[0].upper()}{rule[1:]}." if rule else None) if text]
+    """Return the definitions of the numbers in the tiles."""
+    rules, window, rule = [], summary.get("reward_window"), summary.get("crash_rule")
+    if window:
+        rules.append(f"Reward: mean of the first and of the last {window} steps.")
+    if rule:
+        rules.append(f"{rule[0].upper()}{rule[1:]}.")
+    return rules
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -115,66 +126,62 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     return [(key, str(value)) for key, value in wanted.items() if value not in (None, "")]
 
 
-def _tiles(run: Run) -> list[tuple[str, str, str, str]]:
-    """(name, value, small print, class)"""
+Tile = tuple[str, str, str, str]  # name, value, small print, class
+
+
+def _tiles(run: Run) -> list[Tile]:
     summary = run.summary
     first, last = summary.get("reward_first"), summary.get("reward_last")
-    best, crash = summary.get("eval_best"), summary.get("crash_step")
-    before, after = summary.get("eval_first"), summary.get("eval_last")
+    steps = summary.get("steps", len(run.rows))
+    ends = f"{number(first)} \u2192 {number(last)}"
+    tiles = [("Reward", ends, f"over {steps} steps", ""), _evaluation(summary), _crash(summary)]
     idle = unlearnt(summary)
-    tiles = [
-        (
-            "Reward",
-            f"{number(first)} \u2192 {number(last)}",
-            f"over {summary.get('steps', len(run.rows))} steps",
-            "",
-        ),
-        (
-            f"Evaluation {(summary.get('score') or '').removeprefix('eval/')}".strip(),
-            f"{number(before['value'])} \u2192 {number(after['value'])}"
-            if before and after
-            else number(None),
-            f"best {number(best['value'])} at step {best['step']}" if best else "not run",
-            "",
-        ),
-        ("Crash", *_crash(judged=best is not None, step=crash, learnt=idle is None)),
-    ]
     if idle is not None:
-        no_signal = f"no reward signal in {idle.silent} of {idle.steps} steps"
-        tiles.insert(
-            0,
-            (
-                "Learnt",
-                idle.learnt,
-                no_signal if idle.silent else "the weights stayed the same",
-                "bad",
-            ),
-        )
+        reason = "the weights stayed the same"
+        if idle.silent:
+            reason = f"no reward signal in {idle.silent} of {idle.steps} steps"
+        tiles.insert(0, ("Learnt", idle.learnt, reason, "bad"))
     k3 = next((entry for entry in compared(summary) if entry.metric == "mismatch/k3"), None)
     if k3 is not None:
-        tiles.append(("Mean k3, as trained", number(k3.trained), _k3_more(k3, summary), ""))
-    if summary.get("tokens_per_second") is not None:
-        tiles.append(
-            ("Tokens per second", number(summary["tokens_per_second"]), time_shares(summary), "")
-        )
+        tiles.append(("Mean k3, as trained", number(k3.trained), _k3_note(k3, summary), ""))
+    speed = summary.get("tokens_per_second")
+    if speed is not None:
+        tiles.append(("Tokens per second", number(speed), time_shares(summary), ""))
     return tiles
 
 
-def _k3_more(k3: Compared, summary: Tree) -> str:
+def _evaluation(summary: Tree) -> Tile:
+    name = f"Evaluation {(summary.get('score') or '').removeprefix('eval/')}".strip()
+    before, after = summary.get("eval_first"), summary.get("eval_last")
+    value, note, best = number(None), "not run", summary.get("eval_best")
+    if before and after:
+        value = f"{number(before['value'])} \u2192 {number(after['value'])}"
+    if best:
+        note = f"best {number(best['value'])} at step {best['step']}"
+    return name, value, note, ""
+
+
+def _k3_note(k3: Compared, summary: Tree) -> str:
     if too_small(k3):
         return f"nats per token: {SMALL}"
-    cuts = k3.ratio is not None and k3.ratio > 1 and unlearnt(summary) is None
-    return f"replay cuts it by {cut_by(k3, summary)}" if cuts else "nats per token"
+    if k3.ratio is not None and k3.ratio > 1 and unlearnt(summary) is None:
+        return f"replay cuts it by {cut_by(k3, summary)}"
+    return "nats per token"
 
 
-def _crash(*, judged: bool, step: int | None, learnt: bool) -> tuple[str, str, str]:
-    if not judged:
-        return number(None), "judged by evaluations", ""
-    return ("none", "", "good" if learnt else "") if step is None else (f"step {step}", "", "bad")
+def _crash(summary: Tree) -> Tile:
+    step = summary.get("crash_step")
+    if summary.get("eval_best") is None:
+        return "Crash", number(None), "judged by evaluations", ""
+    if step is not None:
+        return "Crash", f"step {step}", "", "bad"
+    if unlearnt(summary) is not None:
+        return "Crash", "none", "", ""
+    return "Crash", "none", "", "good"
 
 
 def _shown(sample: Tree) -> Tree:
-    """Every field as text."""
+    """Return every field of a sample as text."""
     keys = (
         "step",
         "reward",
@@ -185,8 +192,12 @@ def _shown(sample: Tree) -> Tree:
         "mean_logp_rollout",
         "mean_logp_trainer",
     )
-    found = {key: sample.get(key) for key in keys}
-    return {
-        k: number(v) if isinstance(v, float) else "" if v is None else str(v)
-        for k, v in found.items()
-    }
+    return {key: _as_text(sample.get(key)) for key in keys}
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return number(value)
+    return str(value)

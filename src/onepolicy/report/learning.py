@@ -34,19 +34,24 @@ TIME_PARTS = {  # part -> colour, fill pattern
 
 
 def learning_figures(run: Run) -> list[Figure | Absent]:
+    """Return the figures of reward, response length, entropy and gradient norm."""
     return [
         reward(run),
         single(run, "length", "train/response_length", "tokens", ROLLOUT, "Response length",
-               "Mean sampled tokens per rollout. A sudden jump to the limit means answers stopped ending."),
+               "Mean sampled tokens per rollout. A sudden jump to the limit means answers stopped "
+               "ending."),
         single(run, "entropy", "train/entropy", "nats", TRAINER, "Entropy",
-               "Mean entropy of the trainer's next-token distribution on sampled tokens. Healthy: falls slowly."),
+               "Mean entropy of the trainer's next-token distribution on sampled tokens. Healthy: "
+               "falls slowly."),
         single(run, "grad_norm", "train/grad_norm", "", TRAINER, "Gradient norm",
-               "Before clipping. Spikes before a fall of the reward are a warning; exactly 0 teaches nothing.",
+               "Before clipping. Spikes before a fall of the reward are a warning; exactly 0 "
+               "teaches nothing.",
                log=True),
     ]  # fmt: skip
 
 
 def reward(run: Run) -> Figure | Absent:
+    """Draw the reward and the evaluations over steps."""
     steps, values = run.points("train/reward")
     if not steps:
         return Absent("reward", "Reward: metrics.jsonl has no train/reward.")
@@ -63,14 +68,11 @@ def reward(run: Run) -> Figure | Absent:
         points = markers(name.replace("eval/", "evaluation, "), *run.points(name), style)
         thin = {"color": "@muted", "width": 1, "dash": "dot"}
         data.append(points | {"mode": "lines+markers", "line": thin, "cliponaxis": False})
-    layout = {"xaxis": step_axis(), "yaxis": axis("reward, accuracy")} | _crash_line(
-        run.summary.get("crash_step")
-    )
-    held_out = (
-        "evaluation uses held-out problems."
-        if scores
-        else "no evaluation was run (eval.every = 0)."
-    )
+    layout = {"xaxis": step_axis(), "yaxis": axis("reward, accuracy")}
+    layout |= _crash_line(run.summary.get("crash_step"))
+    held_out = "no evaluation was run (eval.every = 0)."
+    if scores:
+        held_out = "evaluation uses held-out problems."
     note = f"Training reward is sampled at the training temperature; {held_out}"
     idle = unlearnt(run.summary)
     title = f"Reward {course(values)}"
@@ -109,36 +111,30 @@ def single(
     metric: str,
     unit: str,
     style: LineStyle,
-    what: str,
+    title: str,
     note: str,
     *,
     log: bool = False,
 ) -> Figure | Absent:
+    """Draw one metric over steps.
+
+    With `log` the axis is logarithmic if the largest value is far above the median.
+    """
     steps, values = run.points(metric)
-    if not any(math.isfinite(v) for v in values):
-        return Absent(name, f"{what}: metrics.jsonl has no {metric}.")
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return Absent(name, f"{title}: metrics.jsonl has no {metric}.")
     shown = unit or "norm"
     yaxis = axis(shown, rangemode="tozero")
-    if (
-        log
-        and min(v for v in values if math.isfinite(v)) > 0
-        and np.nanmax(values) > 30 * np.nanmedian(values)
-    ):
+    if log and min(finite) > 0 and max(finite) > 30 * np.median(finite):
         yaxis = axis(f"{shown} (log)", type="log")
     trace = line(metric, steps, values, style)
-    title = f"{what} {course(values, unit)}"
-    return Figure(
-        name,
-        title,
-        note,
-        [trace],
-        {"xaxis": step_axis(), "yaxis": yaxis, "showlegend": False},
-        "third",
-    )
+    layout = {"xaxis": step_axis(), "yaxis": yaxis, "showlegend": False}
+    return Figure(name, f"{title} {course(values, unit)}", note, [trace], layout, "third")
 
 
 def time_split(run: Run) -> Figure | Absent:
-    """Seconds per step, stacked; what no part claims is `other`."""
+    """Draw the seconds per step, stacked; time that belongs to no part is `other`."""
     rows = [row for row in run.rows if row.get("time/step") is not None]
     if not rows:
         return Absent("time", "Time per step: metrics.jsonl has no time/step.")
@@ -149,9 +145,8 @@ def time_split(run: Run) -> Figure | Absent:
         for name in run.names("time/")
         if name.removeprefix("time/") not in NOT_PARTS
     ]
-    parts = [part for part in TIME_PARTS if part in found] + [
-        part for part in found if part not in TIME_PARTS
-    ]
+    parts = [part for part in TIME_PARTS if part in found]
+    parts += [part for part in found if part not in TIME_PARTS]
     data, rest = [], total
     for part in parts:
         seconds = np.array([row.get(f"time/{part}") or 0.0 for row in rows], dtype=np.float64)
@@ -159,34 +154,32 @@ def time_split(run: Run) -> Figure | Absent:
         rest = rest - seconds
     data.append(_area("other", steps, np.clip(rest, 0, None), "@line", ""))
     shares = [(sum(trace["y"]) / total.sum(), trace["name"]) for trace in data]
-    said = ", ".join(f"{name} {share:.0%}" for share, name in shares)
-    note = f"Over the whole run: {said}. Mean step: {total.mean():.3g} s."
+    listed = ", ".join(f"{name} {share:.0%}" for share, name in shares)
+    note = f"Over the whole run: {listed}. Mean step: {total.mean():.3g} s."
     most, name = max(shares)
     layout = {
         "xaxis": step_axis(),
         "yaxis": axis("seconds per step", rangemode="tozero"),
         "hovermode": "x unified",
     }
-    return Figure(
-        "time",
-        f"The largest part of a step is {name}: {most:.0%}",
-        note,
-        data,
-        layout,
-        width="wide",
-    )
+    title = f"The largest part of a step is {name}: {most:.0%}"
+    return Figure("time", title, note, data, layout, width="wide")
 
 
 def step_axis() -> Spec:
+    """Return the axis of training steps."""
     return axis("training step", rangemode="tozero")
 
 
 def trailing_mean(values: list[float], window: int) -> list[float]:
-    """Mean of the last `window` values up to each one; NaN is left out."""
+    """Return the mean of the last `window` values up to each one, without NaN."""
     out = []
     for end in range(1, len(values) + 1):
         known = [v for v in values[max(0, end - window) : end] if math.isfinite(v)]
-        out.append(sum(known) / len(known) if known else math.nan)
+        mean = math.nan
+        if known:
+            mean = sum(known) / len(known)
+        out.append(mean)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Figures of the distance between rollout and trainer: k3 over steps, F(tau), probability scatter."""
+"""Figures of the distance between rollout and trainer: k3, F(tau), probability scatter."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ K3, TOKENS = "mismatch/k3_staleness@", "staleness/tokens@"
 
 
 def staleness_figures(run: Run) -> list[Figure | Absent]:
-    """Nothing for a run that sampled and learned one after the other."""
+    """Return the figures of staleness; none for a run that does not sample while it learns."""
     if not run.names("staleness/"):
         return []
     return [ages(run), busy(run), k3_by_age(run)]
 
 
 def ages(run: Run) -> Figure:
+    """Draw the age of the tokens over steps."""
     most = run.config.get("rollout", {}).get("max_staleness")
     data = [
         line("oldest token", *run.points("staleness/max"), NEUTRAL),
@@ -52,17 +53,22 @@ def ages(run: Run) -> Figure:
     yaxis = axis("updates", rangemode="tozero")
     oldest = max((age for age in run.points("staleness/max")[1] if math.isfinite(age)), default=0.0)
     mean = [age for age in run.points("staleness/mean")[1] if math.isfinite(age)]
-    title = f"Tokens are {number(sum(mean) / max(1, len(mean)))} updates old on average, the oldest {oldest:.0f}"
+    average = number(sum(mean) / max(1, len(mean)))
+    title = f"Tokens are {average} updates old on average, the oldest {oldest:.0f}"
     return Figure("staleness", title, note, data, {"xaxis": step_axis(), "yaxis": yaxis})
 
 
 def busy(run: Run) -> Figure:
+    """Draw the shares of the time in which sampler and learner are busy."""
     data = [
         line("sampler", *run.points("async/sampler_busy"), ROLLOUT),
         line("learner", *run.points("async/learner_busy"), TRAINER),
         line("samples that span an update", *run.points("staleness/spanning"), REPLAY),
     ]
-    note = "Of each step's time: episodes in play; the learner scoring or learning. Both near 1 is full overlap."
+    note = (
+        "Of each step's time: episodes in play; the learner scoring or learning. Both near 1 is "
+        "full overlap."
+    )
     yaxis = axis("share", range=[0, 1.05])
     courses = [f"{trace['name']} {course(trace['y'])}" for trace in data[:2]]
     title = f"Busy share of the time: {', '.join(courses)}"
@@ -70,7 +76,7 @@ def busy(run: Run) -> Figure:
 
 
 def k3_by_age(run: Run) -> Figure | Absent:
-    """Mean over all tokens of the run that have this age."""
+    """Draw the mean k3 over all tokens of the run of each age."""
     sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in run.rows:
         for name, k3 in row.items():
@@ -89,7 +95,10 @@ def k3_by_age(run: Run) -> Figure | Absent:
         "xaxis": axis("updates old", rangemode="tozero", dtick=1),
         "yaxis": scale.axis("k3 (nats per token)"),
     }
-    note = "k3 between the weights that sampled a token and those that train on it, over all tokens of the run."
+    note = (
+        "k3 between the weights that sampled a token and those that train on it, over all tokens "
+        "of the run."
+    )
     ends = list(found.values())
     title = f"k3 is {number(ends[0])} nats of tokens {min(found)} updates old"
     if len(found) > 1:
@@ -104,6 +113,7 @@ NO_PROBE = "no probe was written (log.counterfactual_every)"
 
 
 def mismatch_figures(run: Run) -> list[Figure | Absent]:
+    """Return the figures of k3, F(tau) and the probability scatters."""
     if run.probe is None:
         return [k3(run), Absent("f_tau", f"F({TAU}): {NO_PROBE}."), *scatters(run)]
     return [
@@ -114,10 +124,14 @@ def mismatch_figures(run: Run) -> list[Figure | Absent]:
 
 
 def trained_label(run: Run) -> tuple[str, LineStyle]:
-    return ("with replay", REPLAY) if run.replay else ("without replay", TRAINER)
+    """Return label and style of the scoring that the run trained on."""
+    if run.replay:
+        return "with replay", REPLAY
+    return "without replay", TRAINER
 
 
 def k3(run: Run) -> Figure | Absent:
+    """Draw k3 over steps, with and without replay."""
     steps, values = run.points("mismatch/k3")
     if not any(math.isfinite(v) for v in values):
         return Absent("k3", "k3 over steps: metrics.jsonl has no mismatch/k3.")
@@ -127,23 +141,22 @@ def k3(run: Run) -> Figure | Absent:
     lines = line(label, steps, scale.lift(values), style)
     marker = {"size": 4, "color": style.color, "symbol": scale.symbols(values, style.symbol)}
     data = [lines | {"mode": "lines+markers", "marker": marker}]
-    note = f"k3 = mean({RHO} - 1 - log {RHO}), {RHO} = p_trainer / p_rollout of the sampled tokens; 0 = same policy. "
+    note = (
+        f"k3 = mean({RHO} - 1 - log {RHO}), {RHO} = p_trainer / p_rollout of the sampled tokens; "
+        "0 = same policy. "
+    )
     if other:
         open_zero = {"symbol": scale.symbols(other, TRAINER.symbol), "size": 9}
         points = markers(
             "same batch without replay", other_steps, scale.lift(other), TRAINER, marker=open_zero
         )
-        data.append(
-            points
-            | {
-                "mode": "lines+markers",
-                "line": {"color": TRAINER.color, "dash": TRAINER.dash, "width": 1},
-            }
-        )
+        thin = {"color": TRAINER.color, "dash": TRAINER.dash, "width": 1}
+        data.append(points | {"mode": "lines+markers", "line": thin})
         note += "Blue is the same batch scored a second time without replay."
     else:
         note += counterfactual_missing(run)
-    if oldest := max(run.points("staleness/max")[1], default=0):
+    oldest = max(run.points("staleness/max")[1], default=0)
+    if oldest:
         note += (
             f" Tokens are up to {oldest:.0f} updates old, which is part of it: k3 by age is below."
         )
@@ -152,7 +165,9 @@ def k3(run: Run) -> Figure | Absent:
 
 
 def _k3_title(run: Run, values: list[float]) -> str:
-    """By the summary, as the verdict is; by the curve where that has no numbers."""
+    """Return the title from the summary, as the verdict is; from the curve if the summary has no
+    numbers.
+    """
     found = next((entry for entry in compared(run.summary) if entry.metric == "mismatch/k3"), None)
     if found is None:
         return f"k3 {course(values, 'nats')}"
@@ -165,8 +180,12 @@ def _k3_title(run: Run, values: list[float]) -> str:
 
 
 def counterfactual_missing(run: Run) -> str:
+    """Return the reason why there is no curve without replay."""
     if not run.replay:
-        return "No second curve: rollout routes are not replayed, so the trained scoring is the one without replay."
+        return (
+            "No second curve: rollout routes are not replayed, so the trained scoring is the one "
+            "without replay."
+        )
     return "No second curve: no probe step in this run (log.counterfactual_every)."
 
 
@@ -181,26 +200,27 @@ class Pairs:
 
     @property
     def mismatch(self) -> Mismatch:
+        """Mismatch over all tokens."""
         trainer, rollout = torch.from_numpy(self.trainer), torch.from_numpy(self.rollout)
         return mismatch(trainer, rollout, torch.ones_like(rollout, dtype=torch.bool))
 
 
 def pairs_of(run: Run) -> list[Pairs]:
-    """Of the last probe: as trained, then without replay."""
+    """Return the pairs of the last probe: as trained, then without replay."""
     assert run.probe is not None
     tensors = run.probe.tensors
     found = [Pairs(*trained_label(run), tensors["logp_rollout"], tensors["logp_trainer"])]
     if "logp_trainer_native" in tensors:
-        found.append(
-            Pairs(
-                "without replay", TRAINER, tensors["logp_rollout"], tensors["logp_trainer_native"]
-            )
-        )
+        sides = tensors["logp_rollout"], tensors["logp_trainer_native"]
+        found.append(Pairs("without replay", TRAINER, *sides))
     return found
 
 
 def extreme_tokens(pairs: Sequence[Pairs], where: str = "") -> Figure:
-    """F(tau): share of tokens with max(rho, 1/rho) > tau (R3 paper eq. 3). where: of what, as in ` at step 10`."""
+    """Draw F(tau), the share of tokens with max(rho, 1/rho) > tau (R3 paper, equation 3).
+
+    `where` completes the note, as in ` of the probe at step 10`.
+    """
     found = [(each, each.mismatch) for each in pairs]
     most = max(each.tokens for _, each in found)
     end = max(2.5, math.exp(min(max(each.max_dlogp for _, each in found), 12.0)) * 1.2)
@@ -210,7 +230,9 @@ def extreme_tokens(pairs: Sequence[Pairs], where: str = "") -> Figure:
     scale = LogScale.of(*curves, [1 / most, 0.0], top=1.0)
     data = []
     for (each, numbers), shares in zip(found, curves, strict=True):
-        stop = shares.index(0.0) + 1 if 0.0 in shares else len(grid)  # to the first zero
+        stop = len(grid)
+        if 0.0 in shares:
+            stop = shares.index(0.0) + 1
         lifted = scale.lift(shares[:stop])
         data.append(
             line(each.label, grid[:stop], lifted, each.style, hovertemplate="%{x:.3g}: %{y:.2g}")
@@ -222,22 +244,21 @@ def extreme_tokens(pairs: Sequence[Pairs], where: str = "") -> Figure:
         "yaxis": scale.axis(f"share beyond {TAU} (log)"),
     }
     note = (
-        f"F({TAU}){where}: share of {most:,} tokens whose probability differs by more than a factor {TAU}, either way, "
-        f"between rollout and trainer. Markers at {' and '.join(f'{tau:g}' for tau in marked)}; an open marker on the "
-        "lowest line is exactly 0."
+        f"F({TAU}){where}: share of {most:,} tokens whose probability differs by more than a "
+        f"factor {TAU}, either way, between rollout and trainer. Markers at "
+        f"{' and '.join(f'{tau:g}' for tau in marked)}; an open marker on the lowest line is "
+        "exactly 0."
     )
     shares = [(each.label, numbers.extreme(2.0)) for each, numbers in found]
+    title = "No token is off by more than a factor of 2"
     if any(share for _, share in shares):
-        title = "Off by more than a factor of 2: " + ", ".join(
-            f"{number(s, share=True)} {n}" for n, s in shares
-        )
-    else:
-        title = "No token is off by more than a factor of 2"
+        named = ", ".join(f"{number(share, share=True)} {name}" for name, share in shares)
+        title = f"Off by more than a factor of 2: {named}"
     return Figure("f_tau", title, note, data, layout, width="wide")
 
 
 def scatters(run: Run) -> list[Figure | Absent]:
-    """Rollout against trainer probability of each sampled token, one figure per scoring, same axes."""
+    """Draw rollout against trainer probability of each sampled token, one figure per scoring."""
     if run.probe is None:
         return [Absent("scatter", f"Probability scatter: {NO_PROBE}.")]
     trained, *native = pairs_of(run)
@@ -255,21 +276,18 @@ def scatters(run: Run) -> list[Figure | Absent]:
 
 
 def scatter(name: str, pairs: Pairs, budget: int, where: str = "", width: Width = "half") -> Figure:
+    """Draw rollout against trainer probability of at most `budget` tokens."""
     rollout, trainer = (np.exp(each.astype(np.float64)) for each in (pairs.rollout, pairs.trainer))
     difference = np.abs(trainer - rollout)
     chosen = subsample(difference, budget)
     x, y = rollout[chosen].round(5).tolist(), trainer[chosen].round(5).tolist()
     marker = {"size": 4, "opacity": 0.5, "color": pairs.style.color, "symbol": pairs.style.symbol}
     largest = max(rollout.max(), trainer.max())
-    top = 1.0 if largest > 0.5 else float(f"{1.1 * largest:.1g}") or 1.0
-    diagonal = line(
-        "equal",
-        [0, top],
-        [0, top],
-        LineStyle("@ink", "dot", "circle", ""),
-        hoverinfo="skip",
-        opacity=0.6,
-    )
+    top = 1.0
+    if largest <= 0.5:
+        top = float(f"{1.1 * largest:.1g}") or 1.0
+    dotted = LineStyle("@ink", "dot", "circle", "")
+    diagonal = line("equal", [0, top], [0, top], dotted, hoverinfo="skip", opacity=0.6)
     hover = "rollout %{x}<br>trainer %{y}<extra></extra>"
     data = [markers(pairs.label, x, y, pairs.style, marker=marker, hovertemplate=hover), diagonal]
     span = [-0.02 * top, 1.02 * top]
@@ -278,11 +296,16 @@ def scatter(name: str, pairs: Pairs, budget: int, where: str = "", width: Width 
         "yaxis": axis("trainer probability", range=span, dtick=top / 4),
         "showlegend": False,
     }
-    shown = f"{len(chosen):,} of {len(rollout):,} tokens{where} (the {KEPT_EXTREMES} farthest off, the rest at random)"
+    shown = (
+        f"{len(chosen):,} of {len(rollout):,} tokens{where} (the {KEPT_EXTREMES} farthest off, the "
+        "rest at random)"
+    )
     if len(chosen) == len(rollout):
         shown = f"All {len(rollout):,} tokens{where}"
     found = pairs.mismatch
-    pearson = f"{found.pearson:.6f}" if math.isfinite(found.pearson) else "undefined"
+    pearson = "undefined"
+    if math.isfinite(found.pearson):
+        pearson = f"{found.pearson:.6f}"
     label = pairs.label[0].upper() + pairs.label[1:]
     title = f"{label}: largest difference of probability {found.max_dp:.3g}"
     note = f"{shown}; on the diagonal both agree. Correlation {pearson}."
@@ -290,7 +313,10 @@ def scatter(name: str, pairs: Pairs, budget: int, where: str = "", width: Width 
 
 
 def subsample(difference: Array, budget: int) -> Array:
-    """Indices of at most `budget` tokens: the KEPT_EXTREMES with the largest difference and a fixed random rest."""
+    """Return the indices of at most `budget` tokens.
+
+    These are the KEPT_EXTREMES with the largest difference and a random rest with a fixed seed.
+    """
     if len(difference) <= budget:
         return np.arange(len(difference))
     order = np.argsort(-difference, kind="stable")
@@ -308,9 +334,8 @@ def _spot(tau: float, share: float, style: LineStyle, scale: LogScale) -> Spec:
 
 
 def _ratio_ticks(end: float) -> Spec:
-    ticks = [t for t in (1.0, *MARKED) if t <= end] + [
-        10.0**k for k in range(1, math.ceil(math.log10(end)) + 1)
-    ]
+    ticks = [tick for tick in (1.0, *MARKED) if tick <= end]
+    ticks += [10.0**power for power in range(1, math.ceil(math.log10(end)) + 1)]
     return {
         "range": [0, math.log10(end)],
         "tickmode": "array",

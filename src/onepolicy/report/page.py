@@ -1,4 +1,4 @@
-"""The frame of every report: its palettes, and the templates that are filled in."""
+"""Frame of every report: palettes and templates."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ DARK = {
 def render(
     template: str, title: str, figures: list[Figure], *, footer: str = FOOTER, **values: Any
 ) -> str:
-    """One HTML file with everything in it. UsageError: plotly or jinja2 is not installed.
+    """Return one HTML file that needs no other file.
 
-    template: a file of templates/ that extends page.html; values: what it fills in, escaped there.
+    `template` is a file of templates/ that extends page.html; it escapes the `values`. Raises
+    UsageError if plotly or jinja2 is not installed.
     """
     specs = [{"name": f.name, **f.spec()} for f in figures]
     # "<" as an escape: no text of a run can close the script element
@@ -75,7 +76,7 @@ def render(
 
 
 def macro(name: str, *values: Any) -> str:
-    """A macro of templates/parts.html, filled in."""
+    """Return the HTML of a macro of templates/parts.html."""
     return str(getattr(_template("parts.html").module, name)(*values))
 
 
@@ -103,21 +104,24 @@ def _plotly() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise UsageError(
-            "the HTML report needs plotly; pip install 'onepolicy[report]', or set log.report=false in a run"
+            "the HTML report needs plotly; pip install 'onepolicy[report]', or set "
+            "log.report=false in a run"
         ) from None
     return get_plotlyjs()
 
 
 def plain(value: Any) -> Any:
-    """JSON-ready: NaN and infinity as null (a gap), floats at six digits, arrays as lists."""
+    """Return a JSON-ready value: NaN and infinity as null (a gap), floats at six digits."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return float(f"{value:.6g}")
     return value
 
 

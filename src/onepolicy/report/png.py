@@ -1,4 +1,4 @@
-"""Figures as files: plotly JSON and, where asked for, PNG, drawn by kaleido in the system's Chromium or Chrome."""
+"""Figures as files: plotly JSON, and PNG drawn by kaleido in the system's Chromium or Chrome."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from onepolicy.report.figure import Figure, Spec
 from onepolicy.report.html import plain
 from onepolicy.report.page import LIGHT
 
-SIZES = {
-    "third": (620, 400),
-    "half": (820, 440),
-    "wide": (1240, 480),
-}  # before the title; pixels at SCALE 1
+SIZES = {"third": (620, 400), "half": (820, 440), "wide": (1240, 480)}
+"""Width and height without the title, in pixels at SCALE 1."""
 SQUARE = (720, 720)
 SCALE = 2
 LINE = 18  # height of a line of the note [pixels]
 
 
 def write_figures(folder: Path, figures: Sequence[Figure], *, png: bool) -> list[Path]:
-    """FOLDER/NAME.json of every figure, in the light palette and with its title and note; png: FOLDER/NAME.png too.
+    """Write FOLDER/NAME.json of every figure, and with `png` FOLDER/NAME.png; return their paths.
 
-    UsageError: kaleido or its browser is missing, or a figure cannot be drawn. The folder is made.
+    Figures are in the light palette with title and note. Raises UsageError if kaleido or its
+    browser is missing, or a figure cannot be drawn.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written, drawn = [], []
@@ -50,8 +48,10 @@ def write_figures(folder: Path, figures: Sequence[Figure], *, png: bool) -> list
 
 
 def standing_alone(figure: Figure) -> Spec:
-    """The figure outside the page: painted, on paper, with its title and note above it."""
-    width, height = SQUARE if figure.square else SIZES[figure.width]
+    """Return the figure for use outside the page, with colours, title and note."""
+    width, height = SIZES[figure.width]
+    if figure.square:
+        width, height = SQUARE
     note = textwrap.wrap(figure.note, width=(width - 40) // 7)
     top = 58 + LINE * len(note)
     title = {
@@ -77,7 +77,7 @@ def standing_alone(figure: Figure) -> Spec:
 
 
 def _paint(value: Any) -> Any:
-    """Colours `@name` from the light palette."""
+    """Replace colours `@name` by those of the light palette."""
     if isinstance(value, dict):
         return {key: _paint(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

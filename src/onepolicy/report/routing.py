@@ -1,4 +1,4 @@
-"""Figures of which experts differ between rollout and trainer, per router, token, sequence and layer."""
+"""Figures of differing experts, by router, token, sequence and layer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from onepolicy.report.run import Array, Run
 from onepolicy.report.words import RAN, ROLLOUTS_OWN, WHOLE, WOULD, number
 
 BINS = 16
-WITH_REPLAY = f"With replay this is what the trainer's routers would have chosen; the {RAN} are {ROLLOUTS_OWN} in every layer."
+WITH_REPLAY = (
+    f"With replay this is what the trainer's routers would have chosen; the {RAN} are "
+    f"{ROLLOUTS_OWN} in every layer."
+)
 
 
 @dataclass(frozen=True)
 class Series:
-    """One tensor of a probe under one scoring (run/step_metrics.py `routing_tensors` has their shapes)."""
+    """One tensor of a probe under one scoring (run/step_metrics.py `routing_tensors` has their
+    shapes).
+    """
 
     label: str
     style: LineStyle
@@ -28,6 +33,7 @@ class Series:
 
 
 def routing_figures(run: Run) -> list[Figure | Absent]:
+    """Return the figures of the last probe."""
     if not run.names("routing/"):
         return [Absent("routing", "Routing: a dense model has no routers, nothing to compare.")]
     if run.probe is None:
@@ -36,8 +42,12 @@ def routing_figures(run: Run) -> list[Figure | Absent]:
 
     def series(tensor: str) -> list[Series]:
         trained, native = probe.both(tensor)
-        out = [] if native is None else [Series("without replay", TRAINER, native)]
-        return out if trained is None else [*out, Series(*trained_label(run), trained)]
+        out = []
+        if native is not None:
+            out.append(Series("without replay", TRAINER, native))
+        if trained is not None:
+            out.append(Series(*trained_label(run), trained))
+        return out
 
     return routing_figures_of(series, mode=run.config.get("replay", {}).get("mode", "off"))
 
@@ -45,7 +55,11 @@ def routing_figures(run: Run) -> list[Figure | Absent]:
 def routing_figures_of(
     series: Callable[[str], list[Series]], *, mode: str
 ) -> list[Figure | Absent]:
-    """series: of every scoring that has the tensor of this name; mode: of the replay."""
+    """Return the figures.
+
+    `series` returns the tensor of this name of every scoring that has it; `mode` is the replay
+    mode.
+    """
     drawn: list[tuple[str, str, Callable[[Sequence[Series]], Figure]]] = [
         ("routers", "experts_differing", per_router),
         ("tokens", "disagree_per_token", per_token),
@@ -68,18 +82,13 @@ def routing_figures_of(
 
 
 def per_router(series: Sequence[Series]) -> Figure:
-    """Share of routers (token, layer) with 0..K differing experts."""
+    """Draw the share of routers (token, layer) with 0..K differing experts."""
     shares = [(each, each.values / each.values.sum()) for each in series]
     scale = LogScale.of(*(values[values > 0] for _, values in shares), top=1.0)
-    data = [
-        bars(
-            each.label,
-            list(range(len(values))),
-            [v if v > 0 else None for v in values.tolist()],
-            each.style,
-        )
-        for each, values in shares
-    ]
+    data = []
+    for each, values in shares:
+        heights = [value or None for value in values.tolist()]
+        data.append(bars(each.label, list(range(len(values))), heights, each.style))
     layout = {
         "xaxis": axis("experts chosen otherwise", dtick=1),
         "yaxis": scale.axis("share of routers (log)"),
@@ -90,6 +99,7 @@ def per_router(series: Sequence[Series]) -> Figure:
 
 
 def per_token(series: Sequence[Series]) -> Figure:
+    """Draw the share of tokens with 0..L differing layers."""
     layers = max(int(each.values.max()) for each in series)
     data, touched = [], []
     for each in series:
@@ -98,17 +108,16 @@ def per_token(series: Sequence[Series]) -> Figure:
         touched.append((each.label, 1 - shares[0]))
     x = axis("layers choosing otherwise", dtick=max(1, layers // 8))
     layout = {"xaxis": x, "yaxis": axis("share of tokens", tickformat=".0%")}
-    note = "Prompt and response tokens. At 0 every layer of the token would choose the same experts on both sides."
-    return Figure(
-        "tokens",
-        "Tokens with a router that would choose otherwise: " + _each(touched),
-        note,
-        data,
-        layout,
+    note = (
+        "Prompt and response tokens. At 0 every layer of the token would choose the same experts "
+        "on both sides."
     )
+    title = f"Tokens with a router that would choose otherwise: {_each(touched)}"
+    return Figure("tokens", title, note, data, layout)
 
 
 def per_sequence(series: Sequence[Series]) -> Figure:
+    """Draw the share of sequences by their mean number of differing routers per token."""
     top = max(float(each.values.max()) for each in series) or 1.0
     edges = np.linspace(0, top, BINS + 1)
     middles = ((edges[1:] + edges[:-1]) / 2).round(4).tolist()
@@ -123,11 +132,15 @@ def per_sequence(series: Sequence[Series]) -> Figure:
     }
     means = ", ".join(f"{number(float(each.values.mean()))} {each.label}" for each in series)
     title = f"{WOULD.capitalize()}, per token: {means}"
-    note = "Mean of each sequence. A tail to the right is a group of sequences that are routed worse than the rest."
+    note = (
+        "Mean of each sequence. A tail to the right is a group of sequences that are routed worse "
+        "than the rest."
+    )
     return Figure("sequences", title, note, data, layout)
 
 
 def per_layer(series: Sequence[Series]) -> Figure:
+    """Draw the share of tokens whose router differs, by layer."""
     layers = [list(range(len(each.values))) for each in series]
     data = [
         bars(e.label, x, e.values.tolist(), e.style) for e, x in zip(series, layers, strict=True)
@@ -138,8 +151,9 @@ def per_layer(series: Sequence[Series]) -> Figure:
         "yaxis": axis("share of tokens", tickformat=".1%", rangemode="tozero"),
     }
     worst = max(series, key=lambda each: float(each.values.max()))
-    where, most = int(worst.values.argmax()), float(worst.values.max())
-    title = f"Layer {where} would choose otherwise most: for {number(most, share=True)} of tokens {worst.label}"
+    layer, most = int(worst.values.argmax()), float(worst.values.max())
+    share = f"{number(most, share=True)} of tokens {worst.label}"
+    title = f"Layer {layer} would choose otherwise most: for {share}"
     if most == 0:
         title = "No layer would choose another expert"
     note = (
@@ -149,7 +163,7 @@ def per_layer(series: Sequence[Series]) -> Figure:
 
 
 def gate_mass(series: Sequence[Series]) -> Figure:
-    """What the replayed experts hold of the scores of those the trainer would have chosen, per layer."""
+    """Draw the gate mass that the replayed experts lack of the trainer's own choice, by layer."""
     lost = [(each, 1 - each.values.astype(np.float64)) for each in series]
     data = [
         bars(each.label, list(range(len(values))), values.tolist(), each.style)
@@ -160,7 +174,10 @@ def gate_mass(series: Sequence[Series]) -> Figure:
         "yaxis": axis("gate mass not captured", tickformat=".2p", rangemode="tozero"),
     }
     held = ", ".join(f"{1 - values.mean():.4%}" for _, values in lost)
-    note = "What the replayed experts lack of the scores of those that the trainer would have chosen itself."
+    note = (
+        "The part that the replayed experts lack of the scores of the experts that the trainer "
+        "would have chosen itself."
+    )
     title = f"Replayed experts hold {held} of the trainer's best gate mass"
     return Figure("gate-mass", title, note, data, layout, "wide")
 

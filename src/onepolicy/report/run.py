@@ -1,4 +1,4 @@
-"""Read a run folder: what must be there, what may be there, and what is wrong with it."""
+"""Reading of a run folder for a report, with checks of every file."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ ROUTED = {  # tensor -> its largest possible value
 }
 LARGEST_LOGP = 1e4  # either way
 LEFT_OUT = "delete the file to leave its figures out"
-RUN_MEND = "is this the folder of a run that has finished?"
-SUMMARY_MEND = "delete it and resume the run, which writes it again"
+RUN_FIX = "is this the folder of a run that has finished?"
+SUMMARY_FIX = "delete it and resume the run, which writes it again"
 _PROBE_NAME = re.compile(r"step_([0-9]+)\.safetensors")
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Tensors of one probe step (n trainable tokens, T slots, L MoE layers, S sequences, K experts per token).
+    """Tensors of one probe step (n trainable tokens, T slots, L MoE layers, S sequences, K experts
+    per token).
 
-    `logp_rollout`, `logp_trainer` [n] are always there; with a suffix `_native` the same batch scored without replay.
+    `logp_rollout`, `logp_trainer` [n] are always there; with a suffix `_native` the same batch
+    scored without replay.
     """
 
     path: Path
@@ -46,14 +48,20 @@ class Probe:
     tensors: dict[str, Array]
 
     def both(self, name: str) -> tuple[Array | None, Array | None]:
-        """(under the scoring that trained, under the scoring without replay); None where not recorded."""
-        found = [self.tensors.get(full) for full in (name, f"{name}_native")]
-        trained, native = (None if each is None or not each.size else each for each in found)
-        return trained, native
+        """Return the tensor of the scoring that trained and of that without replay, or None."""
+        return self._recorded(name), self._recorded(f"{name}_native")
+
+    def _recorded(self, name: str) -> Array | None:
+        tensor = self.tensors.get(name)
+        if tensor is None or not tensor.size:
+            return None
+        return tensor
 
 
 @dataclass(frozen=True)
 class Run:
+    """Content of a run folder."""
+
     folder: Path
     config: Tree
     info: Tree  # run.json
@@ -64,22 +72,27 @@ class Run:
 
     @property
     def replay(self) -> bool:
-        """Whether the scoring that trained replayed the rollout's routes."""
+        """True if the scoring that trained replayed the rollout's routes."""
         return self.config.get("replay", {}).get("mode") in ROLLOUT_ROUTES
 
     def points(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of the rows that have this metric; null is NaN, which a figure shows as a gap."""
-        found = [(row["step"], row[name]) for row in self.rows if name in row]
-        return [s for s, _ in found], [math.nan if v is None else float(v) for _, v in found]
+        """Return steps and values of the rows that have this metric.
+
+        A null becomes NaN, which a figure shows as a gap.
+        """
+        rows = [row for row in self.rows if name in row]
+        values = [math.nan if row[name] is None else float(row[name]) for row in rows]
+        return [row["step"] for row in rows], values
 
     def names(self, prefix: str) -> list[str]:
-        """Metric names under a prefix, in order of first appearance."""
+        """Return the metric names with a prefix, in order of first appearance."""
         return list(
             dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix))
         )
 
 
 def load_run(folder: Path) -> Run:
+    """Read a run folder. Raises UsageError if a file is missing or damaged."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such run folder")
     rows = read_metrics(folder)
@@ -89,9 +102,9 @@ def load_run(folder: Path) -> Run:
         )
     return Run(
         folder=folder,
-        config=read_object(folder / "config.json", Settings, RUN_MEND),
-        info=read_object(folder / "run.json", About, RUN_MEND),
-        summary=read_object(folder / "summary.json", Summary, SUMMARY_MEND),
+        config=read_object(folder / "config.json", Settings, RUN_FIX),
+        info=read_object(folder / "run.json", About, RUN_FIX),
+        summary=read_object(folder / "summary.json", Summary, SUMMARY_FIX),
         rows=rows,
         samples=read_samples(folder),
         probe=_last_probe(folder / "probes"),
@@ -99,18 +112,16 @@ def load_run(folder: Path) -> Run:
 
 
 def _last_probe(folder: Path) -> Probe | None:
-    matches = [
-        match
-        for path in folder.glob("*.safetensors")
-        if (match := _PROBE_NAME.fullmatch(path.name))
-    ]
-    if not matches:
+    matches = [_PROBE_NAME.fullmatch(path.name) for path in folder.glob("*.safetensors")]
+    probes = [match for match in matches if match is not None]
+    if not probes:
         return None
-    last = max(matches, key=lambda match: int(match[1]))
+    last = max(probes, key=lambda match: int(match[1]))
     return read_probe(folder / last[0], step=int(last[1]))
 
 
 def read_probe(path: Path, *, step: int) -> Probe:
+    """Read and check the tensors of a probe. Raises UsageError if they are damaged."""
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
@@ -127,8 +138,8 @@ def read_probe(path: Path, *, step: int) -> Probe:
         found = tensors[name]
         if found.dtype.kind != "f" or found.ndim != 1 or found.shape != size or not len(found):
             raise UsageError(
-                f"{path}: tensor {name!r} is {found.dtype} of shape {found.shape}; expected one number per sampled "
-                f"token {size}; {LEFT_OUT}"
+                f"{path}: tensor {name!r} is {found.dtype} of shape {found.shape}; expected one "
+                f"number per sampled token {size}; {LEFT_OUT}"
             )
         if not np.isfinite(found).all() or np.abs(found).max() > LARGEST_LOGP:
             raise UsageError(
@@ -142,15 +153,15 @@ def read_probe(path: Path, *, step: int) -> Probe:
 
 
 def _check_routed(path: Path, name: str, found: Array) -> None:
-    """UsageError for what is not one row of finite numbers from 0 on, as the routing figures draw them."""
+    """Raise UsageError unless the tensor is one row of finite numbers from 0 on."""
     largest = ROUTED[name.removesuffix("_native")]
     right = found.dtype.kind in "uif" and found.ndim == 1
-    if right and not len(found):  # drawn as not recorded
+    if right and not len(found):  # figures treat it as not recorded
         return
     if not right or not np.isfinite(found).all() or found.min() < 0 or found.max() > largest:
         raise UsageError(
-            f"{path}: tensor {name!r} ({found.dtype} of shape {found.shape}) is not one row of numbers from 0 to "
-            f"{largest:g}; {LEFT_OUT}"
+            f"{path}: tensor {name!r} ({found.dtype} of shape {found.shape}) is not one row of "
+            f"numbers from 0 to {largest:g}; {LEFT_OUT}"
         )
     if name.startswith("experts_differing") and not found.sum():
         raise UsageError(f"{path}: tensor {name!r} counts no router; {LEFT_OUT}")

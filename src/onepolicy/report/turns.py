@@ -25,9 +25,7 @@ class Curve:
     style: LineStyle
     tokens: dict[int, float]
     k3: dict[int, float]  # of all these tokens
-    spread: dict[
-        int, tuple[float, float]
-    ]  # k3 of the batch where it is lowest, and where it is highest
+    spread: dict[int, tuple[float, float]]  # lowest and highest k3 of a batch
     batches: int
 
     @classmethod
@@ -38,7 +36,10 @@ class Curve:
         rows: Sequence[Mapping[str, float | None]],
         prefix: str = "",
     ) -> Self:
-        """rows: metrics of batches. prefix: of the names of k3; tokens are counted once, whoever scores them."""
+        """Build a curve from the metrics of batches.
+
+        `prefix` is that of the names of k3; the counts of tokens have none.
+        """
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for row in rows:
             for name, k3 in row.items():
@@ -56,40 +57,29 @@ class Curve:
 
 
 def turn_figures(run: Run) -> list[Figure | Absent]:
-    """Nothing where episodes have one turn."""
+    """Return the figure of k3 by turn; no figure if episodes have one turn."""
     if not run.names(K3):
         return []
     rows = [row for row in run.rows if TOKENS + "0" in row]
     if not rows:
-        return [
-            Absent(
-                "turns",
-                f"k3 by turn: metrics.jsonl has no {TOKENS}k; it was written before there was one.",
-            )
-        ]
+        reason = f"metrics.jsonl has no {TOKENS}k; an older version wrote it."
+        return [Absent("turns", f"k3 by turn: {reason}")]
     if not any(row[TOKENS + "0"] for row in rows):
-        return [
-            Absent(
-                "turns", f"k3 by turn: metrics.jsonl counts no token of the first turn ({TOKENS}0)."
-            )
-        ]
+        reason = f"metrics.jsonl counts no token of the first turn ({TOKENS}0)."
+        return [Absent("turns", f"k3 by turn: {reason}")]
     label, style = trained_label(run)
     probes = [row for row in rows if NATIVE + K3 + "0" in row]
     if not probes:
         trained = Curve.of(label, style, rows)
-        return [
-            by_turn(
-                [trained], f"{_batches('step', trained.batches)}. {counterfactual_missing(run)}"
-            )
-        ]
+        note = f"{_batches('step', trained.batches)}. {counterfactual_missing(run)}"
+        return [by_turn([trained], note)]
     native = Curve.of("without replay", TRAINER, probes, NATIVE)
-    return [
-        by_turn([Curve.of(label, style, probes), native], f"{_batches('probe step', len(probes))}.")
-    ]
+    note = f"{_batches('probe step', len(probes))}."
+    return [by_turn([Curve.of(label, style, probes), native], note)]
 
 
 def by_turn(curves: Sequence[Curve], where: str = "") -> Figure:
-    """where: which batches, as a sentence for the note."""
+    """Draw k3 by turn. `where` is a sentence for the note that names the batches."""
     scale = LogScale.of(
         *(values for curve in curves for values in (curve.k3.values(), *curve.spread.values()))
     )
@@ -106,12 +96,11 @@ def by_turn(curves: Sequence[Curve], where: str = "") -> Figure:
     note = f"k3 of the tokens the model wrote in its first, second, ... turn. {where}"
     if any(curve.batches > 1 for curve in curves):
         note += " Whiskers: the lowest and the highest of them."
-    return Figure(
-        "turns", _title(curves), note.strip(), [_drawn(c, scale) for c in curves], layout, "wide"
-    )
+    data = [_trace(curve, scale) for curve in curves]
+    return Figure("turns", _title(curves), note.strip(), data, layout, "wide")
 
 
-def _drawn(curve: Curve, scale: LogScale) -> Spec:
+def _trace(curve: Curve, scale: LogScale) -> Spec:
     values = list(curve.k3.values())
     y = scale.lift(values)
     marker = {
@@ -149,5 +138,7 @@ def _title(curves: Sequence[Curve]) -> str:
     return f"k3 from turn {turn_name(first)} to turn {turn_name(last)}: " + ", ".join(ends)
 
 
-def _batches(what: str, count: int) -> str:
-    return f"All tokens of {count} {what}{'s' if count != 1 else ''}"
+def _batches(unit: str, count: int) -> str:
+    if count == 1:
+        return f"All tokens of 1 {unit}"
+    return f"All tokens of {count} {unit}s"
