@@ -37,7 +37,7 @@ from onepolicy.train.pack import pack
 from onepolicy.train.rescore import gap_of, k3_of, variant
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose_batch
-from onepolicy.verdict.rules import HARMLESS_KL, Verdict, verdict
+from onepolicy.verdict.rules import FEW_ROWS, HARMLESS_KL, Verdict, verdict
 from onepolicy.verdict.scored_tokens import EXPLAINED, Finding
 
 Say = Callable[[str], None]
@@ -191,17 +191,23 @@ async def measure_parts(
 def _verdict(
     first: ScoredRollouts, findings: tuple[Finding, ...], routes: str, *, dense: bool
 ) -> Verdict:
-    replayed, routers = None, None
+    gap, replayed, routers, unchecked = gap_of(first.native), None, None, []
     if first.replayed is not None:
         replayed = gap_of(first.replayed)
     if dense:
         routers = 0.0
+    if gap.sequences < FEW_ROWS and not gap.quiet:
+        unchecked.append(
+            f"{gap.sequences} sequences are too few to see a part of them that is wrong: sample "
+            f"{FEW_ROWS} or more (rollout.prompts_per_step, rollout.group_size)"
+        )
     return verdict(
-        gap_of(first.native),
+        gap,
         _diagnosis(first, findings),
         replayed=replayed,
         routers=routers,
         routes=routes,
+        unchecked=unchecked,
     )
 
 

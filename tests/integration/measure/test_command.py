@@ -78,6 +78,14 @@ def test_no_clean_run_is_accused(policy, seed, dtype):
     assert [bars_of(found)[name] for name in SETTINGS_OF_BOTH_SIDES] == [0, 0, 0, 0]
 
 
+def test_few_sequences_forbid_a_correction(policy):
+    """Nine rows do not show whether a part of them is wrong; twelve or more are compared."""
+    few = ["rollout.prompts_per_step=3", "rollout.group_size=3"]
+    found = measured(policy, "rollout.engine.dtype=float32", *few, crowded=0.2)
+    assert found.verdict.action == "unclear", found.verdict.text()
+    assert "9 sequences are too few" in found.verdict.sentence
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("crowded", [0, 0.04])
 @pytest.mark.parametrize("seed", range(1, 21))
