@@ -1,4 +1,4 @@
-"""What every command shares: its help text, and what must be set before torch is imported."""
+"""The parts that all commands share: help texts, status lines, and settings from before torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onepolicy.cli.parser import Parser
-from onepolicy.config import Frozen, RunConfig, printable
+from onepolicy.config import Frozen, RunConfig, UsageError, printable
 
 if TYPE_CHECKING:
     from onepolicy.interfaces import Progress
     from onepolicy.launch.launcher import Launcher
 
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"
+"""The commands of a parser, to which each module adds its own."""
 RUN_ONLY = ("out", "steps")
-"""Settings that only a training run has a use for."""
+"""Settings that only a training run uses."""
+CHECKPOINTS, RUN_FILE = "checkpoints", "run.json"
+"""Names in a run folder, as in run/run_folder.py, which loads torch."""
 
 
-def command(
-    commands: argparse._SubParsersAction[Any],
+def add_command(
+    commands: Commands,
     name: str,
     text: str,
     run: object,
@@ -31,59 +35,81 @@ def command(
     settings: type[Frozen] | None = None,
     ignored: Sequence[str] = (),
 ) -> Parser:
-    """Add a command. settings, ignored: what `a.b=value` sets, and which of these mean nothing here."""
+    """Add a command.
+
+    settings: the config that `a.b=value` changes. ignored: settings of it without effect here.
+    """
     command = commands.add_parser(name, help=text, description=text)
     assert isinstance(command, Parser)
-    command.describe(examples=examples, settings=settings, ignored=ignored)
+    command.set_help(examples=examples, settings=settings, ignored=ignored)
     command.set_defaults(run=run)
     return command
 
 
-def say(text: str) -> None:
-    """Tell whoever waits what is being done: a line on stderr, at once, so that stdout holds results only."""
+def refuse_model_path(overrides: list[str], command: str) -> None:
+    """Raise UsageError if model.path is set for a command that loads a checkpoint."""
+    for override in overrides:
+        if override.startswith("model.path="):
+            raise UsageError(
+                f"{override}: has no effect, {command} uses the weights of its checkpoint; leave "
+                "it out"
+            )
+
+
+def print_status(text: str) -> None:
+    """Print the current action on stderr at once. stdout is for results only."""
     print(f"onepolicy: {printable(text)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def stages(command: str) -> Iterator[Callable[[str], None]]:
-    """Yield what tells each stage of a command on stderr: beside a spinner in a terminal, else as a line of its own."""
+def status_printer(command: str) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows each stage of a command on stderr.
+
+    In a terminal the stage is beside a spinner, otherwise it is a line.
+    """
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda text: say(f"{command}: {text}")
+        yield lambda text: print_status(f"{command}: {text}")
         return
     with console.status(command) as status:
         yield lambda text: status.update(escape(printable(text)))
 
 
-class _Lines(logging.Handler):
-    """What the library logs, as lines on stderr; looked up at every line, because live bars take it over."""
+class _StderrHandler(logging.Handler):
+    """The library's log as lines on stderr.
+
+    It looks up sys.stderr for every line, because progress bars replace it while they are shown.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         print(printable(self.format(record), keep="\n"), file=sys.stderr, flush=True)
 
 
 def prepare_process(threads: int | None) -> None:
-    """What must be set before torch is imported. OpenMP threads that spin starve whatever else runs on the machine."""
-    ours = logging.getLogger("onepolicy")
-    ours.setLevel(logging.INFO)
-    if not ours.handlers:
-        ours.addHandler(_Lines())
+    """Set everything that torch reads when it is imported, then import transformers.
+
+    OpenMP threads must not spin: that starves every other process of the machine.
+    """
+    logger = logging.getLogger("onepolicy")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        logger.addHandler(_StderrHandler())
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    say("loading torch and transformers")
+    print_status("loading torch and transformers")
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # ours are enough
+    transformers.utils.logging.disable_progress_bar()  # onepolicy shows its own
 
 
 @contextmanager
 def launcher_for(config: RunConfig, progress: Progress) -> Iterator[Launcher]:
-    """What starts the processes of a run."""
+    """Yield the launcher that starts the processes of a run."""
     if config.cluster.kind == "local":
         from onepolicy.launch.launcher import LOCAL_LAUNCHER
 

@@ -6,26 +6,38 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from onepolicy.cli.common import RUN_ONLY, command, prepare_process, say
+from onepolicy.cli.common import (
+    RUN_ONLY,
+    Commands,
+    add_command,
+    prepare_process,
+    print_status,
+)
 from onepolicy.config import RunConfig, UsageError, read_recipe
 from onepolicy.config.address import check_host, check_port
 from onepolicy.config.engine import ENGINE_KINDS, ServeConfig
 from onepolicy.config.load import resolve_as
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add_engine(commands: Commands) -> None:
+    """Add the command `engine` with its commands `check` and `serve`."""
     text = "commands about one rollout engine"
-    group = commands.add_parser("engine", help=text, description=text)
-    actions = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    engine = commands.add_parser("engine", help=text, description=text)
+    engine_commands = engine.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_check(engine_commands)
+    _add_serve(engine_commands)
 
-    check = command(
-        actions,
+
+def _add_check(commands: Commands) -> None:
+    check = add_command(
+        commands,
         "check",
         "does an engine keep its contract? a table of checks; exit 0 if all pass",
         run_check,
         examples=(
             "onepolicy engine check tiny",
-            "onepolicy engine check Qwen/Qwen3-30B-A3B --engine vllm-server --url http://127.0.0.1:8000",
+            "onepolicy engine check Qwen/Qwen3-30B-A3B --engine vllm-server "
+            "--url http://127.0.0.1:8000",
             "onepolicy engine check recipes/quickstart.toml rollout.engine.dtype=float32",
         ),
         settings=RunConfig,
@@ -40,8 +52,10 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         "--url", help="of a server that is running: short for rollout.engine.url=..."
     )
 
-    serve = command(
-        actions,
+
+def _add_serve(commands: Commands) -> None:
+    serve = add_command(
+        commands,
         "serve",
         "run a vLLM server that runs of kind vllm-server can use",
         run_serve,
@@ -61,7 +75,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     serve.add_argument(
         "--token-env",
         metavar="NAME",
-        help="variable with the token every request must bring (default: one is made, for runs of this machine)",
+        help="variable with the token that every request must have (default: a new token, for "
+        "runs on this machine)",
     )
     serve.add_argument(
         "--name",
@@ -78,7 +93,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """The server's exit status."""
+    """Run a vLLM server and return its exit status."""
     check_host(arguments.host, "--host")
     check_port(arguments.port, "--port")
     config = resolve_as(ServeConfig, {}, arguments.overrides)
@@ -102,21 +117,15 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """The exit status: 0 if every check that applies passes, else 1."""
-    say(f"reading {arguments.model}")
-    path, overrides = Path(arguments.model), []
-    if path.suffix == ".toml" or path.is_file():
-        tree = read_recipe(path)
-    elif "=" in arguments.model and not path.exists():
-        raise UsageError(f"engine check: give a recipe or a model before {arguments.model}")
-    else:
-        tree, overrides = {}, [f"model.path={arguments.model}"]
+    """Check an engine. Return 0 if every check that applies passes, else 1."""
+    print_status(f"reading {arguments.model}")
+    tree, overrides = _model_settings(arguments.model)
     if arguments.engine:
         overrides.append(f"rollout.engine.kind={arguments.engine}")
     if arguments.url:
         overrides.append(f"rollout.engine.url={arguments.url}")
     prepare_process(tree.get("train", {}).get("threads"))
-    say(f"loading {arguments.model}")
+    print_status(f"loading {arguments.model}")
     from rich.console import Console
 
     from onepolicy.engine_check.command import run_engine_check
@@ -125,3 +134,13 @@ def run_check(arguments: argparse.Namespace) -> int:
     checks = run_engine_check(tree, [*overrides, *arguments.overrides])
     Console().print(checks_table([(c.name, c.passed, c.measured, c.fix) for c in checks]))
     return int(any(check.passed is False for check in checks))
+
+
+def _model_settings(model: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings and overrides of a recipe, or of a model's folder or hub id."""
+    path = Path(model)
+    if path.suffix == ".toml" or path.is_file():
+        return read_recipe(path), []
+    if "=" in model and not path.exists():
+        raise UsageError(f"engine check: give a recipe or a model before {model}")
+    return {}, [f"model.path={model}"]

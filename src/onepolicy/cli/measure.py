@@ -1,4 +1,4 @@
-"""`onepolicy measure`: a model and an engine in, a verdict out."""
+"""`onepolicy measure`: the gap between a rollout engine and the trainer, and a verdict."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from onepolicy.cli.common import RUN_ONLY, command, prepare_process, say, stages
+from onepolicy.cli.common import (
+    RUN_ONLY,
+    Commands,
+    add_command,
+    prepare_process,
+    print_status,
+    status_printer,
+)
+from onepolicy.cli.parser import Parser
 from onepolicy.config import RunConfig, UsageError, read_recipe
 from onepolicy.config.measure import engine_settings, measure_settings, prompt_settings
 from onepolicy.config.numerics import ON_POLICY, Numerics
@@ -19,17 +27,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from onepolicy.measure.bitwise import Bitwise
+    from onepolicy.measure.result import Measurement
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
-    measure = command(
+def add_measure(commands: Commands) -> None:
+    """Add the command `measure`."""
+    measure = add_command(
         commands,
         "measure",
         "how far apart are rollout engine and trainer, and why: a verdict",
         run_measure,
         examples=(
             "onepolicy measure --tiny --out runs/measured",
-            "onepolicy measure Qwen/Qwen3-30B-A3B --engine vllm --prompts prompts.txt rollout.sampling.max_tokens=512",
+            "onepolicy measure Qwen/Qwen3-30B-A3B --engine vllm --prompts prompts.txt "
+            "rollout.sampling.max_tokens=512",
             "onepolicy measure --recipe recipes/on_policy.toml --numerics on-policy",
         ),
         settings=RunConfig,
@@ -41,6 +52,20 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     measure.add_argument(
         "overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.sampling.max_tokens=512"
     )
+    _add_inputs(measure)
+    _add_comparisons(measure)
+    measure.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="write report.html, measure.json and figures/ (plotly JSON) there",
+    )
+    measure.add_argument(
+        "--png", action="store_true", help="every figure as PNG too (needs Chromium or Chrome)"
+    )
+
+
+def _add_inputs(measure: Parser) -> None:
+    """Add the options that give model, engine and prompts."""
     measure.add_argument(
         "--tiny", action="store_true", help="the tiny policy, or a random one if none was made"
     )
@@ -55,8 +80,16 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     measure.add_argument(
         "--prompts",
         metavar="FILE|TASK",
-        help="lines of text, JSONL with a field prompt, a recipe, or a task (chain, a reasoning-gym name)",
+        help="lines of text, JSONL with a field prompt, a recipe, or a task (chain, a "
+        "reasoning-gym name)",
     )
+    measure.add_argument(
+        "--engine-model", metavar="FOLDER", help="weights for the engine, if not the trainer's"
+    )
+
+
+def _add_comparisons(measure: Parser) -> None:
+    """Add the options that change numerics or compare more."""
     measure.add_argument(
         "--quant",
         metavar="FORMAT",
@@ -73,36 +106,54 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         help="a dense model to show beside it; `tiny` makes a random one",
     )
     measure.add_argument(
-        "--engine-model", metavar="FOLDER", help="weights for the engine, if not the trainer's"
-    )
-    measure.add_argument(
         "--top",
         type=int,
         metavar="N",
         help="compare whole distributions too, from the engine's N likeliest tokens",
     )
-    measure.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help="write report.html, measure.json and figures/ (plotly JSON) there",
-    )
-    measure.add_argument(
-        "--png", action="store_true", help="every figure as PNG too (needs Chromium or Chrome)"
-    )
 
 
 def run_measure(arguments: argparse.Namespace) -> int:
-    overrides = [
-        *(engine_settings(arguments.engine) if arguments.engine else []),
-        *arguments.overrides,
-    ]
+    """Measure, print the verdict and return the exit status."""
+    model, overrides = _model_and_overrides(arguments)
+    out: Path | None = None
+    if arguments.out:
+        out = Path(arguments.out)
+        _require_new(out)
+    if arguments.png and out is None:
+        raise UsageError(
+            "--png: figures are written into the folder of the report; give --out FOLDER too"
+        )
+    print_status(f"reading {arguments.recipe or 'the settings'}")
+    tree = _recipe_settings(arguments)
+    loaded: str | None = None
+    if arguments.tiny:
+        loaded = "tiny"
+    if model:
+        overrides = [f"model.path={model}", *overrides]
+    _, config = measure_settings(tree, overrides, loaded)
+    if not arguments.tiny:  # a missing tiny policy is replaced by a random one
+        check_model(config.model.path)
+    check_task(config.task)
+    prepare_process(config.train.threads)
+    return _measure(arguments, tree, overrides, config.model.path, out)
+
+
+def _model_and_overrides(arguments: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """Return the model and the settings of the command.
+
+    argparse takes the first setting for the model if no model is given.
+    """
+    overrides = list(arguments.overrides)
+    if arguments.engine:
+        overrides = [*engine_settings(arguments.engine), *overrides]
     if arguments.quant:
         overrides = [f"rollout.quant.format={arguments.quant}", *overrides]
     if arguments.numerics:
         overrides = [f"numerics={arguments.numerics}", *overrides]
     model = arguments.model
     if model and "=" in model and not Path(model).exists():
-        model, overrides = None, [model, *overrides]  # argparse put the first override there
+        model, overrides = None, [model, *overrides]
     if model and arguments.tiny:
         raise UsageError(f"measure: --tiny is a model of its own; leave out {model} or --tiny")
     if model and Path(model).suffix == ".toml":
@@ -111,37 +162,40 @@ def run_measure(arguments: argparse.Namespace) -> int:
         )
     if not (model or arguments.tiny or arguments.recipe):
         raise UsageError("measure: give a model (folder or hub id), --recipe or --tiny")
-    out = Path(arguments.out) if arguments.out else None
-    if out is not None:
-        _require_new(out)
-    if arguments.png and out is None:
-        raise UsageError(
-            "--png: figures are written into the folder of the report; give --out FOLDER too"
-        )
-    say(f"reading {arguments.recipe or 'the settings'}")
-    tree = read_recipe(arguments.recipe) if arguments.recipe else {}
+    return model, overrides
+
+
+def _recipe_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    if arguments.recipe:
+        tree = read_recipe(arguments.recipe)
     if arguments.png and (arguments.numerics or tree.get("numerics")) == ON_POLICY:
         raise UsageError(
             "--png: numerics = on-policy compares bits and draws no figure; leave it out"
         )
     if arguments.prompts:
         tree["task"] = prompt_settings(arguments.prompts)
-    if model:
-        overrides = [f"model.path={model}", *overrides]
-    _, config = measure_settings(tree, overrides, "tiny" if arguments.tiny else None)
-    if not arguments.tiny:  # or else a random one is made
-        check_model(config.model.path)
-    check_task(config.task)
-    prepare_process(config.train.threads)
+    return tree
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    tree: dict[str, Any],
+    overrides: list[str],
+    model_path: str,
+    out: Path | None,
+) -> int:
     from rich.console import Console
 
-    from onepolicy.measure import measure, result
+    from onepolicy.measure import measure
     from onepolicy.measure.bitwise import Bitwise
-    from onepolicy.report.measure import summary, write_report
 
     console = Console()
-    with stages("measure") as tell:
-        tell(f"loading {'the tiny policy' if arguments.tiny else config.model.path}")
+    with status_printer("measure") as show_status:
+        loaded = model_path
+        if arguments.tiny:
+            loaded = "the tiny policy"
+        show_status(f"loading {loaded}")
         found = measure.measure_model(
             tree,
             overrides,
@@ -149,14 +203,21 @@ def run_measure(arguments: argparse.Namespace) -> int:
             engine_model=arguments.engine_model,
             dense=arguments.dense,
             top=arguments.top,
-            say=tell,
+            say=show_status,
         )
     if isinstance(found, Bitwise):
         return _show_bitwise(found, out, console)
-    written = None
+    return _show_measurement(found, out, console, png=arguments.png)
+
+
+def _show_measurement(found: Measurement, out: Path | None, console: Console, *, png: bool) -> int:
+    from onepolicy.measure import result
+    from onepolicy.report.measure import summary, write_report
+
+    written: Path | None = None
     if out is not None:
         result.write(found, out)
-        written = write_report(out, png=arguments.png)
+        written = write_report(out, png=png)
     for part in summary(result.to_tree(found)):
         console.print(part, highlight=False)
     if written is not None:
@@ -165,22 +226,24 @@ def run_measure(arguments: argparse.Namespace) -> int:
 
 
 def _show_bitwise(found: Bitwise, out: Path | None, console: Console) -> int:
-    """Exit status 1 if any bit differs, or could."""
+    """Print the comparison. Return 1 if any bit differs or could differ, else 0."""
     from onepolicy.measure.bitwise import write
     from onepolicy.report.bitwise import summary
 
-    written = None if out is None else write(found, out)
+    written: Path | None = None
+    if out is not None:
+        written = write(found, out)
     for part in summary(dataclasses.asdict(found) | {"holds": found.holds}):
         console.print(part, highlight=False)
     if written is not None:
         console.print(
             f"written: {written} (bits have no charts, so there is no report.html)", soft_wrap=True
         )
-    return 0 if found.holds else 1
+    return int(not found.holds)
 
 
 def _require_new(out: Path) -> None:
-    """UsageError, before anything is measured, if the folder exists or cannot be made."""
+    """Raise UsageError if the folder exists or cannot be made."""
     check_place("--out", out)
     if os.path.lexists(out):
         raise UsageError(f"--out: {out} already exists; choose another folder")

@@ -1,4 +1,4 @@
-"""The argument parser of every command: examples at the end of its help, and mistakes answered with what was meant."""
+"""The argument parser of every command, with examples in its help and hints on mistakes."""
 
 from __future__ import annotations
 
@@ -12,128 +12,145 @@ from onepolicy.config.load import VARIANT
 from onepolicy.config.near import did_you_mean, near, paths_of, settings_like, settings_named
 
 SAME_OPTION = 0.65
-"""Least similarity (difflib) of two options: --output is --out."""
+"""Least similarity (difflib) at which an option is suggested: --out for --output."""
 
 SETTINGS = """\
 settings:
-  A recipe is a TOML file; any setting can be changed behind it as a.b=value, without dashes.
+  A recipe is a TOML file. After it, any setting can be changed as a.b=value, without dashes.
   `onepolicy config RECIPE [a.b=value ...]` prints the effective settings, defaults included.
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses what argparse would only call unrecognized. Parsers of commands are of this class too."""
+    """An argument parser with hints on mistakes. Parsers of commands are of this class too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(*args, **kwargs)
         self.settings: type[Frozen] | None = None
-        self.ignored: tuple[str, ...] = ()  # settings that mean nothing to this command
+        self.ignored: tuple[str, ...] = ()  # settings without effect in this command
         self.examples: tuple[str, ...] = ()
 
-    def describe(
+    def set_help(
         self,
         *,
         examples: Iterable[str],
         settings: type[Frozen] | None = None,
         ignored: Iterable[str] = (),
     ) -> None:
-        """Take over the examples of the help, and the kind of settings that `a.b=value` sets."""
+        """Set the examples of the help, and the config that `a.b=value` changes."""
         self.examples, self.settings, self.ignored = tuple(examples), settings, tuple(ignored)
         shown = "".join(f"  {example}\n" for example in self.examples)
-        self.epilog = f"examples:\n{shown}" + (f"\n{SETTINGS}" if settings else "")
+        self.epilog = f"examples:\n{shown}"
+        if settings:
+            self.epilog += f"\n{SETTINGS}"
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        words = list(sys.argv[1:] if args is None else args)
+        if args is None:
+            args = sys.argv[1:]
+        words = list(args)
         self._refuse_unknown_command(words)
         self._refuse_dashes(words)
         return super().parse_known_args(words, namespace)
 
-    def commands(self) -> dict[str, Parser]:
-        """Return the parsers of this one's commands by name."""
-        groups = [each for each in self._actions if isinstance(each, argparse._SubParsersAction)]
-        return dict(groups[0].choices) if groups else {}
+    def subcommands(self) -> dict[str, Parser]:
+        """Return the parsers of the commands by name."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return dict(action.choices)
+        return {}
 
-    def refuse(self, text: str) -> NoReturn:
+    def exit_with_error(self, text: str) -> NoReturn:
+        """Print the error and exit with status 2."""
         self.exit(2, f"onepolicy: {printable(text)}\n")
 
     def _refuse_unknown_command(self, words: list[str]) -> None:
-        known = self.commands()
+        known = self.subcommands()
         word = next((each for each in words if not each.startswith("-")), None)
         if not known or word is None or word in known:
             return
         hint = did_you_mean(word, known)
         if word.endswith(".toml") and "train" in known:
             hint = f"; did you mean {self.prog} train {word}?"
-        self.refuse(f"{word!r} is no command; there are {', '.join(known)}{hint}")
+        self.exit_with_error(f"{word!r} is no command; there are {', '.join(known)}{hint}")
 
     def _refuse_dashes(self, words: list[str]) -> None:
-        """Refuse an option that this command lacks; say how the setting is written that it was meant for."""
-        typed, meant = [], []
+        """Refuse unknown options, and tell how the settings that they resemble are written."""
+        wrong, right = [], []
         for place, word in enumerate(words):
-            if word == "--" or (self.commands() and not word.startswith("-")):
+            if word == "--" or (self.subcommands() and not word.startswith("-")):
                 break
             if not self._is_unknown_option(word):
                 continue
             option, sign, value = word.partition("=")
-            if (setting := self._setting(option.lstrip("-"))) is None:
-                self.refuse(self._no_option(option))
-            behind = words[place + 1] if place + 1 < len(words) else "-"
-            is_value = _is_number(behind) or not behind.startswith("-")
-            if not sign and is_value and "=" not in behind:
-                word, value = f"{word} {behind}", behind
-            typed.append(word)
-            meant.append(f"{setting}={value or '...'}")
-        if meant:
-            self.refuse(f"settings have no dashes: write {' '.join(meant)} for {' '.join(typed)}")
+            setting = self._meant_setting(option.lstrip("-"))
+            if setting is None:
+                self.exit_with_error(self._describe_unknown(option))
+            following = [*words, "-"][place + 1]
+            is_value = _is_number(following) or not following.startswith("-")
+            if not sign and is_value and "=" not in following:
+                word, value = f"{word} {following}", following
+            wrong.append(word)
+            right.append(f"{setting}={value or '...'}")
+        if right:
+            self.exit_with_error(
+                f"settings have no dashes: write {' '.join(right)} for {' '.join(wrong)}"
+            )
 
     def _is_unknown_option(self, word: str) -> bool:
         name = word.partition("=")[0]
         if not word.startswith("-") or word == "-" or _is_number(word):
             return False
-        long = name.startswith("--")
-        return not any(
-            known.startswith(name) if long else known == name[:2]
-            for known in self._option_string_actions
-        )
+        if name.startswith("--"):
+            return not any(known.startswith(name) for known in self._option_string_actions)
+        return name[:2] not in self._option_string_actions
 
-    def _setting(self, name: str) -> str | None:
-        """The setting that an option of this name was meant for; of a section the one that names what it is."""
+    def _meant_setting(self, name: str) -> str | None:
+        """Return the setting that an option of this name was probably meant for.
+
+        For a section it is the setting that names the variant, as in rollout.engine.kind.
+        """
         if self.settings is None:
             return None
         paths = [each for each in paths_of(self.settings) if each not in self.ignored]
-        name = name.replace("-", "_")
-        found = [name] if name in paths else settings_named(name, paths)
-        if not found:
-            renamed = self.settings.renamed.items()
-            found = [new for old, new in renamed if name in (old, old.rpartition(".")[2])]
-        if not found and self._option(name) is None:
-            found = settings_like(name, paths)
+        found = self._similar_settings(name.replace("-", "_"), paths)
         if not found:
             return None
         inside = [each for each in paths if each.startswith(f"{found[0]}.")]
         if not inside:
             return found[0]
-        return next(
-            (f"{found[0]}.{each}" for each in (*VARIANT, "path") if f"{found[0]}.{each}" in inside),
-            None,
-        )
+        variants = [f"{found[0]}.{each}" for each in (*VARIANT, "path")]
+        return next((each for each in variants if each in inside), None)
+
+    def _similar_settings(self, name: str, paths: list[str]) -> list[str]:
+        assert self.settings is not None
+        if name in paths:
+            return [name]
+        found = settings_named(name, paths)
+        if not found:
+            renamed = self.settings.renamed.items()
+            found = [new for old, new in renamed if name in (old, old.rpartition(".")[2])]
+        if not found and self._similar_option(name) is None:
+            found = settings_like(name, paths)
+        return found
 
     def _options(self) -> list[str]:
         return [each[2:] for each in self._option_string_actions if each.startswith("--")]
 
-    def _option(self, name: str) -> str | None:
+    def _similar_option(self, name: str) -> str | None:
         return near(name, self._options(), SAME_OPTION)
 
-    def _no_option(self, option: str) -> str:
-        meant = self._option(option.lstrip("-"))
-        hint = "" if meant is None else f"; did you mean --{meant}?"
-        text = (
-            f"{self.prog} has no option {option}{hint}; options: --{', --'.join(self._options())}"
-        )
-        return text + ("; settings have no dashes: a.b=value" if self.settings else "")
+    def _describe_unknown(self, option: str) -> str:
+        text = f"{self.prog} has no option {option}"
+        similar = self._similar_option(option.lstrip("-"))
+        if similar is not None:
+            text += f"; did you mean --{similar}?"
+        text += f"; options: --{', --'.join(self._options())}"
+        if self.settings:
+            text += "; settings have no dashes: a.b=value"
+        return text
 
 
 def _is_number(word: str) -> bool:

@@ -1,13 +1,14 @@
-"""`onepolicy plan`: what a recipe needs on a cluster, before anything is paid for."""
+"""`onepolicy plan`: the memory, bytes and seconds of a recipe on a cluster, before you pay."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from onepolicy.cli.common import command, prepare_process, say
+from onepolicy.cli.common import Commands, add_command, prepare_process, print_status
+from onepolicy.cli.parser import Parser
 from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.place import check_place
 
@@ -15,28 +16,31 @@ if TYPE_CHECKING:
     from onepolicy.plan.hardware import Cluster
 
 RECIPE = "recipes/cluster/deepseek_v3_512gpu.toml"
-TEXT = """\
-Prints what a recipe needs on a cluster before anything is paid for: memory per learner rank and engine device, bytes
-per step, where a step's time goes, the best split of devices between sampling and learning, and what to change if it
-does not fit. No weights are read: parameters are counted and activations found by running the model on tensors without
-memory. What every number comes from: docs/plan.md.
+DESCRIPTION = """\
+Prints the needs of a recipe on a cluster, before you pay: memory per learner rank and engine
+device, bytes per step, the parts of a step's time, the best split of devices between sampling and
+learning, and changes to make if it does not fit. No weights are read: parameters are counted, and
+activations measured by running the model on tensors without memory. docs/plan.md explains every
+number.
 """
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
-    plan = command(
+def add_plan(commands: Commands) -> None:
+    """Add the command `plan`."""
+    plan = add_command(
         commands,
         "plan",
         "memory, bytes and seconds per step on a cluster, before you pay",
         run_plan,
         examples=(
             "onepolicy plan recipes/cluster/qwen3_30b_a3b_8gpu.toml --cluster 8xH200",
-            f"onepolicy plan {RECIPE} --cluster 64xH100 model.path=DeepSeek-V3 --response-tokens 4096",
+            f"onepolicy plan {RECIPE} --cluster 64xH100 model.path=DeepSeek-V3 "
+            "--response-tokens 4096",
             f"onepolicy plan {RECIPE} --cluster 8xH100 --constant network=25e9 --json plan.json",
         ),
         settings=RunConfig,
     )
-    plan.description = TEXT
+    plan.description = DESCRIPTION
     plan.add_argument(
         "recipe",
         help="TOML recipe; model.path may be Qwen3-30B-A3B, Qwen3-235B-A22B or DeepSeek-V3 too",
@@ -47,6 +51,14 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     plan.add_argument(
         "--cluster", required=True, metavar="COUNTxDEVICE", help="8xH100, 512xH200, 2xcpu (cores)"
     )
+    plan.add_argument(
+        "--json", type=Path, metavar="FILE", help="everything, with every split, as JSON"
+    )
+    _add_numbers(plan)
+
+
+def _add_numbers(plan: Parser) -> None:
+    """Add the options that replace the numbers which the plan chooses."""
     plan.add_argument(
         "--prompt-tokens", type=_count, metavar="N", help="of a prompt (default: 512, or what fits)"
     )
@@ -86,9 +98,6 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="NAME=VALUE",
         help="of the devices, printed with the plan",
     )
-    plan.add_argument(
-        "--json", type=Path, metavar="FILE", help="everything, with every split, as JSON"
-    )
 
 
 def _count(text: str) -> int:
@@ -98,8 +107,8 @@ def _count(text: str) -> int:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """The exit status: 0 if a split fits, else 1."""
-    say(f"reading {arguments.recipe}")
+    """Print the plan. Return 0 if a split fits, else 1."""
+    print_status(f"reading {arguments.recipe}")
     from onepolicy.plan.hardware import parse_cluster
 
     cluster = parse_cluster(arguments.cluster, arguments.constant)
@@ -119,18 +128,13 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
 
     from onepolicy.build.learner import resolve_model
     from onepolicy.plan.planner import Planner, best_option
-    from onepolicy.plan.step_work import in_process, replicated
     from onepolicy.plan.suggestions import suggestions
     from onepolicy.plan.tables import plan_tree, render_plan
     from onepolicy.plan.times import communication_volume
 
     console = Console()
-    if arguments.sync and in_process(config):
-        raise UsageError(
-            "--sync: the engine is in the learner's process, so weights are copied; leave it out"
-        )
-    if arguments.sync and replicated(config):
-        raise UsageError("--sync: is for a server; give cluster.sync=stream or cluster.sync=disk")
+    if arguments.sync:
+        _check_sync(config)
     with console.status("running the model without memory"):
         planner = Planner(
             config,
@@ -146,10 +150,22 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
         lines = suggestions(planner, chosen)
     traffic = communication_volume(planner.dims, config, planner.work, chosen.split.learners)
     if arguments.json is not None:
-        found = plan_tree(planner, chosen, options, lines, traffic)
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        tree = plan_tree(planner, chosen, options, lines, traffic)
+        arguments.json.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     for part in render_plan(planner, chosen, options, lines, traffic):
         console.print(part, highlight=False)
     if arguments.json is not None:
         console.print(f"written: {arguments.json}", soft_wrap=True, highlight=False)
     return int(not chosen.fits)
+
+
+def _check_sync(config: RunConfig) -> None:
+    """Raise UsageError if no server gets the weights, so that --sync has no effect."""
+    from onepolicy.plan.step_work import in_process, replicated
+
+    if in_process(config):
+        raise UsageError(
+            "--sync: the engine is in the learner's process, so weights are copied; leave it out"
+        )
+    if replicated(config):
+        raise UsageError("--sync: is for a server; give cluster.sync=stream or cluster.sync=disk")

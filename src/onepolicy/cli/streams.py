@@ -1,6 +1,7 @@
-"""stdout and stderr that never end a command: of any encoding, closed, without a reader, or on a full disk.
+"""stdout and stderr whose errors never end a command.
 
-What a command found lies in its files or in memory when it prints, so text that cannot be written must not undo it.
+Such errors are an encoding that lacks a character, a closed stream, a pipe without a reader and a
+full disk. A command prints after its work is done, so a failed print must not undo the work.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TextIO
 
-PLAIN = {
+SUBSTITUTES = {
     "\u2192": "->",
     "\u00d7": "x",
     "\u2013": "-",
@@ -24,17 +25,17 @@ PLAIN = {
     "\u2026": "...",
     "\u2022": "*",
 }
-POWERS = str.maketrans(
+SUPERSCRIPTS = str.maketrans(
     "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "-0123456789"
-)  # superscripts
-BRAILLE = range(0x2800, 0x2900)  # spinners are drawn with it
+)
+BRAILLE = range(0x2800, 0x2900)  # characters of the spinners
 HANDLER = "onepolicy.plain"
 
 
 @contextmanager
-def tolerant() -> Iterator[Streams]:
-    """Inside, every text can be printed on stdout and stderr. Afterwards both are what they were."""
-    codecs.register_error(HANDLER, _plain)
+def tolerant_streams() -> Iterator[Streams]:
+    """Replace stdout and stderr by streams that accept every text, and restore them afterwards."""
+    codecs.register_error(HANDLER, _substitute)
     _occupy_standard_descriptors()
     before = sys.stdout, sys.stderr
     streams = Streams()
@@ -43,7 +44,7 @@ def tolerant() -> Iterator[Streams]:
         yield streams
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(ValueError):  # somebody closed it
+            with suppress(ValueError):  # the stream is closed
                 stream.flush()
         sys.stdout, sys.stderr = before
 
@@ -55,7 +56,10 @@ class Streams:
         self.errors: dict[int, OSError] = {}
 
     def wrap(self, stream: TextIO | None, number: int) -> TextIO:
-        """The same stream, tolerant. One that is not the process's own (a test's) keeps its errors."""
+        """Return a stream that drops everything after its first error.
+
+        A stream that a test put in place of stdout or stderr keeps its errors.
+        """
         if stream is None:  # closed before the start
             return open(os.devnull, "w", encoding="utf-8")
         if not isinstance(stream, TextIOWrapper):
@@ -66,23 +70,25 @@ class Streams:
         with suppress(OSError):
             stream.flush()
         return TextIOWrapper(
-            BufferedWriter(_Forgiving(number, self.errors)),
+            BufferedWriter(_ErrorTolerantFile(number, self.errors)),
             encoding=stream.encoding,
             errors=HANDLER,
             line_buffering=stream.line_buffering,
             write_through=stream.write_through,
         )
 
-    def lost(self) -> str | None:
-        """Why what was printed did not arrive. None: it did, or its reader wanted no more (`| head`)."""
+    def stdout_error(self) -> str | None:
+        """Return the error of stdout, if any. A reader that stopped reading (`| head`) is none."""
         with suppress(ValueError):
             sys.stdout.flush()
         error = self.errors.get(1)
-        return None if error is None or error.errno == errno.EPIPE else error.strerror
+        if error is None or error.errno == errno.EPIPE:
+            return None
+        return error.strerror
 
 
-class _Forgiving(FileIO):
-    """A standard stream. After its first error everything is dropped."""
+class _ErrorTolerantFile(FileIO):
+    """A standard stream that drops everything after its first error."""
 
     def __init__(self, number: int, errors: dict[int, OSError]) -> None:
         super().__init__(number, "w", closefd=False)
@@ -101,7 +107,10 @@ class _Forgiving(FileIO):
 
 
 def _occupy_standard_descriptors() -> None:
-    """Where one is closed the next file that is opened would take its number, and get what is printed."""
+    """Open the null device for every closed standard stream.
+
+    Otherwise the next file that is opened would get its number, and everything that is printed.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -109,26 +118,28 @@ def _occupy_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
-def _plain(error: UnicodeError) -> tuple[str, int]:
-    """What an encoding lacks, as an ASCII look-alike or else as the escape that JSON and TOML read."""
+def _substitute(error: UnicodeError) -> tuple[str, int]:
+    """Return ASCII for the characters that an encoding lacks.
+
+    It is a look-alike, or else the escape that JSON and TOML read.
+    """
     assert isinstance(error, UnicodeEncodeError)
     text = error.object[error.start : error.end]
     text = re.sub(
         "[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+",
-        lambda m: "^" + m[0].translate(POWERS),
+        lambda match: "^" + match[0].translate(SUPERSCRIPTS),
         text,
     )
-    return "".join(map(_escaped, text)), error.end
+    return "".join(map(_ascii_form, text)), error.end
 
 
-def _escaped(character: str) -> str:
+def _ascii_form(character: str) -> str:
     if character.isascii():
         return character
-    if character in PLAIN:
-        return PLAIN[character]
+    if character in SUBSTITUTES:
+        return SUBSTITUTES[character]
     if ord(character) in BRAILLE:
         return "*"
     units = character.encode("utf-16-be", "surrogatepass")
-    return "".join(
-        f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True)
-    )
+    pairs = zip(units[::2], units[1::2], strict=True)
+    return "".join(f"\\u{high:02x}{low:02x}" for high, low in pairs)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from onepolicy.cli import main, stopped, streams
+from onepolicy.cli import interrupts, main, streams
 from onepolicy.config import UsageError, resolve
 from onepolicy.config.address import check_host, check_port, check_ray_address, check_url
 from onepolicy.config.place import check_new, check_place, check_resumable, claimed
@@ -67,7 +67,7 @@ def test_a_locale_without_utf8_is_named():
     ],
 )
 def test_missing_characters_have_a_substitute_or_an_escape(text, plain):
-    with streams.tolerant():
+    with streams.tolerant_streams():
         assert text.encode("ascii", streams.HANDLER) == plain.encode()
 
 
@@ -84,8 +84,8 @@ def test_closed_streams_are_nothing_to_a_command(closed, tmp_path):
 def test_a_file_does_not_get_the_output_of_a_closed_stream(tmp_path):
     code = f"""
 import os
-from onepolicy.cli.streams import tolerant
-with tolerant():
+from onepolicy.cli.streams import tolerant_streams
+with tolerant_streams():
     file = open({str(tmp_path / "f")!r}, "w")
     os.write(1, b"lost")
 """
@@ -409,7 +409,7 @@ def test_an_error_of_the_file_system_is_one_line(monkeypatch, capsys):
         def run(arguments):
             raise OSError(status, os.strerror(status), "/some/file")
 
-        monkeypatch.setattr("onepolicy.cli.run_config", run)
+        monkeypatch.setattr("onepolicy.cli.show_config.run_config", run)
         return main(["config", "x"])
 
     assert (fail(errno.EACCES), fail(errno.ENAMETOOLONG), fail(errno.EIO)) == (2, 2, 1)
@@ -438,23 +438,23 @@ def run(tmp_path):
 
 def test_ctrl_c_reports_the_cost_of_a_resume(run):
     resume = f"`onepolicy train --resume '{run}'`"
-    assert stopped.words("Ctrl-C", run) == (
+    assert interrupts.describe_stop("Ctrl-C", run) == (
         f"stopped by Ctrl-C; {run} has no checkpoint yet: {resume} starts again where the run began"
     )
     (run / "checkpoints" / "step_00004").mkdir(parents=True)
     (run / "checkpoints" / ".step_00005.writing").mkdir()
-    assert stopped.words("Ctrl-C", run) == (
+    assert interrupts.describe_stop("Ctrl-C", run) == (
         f"stopped by Ctrl-C; the last checkpoint of {run} is of step 4, "
         f"1 finished step after it will be computed "
         f"again: {resume} continues"
     )
     (run / "checkpoints" / "step_00005").mkdir()
-    assert "is of step 5, no finished step is lost" in stopped.words("Ctrl-C", run)
-    assert stopped.words("SIGTERM", run.parent / "new") == (
+    assert "is of step 5, no finished step is lost" in interrupts.describe_stop("Ctrl-C", run)
+    assert interrupts.describe_stop("SIGTERM", run.parent / "new") == (
         f"stopped by SIGTERM before the run folder {run.parent / 'new'} was made; nothing is lost"
     )
     (run / "metrics.jsonl").write_bytes(b"\x80")
-    assert "is of step 5" in stopped.words("Ctrl-C", run)
+    assert "is of step 5" in interrupts.describe_stop("Ctrl-C", run)
 
 
 @pytest.mark.parametrize("command", ["measure", "audit", "eval", "make-policy", "plan", "config"])
@@ -463,7 +463,7 @@ def test_ctrl_c_of_other_commands_does_not_mention_resuming(command, monkeypatch
         raise KeyboardInterrupt
 
     arguments = argparse.Namespace(run=interrupt, command=command)
-    monkeypatch.setattr("onepolicy.cli.parse", lambda argv: arguments)
+    monkeypatch.setattr("onepolicy.cli.parse_arguments", lambda argv: arguments)
     before = signal.getsignal(signal.SIGINT)
     try:
         assert main([]) == 130
@@ -474,7 +474,8 @@ def test_ctrl_c_of_other_commands_does_not_mention_resuming(command, monkeypatch
 
 ENDING = """
 import atexit, os, signal, sys
-import onepolicy.cli as cli
+from onepolicy import cli
+from onepolicy.cli import show_config
 
 def run(arguments):
     os.kill(os.getpid(), signal.{signal})
@@ -485,7 +486,7 @@ def at_the_end():
     signal.pause()
 
 atexit.register(at_the_end)
-cli.run_config = run
+show_config.run_config = run
 sys.exit(cli.main(["config", "x"]))
 """
 

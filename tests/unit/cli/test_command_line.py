@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from onepolicy.cli import EXIT_CODES, main, parse, parser
+from onepolicy.cli import EXIT_CODES, build_parser, main, parse_arguments
 from onepolicy.config import NotThere, RunConfig, load, read_recipe, resolve
 from onepolicy.config.as_toml import as_toml
 from onepolicy.config.load import resolve_as
@@ -27,8 +27,8 @@ def refused(capsys, *words):
 
 def parsers(top):
     """Return every command's parser, those of groups too."""
-    for each in top.commands().values():
-        yield from parsers(each) if each.commands() else [each]
+    for each in top.subcommands().values():
+        yield from parsers(each) if each.subcommands() else [each]
 
 
 TAKE_SETTINGS = ["train", "eval", "measure", "plan", "config", "engine check"]
@@ -76,7 +76,7 @@ def test_an_option_that_is_no_setting_either(capsys):
 
 
 def test_options_values_and_abbreviations_are_no_mistakes():
-    given = parse(
+    given = parse_arguments(
         ["plan", QUICKSTART, "--cluster", "8xH200", "--constant", "network=25e9", "optim.lr=1"]
     )
     assert (given.cluster, given.constant, given.overrides) == (
@@ -84,8 +84,8 @@ def test_options_values_and_abbreviations_are_no_mistakes():
         ["network=25e9"],
         ["optim.lr=1"],
     )
-    assert parse(["train", "--resum", "runs/x"]).resume == "runs/x"
-    assert parse(["engine", "serve", "tiny", "--vllm=--x=1"]).vllm == ["--x=1"]
+    assert parse_arguments(["train", "--resum", "runs/x"]).resume == "runs/x"
+    assert parse_arguments(["engine", "serve", "tiny", "--vllm=--x=1"]).vllm == ["--x=1"]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_printed_setting_is_described():
     assert lines[lines.index("[replay]") + 1].startswith(("#", "mode"))
 
 
-EXAMPLES = [(each.prog, line) for each in parsers(parser()) for line in each.examples]
+EXAMPLES = [(each.prog, line) for each in parsers(build_parser()) for line in each.examples]
 
 
 @pytest.mark.parametrize(("prog", "line"), EXAMPLES, ids=lambda x: x)
@@ -207,16 +207,16 @@ def test_an_example_of_the_help_can_be_typed(prog, line, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = shlex.split(line.partition(" > ")[0])
     assert f"{' '.join(words)} ".startswith(f"{prog} ")
-    given = parse(words[1:])
+    given = parse_arguments(words[1:])
     settings = [each for each in getattr(given, "overrides", []) if "=" in each]
-    kind = next(each for each in parsers(parser()) if each.prog == prog).settings
+    kind = next(each for each in parsers(build_parser()) if each.prog == prog).settings
     recipe = next((each for each in words if each.endswith(".toml")), QUICKSTART)
     if kind is not None:
         resolve_as(kind, read_recipe(recipe) if kind is RunConfig else {}, settings)
 
 
 def test_every_command_has_examples_in_its_help():
-    every = list(parsers(parser()))
+    every = list(parsers(build_parser()))
     assert len(every) >= 9
     for each in every:
         assert 2 <= len(each.examples) <= 4
@@ -224,7 +224,7 @@ def test_every_command_has_examples_in_its_help():
 
 
 def test_exit_codes_are_in_the_help_and_in_the_docs():
-    assert EXIT_CODES in parser().format_help()
+    assert EXIT_CODES in build_parser().format_help()
     docs = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     for code in (0, 1, 2, NotThere.EXIT, 130):
         assert f"\n  {code} " in EXIT_CODES

@@ -1,0 +1,70 @@
+"""`onepolicy audit`: the rollout/training mismatch in another framework's dump."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from onepolicy.cli.common import Commands, add_command, print_status
+from onepolicy.config import UsageError
+from onepolicy.config.place import check_folder
+
+
+def add_audit(commands: Commands) -> None:
+    """Add the command `audit`."""
+    audit = add_command(
+        commands,
+        "audit",
+        "find mismatch or bugs in another framework's dump: a verdict",
+        run_audit,
+        examples=(
+            "onepolicy audit dump.parquet --out runs/audited",
+            "onepolicy audit dump.parquet --columns logp_trainer=old_log_probs",
+            "onepolicy audit before.jsonl after.jsonl",
+        ),
+    )
+    audit.add_argument(
+        "dump",
+        type=Path,
+        help=".parquet, .jsonl, .npz, .safetensors, .pt or a folder; docs/audit.md",
+    )
+    audit.add_argument("other", type=Path, nargs="?", help="a second dump, shown side by side")
+    audit.add_argument(
+        "--columns",
+        action="append",
+        default=[],
+        metavar="OURS=THEIRS",
+        help="a column of ours under another name (repeatable); or prime-rl: the names of its "
+        "token export",
+    )
+    audit.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="write FOLDER/audit.html, audit.json and figures/*.json",
+    )
+    audit.add_argument(
+        "--png",
+        action="store_true",
+        help="and figures/*.png (with kaleido, in the system's Chromium)",
+    )
+
+
+def run_audit(arguments: argparse.Namespace) -> None:
+    """Audit one dump, or two side by side."""
+    if arguments.out is not None:
+        check_folder("--out", arguments.out)
+    paths = [path for path in (arguments.dump, arguments.other) if path is not None]
+    print_status(f"reading {' and '.join(map(str, paths))}")
+    for path in paths:
+        if not os.path.lexists(path):
+            raise UsageError(f"{path}: no such file; give a dump, or a folder of dumps")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    print_status("loading torch")
+    from rich.console import Console
+
+    from onepolicy.audit import run, schema
+
+    columns = schema.parse_columns(arguments.columns)
+    run.run_audit(paths, columns, arguments.out, Console(), png=arguments.png)

@@ -1,0 +1,308 @@
+"""`onepolicy train`: start, resume, fork and restart training runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onepolicy.cli.common import (
+    CHECKPOINTS,
+    Commands,
+    add_command,
+    launcher_for,
+    prepare_process,
+    print_status,
+    refuse_model_path,
+)
+from onepolicy.config import RunConfig, UsageError, load, resolve
+from onepolicy.config.load import parse_value
+from onepolicy.config.place import check_new, check_resumable, claimed
+from onepolicy.config.present import check_present, check_task
+from onepolicy.config.stored import CONFIG, read_config
+
+RESUME_SETTINGS = ("rollout.engine.url", "rollout.engine.token_env", "train.rank_timeout")
+"""Settings that a resumed run may change, besides cluster.* and RESUME_COUNTS."""
+RESUME_COUNTS = {"steps": 1, "train.ranks": 0}
+"""Counts that a resumed run may change, with their least values."""
+
+
+def add_train(commands: Commands) -> None:
+    """Add the command `train`."""
+    train = add_command(
+        commands,
+        "train",
+        "train a policy; resume or fork a run",
+        run_train,
+        examples=(
+            "onepolicy train recipes/quickstart.toml",
+            "onepolicy train recipes/quickstart.toml replay.mode=off optim.lr=5e-5 "
+            "out=runs/no-replay",
+            "onepolicy train --resume runs/quickstart steps=90",
+            "onepolicy train --from runs/quickstart/30 out=runs/fork optim.lr=5e-5 steps=90",
+        ),
+        settings=RunConfig,
+    )
+    train.add_argument(
+        "recipe",
+        nargs="?",
+        help="TOML recipe, e.g. recipes/quickstart.toml (not with --resume or --from)",
+    )
+    origin = train.add_mutually_exclusive_group()
+    origin.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="continue this run folder after its newest checkpoint (steps=N trains on)",
+    )
+    origin.add_argument(
+        "--from",
+        dest="fork",
+        metavar="RUN/STEP",
+        help="new run from a checkpoint of another, with changed settings",
+    )
+    train.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="resume the run when it dies, at most N times",
+    )
+    train.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe"
+    )
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Start, resume or fork a run and return the exit status."""
+    if _torchrun_rank() > 0 and "WORLD_SIZE" in os.environ:  # rank 0 drives the run
+        prepare_process(None)
+        from onepolicy.launch.rank_main import run_launched_rank
+
+        return run_launched_rank()
+    overrides = list(arguments.overrides)
+    if arguments.resume or arguments.fork:
+        if arguments.recipe:  # argparse took the first override for the recipe
+            overrides.insert(0, arguments.recipe)
+    elif not arguments.recipe:
+        raise UsageError(
+            "train: give a recipe (e.g. recipes/quickstart.toml), --resume RUN or --from RUN/STEP"
+        )
+    if arguments.restarts:
+        return _supervise(arguments, overrides)
+    if arguments.resume:
+        return _resume(arguments, overrides)
+    if arguments.fork:
+        return _fork(arguments, overrides)
+    return _start(arguments, overrides)
+
+
+def _torchrun_rank() -> int:
+    """Return the rank that torchrun gave this process, 0 without torchrun."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if not os.environ.get(name, "0").isdecimal():
+            value = os.environ[name]
+            raise UsageError(
+                f"{name}: {value!r} in the environment is no number; torchrun sets it, or unset it"
+            )
+    return int(os.environ.get("RANK", "0"))
+
+
+def _start(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    print_status(f"reading {arguments.recipe}")
+    with _free_run_folder(load(arguments.recipe, overrides), overrides) as config:
+        check_present(config, evaluates=config.eval.every > 0)
+        arguments.folder = Path(config.out)
+        print(f"run folder: {config.out}", flush=True)
+        prepare_process(config.train.threads)
+        print_status(f"loading {config.model.path}")
+        from onepolicy.run import train as run
+        from onepolicy.run.progress import terminal_progress
+
+        with (
+            terminal_progress(config.steps) as progress,
+            launcher_for(config, progress) as launcher,
+        ):
+            summary = run.start_run(config, progress, launcher=launcher)
+    return _print_summary(summary)
+
+
+@contextmanager
+def _free_run_folder(config: RunConfig, overrides: list[str]) -> Iterator[RunConfig]:
+    """Yield the settings with a run folder that no other run uses.
+
+    If a run uses the recipe's `out` or is about to, a number is added to it. Raises UsageError if
+    an `out` in the command is not free.
+    """
+    if _out_override(overrides) is not None:
+        check_new(Path(config.out))
+        yield config
+        return
+    with claimed(Path(config.out)) as out:
+        if out != Path(config.out):
+            config = config.model_copy(update={"out": str(out)})
+        yield config
+
+
+def _out_override(overrides: list[str]) -> Path | None:
+    """Return the run folder that the command gives as out=..."""
+    values = [each.removeprefix("out=") for each in overrides if each.startswith("out=")]
+    if not values:
+        return None
+    return Path(str(parse_value(values[-1])))
+
+
+def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Run the command in a child process, and resume the run whenever that process dies."""
+    from onepolicy.launch.restarts import supervise
+
+    restarts = arguments.restarts
+    _check_restarts(restarts)
+    if arguments.resume:
+        out = Path(arguments.resume)
+        check_resumable(out)
+        command = ["train", "--resume", arguments.resume, *overrides]
+        return supervise(out, command, command, restarts, print_status)
+    if arguments.fork:
+        out = _fork_out(overrides)
+        command = ["train", "--from", arguments.fork, *overrides]
+        return supervise(out, command, _resume_command(out), restarts, print_status)
+    with _free_run_folder(load(arguments.recipe, overrides), overrides) as config:
+        out = Path(config.out)
+        command = ["train", arguments.recipe, *overrides]
+        if _out_override(overrides) is None:  # without it, every start would choose a new folder
+            command.append(f"out={json.dumps(str(out), ensure_ascii=False)}")
+        return supervise(out, command, _resume_command(out), restarts, print_status)
+
+
+def _check_restarts(restarts: int) -> None:
+    if restarts < 0:
+        raise UsageError(f"--restarts: {restarts}; 0 or more")
+    if "WORLD_SIZE" in os.environ:
+        raise UsageError(
+            f"--restarts: {restarts}; torchrun starts its processes again itself (--max-restarts)"
+        )
+
+
+def _resume_command(out: Path) -> list[str]:
+    return ["train", "--resume", str(out)]
+
+
+def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    path = Path(arguments.resume)
+    counts, settings = _resume_changes(overrides, path)
+    print_status(f"reading {path}")
+    check_resumable(path)
+    config = read_config(path)
+    arguments.folder = path
+    if settings:
+        config = resolve(config.model_dump(), settings)
+    _check_task(config)
+    prepare_process(config.train.threads)
+    print_status(f"loading the newest checkpoint of {path}")
+    from onepolicy.run import train as run
+    from onepolicy.run.progress import terminal_progress
+
+    steps, ranks = counts.get("steps"), counts.get("train.ranks")
+    with (
+        terminal_progress(steps or config.steps) as progress,
+        launcher_for(config, progress) as launcher,
+    ):
+        summary = run.resume_run(path, progress, steps, ranks, launcher, config)
+    return _print_summary(summary)
+
+
+def _resume_changes(overrides: list[str], path: Path) -> tuple[dict[str, int], list[str]]:
+    """Return the counts and the other settings that a resume changes.
+
+    Raises UsageError for a setting that a resume may not change.
+    """
+    counts: dict[str, int] = {}
+    settings: list[str] = []
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if name.startswith("cluster.") or name in RESUME_SETTINGS:
+            settings.append(override)
+            continue
+        is_count = name in RESUME_COUNTS and value.isascii() and value.isdigit()
+        if not is_count or int(value) < RESUME_COUNTS[name]:
+            raise UsageError(
+                "--resume: only steps=N, train.ranks=N, train.rank_timeout, rollout.engine.url, "
+                "rollout.engine.token_env and cluster.* may change, not "
+                f"{override!r}; change settings with --from {path}"
+            )
+        counts[name] = int(value)
+    return counts, settings
+
+
+def _check_task(config: RunConfig) -> None:
+    evaluated = 0
+    if config.eval.every:
+        evaluated = config.eval.problems
+    check_task(config.task, evaluated)
+
+
+def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    source = Path(arguments.fork)
+    arguments.folder = _fork_out(overrides)
+    refuse_model_path(overrides, f"--from {source}")
+    print_status(f"reading {source}")
+    config = _forked_config(read_config(_run_folder_of(source)), overrides)
+    _check_task(config)
+    prepare_process(None)
+    print_status(f"loading a checkpoint of {source}")
+    from onepolicy.run import run_folder
+    from onepolicy.run import train as run
+    from onepolicy.run.progress import terminal_progress
+
+    _, origin = run_folder.fork_origin(source)
+    with (
+        terminal_progress(config.steps, origin.step) as progress,
+        launcher_for(config, progress) as launcher,
+    ):
+        summary = run.start_run(config, progress, origin, launcher)
+    return _print_summary(summary)
+
+
+def _fork_out(overrides: list[str]) -> Path:
+    """Return the folder of the new run. Raises UsageError if none is given or it is not free."""
+    out = _out_override(overrides)
+    if out is None:
+        raise UsageError("--from: give the new run a folder with out=...")
+    check_new(out)
+    return out
+
+
+def _run_folder_of(source: Path) -> Path:
+    """Return the run folder of RUN, RUN/STEP or RUN/checkpoints/step_NNNNN."""
+    for run in (source, source.parent, source.resolve().parent.parent):
+        if (run / CHECKPOINTS).is_dir() and (run / CONFIG).is_file():
+            return run
+    raise UsageError(
+        f"{source}: no such checkpoint; there is none; give a run folder (it has {CONFIG} and "
+        f"{CHECKPOINTS}/) or RUN/STEP"
+    )
+
+
+def _forked_config(parent: RunConfig, overrides: list[str]) -> RunConfig:
+    """Return the parent's settings with overrides.
+
+    If the parent's correction followed from its replay.mode, the fork's correction does too.
+    """
+    tree = parent.model_dump()
+    without_correction = {name: value for name, value in tree.items() if name != "correction"}
+    if resolve(without_correction).correction == parent.correction:
+        tree = without_correction
+    return resolve(tree, overrides)
+
+
+def _print_summary(summary: dict[str, Any]) -> int:
+    from rich.console import Console
+
+    from onepolicy.report.terminal import summary_table
+
+    Console().print(summary_table(summary))
+    return 0
