@@ -70,7 +70,7 @@ def route_spans(
 
 @dataclass(frozen=True, slots=True)
 class TraceOrigin:
-    """The way a trace was made, which decides what replay checks.
+    """The way a trace was made.
 
     Replay checks the first trace of each source, and then one now and then.
     """
@@ -173,7 +173,7 @@ class RoutingTrace:
 
     @property
     def reprefilled(self) -> bool:
-        """Whether a re-prefill, and not the engine, recorded any row."""
+        """True if a re-prefill, and not the engine, recorded any row."""
         return any(span.source == "reprefill" for span in self.spans)
 
     def to(self, device: torch.device | str) -> RoutingTrace:
@@ -470,7 +470,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class NumericsContract:
-    """How one side computes log-probabilities.
+    """The computation of log-probabilities on one side.
 
     Equal bits need equal contracts (invariant/numerics_contract.py).
     """

@@ -26,10 +26,10 @@ RESULT_IN_FILES = ("train", "make-policy")
 """Commands whose exit status does not depend on stdout: their results are files."""
 EXIT_CODES = """\
 exit codes:
-  0    done (measure, audit and eval: whatever they found)
-  1    it began well and failed: a run that stopped, bits that differ (--numerics on-policy),
+  0    done (measure, audit and eval: with any result)
+  1    started, then failed: a run that stopped, bits that differ (--numerics on-policy),
        a failed engine check, a plan that does not fit, output that could not be written
-  2    a mistake in the command, a setting, a path or the data; the message names it and what to do
+  2    a mistake in the command, a setting, a path or the data; the message names it and the fix
   75   a server or cluster does not answer yet; the same command may work later
        (train --restarts tries again)
   130  stopped by Ctrl-C
@@ -98,7 +98,7 @@ def _report_os_error(error: OSError) -> int:
 
 
 def _report_lost_output(error: str) -> int:
-    message = f"stdout: {error}; not all of what was printed has arrived"
+    message = f"stdout: {error}; some of the output is lost"
     print(f"onepolicy: {message}", file=sys.stderr)
     return 1
 

@@ -155,10 +155,10 @@ def _model_and_overrides(arguments: argparse.Namespace) -> tuple[str | None, lis
     if model and "=" in model and not Path(model).exists():
         model, overrides = None, [model, *overrides]
     if model and arguments.tiny:
-        raise UsageError(f"measure: --tiny is a model of its own; leave out {model} or --tiny")
+        raise UsageError(f"measure: --tiny is a model too; leave out {model} or --tiny")
     if model and Path(model).suffix == ".toml":
         raise UsageError(
-            f"measure: {model} is a recipe, and a model stands here; give --recipe {model}"
+            f"measure: {model} is a recipe, but a model is expected; give --recipe {model}"
         )
     if not (model or arguments.tiny or arguments.recipe):
         raise UsageError("measure: give a model (folder or hub id), --recipe or --tiny")

@@ -180,7 +180,7 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _check_restarts(restarts: int) -> None:
     if restarts < 0:
-        raise UsageError(f"--restarts: {restarts}; 0 or more")
+        raise UsageError(f"--restarts: {restarts}; give 0 or more")
     if "WORLD_SIZE" in os.environ:
         raise UsageError(
             f"--restarts: {restarts}; torchrun starts its processes again itself (--max-restarts)"
@@ -282,7 +282,7 @@ def _run_folder_of(source: Path) -> Path:
         if (run / CHECKPOINTS).is_dir() and (run / CONFIG).is_file():
             return run
     raise UsageError(
-        f"{source}: no such checkpoint; there is none; give a run folder (it has {CONFIG} and "
+        f"{source}: no such checkpoint; give a run folder (it has {CONFIG} and "
         f"{CHECKPOINTS}/) or RUN/STEP"
     )
 

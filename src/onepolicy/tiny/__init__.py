@@ -1,1 +1,1 @@
-"""The tiny policy that is made here."""
+"""The tiny policy of the quickstart and the tests."""

@@ -1,7 +1,7 @@
-"""Make the tiny policy: a real Qwen3-MoE with a character tokenizer, warmed up by supervised learning.
+"""The tiny policy: a real Qwen3-MoE with a character tokenizer and a supervised warm-up.
 
-The warm-up teaches the mechanics completely and plants a known sampling error (solutions with mistakes that are carried
-on consistently), which is what reinforcement learning can then remove.
+The warm-up teaches the task's steps completely. It also plants a known error, which reinforcement
+learning can then remove: solutions with a mistake that their later steps carry on.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
 
-Example = tuple[
-    str, ...
-]  # prompt, response, observation, response ..., each response without its closing eos
+Example = tuple[str, ...]
+"""Prompt, response, observation, response ... Responses lack their closing eos."""
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
 def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token per character, plus <pad>, <eos> and <unk>."""
+    """Return a tokenizer with one token per character, plus <pad>, <eos> and <unk>."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *sorted(set(alphabet))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -47,7 +46,7 @@ def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def make_model(config: PolicyConfig, vocab_size: int) -> Qwen3MoeForCausalLM:
-    """Randomly initialised from config.seed."""
+    """Return a MoE model, randomly initialised from config.seed."""
     torch.manual_seed(config.seed)
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
@@ -63,7 +62,10 @@ def make_model(config: PolicyConfig, vocab_size: int) -> Qwen3MoeForCausalLM:
 
 
 def make_dense(config: PolicyConfig, vocab_size: int) -> Qwen3ForCausalLM:
-    """The same without experts: one feed-forward layer as wide as all experts together, so as many parameters."""
+    """Return the same model without experts.
+
+    Its feed-forward layer is as wide as all experts together, so it has as many parameters.
+    """
     torch.manual_seed(config.seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -96,10 +98,11 @@ def warm_up(
     *,
     progress: Callable[[int, float, float], None] = lambda step, loss, accuracy: None,
 ) -> None:
-    """Supervised learning on the responses, packed without padding.
+    """Train by supervised learning on the responses, packed without padding.
 
-    `examples(mistakes)` begins a stream with that share of planted mistakes: none in the first config.clean_steps, then
-    config.mistakes. `progress` gets step, loss, next-token accuracy.
+    examples: starts a stream of examples, given the fraction with planted mistakes. It is 0 in the
+    first config.clean_steps, then config.mistakes.
+    progress: called with step, loss and next-token accuracy.
     """
     device = torch.device("cpu")
     prepare_for_training(model, device)
@@ -114,9 +117,7 @@ def warm_up(
         rate = min(1.0, (step + 1) / config.warmup_steps)
         cosine = 0.5 * (1 + math.cos(math.pi * step / config.steps))
         optimizer.param_groups[0]["lr"] = config.lr * rate * (0.05 + 0.95 * cosine)
-        loss, accuracy = _supervised_loss(
-            model, *_packed(tokenizer, stream, config.tokens_per_step)
-        )
+        loss, accuracy = _supervised_loss(model, *_pack(tokenizer, stream, config.tokens_per_step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -125,32 +126,41 @@ def warm_up(
     model.eval()
 
 
-def _packed(
+def _pack(
     tokenizer: PreTrainedTokenizerFast, examples: Iterator[Example], budget: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """About `budget` slots of whole examples: ids, targets (-100 on the prompt), positions [T], bounds [S + 1]."""
+    """Pack whole examples into about `budget` slots.
+
+    Returns ids [T], targets [T] (-100 on the prompt), positions [T] and bounds [S + 1].
+    """
     paths: list[list[int]] = []
-    learnt: list[list[bool]] = []
+    responses: list[list[bool]] = []
     while sum(map(len, paths)) < budget:
-        path: list[int] = []
-        own: list[bool] = []
-        for part, text in enumerate(next(examples)):
-            ids = [
-                *tokenizer.encode(text, add_special_tokens=False),
-                *[tokenizer.eos_token_id] * (part % 2),
-            ]
-            path += ids
-            own += [part % 2 == 1] * len(ids)
+        path, is_response = _encode(tokenizer, next(examples))
         paths.append(path)
-        learnt.append(own)
-    inputs = torch.cat([torch.tensor(p[:-1]) for p in paths])
+        responses.append(is_response)
+    inputs = torch.cat([torch.tensor(path[:-1]) for path in paths])
     targets = [
-        torch.tensor(p[1:]).where(torch.tensor(own[1:]), -100)
-        for p, own in zip(paths, learnt, strict=True)
+        torch.tensor(path[1:]).where(torch.tensor(is_response[1:]), -100)
+        for path, is_response in zip(paths, responses, strict=True)
     ]
-    positions = torch.cat([torch.arange(len(p) - 1) for p in paths])
-    bounds = torch.tensor([0, *(len(p) - 1 for p in paths)]).cumsum(0).int()
+    positions = torch.cat([torch.arange(len(path) - 1) for path in paths])
+    bounds = torch.tensor([0, *(len(path) - 1 for path in paths)]).cumsum(0).int()
     return inputs, torch.cat(targets), positions, bounds
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[int], list[bool]]:
+    """Return the token ids of one example, and for each whether it belongs to a response."""
+    path: list[int] = []
+    is_response: list[bool] = []
+    for part, text in enumerate(example):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        responds = part % 2 == 1
+        if responds:
+            ids = [*ids, tokenizer.eos_token_id]
+        path += ids
+        is_response += [responds] * len(ids)
+    return path, is_response
 
 
 def _supervised_loss(
@@ -169,18 +179,16 @@ def _supervised_loss(
         output_router_logits=True,
         packing=Packing.of(bounds, inputs.device),
     )
-    logits, wanted = out.logits[0].float(), targets[slots]
-    loss = (
-        torch.nn.functional.cross_entropy(logits, wanted)
-        + model.config.router_aux_loss_coef * out.aux_loss
-    )
-    return loss, (logits.argmax(-1) == wanted).float().mean().item()
+    logits, labels = out.logits[0].float(), targets[slots]
+    cross_entropy = torch.nn.functional.cross_entropy(logits, labels)
+    loss = cross_entropy + model.config.router_aux_loss_coef * out.aux_loss
+    return loss, (logits.argmax(-1) == labels).float().mean().item()
 
 
 def save_policy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, config: PolicyConfig, path: Path
 ) -> None:
-    """Folder in transformers' layout plus policy.json; appears whole or not at all."""
+    """Write a folder in transformers' layout plus policy.json, by an atomic rename."""
     temporary = path.with_name(f".writing-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

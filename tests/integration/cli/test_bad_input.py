@@ -143,7 +143,7 @@ def test_half_written_checkpoint(fails, train, tmp_path):
 
 def test_resume_and_fork_of_nothing(fails, tmp_path):
     assert "not a run folder" in fails(arguments=["train", "--resume", str(tmp_path / "none")])
-    assert "no such checkpoint; there is none" in fails(
+    assert "no such checkpoint; give a run folder" in fails(
         arguments=["train", "--from", str(tmp_path / "none"), f"out={tmp_path / 'x'}"]
     )
     assert "out=" in fails(arguments=["train", "--from", str(tmp_path / "none")])

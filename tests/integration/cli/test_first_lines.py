@@ -60,7 +60,7 @@ JSONL = ["task.kind=jsonl", "task.path=data.jsonl"]
         (["train", "--resume", "nowhere"], "nowhere: not a run folder"),
         (
             ["train", "--from", "nowhere/3", "out=new"],
-            "nowhere/3: no such checkpoint; there is none; give a run folder (it has config.json",
+            "nowhere/3: no such checkpoint; give a run folder (it has config.json",
         ),
         (["train", "--from", "run", "out=new", "optim.lrr=1"], "did you mean optim.lr?"),
         (["train", "--from", "run/3", "out=new", "steps=many"], "steps: "),

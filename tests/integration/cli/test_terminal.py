@@ -102,8 +102,7 @@ def test_a_full_disk_under_stdout_is_a_failure():
         done = python(PRINTS, stdout=full)
     assert done.returncode == 1
     assert (
-        done.stderr
-        == b"onepolicy: stdout: No space left on device; not all of what was printed has arrived\n"
+        done.stderr == b"onepolicy: stdout: No space left on device; some of the output is lost\n"
     )
 
 

@@ -259,7 +259,7 @@ def test_settings_that_cannot_take_effect(capsys, monkeypatch, tmp_path):
     assert main(["train", str(tmp_path / "recipe.toml"), f"out={tmp_path}", "--restarts", "3"]) == 2
     assert "optim.lrr" in capsys.readouterr().err
     assert main(["train", str(tmp_path / "recipe.toml"), "--restarts", "-1"]) == 2
-    assert "--restarts: -1; 0 or more" in capsys.readouterr().err
+    assert "--restarts: -1; give 0 or more" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", str(tmp_path / "recipe.toml"), "--restarts", "3"]) == 2
     assert "--max-restarts" in capsys.readouterr().err
