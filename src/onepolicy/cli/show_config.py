@@ -48,7 +48,7 @@ def _presets(kind: str, *name: str) -> str:
     if kind == "objective":
         from onepolicy.objective import presets
 
-        return presets.show(*name)
+        return presets.describe_presets(*name)
     from onepolicy.correct.presets import show, show_all
 
     if name:

@@ -1,1 +1,1 @@
-"""What is optimised: rewards -> advantages -> clipped surrogate -> one scalar. Pure torch."""
+"""The objective: rewards -> advantages -> clipped surrogate -> one scalar. Pure torch."""

@@ -1,4 +1,4 @@
-"""Returns, generalised advantage estimation and the value loss of PPO with a critic."""
+"""Returns, generalised advantage estimation, and the value loss of PPO with a critic."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def returns_to_go(
     samples: int,
     gamma: float,
 ) -> Tensor:
-    """[T] float32: sum over the rest of the sample's trainable slots of gamma^k reward; 0 elsewhere.
+    """Return [T] float32: the sum of gamma^k reward over the rest of the sample.
 
-    Slots that are not trainable (prompt, tool output) take no time.
+    It is 0 outside the mask. k counts trainable slots only: prompt and tool output do not discount.
     """
     zeros = torch.zeros_like(reward)
     return gae(reward, zeros, mask=mask, segment=segment, samples=samples, gamma=gamma, lam=1.0)
@@ -32,25 +32,30 @@ def gae(
     gamma: float,
     lam: float,
 ) -> Tensor:
-    """[T] float32, 0 outside the mask: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
+    """Return the advantages of GAE (1506.02438, eq. 16): [T] float32, 0 outside the mask.
 
-    GAE (1506.02438, eq. 16); the value after a sample's last trainable slot is 0: an episode ends, also when it was cut
-    by length. All samples at once: one pass over time on a padded [samples, longest] table, in float64.
+    A_t = delta_t + gamma lam A_(t+1), with delta_t = r_t + gamma V_(t+1) - V_t. The value after a
+    sample's last trainable slot is 0: there the episode ends, even if the length limit cut it.
+
+    All samples are computed at once in float64: one pass over time on a table of
+    [samples, longest], padded.
     """
-    where = mask.nonzero()[:, 0]
-    row = segment[where]
-    length = torch.zeros(samples, dtype=torch.int64, device=mask.device).index_add(
-        0, row, torch.ones_like(row)
-    )
-    column = torch.arange(len(where), device=mask.device) - (length.cumsum(0) - length)[row]
-    longest = int(length.max()) if samples else 0
+    slots = mask.nonzero()[:, 0]
+    row = segment[slots]
+    length = row.new_zeros(samples).index_add(0, row, torch.ones_like(row))
+    column = torch.arange(len(slots), device=mask.device) - (length.cumsum(0) - length)[row]
+    longest = 0
+    if samples:
+        longest = int(length.max())
     table = torch.zeros(3, samples, longest + 1, dtype=torch.float64, device=mask.device)
     rewards, values, advantages = table[0], table[1], table[2]
-    rewards[row, column], values[row, column] = reward[where].double(), value[where].double()
+    rewards[row, column] = reward[slots].double()
+    values[row, column] = value[slots].double()
     delta = rewards[:, :-1] + gamma * values[:, 1:] - values[:, :-1]
     for t in range(longest - 1, -1, -1):
         advantages[:, t] = delta[:, t] + gamma * lam * advantages[:, t + 1]
-    return torch.zeros_like(reward).index_copy(0, where, advantages[row, column].to(reward.dtype))
+    of_slots = advantages[row, column].to(reward.dtype)
+    return torch.zeros_like(reward).index_copy(0, slots, of_slots)
 
 
 def value_loss(
@@ -60,10 +65,11 @@ def value_loss(
     *,
     clip: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """[T] loss and [T] bool clipped: max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2) / 2.
+    """Return the value loss [T] of each slot and whether it was clipped [T] bool.
 
-    The clipping of the PPO authors' code (baselines, ppo2): pessimistic like the policy's, a value that has already
-    moved by more than `clip` towards its return has no gradient. clip None: (v - R)^2 / 2.
+    max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2) / 2, as in the PPO authors' code
+    (baselines, ppo2). It is pessimistic like the policy's clipping: a value that has already moved
+    by more than `clip` towards its return has no gradient. With clip = None: (v - R)^2 / 2.
     """
     plain = (value_new - target).square()
     if clip is None:

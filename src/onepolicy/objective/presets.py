@@ -7,21 +7,25 @@ from onepolicy.config.near import did_you_mean
 from onepolicy.config.objective import ObjectiveConfig, objective_presets
 
 
-def show(name: str | None = None) -> str:
-    """The preset's loss, source and effective settings; without a name all presets, one a line."""
+def describe_presets(name: str | None = None) -> str:
+    """Return the preset's loss, source and effective settings.
+
+    Without a name: all presets, one a line. Raises UsageError for an unknown name.
+    """
     rows = objective_presets()
     if name is None:
         return "\n".join(f"{row:22}{rows[row]['loss']}" for row in rows)
     if name not in rows:
         raise UsageError(
-            f"objective: none is called {name!r}; there are {', '.join(rows)}{did_you_mean(name, rows)}"
+            f"objective: none is called {name!r}; there are {', '.join(rows)}"
+            f"{did_you_mean(name, rows)}"
         )
     settings = ObjectiveConfig(preset=name).model_dump_json(indent=2)
     return f"{name}\n{rows[name]['loss']}\n{rows[name]['source']}\n{settings}"
 
 
 def markdown_table() -> str:
-    """The preset table of docs/objectives.md."""
+    """Return the preset table of docs/objectives.md."""
     lines = ["| preset | loss of a slot; advantage | source |", "| --- | --- | --- |"]
     lines += [
         f"| {name} | {row['loss']} | {row['source']} |" for name, row in objective_presets().items()

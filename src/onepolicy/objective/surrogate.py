@@ -1,4 +1,7 @@
-"""Policy-gradient surrogates, slot by slot; sequence levels by segment sums. Pure torch, no loop over samples."""
+"""Policy-gradient surrogates per slot. Pure torch, no loop over samples.
+
+Ratios and means of a whole sample are computed with sums over segments.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,20 @@ from torch import Tensor
 from onepolicy.config import ObjectiveConfig
 from onepolicy.config.objective import KLConfig
 
+# A |log ratio| beyond this counts as this, with gradient 0. So exp does not overflow, and the
+# branch of torch.where that is not taken gives no NaN gradient.
+LOG_RATIO_LIMIT = 20.0
+
 
 def kl_estimate(
     logp: Tensor,  # [T] float32, the policy; may carry a graph
     logp_ref: Tensor,  # [T] float32
     config: KLConfig,
 ) -> Tensor:
-    """[T], nats: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d with d = logp - logp_ref (Schulman 2020).
+    """Return the KL estimate [T] of each slot, in nats (Schulman 2020).
 
-    Under samples of the policy k1 and k3 are unbiased for KL(policy || reference). |d| is bounded by LOG_RATIO_LIMIT.
+    With d = logp - logp_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. On samples of the policy
+    k1 and k3 are unbiased for KL(policy || reference). |d| is bounded by LOG_RATIO_LIMIT.
     """
     d = (logp - logp_ref).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     match config.estimator:
@@ -38,11 +46,12 @@ def kl_loss(
     *,
     logp_sampled: Tensor | None,  # [T] float32, denominator of the importance ratio; None: no ratio
 ) -> Tensor:
-    """[T], nats. With a ratio: exp(logp_new - logp_sampled) * estimate, the gradient through both factors.
+    """Return the KL loss [T] of each slot, in nats.
 
-    That is the unbiased estimate of DeepSeek-V3.2 (2512.02556, section 3.1): under samples of the ratio's denominator,
-    value and gradient are those of KL(new || reference), for k1 and k3 alike. A plain k3 has the gradient of
-    KL(reference || policy) instead.
+    With a ratio it is exp(logp_new - logp_sampled) * estimate. Both factors carry a gradient. That
+    is the unbiased estimate of DeepSeek-V3.2 (2512.02556, section 3.1). On samples of the ratio's
+    denominator, value and gradient are those of KL(new || reference), for k1 and k3 alike. A plain
+    k3 has the gradient of KL(reference || policy) instead.
     """
     estimate = kl_estimate(logp_new, logp_ref, config)
     if logp_sampled is None:
@@ -50,62 +59,82 @@ def kl_loss(
     return (logp_new - logp_sampled).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * estimate
 
 
-LOG_RATIO_LIMIT = 20.0
-"""|log r| beyond this is taken as this (gradient 0): no exp overflow, so no NaN gradient from the branch not taken."""
-
-
 class Surrogate(NamedTuple):
+    """Per-slot losses of a surrogate, and where its ratio was clipped."""
+
     loss: Tensor  # [T], to be minimised; carries the graph of logp_new
-    ratio: Tensor  # [T], r = new / anchor at the config's ratio level, detached
-    clipped_low: Tensor  # [T] bool, r was held back from below
-    clipped_high: Tensor  # [T] bool, r was held back from above
+    ratio: Tensor  # [T], r = new / behaviour policy at the config's ratio level, detached
+    clipped_low: Tensor  # [T] bool, r was clipped from below
+    clipped_high: Tensor  # [T] bool, r was clipped from above
 
 
 def surrogate(
     config: ObjectiveConfig,
     logp_new: Tensor,  # [T] float32, carries the graph
-    logp_behaviour: Tensor,  # [T] float32, the policy that the ratio is taken to: trainer before the update, or rollout
+    logp_behaviour: Tensor,  # [T] float32: logp_old, or logp_rollout with ratio = new/rollout
     advantage: Tensor,  # [T] float32
     *,
-    mask: Tensor,  # [T] bool, slots that are looked at; a sequence's ratio is over all of them
+    mask: Tensor,  # [T] bool, slots that count; a sequence's ratio is over all of them
     segment: Tensor,  # [T] int64, sample of each slot; samples are whole
     samples: int,
 ) -> Surrogate:
-    """Loss per slot of `config.surrogate`. A slot outside the mask, or without a finite anchor, counts as r = 1.
+    """Compute the loss of `config.surrogate` per slot.
 
-    A logp_new that is not finite is not hidden: the gradient is then not finite either.
+    A slot outside the mask, or without a finite `logp_behaviour`, counts as r = 1. A `logp_new`
+    that is not finite is not hidden: the gradient is then not finite either.
     """
     usable = mask & logp_behaviour.isfinite()
-    logp_new, logp_behaviour = (
-        torch.where(usable, logp_new, 0.0),
-        torch.where(usable, logp_behaviour, 0.0),
-    )
+    logp_new = torch.where(usable, logp_new, 0.0)
+    logp_behaviour = torch.where(usable, logp_behaviour, 0.0)
     log_ratio = (logp_new - logp_behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if config.surrogate == "gmpo":
         return gmpo(
-            log_ratio, advantage, mask=usable, segment=segment, samples=samples, **_clip(config)
+            log_ratio,
+            advantage,
+            mask=usable,
+            segment=segment,
+            samples=samples,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
         )
-    if config.ratio_level != "token":
-        own, mean = log_ratio, config.ratio_level != "trajectory"
-        log_ratio = _per_sample(log_ratio, usable, segment, samples, mean=mean)
-        log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        if config.ratio_level == "sequence-token":
-            log_ratio = log_ratio.detach() + own - own.detach()
-    ratio = log_ratio.exp()
+    ratio = _at_ratio_level(log_ratio, usable, segment, samples, config).exp()
+    return _ratio_surrogate(config, ratio, logp_new, advantage)
+
+
+def _ratio_surrogate(
+    config: ObjectiveConfig, ratio: Tensor, logp_new: Tensor, advantage: Tensor
+) -> Surrogate:
+    bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     match config.surrogate:
         case "ppo":
-            return ppo(ratio, advantage, dual_clip=config.dual_clip, **_clip(config))
+            return ppo(ratio, advantage, dual_clip=config.dual_clip, **bounds)
         case "cispo":
-            return cispo(ratio, logp_new, advantage, **_clip(config))
+            return cispo(ratio, logp_new, advantage, **bounds)
         case "sapo":
-            return sapo(
-                ratio, advantage, tau_positive=config.tau_positive, tau_negative=config.tau_negative
-            )
+            taus = {"tau_positive": config.tau_positive, "tau_negative": config.tau_negative}
+            return sapo(ratio, advantage, **taus)
         case "topr":
             return topr(ratio, logp_new, advantage)
         case "pg":
-            never = torch.zeros_like(mask)
+            never = torch.zeros_like(advantage, dtype=torch.bool)
             return Surrogate(-advantage * logp_new, ratio.detach(), never, never)
+        case _:
+            raise AssertionError(f"gmpo has no ratio: {config.surrogate}")
+
+
+def _at_ratio_level(
+    log_ratio: Tensor, usable: Tensor, segment: Tensor, samples: int, config: ObjectiveConfig
+) -> Tensor:
+    """Return [T]: the log ratio of each slot at `config.ratio_level`."""
+    if config.ratio_level == "token":
+        return log_ratio
+    mean = config.ratio_level != "trajectory"
+    of_sample = _per_sample(log_ratio, usable, segment, samples, mean=mean)
+    of_sample = of_sample.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if config.ratio_level == "sequence-token":
+        # the value of the sequence, the gradient of the token
+        return of_sample.detach() + log_ratio - log_ratio.detach()
+    return of_sample
 
 
 def ppo(
@@ -116,11 +145,12 @@ def ppo(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Surrogate:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO-clip (1707.06347 eq. 7), clip-higher (DAPO section 3.1).
+    """Compute -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    Pessimistic: only a ratio that has already moved the way its advantage asks for is clipped. With the geometric mean
-    of a sample's ratios it is GSPO (2507.18071 eq. 5). dual_clip c: where A < 0, -max(min(...), c A)
-    (1912.09729 eq. 5).
+    PPO-clip (1707.06347 eq. 7), with clip-higher (DAPO section 3.1). It is pessimistic: a ratio is
+    clipped only if it has already moved in the direction of its advantage. With the geometric mean
+    of a sample's ratios it is GSPO (2507.18071 eq. 5). With dual_clip = c the loss is
+    -max(min(...), c A) where A < 0 (1912.09729 eq. 5).
     """
     low, high = 1 - clip_low, 1 + clip_high
     loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
@@ -135,7 +165,10 @@ def ppo(
 def cispo(
     ratio: Tensor, logp_new: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float
 ) -> Surrogate:
-    """-sg(clip(r)) A log pi (MiniMax-M1, 2506.13585 eq. 4): a clipped slot keeps a gradient, of the bound's size."""
+    """Compute -sg(clip(r)) A log pi (MiniMax-M1, 2506.13585 eq. 4; sg: stop gradient).
+
+    A clipped slot keeps a gradient, of the size of the bound.
+    """
     r = ratio.detach()
     low, high = 1 - clip_low, 1 + clip_high
     return Surrogate(-r.clamp(low, high) * advantage * logp_new, r, r < low, r > high)
@@ -144,16 +177,21 @@ def cispo(
 def sapo(
     ratio: Tensor, advantage: Tensor, *, tau_positive: float, tau_negative: float
 ) -> Surrogate:
-    """-(4 / tau) sigmoid(tau (r - 1)) A (SAPO, 2511.20347): gradient weight 4 s (1 - s) r, which is 1 at r = 1."""
+    """Compute -(4 / tau) sigmoid(tau (r - 1)) A (SAPO, 2511.20347).
+
+    With s the sigmoid, the gradient's weight is 4 s (1 - s) r, which is 1 at r = 1.
+    """
     tau = torch.where(advantage > 0, tau_positive, tau_negative).to(ratio.dtype)
+    loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
     never = torch.zeros_like(advantage, dtype=torch.bool)
-    return Surrogate(
-        -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage, ratio.detach(), never, never
-    )
+    return Surrogate(loss, ratio.detach(), never, never)
 
 
 def topr(ratio: Tensor, logp_new: Tensor, advantage: Tensor) -> Surrogate:
-    """-sg(w) A log pi, w = 1 where A >= 0 and min(r, 1) where A < 0 (tapered off-policy REINFORCE, 2503.14286)."""
+    """Compute -sg(w) A log pi (tapered off-policy REINFORCE, 2503.14286; sg: stop gradient).
+
+    w = 1 where A >= 0, and min(r, 1) where A < 0.
+    """
     r = ratio.detach()
     high = (r > 1) & (advantage < 0)
     weight = torch.where(advantage < 0, r.clamp(max=1), 1.0)
@@ -170,33 +208,28 @@ def gmpo(
     clip_low: float,
     clip_high: float,
 ) -> Surrogate:
-    """-exp(mean over the sample of the clipped log r) A in every slot (GMPO, 2507.20673 eq. 4).
+    """Compute -exp(mean over the sample of the clipped log r) A for every slot.
 
-    A slot's log r is clipped pessimistically to [log(1 - clip_low), log(1 + clip_high)]: from above where A > 0, from
-    below where A < 0. A rejected slot is in the mean and clipped by its sample's sign.
+    GMPO, 2507.20673 eq. 4. A slot's log r is clipped pessimistically to
+    [log(1 - clip_low), log(1 + clip_high)]: from above where A > 0, from below where A < 0. A
+    rejected slot is part of the mean. It is clipped by the sign of its sample's advantage.
     """
     low, high = math.log(max(1 - clip_low, 1e-9)), math.log(1 + clip_high)
     total = _per_sample(advantage, mask, segment, samples, mean=False)
     positive, negative = total > 0, total < 0
     bounded = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
     mean = _per_sample(bounded, mask, segment, samples, mean=True)
-    own = log_ratio.detach()
-    return Surrogate(
-        -mean.exp() * advantage, own.exp(), (own < low) & negative, (own > high) & positive
-    )
+    log_r = log_ratio.detach()
+    loss = -mean.exp() * advantage
+    return Surrogate(loss, log_r.exp(), (log_r < low) & negative, (log_r > high) & positive)
 
 
 def _per_sample(
     values: Tensor, mask: Tensor, segment: Tensor, samples: int, *, mean: bool
 ) -> Tensor:
-    """[T]: sum or mean of each slot's sample, over the slots of the mask."""
-    total = values.new_zeros(samples).index_add(0, segment, torch.where(mask, values, 0.0))
+    """Return [T]: the sum or mean over the masked slots of each slot's sample."""
+    zeros = values.new_zeros(samples)
+    total = zeros.index_add(0, segment, torch.where(mask, values, 0.0))
     if mean:
-        total = total / values.new_zeros(samples).index_add(
-            0, segment, mask.to(values.dtype)
-        ).clamp(min=1)
+        total = total / zeros.index_add(0, segment, mask.to(values.dtype)).clamp(min=1)
     return total[segment]
-
-
-def _clip(config: ObjectiveConfig) -> dict[str, float]:
-    return {"clip_low": config.clip_low, "clip_high": config.clip_high}
