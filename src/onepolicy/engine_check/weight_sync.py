@@ -21,7 +21,7 @@ from onepolicy.engine_check.checks import (
 from onepolicy.models import fp32_head
 from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.sync.push import NOISE_MARGIN, canary_logp, checked_push, push_weights
-from onepolicy.train.rescore import variant
+from onepolicy.train.rescore import variant_scorer
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 
@@ -40,7 +40,7 @@ class RoundedModel:
         rollout = scorer.config.rollout
         self._learner, self._dtype = scorer, rollout.engine.dtype
         self._model = load_engine_copy(model, rollout, scorer.device)
-        self._scorer = variant(scorer, model=self._model, autocast="off")
+        self._scorer = variant_scorer(scorer, model=self._model, autocast="off")
 
     def load_learner_weights(self) -> None:
         fp32_head.load_weights(self._model, self._learner.named_weights())

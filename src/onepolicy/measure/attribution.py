@@ -16,7 +16,14 @@ from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.rollout.copies import load_engine_copy
-from onepolicy.train.rescore import Rescorer, fit_support, fit_temperature, k3_of, logp_of, variant
+from onepolicy.train.rescore import (
+    Rescorer,
+    fit_support,
+    fit_temperature,
+    k3_of,
+    logp_of,
+    variant_scorer,
+)
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 from onepolicy.verdict.rules import HARMLESS_KL
@@ -122,13 +129,13 @@ def attribute(
     rescorer, batch, config = equalised.rescorer, equalised.aligned, scorer.config
 
     def score(other: PolicyScorer) -> Tensor:
-        return logp_of(rescorer.of(other)(batch, replay=replay))
+        return logp_of(rescorer.with_scorer(other)(batch, replay=replay))
 
-    trainer = score(variant(scorer))
+    trainer = score(variant_scorer(scorer))
     rollout, quant = config.rollout, config.rollout.quant
     dtype = rollout.engine.dtype
     copy = load_engine_copy(weights.model, rollout, scorer.device, quantised=False)
-    same = variant(scorer, model=copy, autocast="off")
+    same = variant_scorer(scorer, model=copy, autocast="off")
     packed = score(same)
     steps = [
         _level("misaligned tokens", _describe_shift(first.shift), first.aligned),
@@ -147,7 +154,7 @@ def attribute(
     if quant is not None:
         quantised = load_engine_copy(weights.model, rollout, scorer.device)
         how = f"the trainer's forward on weights in {quant.format}, quantised as the engine's are"
-        last = score(variant(scorer, model=quantised, autocast="off"))
+        last = score(variant_scorer(scorer, model=quantised, autocast="off"))
         steps.append(_level("quantisation", how, batch, last))
     if alone.same.any() and equalised.shift == 0:
         how = (
@@ -177,7 +184,7 @@ def _ablations(
     of the trainer.
     """
     engine, mask, segment = same.config.rollout.engine, batch.trainable, batch.segment
-    single = variant(same, model=same.model, tokens_per_micro_batch=1)
+    single = variant_scorer(same, model=same.model, tokens_per_micro_batch=1)
     how = (
         "k3 between each sequence scored by itself and packed with others, on the trainer's kernels"
     )
@@ -189,7 +196,7 @@ def _ablations(
         exact_head = load_engine_copy(
             model, rollout, same.device, lm_head="float32", quantised=False
         )
-        head = score(variant(same, model=exact_head))
+        head = score(variant_scorer(same, model=exact_head))
         how = (
             f"k3 that a {engine.dtype} forward loses to the trainer with "
             "rollout.engine.lm_head=float32"
@@ -210,16 +217,16 @@ def trainer_precision(
     scorer, config = rescorer.scorer, rescorer.scorer.config
 
     def score(other: PolicyScorer) -> Tensor:
-        return logp_of(rescorer.of(other)(batch, replay=replay))
+        return logp_of(rescorer.with_scorer(other)(batch, replay=replay))
 
     if config.model.dtype == "float32":
-        low, high = (variant(scorer, autocast=name) for name in ("bfloat16", "off"))
+        low, high = (variant_scorer(scorer, autocast=name) for name in ("bfloat16", "off"))
         how = "nats that bf16 autocast in the trainer adds to the gap, against float32"
     else:
-        low = variant(scorer)
+        low = variant_scorer(scorer)
         exact = load_model(model, torch.float32, scorer.device)
         prepare_for_training(exact, scorer.device)
-        high = variant(scorer, model=exact, autocast="off")
+        high = variant_scorer(scorer, model=exact, autocast="off")
         how = (
             "nats that the trainer's bfloat16 weights and activations add to the gap, against a "
             "float32 forward of them"

@@ -34,7 +34,7 @@ from onepolicy.run.make_policy import random_dense, tiny_policy
 from onepolicy.run.step_metrics import compare_scorings, repeat_metrics
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
-from onepolicy.train.rescore import gap_of, k3_of, variant
+from onepolicy.train.rescore import gap_of, k3_of, variant_scorer
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose_batch
 from onepolicy.verdict.rules import FEW_ROWS, HARMLESS_KL, Verdict, verdict
@@ -167,7 +167,7 @@ async def measure_parts(
     replay = chosen.replayed is not None
     fall, ablations = attribute(first.explained, weights, alone, replay=replay)
     if not weights.explained.rescorer.support:  # rounding moves tokens over the edge of a support
-        rescorer = weights.explained.rescorer.of(weights.scorer)
+        rescorer = weights.explained.rescorer.with_scorer(weights.scorer)
         ablations.append(
             trainer_precision(rescorer, weights.model, weights.explained.aligned, replay=replay)
         )
@@ -268,7 +268,7 @@ def _score_with(
 ) -> EngineWeights:
     """Score the first rollouts in the trainer with the weights that the engine held."""
     prepare_for_training(other, scorer.device)
-    other_scorer = variant(scorer, model=other)
+    other_scorer = variant_scorer(scorer, model=other)
     explained = explain(other_scorer, other_scorer.score(first.native, replay=False))
     how = f"the trainer scores with the engine's weights, {model.path}"
     return EngineWeights(explained, how, other_scorer, model)
@@ -346,7 +346,7 @@ def _repeats(scorer: PolicyScorer, scored: ScoredRollouts) -> dict[str, float]:
     if scored.replayed is not None:
         return repeat_metrics(scorer, scored.replayed, native)
     order = list(range(native.num_samples))[::-1]
-    again = variant(scorer).score(native.select(order), replay=False).select(order)
+    again = variant_scorer(scorer).score(native.select(order), replay=False).select(order)
     return {
         f"counterfactual/{name}": value for name, value in compare_scorings(native, again).items()
     }

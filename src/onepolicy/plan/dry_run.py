@@ -36,7 +36,7 @@ from onepolicy.models import experts, fp32_head, linear, packed_attention
 from onepolicy.models.packed_attention import Packing
 from onepolicy.plan.dims import decoder_layers
 from onepolicy.plan.fake_kernels import kernel_stand_ins
-from onepolicy.train.forward import Places, forward
+from onepolicy.train.forward import SlotLayout, forward
 from onepolicy.types import TokenBatch
 
 ALL_LAYERS = 16  # of a deeper model only the first layers are run
@@ -222,7 +222,7 @@ class DryRunModel:
         first: bool,
     ) -> _Run:
         """Run forward and backward with the first `depth` layers."""
-        places = _places(micro, self._multiple)
+        places = _slot_layout(micro, self._multiple)
         parameters = list(self.model.parameters())
         with self.fake, self._first_layers(depth), kernel_stand_ins(cpu=self.cpu):
             batch = _fake_batch(micro)
@@ -276,7 +276,7 @@ def _causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         ) from error
 
 
-def _places(micro: MicroBatchShape, multiple: int) -> Places:
+def _slot_layout(micro: MicroBatchShape, multiple: int) -> SlotLayout:
     """Return the values of a batch that a forward reads. They are real, unlike the batch."""
     bounds = torch.tensor([0, *micro.slots]).cumsum(0, dtype=torch.int32)
     trainable = [
@@ -284,7 +284,7 @@ def _places(micro: MicroBatchShape, multiple: int) -> Places:
         for slots, last in zip(micro.slots, micro.trainable, strict=True)
     ]
     packing = Packing.of(bounds, torch.device("cpu"), multiple=multiple)
-    return Places(torch.cat(trainable).nonzero()[:, 0], packing)
+    return SlotLayout(torch.cat(trainable).nonzero()[:, 0], packing)
 
 
 def _fake_batch(micro: MicroBatchShape) -> TokenBatch:

@@ -1,1 +1,1 @@
-"""The learner: packing, packed forward, optimiser, checkpoints, and the warm start of the tiny policy."""
+"""The trainer: packing, the packed forward, scorer, learner, optimiser and checkpoints."""

@@ -1,10 +1,11 @@
-"""Checkpoints: model and tokenizer in transformers' layout, optimiser and RNG as safetensors, the rest as JSON.
+"""Checkpoints of a run.
 
-Learners on several ranks keep optimiser and RNG in `shards/`, a file or more per rank (sharded/shards.py).
+Model and tokenizer are in the layout of transformers, optimiser and RNG are safetensors, the rest
+is JSON. Nothing is pickled. A learner on several ranks writes optimiser and RNG into `shards/`, at
+least one file per rank (sharded/shards.py).
 
-A checkpoint is written into a temporary folder and renamed into place, so a folder named step_NNNNN is complete or does
-not exist; `state.json` lists every file with its size and SHA-256, so a folder damaged later is noticed too. Nothing
-is pickled.
+A checkpoint is written into a temporary folder and then renamed. So a folder named step_NNNNN is
+complete. `state.json` lists every file with its size and SHA-256, so later damage is noticed too.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ OPTIMIZER = "optimizer.safetensors"
 CRITIC = "critic.safetensors"
 CRITIC_OPTIMIZER = "critic_optimizer.safetensors"
 STATE_CHECKSUM = "sha256 of the rest"  # field of state.json
-HASHING = 4  # files at a time
-READ = ("*.safetensors", "*.index.json", "*.bin", "adapter_config.json")
-"""Files that transformers, vLLM or SGLang would load weights from, whether they are listed or not."""
+HASH_THREADS = 4
+WEIGHT_FILES = ("*.safetensors", "*.index.json", "*.bin", "adapter_config.json")
+"""Files that transformers, vLLM or SGLang would load weights from, whether listed or not."""
 HINT = "delete the folder to fall back to an older checkpoint"
 
 
@@ -55,9 +56,10 @@ def save(
     step: int,
     extra: dict[str, Any],
 ) -> Path:
-    """Write the checkpoint of `step` (optimiser steps taken so far); `extra` is kept in state.json.
+    """Write the checkpoint of `step` and return its folder.
 
-    Sharded learners write in the background: it is there once `learner.finish_saving()` has returned.
+    step: steps taken so far. `extra` is stored in state.json. A sharded learner writes in the
+    background: the folder exists once `learner.finish_saving()` has returned.
     """
     learner.finish_saving()
     final = checkpoint_folder(run, step)
@@ -70,37 +72,35 @@ def save(
     state = {"step": step, "updates": learner.updates, "skipped": learner.skipped, **extra}
     try:
         tokenizer.save_pretrained(temporary)
-        learner.save(temporary, partial(_finish, temporary, final, state))
-    except (OSError, SafetensorError):  # a disk that is full needs the room
+        learner.save(temporary, partial(_finish_checkpoint, temporary, final, state))
+    except (OSError, SafetensorError):  # if the disk is full, the half-written files are in the way
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
 
 
-def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
-    """All files are written: say which, and give the folder its name."""
+def _finish_checkpoint(temporary: Path, final: Path, state: dict[str, Any]) -> None:
+    """Write state.json once all other files are written, then rename the folder to `final`."""
     written = sorted(path for path in temporary.rglob("*") if path.is_file())
     names = [str(path.relative_to(temporary)) for path in written]
     files = {name: path.stat().st_size for name, path in zip(names, written, strict=True)}
-    sums = dict(zip(names, _sums(written), strict=True))
+    sums = dict(zip(names, _file_checksums(written), strict=True))
     state = {**state, "files": files, "sha256": sums}
-    (temporary / STATE).write_text(
-        json.dumps(state | {STATE_CHECKSUM: _own_sum(state)}, indent=1), encoding="utf-8"
-    )
+    text = json.dumps(state | {STATE_CHECKSUM: _state_checksum(state)}, indent=1)
+    (temporary / STATE).write_text(text, encoding="utf-8")
     for path in [*temporary.rglob("*"), temporary]:
-        _sync(path)
+        _sync_to_disk(path)
     os.rename(temporary, final)
-    _sync(final.parent)
+    _sync_to_disk(final.parent)
 
 
 def write_files(learner: CheckpointedLearner, folder: Path) -> None:
-    """Weights in transformers' layout, optimiser and critic, of a learner that is not sharded."""
+    """Write weights, optimiser and critic of a learner that is not sharded."""
     learner.model.save_pretrained(folder)
     _write_index(folder)
-    save_file(
-        {"rng": torch.get_rng_state()} | optimizer_moments(learner.model, learner.optimizer),
-        folder / OPTIMIZER,
-    )
+    rng = {"rng": torch.get_rng_state()}
+    moments = optimizer_moments(learner.model, learner.optimizer)
+    save_file(rng | moments, folder / OPTIMIZER)
     if learner.critic is not None:
         critic = learner.critic
         save_file(critic.values.state_dict(), folder / CRITIC)
@@ -108,7 +108,10 @@ def write_files(learner: CheckpointedLearner, folder: Path) -> None:
 
 
 def _write_index(folder: Path) -> None:
-    """Which file holds the model. Without an index vLLM and SGLang load every safetensors file of a folder."""
+    """Write an index that names the model's file.
+
+    Without an index vLLM and SGLang load every safetensors file of a folder.
+    """
     index, model = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.exists():
         with safe_open(model, "pt") as file:
@@ -117,23 +120,25 @@ def _write_index(folder: Path) -> None:
 
 
 def prune(run: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints (0: keep all)."""
-    for path in complete_checkpoints(run)[:-keep] if keep else []:
-        doomed = path.with_name(
-            f".{path.name}.deleting"
-        )  # renamed first: a kill leaves no half checkpoint behind
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
+    """Delete all but the newest `keep` complete checkpoints. keep = 0 keeps all."""
+    if not keep:
+        return
+    for path in complete_checkpoints(run)[:-keep]:
+        # Renamed first: a process that is killed here leaves no half-deleted checkpoint.
+        deleting = path.with_name(f".{path.name}.deleting")
+        os.rename(path, deleting)
+        shutil.rmtree(deleting)
 
 
 def remove_unfinished(run: Path) -> None:
-    """Remove what a process left behind that was killed while it wrote or deleted a checkpoint."""
-    for path in [*(run / FOLDER).glob(".step_*.writing"), *(run / FOLDER).glob(".step_*.deleting")]:
+    """Remove the leftovers of a process that was killed in a save or in `prune`."""
+    folder = run / FOLDER
+    for path in [*folder.glob(".step_*.writing"), *folder.glob(".step_*.deleting")]:
         _remove(path)
 
 
 def _remove(path: Path) -> None:
-    """What has a name that only unfinished checkpoints have, be it a folder, a file or a link."""
+    """Remove a folder, file or link. The name must be that of an unfinished checkpoint."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -141,19 +146,22 @@ def _remove(path: Path) -> None:
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first. Folders of an interrupted save carry another name."""
+    """Return the complete checkpoints of a run, oldest first.
+
+    A folder of an interrupted save has another name. Raises UsageError if `checkpoints` is no
+    folder.
+    """
     folder = run / FOLDER
     if os.path.lexists(folder) and not folder.is_dir():
-        raise UsageError(f"{folder}: not a folder, which checkpoints are in; move it away")
-    found = (
-        [p for p in folder.iterdir() if re.fullmatch("step_[0-9]+", p.name)]
-        if folder.is_dir()
-        else []
-    )
+        raise UsageError(f"{folder}: must be a folder, for checkpoints; move it away")
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if re.fullmatch("step_[0-9]+", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def latest_checkpoint(run: Path) -> Path:
+    """Return the newest complete checkpoint. Raises UsageError if there is none."""
     if not run.is_dir():
         raise UsageError(f"{run}: no such run folder")
     found = complete_checkpoints(run)
@@ -165,15 +173,9 @@ def latest_checkpoint(run: Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's state.json. UsageError if it is missing or damaged."""
+    """Return the checkpoint's state.json. Raises UsageError if it is missing or damaged."""
+    _check_folder(checkpoint)
     path = checkpoint / STATE
-    if os.path.lexists(checkpoint) and not checkpoint.is_dir():
-        raise UsageError(f"{checkpoint}: not a folder, which a checkpoint is; move it away")
-    if not checkpoint.is_dir():
-        there = ", ".join(sorted(each.name for each in checkpoint.parent.glob("step_*"))) or "none"
-        raise UsageError(f"{checkpoint}: no such checkpoint; there is {there}")
-    if not path.is_file():
-        raise UsageError(f"{checkpoint}: half written (no {STATE}); {HINT}")
     state = read_object(path, State, HINT)
     named = re.fullmatch("step_([0-9]+)", checkpoint.name)
     if named and int(named[1]) != state["step"]:
@@ -182,64 +184,92 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         )
     for name in (*state["files"], *state.get("sha256", ())):
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
-            raise UsageError(f"{path}: names {name!r}, which is not in this folder; {HINT}")
-    own = state.pop(STATE_CHECKSUM, None)
-    if own is not None and own != _own_sum(state):
-        raise UsageError(f"{path}: damaged, it is not what was written; {HINT}")
+            raise UsageError(f"{path}: lists {name!r}, which is not in this folder; {HINT}")
+    checksum = state.pop(STATE_CHECKSUM, None)
+    if checksum is not None and checksum != _state_checksum(state):
+        raise UsageError(f"{path}: damaged, its content differs from its checksum; {HINT}")
     return state
 
 
-def verify(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's state.json, after checking that every file it lists is there, with the bytes that were written,
-    and no other that weights would be read from.
+def _check_folder(checkpoint: Path) -> None:
+    if os.path.lexists(checkpoint) and not checkpoint.is_dir():
+        raise UsageError(f"{checkpoint}: a checkpoint must be a folder; move this file away")
+    if not checkpoint.is_dir():
+        existing = sorted(path.name for path in checkpoint.parent.glob("step_*"))
+        raise UsageError(
+            f"{checkpoint}: no such checkpoint; there is {', '.join(existing) or 'none'}"
+        )
+    if not (checkpoint / STATE).is_file():
+        raise UsageError(f"{checkpoint}: half written (no {STATE}); {HINT}")
 
-    Reads all files once. A checkpoint of an older version has no checksums: of that, sizes are checked.
+
+def verify(checkpoint: Path) -> dict[str, Any]:
+    """Return the checkpoint's state.json after checking its files.
+
+    Every listed file must exist with the bytes that were written. No other file may exist that
+    weights would be read from. This reads all files once. A checkpoint of an older version has no
+    checksums: then only sizes are checked. Raises UsageError.
     """
     state = read_state(checkpoint)
-    there = {
-        str(path.relative_to(checkpoint)) for pattern in READ for path in checkpoint.rglob(pattern)
-    }
-    if others := sorted(there - state["files"].keys()):
-        raise UsageError(
-            f"{checkpoint}: {', '.join(others)}: not written with this checkpoint, but weights would be read from it; "
-            "move it out of the folder"
-        )
-    if unlisted := sorted(state.get("sha256", {}).keys() - state["files"].keys()):
-        raise UsageError(
-            f"{checkpoint / STATE}: has a checksum of {unlisted[0]}, which it does not list; {HINT}"
-        )
+    _check_listed(checkpoint, state)
     for name, size in state["files"].items():
-        found = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
+        path = checkpoint / name
+        found = None
+        if path.is_file():
+            found = path.stat().st_size
         if found != size:
-            raise UsageError(f"{checkpoint / name}: half written ({found} of {size} bytes); {HINT}")
-    sums = state.get("sha256", {})
-    for name, found in zip(sums, _sums([checkpoint / name for name in sums]), strict=True):
-        if found != sums[name]:
+            raise UsageError(f"{path}: half written ({found} of {size} bytes); {HINT}")
+    checksums = state.get("sha256", {})
+    found_checksums = _file_checksums([checkpoint / name for name in checksums])
+    for name, checksum in zip(checksums, found_checksums, strict=True):
+        if checksum != checksums[name]:
             raise UsageError(
-                f"{checkpoint / name}: damaged, its bytes are not those that were written; {HINT}"
+                f"{checkpoint / name}: damaged, its bytes differ from those written; {HINT}"
             )
     return state
 
 
-def _sums(paths: list[Path]) -> list[str]:
-    """SHA-256 of every file."""
-    with ThreadPoolExecutor(HASHING) as pool:  # hashing lets other threads run
-        return list(pool.map(_sum, paths))
+def _check_listed(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Check that no weight file and no checksum is missing from the list of files."""
+    weight_files = {
+        str(path.relative_to(checkpoint))
+        for pattern in WEIGHT_FILES
+        for path in checkpoint.rglob(pattern)
+    }
+    unlisted = sorted(weight_files - state["files"].keys())
+    if unlisted:
+        raise UsageError(
+            f"{checkpoint}: {', '.join(unlisted)}: not written with this checkpoint, but weights "
+            "would be read from it; move it out of the folder"
+        )
+    without_file = sorted(state.get("sha256", {}).keys() - state["files"].keys())
+    if without_file:
+        raise UsageError(
+            f"{checkpoint / STATE}: has a checksum of {without_file[0]}, which it does not list; "
+            f"{HINT}"
+        )
 
 
-def _own_sum(state: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+def _file_checksums(paths: list[Path]) -> list[str]:
+    """Return the SHA-256 of every file."""
+    with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashing releases the interpreter
+        return list(pool.map(_file_checksum, paths))
 
 
-def _sum(path: Path) -> str:
+def _file_checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def restore_optimizer(checkpoint: Path, learner: CheckpointedLearner) -> None:
-    """Optimiser moments, RNG and version as they were when the checkpoint was written; weights are loaded elsewhere.
+def _state_checksum(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
-    The critic's weights come from here; a fork of a run without one starts its critic anew.
+
+def restore_optimizer(checkpoint: Path, learner: CheckpointedLearner) -> None:
+    """Restore optimiser moments, RNG and counters as they were when the checkpoint was written.
+
+    The critic's weights are restored too. The policy's weights are loaded elsewhere. A fork of a
+    run without a critic starts with a new one.
     """
     if (checkpoint / SHARDS).is_dir():
         from onepolicy.train.sharded import shards
@@ -248,42 +278,40 @@ def restore_optimizer(checkpoint: Path, learner: CheckpointedLearner) -> None:
     else:
         _restore_files(checkpoint, learner)
     state = read_state(checkpoint)
-    learner.version, learner.updates, learner.skipped = (
-        state["step"],
-        state["updates"],
-        state.get("skipped", 0),
-    )
+    learner.version = state["step"]
+    learner.updates = state["updates"]
+    learner.skipped = state.get("skipped", 0)
 
 
 def _restore_files(checkpoint: Path, learner: CheckpointedLearner) -> None:
     tensors = load_file(checkpoint / OPTIMIZER)
     torch.set_rng_state(tensors.pop("rng"))
-    _restore(tensors, learner.model, learner.optimizer, checkpoint / OPTIMIZER)
-    if learner.critic is not None and (checkpoint / CRITIC).is_file():
-        weights = load_file(checkpoint / CRITIC)
-        learner.critic.load(weights, str(checkpoint / CRITIC))
-        moments = load_file(checkpoint / CRITIC_OPTIMIZER)
-        _restore(
-            moments, learner.critic.values, learner.critic.optimizer, checkpoint / CRITIC_OPTIMIZER
-        )
+    _restore_moments(tensors, learner.model, learner.optimizer, checkpoint / OPTIMIZER)
+    critic = learner.critic
+    if critic is not None and (checkpoint / CRITIC).is_file():
+        critic.load(load_file(checkpoint / CRITIC), str(checkpoint / CRITIC))
+        path = checkpoint / CRITIC_OPTIMIZER
+        _restore_moments(load_file(path), critic.values, critic.optimizer, path)
 
 
-def _restore(
+def _restore_moments(
     tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, path: Path
 ) -> None:
     parameters = dict(model.named_parameters())
-    for full, value in tensors.items():
-        key, _, name = full.partition("/")
+    for full_name, value in tensors.items():
+        key, _, name = full_name.partition("/")
         if name not in parameters:
             raise UsageError(f"{path}: optimiser state for {name}, which the model does not have")
         parameter = parameters[name]
         if key == MASTER and parameter.dtype == torch.float32:  # a fork may change model.dtype
             continue
         value = value.to(parameter.device, torch.float32)
-        optimizer.state[parameter][key] = value if key == "step" else sharded_like(parameter, value)
+        if key != "step":
+            value = sharded_like(parameter, value)
+        optimizer.state[parameter][key] = value
 
 
-def _sync(path: Path) -> None:
+def _sync_to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,11 +1,11 @@
-"""What a learner refuses: a batch no model of its kind can have sampled, routes that are not of its batch, models that
-draw random numbers in a forward."""
+"""Checks of the trainer: batches, replayed routes, and models whose forward is random."""
 
 from __future__ import annotations
 
 import functools
 import logging
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import FromRollout, TrainingError, UsageError
@@ -16,116 +16,19 @@ from onepolicy.types import MAX_LOGP, TokenBatch
 
 LOG = logging.getLogger(__name__)
 
+PER_SLOT = (
+    "target_ids",
+    "positions",
+    "segment",
+    "trainable",
+    "version",
+    "turn",
+    "logp_rollout",
+    "routing",
+)
+"""Fields of a batch that must have a row per slot."""
 
-def check_batch(batch: TokenBatch, replay: ReplayConfig, vocab: int) -> None:
-    """Before the first forward: nothing after this asks again, and on a GPU a wrong id ends the process.
-
-    TrainingError for per-slot fields of different lengths, token ids outside 0..vocab-1, and log-probabilities of the
-    rollout or outcomes that are none; UsageError for routes of another source than replay's.
-    """
-    per_slot = (
-        "target_ids",
-        "positions",
-        "segment",
-        "trainable",
-        "version",
-        "turn",
-        "logp_rollout",
-        "routing",
-    )
-    lengths = {
-        name: len(getattr(batch, name)) for name in per_slot if getattr(batch, name) is not None
-    }
-    for name, length in (lengths | {"cu_seqlens": int(batch.cu_seqlens[-1])}).items():
-        if length != batch.num_slots:
-            raise TrainingError(
-                f"batch: {name} has {length} slots, but input_ids has {batch.num_slots}; not trained on"
-            )
-    logp, outcome = batch.logp_rollout, batch.outcome[batch.segment]
-    token = f"but the model's tokens are 0..{vocab - 1}"
-    for name, values, right, why in (
-        ("input_ids", batch.input_ids, (batch.input_ids >= 0) & (batch.input_ids < vocab), token),
-        (
-            "target_ids",
-            batch.target_ids,
-            (batch.target_ids >= 0) & (batch.target_ids < vocab),
-            token,
-        ),
-        (
-            "logp_rollout",
-            logp,
-            ~batch.trainable | (logp.isfinite() & (logp <= MAX_LOGP)),
-            "no log-probability",
-        ),
-        ("outcome", outcome, outcome.isfinite(), "no number"),
-    ):
-        if not right.all():
-            slot = int((~right).nonzero()[0, 0])
-            sample = int(batch.segment[slot])
-            where = f"slot {slot - int(batch.cu_seqlens[sample])} of sample {sample}, group {int(batch.group[sample])}"
-            raise TrainingError(
-                f"batch: {name} is {values[slot].tolist()} in {where}, {why}; not trained on"
-            )
-    _check_source(batch, replay)
-
-
-def _check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
-    if not isinstance(replay, FromRollout) or batch.routing is None:
-        return
-    if batch.routing.reprefilled != (replay.source == "reprefill"):
-        found = "a re-prefill" if batch.routing.reprefilled else "the engine"
-        raise UsageError(
-            f"replay.source: {replay.source}, but the batch's routes were recorded by {found}"
-        )
-
-
-def check_routes(scored: TokenBatch, replay: ReplayConfig, version: int) -> TokenBatch:
-    """RoutingError if the rollout's routes are not those of this batch's tokens and weights, also where they are only
-    measured; one warning for each router that has collapsed.
-
-    version: of the weights that scored it; where older ones sampled, the error says how old they are.
-    """
-    native = scored.routing_native
-    if scored.routing is None or native is None:
-        return scored
-    age = 0
-    if scored.trainable.any():
-        age = version - int(scored.version[scored.trainable].min())
-    least = MIN_AGREEMENT
-    if isinstance(replay, FromRollout):
-        least = replay.min_agreement
-    elif age > 0:
-        least = 0.0  # routes of older weights that are only measured may differ
-    try:
-        collapsed = check_captured(scored.routing, native, scored.cu_seqlens, least=least)
-        if isinstance(replay, FromRollout) and least > 0:
-            check_alignment(scored.routing, native, scored.cu_seqlens, least=least)
-    except MisalignedRoutesError as error:
-        if age <= 0:
-            asked = f"{error}. The least agreement is replay.min_agreement = {least}"
-            raise MisalignedRoutesError(asked, layers_wrong=error.layers_wrong) from error
-        old = (
-            f"Or they are too old: the oldest tokens were sampled {age} updates ago, and every update changes what "
-            "routers choose; then lower rollout.max_staleness or optim.lr, or replay.min_agreement"
-        )
-        raise MisalignedRoutesError(f"{error}. {old}", layers_wrong=error.layers_wrong) from error
-    for layer, experts in collapsed.items():
-        _warn_of_collapse(layer, tuple(sorted(experts)))
-    return scored
-
-
-@functools.cache
-def _warn_of_collapse(layer: int, experts: tuple[int, ...]) -> None:
-    LOG.warning(
-        "layer %d: the router has collapsed: engine and trainer alike send every token of a sample to experts %s. "
-        "These routes are right, but the policy may be lost: lower optim.lr or objective.entropy_coef and go on from "
-        "an earlier checkpoint",
-        layer,
-        list(experts),
-    )
-
-
-RANDOM = (
+RANDOM_SETTINGS = (
     "attention_dropout",
     "hidden_dropout",
     "hidden_dropout_prob",
@@ -137,13 +40,134 @@ RANDOM = (
     "input_jitter_noise",
     "moe_jitter_eps",
 )
+"""Settings of transformers' configs that make a forward in train mode random if they are not 0."""
+
+
+def check_batch(batch: TokenBatch, replay: ReplayConfig, vocab: int) -> None:
+    """Check a batch before its first forward.
+
+    No later code checks these values, and on a GPU a wrong token id ends the process. Raises
+    TrainingError for per-slot fields of different lengths, for token ids outside 0..vocab-1, and
+    for rollout log-probabilities or outcomes that are not valid numbers. Raises UsageError if the
+    routes come from another source than replay.source.
+    """
+    _check_lengths(batch)
+    outside = f"but the model's tokens are 0..{vocab - 1}"
+    for name in ("input_ids", "target_ids"):
+        ids = getattr(batch, name)
+        _check_slots(batch, name, ids, (ids >= 0) & (ids < vocab), outside)
+    logp = batch.logp_rollout
+    valid_logp = ~batch.trainable | (logp.isfinite() & (logp <= MAX_LOGP))
+    _check_slots(batch, "logp_rollout", logp, valid_logp, "no log-probability")
+    outcome = batch.outcome[batch.segment]
+    _check_slots(batch, "outcome", outcome, outcome.isfinite(), "no number")
+    _check_source(batch, replay)
+
+
+def _check_lengths(batch: TokenBatch) -> None:
+    fields = {name: getattr(batch, name) for name in PER_SLOT}
+    lengths = {name: len(field) for name, field in fields.items() if field is not None}
+    lengths["cu_seqlens"] = int(batch.cu_seqlens[-1])
+    for name, length in lengths.items():
+        if length != batch.num_slots:
+            raise TrainingError(
+                f"batch: {name} has {length} slots, but input_ids has {batch.num_slots}; "
+                "the batch was not trained on"
+            )
+
+
+def _check_slots(
+    batch: TokenBatch,
+    name: str,
+    values: Tensor,  # [T]
+    valid: Tensor,  # [T] bool
+    problem: str,
+) -> None:
+    """Raise TrainingError for the first slot whose value is not valid."""
+    if valid.all():
+        return
+    slot = int((~valid).nonzero()[0, 0])
+    sample = int(batch.segment[slot])
+    slot_in_sample = slot - int(batch.cu_seqlens[sample])
+    raise TrainingError(
+        f"batch: {name} is {values[slot].tolist()} in slot {slot_in_sample} of sample {sample}, "
+        f"group {int(batch.group[sample])}, {problem}; the batch was not trained on"
+    )
+
+
+def _check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
+    if not isinstance(replay, FromRollout) or batch.routing is None:
+        return
+    if batch.routing.reprefilled == (replay.source == "reprefill"):
+        return
+    recorded_by = "the engine"
+    if batch.routing.reprefilled:
+        recorded_by = "a re-prefill"
+    raise UsageError(
+        f"replay.source: {replay.source}, but the batch's routes were recorded by {recorded_by}"
+    )
+
+
+def check_routes(scored: TokenBatch, replay: ReplayConfig, version: int) -> TokenBatch:
+    """Return the same batch after checking that its routes are those of its tokens and weights.
+
+    Routes that are only measured are checked too. Each router that has collapsed gives one warning.
+    version: of the weights that scored the batch. Raises RoutingError; if older weights sampled the
+    batch, the error gives their age.
+    """
+    native = scored.routing_native
+    if scored.routing is None or native is None:
+        return scored
+    age = 0
+    if scored.trainable.any():
+        age = version - int(scored.version[scored.trainable].min())
+    least = MIN_AGREEMENT
+    if isinstance(replay, FromRollout):
+        least = replay.min_agreement
+    elif age > 0:
+        least = 0.0  # older weights may have chosen other routes, and these are only measured
+    try:
+        collapsed = check_captured(scored.routing, native, scored.cu_seqlens, least=least)
+        if isinstance(replay, FromRollout) and least > 0:
+            check_alignment(scored.routing, native, scored.cu_seqlens, least=least)
+    except MisalignedRoutesError as error:
+        hint = _misaligned_hint(age, least)
+        raise MisalignedRoutesError(f"{error}. {hint}", layers_wrong=error.layers_wrong) from error
+    for layer, experts in collapsed.items():
+        _warn_of_collapse(layer, tuple(sorted(experts)))
+    return scored
+
+
+def _misaligned_hint(age: int, least: float) -> str:
+    if age <= 0:
+        return f"The least agreement is replay.min_agreement = {least}"
+    return (
+        f"Or they are too old: the oldest tokens were sampled {age} updates ago, and every update "
+        "changes the routers' choices; then lower rollout.max_staleness or optim.lr, or "
+        "replay.min_agreement"
+    )
+
+
+@functools.cache
+def _warn_of_collapse(layer: int, experts: tuple[int, ...]) -> None:
+    LOG.warning(
+        "layer %d: the router has collapsed: engine and trainer both send every token of a sample "
+        "to experts %s. These routes are right, but the policy may be damaged beyond repair. Lower "
+        "optim.lr or objective.entropy_coef and continue from an earlier checkpoint",
+        layer,
+        list(experts),
+    )
 
 
 def refuse_randomness(model: PreTrainedModel) -> None:
-    """Train mode must compute what eval mode does, or the trainer would not be the policy that is measured."""
+    """Raise UsageError if the model computes something else in train mode than in eval mode.
+
+    Otherwise the trainer's policy would not be the policy that is measured.
+    """
     config = model.config.get_text_config()
-    for name in RANDOM:
-        if getattr(config, name, 0):
+    for name in RANDOM_SETTINGS:
+        value = getattr(config, name, 0)
+        if value:
             raise UsageError(
-                f"model.path: {name}={getattr(config, name)} in the config; checkpointing activations needs 0"
+                f"model.path: {name}={value} in the config; checkpointing activations needs 0"
             )

@@ -1,4 +1,7 @@
-"""The critic of PPO: a copy of the policy's backbone with a scalar head, its own AdamW, checkpointed with the run."""
+"""The critic of PPO: a copy of the policy's backbone with a scalar head and its own AdamW.
+
+Its weights and optimiser are saved in the run's checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ from onepolicy.types import TokenBatch
 
 
 class ValueModel(nn.Module):
-    """Backbone and head. The head starts at zero: until it has learned, GAE compares with nothing."""
+    """A backbone with a scalar head.
+
+    The head starts at zero, so until it has learned, every value is 0.
+    """
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
@@ -34,7 +40,10 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, micro: TokenBatch) -> Tensor:
-        """[T] float32: value of the state before each slot's token is chosen; 0 where not trainable."""
+        """Return [T] float32: the value of the state before each slot's token is chosen.
+
+        It is 0 where a slot is not trainable.
+        """
         hidden = self.backbone(
             input_ids=micro.input_ids[None],
             position_ids=micro.positions[None],
@@ -45,10 +54,7 @@ class ValueModel(nn.Module):
 
 
 class Critic(LearnerExtension):
-    """`model`: a second copy of the policy, prepared for training; its language head is not used.
-
-    protect: it learns from every trainable slot, also those that the correction rejects.
-    """
+    """The value model, its loss and its optimiser."""
 
     def __init__(
         self,
@@ -59,6 +65,11 @@ class Critic(LearnerExtension):
         *,
         protect: bool = False,
     ) -> None:
+        """Build the critic.
+
+        model: a second copy of the policy, prepared for training; its language head is not used.
+        protect: also learn from slots that the correction rejects.
+        """
         backbone = model.base_model
         assert isinstance(backbone, PreTrainedModel)
         self.values = ValueModel(backbone)
@@ -68,15 +79,17 @@ class Critic(LearnerExtension):
         device = next(self.values.parameters()).device
         self.optimizer = adamw(self.values, optim.model_copy(update={"lr": config.lr}), device)
 
-    def fill(self, batch: TokenBatch, scorer: PolicyScorer) -> TokenBatch:
-        return batch.replace(value=scorer.per_slot(batch, self.values))
+    def fill_fields(self, batch: TokenBatch, scorer: PolicyScorer) -> TokenBatch:
+        return batch.replace(value=scorer.compute_per_slot(batch, self.values))
 
-    def learn(self, micro: MicroBatch, slots: int, sums: Counter[str]) -> None:
+    def backward(self, micro: MicroBatch, slots: int, sums: Counter[str]) -> None:
         batch = micro.batch
         assert batch.value is not None, "score() fills value"
         assert batch.value_target is not None, "compute_advantages() fills value_target"
         assert batch.keep is not None
-        mask = batch.trainable if self.protect else batch.keep
+        mask = batch.keep
+        if self.protect:
+            mask = batch.trainable
         loss, clipped = value_loss(
             self.values(batch), batch.value, batch.value_target, clip=self.config.clip
         )
@@ -84,11 +97,10 @@ class Critic(LearnerExtension):
         (total / slots).backward()
         sums.update({"value_loss": total.item(), "value_clipped": (mask & clipped).sum().item()})
 
-    def clip(self) -> list[float]:
-        """Scale its gradients to optim.clip_norm; their norm before."""
+    def clip_gradients(self) -> list[float]:
         return [clip_gradients(self.values, self.clip_norm)]
 
-    def step(self, rate: float) -> None:
+    def optimizer_step(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * rate
         self.optimizer.step()
@@ -98,30 +110,36 @@ class Critic(LearnerExtension):
 
     def metrics(self, batch: TokenBatch, sums: Counter[str]) -> dict[str, float]:
         explained = explained_variance(batch)
-        return {} if explained is None else {"train/value_explained": explained}
+        if explained is None:
+            return {}
+        return {"train/value_explained": explained}
 
     def load(self, weights: dict[str, Tensor], path: str) -> None:
-        """Take over these tensors (names of `values.state_dict()`)."""
-        own = self.values.state_dict()
-        if own.keys() != weights.keys():
+        """Copy these tensors into the critic. Names are those of `values.state_dict()`."""
+        state = self.values.state_dict()
+        if state.keys() != weights.keys():
             raise UsageError(
                 f"{path}: not the critic of this model; delete the checkpoint for an older one"
             )
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in state.items():
                 tensor.copy_(sharded_like(tensor, weights[name]))
 
 
 @torch.no_grad()
 def explained_variance(batch: TokenBatch) -> float | None:
-    """1 - Var(R - V) / Var(R) over the trainable slots: 1 if the critic knows the returns, 0 if it knows their mean.
+    """Return 1 - Var(R - V) / Var(R) over the trainable slots.
 
-    None if all returns are the same (but for float32 rounding): there is no variance to explain.
+    It is 1 for a critic that predicts every return, and 0 for one that predicts their mean. None if
+    all returns are equal up to float32 rounding: then there is no variance to explain.
     """
     assert batch.value is not None
     assert batch.value_target is not None
     target = batch.value_target[batch.trainable].double()
     value = batch.value[batch.trainable].double()
-    total, left = float(target.var(correction=0)), float((target - value).var(correction=0))
+    total = float(target.var(correction=0))
+    unexplained = float((target - value).var(correction=0))
     rounding = 1e-12 * float((target.square() + value.square()).mean())
-    return 1 - left / total if total > rounding else None
+    if not total > rounding:
+        return None
+    return 1 - unexplained / total

@@ -1,4 +1,7 @@
-"""The part of a correction that needs the policy being trained, over the micro-batches of a step."""
+"""The current-policy part of a correction, over the micro-batches of a step.
+
+It needs the log-probabilities of the policy that is being trained, which only the loss has.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,23 @@ from onepolicy.correct.report import Sums, combine, report
 from onepolicy.train.extension import LearnerExtension, MicroBatch
 from onepolicy.types import TokenBatch
 
-PREFIX = "live."  # of tensors that ranks send
+PREFIX = "current_policy."  # of the tensors that ranks send
+SUM_FIELDS = tuple(field.name for field in dataclasses.fields(Sums))
 
 
 class CurrentPolicyCorrection(LearnerExtension):
+    """Weights, gates and score centering that depend on the policy being trained."""
+
     def __init__(self, config: CorrectionConfig, part: CorrectionConfig) -> None:
-        """part: of `config`, what is evaluated with the new policy (`live_part`)."""
+        """Build the correction. part: the current-policy part of `config` (`live_part`)."""
         self.config, self.part = config, part
         self._sums: list[Sums] = []  # per micro-batch
 
-    def weigh(self, micro: MicroBatch) -> None:
-        """Multiply the micro-batch's weights, add rejections, set the baseline of score centering."""
-        batch, new = micro.batch, micro.scored
+    def adjust(self, micro: MicroBatch) -> None:
+        """Multiply the weights, add rejections, set the baseline of score centering."""
+        batch = micro.batch
         live = live_weights(
-            new.logp,
+            micro.scored.logp,
             batch.logp_rollout,
             batch.trainable,
             self.part,
@@ -43,24 +49,30 @@ class CurrentPolicyCorrection(LearnerExtension):
             micro.score_baseline = self._score_baseline(micro, live.centred)
         micro.batch = batch.replace(weight=batch.weight * live.weight, keep=batch.keep & live.keep)
 
-    def _score_baseline(self, micro: MicroBatch, where: Tensor) -> Tensor:
-        """[T] float32: the value whose gradient is the rollout policy's mean score, 0 outside `where`."""
-        new, rollout = micro.scored, micro.batch.top_logp_rollout
-        assert new.top is not None, "collect() asks the engine for what score centering needs"
+    def _score_baseline(self, micro: MicroBatch, centred: Tensor) -> Tensor:
+        """Return [T] float32, whose gradient is the rollout policy's mean score.
+
+        It is 0 outside the slots of `centred` [T] bool.
+        """
+        scored, rollout = micro.scored, micro.batch.top_logp_rollout
+        assert scored.top is not None, "collect() asks the engine for top log-probabilities"
         assert rollout is not None
-        slots = where.nonzero()[:, 0]
-        score_baseline = centered_score(new.top[slots], rollout[slots], self.config)
-        return torch.zeros_like(new.logp).index_copy(0, slots, score_baseline)
+        slots = centred.nonzero()[:, 0]
+        baseline = centered_score(scored.top[slots], rollout[slots], self.config)
+        return torch.zeros_like(scored.logp).index_copy(0, slots, baseline)
 
     def metrics(self, batch: TokenBatch, sums: Counter[str]) -> dict[str, float]:
-        """All of the correction, or the gates it adds to what was fixed before."""
-        numbers = report(self.part, combine(self._sums))
+        """Return all metrics of the correction, or only those of the current-policy gates.
+
+        The latter if `reweight` has already reported the rest of the correction.
+        """
+        metrics = report(self.part, combine(self._sums))
         self._sums.clear()
         if self.config.ratio == "new/rollout":
-            return numbers
+            return metrics
         gates = {
             f"{name}.new": value
-            for name, value in numbers.items()
+            for name, value in metrics.items()
             if name.startswith("correction/rejected/")
         }
         kept = sums["kept"]
@@ -69,24 +81,23 @@ class CurrentPolicyCorrection(LearnerExtension):
             "correction/rejected": 1 - kept / batch.num_trainable,
         }
 
-    def take(self) -> dict[str, Tensor]:
-        taken, self._sums = self._sums, []
-        if not taken:
+    def pop_counts(self) -> dict[str, Tensor]:
+        if not self._sums:
             return {}
-        sums = combine(taken)
-        return {
-            f"{PREFIX}{field.name}": getattr(sums, field.name).cpu()
-            for field in dataclasses.fields(Sums)
-        }
+        sums = combine(self._sums)
+        self._sums = []
+        return {f"{PREFIX}{name}": getattr(sums, name).cpu() for name in SUM_FIELDS}
 
-    def add(self, taken: Sequence[dict[str, Tensor]]) -> None:
-        names = [field.name for field in dataclasses.fields(Sums)]
-        found = [tensors for tensors in taken if f"{PREFIX}{names[0]}" in tensors]
-        for tensors in found:
-            if missing := [name for name in names if f"{PREFIX}{name}" not in tensors]:
-                raise TrainingError(f"a rank's answer is malformed: its sums lack {missing[0]}")
-        if found:
-            each = [
-                Sums(**{name: tensors[f"{PREFIX}{name}"] for name in names}) for tensors in found
-            ]
-            self._sums.append(combine(each))
+    def add_counts(self, answers: Sequence[dict[str, Tensor]]) -> None:
+        sums_of_ranks = [
+            _sums_of(answer) for answer in answers if f"{PREFIX}{SUM_FIELDS[0]}" in answer
+        ]
+        if sums_of_ranks:
+            self._sums.append(combine(sums_of_ranks))
+
+
+def _sums_of(answer: dict[str, Tensor]) -> Sums:
+    missing = [name for name in SUM_FIELDS if f"{PREFIX}{name}" not in answer]
+    if missing:
+        raise TrainingError(f"a rank's answer is malformed: its sums lack {missing[0]}")
+    return Sums(**{name: answer[f"{PREFIX}{name}"] for name in SUM_FIELDS})

@@ -1,4 +1,4 @@
-"""What an update may have beside the policy's own loss: each is a small object, and the learner goes through a list."""
+"""Extensions of an update beside the policy's own loss. The learner calls each of them in turn."""
 
 from __future__ import annotations
 
@@ -21,41 +21,47 @@ class MicroBatch:
 
     batch: TokenBatch  # on the model's device
     scored: Scored
-    score_baseline: Tensor | None = None  # [T] float32: score baseline of the policy loss
+    score_baseline: Tensor | None = None  # [T] float32, of the policy loss
 
 
 class LearnerExtension:
-    """Every method does nothing here. The learner calls them in the order in which they stand."""
+    """Hooks of an update. Every method does nothing here.
 
-    def fill(self, batch: TokenBatch, scorer: PolicyScorer) -> TokenBatch:
-        """Before the update: fill per-slot fields of the batch."""
+    The learner calls the methods in the order in which they are listed.
+    """
+
+    def fill_fields(self, batch: TokenBatch, scorer: PolicyScorer) -> TokenBatch:
+        """Fill per-slot fields of the batch before the update."""
         return batch
 
-    def weigh(self, micro: MicroBatch) -> None:
-        """After a forward: change the micro-batch's weights, rejections or baseline."""
+    def adjust(self, micro: MicroBatch) -> None:
+        """Change the weights, rejections or baseline of a micro-batch after its forward."""
 
-    def learn(self, micro: MicroBatch, slots: int, sums: Counter[str]) -> None:
-        """After the policy's backward: own loss and backward. slots: trainable ones of the whole optimiser step."""
+    def backward(self, micro: MicroBatch, slots: int, sums: Counter[str]) -> None:
+        """Run the extension's own loss and backward, after the policy's backward.
 
-    def clip(self) -> list[float]:
-        """Clip own gradients; their norms before."""
+        slots: trainable slots of the whole optimiser step.
+        """
+
+    def clip_gradients(self) -> list[float]:
+        """Clip the extension's own gradients. Return their norms before clipping."""
         return []
 
-    def step(self, rate: float) -> None:
-        """One optimiser step at `rate` times the own learning rate."""
+    def optimizer_step(self, rate: float) -> None:
+        """Make one optimiser step at `rate` times the extension's own learning rate."""
 
     def zero_grad(self) -> None: ...
 
     def metrics(self, batch: TokenBatch, sums: Counter[str]) -> dict[str, float]:
-        """Of the step, which this ends."""
+        """Return the metrics of the step, at its end."""
         return {}
 
-    def take(self) -> dict[str, Tensor]:
-        """What was measured since the last call, for the driver of several ranks; `add` takes it there."""
+    def pop_counts(self) -> dict[str, Tensor]:
+        """Return and reset this rank's measurements; the driver passes them to `add_counts`."""
         return {}
 
-    def add(self, taken: Sequence[dict[str, Tensor]]) -> None:
-        """taken: of every rank, together with what else it answered."""
+    def add_counts(self, answers: Sequence[dict[str, Tensor]]) -> None:
+        """Add the measurements of all ranks, one answer per rank. An answer holds other tensors too."""
 
 
 class Reference(LearnerExtension):
@@ -65,6 +71,6 @@ class Reference(LearnerExtension):
         self.model = model
 
     @torch.no_grad()
-    def fill(self, batch: TokenBatch, scorer: PolicyScorer) -> TokenBatch:
-        logp = scorer.per_slot(batch, lambda micro: scorer.forward(micro, self.model).logp)
+    def fill_fields(self, batch: TokenBatch, scorer: PolicyScorer) -> TokenBatch:
+        logp = scorer.compute_per_slot(batch, lambda micro: scorer.forward(micro, self.model).logp)
         return batch.replace(logp_ref=logp)

@@ -1,4 +1,4 @@
-"""One packed micro-batch through the model: log-probabilities and entropy of its trainable slots."""
+"""The forward of one packed micro-batch: log-probabilities and entropy of its trainable slots."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.models.packed_attention import Packing
 from onepolicy.types import TokenBatch
 
-LOGP = (
-    "log_softmax of float32 logits / temperature, then gather"  # for the contract with the engine
-)
+# Text for the numerics contract, which must be equal to the engine's.
+LOGP = "log_softmax of float32 logits / temperature, then gather"
 
 
 class Scored(NamedTuple):
+    """Scores of a micro-batch's slots."""
+
     logp: Tensor  # [T] float32, 0 where not trainable; carries the graph
     entropy: Tensor  # [T] float32, 0 where not trainable; carries the graph if asked for
-    top: (
-        Tensor | None
-    )  # [T, k] float32, log-probabilities of batch.top_ids, else as `logp`; None if it has none
-    own: tuple[Tensor, Tensor] | None = (
-        None  # [T, k] int32, float32: the model's likeliest tokens, if asked for
-    )
+    # [T, k] float32, log-probabilities of batch.top_ids, as `logp`; None if the batch has none
+    top: Tensor | None
+    # [T, k] int32, float32: the model's own likeliest tokens and their log-probabilities, if asked for
+    trainer_top: tuple[Tensor, Tensor] | None = None
 
 
-class Places(NamedTuple):
-    """What a forward takes from the values of a batch, not only from its shapes."""
+class SlotLayout(NamedTuple):
+    """Everything that a forward derives from the values of a batch, not from its shapes alone."""
 
     slots: Tensor  # [n] int64, trainable slots
     packing: Packing
@@ -40,52 +39,64 @@ class Places(NamedTuple):
 def forward(
     model: PreTrainedModel,
     batch: TokenBatch,
-    places: Places | None = None,
+    layout: SlotLayout | None = None,
     /,
     *,
     autocast: torch.dtype | None = None,
     entropy_graph: bool = False,
     trainer_top: bool = False,
 ) -> Scored:
-    """`batch` is on the model's device. Only trainable slots reach the vocabulary projection.
+    """Score a batch that is on the model's device.
 
-    Log-probabilities are fp32 `log_softmax(logits / temperature)` then gather: the same as the rollout engine's.
+    Only trainable slots reach the vocabulary projection. Log-probabilities are
+    `log_softmax(logits / temperature)` in float32, then gather, as in the rollout engine.
+    entropy_graph: the entropy carries the graph. trainer_top: fill `Scored.trainer_top` if the
+    batch has `top_ids`.
     """
-    device = batch.input_ids.device
-    slots, packing = places or (batch.trainable.nonzero()[:, 0], None)
+    if layout is None:
+        slots, packing = batch.trainable.nonzero()[:, 0], None
+    else:
+        slots, packing = layout
     logps = torch.log_softmax(
         tempered_logits(model, batch, slots, packing=packing, autocast=autocast), -1
     )
-    picked = logps.gather(-1, batch.target_ids[slots, None])[:, 0]
+    logp = logps.gather(-1, batch.target_ids[slots, None])[:, 0]
     with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
         entropy = entropy_of(logps)
-    zeros = torch.zeros(batch.num_slots, dtype=torch.float32, device=device)
-    top = own = None
+    zeros = torch.zeros(batch.num_slots, dtype=torch.float32, device=batch.input_ids.device)
+    top = top_of_model = None
     if batch.top_ids is not None:
-        blank = zeros.new_zeros(batch.top_ids.shape)
-        top = blank.index_copy(0, slots, logps.gather(-1, batch.top_ids[slots].long()))
+        top_zeros = zeros.new_zeros(batch.top_ids.shape)
+        top = top_zeros.index_copy(0, slots, logps.gather(-1, batch.top_ids[slots].long()))
         if trainer_top:
-            best, ids = logps.detach().topk(blank.shape[1], -1)
-            own = blank.int().index_copy(0, slots, ids.int()), blank.index_copy(0, slots, best)
-    return Scored(zeros.index_copy(0, slots, picked), zeros.index_copy(0, slots, entropy), top, own)
+            best, ids = logps.detach().topk(top_zeros.shape[1], -1)
+            all_ids = top_zeros.int().index_copy(0, slots, ids.int())
+            top_of_model = all_ids, top_zeros.index_copy(0, slots, best)
+    logp, entropy = zeros.index_copy(0, slots, logp), zeros.index_copy(0, slots, entropy)
+    return Scored(logp, entropy, top, top_of_model)
 
 
 def entropy_of(logps: Tensor) -> Tensor:
-    """[n] nats: -sum p log p of each row of log-probabilities [n, vocabulary].
+    """Return [n] nats: -sum p log p of each row of log-probabilities [n, vocabulary].
 
-    A token that the head rules out (log p = -inf) adds 0, to the value and to the gradient: p log p tends to 0.
+    A token that the head rules out (log p = -inf) adds 0 to the value and to the gradient, because
+    p log p tends to 0.
     """
     entropy: Tensor = _Entropy.apply(logps)
     return entropy
 
 
 class _Entropy(torch.autograd.Function):
-    """By hand, because autograd's gradient of p log p is NaN at -inf, and because it would keep two tables more."""
+    """Entropy with its own backward.
+
+    Autograd's gradient of p log p is NaN at -inf, and it would keep two more tables of
+    [n, vocabulary].
+    """
 
     @staticmethod
     def forward(ctx: Any, logps: Tensor) -> Tensor:
         ctx.save_for_backward(logps)
-        ruled_out = logps == -math.inf  # not `p == 0`: a NaN must stay one
+        ruled_out = logps == -math.inf  # not `p == 0`: a NaN must stay NaN
         return -logps.exp().mul_(logps).masked_fill_(ruled_out, 0.0).sum(-1)
 
     @staticmethod
@@ -103,18 +114,22 @@ def tempered_logits(
     packing: Packing | None = None,
     autocast: torch.dtype | None = None,
 ) -> Tensor:
-    """[n, vocabulary] float32: the logits of these slots of a packed batch, divided by their sample's temperature."""
+    """Return [n, vocabulary] float32: logits of these slots over their sample's temperature."""
     device = batch.input_ids.device
-    cast: AbstractContextManager = (
-        torch.autocast(device.type, autocast) if autocast else nullcontext()
-    )
-    with cast:
+    if packing is None:
+        multiple = 1
+        if is_invariant(model):
+            multiple = TILE
+        packing = Packing.of(batch.cu_seqlens, device, multiple=multiple)
+    precision: AbstractContextManager = nullcontext()
+    if autocast:
+        precision = torch.autocast(device.type, autocast)
+    with precision:
         logits = model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
             logits_to_keep=slots,
-            packing=packing
-            or Packing.of(batch.cu_seqlens, device, multiple=TILE if is_invariant(model) else 1),
+            packing=packing,
         ).logits[0]
     return logits.float() / batch.temperature[batch.segment[slots], None]

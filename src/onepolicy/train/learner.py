@@ -1,7 +1,12 @@
-"""The learner: a scorer with an optimiser. Takes optimiser steps on packed batches, the rollout's experts replayed.
+"""The learner: trains the policy on a step's batch, one optimiser step per minibatch.
 
-Nothing here knows how many processes there are: the model is called as a module, gradients live on parameters, and
-denominators arrive fixed, so FSDP2 can wrap the model (train/sharded/) without a change to this file.
+A learner is a scorer with an optimiser. The main path of an update is
+
+    step -> minibatches -> _train_minibatch -> _backward (per micro-batch) -> _optimizer_step
+
+Nothing here depends on the number of processes. The model is called as a module, gradients are on
+its parameters, and the denominators of the loss are fixed beforehand. So FSDP2 can wrap the model
+(train/sharded/) without a change to this file.
 """
 
 from __future__ import annotations
@@ -19,18 +24,21 @@ from onepolicy.replay.routers import Routers
 from onepolicy.train import checkpoint, pack
 from onepolicy.train.checks import check_batch, refuse_randomness
 from onepolicy.train.extension import LearnerExtension, MicroBatch
-from onepolicy.train.old_policy_scoring import BypassScoring, ReusedScoring, SeparateScoring
-from onepolicy.train.optim import adamw, clip_gradients, learning_rate, may_skip, norm_metrics
+from onepolicy.train.old_policy_scoring import build_scoring
+from onepolicy.train.optim import (
+    adamw,
+    clip_gradients,
+    count_skipped_update,
+    learning_rate,
+    norm_metrics,
+)
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.state import CheckpointedCritic
 from onepolicy.types import TokenBatch
 
 
 class LocalLearner:
-    """Learner of one process.
-
-    extensions: what an update has beside the policy's own loss (build/learner.py). critic: the one of them that is saved.
-    """
+    """The learner of a run in one process."""
 
     def __init__(
         self,
@@ -39,22 +47,192 @@ class LocalLearner:
         extensions: Sequence[LearnerExtension] = (),
         critic: CheckpointedCritic | None = None,
     ) -> None:
+        """Build the learner.
+
+        extensions: parts of the update beside the policy's own loss (build/learner.py), such as a
+        reference model, a critic or a current-policy correction. critic: the extension whose
+        weights are saved in checkpoints.
+        """
         self.scorer, self.model, self.config = scorer, scorer.model, scorer.config
         self.extensions, self.critic = list(extensions), critic
-        self.updates = 0  # optimiser steps taken, by this run and those it was forked from
-        self.skipped = 0  # optimiser steps in a row that were not taken, because their gradients were not finite
+        self.updates = 0  # optimiser steps made, by this run and the runs it was forked from
+        self.skipped = 0  # optimiser steps skipped in a row, because gradients were not finite
         self.optimizer = adamw(self.model, self.config.optim, scorer.device)
         self.scoring = build_scoring(scorer)
         if self.config.train.activation_checkpointing:
-            refuse_randomness(self.model)
-            self.model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
+            self._checkpoint_activations()
+
+    def _checkpoint_activations(self) -> None:
+        refuse_randomness(self.model)
+        settings = {"use_reentrant": False}
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        self.model.train()  # transformers checkpoints activations in train mode only
+
+    # --- scoring ----------------------------------------------------------------------------------
+
+    def score(self, batch: TokenBatch) -> TokenBatch:
+        """Fill the fields that the update needs from models: see `interfaces.Learner.score`."""
+        check_batch(batch, self.config.replay, self.scorer.vocabulary)
+        return self._fill_scores(batch)
+
+    def _fill_scores(self, batch: TokenBatch) -> TokenBatch:
+        """Score with the policy, then with every extension that scores."""
+        batch = self.scoring.score(batch)
+        for extension in self.extensions:
+            batch = extension.fill_fields(batch, self.scorer)
+        return batch
+
+    # --- update -----------------------------------------------------------------------------------
+
+    def step(self, batch: TokenBatch) -> Update:
+        """Train on a scored batch, whose advantage, weight and keep are set.
+
+        Makes one optimiser step per minibatch. Metrics are means over trainable slots;
+        train/grad_norm is the largest norm of the step.
+        """
+        sums: Counter[str] = Counter()
+        norms = []
+        self.scoring.begin_step()
+        for index, minibatch in enumerate(self.minibatches(batch)):
+            norms.append(self._train_minibatch(minibatch, minibatch.num_trainable, index, sums))
+        self.version += 1
+        return Update(self.metrics(batch, sums, norms), self.scoring.scored)
+
+    def minibatches(self, batch: TokenBatch) -> Iterator[TokenBatch]:
+        """Yield the samples of each optimiser step, with every slot's `loss_weight` set."""
+        batch = batch.replace(gate_mass=None)  # a measurement that the update does not read
+        objective, sampling = self.config.objective, self.config.rollout.sampling
+        for samples in pack.minibatches(batch, objective.num_minibatches):
+            minibatch = batch.select(samples)
+            weights = loss_weights(minibatch, objective, max_tokens=sampling.max_tokens)
+            yield minibatch.replace(loss_weight=weights)
+
+    def _train_minibatch(
+        self, batch: TokenBatch, slots: int, index: int, sums: Counter[str]
+    ) -> float:
+        """Accumulate the gradients of a minibatch, then make one optimiser step.
+
+        slots: trainable slots of the minibatch on all ranks. index: number of the minibatch in its
+        step. Adds the loss and its parts to `sums`. Returns the gradient norm.
+        """
+        self.scoring.begin_minibatch(batch)
+        for samples in self.scorer.micro_batches(batch):
+            self._backward(batch.select(samples), samples, slots, sums)
+        self.scoring.end_minibatch()
+        return self._optimizer_step(index)
+
+    def _backward(
+        self, batch: TokenBatch, samples: list[int], slots: int, sums: Counter[str]
+    ) -> None:
+        """Run forward, loss and backward of one micro-batch: these samples of the minibatch."""
+        batch = batch.to(self.scorer.device)
+        with self.scoring.update_forward(samples, batch) as scored:
+            micro = MicroBatch(batch, scored)
+            for extension in self.extensions:
+                extension.adjust(micro)
+            loss, loss_sums = self._loss(micro)
+            loss.backward()  # in the context: recomputed layers replay the routes of the forward
+        sums.update({"loss": loss.item() * slots})
+        sums.update({name: value.item() for name, value in loss_sums.items()})
+        for extension in self.extensions:
+            extension.backward(micro, slots, sums)
+
+    def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the policy's loss of a micro-batch and sums over its slots."""
+        batch = micro.batch
+        logp_behaviour = None  # policy_loss takes logp_old
+        if not self.config.scores_old:
+            logp_behaviour = batch.logp_rollout
+        loss, sums = policy_loss(
+            micro.scored.logp,
+            batch,
+            config=self.config.objective,
+            logp_behaviour=logp_behaviour,
+            entropy=micro.scored.entropy,
+            score_baseline=micro.score_baseline,
+            protect=self.config.correction.protect,
+        )
+        assert batch.keep is not None
+        sums["kept"] = batch.keep.sum()
+        if micro.score_baseline is not None and batch.top_logp_rollout is not None:
+            sums["head_mass"] = batch.top_logp_rollout[batch.trainable].exp().sum()
+        return loss, sums
+
+    def _optimizer_step(self, minibatch: int) -> float:
+        """Clip the gradients and make one optimiser step. Return the gradient norm.
+
+        The step is skipped if a norm is not finite.
+        """
+        optim = self.config.optim
+        norms = [clip_gradients(self.model, optim.clip_norm)]
+        for extension in self.extensions:
+            norms += extension.clip_gradients()
+        not_finite = [norm for norm in norms if not norm < math.inf]
+        if not_finite:
+            self.skipped = count_skipped_update(
+                self.skipped, optim.max_skipped, norms, self.version + 1
             )
-            self.model.train()  # transformers checkpoints in train mode only
+        else:
+            self._update_weights(minibatch)
+        self.optimizer.zero_grad(set_to_none=True)
+        for extension in self.extensions:
+            extension.zero_grad()
+        return (not_finite or norms)[0]
+
+    def _update_weights(self, minibatch: int) -> None:
+        """Apply the gradients at the learning rate of this point of the run."""
+        count = self.config.objective.num_minibatches
+        done = (self.version * count + minibatch) / (self.config.steps * count)
+        rate = learning_rate(self.config.optim, self.updates, done)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        for extension in self.extensions:
+            extension.optimizer_step(rate / self.config.optim.lr)
+        self.updates += 1
+        self.skipped = 0
+
+    def metrics(
+        self, batch: TokenBatch, sums: Counter[str], norms: list[float]
+    ) -> dict[str, float]:
+        """Return the metrics of a step. `sums` are over the trainable slots of `batch`."""
+        metrics = {
+            f"train/{name}": value / batch.num_trainable
+            for name, value in sums.items()
+            if name != "kept"
+        }
+        metrics |= self.scorer.replay_mode.metrics()
+        for extension in self.extensions:
+            metrics |= extension.metrics(batch, sums)
+        metrics |= self.scoring.metrics()
+        metrics |= norm_metrics(norms, self.config.optim.max_skipped)
+        return metrics | {"train/lr": self.optimizer.param_groups[0]["lr"]}
+
+    # --- weights and checkpoints ------------------------------------------------------------------
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.state_dict().items()
+
+    def save(self, folder: Path, finish: Callable[[], None]) -> None:
+        """Write everything that training continues from into `folder`, then call `finish`.
+
+        A sharded learner writes in the background: `finish` is then called after this returns.
+        """
+        checkpoint.write_files(self, folder)
+        finish()
+
+    def finish_saving(self) -> None:
+        """Wait until a checkpoint that is being written is complete."""
+
+    def restore(self, folder: Path) -> None:
+        """Restore a checkpoint, except for the policy's weights."""
+        checkpoint.restore_optimizer(folder, self)
+
+    # --- properties -------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """RL steps taken."""
+        """Number of steps that the weights were trained for."""
         return self.scorer.version
 
     @version.setter
@@ -68,141 +246,3 @@ class LocalLearner:
     @property
     def routers(self) -> Routers | None:
         return self.scorer.routers
-
-    def score(self, batch: TokenBatch) -> TokenBatch:
-        check_batch(batch, self.config.replay, self.scorer.vocabulary)
-        return self._fill(batch)
-
-    def step(self, batch: TokenBatch) -> Update:
-        """One optimiser step per mini-step. Metrics are means over trainable slots; the norm is the largest."""
-        sums: Counter[str] = Counter()
-        self.scoring.begin()
-        norms = [
-            self._optimise(part, part.num_trainable, i, sums)
-            for i, part in enumerate(self.minibatches(batch))
-        ]
-        self.version += 1
-        return Update(self.metrics(batch, sums, norms), self.scoring.scored)
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.state_dict().items()
-
-    def save(self, folder: Path, finish: Callable[[], None]) -> None:
-        """Everything that training goes on from into `folder`; then `finish`, which may be after this has returned."""
-        checkpoint.write_files(self, folder)
-        finish()
-
-    def finish_saving(self) -> None:
-        """Wait for a checkpoint that is still being written, if there is one."""
-
-    def restore(self, folder: Path) -> None:
-        """All of a checkpoint but the policy's weights."""
-        checkpoint.restore_optimizer(folder, self)
-
-    def _fill(self, batch: TokenBatch) -> TokenBatch:
-        """Scored by the policy, then by every extra that scores."""
-        batch = self.scoring.score(batch)
-        for extension in self.extensions:
-            batch = extension.fill(batch, self.scorer)
-        return batch
-
-    def minibatches(self, batch: TokenBatch) -> Iterator[TokenBatch]:
-        """The samples of each optimiser step, with every slot's share in its loss."""
-        batch = batch.replace(gate_mass=None)  # only measured
-        most = self.config.rollout.sampling.max_tokens
-        for chosen in pack.minibatches(batch, self.config.objective.num_minibatches):
-            part = batch.select(chosen)
-            yield part.replace(
-                loss_weight=loss_weights(part, self.config.objective, max_tokens=most)
-            )
-
-    def _optimise(self, batch: TokenBatch, slots: int, minibatch: int, sums: Counter[str]) -> float:
-        """One optimiser step of samples with their share; slots: trainable ones of all ranks. Returns the norm."""
-        self.scoring.begin_minibatch(batch)
-        for chosen in self.scorer.micro_batches(batch):
-            on_device = batch.select(chosen).to(self.scorer.device)
-            with self.scoring(chosen, on_device) as scored:
-                micro = MicroBatch(on_device, scored)
-                for extension in self.extensions:
-                    extension.weigh(micro)
-                loss, parts = self._loss(micro)
-                loss.backward()  # inside the replay context: recompute routes like the forward did
-            sums.update(
-                {"loss": loss.item() * slots}
-                | {name: value.item() for name, value in parts.items()}
-            )
-            for extension in self.extensions:
-                extension.learn(micro, slots, sums)
-        self.scoring.end_minibatch()
-        return self._update(minibatch)
-
-    def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        batch, score_baseline = micro.batch, micro.score_baseline
-        loss, sums = policy_loss(
-            micro.scored.logp,
-            batch,
-            config=self.config.objective,
-            logp_behaviour=None if self.config.scores_old else batch.logp_rollout,
-            entropy=micro.scored.entropy,
-            score_baseline=score_baseline,
-            protect=self.config.correction.protect,
-        )
-        assert batch.keep is not None
-        sums["kept"] = batch.keep.sum()
-        if score_baseline is not None and batch.top_logp_rollout is not None:
-            sums["head_mass"] = batch.top_logp_rollout[batch.trainable].exp().sum()
-        return loss, sums
-
-    def _update(self, minibatch: int) -> float:
-        """One optimiser step with the gradients there are, or none if they are not finite. Returns the norm."""
-        norms = [clip_gradients(self.model, self.config.optim.clip_norm)]
-        norms += [norm for extension in self.extensions for norm in extension.clip()]
-        bad = [norm for norm in norms if not norm < math.inf]
-        if bad:
-            self.skipped = may_skip(
-                self.skipped, self.config.optim.max_skipped, norms, self.version + 1
-            )
-        else:
-            self._take_step(minibatch)
-        self.optimizer.zero_grad(set_to_none=True)
-        for extension in self.extensions:
-            extension.zero_grad()
-        return bad[0] if bad else norms[0]
-
-    def _take_step(self, minibatch: int) -> None:
-        parts = self.config.objective.num_minibatches
-        done = (self.version * parts + minibatch) / (self.config.steps * parts)
-        rate = learning_rate(self.config.optim, self.updates, done)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        for extension in self.extensions:
-            extension.step(rate / self.config.optim.lr)
-        self.updates += 1
-        self.skipped = 0
-
-    def metrics(
-        self, batch: TokenBatch, sums: Counter[str], norms: list[float]
-    ) -> dict[str, float]:
-        """Of a step: means over its trainable slots, which `sums` are sums over."""
-        metrics = {
-            f"train/{name}": value / batch.num_trainable
-            for name, value in sums.items()
-            if name != "kept"
-        }
-        metrics |= self.scorer.mode.metrics()
-        for extension in self.extensions:
-            metrics |= extension.metrics(batch, sums)
-        metrics |= self.scoring.metrics() | norm_metrics(norms, self.config.optim.max_skipped)
-        return metrics | {"train/lr": self.optimizer.param_groups[0]["lr"]}
-
-
-def build_scoring(scorer: PolicyScorer) -> SeparateScoring:
-    """How the run's settings have the old policy scored."""
-    if not scorer.config.scores_old:
-        return BypassScoring(scorer)
-    return (
-        ReusedScoring(scorer)
-        if scorer.config.train.reuse_scoring_forward
-        else SeparateScoring(scorer)
-    )

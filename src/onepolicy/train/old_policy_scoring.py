@@ -1,4 +1,8 @@
-"""Where the log-probabilities of the old policy come from, and the forward that an update is made of."""
+"""Sources of the old policy's log-probabilities, and the forward that an update is made of.
+
+`SeparateScoring` is the usual one. `train.reuse_scoring_forward` selects `ReusedScoring`, and
+`correction.ratio = new/rollout` (bypass) selects `BypassScoring`.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +19,34 @@ from onepolicy.types import TokenBatch
 
 
 class SeparateScoring:
-    """A scoring forward before the update, and another in it. The usual way."""
+    """A scoring forward before the update, and a forward of its own in the update."""
 
     def __init__(self, scorer: PolicyScorer) -> None:
         self.scorer = scorer
-        self.scored: TokenBatch | None = None  # what the update itself scored; see BypassScoring
+        # The batch as the update itself scored it; only BypassScoring sets it.
+        self.scored: TokenBatch | None = None
         self.seconds = 0.0  # of the update's forwards
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields of the old policy, if it is scored before the update."""
         return self.scorer.score(batch)
 
-    def begin(self) -> None:
-        """An RL step's update begins."""
+    def begin_step(self) -> None:
+        """Reset the measurements before the update of a step."""
         self.scored, self.seconds = None, 0.0
 
     def begin_minibatch(self, batch: TokenBatch) -> None: ...
 
     @contextmanager
-    def __call__(self, chosen: list[int], micro: TokenBatch) -> Iterator[Scored]:
-        """The policy's scoring of a micro-batch, with its graph. Held during the backward, so that recomputed layers
-        route as the forward did."""
-        with self.scorer.routing(micro, native=False) as tape:
+    def update_forward(self, samples: list[int], micro: TokenBatch) -> Iterator[Scored]:
+        """Yield the scores of a micro-batch, with their graph.
+
+        The context stays open during the backward, so that recomputed layers route as the forward
+        did.
+        """
+        with self.scorer.routing_context(micro, native=False) as handle:
             scored = self._forward(micro)
-            self.scorer.mode.saw(tape)
+            self.scorer.replay_mode.record_update_forward(handle)
             yield scored
 
     def end_minibatch(self) -> None: ...
@@ -47,13 +55,12 @@ class SeparateScoring:
         return {}
 
     def _forward(self, micro: TokenBatch) -> Scored:
-        return self.scorer.forward(
-            micro, entropy_graph=self.scorer.config.objective.entropy_coef > 0
-        )
+        entropy_graph = self.scorer.config.objective.entropy_coef > 0
+        return self.scorer.forward(micro, entropy_graph=entropy_graph)
 
 
 class ReusedScoring(SeparateScoring):
-    """train.reuse_scoring_forward: the scoring forwards keep their graphs, and the update takes those."""
+    """Scoring forwards that keep their graphs for the update (train.reuse_scoring_forward)."""
 
     def __init__(self, scorer: PolicyScorer) -> None:
         super().__init__(scorer)
@@ -62,52 +69,66 @@ class ReusedScoring(SeparateScoring):
     def score(self, batch: TokenBatch) -> TokenBatch:
         self._graphs.clear()
 
-        def keep(chosen: list[int], scored: Scored) -> None:
-            self._graphs.append((chosen, scored))
+        def keep_graph(samples: list[int], scored: Scored) -> None:
+            self._graphs.append((samples, scored))
 
-        return self.scorer.checked(self.scorer.fill(batch, replay=True, keep=keep))
+        scored = self.scorer.score_unchecked(batch, replay=True, keep_graph=keep_graph)
+        return self.scorer.check_scored_routes(scored)
 
     @contextmanager
-    def __call__(self, chosen: list[int], micro: TokenBatch) -> Iterator[Scored]:
+    def update_forward(self, samples: list[int], micro: TokenBatch) -> Iterator[Scored]:
         assert self._graphs, "score() comes before step() when its forward is reused"
-        samples, scored = self._graphs.popleft()
-        assert samples == chosen
+        samples_of_graph, scored = self._graphs.popleft()
+        assert samples_of_graph == samples
         yield scored
 
 
 class BypassScoring(SeparateScoring):
-    """correction.ratio = new/rollout: nobody scores the batch before the update.
+    """Scoring by the update's own forwards (correction.ratio = new/rollout).
 
-    The forwards of the first mini-step see the weights of before it, so their log-probabilities stand in for that.
+    Nothing scores the batch before the update. The forwards of the first minibatch run before the
+    first optimiser step, so their log-probabilities are those of the old policy.
     """
 
     def __init__(self, scorer: PolicyScorer) -> None:
         super().__init__(scorer)
-        self._scores: ScoreBuffer | None = None
+        self._buffer: ScoreBuffer | None = None  # of the first minibatch, while it is trained on
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         return batch
 
     def begin_minibatch(self, batch: TokenBatch) -> None:
-        """Of a step the first mini-step is kept: the later ones have other weights."""
-        self._scores = ScoreBuffer(batch) if self.scored is None else None
+        """Keep the scores of a step's first minibatch. The later ones have other weights."""
+        self._buffer = None
+        if self.scored is None:
+            self._buffer = ScoreBuffer(batch)
 
     @contextmanager
-    def __call__(self, chosen: list[int], micro: TokenBatch) -> Iterator[Scored]:
-        with self.scorer.routing(micro, native=self._scores is not None) as tape:
+    def update_forward(self, samples: list[int], micro: TokenBatch) -> Iterator[Scored]:
+        with self.scorer.routing_context(micro, native=self._buffer is not None) as handle:
             start = time.perf_counter()
             scored = self._forward(micro)
             if self.scorer.device.type == "cuda":
                 torch.cuda.synchronize(self.scorer.device)
             self.seconds += time.perf_counter() - start
-            self.scorer.mode.saw(tape)
-            if self._scores is not None:
-                self._scores.put(chosen, scored, tape)
+            self.scorer.replay_mode.record_update_forward(handle)
+            if self._buffer is not None:
+                self._buffer.add_scores(samples, scored, handle)
             yield scored
 
     def end_minibatch(self) -> None:
-        if self._scores is not None:
-            self.scored = self.scorer.checked(self._scores.filled(self.scorer.routers))
+        if self._buffer is not None:
+            scored = self._buffer.fill_batch(self.scorer.routers)
+            self.scored = self.scorer.check_scored_routes(scored)
 
     def metrics(self) -> dict[str, float]:
         return {"time/score_saved": self.seconds}
+
+
+def build_scoring(scorer: PolicyScorer) -> SeparateScoring:
+    """Build the scoring that the run's settings ask for."""
+    if not scorer.config.scores_old:
+        return BypassScoring(scorer)
+    if scorer.config.train.reuse_scoring_forward:
+        return ReusedScoring(scorer)
+    return SeparateScoring(scorer)

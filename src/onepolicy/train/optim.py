@@ -1,4 +1,4 @@
-"""The optimiser and its learning rate."""
+"""The optimiser, its learning rate, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -15,24 +15,31 @@ from onepolicy.config.model import OptimConfig
 
 LOG = logging.getLogger(__name__)
 
+MASTER = "master"  # key in the optimiser's state of a parameter: its float32 value
+
+# Norms between these need no scaling: float32 holds the squares of their gradients. Gradients with
+# a smaller or larger norm are scaled into this range first.
+SMALL_NORM, LARGE_NORM = 1e-10, 1e18
+
 
 def learning_rate(config: OptimConfig, update: int, done: float) -> float:
-    """Of optimiser step `update` (from 0), with this share of the run's steps done.
+    """Return the learning rate of optimiser step `update` (from 0).
 
-    Not a share of optimiser steps: a parent with other mini_steps, or steps with fewer, have counted otherwise.
+    done: fraction of the run's steps that is done. It is not a fraction of optimiser steps, because
+    a parent run with another number of minibatches has counted these differently.
     """
-    warm = min(1.0, (update + 1) / (config.warmup_steps + 1))
-    left = 1 - done if config.lr_decay == "linear" else 1.0
-    return config.lr * warm * left
-
-
-MASTER = "master"  # state of a parameter: its float32 value
+    warmup = min(1.0, (update + 1) / (config.warmup_steps + 1))
+    decay = 1.0
+    if config.decay == "linear":
+        decay = 1 - done
+    return config.lr * warmup * decay
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW of parameters in any dtype with moments and weights in float32; the parameters are the weights rounded.
+    """AdamW with float32 moments and float32 master weights, for parameters in any dtype.
 
-    In bfloat16 alone an update of less than 1/256 of a weight is lost.
+    The parameters are the master weights, rounded. In bfloat16 alone, an update of less than 1/256
+    of a weight would be lost.
     """
 
     @torch.no_grad()
@@ -66,66 +73,73 @@ def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> Master
 
 
 def clip_gradients(model: nn.Module, limit: float) -> float:
-    """Scale the gradients to a total norm of at most `limit`; the norm before, over all ranks of a sharded model.
+    """Scale the gradients to a total norm of at most `limit`. Return the norm before scaling.
 
-    Squares are added up in float32 at least, whatever the gradients are in: bfloat16 has 8 bits, and a sum of many of
-    its numbers fewer.
+    The norm is over all ranks of a sharded model. Squares are added in float32 or wider, whatever
+    dtype the gradients have: bfloat16 has 8 bits, and a sum of many of its numbers has fewer.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = _norm(gradients)
-    if _number(norm) < SMALL:
-        norm = _norm(gradients, shift=2.0**90)
-    elif not _number(norm) <= LARGE:
-        norm = _norm(gradients, shift=2.0**-70)
+    if _to_float(norm) < SMALL_NORM:
+        norm = _norm(gradients, scale=2.0**90)
+    elif not _to_float(norm) <= LARGE_NORM:
+        norm = _norm(gradients, scale=2.0**-70)
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return _number(norm)
+    return _to_float(norm)
 
 
-SMALL, LARGE = (
-    1e-10,
-    1e18,
-)  # norms; float32 holds the squares of what lies between, or of what is shifted there
+def _norm(gradients: Sequence[Tensor], scale: float = 1.0) -> Tensor:
+    """Return the total norm of the gradients.
 
-
-def _norm(gradients: Sequence[Tensor], shift: float = 1.0) -> Tensor:
-    """shift: a power of two that the gradients are multiplied by while their squares are added up."""
-    parts = []
+    scale: a power of two by which gradients are multiplied while their squares are added.
+    """
+    norms = []
     for grad in gradients:
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        shifted = grad
-        if shift != 1:
-            shifted = grad.to(wide) * shift
-        parts.append(torch.linalg.vector_norm(shifted, dtype=wide))
-    if not parts:
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        scaled = grad
+        if scale != 1:
+            scaled = grad.to(dtype) * scale
+        norms.append(torch.linalg.vector_norm(scaled, dtype=dtype))
+    if not norms:
         return torch.tensor(0.0)
-    return (
-        torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts])) / shift
+    on_one_device = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return torch.linalg.vector_norm(on_one_device) / scale
+
+
+def _to_float(norm: Tensor) -> float:
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return float(norm)
+
+
+def count_skipped_update(skipped: int, max_skipped: int, norms: list[float], step: int) -> int:
+    """Return the number of updates skipped in a row, after one more.
+
+    norms: of the policy's gradients and, if there is a critic, of the critic's. One is not finite.
+    Raises TrainingError if more than `max_skipped` updates in a row would be skipped.
+    """
+    norm = next(norm for norm in norms if not norm < math.inf)
+    if skipped < max_skipped:
+        return skipped + 1
+    network = ""
+    if norms[0] < math.inf:
+        network = "of the critic "
+    before = ""
+    if max_skipped:
+        before = f" after {skipped} in a row that were skipped (optim.max_skipped)"
+    raise TrainingError(
+        f"gradient norm {network}is {norm} in step {step}{before}; this update was not made. Fork "
+        "from an earlier checkpoint with a lower optim.lr, and look at mismatch/k3 and "
+        "train/entropy before it"
     )
 
 
-def _number(norm: Tensor) -> float:
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+def norm_metrics(norms: list[float], max_skipped: int) -> dict[str, float]:
+    """Return the gradient-norm metrics of a step's updates. Log a warning for skipped updates.
 
-
-def may_skip(skipped: int, most: int, norms: list[float], step: int) -> int:
-    """The number of updates in a row that were not made, after one more; TrainingError if that is over `most`.
-
-    norms: of the policy's gradients and the critic's, if there is one; one of them is not finite.
+    max_skipped: optim.max_skipped.
     """
-    whose = "" if not norms[0] < math.inf else "of the critic "
-    bad = next(norm for norm in norms if not norm < math.inf)
-    if skipped >= most:
-        before = f" after {skipped} in a row that were skipped (optim.max_skipped)" if most else ""
-        raise TrainingError(
-            f"gradient norm {whose}is {bad} in step {step}{before}; this update was not made. Fork from an earlier "
-            "checkpoint with a lower optim.lr, and look at mismatch/k3 and train/entropy before it"
-        )
-    return skipped + 1
-
-
-def norm_metrics(norms: list[float], most: int) -> dict[str, float]:
-    """Of a step's updates, for the log; those that were skipped are said aloud. most: optim.max_skipped."""
     finite = [norm for norm in norms if math.isfinite(norm)]
     skipped = len(norms) - len(finite)
     if skipped:
@@ -134,5 +148,8 @@ def norm_metrics(norms: list[float], most: int) -> dict[str, float]:
             skipped,
             len(norms),
         )
-    counted = {"train/updates_skipped": float(skipped)} if most else {}
-    return counted | {"train/grad_norm": max(finite, default=math.nan)}
+    metrics = {}
+    if max_skipped:
+        metrics["train/updates_skipped"] = float(skipped)
+    metrics["train/grad_norm"] = max(finite, default=math.nan)
+    return metrics

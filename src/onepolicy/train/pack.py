@@ -1,4 +1,7 @@
-"""Groups of samples -> one packed TokenBatch -> micro-batches and mini-steps. No padding, no sample ever split."""
+"""Packing: groups of samples -> one TokenBatch -> minibatches -> micro-batches.
+
+There is no padding, and no sample is ever split.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +9,18 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.types import Group, RoutingTrace, TokenBatch, merge_fingerprints
+from onepolicy.types import Group, RoutingTrace, Sample, TokenBatch, merge_fingerprints
 
 
 def pack(groups: list[Group]) -> TokenBatch:
-    """The whole step as one batch on the CPU. Every sample has its `outcome`; routes are all there or none is."""
+    """Pack all samples of a step into one batch on the CPU.
+
+    Every sample must have its `outcome`. Either all samples have routes or none has. Raises
+    UsageError.
+    """
     samples = [sample for group in groups for sample in group.samples]
-    if not samples:
-        raise UsageError("pack: no samples; the step collected nothing to train on")
+    _check_samples(samples)
     lengths = torch.tensor([len(s.tokens) - 1 for s in samples], dtype=torch.int32)
-    missing = [i for i, s in enumerate(samples) if s.routing is None]
-    if missing and len(missing) < len(samples):
-        raise UsageError(
-            f"pack: sample {missing[0]} has no routes while others do; a trace is never made up"
-        )
-    if (
-        len(
-            {
-                span.source == "reprefill"
-                for s in samples
-                if s.routing is not None
-                for span in s.routing.spans
-            }
-        )
-        > 1
-    ):
-        raise UsageError(
-            "pack: some routes were recorded by the engine and others by a re-prefill; never mix them"
-        )
-    widths = {None if s.top_ids is None else s.top_ids.shape[1] for s in samples}
-    if len(widths) > 1:
-        raise UsageError(
-            f"pack: samples carry different numbers of top log-probabilities: {widths}"
-        )
     zero = torch.zeros(1, dtype=torch.int32)
     return TokenBatch(
         input_ids=torch.cat([s.tokens[:-1] for s in samples]).long(),
@@ -51,63 +33,103 @@ def pack(groups: list[Group]) -> TokenBatch:
         turn=torch.cat([s.turn for s in samples]),
         logp_rollout=torch.cat([s.logp_rollout.masked_fill(~s.trainable, 0.0) for s in samples]),
         temperature=torch.tensor([s.temperature for s in samples]),
-        outcome=torch.tensor([_outcome(s.outcome) for s in samples], dtype=torch.float32),
+        outcome=torch.tensor([_outcome(s) for s in samples], dtype=torch.float32),
         group=torch.tensor([g for g, group in enumerate(groups) for _ in group.samples]),
-        top_ids=_joined([s.top_ids for s in samples]),
-        top_logp_rollout=_joined(
-            [
-                None
-                if s.top_logp_rollout is None
-                else s.top_logp_rollout.masked_fill(~s.trainable[:, None], 0.0)
-                for s in samples
-            ]
-        ),
+        top_ids=_cat_top([s.top_ids for s in samples]),
+        top_logp_rollout=_cat_top([_top_logp(s) for s in samples]),
         episode=torch.tensor([e for group in groups for e in group.episodes]),
-        routing=None
-        if missing
-        else RoutingTrace.concat([s.routing for s in samples if s.routing is not None]),
+        routing=_cat_routes(samples),
         fingerprints=merge_fingerprints([s.fingerprints for s in samples]),
     )
 
 
-def _joined(rows: list[Tensor | None]) -> Tensor | None:
-    """All of them one after the other; None if the first is, as then all are."""
-    return None if rows[0] is None else torch.cat([each for each in rows if each is not None])
+def _check_samples(samples: list[Sample]) -> None:
+    if not samples:
+        raise UsageError("pack: no samples; the step collected nothing to train on")
+    missing = [i for i, sample in enumerate(samples) if sample.routing is None]
+    if missing and len(missing) < len(samples):
+        raise UsageError(
+            f"pack: sample {missing[0]} has no routes while others do; a trace is never made up"
+        )
+    traces = [sample.routing for sample in samples if sample.routing is not None]
+    if len({span.source == "reprefill" for trace in traces for span in trace.spans}) > 1:
+        raise UsageError(
+            "pack: some routes were recorded by the engine and others by a re-prefill; "
+            "never mix them"
+        )
+    widths = {_num_top(sample) for sample in samples}
+    if len(widths) > 1:
+        raise UsageError(
+            f"pack: samples carry different numbers of top log-probabilities: {sorted(widths)}"
+        )
 
 
-def _outcome(value: float | None) -> float:
-    assert value is not None, "compute_outcomes runs before pack"
-    return value
+def _num_top(sample: Sample) -> int:
+    """Return how many top log-probabilities a slot of the sample has."""
+    if sample.top_ids is None:
+        return 0
+    return sample.top_ids.shape[1]
+
+
+def _top_logp(sample: Sample) -> Tensor | None:
+    """Return [slots, k] float32, 0 where not trainable; None if the sample has none."""
+    if sample.top_logp_rollout is None:
+        return None
+    return sample.top_logp_rollout.masked_fill(~sample.trainable[:, None], 0.0)
+
+
+def _cat_top(rows: list[Tensor | None]) -> Tensor | None:
+    """Concatenate the rows. None if the first is None, because then all are."""
+    if rows[0] is None:
+        return None
+    return torch.cat([each for each in rows if each is not None])
+
+
+def _cat_routes(samples: list[Sample]) -> RoutingTrace | None:
+    """Concatenate the routes. None if the samples have none."""
+    traces = [sample.routing for sample in samples if sample.routing is not None]
+    if not traces:
+        return None
+    return RoutingTrace.concat(traces)
+
+
+def _outcome(sample: Sample) -> float:
+    assert sample.outcome is not None, "compute_outcomes() fills outcome"
+    return sample.outcome
 
 
 def micro_batches(batch: TokenBatch, budget: int) -> list[list[int]]:
-    """Sample indices of each micro-batch, at most `budget` slots each (one sample alone may exceed it).
+    """Return the sample indices of each micro-batch, at most `budget` slots each.
 
-    First-fit over samples sorted by length, so micro-batches are few and hold samples of similar length.
+    A single sample may exceed the budget: it then has a micro-batch of its own. This is first-fit
+    over samples sorted by length, so micro-batches are few and hold samples of similar length.
     """
     lengths = batch.cu_seqlens.diff().tolist()
     bins: list[list[int]] = []
-    room: list[int] = []
+    free_slots: list[int] = []
     for sample in sorted(range(len(lengths)), key=lambda s: -lengths[s]):
-        fit = next((b for b, free in enumerate(room) if lengths[sample] <= free), None)
+        fit = next((b for b, free in enumerate(free_slots) if lengths[sample] <= free), None)
         if fit is None:
             bins.append([])
-            room.append(budget)
+            free_slots.append(budget)
             fit = len(bins) - 1
         bins[fit].append(sample)
-        room[fit] -= lengths[sample]
-    return [sorted(chosen) for chosen in bins]
+        free_slots[fit] -= lengths[sample]
+    return [sorted(samples) for samples in bins]
 
 
-def minibatches(batch: TokenBatch, parts: int) -> list[list[int]]:
-    """Sample indices of each optimiser step: whole groups, dealt in order into `parts` equal runs."""
+def minibatches(batch: TokenBatch, count: int) -> list[list[int]]:
+    """Return the sample indices of each optimiser step.
+
+    Whole groups are dealt in order into `count` equal parts; the last part also has the remainder.
+    A step with fewer groups than `count` has one minibatch per group.
+    """
     groups = batch.group.unique_consecutive().tolist()
-    parts = min(parts, len(groups))  # dynamic sampling may find fewer groups than asked for
-    per_part = len(groups) // parts
-    of_group: dict[int, list[int]] = {}
+    count = min(count, len(groups))  # dynamic sampling may find fewer groups than asked for
+    size = len(groups) // count
+    samples_of: dict[int, list[int]] = {}
     for sample, group in enumerate(batch.group.tolist()):
-        of_group.setdefault(group, []).append(sample)
-    runs = [groups[p * per_part : (p + 1) * per_part] for p in range(parts - 1)] + [
-        groups[(parts - 1) * per_part :]
-    ]
-    return [[sample for group in run for sample in of_group[group]] for run in runs]
+        samples_of.setdefault(group, []).append(sample)
+    starts = [size * i for i in range(count)]
+    parts = [groups[start : start + size] for start in starts[:-1]] + [groups[starts[-1] :]]
+    return [[sample for group in part for sample in samples_of[group]] for part in parts]

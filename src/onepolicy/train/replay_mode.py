@@ -1,4 +1,4 @@
-"""What each replay.mode replays in a forward of the trainer, and what it counts."""
+"""The modes of replay.mode: which routes a forward of the trainer replays, and their metrics."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from onepolicy.types import RoutingTrace, TokenBatch
 
 
 class ReplayMode:
-    """off: the trainer routes every token itself."""
+    """Mode off: the trainer routes every token itself."""
 
-    in_scoring = False  # whether scoring replays too, or the update alone
+    replays_in_scoring = False  # False: only the update replays
 
     def __init__(self) -> None:
-        self.settings: dict[str, Any] = {}  # of `Routers.replay`
+        self.settings: dict[str, Any] = {}  # arguments of `Routers.replay`
 
     def routes(self, micro: TokenBatch) -> RoutingTrace | None:
-        """The routes to replay; None: the trainer routes every token itself."""
+        """Return the routes to replay. None: the trainer routes every token itself."""
         return None
 
-    def saw(self, tape: RouteRecorder | ReplayHandle | None) -> None:
-        """Take note of a forward that the update is made of."""
+    def record_update_forward(self, handle: RouteRecorder | ReplayHandle | None) -> None:
+        """Keep the measurements of a forward of the update."""
 
     def metrics(self) -> dict[str, float]:
-        """Means since the last call."""
+        """Return means since the last call."""
         return {}
 
-    def take(self) -> list[Tensor]:
-        """What was noted since the last call, for the driver of several ranks; `add` takes it there."""
+    def pop_counts(self) -> list[Tensor]:
+        """Return and reset this rank's measurements; the driver passes each to `add_count`."""
         return []
 
-    def add(self, noted: Tensor) -> None: ...
+    def add_count(self, count: Tensor) -> None: ...
 
 
 class RolloutRoutes(ReplayMode):
-    """r3 and weights: the rollout's routes, in scoring and in the update."""
+    """Modes r3 and weights: replay the rollout's routes, in scoring and in the update."""
 
-    in_scoring = True
+    replays_in_scoring = True
 
     def __init__(self, config: FromRollout) -> None:
         super().__init__()
@@ -59,41 +59,48 @@ class RolloutRoutes(ReplayMode):
 
 
 class SoftRoutes(RolloutRoutes):
-    """soft: the rollout's routes, but for experts that the trainer finds too unlikely. Counts those."""
+    """Mode soft: replay the rollout's routes, except experts that the trainer finds too unlikely.
+
+    It measures the fraction of experts that were replaced.
+    """
 
     def __init__(self, config: SoftReplay) -> None:
         super().__init__(config)
         self.settings = {"soft": config.ratio}
         self._replaced: list[Tensor] = []  # [L] per forward
 
-    def saw(self, tape: RouteRecorder | ReplayHandle | None) -> None:
-        if isinstance(tape, ReplayHandle):
-            self._replaced.append(tape.replaced_fraction())
+    def record_update_forward(self, handle: RouteRecorder | ReplayHandle | None) -> None:
+        if isinstance(handle, ReplayHandle):
+            self._replaced.append(handle.replaced_fraction())
 
     def metrics(self) -> dict[str, float]:
-        replaced = self.take()
-        return {"train/soft_replaced": float(torch.stack(replaced).mean())} if replaced else {}
+        replaced = self.pop_counts()
+        if not replaced:
+            return {}
+        return {"train/soft_replaced": float(torch.stack(replaced).mean())}
 
-    def take(self) -> list[Tensor]:
-        taken, self._replaced = self._replaced, []
-        return taken
+    def pop_counts(self) -> list[Tensor]:
+        counts, self._replaced = self._replaced, []
+        return counts
 
-    def add(self, noted: Tensor) -> None:
-        self._replaced.append(noted)
+    def add_count(self, count: Tensor) -> None:
+        self._replaced.append(count)
 
 
 class ScoringRoutes(ReplayMode):
-    """r2: the update takes the experts that scoring chose (GSPO, arXiv:2507.18071)."""
+    """Mode r2: the update replays the experts that scoring chose (GSPO, arXiv:2507.18071)."""
 
     def routes(self, micro: TokenBatch) -> RoutingTrace | None:
         assert micro.routing_native is not None, "r2 replays the routes that score() recorded"
         return micro.routing_native
 
 
-def replay_mode(config: ReplayConfig) -> ReplayMode:
-    """config: the section `replay`."""
+def build_replay_mode(config: ReplayConfig) -> ReplayMode:
+    """Build the mode of the section `replay`."""
     if isinstance(config, SoftReplay):
         return SoftRoutes(config)
     if isinstance(config, FromRollout):
         return RolloutRoutes(config)
-    return ScoringRoutes() if isinstance(config, R2) else ReplayMode()
+    if isinstance(config, R2):
+        return ScoringRoutes()
+    return ReplayMode()

@@ -1,8 +1,10 @@
-"""Routes for engines that return none: feed the finished samples to a copy of the model in the engine's dtype.
+"""Routes for engines that return none: a second forward over the finished samples records them.
 
-This is not the forward that sampled. Shapes and kernels differ from decoding, so where two experts score nearly the
-same the choice may differ from the engine's. Every row says so (`RouteSpan.source = "reprefill"`), such rows are never
-mixed with an engine's, and nothing makes them unless `replay.source = "reprefill"` asks for it.
+The forward is that of a copy of the model in the engine's dtype. It is not the forward that
+sampled: shapes and kernels differ from decoding. So where two experts score nearly the same, the
+choice may differ from the engine's. Every row of routes is marked (`RouteSpan.source =
+"reprefill"`), and such rows are never mixed with an engine's. They are made only if
+`replay.source = "reprefill"`.
 """
 
 from __future__ import annotations
@@ -20,68 +22,81 @@ from onepolicy.types import Group, RouteSpan, RoutingTrace, Sample
 
 
 class Reprefill:
-    def __init__(self, scorer: PolicyScorer, *, tokens: int, weights: bool = False) -> None:
-        """scorer: of a copy of the model in the engine's dtype, in eval mode, ready for packed samples.
+    """A recorder of routes for finished samples, and a target of weight updates."""
 
-        tokens: slots of one forward (a longer sample gets one of its own); weights: record combine weights too.
+    def __init__(self, scorer: PolicyScorer, *, tokens: int, weights: bool = False) -> None:
+        """Build the recorder.
+
+        scorer: of a copy of the model in the engine's dtype, in eval mode, ready for packed
+        samples. tokens: slots of one forward; a longer sample has a forward of its own. weights:
+        record combine weights too.
         """
         self._scorer, self._tokens, self._weights = scorer, tokens, weights
         self.version = 0
 
     def fill(self, groups: list[Group]) -> list[Group]:
-        """The same groups, every sample with the routes of its path. UsageError if one has routes already."""
+        """Return the groups with routes in every sample.
+
+        Raises UsageError if a sample has routes already, or was sampled by other weights.
+        """
         samples = [sample for group in groups for sample in group.samples]
         for i, sample in enumerate(samples):
-            if sample.routing is not None:
-                raise UsageError(
-                    f"sample {i} has its engine's routes; replay.source=reprefill never replaces or mixes them"
-                )
-            sampled_by = set(sample.version[sample.trainable].tolist())
-            if sampled_by - {self.version}:
-                raise UsageError(
-                    f"sample {i} was sampled by weights {sorted(sampled_by)}, but the re-prefill holds version "
-                    f"{self.version}; routes of other weights are not the rollout's"
-                )
+            self._check_sample(i, sample)
         traces = iter([trace for chunk in self._chunks(samples) for trace in self._record(chunk)])
-        return [
-            dataclasses.replace(
-                group,
-                samples=tuple(
-                    dataclasses.replace(sample, routing=next(traces)) for sample in group.samples
-                ),
+        return [_with_routes(group, [next(traces) for _ in group.samples]) for group in groups]
+
+    def _check_sample(self, index: int, sample: Sample) -> None:
+        if sample.routing is not None:
+            raise UsageError(
+                f"sample {index} has its engine's routes; replay.source=reprefill never replaces "
+                "or mixes them"
             )
-            for group in groups
-        ]
+        versions = set(sample.version[sample.trainable].tolist())
+        if versions - {self.version}:
+            raise UsageError(
+                f"sample {index} was sampled by weights {sorted(versions)}, but the re-prefill "
+                f"holds version {self.version}; routes of other weights are not the rollout's"
+            )
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Take over these tensors, cast to the model's dtype."""
+        """Load these tensors, cast to the model's dtype."""
         load_weights(self._scorer.model, weights)
         self.version = version
 
     def _chunks(self, samples: list[Sample]) -> Iterator[list[Sample]]:
+        """Yield the samples of each forward, in order."""
         chunk: list[Sample] = []
-        room = 0
+        free_slots = 0
         for sample in samples:
             slots = len(sample.tokens) - 1
-            if chunk and slots > room:
+            if chunk and slots > free_slots:
                 yield chunk
                 chunk = []
-            room = (room if chunk else self._tokens) - slots
+            if not chunk:
+                free_slots = self._tokens
+            free_slots -= slots
             chunk.append(sample)
         if chunk:
             yield chunk
 
     def _record(self, samples: list[Sample]) -> list[RoutingTrace]:
-        graded = tuple(
-            dataclasses.replace(sample, outcome=0.0) for sample in samples
-        )  # not yet; nobody reads it here
+        # `pack` asks for outcomes, which these samples do not have yet. Nothing here reads them.
+        graded = tuple(dataclasses.replace(sample, outcome=0.0) for sample in samples)
         batch = pack([Group(0, graded)])
-        whole = self._scorer.routes(batch.to(self._scorer.device), weights=self._weights).to("cpu")
+        on_device = batch.to(self._scorer.device)
+        trace = self._scorer.record_routes(on_device, weights=self._weights).to("cpu")
         bounds = batch.cu_seqlens.tolist()
-        return [
-            dataclasses.replace(
-                whole.rows(start, stop),
-                spans=(RouteSpan(0, stop - start, "reprefill", self.version),),
-            )
-            for start, stop in itertools.pairwise(bounds)
-        ]
+        return [self._mark(trace.rows(*rows)) for rows in itertools.pairwise(bounds)]
+
+    def _mark(self, trace: RoutingTrace) -> RoutingTrace:
+        """Mark all rows as recorded by a re-prefill."""
+        span = RouteSpan(0, len(trace), "reprefill", self.version)
+        return dataclasses.replace(trace, spans=(span,))
+
+
+def _with_routes(group: Group, traces: list[RoutingTrace]) -> Group:
+    samples = tuple(
+        dataclasses.replace(sample, routing=trace)
+        for sample, trace in zip(group.samples, traces, strict=True)
+    )
+    return dataclasses.replace(group, samples=samples)

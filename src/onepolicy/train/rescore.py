@@ -1,4 +1,7 @@
-"""The trainer's forward over the same tokens again, at another temperature or over a part of the vocabulary."""
+"""Rescoring: the trainer's forward over the same tokens with other settings.
+
+The settings are another temperature, a part of the vocabulary, or another model.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,18 @@ from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 from onepolicy.verdict.rules import Gap
 
-STEP = 0.02  # of the temperature, for its derivative
-SAME = 0.01  # a fitted factor closer to 1 than this is 1
-ROUNDS = 4
-OUTSIDE = 20.0  # nats by which logits outside the support are lowered: finite, should a sampled token be among them
-NEARLY_ALL = 0.99  # a support that holds more than this of the mass is the whole vocabulary
+TEMPERATURE_STEP = 0.02  # relative, for the derivative with respect to the temperature
+SAME_FACTOR = 0.01  # a fitted factor closer to 1 than this counts as 1
+MAX_ROUNDS = 4  # of the Gauss-Newton fit
+# Nats by which logits outside the support are lowered. It is finite because a sampled token may be
+# among them.
+OUTSIDE = 20.0
+NEARLY_ALL = 0.99  # a support with more than this share of the mass counts as the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Rescorer:
-    """The same batch at another temperature, or over a part of the vocabulary."""
+    """A scorer at another temperature, or over a part of the vocabulary."""
 
     scorer: PolicyScorer
     factor: float = 1.0  # of the batch's temperature
@@ -39,122 +44,140 @@ class Rescorer:
     top_p: float = 1.0
 
     def __call__(self, batch: TokenBatch, *, replay: bool = False) -> TokenBatch:
-        """The batch with logp_old of this scoring; replay: with the rollout's routes."""
-        with self._support(float((batch.temperature * self.factor)[0])):
+        """Return the batch with logp_old of this scoring. replay: with the rollout's routes."""
+        with self._limit_support(float((batch.temperature * self.factor)[0])):
             return score_at(self.scorer, batch, self.factor, replay=replay)
 
-    def of(self, scorer: PolicyScorer) -> Rescorer:
-        """The same with another scorer."""
+    def with_scorer(self, scorer: PolicyScorer) -> Rescorer:
         return dataclasses.replace(self, scorer=scorer)
 
     @property
     def support(self) -> str:
-        both = [
-            f"top-k {self.top_k}" if self.top_k else "",
-            f"top-p {self.top_p:.3f}" if self.top_p < 1 else "",
-        ]
-        return " and ".join(part for part in both if part)
+        """The support in words; empty for the whole vocabulary."""
+        bounds = []
+        if self.top_k:
+            bounds.append(f"top-k {self.top_k}")
+        if self.top_p < 1:
+            bounds.append(f"top-p {self.top_p:.3f}")
+        return " and ".join(bounds)
 
     @contextmanager
-    def _support(self, temperature: float) -> Iterator[None]:
+    def _limit_support(self, temperature: float) -> Iterator[None]:
+        """Lower the logits outside the support in every forward of the scorer."""
         if not self.support:
             yield
             return
 
         def lower(logits: Tensor) -> Tensor:
-            top_k = torch.full(
-                (len(logits), 1), self.top_k or WHOLE_VOCABULARY, device=logits.device
-            )
-            top_p = torch.full((len(logits), 1), self.top_p, device=logits.device)
-            kept = apply_top_k_top_p(
-                logits.float() / temperature, top_k=top_k, top_p=top_p
-            ).isfinite()
+            column, device = (len(logits), 1), logits.device
+            top_k = torch.full(column, self.top_k or WHOLE_VOCABULARY, device=device)
+            top_p = torch.full(column, self.top_p, device=device)
+            tempered = logits.float() / temperature
+            kept = apply_top_k_top_p(tempered, top_k=top_k, top_p=top_p).isfinite()
             return torch.where(kept, logits, logits - OUTSIDE)
 
-        with on_logits(self.scorer.model, lower):
+        with change_logits(self.scorer.model, lower):
             yield
 
 
 def score_at(
     scorer: Scorer, batch: TokenBatch, factor: float, *, replay: bool = False
 ) -> TokenBatch:
-    """The batch with logp_old at `factor` times its temperature."""
-    at = batch.replace(temperature=batch.temperature * factor)
-    return scorer.score(at, replay=replay).replace(temperature=batch.temperature)
+    """Return the batch with logp_old at `factor` times its temperature."""
+    at_factor = batch.replace(temperature=batch.temperature * factor)
+    return scorer.score(at_factor, replay=replay).replace(temperature=batch.temperature)
 
 
-def variant(scorer: PolicyScorer, *, model: Any = None, **train: Any) -> PolicyScorer:
-    """A scorer with other train settings, or of another model. It never refuses routes."""
+def variant_scorer(scorer: PolicyScorer, *, model: Any = None, **train: Any) -> PolicyScorer:
+    """Return a scorer with other train settings, or of another model.
+
+    It accepts any routes, however little they agree with the trainer's own.
+    """
     config = scorer.config
     settings = config.train.model_copy(update={"activation_checkpointing": False, **train})
     replay = config.replay
     if isinstance(replay, FromRollout):
         replay = replay.model_copy(update={"min_agreement": 0.0})
-    routers = scorer.routers if model is None or scorer.routers is None else bind_routers(model)
-    other = config.model_copy(update={"train": settings, "replay": replay})
-    return PolicyScorer(scorer.model if model is None else model, other, routers=routers)
+    routers = scorer.routers
+    if model is not None and routers is not None:
+        routers = bind_routers(model)
+    if model is None:
+        model = scorer.model
+    changed = config.model_copy(update={"train": settings, "replay": replay})
+    return PolicyScorer(model, changed, routers=routers)
 
 
 def fit_temperature(scorer: Rescorer, start: TokenBatch) -> tuple[Rescorer, TokenBatch]:
-    """By what to multiply the trainer's temperature to come closest to the rollout, in squares of log rho (Gauss-
-    Newton). `start` is scored by `scorer`; both come back as they are if its factor is within SAME of the best one, or
-    k3 does not fall."""
+    """Fit the factor on the trainer's temperature that comes closest to the rollout.
+
+    Closest in squares of log rho, by Gauss-Newton. `start` is scored by `scorer`. Returns the
+    fitted rescorer and the batch that it scored. If the factor of `scorer` is within SAME_FACTOR
+    of the best one, or k3 does not fall, both arguments are returned unchanged.
+    """
     best, scored = scorer, start
-    for _ in range(ROUNDS):
-        nearby = dataclasses.replace(best, factor=best.factor * (1 + STEP))(start)
-        slope = (logp_of(nearby) - logp_of(scored))[start.trainable].double() / STEP
+    for _ in range(MAX_ROUNDS):
+        nearby = dataclasses.replace(best, factor=best.factor * (1 + TEMPERATURE_STEP))(start)
+        slope = (logp_of(nearby) - logp_of(scored))[start.trainable].double() / TEMPERATURE_STEP
         gap = (start.logp_rollout - logp_of(scored))[start.trainable].double()
         change = float(gap @ slope / (slope @ slope).clamp(min=1e-12))
         best = dataclasses.replace(best, factor=best.factor * (1 + max(-0.5, min(1.0, change))))
         scored = best(start)
-        if abs(change) < SAME / 2:
+        if abs(change) < SAME_FACTOR / 2:
             break
-    if abs(best.factor / scorer.factor - 1) < SAME or not k3_of(scored) < k3_of(start):
+    if abs(best.factor / scorer.factor - 1) < SAME_FACTOR or not k3_of(scored) < k3_of(start):
         return scorer, start
     return best, scored
 
 
 def fit_support(scorer: Rescorer, start: TokenBatch) -> tuple[Rescorer, TokenBatch] | None:
-    """The smallest top-k, or top-p, that holds every sampled token, whichever comes closer to the rollout.
+    """Fit the smallest top-k or top-p that holds every sampled token.
 
-    None if both hold nearly the whole distribution. `start` is scored by `scorer`.
+    Returns the one that comes closer to the rollout, and the batch that it scored. None if both
+    hold nearly the whole distribution. `start` is scored by `scorer`.
     """
-    rank, before = _ranks(scorer, start)
+    rank, mass_before = _ranks(scorer, start)
     mask = start.trainable
-    found = []
-    if float(before[mask].max()) < NEARLY_ALL:
-        found.append(dataclasses.replace(scorer, top_p=float(before[mask].max()) + 1e-6))
+    candidates = []
+    top_p = float(mass_before[mask].max())
+    if top_p < NEARLY_ALL:
+        candidates.append(dataclasses.replace(scorer, top_p=top_p + 1e-6))
     vocabulary = int(scorer.scorer.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-    if (count := int(rank[mask].max()) + 1) < vocabulary // 2:
-        found.append(dataclasses.replace(scorer, top_k=count))
-    scored = [(each, each(start)) for each in found]
+    top_k = int(rank[mask].max()) + 1
+    if top_k < vocabulary // 2:
+        candidates.append(dataclasses.replace(scorer, top_k=top_k))
+    scored = [(candidate, candidate(start)) for candidate in candidates]
     return min(scored, key=lambda pair: k3_of(pair[1]), default=None)
 
 
 def _ranks(scorer: Rescorer, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """([T] int64, [T] float32): how many tokens the trainer finds likelier than the sampled one, and their mass."""
+    """Return the tokens that the trainer finds likelier than the sampled one.
+
+    Their number [T] int64, and their probability mass [T] float32.
+    """
     rank = torch.zeros(batch.num_slots, dtype=torch.int64)
-    before = torch.zeros(batch.num_slots)
-    chosen = iter(micro_batches(batch, scorer.scorer.config.train.tokens_per_micro_batch))
+    mass_before = torch.zeros(batch.num_slots)
+    budget = scorer.scorer.config.train.tokens_per_micro_batch
+    samples_of_forwards = iter(micro_batches(batch, budget))
     temperature = float(batch.temperature[0]) * scorer.factor
 
     def read(logits: Tensor) -> Tensor:
-        slots = batch.slots_of(next(chosen))
+        slots = batch.slots_of(next(samples_of_forwards))
         slots = slots[batch.trainable[slots]]
-        own = logits.gather(-1, batch.target_ids[slots, None].to(logits.device))
-        likelier = logits > own
+        sampled = logits.gather(-1, batch.target_ids[slots, None].to(logits.device))
+        likelier = logits > sampled
         rank[slots] = likelier.sum(-1).cpu()
-        before[slots] = ((logits.float() / temperature).softmax(-1) * likelier).sum(-1).cpu()
+        probabilities = (logits.float() / temperature).softmax(-1)
+        mass_before[slots] = (probabilities * likelier).sum(-1).cpu()
         return logits
 
-    with on_logits(scorer.scorer.model, read):
+    with change_logits(scorer.scorer.model, read):
         scorer(batch)
-    return rank, before
+    return rank, mass_before
 
 
 @contextmanager
-def on_logits(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Every forward's logits [n, V] go through `change`."""
+def change_logits(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Apply `change` to the logits [n, V] of every forward in the context."""
 
     def apply(module: Any, arguments: Any, output: Any) -> Any:
         output.logits = change(output.logits[0])[None]
@@ -178,7 +201,7 @@ def k3_of(batch: TokenBatch) -> float:
 
 
 def gap_of(batch: TokenBatch) -> Gap:
-    """For the verdict."""
+    """Return the numbers of a scored batch that the verdict needs."""
     found = mismatch_of(batch)
     f2, f5 = found.extreme([2.0, 5.0])
     mean, error = _mean_rho(batch)
@@ -195,15 +218,18 @@ def gap_of(batch: TokenBatch) -> Gap:
 
 
 def _mean_rho(batch: TokenBatch) -> tuple[float, float]:
-    """Mean rho and its standard error, NaN of one sequence: tokens of a sequence are not independent."""
+    """Return mean rho and its standard error. The error of a single sequence is NaN.
+
+    The error counts sequences, because tokens of one sequence are not independent.
+    """
     mask = batch.trainable
     excess = (logp_of(batch)[mask].double() - batch.logp_rollout[mask].double()).expm1()
-    index, sizes = batch.segment[mask].unique_consecutive(return_inverse=True, return_counts=True)[
-        1:
-    ]
+    segment = batch.segment[mask]
+    _, index, sizes = segment.unique_consecutive(return_inverse=True, return_counts=True)
     mean, sequences = excess.mean(), len(sizes)
     if sequences < 2:
         return float(1 + mean), math.nan
-    of_sequence = torch.zeros_like(sizes, dtype=excess.dtype).index_add(0, index, excess - mean)
+    zeros = torch.zeros_like(sizes, dtype=excess.dtype)
+    of_sequence = zeros.index_add(0, index, excess - mean)
     error = (of_sequence.square().sum() * sequences / (sequences - 1)).sqrt() / len(excess)
     return float(1 + mean), float(error)

@@ -1,4 +1,4 @@
-"""Score packed batches with the policy, the rollout's experts replayed. There is no optimiser here."""
+"""The scorer: log-probabilities of packed batches under the policy, with replay. No optimiser."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from onepolicy.replay.routers import Routers
 from onepolicy.train.checks import check_routes
 from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
 from onepolicy.train.pack import micro_batches
-from onepolicy.train.replay_mode import ReplayMode, replay_mode
+from onepolicy.train.replay_mode import ReplayMode, build_replay_mode
 from onepolicy.types import RoutingTrace, TokenBatch
 
-TOP = ("top_logp_old", "trainer_top_ids", "trainer_top_logp")  # fields of the batch
-Keep = Callable[[list[int], Scored], None]
+TOP_FIELDS = ("top_logp_old", "trainer_top_ids", "trainer_top_logp")  # of a TokenBatch
+KeepGraph = Callable[[list[int], Scored], None]
 
 
 class PolicyScorer:
-    """The policy as it scores. `routers` is None for a dense model.
+    """The policy with its routers and its replay mode.
 
-    Subclasses score on several ranks (train/sharded/).
+    `routers` is None for a dense model. A subclass scores on several ranks (train/sharded/).
     """
 
     def __init__(
@@ -42,139 +42,170 @@ class PolicyScorer:
         self.device = next(model.parameters()).device
         self.contract = numerics_contract_of(model, logp=LOGP)
         self.fingerprint = compute_fingerprint(self.device, self.contract.numerics)
-        self.version = 0  # RL steps taken by the weights
-        self.mode: ReplayMode = replay_mode(config.replay)
+        self.version = 0  # steps that the weights were trained for
+        self.replay_mode: ReplayMode = build_replay_mode(config.replay)
 
     @property
     def vocabulary(self) -> int:
-        """Token ids that the model knows."""
+        """Number of token ids of the model."""
         return int(self.model.config.get_text_config().vocab_size)
 
     def score(self, batch: TokenBatch, *, replay: bool = True) -> TokenBatch:
-        """Fill `logp_old`, `entropy`, `routing_native` and `gate_mass`, with replay if the run replays.
+        """Fill `logp_old`, `entropy`, `routing_native` and `gate_mass`.
 
-        replay=False: with the trainer's own routing. RoutingError if the replayed routes are not those of these tokens
-        and weights.
+        replay: replay the rollout's routes if the run's mode does so in scoring. False: the trainer
+        routes every token itself. Raises RoutingError if the replayed routes are not those of the
+        batch's tokens and weights.
         """
-        scored = self.fill(batch, replay=replay)
-        return self.checked(scored) if replay else scored
+        scored = self.score_unchecked(batch, replay=replay)
+        if not replay:
+            return scored
+        return self.check_scored_routes(scored)
+
+    def score_unchecked(
+        self, batch: TokenBatch, *, replay: bool, keep_graph: KeepGraph | None = None
+    ) -> TokenBatch:
+        """Score like `score`, without its check of the routes.
+
+        keep_graph: called with the samples and the scores of each micro-batch, which then carry a
+        graph.
+        """
+        buffer = ScoreBuffer(batch)
+        replay = replay and self.replay_mode.replays_in_scoring
+        with_graph = keep_graph is not None
+        entropy_graph = with_graph and self.config.objective.entropy_coef > 0
+        for samples in self.micro_batches(batch):
+            micro = batch.select(samples).to(self.device)
+            with (
+                torch.set_grad_enabled(with_graph),
+                self.routing_context(micro, native=True, replay=replay) as handle,
+            ):
+                scored = self.forward(micro, entropy_graph=entropy_graph, trainer_top=True)
+                if keep_graph is not None:
+                    self.replay_mode.record_update_forward(handle)
+                    keep_graph(samples, scored)
+            buffer.add_scores(samples, scored, handle)
+        return buffer.fill_batch(self.routers)
+
+    def forward(
+        self, micro: TokenBatch, model: PreTrainedModel | None = None, **options: bool
+    ) -> Scored:
+        """Run one forward. model: another model than the policy. options: of `forward.forward`."""
+        autocast = None
+        if self.config.train.autocast == "bfloat16":
+            autocast = torch.bfloat16
+        return forward(model or self.model, micro, autocast=autocast, **options)
+
+    def routing_context(
+        self, micro: TokenBatch, *, native: bool, replay: bool = True
+    ) -> AbstractContextManager[RouteRecorder | ReplayHandle | None]:
+        """Return a context in which the micro-batch's forward replays the routes of the mode.
+
+        Without `replay`, or if the mode has no routes, the trainer routes every token itself.
+        native: also record the trainer's own choice.
+        """
+        if self.routers is None:
+            return nullcontext()
+        routes = None
+        if replay:
+            routes = self.replay_mode.routes(micro)
+        if routes is not None:
+            # no check here: `check_scored_routes` checks the whole batch
+            settings = self.replay_mode.settings
+            return self.routers.replay(routes, native=native, check=False, **settings)
+        if native:
+            return self.routers.record()
+        return nullcontext()
+
+    def check_scored_routes(self, scored: TokenBatch) -> TokenBatch:
+        """Return the same batch. Raises RoutingError if its routes are not those of its tokens."""
+        return check_routes(scored, self.config.replay, self.version)
+
+    def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
+        """Return the sample indices of each forward."""
+        return micro_batches(batch, self.config.train.tokens_per_micro_batch)
+
+    @torch.no_grad()
+    def compute_per_slot(self, batch: TokenBatch, values: Callable[[TokenBatch], Tensor]) -> Tensor:
+        """Return `values` of every micro-batch, in the order of the batch: [T] float32, CPU."""
+        found = torch.zeros(batch.num_slots)
+        for samples in self.micro_batches(batch):
+            micro = batch.select(samples).to(self.device)
+            found[batch.slots_of(samples)] = values(micro).cpu()
+        return found
 
     @torch.no_grad()
     def logits(self, micro: TokenBatch, slots: Tensor) -> Tensor:
-        """[n, vocabulary] float32, tempered; micro is on the model's device, slots [n] int64."""
+        """Return tempered logits [n, vocabulary] float32 of the slots [n] int64.
+
+        `micro` is on the model's device.
+        """
         return tempered_logits(self.model, micro, slots)
+
+    @torch.no_grad()
+    def record_routes(self, micro: TokenBatch, *, weights: bool = False) -> RoutingTrace:
+        """Return the experts that every slot of a micro-batch is routed to.
+
+        weights: return their combine weights too.
+        """
+        assert self.routers is not None
+        first_slot = torch.zeros(1, dtype=torch.int64, device=self.device)  # logits are not used
+        with self.routers.record(weights=weights) as recorder:
+            tempered_logits(self.model, micro, first_slot)
+        return recorder.trace()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.state_dict().items()
 
-    @torch.no_grad()
-    def routes(self, micro: TokenBatch, *, weights: bool = False) -> RoutingTrace:
-        """The experts that every slot of a micro-batch fires; weights: and their combine weights."""
-        assert self.routers is not None
-        first = torch.zeros(1, dtype=torch.int64, device=self.device)  # no logits are read
-        with self.routers.record(weights=weights) as tape:
-            tempered_logits(self.model, micro, first)
-        return tape.trace()
-
-    def fill(self, batch: TokenBatch, *, replay: bool, keep: Keep | None = None) -> TokenBatch:
-        """`score` without its check. keep: takes each micro-batch's samples and its scoring, which then has a graph."""
-        scores, replay = ScoreBuffer(batch), replay and self.mode.in_scoring
-        entropy_graph = keep is not None and self.config.objective.entropy_coef > 0
-        for chosen in self.micro_batches(batch):
-            micro = batch.select(chosen).to(self.device)
-            with (
-                torch.set_grad_enabled(keep is not None),
-                self.routing(micro, native=True, replay=replay) as tape,
-            ):
-                scored = self.forward(micro, entropy_graph=entropy_graph, trainer_top=True)
-                if keep is not None:
-                    self.mode.saw(tape)
-                    keep(chosen, scored)
-            scores.put(chosen, scored, tape)
-        return scores.filled(self.routers)
-
-    @torch.no_grad()
-    def per_slot(self, batch: TokenBatch, values: Callable[[TokenBatch], Tensor]) -> Tensor:
-        """[T] float32 on the CPU: `values` of every micro-batch, put together."""
-        found = torch.zeros(batch.num_slots)
-        for chosen in self.micro_batches(batch):
-            found[batch.slots_of(chosen)] = values(batch.select(chosen).to(self.device)).cpu()
-        return found
-
-    def forward(
-        self, micro: TokenBatch, model: PreTrainedModel | None = None, **how: bool
-    ) -> Scored:
-        """model: another than the policy. how: see `train.forward.forward`."""
-        autocast = torch.bfloat16 if self.config.train.autocast == "bfloat16" else None
-        return forward(model or self.model, micro, autocast=autocast, **how)
-
-    def routing(
-        self, micro: TokenBatch, *, native: bool, replay: bool = True
-    ) -> AbstractContextManager[RouteRecorder | ReplayHandle | None]:
-        """Replay what the mode replays. Where it replays nothing, or not `replay`, the trainer routes every token.
-
-        native: also record the trainer's own choices.
-        """
-        if self.routers is None:
-            return nullcontext()
-        routes = self.mode.routes(micro) if replay else None
-        if routes is not None:
-            return self.routers.replay(
-                routes, native=native, check=False, **self.mode.settings
-            )  # `checked` checks
-        return self.routers.record() if native else nullcontext()
-
-    def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
-        """The samples of each forward."""
-        return micro_batches(batch, self.config.train.tokens_per_micro_batch)
-
-    def checked(self, scored: TokenBatch) -> TokenBatch:
-        """The same batch. RoutingError if its routes are not those of its tokens and weights."""
-        return check_routes(scored, self.config.replay, self.version)
-
 
 class ScoreBuffer:
-    """What the forwards of a batch's micro-batches found, back in the order of the batch, on the CPU."""
+    """Scores of a batch, collected from its micro-batches on the CPU, in the order of the batch."""
 
     def __init__(self, batch: TokenBatch) -> None:
         self.batch = batch
         self.logp, self.entropy = torch.zeros(batch.num_slots), torch.zeros(batch.num_slots)
-        self.top: dict[
-            str, Tensor
-        ] = {}  # [T, k] each: what both engines find likely, if the batch has top_ids
-        self.native: Tensor | None = None  # [T, L, K], experts the trainer would choose
-        self.mass: Tensor | None = None  # [T, L], how good the replayed experts are to the trainer
+        self.top: dict[str, Tensor] = {}  # [T, k] each of TOP_FIELDS, if the batch has top_ids
+        self.native: Tensor | None = None  # [T, L, K], experts that the trainer would choose
+        self.gate_mass: Tensor | None = None  # [T, L], of the replayed experts
 
-    def put(
-        self, chosen: list[int], scored: Scored, tape: RouteRecorder | ReplayHandle | None
+    def add_scores(
+        self, samples: list[int], scored: Scored, handle: RouteRecorder | ReplayHandle | None
     ) -> None:
-        """The micro-batch of samples `chosen`; `tape` recorded its forward."""
-        slots = self.batch.slots_of(chosen)
-        self.logp[slots], self.entropy[slots] = (
-            scored.logp.detach().cpu(),
-            scored.entropy.detach().cpu(),
-        )
-        if scored.top is not None and scored.own is not None:
-            for name, rows in zip(TOP, (scored.top, *scored.own), strict=True):
-                whole = self.top.setdefault(
-                    name, torch.zeros(self.batch.num_slots, rows.shape[1], dtype=rows.dtype)
-                )
-                whole[slots] = rows.detach().cpu()
-        if tape is None:
-            return
-        ids = (tape.native() if isinstance(tape, ReplayHandle) else tape.trace()).ids.cpu()
+        """Add the scores of the micro-batch of these samples.
+
+        handle: recorded the routes of its forward.
+        """
+        slots = self.batch.slots_of(samples)
+        self.logp[slots] = scored.logp.detach().cpu()
+        self.entropy[slots] = scored.entropy.detach().cpu()
+        if scored.top is not None and scored.trainer_top is not None:
+            fields = zip(TOP_FIELDS, (scored.top, *scored.trainer_top), strict=True)
+            for name, rows in fields:
+                self._add_top(name, slots, rows.detach().cpu())
+        if isinstance(handle, ReplayHandle):
+            self._add_native(slots, handle.native().ids.cpu())
+            self._add_gate_mass(slots, handle.gate_mass().cpu())
+        elif handle is not None:
+            self._add_native(slots, handle.trace().ids.cpu())
+
+    def _add_top(self, name: str, slots: Tensor, rows: Tensor) -> None:
+        if name not in self.top:
+            shape = self.batch.num_slots, rows.shape[1]
+            self.top[name] = torch.zeros(shape, dtype=rows.dtype)
+        self.top[name][slots] = rows
+
+    def _add_native(self, slots: Tensor, ids: Tensor) -> None:
         if self.native is None:
             self.native = torch.empty(self.batch.num_slots, *ids.shape[1:], dtype=ids.dtype)
         self.native[slots] = ids
-        if isinstance(tape, ReplayHandle):
-            mass = tape.gate_mass().cpu()
-            self.mass = (
-                torch.empty(self.batch.num_slots, mass.shape[1]) if self.mass is None else self.mass
-            )
-            self.mass[slots] = mass
 
-    def filled(self, routers: Routers | None) -> TokenBatch:
-        """The batch with logp_old, entropy, routing_native, gate_mass, and TOP if its forwards looked for that."""
+    def _add_gate_mass(self, slots: Tensor, mass: Tensor) -> None:
+        if self.gate_mass is None:
+            self.gate_mass = torch.empty(self.batch.num_slots, mass.shape[1])
+        self.gate_mass[slots] = mass
+
+    def fill_batch(self, routers: Routers | None) -> TokenBatch:
+        """Return the batch with logp_old, entropy, routing_native, gate_mass and TOP_FIELDS."""
         trace = None
         if self.native is not None and routers is not None:
             valid = torch.ones(len(self.native), dtype=torch.bool)
@@ -183,6 +214,6 @@ class ScoreBuffer:
             logp_old=self.logp,
             entropy=self.entropy,
             routing_native=trace,
-            gate_mass=self.mass,
+            gate_mass=self.gate_mass,
             **self.top,
         )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a learner, sharded or not."""
+"""Protocols of the learner and critic that a checkpoint stores, sharded or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHARDS = "shards"  # folder of a checkpoint that several ranks wrote
 
 
 class CheckpointedCritic(Protocol):
-    """A critic, as a checkpoint holds it."""
+    """A critic whose weights and optimiser a checkpoint stores."""
 
     @property
     def values(self) -> nn.Module: ...
@@ -23,7 +23,7 @@ class CheckpointedCritic(Protocol):
 
 
 class CheckpointedLearner(Protocol):
-    """A learner, as a checkpoint holds it."""
+    """A learner whose weights, optimiser and counters a checkpoint stores."""
 
     model: PreTrainedModel
     version: int
@@ -37,6 +37,7 @@ class CheckpointedLearner(Protocol):
 
 
 def optimizer_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimiser's state tensors, named KEY/PARAMETER."""
     return {
         f"{key}/{name}": value.contiguous()
         for name, parameter in model.named_parameters()
@@ -45,7 +46,10 @@ def optimizer_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, sharded as `parameter` is; the tensor itself if that is not sharded."""
+    """Return this rank's part of a whole tensor, sharded like `parameter`.
+
+    If `parameter` is not sharded, return the tensor itself.
+    """
     if not isinstance(parameter, DTensor):
         return value
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

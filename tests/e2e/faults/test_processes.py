@@ -43,14 +43,14 @@ import sys, time
 from onepolicy.cli import main
 from onepolicy.train import checkpoint
 
-finish = checkpoint._finish
+finish = checkpoint._finish_checkpoint
 
 def finish_or_stop(temporary, final, state):
     if state["step"] == 4:
         time.sleep(600)
     finish(temporary, final, state)
 
-checkpoint._finish = finish_or_stop
+checkpoint._finish_checkpoint = finish_or_stop
 sys.exit(main(sys.argv[1:]))
 """
 

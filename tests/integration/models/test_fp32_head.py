@@ -20,7 +20,7 @@ from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.vllm.start import check_head_dtype
 from onepolicy.train.forward import forward
 from onepolicy.train.pack import pack
-from onepolicy.train.rescore import variant
+from onepolicy.train.rescore import variant_scorer
 from onepolicy.types import Sampling
 from support.learner_steps import batch_of, learner_of, one_step
 from support.metrics import rows, timeless
@@ -162,7 +162,7 @@ def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
     for lm_head in ("same", "float32"):
         rollout = RolloutConfig(engine=BF16.model_copy(update={"lm_head": lm_head}))
         model = load_engine_copy(ModelConfig(path=str(policy)), rollout, torch.device("cpu"))
-        scored = variant(parts.learner.scorer, model=model).score(exact, replay=False)
+        scored = variant_scorer(parts.learner.scorer, model=model).score(exact, replay=False)
         gaps.append((exact.logp_old - scored.logp_old)[exact.trainable].abs().median())
     assert gaps[1] < 0.6 * gaps[0]
 

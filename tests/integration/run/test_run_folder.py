@@ -103,7 +103,7 @@ def test_files_where_folders_belong(copy, capsys):
     (copy / "checkpoints" / "step_99999").rmdir()
     (copy / "checkpoints" / "step_99999").write_text("")
     assert main(commands(copy)["resume"]) == 2
-    assert "step_99999: not a folder, which a checkpoint is" in capsys.readouterr().err
+    assert "step_99999: a checkpoint must be a folder" in capsys.readouterr().err
 
 
 def test_stray_files_do_not_stop_a_resume(copy):

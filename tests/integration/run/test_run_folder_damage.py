@@ -72,7 +72,7 @@ def run(tmp_path_factory):
     saved.mkdir(parents=True)
     (saved / "weights").write_text("weights")
     state = {"step": 12, "updates": 12, "skipped": 0, "files": {"weights": 7}, "parent": None}
-    state["sha256"] = {"weights": checkpoint._sum(saved / "weights")}
+    state["sha256"] = {"weights": checkpoint._file_checksum(saved / "weights")}
     (saved / "state.json").write_text(
         json.dumps(state)
     )  # without its own checksum, as older versions wrote it
