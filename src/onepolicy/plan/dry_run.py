@@ -222,7 +222,7 @@ class DryRunModel:
         first: bool,
     ) -> _Run:
         """Run forward and backward with the first `depth` layers."""
-        places = _slot_layout(micro, self._multiple)
+        layout = _slot_layout(micro, self._multiple)
         parameters = list(self.model.parameters())
         with self.fake, self._first_layers(depth), kernel_stand_ins(cpu=self.cpu):
             batch = _fake_batch(micro)
@@ -236,7 +236,7 @@ class DryRunModel:
             try:
                 last_layer = self._layers[depth - 1]
                 with PeakMemory(existing) as memory, _peak_before(last_layer, memory) as early:
-                    scored = forward(self.model, batch, places, entropy_graph=entropy_graph)
+                    scored = forward(self.model, batch, layout, entropy_graph=entropy_graph)
                     saved = memory.now
                     entropy = scored.entropy.sum() if entropy_graph else 0
                     loss = scored.logp.sum() + entropy

@@ -61,7 +61,10 @@ class LearnerExtension:
         return {}
 
     def add_counts(self, answers: Sequence[dict[str, Tensor]]) -> None:
-        """Add the measurements of all ranks, one answer per rank. An answer holds other tensors too."""
+        """Add the measurements of all ranks.
+
+        answers: one per rank; an answer may hold other tensors too.
+        """
 
 
 class Reference(LearnerExtension):

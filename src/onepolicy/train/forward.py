@@ -25,7 +25,7 @@ class Scored(NamedTuple):
     entropy: Tensor  # [T] float32, 0 where not trainable; carries the graph if asked for
     # [T, k] float32, log-probabilities of batch.top_ids, as `logp`; None if the batch has none
     top: Tensor | None
-    # [T, k] int32, float32: the model's own likeliest tokens and their log-probabilities, if asked for
+    # [T, k] int32, float32: the model's likeliest tokens and their log-probabilities, if asked for
     trainer_top: tuple[Tensor, Tensor] | None = None
 
 

@@ -30,7 +30,7 @@ def learning_rate(config: OptimConfig, update: int, done: float) -> float:
     """
     warmup = min(1.0, (update + 1) / (config.warmup_steps + 1))
     decay = 1.0
-    if config.decay == "linear":
+    if config.lr_decay == "linear":
         decay = 1 - done
     return config.lr * warmup * decay
 

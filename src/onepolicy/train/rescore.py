@@ -141,7 +141,8 @@ def fit_support(scorer: Rescorer, start: TokenBatch) -> tuple[Rescorer, TokenBat
     top_p = float(mass_before[mask].max())
     if top_p < NEARLY_ALL:
         candidates.append(dataclasses.replace(scorer, top_p=top_p + 1e-6))
-    vocabulary = int(scorer.scorer.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    embeddings = scorer.scorer.model.get_input_embeddings()
+    vocabulary = int(embeddings.num_embeddings)  # type: ignore[arg-type]
     top_k = int(rank[mask].max()) + 1
     if top_k < vocabulary // 2:
         candidates.append(dataclasses.replace(scorer, top_k=top_k))

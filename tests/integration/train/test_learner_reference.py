@@ -28,7 +28,7 @@ def captured(learner):
             found.update({f"critic.{n}": p.grad.double() for n, p in values if p.grad is not None})
         return 0.0
 
-    learner._update = keep
+    learner._optimizer_step = keep
     return found
 
 

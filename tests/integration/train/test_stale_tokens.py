@@ -61,7 +61,7 @@ def test_old_tokens_have_the_gradient_of_the_trained_weights(recipe, policy, mos
         )
         return 0.0
 
-    monkeypatch.setattr(learner, "_update", keep_gradients)
+    monkeypatch.setattr(learner, "_optimizer_step", keep_gradients)
     metrics = train_on_rollouts(parts, 1, rollouts, StepTimer()).metrics
     model = load_model(ModelConfig(path=str(policy)), torch.float32, torch.device("cpu"))
     model.load_state_dict(weights)

@@ -1,4 +1,7 @@
-"""Messages between the driver and one rank over a socket. Every wait has a limit, every error names the other side."""
+"""Messages between the driver and one rank over a socket.
+
+Every wait has a time limit, and every error names the peer.
+"""
 
 from __future__ import annotations
 
@@ -22,55 +25,54 @@ from onepolicy.train.sharded.wire import Message
 
 TOKEN_BYTES = 32
 SIZE_BYTES = 8
-"""Before every message."""
-LARGEST_BYTES = 2**36
-"""Of a message."""
+"""Length of the size field before every message."""
+MAX_MESSAGE_BYTES = 2**36
 GREETING_S = 5.0
-"""For all that a rank sends when it comes."""
-GREETING_BYTES = 2**16
-"""Most that a rank says of itself."""
-MOST_PENDING = 64
-"""Connections at a time that have not said who they are; when another comes, the one that has waited longest goes."""
+"""Time limit for a rank's token and greeting."""
+MAX_GREETING_BYTES = 2**16
+MAX_PENDING = 64
+"""Connections without a greeting that are kept. When another one comes, the oldest is closed."""
 BACKLOG = 1024
 """Connections that wait in the kernel; it may allow fewer."""
 POLL_S = 0.2
-"""Between two looks at whether the other ranks' processes are alive."""
+"""Interval of the checks that the other ranks' processes are alive."""
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
-"""Seconds, seconds, probes; milliseconds for what was sent and is not acknowledged. A machine that is gone ends a wait
-without a limit after a minute."""
+"""Seconds, seconds, number of probes, and milliseconds for data that is not acknowledged. If the
+peer's machine fails, a wait without a limit ends after a minute."""
 
 
 class FailureCause(IntEnum):
-    """How sure it is that this rank is the one that failed first."""
+    """Causes of a lost rank. The higher, the more likely this rank failed first."""
 
-    SILENT = 0  # for too long
-    TOLD = 1  # its own error, which may be that another rank is gone
-    GONE = 2  # ended without a word
+    SILENT = 0  # it sent nothing within the time limit
+    REPORTED = 1  # it reported an error, which may be that another rank is lost
+    DISCONNECTED = 2  # it ended without a report
 
 
 class RankGreeting(TypedDict):
-    """What a rank says of itself when it comes."""
+    """A rank's first message to the driver."""
 
     rank: int
     pid: int
     host: str
 
 
-DriverAddress: TypeAlias = tuple[str, int, str]
+DriverAddress: TypeAlias = tuple[str, int, str]  # host, port, token in hex
 
 
 class RankLost(TrainingError):
-    """A rank has ended or is silent for too long."""
+    """Raised if a rank has ended or is silent for too long."""
 
-    def __init__(self, text: str, cause: FailureCause = FailureCause.GONE) -> None:
+    def __init__(self, text: str, cause: FailureCause = FailureCause.DISCONNECTED) -> None:
         super().__init__(text)
         self.cause = cause
 
 
 class Channel:
-    """`peer`: the other side, for errors."""
+    """A connection to a peer that sends and receives messages."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
+        """Configure the connection. peer: name of the other side, for errors."""
         self.connection, self.peer = connection, peer
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -79,7 +81,7 @@ class Channel:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, message: Message, limit: float) -> None:
-        """limit: seconds for all of it."""
+        """Send a message. limit: seconds for the whole message. Raises RankLost."""
         data = message.encode()
         try:
             self.connection.settimeout(limit)
@@ -94,23 +96,30 @@ class Channel:
             raise RankLost(f"{self.peer} has ended: {error.strerror or error}") from None
 
     def receive(self, limit: float | None) -> Message:
-        """limit: seconds until the next bytes arrive; None: as long as the other side lives."""
+        """Return the next message.
+
+        limit: seconds until the next bytes arrive; None waits as long as the peer is connected.
+        Raises RankLost.
+        """
         size = int.from_bytes(self.read(SIZE_BYTES, limit), "little")
-        if size > LARGEST_BYTES:
+        if size > MAX_MESSAGE_BYTES:
             raise TrainingError(
-                f"{self.peer} announces a message of {size} bytes; at most {LARGEST_BYTES} are expected"
+                f"{self.peer} announces a message of {size} bytes; at most {MAX_MESSAGE_BYTES} "
+                "are expected"
             )
         return Message.decode(self.read(size, limit))
 
     def read(self, count: int, limit: float | None) -> bytes:
+        """Return the next `count` bytes. limit: as in `receive`."""
         data = bytearray(count)
         view, filled = memoryview(data), 0
         try:
             self.connection.settimeout(limit)
             while filled < count:
-                if (got := self.connection.recv_into(view[filled:])) == 0:
+                received = self.connection.recv_into(view[filled:])
+                if received == 0:
                     raise RankLost(f"{self.peer} has ended")
-                filled += got
+                filled += received
         except TimeoutError:
             raise RankLost(
                 f"{self.peer} has sent nothing for {limit:g} s (train.rank_timeout)",
@@ -125,42 +134,49 @@ class Channel:
 
 
 class PendingConnection:
-    """A connection that has not yet said all of who it is. Never waits."""
+    """A connection whose greeting is not complete. Its methods never wait."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        self.connection, self.end = connection, time.monotonic() + GREETING_S
-        self._came = bytearray()
+        self.connection, self.deadline = connection, time.monotonic() + GREETING_S
+        self._received = bytearray()
 
-    def greeting(self, token: bytes) -> Message | None:
-        """What has come, once it is whole. RankLost for who does not know the token or has gone; TrainingError for who
-        knows it and says what no rank says."""
-        self._read(TOKEN_BYTES)
-        if len(self._came) < TOKEN_BYTES:
+    def read_greeting(self, token: bytes) -> Message | None:
+        """Return the greeting once it is complete.
+
+        Raises RankLost if the peer does not know the token or has disconnected. Raises
+        TrainingError if it knows the token but sends no greeting of a rank.
+        """
+        self._read_up_to(TOKEN_BYTES)
+        if len(self._received) < TOKEN_BYTES:
             return None
-        if not hmac.compare_digest(bytes(self._came[:TOKEN_BYTES]), token):
+        if not hmac.compare_digest(bytes(self._received[:TOKEN_BYTES]), token):
             raise RankLost("a connection does not know the token")
         start = TOKEN_BYTES + SIZE_BYTES
-        self._read(start)
-        if len(self._came) < start:
+        self._read_up_to(start)
+        if len(self._received) < start:
             return None
-        size = int.from_bytes(self._came[TOKEN_BYTES:start], "little")
-        if size > GREETING_BYTES:
+        size = int.from_bytes(self._received[TOKEN_BYTES:start], "little")
+        if size > MAX_GREETING_BYTES:
             raise TrainingError(
-                f"a rank greets with {size} bytes; at most {GREETING_BYTES} are expected"
+                f"a rank greets with {size} bytes; at most {MAX_GREETING_BYTES} are expected"
             )
-        self._read(start + size)
-        return (
-            Message.decode(bytes(self._came[start:])) if len(self._came) == start + size else None
-        )
+        self._read_up_to(start + size)
+        if len(self._received) < start + size:
+            return None
+        return Message.decode(bytes(self._received[start:]))
 
-    def _read(self, count: int) -> None:
-        """What is there, up to `count` bytes in all: what follows the greeting is the channel's."""
+    def _read_up_to(self, count: int) -> None:
+        """Read until `count` bytes have arrived in all, or none are left.
+
+        It never reads more: the bytes after the greeting belong to the channel.
+        """
         try:
-            while len(self._came) < count:
-                if not (got := self.connection.recv(count - len(self._came))):
+            while len(self._received) < count:
+                data = self.connection.recv(count - len(self._received))
+                if not data:
                     raise RankLost("a connection has ended")
-                self._came += got
+                self._received += data
         except BlockingIOError:
             pass
         except OSError as error:
@@ -168,39 +184,41 @@ class PendingConnection:
 
 
 class RankListener:
-    """Where the ranks find the driver. Who does not know the token is hung up on before a message is read.
+    """The driver's server socket. It closes a peer that does not know the token.
 
-    host: what this machine is called by theirs.
+    No message is read before the token.
     """
 
     def __init__(self, host: str) -> None:
+        """Listen. host: name of this machine as the other ranks see it."""
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.socket = socket.create_server((_own_address(host), 0), backlog=BACKLOG)
+        self.socket = socket.create_server((_listening_address(host), 0), backlog=BACKLOG)
         self.socket.setblocking(False)
         self.address: tuple[str, int] = (host, self.socket.getsockname()[1])
 
-    def accept(self, ranks: int, limit: float, alive: Callable[[], None]) -> dict[int, Channel]:
-        """Channels to ranks 1..ranks-1. `alive` is called now and then, and raises if one will never come.
+    def accept(
+        self, ranks: int, limit: float, check_alive: Callable[[], None]
+    ) -> dict[int, Channel]:
+        """Return channels to ranks 1..ranks-1.
 
-        All who come are listened to at the same time, so that silent strangers cost the ranks nothing.
+        check_alive: called regularly; it raises if a rank has ended before it joined. All pending
+        connections are read at the same time, so silent strangers do not delay the ranks.
         """
         found: dict[int, Channel] = {}
         pending: list[PendingConnection] = []
-        end = time.monotonic() + limit
+        deadline = time.monotonic() + limit
         try:
             while len(found) < ranks - 1:
-                alive()
-                if time.monotonic() > end:
+                check_alive()
+                if time.monotonic() > deadline:
                     missing = sorted(set(range(1, ranks)) - found.keys())
                     raise RankLost(
                         f"rank {missing[0]} did not come within {limit:g} s (train.rank_timeout)"
                     )
-                self._wait(pending)
-                pending += self._arrived()
-                pending = [each for each in pending if not self._settled(each, ranks, found)]
-                for oldest in pending[: max(len(pending) - MOST_PENDING, 0)]:
-                    oldest.connection.close()
-                    pending.remove(oldest)
+                self._wait_for_data(pending)
+                pending += self._accept_waiting()
+                pending = [each for each in pending if not self._settle(each, ranks, found)]
+                pending = _close_oldest(pending)
         except BaseException:
             for channel in found.values():
                 channel.close()
@@ -210,60 +228,76 @@ class RankListener:
                 each.connection.close()
         return found
 
-    def _wait(self, pending: list[PendingConnection]) -> None:
-        """Until somebody comes or says something, but not long."""
+    def _wait_for_data(self, pending: list[PendingConnection]) -> None:
+        """Wait for a connection or for data, at most POLL_S."""
         with selectors.DefaultSelector() as selector:
-            for each in (self.socket, *(arrival.connection for arrival in pending)):
+            for each in (self.socket, *(waiting.connection for waiting in pending)):
                 selector.register(each, selectors.EVENT_READ)
             selector.select(POLL_S)
 
-    def _arrived(self) -> list[PendingConnection]:
-        """Who waits, up to as many as are listened to."""
-        arrived: list[PendingConnection] = []
-        while len(arrived) < MOST_PENDING:
+    def _accept_waiting(self) -> list[PendingConnection]:
+        """Accept the waiting connections, at most MAX_PENDING."""
+        accepted: list[PendingConnection] = []
+        while len(accepted) < MAX_PENDING:
             try:
                 connection, _ = self.socket.accept()
-            except OSError:  # nobody (any more)
+            except OSError:  # no connection is waiting
                 break
-            arrived.append(PendingConnection(connection))
-        return arrived
+            accepted.append(PendingConnection(connection))
+        return accepted
 
-    def _settled(self, arrival: PendingConnection, ranks: int, found: dict[int, Channel]) -> bool:
-        """Whether it is no longer waited for: it is a rank, now among those found, or was hung up on."""
+    def _settle(self, pending: PendingConnection, ranks: int, found: dict[int, Channel]) -> bool:
+        """Return whether nothing more is expected of the connection.
+
+        It was closed, or it is that of a rank and now in `found`.
+        """
         try:
-            greeting = arrival.greeting(self.token)
+            greeting = pending.read_greeting(self.token)
         except RankLost:
-            arrival.connection.close()
+            pending.connection.close()
             return True
         if greeting is None:
-            if time.monotonic() <= arrival.end:
-                return False
-            arrival.connection.close()
-            return True
+            late = time.monotonic() > pending.deadline
+            if late:
+                pending.connection.close()
+            return late
         about = validate_message(RankGreeting, greeting.header, "a rank's greeting")
-        if not 0 < about["rank"] < ranks or about["rank"] in found:
+        rank = about["rank"]
+        if not 0 < rank < ranks or rank in found:
             raise TrainingError(
-                f"a second rank {about['rank']}, or one that this run has not, greets the driver"
+                f"a second rank {rank}, or a rank that this run does not have, greets the driver"
             )
-        arrival.connection.setblocking(True)
-        peer = f"rank {about['rank']} (process {about['pid']} on {about['host']})"
-        found[about["rank"]] = Channel(arrival.connection, peer)
+        pending.connection.setblocking(True)
+        peer = f"rank {rank} (process {about['pid']} on {about['host']})"
+        found[rank] = Channel(pending.connection, peer)
         return True
 
     def close(self) -> None:
         self.socket.close()
 
 
-def _own_address(host: str) -> str:
-    """Where to listen as `host`. Debian has a machine's own name on a loopback address that no other machine reaches:
-    then everywhere."""
+def _close_oldest(pending: list[PendingConnection]) -> list[PendingConnection]:
+    """Close the oldest connections and return the newest MAX_PENDING."""
+    excess = max(len(pending) - MAX_PENDING, 0)
+    for oldest in pending[:excess]:
+        oldest.connection.close()
+    return pending[excess:]
+
+
+def _listening_address(host: str) -> str:
+    """Return the address to listen on; "" stands for all interfaces.
+
+    Debian maps a machine's own name to a loopback address that no other machine reaches. The driver
+    then listens on all interfaces.
+    """
     address = socket.gethostbyname(host)
-    everywhere = ipaddress.ip_address(address).is_loopback and host not in (address, "localhost")
-    return "" if everywhere else address
+    if ipaddress.ip_address(address).is_loopback and host not in (address, "localhost"):
+        return ""
+    return address
 
 
 def connect_to_driver(address: tuple[str, int], token: bytes, rank: int, limit: float) -> Channel:
-    """To the driver."""
+    """Connect this rank to the driver. Raises RankLost if it cannot be reached."""
     try:
         connection = socket.create_connection(address, timeout=limit)
         connection.sendall(token)
@@ -272,18 +306,18 @@ def connect_to_driver(address: tuple[str, int], token: bytes, rank: int, limit: 
             f"rank {rank} cannot reach the driver at {address[0]}:{address[1]}: {error}"
         ) from None
     channel = Channel(connection, "the driver (rank 0)")
-    about: RankGreeting = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
-    channel.send(Message({**about}), limit)
+    greeting: RankGreeting = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
+    channel.send(Message({**greeting}), limit)
     return channel
 
 
 def encode_address(address: tuple[str, int], token: bytes) -> str:
-    """Address and token as text, for the ranks' rendezvous."""
+    """Return the driver's address and token as text, for the ranks' rendezvous."""
     return json.dumps([*address, token.hex()])
 
 
 def decode_address(text: str) -> tuple[tuple[str, int], bytes]:
-    """TrainingError for what is no such text."""
+    """Read the text of `encode_address`. Raises TrainingError for any other text."""
     try:
         host, port, token = validate_message(
             DriverAddress, json.loads(text), "the driver's address"
@@ -291,5 +325,6 @@ def decode_address(text: str) -> tuple[tuple[str, int], bytes]:
         return (host, port), bytes.fromhex(token)
     except ValueError:
         raise TrainingError(
-            "the driver's address, as the ranks' rendezvous has it, is none"
+            "the driver's address in the ranks' rendezvous is malformed; it must be host, port "
+            "and token"
         ) from None

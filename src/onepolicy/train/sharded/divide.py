@@ -1,4 +1,4 @@
-"""Which rank computes which samples of a batch, and in which micro-batches."""
+"""Division of a batch over the ranks, into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,53 +12,58 @@ from onepolicy.types import RoutingTrace, TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """One rank's samples of a batch. Every rank has the same number of rounds, because FSDP2 gathers in step."""
+    """One rank's samples of a batch.
 
-    samples: list[int]  # of the whole batch, in this order
-    rounds: list[
-        list[int]
-    ]  # indices into the part: the micro-batches; one index past `samples` is the idle sample
-    batch: TokenBatch  # the part, the idle sample last if there is one
+    Every rank has the same number of rounds, because FSDP2 gathers parameters on all ranks at once.
+    A rank without samples in a round computes a dummy sample.
+    """
 
-    @property
-    def idle(self) -> bool:
-        return self.batch.num_samples > len(self.samples)
+    samples: list[int]  # indices into the whole batch, in this order
+    # micro-batches: indices into `batch`; the index one past `samples` is the dummy sample
+    rounds: list[list[int]]
+    batch: TokenBatch  # the samples, then the dummy sample if there is one
 
 
 def divide_batch(batch: TokenBatch, budget: int, ranks: int) -> list[RankBatch]:
-    """The batch over `ranks`: as few rounds as `budget` slots per micro-batch allow, balanced by slots in each round.
+    """Divide the batch over the ranks.
 
-    A rank with nothing to do in a round computes an idle sample, which has no trainable slot and no route.
+    There are as few rounds as `budget` slots per micro-batch allow. In each round the ranks have
+    about the same number of slots. A dummy sample has no trainable slot and no route.
     """
-    rounds = assign_micro_batches(batch, budget, ranks)
-    return [_part(batch, mine) for mine in rounds]
+    assignment = assign_micro_batches(batch, budget, ranks)
+    return [_rank_batch(batch, rounds) for rounds in assignment]
 
 
 def assign_micro_batches(batch: TokenBatch, budget: int, ranks: int) -> list[list[list[int]]]:
-    """[ranks][rounds]: sample indices of each micro-batch; [] where a rank is idle. One rank: as `micro_batches`."""
+    """Return [ranks][rounds]: the sample indices of each micro-batch.
+
+    It is [] where a rank has no samples in a round. For one rank it is the same as `micro_batches`.
+    """
     packed = micro_batches(batch, budget)
     if ranks == 1:
         return [packed]
     lengths = batch.cu_seqlens.diff().tolist()
     rounds = -(-len(packed) // ranks)
-    bins = _spread(lengths, rounds * ranks, budget)
-    if bins is None:  # levelled out they do not fit: as they were packed, and empty ones
+    bins = _balance(lengths, rounds * ranks, budget)
+    if bins is None:  # balanced bins exceed the budget: keep the packed ones, and add empty ones
         bins = packed + [[] for _ in range(rounds * ranks - len(packed))]
-    bins.sort(
-        key=lambda chosen: -sum(lengths[s] for s in chosen)
-    )  # those of a round are about equally long
-    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    # sorted, so that the micro-batches of a round are about equally long
+    bins.sort(key=lambda samples: -sum(lengths[s] for s in samples))
+    assignment: list[list[list[int]]] = [[] for _ in range(ranks)]
     for r in range(rounds):
-        order = range(ranks) if r % 2 == 0 else reversed(range(ranks))
-        for rank, chosen in zip(order, bins[r * ranks : (r + 1) * ranks], strict=True):
-            dealt[rank].append(chosen)
-    return dealt
+        order = list(range(ranks))
+        if r % 2 == 1:
+            order.reverse()
+        for rank, samples in zip(order, bins[r * ranks : (r + 1) * ranks], strict=True):
+            assignment[rank].append(samples)
+    return assignment
 
 
-def _spread(lengths: list[int], count: int, budget: int) -> list[list[int]] | None:
-    """Samples in `count` bins of about the same number of slots: the longest first, each into the emptiest bin.
+def _balance(lengths: list[int], count: int, budget: int) -> list[list[int]] | None:
+    """Put the samples into `count` bins with about the same number of slots.
 
-    None if a bin of several samples would hold more than `budget`.
+    The longest sample comes first, and each goes into the emptiest bin. None if a bin of several
+    samples would exceed `budget`.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
@@ -66,23 +71,25 @@ def _spread(lengths: list[int], count: int, budget: int) -> list[list[int]] | No
         emptiest = filled.index(min(filled))
         bins[emptiest].append(sample)
         filled[emptiest] += lengths[sample]
-    if any(len(chosen) > 1 and slots > budget for chosen, slots in zip(bins, filled, strict=True)):
+    if any(len(samples) > 1 and n > budget for samples, n in zip(bins, filled, strict=True)):
         return None
-    return [sorted(chosen) for chosen in bins]
+    return [sorted(samples) for samples in bins]
 
 
-def _part(batch: TokenBatch, mine: list[list[int]]) -> RankBatch:
-    samples = [sample for chosen in mine for sample in chosen]
-    place = {sample: i for i, sample in enumerate(samples)}
-    rounds = [[place[s] for s in chosen] if chosen else [len(samples)] for chosen in mine]
-    if all(mine):
+def _rank_batch(batch: TokenBatch, assigned: list[list[int]]) -> RankBatch:
+    """Return the batch of one rank. assigned: the samples of each round."""
+    samples = [sample for of_round in assigned for sample in of_round]
+    index = {sample: i for i, sample in enumerate(samples)}
+    dummy = [len(samples)]
+    rounds = [[index[s] for s in of_round] or dummy for of_round in assigned]
+    if all(assigned):
         return RankBatch(samples, rounds, batch.select(samples))
     shortest = int(batch.cu_seqlens.diff().argmin())
-    return RankBatch(samples, rounds, _idle_last(batch.select([*samples, shortest])))
+    return RankBatch(samples, rounds, _make_last_dummy(batch.select([*samples, shortest])))
 
 
-def _idle_last(batch: TokenBatch) -> TokenBatch:
-    """The last sample counts for nothing: no trainable slot, no routes, no share in the loss."""
+def _make_last_dummy(batch: TokenBatch) -> TokenBatch:
+    """Remove the last sample's trainable slots, routes and loss weights."""
     real = batch.segment < batch.num_samples - 1
     changed: dict[str, object] = {"trainable": batch.trainable & real}
     if batch.keep is not None:
@@ -90,13 +97,17 @@ def _idle_last(batch: TokenBatch) -> TokenBatch:
     if batch.loss_weight is not None:
         changed["loss_weight"] = torch.where(real, batch.loss_weight, 0.0)
     for name in ("routing", "routing_native"):
-        if (trace := getattr(batch, name)) is not None:
-            changed[name] = _without(trace, real)
+        trace = getattr(batch, name)
+        if trace is not None:
+            changed[name] = _keep_rows(trace, real)
     return batch.replace(**changed)
 
 
-def _without(trace: RoutingTrace, real: torch.Tensor) -> RoutingTrace:  # real [T] bool
-    rows = real[:, None, None]
-    weights = None if trace.weights is None else trace.weights * rows
+def _keep_rows(trace: RoutingTrace, kept: torch.Tensor) -> RoutingTrace:
+    """Return the trace with only the rows of `kept` [T] bool valid."""
+    rows = kept[:, None, None]
+    weights = None
+    if trace.weights is not None:
+        weights = trace.weights * rows
     ids = (trace.ids.int() * rows).to(trace.ids.dtype)
-    return RoutingTrace(ids, trace.valid & real, trace.layers, trace.num_experts, (), weights)
+    return RoutingTrace(ids, trace.valid & kept, trace.layers, trace.num_experts, (), weights)

@@ -1,7 +1,8 @@
-"""What one rank does: its share of every command, on its own samples and its own shards.
+"""One rank of a sharded learner: it handles commands on its own samples and its own shards.
 
-`RankLearner.handle` takes a message and answers with one; who carries them (sockets here) does not matter to it. Ranks
-meet in FSDP2's collectives, so all of them must be given the same commands in the same order.
+`RankLearner.handle` takes a message and returns the answer. It does not depend on how messages
+travel (sockets here). Ranks meet in FSDP2's collectives, so all of them must handle the same
+commands in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from onepolicy.sync.messages import validate_message
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded import shards
-from onepolicy.train.sharded.fsdp import whole
+from onepolicy.train.sharded.fsdp import gather_full_tensor
 from onepolicy.train.sharded.wire import Message, batch_from_message
 from onepolicy.types import TokenBatch
 
@@ -44,20 +45,28 @@ NATIVE = "routing_native"
 REPLACED = "replaced"  # [forwards, L], of soft replay
 
 
-class Batched(TypedDict):
+class BatchCommand(TypedDict):
     """A command with a batch."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     traces: dict[str, Any]
 
 
-class Score(Batched):
+class ScoreCommand(BatchCommand):
+    """Score the batch.
+
+    how = score: like `Learner.score`. again: with the policy alone, with replay. native: with the
+    policy alone, without replay.
+    """
+
     do: Literal["score"]
     how: Literal["score", "again", "native"]
     rounds: list[list[NonNegativeInt]]
 
 
-class Optimise(Batched):
+class OptimiseCommand(BatchCommand):
+    """Train on a minibatch."""
+
     do: Literal["optimise"]
     rounds: list[list[NonNegativeInt]]
     minibatch: int
@@ -65,23 +74,30 @@ class Optimise(Batched):
     version: int
 
 
-class Logits(Batched):
+class LogitsCommand(BatchCommand):
+    """Compute logits together with the driver."""
+
     do: Literal["logits"]
 
 
-class Weights(TypedDict):
+class WeightsCommand(TypedDict):
+    """Gather the weights together with the driver."""
+
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     do: Literal["weights"]
 
 
-class Files(TypedDict):
+class CheckpointCommand(TypedDict):
+    """Save or restore the shards in a folder."""
+
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     do: Literal["save", "restore"]
     folder: str
 
 
 Command: TypeAlias = Annotated[
-    Score | Optimise | Logits | Weights | Files, Field(discriminator="do")
+    ScoreCommand | OptimiseCommand | LogitsCommand | WeightsCommand | CheckpointCommand,
+    Field(discriminator="do"),
 ]
 
 
@@ -95,42 +111,48 @@ class UpdateReply(TypedDict):
 
 
 class RankScorer(PolicyScorer):
-    """Of one rank's own samples, in the micro-batches that the driver dealt it."""
+    """The scorer of one rank's samples, in the micro-batches that the driver assigned."""
 
     def __init__(
         self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None
     ) -> None:
         super().__init__(model, config, routers=routers)
-        self.rounds: list[list[int]] = []  # micro-batches of the command at hand
+        self.rounds: list[list[int]] = []  # micro-batches of the current command
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         return self.rounds
 
-    def checked(self, scored: TokenBatch) -> TokenBatch:
-        return scored  # by the driver, on the whole batch
+    def check_scored_routes(self, scored: TokenBatch) -> TokenBatch:
+        return scored  # the driver checks the whole batch
 
 
 class RankLearner(LocalLearner):
-    """The learner of one rank: models of a LocalLearner, sharded (`fsdp.FSDPSharding`)."""
+    """The learner of one rank: a LocalLearner with sharded models (`fsdp.FSDPSharding`)."""
 
     scorer: RankScorer
 
     def __init__(self, scorer: RankScorer, *, like: PreTrainedModel, **kwargs: Any) -> None:
-        """like: the model on the meta device, for the names and the config that a checkpoint is written with."""
+        """Build the learner.
+
+        like: the model on the meta device. Checkpoints are written with its names and its config.
+        """
         super().__init__(scorer, **kwargs)
         self.like = like
         timeout = timedelta(seconds=scorer.config.train.rank_timeout)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self.saving: shards.PendingSave | None = None
+        self._save_group = dist.new_group(backend="gloo", timeout=timeout)
+        self.pending_save: shards.PendingSave | None = None
 
     def handle(self, message: Message) -> Message:
-        about = validate_message(Command, message.header, "the driver's command")
-        self.scorer.rounds = about.get("rounds", [])
-        match about["do"]:
+        """Handle a command of the driver and return the answer."""
+        command = validate_message(Command, message.header, "the driver's command")
+        self.scorer.rounds = command.get("rounds", [])
+        match command["do"]:
             case "score":
-                return answer_of(self._score_as(about["how"], batch_from_message(message)))
+                return reply_with_scores(
+                    self._score_as(command["how"], batch_from_message(message))
+                )
             case "optimise":
-                return self._update_on(batch_from_message(message), about)
+                return self._train_on(batch_from_message(message), command)
             case "logits":
                 micro = batch_from_message(message).to(self.scorer.device)
                 self.scorer.logits(micro, micro.trainable.nonzero()[:, 0])
@@ -138,58 +160,64 @@ class RankLearner(LocalLearner):
                 for _ in self.named_weights():
                     pass
             case "save":
-                self.start_saving(Path(about["folder"]))
+                self.start_saving(Path(command["folder"]))
             case "restore":
-                self.restore(Path(about["folder"]))
-            case other:
-                raise AssertionError(f"no such command: {other}")
+                self.restore(Path(command["folder"]))
+            case unknown:
+                raise AssertionError(f"no such command: {unknown}")
         return Message({})
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered one at a time, on every rank."""
+        """Yield the weights one at a time, gathered on every rank."""
         for name, tensor in self.model.state_dict().items():
-            yield name, whole(tensor)
+            yield name, gather_full_tensor(tensor)
 
     def start_saving(self, folder: Path) -> shards.PendingSave:
-        """Once this returns the weights may change; the files are written in the background."""
-        if self.saving is not None:
-            self.saving.wait()
-        tensors = shards.tensors_of(self)
-        self.saving = shards.start_saving(folder, tensors, self._group)
-        return self.saving
+        """Start to write the shards in the background.
+
+        Once this returns, the weights may change.
+        """
+        if self.pending_save is not None:
+            self.pending_save.wait()
+        tensors = shards.checkpoint_tensors(self)
+        self.pending_save = shards.start_saving(folder, tensors, self._save_group)
+        return self.pending_save
 
     def _score_as(self, how: str, batch: TokenBatch) -> TokenBatch:
         match how:
             case "score":
-                return self._fill(batch)
+                return self._fill_scores(batch)
             case "again":
-                return self.scorer.fill(batch, replay=True)
+                return self.scorer.score_unchecked(batch, replay=True)
             case "native":
-                return self.scorer.fill(batch, replay=False)
+                return self.scorer.score_unchecked(batch, replay=False)
         raise AssertionError(how)
 
-    def _update_on(self, batch: TokenBatch, about: dict[str, Any]) -> Message:
-        """One optimiser step. Answers with what the driver adds up over the ranks."""
-        self.version = about["version"]
-        first = about["minibatch"] == 0
+    def _train_on(self, batch: TokenBatch, command: dict[str, Any]) -> Message:
+        """Make one optimiser step. The driver adds up the answers of all ranks."""
+        self.version = command["version"]
+        first = command["minibatch"] == 0
         if first:
-            self.scoring.begin()
+            self.scoring.begin_step()
         self.scoring.seconds = 0.0
         sums: Counter[str] = Counter()
-        norm = self._optimise(batch, about["slots"], about["minibatch"], sums)
-        answer = Message({})
+        norm = self._train_minibatch(batch, command["slots"], command["minibatch"], sums)
+        tensors: dict[str, Tensor] = {}
         if first and self.scoring.scored is not None:
-            answer = answer_of(self.scoring.scored)
-        tensors = dict(answer.tensors)
-        if replaced := self.scorer.mode.take():
+            tensors |= reply_with_scores(self.scoring.scored).tensors
+        replaced = self.scorer.replay_mode.pop_counts()
+        if replaced:
             tensors[REPLACED] = torch.stack(replaced).cpu()
         for extension in self.extensions:
-            tensors |= extension.take()
-        return Message({"norm": norm, "sums": dict(sums), "seconds": self.scoring.seconds}, tensors)
+            tensors |= extension.pop_counts()
+        reply = {"norm": norm, "sums": dict(sums), "seconds": self.scoring.seconds}
+        return Message(reply, tensors)
 
 
-def answer_of(scored: TokenBatch) -> Message:
-    tensors = {name: value for name in SCORED if (value := getattr(scored, name)) is not None}
+def reply_with_scores(scored: TokenBatch) -> Message:
+    """Return a message with the fields that scoring has filled."""
+    fields = {name: getattr(scored, name) for name in SCORED}
+    tensors = {name: value for name, value in fields.items() if value is not None}
     if scored.routing_native is not None:
         tensors[NATIVE] = scored.routing_native.ids
     return Message({}, tensors)

@@ -1,4 +1,4 @@
-"""The other ranks, as the driver sees them: tell them all, hear from them all, notice at once when one is gone."""
+"""The other ranks, as the driver sees them: send to all, receive from all, notice a lost rank."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (UsageError, TrainingError, RoutingError)
 }
 WAKE = signal.SIGUSR1
-"""Interrupts the driver's main thread as Ctrl-C does; SIGINT itself is ignored in what a script starts with `&`."""
-LAST_WORDS = 3.0
-"""Seconds the driver has to say itself why a rank has gone, before its main thread is interrupted."""
-STUCK = 30.0
-"""Seconds after which an interrupted driver, stuck in a collective, is ended."""
+"""Interrupts the driver's main thread like Ctrl-C. A script ignores SIGINT in what it starts with
+`&`, so SIGINT itself would not do."""
+REPORT_TIMEOUT_S = 3.0
+"""Time for another rank's error report, and for the driver to fail by itself after a lost rank."""
+STUCK_TIMEOUT_S = 30.0
+"""Time after which an interrupted driver that is stuck in a collective is ended."""
 HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 
 class ErrorReport(TypedDict):
-    """What is told of an error."""
+    """The header of a message about an error."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     error: str
@@ -43,15 +44,16 @@ class ErrorReport(TypedDict):
 
 
 def error_message(error: Exception) -> Message:
-    """What a rank answers when a command failed; its process ends after that."""
+    """Return a rank's answer to a command that failed. The rank's process ends after it."""
     kind = type(error).__name__
     return Message({"error": str(error) or kind, "kind": kind})
 
 
 class RankGroup:
-    """channels: of ranks 1..N-1, in order. limit: seconds to wait for any of them."""
+    """Channels to ranks 1..N-1, and a thread that watches them."""
 
     def __init__(self, channels: Mapping[int, Channel], *, limit: float) -> None:
+        """Start to watch the ranks. limit: seconds to wait for each of them."""
         self.channels = dict(sorted(channels.items()))
         self.limit = limit
         self.lost: RankLost | None = None
@@ -64,90 +66,106 @@ class RankGroup:
         return len(self.channels) + 1
 
     def send(self, messages: Sequence[Message]) -> None:
-        """messages[i] to rank i + 1."""
+        """Send messages[i] to rank i + 1."""
         for channel, message in zip(self.channels.values(), messages, strict=True):
             channel.send(message, self.limit)
 
     def broadcast(self, message: Message) -> None:
+        """Send the same message to every rank."""
         self.send([message] * len(self.channels))
 
     def recv(self) -> list[Message]:
-        """One answer of each rank, in their order; the error of the rank that failed first, if one has."""
-        answers, failed = self._listen(self.limit)
-        if failed is not None:
-            raise failed
+        """Return one answer of each rank, in their order.
+
+        Raises the error of the rank that failed first, if one has failed.
+        """
+        answers, failure = self._receive_all(self.limit)
+        if failure is not None:
+            raise failure
         return answers
 
     @contextmanager
     def attribute_failures(self) -> Iterator[None]:
-        """Around collectives: one that fails here does so because another rank failed; raises that one's error."""
+        """Raise another rank's error if a collective in this context fails because of it."""
         try:
             yield
         except TrainingError:
             raise
-        except RuntimeError as error:  # the only kind torch's collectives raise
-            _, failed = self._listen(LAST_WORDS)
-            if failed is not None and failed.cause != FailureCause.SILENT:
-                raise failed from error
+        except RuntimeError as error:  # the only type that torch's collectives raise
+            _, failure = self._receive_all(REPORT_TIMEOUT_S)
+            if failure is not None and failure.cause != FailureCause.SILENT:
+                raise failure from error
             raise TrainingError(
                 f"the ranks cannot go on together: {str(error).splitlines()[0]}"
             ) from error
 
-    def _listen(self, limit: float) -> tuple[list[Message], RankLost | None]:
-        """Answers, and the failure that is likeliest the first: when one rank goes, the others' collectives fail."""
+    def _receive_all(self, limit: float) -> tuple[list[Message], RankLost | None]:
+        """Return the answers, and the failure that most likely came first.
+
+        When one rank is lost, collectives on the other ranks fail too.
+        """
         answers: list[Message] = []
-        failed: list[RankLost] = []
+        failures: list[RankLost] = []
         for channel in self.channels.values():
+            if failures:
+                limit = REPORT_TIMEOUT_S
             try:
-                answers.append(
-                    self._checked(channel, channel.receive(LAST_WORDS if failed else limit))
-                )
+                answers.append(self._raise_reported(channel, channel.receive(limit)))
             except RankLost as error:
-                failed.append(error)
-        return answers, max(failed, key=lambda error: error.cause, default=None)
+                failures.append(error)
+        return answers, max(failures, key=lambda error: error.cause, default=None)
+
+    def _raise_reported(self, channel: Channel, answer: Message) -> Message:
+        """Return the answer, or raise the error that it reports."""
+        if "error" not in answer.header:
+            return answer
+        reported = validate_message(ErrorReport, answer.header, f"the error of {channel.peer}")
+        kind = ERRORS.get(reported["kind"])
+        if kind is None:
+            raise RankLost(
+                f"{channel.peer} has ended: {reported['kind']}: {reported['error']}",
+                FailureCause.REPORTED,
+            )
+        raise kind(f"{channel.peer}: {reported['error']}")
 
     def close(self) -> None:
+        """Stop watching and close the channels."""
         self._closed.set()
         self._watcher.join()  # it sends no signal from here on
         for channel in self.channels.values():
             channel.close()
 
-    def _checked(self, channel: Channel, answer: Message) -> Message:
-        if "error" not in answer.header:
-            return answer
-        told = validate_message(ErrorReport, answer.header, f"the error of {channel.peer}")
-        if (kind := ERRORS.get(told["kind"])) is None:
-            raise RankLost(
-                f"{channel.peer} has ended: {told['kind']}: {told['error']}", FailureCause.TOLD
-            )
-        raise kind(f"{channel.peer}: {told['error']}")
-
     def _watch(self) -> None:
-        """A rank that goes while the driver is busy with rollouts ends the run now, not at the next command."""
-        poll = select.poll()
-        of = {channel.connection.fileno(): channel for channel in self.channels.values()}
-        for handle in of:
-            poll.register(handle, HUNG_UP)
-        found: list[tuple[int, int]] = []
-        while not found:
-            if self._closed.wait(0.2):
-                return
-            found = poll.poll(0)
-        self.lost = RankLost(
-            f"{of[found[0][0]].peer} has ended; `--resume` continues after the last checkpoint"
-        )
-        if self._closed.wait(LAST_WORDS):
+        """End the run when a rank is lost, even if the driver is busy with rollouts.
+
+        Without this thread the driver would notice at its next command.
+        """
+        self.lost = self._wait_for_lost_rank()
+        if self.lost is None or self._closed.wait(REPORT_TIMEOUT_S):
             return
         signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
-        if not self._closed.wait(STUCK):
+        if not self._closed.wait(STUCK_TIMEOUT_S):
             print(f"onepolicy: {self.lost}", file=sys.stderr, flush=True)
             os._exit(1)
+
+    def _wait_for_lost_rank(self) -> RankLost | None:
+        """Return the error for the first rank that hangs up. None once the group is closed."""
+        channels = {channel.connection.fileno(): channel for channel in self.channels.values()}
+        poll = select.poll()
+        for handle in channels:
+            poll.register(handle, HUNG_UP)
+        while not self._closed.wait(0.2):
+            hung_up = poll.poll(0)
+            if hung_up:
+                peer = channels[hung_up[0][0]].peer
+                return RankLost(f"{peer} has ended; `--resume` continues after the last checkpoint")
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class DistributedContext:
-    """What this process has of a run's ranks."""
+    """This process's place among a run's ranks."""
 
-    device: torch.device  # its own
+    device: torch.device  # of this process
     mesh: DeviceMesh
-    rank_group: RankGroup | None  # the other ranks; None: this is one of those
+    rank_group: RankGroup | None  # the other ranks; None unless this process is the driver

@@ -1,7 +1,8 @@
-"""What the ranks keep, as shards on disk: torch.distributed.checkpoint in its safetensors format, in the background.
+"""Shards of the ranks on disk, written in the background.
 
-Reading takes any number of ranks, or none, whatever wrote the files; each reads the rows of its own shards. The files
-are safetensors with the place of every shard in their header: nothing is unpickled.
+The format is that of torch.distributed.checkpoint in safetensors. The header of each file holds the
+place of every shard, so nothing is unpickled. Any number of ranks, or a process without ranks, can
+read the files. Each reads the rows of its own shards.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,22 +25,24 @@ from onepolicy.config import TrainingError, UsageError
 from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments
 
 MODEL, CRITIC, RNG = "model", "critic.", "rng"
-"""Names: model/NAME, exp_avg/NAME, ... of the policy; critic.model/NAME, critic.exp_avg/NAME, ...; rng."""
-WEIGHTS, REST = 1, 2  # numbers of a rank's files
+"""Names: model/NAME, exp_avg/NAME, ... of the policy; critic.model/NAME, critic.exp_avg/NAME, ...
+of the critic; rng."""
+WEIGHTS_FILE, REST_FILE = 1, 2  # numbers of a rank's files
 
+# Files are read without torch.distributed on purpose.
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
-)  # we know
+)
 
 
 class PendingSave:
-    """A save in the background. Errors come out of `wait`."""
+    """A save in the background. `wait` raises its errors."""
 
     def __init__(self, written: Future) -> None:
         self._done = written
 
     def then(self, work: Callable[[], None]) -> None:
-        """Do this too, after all ranks have written."""
+        """Run `work` in the background too, after all ranks have written."""
         written = self._done
 
         def finish() -> None:
@@ -51,38 +54,49 @@ class PendingSave:
         pool.shutdown(wait=False)
 
     def wait(self) -> None:
+        """Wait until the save is complete. Raises TrainingError if a rank could not write."""
         try:
             self._done.result()
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise TrainingError(
-                f"checkpoint: rank {rank} could not write its shards: {cause}; what was complete is kept, and "
-                "`onepolicy train --resume RUN` continues from it"
+                f"checkpoint: rank {rank} could not write its shards: {cause}; complete "
+                "checkpoints are kept, and `onepolicy train --resume RUN` continues from the newest"
             ) from error
 
 
-def tensors_of(learner: CheckpointedLearner) -> dict:
-    """Everything a rank keeps; the random state of rank 0 only."""
-    found = _named(learner.model) | optimizer_moments(learner.model, learner.optimizer)
-    if (critic := learner.critic) is not None:
-        own = _named(critic.values) | optimizer_moments(critic.values, critic.optimizer)
-        found |= {f"{CRITIC}{name}": tensor for name, tensor in own.items()}
-    return found | ({RNG: torch.get_rng_state()} if dist.get_rank() == 0 else {})
+def checkpoint_tensors(learner: CheckpointedLearner) -> dict[str, Tensor]:
+    """Return all tensors that a rank saves. The random state is that of rank 0 only."""
+    tensors = _model_tensors(learner.model) | optimizer_moments(learner.model, learner.optimizer)
+    critic = learner.critic
+    if critic is not None:
+        of_critic = _model_tensors(critic.values) | optimizer_moments(
+            critic.values, critic.optimizer
+        )
+        tensors |= {f"{CRITIC}{name}": tensor for name, tensor in of_critic.items()}
+    if dist.get_rank() == 0:
+        tensors[RNG] = torch.get_rng_state()
+    return tensors
 
 
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, and buffers that belong to the state dict; of tied ones, one."""
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters, and buffers that belong to the state dict. Tied ones appear once."""
     kept = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return {
-        f"{MODEL}/{name}": t.detach()
-        for name, t in (dict(model.named_parameters()) | buffers).items()
-    }
+    tensors = dict(model.named_parameters()) | buffers
+    return {f"{MODEL}/{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
 def start_saving(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> PendingSave:
-    """Copies the tensors and writes the copies, all ranks into one folder. group: for this alone."""
-    files = {name: WEIGHTS if name.startswith(f"{MODEL}/") else REST for name in tensors}
+    """Copy the tensors, and write the copies of all ranks into one folder in the background.
+
+    group: a process group that is used for saving only.
+    """
+    files = {}
+    for name in tensors:
+        files[name] = REST_FILE
+        if name.startswith(f"{MODEL}/"):
+            files[name] = WEIGHTS_FILE
     writer = HuggingFaceStorageWriter(
         str(folder / SHARDS), fqn_to_index_mapping=files, save_distributed=True
     )
@@ -91,55 +105,84 @@ def start_saving(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGr
     return PendingSave(future)
 
 
+class _Moment(NamedTuple):
+    """An optimiser moment of a parameter, to be read from the shards."""
+
+    full_name: str
+    kind: str
+    optimizer: torch.optim.Optimizer
+    parameter: nn.Parameter
+
+    def empty(self) -> Tensor:
+        """Return a tensor to read the moment into."""
+        like = self.parameter.detach()
+        if self.kind == "step":
+            return torch.zeros((), device=like.device)
+        return torch.empty_like(like, dtype=torch.float32)
+
+
 def restore(folder: Path, learner: CheckpointedLearner) -> None:
-    """Moments, critic and (on the driver) random state into `learner`, sharded or not. Weights are loaded elsewhere."""
-    sizes = sizes_in(folder)
-    critic = learner.critic
-    policy: tuple[dict, torch.optim.Optimizer] = (
-        dict(learner.model.named_parameters()),
-        learner.optimizer,
-    )
-    own = policy if critic is None else (dict(critic.values.named_parameters()), critic.optimizer)
+    """Read moments, critic and, on the driver, random state into the learner, sharded or not.
+
+    The policy's weights are loaded elsewhere. A fork without the parent's critic ignores it.
+    """
+    names = list(tensor_sizes(folder))
+    policy_names = [name for name in names if name != RNG and not name.startswith(CRITIC)]
+    moments = _moments(policy_names, learner.model, learner.optimizer, folder)
     wanted: dict[str, Any] = {}
-    states: list[tuple[torch.optim.Optimizer, nn.Parameter, str, str]] = []
-    for full in sizes:
-        of_critic = full.startswith(CRITIC)
-        kind, _, name = full.removeprefix(CRITIC).partition("/")
-        if full == RNG:
-            wanted[RNG] = torch.get_rng_state()
-        elif of_critic and critic is None:
-            continue  # a fork without the parent's critic
-        elif kind == MODEL and of_critic:
-            assert critic is not None
-            wanted[full] = _known(critic.values.state_dict(), name, folder)
-        elif kind != MODEL:
-            parameters, optimizer = own if of_critic else policy
-            parameter = _known(parameters, name, folder)
-            like = parameter.detach()
-            step = torch.zeros((), device=like.device)
-            wanted[full] = step if kind == "step" else torch.empty_like(like, dtype=torch.float32)
-            states.append((optimizer, parameter, kind, full))
-    read(folder, wanted)
-    for optimizer, parameter, kind, full in states:
-        optimizer.state[parameter][kind] = wanted[full]
+    critic = learner.critic
+    if critic is not None:
+        critic_names = [name for name in names if name.startswith(CRITIC)]
+        moments += _moments(critic_names, critic.values, critic.optimizer, folder)
+        wanted |= _critic_weights(critic_names, critic.values, folder)
+    wanted |= {moment.full_name: moment.empty() for moment in moments}
+    if RNG in names:
+        wanted[RNG] = torch.get_rng_state()
+    read_tensors(folder, wanted)
+    for moment in moments:
+        moment.optimizer.state[moment.parameter][moment.kind] = wanted[moment.full_name]
     if RNG in wanted:
         torch.set_rng_state(wanted[RNG])
 
 
-def sizes_in(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Shape and dtype of every whole tensor."""
+def _moments(
+    names: list[str], model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
+) -> list[_Moment]:
+    parameters = dict(model.named_parameters())
+    moments = []
+    for full_name in names:
+        kind, _, name = full_name.removeprefix(CRITIC).partition("/")
+        if kind != MODEL:
+            parameter = _lookup(parameters, name, folder)
+            moments.append(_Moment(full_name, kind, optimizer, parameter))
+    return moments
+
+
+def _critic_weights(names: list[str], values: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """Return the critic's own tensors, which are then filled in place."""
+    state = values.state_dict()
+    prefix = f"{CRITIC}{MODEL}/"
+    return {
+        name: _lookup(state, name.removeprefix(prefix), folder)
+        for name in names
+        if name.startswith(prefix)
+    }
+
+
+def tensor_sizes(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Return shape and dtype of every whole tensor."""
     found = HuggingFaceStorageReader(str(folder / SHARDS)).read_metadata().state_dict_metadata
     return {
         name: about for name, about in found.items() if isinstance(about, TensorStorageMetadata)
     }
 
 
-def read(folder: Path, wanted: dict[str, Any]) -> None:
+def read_tensors(folder: Path, wanted: dict[str, Any]) -> None:
     """Fill these tensors, or this rank's shards of them."""
     dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)), no_dist=True)
 
 
-def _known(tensors: dict[str, Any], name: str, folder: Path) -> Any:
+def _lookup(tensors: dict[str, Any], name: str, folder: Path) -> Any:
     if name not in tensors:
         raise UsageError(
             f"{folder / SHARDS}: optimiser state for {name}, which the model does not have"

@@ -1,4 +1,7 @@
-"""A command or its answer as bytes: a JSON header and tensors, in one safetensors message. Nothing is pickled."""
+"""Commands and answers of ranks as bytes: a JSON header and tensors in one safetensors message.
+
+Nothing is pickled.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from onepolicy.sync.messages import validate_message
 from onepolicy.types import RouteSpan, RoutingTrace, TokenBatch
 
 HEADER = "header"
-Routes = Literal["routing", "routing_native"]
+TraceField = Literal["routing", "routing_native"]
 SLOT_FIELDS = {
     "input_ids": ("int", 1),
     "target_ids": ("int", 1),
@@ -46,13 +49,14 @@ SLOT_FIELDS = {
     "keep": ("bool", 1),
     "loss_weight": ("float", 1),
 }
-"""A TokenBatch's tensors with a row per slot: numbers and axes."""
+"""Tensors of a TokenBatch with a row per slot: kind of number, and number of axes."""
 SAMPLE_FIELDS = {
     "temperature": ("float", 1),
     "outcome": ("float", 1),
     "group": ("int", 1),
     "episode": ("int", 1),
 }
+"""Tensors of a TokenBatch with an entry per sample."""
 REQUIRED = {
     each.name for each in dataclasses.fields(TokenBatch) if each.default is dataclasses.MISSING
 } - {"fingerprints"}
@@ -60,11 +64,13 @@ REQUIRED = {
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """A JSON header and named tensors."""
+
     header: dict[str, Any]  # JSON
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        # copies, because safetensors takes no two views of one storage
+        # Copies, because safetensors accepts no two views of one storage.
         tensors = {
             name: tensor.detach().cpu().contiguous().clone()
             for name, tensor in self.tensors.items()
@@ -73,7 +79,7 @@ class Message:
 
     @classmethod
     def decode(cls, data: bytes) -> Message:
-        """TrainingError for bytes that are no message."""
+        """Read the bytes of `encode`. Raises TrainingError for any other bytes."""
         try:
             tensors = load(data)
             size = int.from_bytes(data[:8], "little")
@@ -90,7 +96,7 @@ class Message:
 
 
 def batch_message(header: dict[str, Any], batch: TokenBatch) -> Message:
-    """The batch and what `header` says besides."""
+    """Return a message with this header and the batch."""
     tensors: dict[str, Tensor] = {}
     traces: dict[str, Any] = {}
     for each in dataclasses.fields(batch):
@@ -101,13 +107,13 @@ def batch_message(header: dict[str, Any], batch: TokenBatch) -> Message:
             tensors |= {
                 f"{each.name}.{name}": part for name, part in parts.items() if part is not None
             }
-        elif isinstance(value, Tensor):  # what else there is (fingerprints) is the driver's
+        elif isinstance(value, Tensor):  # other fields (fingerprints) stay with the driver
             tensors[each.name] = value
     return Message(header | {"traces": traces}, tensors)
 
 
 class TraceHeader(TypedDict):
-    """What a message's header says of a routing trace beside its tensors."""
+    """Header fields of a routing trace, whose tensors are in the same message."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     layers: tuple[int, ...]
@@ -115,8 +121,13 @@ class TraceHeader(TypedDict):
 
 
 def batch_from_message(message: Message) -> TokenBatch:
-    """TrainingError if the message holds no batch, or fields that do not belong together."""
-    traces = validate_message(dict[Routes, TraceHeader], message.header.get("traces"), "a batch")
+    """Return the batch of a message.
+
+    Raises TrainingError if the message holds no batch, or fields that do not fit together.
+    """
+    traces = validate_message(
+        dict[TraceField, TraceHeader], message.header.get("traces"), "a batch"
+    )
     values: dict[str, Any] = {
         name: value for name, value in message.tensors.items() if "." not in name
     }
@@ -135,7 +146,7 @@ def batch_from_message(message: Message) -> TokenBatch:
 def trace_from_tensors(
     tensors: Mapping[str, Tensor], name: str, about: TraceHeader, spans: tuple[RouteSpan, ...] = ()
 ) -> RoutingTrace:
-    """The trace in these tensors, under this name. TrainingError if they are none."""
+    """Return the routing trace with this name. Raises TrainingError if it is malformed."""
     try:
         return RoutingTrace(
             tensors[f"{name}.ids"],
@@ -152,19 +163,11 @@ def trace_from_tensors(
 
 
 def _check_fields(values: Mapping[str, Any]) -> None:
-    """TrainingError if a field has another kind of numbers or another length than the batch's."""
+    """Raise TrainingError if a field has the wrong kind of number, number of axes, or length."""
     slots = values["input_ids"].shape[:1].numel()
     samples = values["cu_seqlens"].shape[:1].numel() - 1
     for name, value in values.items():
-        if isinstance(value, RoutingTrace):
-            right, expected = len(value) == slots, slots
-        else:
-            kind, dims = {**SLOT_FIELDS, **SAMPLE_FIELDS, "cu_seqlens": ("int", 1)}[name]
-            expected = {"cu_seqlens": samples + 1}.get(
-                name, samples if name in SAMPLE_FIELDS else slots
-            )
-            right = kind == number_kind(value) and value.dim() == dims and len(value) == expected
-        if not right:
+        if not _fits(name, value, slots, samples):
             raise TrainingError(
                 f"a batch is malformed: {name} does not fit its {slots} slots and {samples} samples"
             )
@@ -173,8 +176,23 @@ def _check_fields(values: Mapping[str, Any]) -> None:
         raise TrainingError("a batch is malformed: cu_seqlens are not the bounds of its samples")
 
 
+def _fits(name: str, value: Tensor | RoutingTrace, slots: int, samples: int) -> bool:
+    if isinstance(value, RoutingTrace):
+        return len(value) == slots
+    if name == "cu_seqlens":
+        expected = "int", 1, samples + 1
+    elif name in SAMPLE_FIELDS:
+        expected = (*SAMPLE_FIELDS[name], samples)
+    else:
+        expected = (*SLOT_FIELDS[name], slots)
+    # a tensor without axes has no length
+    return value.dim() > 0 and (number_kind(value), value.dim(), len(value)) == expected
+
+
 def number_kind(tensor: Tensor) -> str:
-    """bool, int or float"""
+    """Return "bool", "int" or "float"."""
     if tensor.dtype == torch.bool:
         return "bool"
-    return "float" if tensor.is_floating_point() else "int"
+    if tensor.is_floating_point():
+        return "float"
+    return "int"

@@ -25,7 +25,7 @@ from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
 from onepolicy.train.sharded import learner as sharded
-from onepolicy.train.sharded.learner import export_model
+from onepolicy.train.sharded.export import export_model
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.wire import batch_from_message as batch_in
 from support.learner_steps import BASE
@@ -258,7 +258,7 @@ def test_the_driver_never_holds_the_weights_twice_while_sending(two, tmp_path, m
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     ranked = learner_on(two, tmp_path, QWEN)
-    size = sum(tensor.nbytes for tensor in ranked.own.model.state_dict().values())
+    size = sum(tensor.nbytes for tensor in ranked.rank_0.model.state_dict().values())
     assert size > 100e6
     monkeypatch.setattr(broadcast, "BUCKET_BYTES", 2**20)
     names = CheckpointNames(config, trust_remote_code=False)

@@ -112,7 +112,7 @@ def test_silence_and_death_are_distinguished_and_named(pair):
     rank.close()
     with pytest.raises(RankLost, match="rank 1 has ended") as gone:
         driver.receive(LIMIT_S)
-    assert gone.value.cause == FailureCause.GONE
+    assert gone.value.cause == FailureCause.DISCONNECTED
 
 
 def test_a_peer_that_takes_nothing_is_named(pair):
@@ -134,7 +134,7 @@ def test_the_first_failed_rank_is_named():
     try:
         with pytest.raises(RankLost, match=r"rank 2 has ended$") as lost:
             rank_group.recv()
-        assert lost.value.cause == FailureCause.GONE
+        assert lost.value.cause == FailureCause.DISCONNECTED
     finally:
         rank_group.close()
         first.close()
@@ -243,17 +243,17 @@ def test_silent_strangers_cost_the_ranks_nothing(strangers, monkeypatch):
 
 def test_the_number_of_waiting_strangers_is_bounded():
     listener = RankListener("127.0.0.1")
-    silent = [socket.create_connection(listener.address) for _ in range(channel.MOST_PENDING + 5)]
+    silent = [socket.create_connection(listener.address) for _ in range(channel.MAX_PENDING + 5)]
     most = []
 
     def look():
         pending = sum(is_open(each) for each in silent)
         most.append(pending)
-        if len(most) > 2 and pending <= channel.MOST_PENDING:
+        if len(most) > 2 and pending <= channel.MAX_PENDING:
             raise Stopped
 
     suppressed(listener.accept, 2, 60.0, look)
-    assert most[-1] == channel.MOST_PENDING
+    assert most[-1] == channel.MAX_PENDING
     for each in (*silent, listener):
         each.close()
 
