@@ -160,7 +160,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(kernels.LinearFunction):
-    """`linear` with gradients, which may take any kernel."""
+    """The function `linear` with gradients, which may take any kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,1 +1,1 @@
-"""Unmodified transformers models: loading them, and the attention and experts functions of ours they run with."""
+"""Unmodified transformers models: loading, and onepolicy's attention and experts functions."""

@@ -1,4 +1,4 @@
-"""What our attention functions share: the arguments they refuse, and that they need no mask."""
+"""Arguments of onepolicy's attention functions: the refused ones, and the mask that none needs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from torch import Tensor, nn
 
 def refuse_unsupported_arguments(
     module: nn.Module,
-    what: str,
+    function: str,
     arguments: Mapping[str, Any],
     unsupported: Collection[str],
     *,
     dropout: float,
     attention_mask: Tensor | None = None,
 ) -> None:
-    """ValueError if a family hands over something that `what` would have to leave out."""
+    """Raise ValueError if the model passes an argument that this attention function would ignore.
+
+    function: the attention function's name, for the message.
+    """
     refused = [name for name in unsupported if arguments.get(name) is not None]
-    refused += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
+    if dropout:
+        refused.append("dropout")
+    if attention_mask is not None:
+        refused.append("attention_mask")
     if refused:
-        raise ValueError(f"{type(module).__name__}: {what} does not know {', '.join(refused)}")
+        raise ValueError(f"{type(module).__name__}: {function} does not know {', '.join(refused)}")
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """What a token must not see is in an argument of the attention function."""
+    """Return no mask: the attention functions take an argument that decides which keys are seen."""

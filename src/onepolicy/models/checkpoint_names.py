@@ -1,4 +1,4 @@
-"""Names of tensors in memory and in a checkpoint. Engines that load checkpoints want the latter."""
+"""Conversion of a model's tensors to the names of its saved checkpoint, which engines load."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from onepolicy.models.load import layer_prefix
 
 
 class CheckpointNames:
-    """Names of a transformers model in memory -> names of its saved checkpoint, the ones vLLM and SGLang load.
+    """A converter from a transformers model's tensors to those that vLLM and SGLang load.
 
-    The two differ where transformers fuses tensors, as it does with the experts of a layer.
+    Names and shapes differ where transformers fuses tensors, as it does with a layer's experts.
     """
 
     def __init__(self, hf_config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
@@ -30,24 +30,29 @@ class CheckpointNames:
             name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()
         }
         buffers = {name for name, _ in self._model.named_buffers()} & self._shapes.keys()
-        self._needed = {
-            name for name, _ in self._model.named_parameters()
-        } | buffers  # of tied names, one
+        parameters = {name for name, _ in self._model.named_parameters()}
+        self._required = parameters | buffers  # one of several tied names
 
     def to_checkpoint(self, weights: NamedWeights) -> dict[str, Tensor]:
-        """UsageError for a tensor the model has not, one of another shape, or one that is missing."""
-        given = dict(self._checked(weights))
-        return revert_weight_conversion(self._model, given)
+        """Return all tensors as the checkpoint has them.
+
+        Raises:
+            UsageError: a tensor is not of this model, has another shape, or is missing.
+        """
+        return revert_weight_conversion(self._model, dict(self._checked(weights)))
 
     def stream_to_checkpoint(self, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
-        """The same one layer after the other, so that no more than a layer is held; errors come where they are met."""
-        for _, layer in itertools.groupby(
-            self._checked(weights), key=lambda item: layer_prefix(item[0])
-        ):
+        """Yield all tensors as the checkpoint has them, holding one layer at a time.
+
+        Raises:
+            UsageError: as of `to_checkpoint`, when the iteration comes to the tensor.
+        """
+        checked = self._checked(weights)
+        for _, layer in itertools.groupby(checked, key=lambda item: layer_prefix(item[0])):
             yield from revert_weight_conversion(self._model, dict(layer)).items()
 
     def _checked(self, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
-        missing = set(self._needed)
+        missing = set(self._required)
         for name, tensor in weights:
             if name not in self._shapes:
                 raise UsageError(
@@ -55,7 +60,8 @@ class CheckpointNames:
                 )
             if tuple(tensor.shape) != self._shapes[name]:
                 raise UsageError(
-                    f"load_weights: {name!r} has shape {tuple(tensor.shape)}, the engine's is {self._shapes[name]}"
+                    f"load_weights: {name!r} has shape {tuple(tensor.shape)}, the engine's is "
+                    f"{self._shapes[name]}"
                 )
             missing.discard(name)
             yield name, tensor.detach()

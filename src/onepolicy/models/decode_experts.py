@@ -1,9 +1,11 @@
 """Experts of an inference forward on the CPU: a few large calls instead of a small one per expert.
 
-Few tokens read the rows of their experts' weights where they lie (`bags`). With more, rows are sorted by expert; the
-first `width` rows of every expert go through one batched matmul, padded where an expert has fewer, and what busy
-experts have beyond that takes one matmul each. `width` follows the row counts of every call, so even and uneven routing
-are both fast. Other devices and expert parallelism go to transformers' `grouped_mm`: safe for any model.
+Few tokens read the rows of their experts' weights without copying them (`embedding_bag_matmul`).
+More tokens are sorted by expert. The first `width` rows of every expert go through one batched
+matmul, padded where an expert has fewer rows. The remaining rows of busy experts take one matmul
+per expert. `width` follows the row counts of each call, so even and uneven routing are both fast.
+Other devices and expert parallelism use transformers' `grouped_mm`, so this function is safe for
+any model.
 """
 
 from __future__ import annotations
@@ -23,21 +25,19 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from onepolicy.models.embedding_bag_matmul import weighted_rows
 
 ExpertWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""up [E, H, I'], down [E, I, H] and their biases [E, I'] and [E, H]; I' = 2 I with a gate."""
 
 NAME = "onepolicy_decode"
-MATMUL_CALL_COST = (
-    1_000_000  # multiplications that one more matmul call is worth, up and down together
-)
-MAX_BY_ROWS_COST = (
-    14_000_000  # multiplications up to which reading weights row by row beats sorting
-)
-READ_COST = 4
+MATMUL_CALL_COST = 1_000_000  # multiplications that cost as much as one more call for up and down
+MAX_BY_ROWS_COST = 14_000_000  # up to so many multiplications, reading rows is faster than sorting
+READ_COST = 4  # reading an expert's weights takes as long as multiplying this many of its rows
 
 
 def use_decode_experts(model: PreTrainedModel, device: torch.device) -> None:
-    """Select these experts on this model only (CPU), and lay their weights out as matmuls of few rows like them.
+    """Select these experts on this model if it is on a CPU, and lay its weights out for them.
 
-    Shapes and values stay; in memory, up becomes [E, H, I'] and down [E, I, H].
+    Shapes and values do not change. In memory, up becomes [E, H, I'] and down [E, I, H], which
+    suits matmuls of few rows.
     """
     if device.type != "cpu" or not hasattr(model, "set_experts_implementation"):
         return
@@ -50,7 +50,7 @@ def use_decode_experts(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def holds_experts(module: Any) -> bool:
-    """Whether the weights of all experts are 3-D parameters of this module."""
+    """Return whether the weights of all experts are 3-D parameters of this module."""
     return hasattr(module, "is_transposed") and isinstance(
         getattr(module, "down_proj", None), nn.Parameter
     )
@@ -58,19 +58,23 @@ def holds_experts(module: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """Where the N * K (token, expert) rows lie: E * width padded places, then those that did not fit, by expert."""
+    """The order in which N * K (token, expert) rows are multiplied.
+
+    E * width padded places come first, then the rows that did not fit there, by expert.
+    """
 
     width: int
     rows: int
-    token: Tensor  # [rows] int64, which token is read at each place
+    token: Tensor  # [rows] int64, the token at each place
     back: Tensor  # [N, K] int64, place of (token, k)
-    beyond: list[
-        tuple[int, int, int]
-    ]  # (expert, first, last + 1) of the places outside the padding
+    beyond: list[tuple[int, int, int]]  # (expert, first, last + 1): places behind the padded ones
 
     @classmethod
     def of(cls, top_k_index: Tensor, num_experts: int, row_cost: int) -> ExpertLayout:
-        """The cheapest layout, in multiplications; `row_cost` is those of one row. numpy: a call is 10x cheaper."""
+        """Return the cheapest layout for top_k_index [N, K].
+
+        row_cost: multiplications of one row. Computed with numpy, whose calls are 10x cheaper.
+        """
         (tokens, top_k), experts = top_k_index.shape, top_k_index.reshape(-1).numpy()
         order = experts.astype(np.int16).argsort(kind="stable")
         counts = np.bincount(experts, minlength=num_experts)
@@ -79,19 +83,19 @@ class ExpertLayout:
         place = rank + np.repeat(np.arange(num_experts) * width, counts)
         rows, beyond = num_experts * width, []
         for expert in (counts > width).nonzero()[0].tolist():
-            beyond.append((expert, rows, rows + int(counts[expert]) - width))
-            rows = beyond[-1][2]
+            end = rows + int(counts[expert]) - width
+            beyond.append((expert, rows, end))
+            rows = end
         if beyond:
             place[rank >= width] = np.arange(num_experts * width, rows)
         token, back = np.zeros(rows, np.int64), np.empty_like(place)
         token[place] = order // top_k
         back[order] = place
-        return cls(
-            width, rows, torch.from_numpy(token), torch.from_numpy(back).view(tokens, top_k), beyond
-        )
+        back_of = torch.from_numpy(back).view(tokens, top_k)
+        return cls(width, rows, torch.from_numpy(token), back_of, beyond)
 
     def experts(self) -> Tensor:
-        """[rows] the expert each place belongs to."""
+        """Return the expert [rows] of each place."""
         experts = torch.arange(self.rows).div_(max(self.width, 1), rounding_mode="floor")
         for expert, first, last in self.beyond:
             experts[first:last] = expert
@@ -99,15 +103,15 @@ class ExpertLayout:
 
 
 def _width(counts: np.ndarray, row_cost: int) -> int:
-    """The row count up to which padding every expert costs least: rows added against calls for what is beyond.
+    """Return the number of padded rows per expert that costs least.
 
-    A batched matmul of few rows is bound by reading all weights, as long as it takes to multiply `READ` rows of each.
+    It weighs the rows that padding adds against the calls for experts with more rows. A batched
+    matmul of few rows is limited by reading all weights, which takes READ_COST rows of each expert.
     """
     ascending = np.sort(counts)
     nth = np.arange(1, len(counts) + 1)
-    padding = (
-        nth * ascending - ascending.cumsum()
-    )  # rows added when all are padded to the nth count
+    # Rows added when all experts up to the nth are padded to the nth count
+    padding = nth * ascending - ascending.cumsum()
     padding += READ_COST * len(counts) * (ascending > 0)
     return int(ascending[(padding * row_cost + (len(counts) - nth) * MATMUL_CALL_COST).argmin()])
 
@@ -115,11 +119,12 @@ def _width(counts: np.ndarray, row_cost: int) -> int:
 def decode_experts(
     module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """out[n] = sum_k top_k_weights[n, k] * expert(top_k_index[n, k])(hidden[n]).
+    """Compute out[n] = sum_k top_k_weights[n, k] * expert(top_k_index[n, k])(hidden[n]).
 
     hidden [N, H], top_k_index [N, K] int64, top_k_weights [N, K] -> [N, H]
     """
-    if (quantised := getattr(module, "quantised", None)) is not None:
+    quantised = getattr(module, "quantised", None)
+    if quantised is not None:
         return quantised(module, hidden, top_k_index, top_k_weights)
     if hidden.device.type != "cpu" or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
@@ -135,20 +140,31 @@ def weighted_experts(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """`decode_experts` of these weights: up [E, H, I'], down [E, I, H], both contiguous but for a transposition."""
+    """Compute `decode_experts` of these weights, contiguous but for a transposition.
+
+    activate: [R, I'] -> [R, I]
+    """
     row_cost = weights[0][0].numel() + weights[1][0].numel()
     if top_k_index.numel() * row_cost <= MAX_BY_ROWS_COST:
         return _by_rows(weights, activate, hidden, top_k_index, top_k_weights)
-    if weights[0].dtype == torch.bfloat16 and has_slow_bfloat16():
-        weights = tuple(weight if weight is None else weight.float() for weight in weights)  # type: ignore[assignment]
     up, down, up_bias, down_bias = weights
+    if up.dtype == torch.bfloat16 and has_slow_bfloat16():
+        up, down, up_bias, down_bias = up.float(), down.float(), _float(up_bias), _float(down_bias)
     layout = ExpertLayout.of(top_k_index, len(up), row_cost)
     inner = _multiply(hidden.to(up.dtype).index_select(0, layout.token), up, layout)
-    inner = activate(inner if up_bias is None else inner + up_bias[layout.experts()])
-    out = _multiply(inner, down, layout)
-    out = out if down_bias is None else out + down_bias[layout.experts()]
+    if up_bias is not None:
+        inner = inner + up_bias[layout.experts()]
+    out = _multiply(activate(inner), down, layout)
+    if down_bias is not None:
+        out = out + down_bias[layout.experts()]
     scale = top_k_weights.to(up.dtype)
     return embedding_bag(layout.back, out, mode="sum", per_sample_weights=scale).to(hidden.dtype)
+
+
+def _float(bias: Tensor | None) -> Tensor | None:
+    if bias is None:
+        return None
+    return bias.float()
 
 
 def _by_rows(
@@ -158,26 +174,28 @@ def _by_rows(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Every (token, expert) row sums the rows of its expert's weights; down sums the token's experts in the same go."""
+    """Compute every (token, expert) row as a sum of rows of its expert's weights.
+
+    The sum over rows of down also adds up the token's experts.
+    """
     up, down, up_bias, down_bias = weights
     (tokens, top_k), (_, size, _), inner_size = top_k_index.shape, up.shape, down.shape[1]
     expert, scale = top_k_index.reshape(-1, 1).to(torch.int32), top_k_weights.to(up.dtype)
     x = hidden.to(up.dtype)[:, None].expand(-1, top_k, -1)
-    inner = weighted_rows(
-        up.flatten(0, 1), expert * size + torch.arange(size, dtype=torch.int32), x
-    )
-    inner = activate(inner if up_bias is None else inner + up_bias[expert[:, 0]]) * scale.reshape(
-        -1, 1
-    )
+    index = expert * size + torch.arange(size, dtype=torch.int32)
+    inner = weighted_rows(up.flatten(0, 1), index, x)
+    if up_bias is not None:
+        inner = inner + up_bias[expert[:, 0]]
+    inner = activate(inner) * scale.reshape(-1, 1)
     index = (expert * inner_size + torch.arange(inner_size, dtype=torch.int32)).view(tokens, -1)
     out = weighted_rows(down.flatten(0, 1), index, inner)
-    return (out if down_bias is None else out + weighted_rows(down_bias, top_k_index, scale)).to(
-        hidden.dtype
-    )
+    if down_bias is not None:
+        out = out + weighted_rows(down_bias, top_k_index, scale)
+    return out.to(hidden.dtype)
 
 
 def expert_weights(module: Any) -> ExpertWeights:
-    """up [E, H, I'], down [E, I, H] and their biases [E, I'], [E, H]; I' = 2 I with a gate."""
+    """Return the weights of a module's experts, as views."""
     up, down = getattr(module, up_name(module)), module.down_proj
     if not module.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
@@ -185,32 +203,38 @@ def expert_weights(module: Any) -> ExpertWeights:
 
 
 def up_name(module: Any) -> str:
-    return "gate_up_proj" if module.has_gate else "up_proj"
+    """Return the name of the up projection's parameter."""
+    if module.has_gate:
+        return "gate_up_proj"
+    return "up_proj"
 
 
 def expert_biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """[E, I'], [E, H]"""
-    return (
-        (getattr(module, f"{up_name(module)}_bias"), module.down_proj_bias)
-        if module.has_bias
-        else (None, None)
-    )
+    """Return the biases [E, I'] and [E, H], None where the experts have none."""
+    if not module.has_bias:
+        return None, None
+    return getattr(module, f"{up_name(module)}_bias"), module.down_proj_bias
 
 
 def expert_activation(module: Any) -> Callable[[Tensor], Tensor]:
-    """[R, I'] -> [R, I]"""
-    return module._apply_gate if module.has_gate else module.act_fn
+    """Return the activation [R, I'] -> [R, I] between up and down."""
+    if module.has_gate:
+        return module._apply_gate
+    return module.act_fn
 
 
 @cache
 def has_slow_bfloat16() -> bool:
-    """A CPU without bfloat16 instructions multiplies faster in float32, conversions included."""
+    """Return whether this CPU has no bfloat16 instructions.
+
+    It then multiplies faster in float32, conversions included.
+    """
     able = torch.cpu.get_capabilities()
     return not any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def _multiply(x: Tensor, weight: Tensor, layout: ExpertLayout) -> Tensor:
-    """Every row times the weight [E, in, out] of its expert."""
+    """Return every row of x times the weight [E, in, out] of its expert."""
     out = x.new_empty(len(x), weight.shape[2])
     if layout.width:
         rows = len(weight) * layout.width

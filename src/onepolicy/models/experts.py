@@ -1,9 +1,10 @@
-"""Experts of a training forward on the CPU: the same sums as transformers' `grouped_mm`, with less memory traffic.
+"""Experts of a training forward on the CPU: transformers' `grouped_mm` with less memory traffic.
 
-At the sizes a CPU trains, moving rows costs more than multiplying them. Three changes remove most of it: the routing
-weight scales the narrow intermediate instead of the wide output, a token's rows are summed in one `embedding_bag`, both
-for the output and for the gradient, and rows are gathered where they are multiplied. Families this cannot express
-(expert biases, expert parallelism) and other devices go to `grouped_mm`: the function is safe for any model.
+At the sizes that a CPU trains, moving rows costs more than multiplying them. Three changes remove
+most of the moves. The combine weight scales the narrow inner activation, not the wide output. A
+token's rows are added up in one `embedding_bag`, for the output and for the gradient. And rows are
+gathered only where they are multiplied. Other devices, and families with expert biases or expert
+parallelism, use `grouped_mm`, so this function is safe for any model.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from onepolicy.models.linear import matmul_into, transposed_matmul
 NAME = "onepolicy_grouped"
 BLOCK = 64  # rows
 
-Multiply = Callable[
-    [Tensor, Tensor, Tensor], None
-]  # like linear.matmul_into; used for what a forward computes
+# The product of a forward, as `linear.matmul_into`
+Multiply = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def grouped_experts(
     module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """out[n] = sum_k top_k_weights[n, k] * expert(top_k_index[n, k])(hidden[n]).
+    """Compute out[n] = sum_k top_k_weights[n, k] * expert(top_k_index[n, k])(hidden[n]).
 
     hidden [N, H], top_k_index [N, K] int64, top_k_weights [N, K] -> [N, H]
     """
-    if (quantised := getattr(module, "quantised", None)) is not None:
+    quantised = getattr(module, "quantised", None)
+    if quantised is not None:
         return quantised(module, hidden, top_k_index, top_k_weights)
     if (
         hidden.device.type != "cpu"
@@ -44,58 +45,58 @@ def grouped_experts(
         or not module.has_gate
     ):
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
-    gate_up, down = (
-        module.gate_up_proj,
-        module.down_proj,
-    )  # [E, 2I, H], [E, H, I] (or both transposed)
+    # [E, 2I, H] and [E, H, I], or both transposed
+    gate_up, down = module.gate_up_proj, module.down_proj
     if torch.is_autocast_enabled("cpu"):
         gate_up, down = (weight.to(torch.get_autocast_dtype("cpu")) for weight in (gate_up, down))
     if not module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     token, place, ends = sort_by_expert(top_k_index, module.num_experts)
-    scale = top_k_weights.new_zeros(len(token)).index_copy(
-        0, place.view(-1), top_k_weights.reshape(-1)
-    )
-    inner = module._apply_gate(
-        UpProjection.apply(hidden.to(gate_up.dtype), gate_up, token, place, ends, matmul_into)
-    )  # [rows, I]
-    return DownProjection.apply(
-        inner * scale[:, None].to(inner.dtype), down, token, place, ends, matmul_into
-    ).to(hidden.dtype)
+    scale = top_k_weights.new_zeros(len(token))
+    scale = scale.index_copy(0, place.view(-1), top_k_weights.reshape(-1))
+    x = hidden.to(gate_up.dtype)
+    inner = UpProjection.apply(x, gate_up, token, place, ends, matmul_into)
+    inner = module._apply_gate(inner)  # [rows, I]
+    inner = inner * scale[:, None].to(inner.dtype)
+    return DownProjection.apply(inner, down, token, place, ends, matmul_into).to(hidden.dtype)
 
 
 def sort_by_expert(
     top_k_index: Tensor, num_experts: int, *, least: int = 1
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Rows sorted by expert: the token [rows] of each, the row [N, K] of each (token, k), the end of every expert.
+    """Sort the (token, expert) rows of top_k_index [N, K] by expert.
 
-    With many rows an expert has a multiple of BLOCK, so that oneDNN meets the same shapes again, else of `least`. What
-    fills up reads token 0 and must be given weight 0.
+    The rows of each expert are filled up to a multiple of `least`. If there are many rows, it is a
+    multiple of BLOCK, so that oneDNN meets the same shapes again. Rows that fill up read token 0,
+    and must get weight 0.
+
+    Returns:
+        The token of each row [rows], the row of each (token, k) [N, K], and every expert's end.
     """
     tokens, top_k = top_k_index.shape
     experts = top_k_index.reshape(-1)
-    block = (
-        BLOCK if linear.onednn_available() and len(experts) >= 4 * BLOCK * num_experts else least
-    )
+    block = least
+    if linear.onednn_available() and len(experts) >= 4 * BLOCK * num_experts:
+        block = BLOCK
     order = torch.argsort(experts, stable=True)
     counts = torch.bincount(experts, minlength=num_experts)
-    room = (counts + block - 1) // block * block
-    ends = room.cumsum(0)
-    begins = (ends - room - counts.cumsum(0) + counts).repeat_interleave(counts)
-    row = torch.arange(len(order), device=order.device) + begins
-    last = ends.tolist()
-    token = torch.zeros(last[-1], dtype=torch.int64, device=order.device).index_copy_(
-        0, row, order // top_k
-    )
+    filled = (counts + block - 1) // block * block
+    ends = filled.cumsum(0)
+    shifts = (ends - filled - counts.cumsum(0) + counts).repeat_interleave(counts)
+    row = torch.arange(len(order), device=order.device) + shifts
+    end_list = ends.tolist()
+    token = torch.zeros(end_list[-1], dtype=torch.int64, device=order.device)
+    token.index_copy_(0, row, order // top_k)
     place = torch.empty_like(order).scatter_(0, order, row).view(tokens, top_k)
-    return token, place, last
+    return token, place, end_list
 
 
 class UpProjection(torch.autograd.Function):
-    """out[r] = x[token[r]] @ weight[e] for row r of expert e; x [N, H], weight [E, H, I'] -> [rows, I'].
+    """The product out[r] = x[token[r]] @ weight[e] of every row r, of expert e.
 
-    Rows are gathered one expert at a time, again in the backward: they stay in the cache and cost no memory. The
-    backward multiplies as it likes.
+    x [N, H], weight [E, H, I'] -> [rows, I']. Rows are gathered one expert at a time, and again in
+    the backward, so they stay in the processor's cache and take no memory. `multiply` computes the
+    forward only.
     """
 
     @staticmethod
@@ -120,9 +121,8 @@ class UpProjection(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = x.new_empty(len(grad), x.shape[1])
-        grad_weight = torch.zeros_like(
-            weight
-        )  # keeps the transposed layout, so the parameter's gradient is contiguous
+        # zeros_like keeps the transposed layout, so the parameter's gradient is contiguous.
+        grad_weight = torch.zeros_like(weight)
         for e, rows in _experts(ctx.ends):
             matmul_into(grad[rows], weight[e].T, grad_rows[rows])
             grad_weight[e] = transposed_matmul(x.index_select(0, ctx.token[rows]), grad[rows])
@@ -130,9 +130,9 @@ class UpProjection(torch.autograd.Function):
 
 
 class DownProjection(torch.autograd.Function):
-    """out[n] = sum of x[r] @ weight[e] over the rows r of token n, each of an expert e.
+    """The sum out[n] of x[r] @ weight[e] over the rows r of token n, each of an expert e.
 
-    x [rows, I], weight [E, I, H] -> [N, H]
+    x [rows, I], weight [E, I, H] -> [N, H]. `multiply` computes the forward only.
     """
 
     @staticmethod
@@ -164,7 +164,7 @@ class DownProjection(torch.autograd.Function):
 
 
 def _experts(ends: list[int]) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of every expert that has any."""
+    """Yield every expert that has rows, with these rows."""
     for e, (start, end) in enumerate(itertools.pairwise([0, *ends])):
         if start < end:
             yield e, slice(start, end)

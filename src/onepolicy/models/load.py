@@ -1,4 +1,4 @@
-"""Open a transformers causal LM and its tokenizer, with every check that needs no weights made first."""
+"""Loading of a transformers causal LM and its tokenizer, after all checks that need no weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.present import check_model
 
-# What transformers lets through for a file that is damaged or of another model.
+# The exceptions of transformers for a file that is damaged or of another model
 UNREADABLE = (
     OSError,
     ValueError,
@@ -44,12 +44,19 @@ UNREADABLE = (
     StrictDataclassError,
     UnpicklingError,
 )
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # names of settings
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the setting's value
 
 
 def parse_device(name: str) -> torch.device:
+    """Return the device that the setting train.device names.
+
+    Raises:
+        UsageError: it is not a supported device, or not one of this machine.
+    """
+    if name == "auto" and torch.cuda.is_available():
+        return torch.device("cuda")
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -62,90 +69,102 @@ def parse_device(name: str) -> torch.device:
         raise UsageError(f"train.device: {name!r}, but torch sees no CUDA device; use auto or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
-            f"train.device: {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use cuda:0"
+            f"train.device: {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use "
+            "cuda:0"
         )
     return device
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
-    """The model's config. Raises UsageError for a folder or hub id that holds none."""
+    """Return the model's config. Raises UsageError for a folder or hub id that has none."""
     check_model(model.path)
     _check_reachable(model.path)
-    with _reading("the config", model):
+    with _unreadable_is_usage_error("the config", model):
         return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
 
 
 def _check_reachable(path: str) -> None:
-    """UsageError, after one attempt, if the hub cannot be reached for a model that is not in its cache.
+    """Raise UsageError if a model is not in the hub's cache and the hub cannot be reached.
 
-    transformers would ask five more times with growing pauses, 40 s in all, and print every attempt.
+    This takes one attempt. transformers would make five more with growing pauses, 40 s in all, and
+    print each.
     """
-    if (
-        Path(path).exists()
-        or is_offline_mode()
-        or isinstance(try_to_load_from_cache(path, CONFIG_NAME), str)
-    ):
+    if Path(path).exists() or is_offline_mode():
+        return
+    if isinstance(try_to_load_from_cache(path, CONFIG_NAME), str):
         return
     try:
         get_hf_file_metadata(hf_hub_url(path, CONFIG_NAME))
     except TransportError as error:
         raise UsageError(
-            f"model.path: there is no folder {path}, and {ENDPOINT} cannot be reached for a model of that name "
-            f"({error}); give a folder, or run `hf download {path}` where there is a network"
+            f"model.path: there is no folder {path}, and {ENDPOINT} cannot be reached for a model "
+            f"of that name ({error}); give a folder, or run `hf download {path}` where there is a "
+            "network"
         ) from None
-    except (HfHubHTTPError, HFValidationError):  # transformers says what that means
+    except (HfHubHTTPError, HFValidationError):  # transformers explains these
         return
 
 
 def context_length(config: PreTrainedConfig) -> int:
+    """Return the largest number of tokens of a sequence."""
     return int(config.get_text_config().max_position_embeddings)
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer. Raises UsageError for one that is missing, damaged, never stops, or of another model."""
-    with _reading("the tokenizer", model):
+    """Return the model's tokenizer.
+
+    Raises:
+        UsageError: it is missing or damaged, has no eos token, or is of another model.
+    """
+    with _unreadable_is_usage_error("the tokenizer", model):
         tokenizer = AutoTokenizer.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
         )
     vocabulary = tokenizer.get_vocab()
-    if (
-        vocabulary.keys() <= tokenizer.get_added_vocab().keys()
-    ):  # what transformers builds where no file is
+    # Without a file, transformers builds a tokenizer of added tokens only.
+    if vocabulary.keys() <= tokenizer.get_added_vocab().keys():
         raise UsageError(
-            f"model.path: {model.path} has no tokenizer files; save the model's tokenizer there as well"
+            f"model.path: {model.path} has no tokenizer files; save the model's tokenizer there as "
+            "well"
         )
     if tokenizer.eos_token_id is None:
         raise UsageError(
-            f"model.path: the tokenizer of {model.path} has no eos token, so no completion could ever stop"
+            f"model.path: the tokenizer of {model.path} has no eos token, so no completion could "
+            "ever stop"
         )
     size, largest = read_config(model).get_text_config().vocab_size, max(vocabulary.values())
     if largest >= size:
         raise UsageError(
-            f"model.path: the tokenizer of {model.path} has token ids up to {largest}, but the model's vocab_size is "
-            f"{size}; use the tokenizer the model was trained with"
+            f"model.path: the tokenizer of {model.path} has token ids up to {largest}, but the "
+            f"model's vocab_size is {size}; use the tokenizer the model was trained with"
         )
     return tokenizer
 
 
 def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Weights in `dtype` on `device`, in eval mode. An incomplete checkpoint is an error, not random weights."""
+    """Return the model with weights in `dtype` on `device`, in eval mode.
+
+    Raises:
+        UsageError: the checkpoint is damaged, incomplete, or has tensors of other shapes than its
+            config. transformers would fill missing weights with random numbers.
+    """
     opened: Any
     _refuse_foreign_files(Path(model.path))
-    with _reading("the weights", model):
+    with _unreadable_is_usage_error("the weights", model):
         opened = AutoModelForCausalLM.from_pretrained(
             model.path,
             dtype=dtype,
             trust_remote_code=model.trust_remote_code,
             use_safetensors=True,  # the other format is a pickle
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are an error below, with a name
+            ignore_mismatched_sizes=True,  # an error below, which names the tensor
         )
     loaded, info = opened
     if info["mismatched_keys"]:
         name, found, wanted = sorted(info["mismatched_keys"])[0]
         raise UsageError(
-            f"model.path: {name} in {model.path} has shape {list(found)}, but its config.json makes it {list(wanted)}; "
-            "restore the file that was changed"
+            f"model.path: {name} in {model.path} has shape {list(found)}, but its config.json "
+            f"makes it {list(wanted)}; restore the file that was changed"
         )
     if info["missing_keys"]:
         raise UsageError(
@@ -155,7 +174,11 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _refuse_foreign_files(folder: Path) -> None:
-    """UsageError for an index that names a file outside of its folder, or leaves out one that transformers prefers."""
+    """Raise UsageError for an index of weights that is not of this folder alone.
+
+    The index must name files of its folder only. If the folder has a single file of weights, which
+    transformers prefers, the index must name that.
+    """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return
@@ -170,31 +193,39 @@ def _refuse_foreign_files(folder: Path) -> None:
             )
     if SAFE_WEIGHTS_NAME not in files and (folder / SAFE_WEIGHTS_NAME).is_file():
         raise UsageError(
-            f"model.path: {folder} has a {SAFE_WEIGHTS_NAME} that its {SAFE_WEIGHTS_INDEX_NAME} does not name, and "
-            "transformers would load that one; move it or the index out of the folder"
+            f"model.path: {folder} has a {SAFE_WEIGHTS_NAME} that its {SAFE_WEIGHTS_INDEX_NAME} "
+            "does not name, and transformers would load that one; move it or the index out of the "
+            "folder"
         )
 
 
 def cast_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model as a checkpoint opened in `dtype` has it, unlike `model.to`: what is not in a checkpoint (rotary
-    frequencies) keeps its precision, and so does what the family wants in float32 (selection biases of routers)."""
-    kept = set(model._keep_in_fp32_modules_strict or ())
+    """Cast the model's weights in place as a checkpoint opened in `dtype` has them; return it.
+
+    Unlike `model.to`, it leaves tensors alone that no checkpoint has (rotary frequencies). Tensors
+    that the family wants in float32 (selection biases of routers) become float32.
+    """
+    kept_in_float32 = set(model._keep_in_fp32_modules_strict or ())
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(
-                dtype if kept.isdisjoint(name.split(".")) else torch.float32
-            )
+        if not tensor.is_floating_point():
+            continue
+        if kept_in_float32.isdisjoint(name.split(".")):
+            tensor.data = tensor.data.to(dtype)
+        else:
+            tensor.data = tensor.data.to(torch.float32)
     return model
 
 
 def layer_prefix(name: str) -> str:
-    """`model.layers.3.` of a tensor of that layer; the name of one that is in none."""
+    """Return `model.layers.3.` for a tensor of that layer, the name itself for one of no layer."""
     found = re.match(r".*?\.\d+\.", name)
-    return found.group() if found else name
+    if found is None:
+        return name
+    return found.group()
 
 
 def empty_model(model: ModelConfig) -> PreTrainedModel:
-    """On the meta device: names, shapes and config without weights."""
+    """Return the model on the meta device: names, shapes and config without weights."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(
             read_config(model),
@@ -207,9 +238,9 @@ def empty_model(model: ModelConfig) -> PreTrainedModel:
 
 
 @contextmanager
-def _reading(what: str, model: ModelConfig) -> Iterator[None]:
+def _unreadable_is_usage_error(part: str, model: ModelConfig) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"model.path: cannot read {what} of {model.path!r}: {reason}") from error
+        raise UsageError(f"model.path: cannot read {part} of {model.path!r}: {reason}") from error

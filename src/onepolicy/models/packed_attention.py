@@ -1,8 +1,9 @@
-"""Attention over packed samples: one row of T slots, no sample sees another, no padding outside this file.
+"""Attention over packed samples: one row of T slots, in which no sample sees another.
 
-Samples of similar length share a bucket; inside it keys and queries are laid out right-padded, where a causal mask
-already hides the padding, so no mask is built. Lengths travel as an explicit attention argument (`packing=`): position
-ids alone are silently wrong for some families.
+Samples of similar length share a bucket. Inside a bucket, keys and queries are padded on the right.
+The causal mask hides that padding, so no other mask is built. Nothing outside this file is padded.
+The lengths come in the attention argument `packing=`. With position ids alone some families would
+be silently wrong.
 """
 
 from __future__ import annotations
@@ -25,41 +26,46 @@ UNSUPPORTED = ("softcap", "position_bias", "block_mask")
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Samples laid out as [samples, width]; `pad` points unused places at slot 0, `unpad` is its inverse."""
+    """Samples padded to one width, as samples * width places for n slots."""
 
     samples: int
     width: int
-    pad: Tensor  # [samples * width] int64, slot of each place
-    used: Tensor  # [samples * width] bool
-    slots: Tensor  # [n] int64, slots this bucket holds, in place order
+    pad: Tensor  # [samples * width] int64, slot of each place; 0 for padding
+    used: Tensor  # [samples * width] bool, False for padding
+    slots: Tensor  # [n] int64, slots in this bucket, in the order of their places
     places: Tensor  # [n] int64, place of each of them
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
+    """The samples of a packed row, in buckets."""
+
     buckets: tuple[Bucket, ...]
-    order: (
-        Tensor | None
-    )  # [T] int64, where the buckets' slots hold each slot; None: they hold them in order
+    # [T] int64, index of each slot in the buckets' slots, joined; None: they are in order
+    order: Tensor | None
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, device: torch.device, *, multiple: int = 1) -> Packing:
-        """Group samples so that no bucket is padded to more than twice its shortest member, and to a `multiple`."""
-        bounds = cu_seqlens.tolist()
-        spans = sorted(
-            ((end - start, start) for start, end in itertools.pairwise(bounds)), reverse=True
-        )
+        """Return the packing of the samples that begin at `cu_seqlens` [S + 1].
+
+        No bucket is more than twice as wide as its shortest sample. Widths are a `multiple`.
+        """
+        bounds = itertools.pairwise(cu_seqlens.tolist())
+        spans = sorted(((end - start, start) for start, end in bounds), reverse=True)
         buckets, first = [], 0
         for i in range(1, len(spans) + 1):
             if i == len(spans) or spans[i][0] * 2 < spans[first][0]:
                 buckets.append(_bucket(spans[first:i], multiple, device))
                 first = i
         slots = torch.cat([bucket.slots for bucket in buckets])
-        in_order = bool((slots[1:] > slots[:-1]).all())
-        return cls(tuple(buckets), None if in_order else torch.argsort(slots))
+        order = None
+        if not bool((slots[1:] > slots[:-1]).all()):
+            order = torch.argsort(slots)
+        return cls(tuple(buckets), order)
 
 
 def _bucket(spans: list[tuple[int, int]], multiple: int, device: torch.device) -> Bucket:
+    """Return the bucket of samples, given as (length, first slot), longest first."""
     width = -(-spans[0][0] // multiple) * multiple
     lengths = torch.tensor([length for length, _ in spans])
     starts = torch.tensor([start for _, start in spans])
@@ -71,7 +77,10 @@ def _bucket(spans: list[tuple[int, int]], multiple: int, device: torch.device) -
 
 
 class _Pad(torch.autograd.Function):
-    """[n, ...] slots -> [places, ...]; both directions are gathers, because every slot has exactly one place."""
+    """The padding of slots [T, ...] to places [samples * width, ...].
+
+    Forward and backward are gathers, because every slot has exactly one place.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bucket: Bucket) -> Tensor:
@@ -98,10 +107,15 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sample. `s_aux` [heads] are attention-sink logits (gpt-oss)."""
+    """Compute causal attention within each packed sample.
+
+    `s_aux` [heads] are attention-sink logits (gpt-oss). Raises ValueError if the model passes on no
+    attention arguments, or some that this function does not support.
+    """
     if packing is None:
         raise ValueError(
-            f"{type(module).__name__} does not hand attention arguments on; packed training cannot work with it"
+            f"{type(module).__name__} does not pass attention arguments on; packed training cannot "
+            "work with it"
         )
     refuse_unsupported_arguments(module, "packed attention", extra, UNSUPPORTED, dropout=dropout)
 
@@ -118,7 +132,11 @@ def attend_packed(
     packing: Packing,
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """`attend` of every bucket, [S, heads, W, D] each; [1, heads, T, D] -> [1, T, heads, Dv]."""
+    """Apply `attend` to every bucket, and return the packed result.
+
+    query, key, value [1, heads, T, D] -> [1, T, heads, Dv]. `attend` takes and returns
+    [S, heads, W, D] of S samples of width W.
+    """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     pieces = []
     for bucket in packing.buckets:
@@ -126,8 +144,12 @@ def attend_packed(
         parts = [_Pad.apply(x, bucket).unflatten(0, shape).transpose(1, 2) for x in (q, k, v)]
         attended = attend(*parts)  # [S, heads, W, D]
         pieces.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.places))
-    out = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    return (out if packing.order is None else out[packing.order])[None]
+    out = pieces[0]
+    if len(pieces) > 1:
+        out = torch.cat(pieces)
+    if packing.order is not None:
+        out = out[packing.order]
+    return out[None]
 
 
 def _causal(
@@ -139,33 +161,42 @@ def _causal(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Return causal attention of q [S, heads, W, D], with a sliding window and sinks if given."""
     width = q.shape[2]
     whole = window is None or window >= width
     if sinks is None:
+        mask = None
+        if not whole:
+            mask = causal_mask(width, window, q.device)
         return scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=None if whole else causal_mask(width, window, q.device),
+            attn_mask=mask,
             is_causal=whole,
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = (q @ k.transpose(-1, -2)).float() * (
-        q.shape[-1] ** -0.5 if scaling is None else scaling
-    )
+    if scaling is None:
+        scaling = q.shape[-1] ** -0.5
+    scores = (q @ k.transpose(-1, -2)).float() * scaling
     scores = scores.masked_fill(~causal_mask(width, window, q.device), float("-inf"))
     sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
 def causal_mask(width: int, window: int | None, device: torch.device) -> Tensor:
-    """[width, width] bool: a query sees itself and the `window` - 1 slots before it, or all of them."""
-    distance = torch.arange(width, device=device)
-    distance = distance[:, None] - distance
-    return (distance >= 0) & (distance < (width if window is None else window))
+    """Return [width, width] bool: True where a query (row) sees a key (column).
+
+    It sees itself and the `window` - 1 slots before it; without a window, all slots before it.
+    """
+    slot = torch.arange(width, device=device)
+    distance = slot[:, None] - slot
+    if window is None:
+        return distance >= 0
+    return (distance >= 0) & (distance < window)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -1,4 +1,4 @@
-"""Make a model ready for packed training: refuse what cannot be packed, select our functions, check the result."""
+"""Preparation of a model for packed training: select functions, and check that packing works."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ from onepolicy.models.packed_attention import Packing
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 LENGTHS = (7, 4)  # tokens of the two samples of the check
 RULED_OUT = 1e4
-"""How far below the row's largest logit a token's probability is 0 in float32, at any temperature below 90 [nats]."""
-TOLERANCE = {
-    torch.float32: 1e-3,
-    torch.bfloat16: 0.1,
-}  # mean difference of the logits, in their standard deviations
+"""Distance in nats from the row's largest logit at which a token's probability is 0 in float32.
+
+This holds at any temperature below 90.
+"""
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Mean difference of the logits that passes, in their standard deviations."""
 
 
 def recurrent_layers(model: PreTrainedModel) -> str:
-    """What layers it has, in words, that attention to earlier tokens alone cannot stand for; empty if it has none."""
+    """Return the kinds of layers that are not attention to earlier tokens; "" if there are none."""
     config = model.config.get_text_config()
-    kinds = set(
-        getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    )
-    other = ", ".join(sorted(kinds - ATTENTION_LAYERS))
-    return other or ("recurrent" if model._is_stateful else "")
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    recurrent = set(kinds or []) - ATTENTION_LAYERS
+    if not recurrent and model._is_stateful:
+        return "recurrent"
+    return ", ".join(sorted(recurrent))
 
 
 def prepare_for_training(
     model: PreTrainedModel, device: torch.device, *, compute: torch.dtype | None = None
 ) -> None:
-    """Select our packed attention and (CPU) our experts and linear layers on this model only.
+    """Select packed attention on this model and, on a CPU, onepolicy's experts and linear layers.
 
-    UsageError if packed samples would not be what they are alone: recurrent state leaks between them, and attention
-    that lives in a mask (chunks, alibi) would be lost. compute: dtype of its forward, if not that of its parameters.
+    compute: dtype of the forward, if it is not that of the parameters.
+
+    Raises:
+        UsageError: packing would change the model's logits. Samples would share recurrent state,
+            and attention that a family expresses by a mask (chunks, alibi) would be lost.
     """
-    config = model.config.get_text_config()
-    if other := recurrent_layers(model):
+    config, kinds = model.config.get_text_config(), recurrent_layers(model)
+    if kinds:
         raise UsageError(
-            f"model.path: {type(model).__name__} has {other} layers, which packed samples "
-            "would share; train a family whose layers are full or sliding attention"
+            f"model.path: {type(model).__name__} has {kinds} layers, which packed samples would "
+            "share; train a family whose layers are full or sliding attention"
         )
     with torch.no_grad():
         alone = torch.cat([_logits(model, ids[None]) for ids in _samples(model, device)])
@@ -53,20 +57,25 @@ def prepare_for_training(
         together = _packed_logits(model, _samples(model, device))
     if config._attn_implementation != packed_attention.NAME:
         raise UsageError(
-            f"model.path: {type(model).__name__} does not take an attention function, so it cannot be packed"
+            f"model.path: {type(model).__name__} does not take an attention function, so it cannot "
+            "be packed"
         )
-    banned = _ruled_out(alone) & _ruled_out(together)
-    together, alone = together[~banned], alone[~banned]
+    ruled_out = _ruled_out(alone) & _ruled_out(together)
+    together, alone = together[~ruled_out], alone[~ruled_out]
     off = ((together - alone).abs().mean() / alone.std()).item()
     if not off < TOLERANCE[compute or model.dtype]:
         raise UsageError(
-            f"model.path: {type(model).__name__} computes other logits for packed samples than for them alone "
-            f"(off by {off:.2f} standard deviations); this family cannot be trained packed"
+            f"model.path: {type(model).__name__} computes other logits for packed samples than for "
+            f"them alone (off by {off:.2f} standard deviations); this family cannot be trained "
+            "packed"
         )
 
 
-def _ruled_out(logits: Tensor) -> Tensor:  # [n, vocabulary] -> bool
-    """Tokens that the head itself rules out, by -inf or by a number so low that beside its spread nothing counts."""
+def _ruled_out(logits: Tensor) -> Tensor:
+    """Return which tokens the head rules out, by -inf or a very low logit. [n, V] -> [n, V] bool
+
+    Such a logit would dominate the standard deviation of all logits.
+    """
     return logits < logits.amax(-1, keepdim=True) - RULED_OUT
 
 

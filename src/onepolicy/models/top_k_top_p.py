@@ -11,15 +11,21 @@ WHOLE_VOCABULARY = 1 << 62  # top_k of a row that keeps the whole vocabulary
 def apply_top_k_top_p(
     logits: Tensor, *, top_k: Tensor | None = None, top_p: Tensor | None = None
 ) -> Tensor:
-    """Set logits [B, V] to -inf outside the top-k tokens, then outside the smallest set that reaches top-p.
+    """Set logits [B, V] to -inf outside the top-k tokens, then outside the smallest top-p set.
 
-    top_k [B, 1] int64, WHOLE where a row keeps the whole vocabulary; top_p [B, 1] float32, 1 where it does.
+    Args:
+        logits: [B, V] floating.
+        top_k: [B, 1] int64; WHOLE_VOCABULARY for a row without top-k.
+        top_p: [B, 1] float32; 1 for a row without top-p. The set is the smallest one of the
+            likeliest tokens whose probabilities add up to it.
+
+    Returns:
+        [B, V], in the dtype of the logits.
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
-        ordered = ordered.masked_fill(
-            torch.arange(logits.shape[1], device=logits.device) >= top_k, float("-inf")
-        )
+        rank = torch.arange(logits.shape[1], device=logits.device)
+        ordered = ordered.masked_fill(rank >= top_k, float("-inf"))
     if top_p is not None:
         probability = ordered.softmax(-1)
         before = probability.cumsum(-1, dtype=torch.float64) - probability

@@ -190,7 +190,7 @@ def test_a_model_that_rounds_its_logits_is_refused(monkeypatch):
 
     monkeypatch.setattr(model, "forward", rounding)
     with pytest.raises(
-        UsageError, match=r"rollout\.engine\.lm_head: .* hands on logits in torch.bfloat16"
+        UsageError, match=r"rollout\.engine\.lm_head: .* returns logits in torch.bfloat16"
     ):
         HFEngine(model, BF16, return_routes=False, max_len=32)
 

@@ -1,1 +1,1 @@
-"""Quantised weights for the embedded engine: number formats, linear layers, experts, and what they save."""
+"""Quantised weights for the embedded engine: number formats, layers, experts, embeddings."""

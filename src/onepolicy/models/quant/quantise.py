@@ -1,4 +1,4 @@
-"""Quantise a transformers model in place, and say what every part of it takes."""
+"""Quantisation of a transformers model in place, with a report of its parts' sizes."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ from onepolicy.models.quant.size_report import (
 
 
 class StaticScale:
-    """One scale for all inputs of a layer, calibrated once; until then every token has its own.
+    """One scale for all inputs of a layer. Until it is calibrated, every token has its own scale.
 
-    Calibration transfer (FlashRL): activations change little while RL trains, so the scale of the first policy is kept.
-    Every call notes what says whether that still holds: the largest value seen, and how many the scale cuts off.
+    The first policy's scale is kept, because activations change little while RL trains (calibration
+    transfer, FlashRL). Every call counts two numbers that show whether that still holds: the
+    largest value, and the values that the scale cuts off.
     """
 
     def __init__(self) -> None:
@@ -55,16 +56,18 @@ class StaticScale:
         self.reset_statistics()
 
     def reset_statistics(self) -> None:
+        """Start the counts anew."""
         self.largest = torch.zeros(())
         self.clipped = torch.zeros((), dtype=torch.int64)
         self.values = 0
 
     def calibrate(self, largest: float) -> None:
+        """Fix the scale, so that `largest` becomes the largest code."""
         self.scale = torch.tensor(max(largest / INT8_MAX, MIN_SCALE))
         self.reset_statistics()
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [N, in] -> codes [N, in] int8, scale [N, 1] float32."""
+        """Return codes [N, in] int8 and scales [N, 1] float32 of x [N, in]."""
         x = x.float()
         size = x.abs()
         self.largest = torch.maximum(self.largest, size.amax())
@@ -84,19 +87,22 @@ class StaticScale:
 
     @property
     def drift(self) -> float:
-        """Largest value seen since `reset_statistics` over the calibrated one."""
+        """The largest value since `reset_statistics`, divided by the calibrated one."""
         return float(self.largest) / self.limit
 
 
 def scale_staleness(layers: dict[str, StaticScale]) -> dict[str, float]:
-    """How well calibrated scales fit what was seen since the last call (run/log.py); {} if nothing was."""
+    """Return metrics of how well calibrated scales fit the values since the last call.
+
+    run/log.py explains them. Empty if there were no values.
+    """
     seen = [layer for layer in layers.values() if layer.values]
     if not seen:
         return {}
     drift = [layer.drift for layer in seen]
+    clipped = sum(int(layer.clipped) for layer in seen)
     found = {
-        "quant/clipped": sum(int(layer.clipped) for layer in seen)
-        / sum(layer.values for layer in seen),
+        "quant/clipped": clipped / sum(layer.values for layer in seen),
         "quant/drift_mean": sum(drift) / len(drift),
         "quant/drift_max": max(drift),
     }
@@ -107,7 +113,7 @@ def scale_staleness(layers: dict[str, StaticScale]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
-    """One weight of the checkpoint that is kept in another form."""
+    """A weight of the checkpoint that is kept in another form."""
 
     part: str
     shape: tuple[int, ...]  # in the checkpoint
@@ -116,7 +122,7 @@ class QuantisedWeight:
 
 
 class QuantisedModel:
-    """What `quantise` made of a model: where its quantised weights are, and what they take."""
+    """The quantised weights of a model, with their sizes and calibrated scales."""
 
     def __init__(self, model: PreTrainedModel, config: QuantFormat) -> None:
         self.config, self._model = config, model
@@ -124,46 +130,49 @@ class QuantisedModel:
         self.static: dict[str, StaticScale] = {}  # by layer; empty unless activations are static
 
     def activations(self, name: str) -> Activations:
+        """Return the conversion of a layer's activations to int8."""
         if not (isinstance(self.config, Int8) and self.config.activations == "static"):
             return int8_rows
         self.static[name] = StaticScale()
         return self.static[name]
 
     def sizes(self) -> SizeReport:
-        """Of every part of the model, counted from the tensors that are there."""
+        """Return the sizes of the model's parts, counted from its tensors."""
         itemsize = self._model.dtype.itemsize
-        found = []
-        for each in self.quantised_weights.values():
-            count = torch.Size(each.shape).numel()
-            found.append(PartSize(each.part, count, count * itemsize, each.nbytes()))
+        sizes = []
+        for weight in self.quantised_weights.values():
+            count = torch.Size(weight.shape).numel()
+            sizes.append(PartSize(weight.part, count, count * itemsize, weight.nbytes()))
         for name, tensor in self._model.named_parameters():
             if name not in self.quantised_weights:
-                found.append(
-                    PartSize(
-                        part_name(name), tensor.numel(), tensor.numel() * itemsize, tensor.nbytes
-                    )
-                )
-        return SizeReport(self.config, sum_by_part(found))
+                count = tensor.numel()
+                sizes.append(PartSize(part_name(name), count, count * itemsize, tensor.nbytes))
+        return SizeReport(self.config, sum_by_part(sizes))
 
     def calibrate(self) -> None:
-        """Keep the largest activations seen since `reset_statistics` as the scales of all that come."""
+        """Fix the scales at the largest activations since `reset_statistics`."""
         for layer in self.static.values():
             layer.calibrate(float(layer.largest))
 
     def scales(self) -> dict[str, float]:
-        """Largest activation of every layer when it was calibrated."""
+        """Return the largest activation of every layer at its calibration."""
         return {name: layer.limit for name, layer in self.static.items()}
 
     def use_scales(self, largest: dict[str, float]) -> None:
-        """Those of `scales`, of the same model. KeyError for a layer that is not in it."""
+        """Calibrate with the result of `scales` of the same model.
+
+        Raises KeyError for a layer that is not in it.
+        """
         for name, layer in self.static.items():
             layer.calibrate(float(largest[name]))
 
     def reset_statistics(self) -> None:
+        """Start the counts of all layers anew."""
         for layer in self.static.values():
             layer.reset_statistics()
 
     def metrics(self) -> dict[str, float]:
+        """Return `scale_staleness` of all layers with static scales."""
         return scale_staleness(self.static)
 
 
@@ -174,64 +183,63 @@ def quantise(
     routers: Collection[str],
     experts_only: bool = False,
 ) -> QuantisedModel:
-    """Replace weights of attention, MLPs and experts, and what `config.extra_modules` names. Norms and biases stay.
+    """Quantise a model's weights in place, and set `model.quantised` to the result.
 
-    Codes are made of the weights as they are, so do this before they are cast. `model.quantised` is what is returned.
+    These are the weights of attention, MLPs and experts, and of `config.extra_modules`. Norms and
+    biases stay. Codes are made from the weights as they are, so quantise before a cast.
 
-    routers: paths of the modules that route. experts_only: leave all but 3-D experts as they are. UsageError if this
-    device has no kernels for the format, or a part of the model cannot be quantised.
+    Args:
+        model: the model to change.
+        config: the format.
+        routers: paths of the routers' modules.
+        experts_only: change 3-D experts only.
+
+    Raises:
+        UsageError: this device has no kernels for the format, or a part of the model cannot be
+            quantised.
     """
     check_kernels(config, next(model.parameters()).device)
-    made = QuantisedModel(model, config)
-    tied = model.get_input_embeddings() is not None and _shares(model)
-    if tied and {"lm_head", "embeddings"} & set(config.extra_modules):
-        raise UsageError(
-            f"rollout.quant.extra_modules: lm_head and embeddings are one tensor in {type(model).__name__}; leave both out"
-        )
-    left = []
+    _refuse_tied_embeddings(model, config)
+    quantised = QuantisedModel(model, config)
+    unknown = []
     for path, module in list(model.named_modules()):
         if decode_experts.holds_experts(module):
-            _experts(made, path, module)
+            _quantise_experts(quantised, path, module)
         elif experts_only:
             continue
-        elif path in routers and not is_plain_linear(module):
-            if "router" in config.extra_modules:
-                _router(made, path, module)
-        elif (part := _wanted(model, path, module, config, routers)) is not None:
-            _layer(made, model, path, module, part)
-        elif any(
-            p.ndim == 3 for n, p in module.named_parameters(recurse=False) if "conv" not in path
+        elif not _quantise_module(quantised, model, path, module, routers) and _has_3d_weight(
+            path, module
         ):
-            left.append(path)
-    if left:
+            unknown.append(path)
+    if unknown:
         raise UsageError(
-            f"rollout.quant: {type(model).__name__} keeps experts in a form that is not known how to quantise "
-            f"({left[0]}); they are most of its weights, so leave rollout.quant out"
+            f"rollout.quant: {type(model).__name__} keeps experts in a form that is not known how "
+            f"to quantise ({unknown[0]}); they are most of its weights, so leave rollout.quant out"
         )
-    if missing := set(config.extra_modules) - {
-        stored.part for stored in made.quantised_weights.values()
-    }:
+    parts = {weight.part for weight in quantised.quantised_weights.values()}
+    missing = set(config.extra_modules) - parts
+    if missing:
         raise UsageError(
-            f"rollout.quant.extra_modules: {type(model).__name__} has no {min(missing)} of a kind to quantise"
+            f"rollout.quant.extra_modules: {type(model).__name__} has no {min(missing)} of a kind "
+            "to quantise"
         )
     if getattr(model, "set_experts_implementation", None) is not None:
         model.set_experts_implementation(decode_experts.NAME)
     _check_forward(model)
-    made.reset_statistics()
-    model.quantised = made  # type: ignore[assignment]
-    return made
+    quantised.reset_statistics()
+    model.quantised = quantised  # type: ignore[assignment]
+    return quantised
 
 
 def check_kernels(config: QuantFormat, device: torch.device) -> None:
-    """UsageError with the reason if this machine cannot run the format in the embedded engine."""
+    """Raise UsageError, with the reason, if the embedded engine cannot run the format here."""
     if isinstance(config, Simulated):
         return
     check_device(config, device)
     if isinstance(config, Int8) and device.type == "cpu":
         try:
-            Int8Matrices(torch.eye(8)[None], int8_rows, bags=True)._few(
-                torch.ones(1, 8), torch.zeros(1).long()
-            )
+            matrices = Int8Matrices(torch.eye(8)[None], int8_rows, bags=True)
+            matrices.by_rows(torch.ones(1, 8), torch.zeros(1).long())
         except (RuntimeError, NotImplementedError) as error:
             reason = str(error).splitlines()[0]
             raise UsageError(
@@ -239,69 +247,114 @@ def check_kernels(config: QuantFormat, device: torch.device) -> None:
             ) from error
 
 
-def _wanted(
+def _refuse_tied_embeddings(model: PreTrainedModel, config: QuantFormat) -> None:
+    if not {"lm_head", "embeddings"} & set(config.extra_modules):
+        return
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and embeddings is not None and head.weight is embeddings.weight:
+        raise UsageError(
+            "rollout.quant.extra_modules: lm_head and embeddings are one tensor in "
+            f"{type(model).__name__}; leave both out"
+        )
+
+
+def _has_3d_weight(path: str, module: nn.Module) -> bool:
+    return "conv" not in path and any(p.ndim == 3 for p in module.parameters(recurse=False))
+
+
+def _quantise_module(
+    quantised: QuantisedModel,
+    model: PreTrainedModel,
+    path: str,
+    module: nn.Module,
+    routers: Collection[str],
+) -> bool:
+    """Quantise a module if the config wants it; return whether its part is known."""
+    if path in routers and not is_plain_linear(module):
+        if "router" in quantised.config.extra_modules:
+            _quantise_router(quantised, path, module)
+        return True
+    part = _part_to_quantise(model, path, module, quantised.config, routers)
+    if part is None:
+        return False
+    _quantise_layer(quantised, model, path, module, part)
+    return True
+
+
+def _part_to_quantise(
     model: PreTrainedModel,
     path: str,
     module: nn.Module,
     config: QuantFormat,
     routers: Collection[str],
 ) -> str | None:
-    """The part this layer belongs to, if it is to be quantised."""
+    """Return the part that a layer belongs to; None if it is not to be quantised."""
     if module is model.get_output_embeddings():
-        return "lm_head" if "lm_head" in config.extra_modules else None
-    if module is model.get_input_embeddings():
-        return "embeddings" if "embeddings" in config.extra_modules else None
-    if not is_plain_linear(module):
+        part = "lm_head"
+    elif module is model.get_input_embeddings():
+        part = "embeddings"
+    elif not is_plain_linear(module):
         return None
+    elif _is_in_router(path, routers):
+        part = "router"
+    else:
+        return part_name(path)
+    if part in config.extra_modules:
+        return part
+    return None
+
+
+def _is_in_router(path: str, routers: Collection[str]) -> bool:
     inside = any(path == router or path.startswith(f"{router}.") for router in routers)
-    if (inside and "expert" not in path) or path.rpartition(".")[2] in ROUTER_NAMES:
-        return "router" if "router" in config.extra_modules else None
-    return part_name(path)
+    return (inside and "expert" not in path) or path.rpartition(".")[2] in ROUTER_NAMES
 
 
-def _layer(made: QuantisedModel, model: PreTrainedModel, path: str, module: Any, part: str) -> None:
-    name, config = f"{path}.weight", made.config
+def _quantise_layer(
+    quantised: QuantisedModel, model: PreTrainedModel, path: str, module: Any, part: str
+) -> None:
+    name, config = f"{path}.weight", quantised.config
     if isinstance(config, Simulated):
-        _simulate(made, name, module, "weight", part)
+        _simulate(quantised, name, module, "weight", part)
         return
     new: Int8Linear | E4M3Linear | QuantEmbedding
     if isinstance(module, nn.Linear):
         check_shape(config, path, module.weight)
         if isinstance(config, Int8):
-            new = Int8Linear(module, made.activations(path))
+            new = Int8Linear(module, quantised.activations(path))
         else:
             new = E4M3Linear(module, activations=isinstance(config, Fp8))
     elif type(module) is nn.Embedding:
         new = QuantEmbedding(module, int8=isinstance(config, Int8), dtype=lambda: model.dtype)
     else:
         raise UsageError(
-            f"rollout.quant.extra_modules: {path} is {type(module).__name__}, not a plain embedding; leave {part} out"
+            f"rollout.quant.extra_modules: {path} is {type(module).__name__}, not a plain "
+            f"embedding; leave {part} out"
         )
-    made.quantised_weights[name] = QuantisedWeight(
+    quantised.quantised_weights[name] = QuantisedWeight(
         part, tuple(module.weight.shape), new.set_weight, lambda: new.nbytes
     )
-    parent, _, own = path.rpartition(".")
-    setattr(model.get_submodule(parent), own, new)
+    parent, _, attribute = path.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, new)
 
 
-def _router(made: QuantisedModel, path: str, module: nn.Module) -> None:
-    if not isinstance(made.config, Simulated) or not isinstance(
-        getattr(module, "weight", None), nn.Parameter
-    ):
+def _quantise_router(quantised: QuantisedModel, path: str, module: nn.Module) -> None:
+    """Round the weight of a router that computes its scores itself."""
+    is_simulated = isinstance(quantised.config, Simulated)
+    if not is_simulated or not isinstance(getattr(module, "weight", None), nn.Parameter):
         raise UsageError(
-            f"rollout.quant.extra_modules: {path} computes its scores itself ({type(module).__name__}), so its weight cannot be "
-            f"replaced by {made.config.format} codes; leave router out"
+            f"rollout.quant.extra_modules: {path} computes its scores itself "
+            f"({type(module).__name__}), so its weight cannot be replaced by "
+            f"{quantised.config.format} codes; leave router out"
         )
-    _simulate(made, f"{path}.weight", module, "weight", "router")
+    _simulate(quantised, f"{path}.weight", module, "weight", "router")
 
 
-def _experts(made: QuantisedModel, path: str, module: Any) -> None:
-    config, names = made.config, (decode_experts.up_name(module), "down_proj")
+def _quantise_experts(quantised: QuantisedModel, path: str, module: Any) -> None:
+    config, names = quantised.config, (decode_experts.up_name(module), "down_proj")
     if isinstance(config, Simulated):
+        transposed = module.is_transposed
         for name in names:
-            _simulate(
-                made, f"{path}.{name}", module, name, "experts", transposed=module.is_transposed
-            )
+            _simulate(quantised, f"{path}.{name}", module, name, "experts", transposed=transposed)
         return
     shapes = [tuple(getattr(module, name).shape) for name in names]
     up, down = (getattr(module, name).detach() for name in names)
@@ -309,24 +362,31 @@ def _experts(made: QuantisedModel, path: str, module: Any) -> None:
         up, down = up.mT, down.mT
     for name, weight in zip(names, (up, down), strict=True):
         check_shape(config, f"{path}.{name}", weight)
-    own: CodedExperts | E4M3Experts
+    experts: CodedExperts | E4M3Experts
     if isinstance(config, Int8):
-        own = Int8Experts(up, down, [made.activations(f"{path}.{name}") for name in names])
+        activations = [quantised.activations(f"{path}.{name}") for name in names]
+        experts = Int8Experts(up, down, activations)
+    elif up.device.type == "cpu":
+        experts = E4M3Experts(up, down, activations=isinstance(config, Fp8))
     else:
-        kind = E4M3Experts if up.device.type == "cpu" else E4M3CodedExperts
-        own = kind(up, down, activations=isinstance(config, Fp8))
-    module.quantised = own
+        experts = E4M3CodedExperts(up, down, activations=isinstance(config, Fp8))
+    module.quantised = experts
     for name, shape, side in zip(names, shapes, ("up", "down"), strict=True):
         delattr(module, name)
-        made.quantised_weights[f"{path}.{name}"] = QuantisedWeight(
-            "experts", shape, _weight_setter(own, side, module), _byte_counter(own, side)
+        quantised.quantised_weights[f"{path}.{name}"] = QuantisedWeight(
+            "experts", shape, _weight_setter(experts, side, module), _byte_counter(experts, side)
         )
 
 
 def _weight_setter(experts: Any, side: str, module: Any) -> Callable[[Tensor], None]:
-    return lambda weight: getattr(experts, side).set_weight(
-        weight.mT if module.is_transposed else weight
-    )
+    """Return a function that sets a projection's weight, of the checkpoint's shape."""
+
+    def set_weight(weight: Tensor) -> None:
+        if module.is_transposed:
+            weight = weight.mT
+        getattr(experts, side).set_weight(weight)
+
+    return set_weight
 
 
 def _byte_counter(experts: Any, side: str) -> Callable[[], int]:
@@ -334,7 +394,7 @@ def _byte_counter(experts: Any, side: str) -> Callable[[], int]:
 
 
 def _simulate(
-    made: QuantisedModel,
+    quantised: QuantisedModel,
     name: str,
     module: nn.Module,
     attribute: str,
@@ -342,34 +402,38 @@ def _simulate(
     *,
     transposed: bool = False,
 ) -> None:
-    assert isinstance(made.config, Simulated)
-    bits = made.config.bits
+    """Round a weight in place, now and whenever it is set.
+
+    transposed: the weight is [..., in, out], so that its columns are rounded.
+    """
+    assert isinstance(quantised.config, Simulated)
+    bits = quantised.config.bits
 
     def set_weight(weight: Tensor) -> None:
-        rounded = fake_quantise(weight.mT, bits).mT if transposed else fake_quantise(weight, bits)
-        getattr(module, attribute).data.copy_(rounded)  # looked up now: a cast replaces its storage
+        if transposed:
+            rounded = fake_quantise(weight.mT, bits).mT
+        else:
+            rounded = fake_quantise(weight, bits)
+        # The attribute is looked up in every call, because a cast replaces its storage.
+        getattr(module, attribute).data.copy_(rounded)
 
     weight = getattr(module, attribute)
-    made.quantised_weights[name] = QuantisedWeight(
+    quantised.quantised_weights[name] = QuantisedWeight(
         part, tuple(weight.shape), set_weight, lambda: getattr(module, attribute).nbytes
     )
     set_weight(weight.detach())
 
 
-def _shares(model: PreTrainedModel) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
-
-
 @torch.no_grad()
 def _check_forward(model: PreTrainedModel) -> None:
+    """Raise UsageError unless a forward works and gives finite logits."""
     ids = torch.arange(2, device=model.device)[None]
     try:
         logits = model(input_ids=ids, use_cache=False).logits
     except AttributeError as error:
         raise UsageError(
-            f"rollout.quant: {type(model).__name__} reads weights past their layers ({error}), so they cannot be "
-            "replaced; leave rollout.quant out or use format = simulated"
+            f"rollout.quant: {type(model).__name__} reads weights past their layers ({error}), so "
+            "they cannot be replaced; leave rollout.quant out or use format = simulated"
         ) from error
     if not logits.isfinite().all():
         raise UsageError(

@@ -1,19 +1,32 @@
-"""What the parts of a model take before and after quantisation: counted, printed at the start, kept in run.json."""
+"""Bytes of the parts of a model before and after quantisation, for the log and for run.json."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from onepolicy.config.quant import QuantFormat
 
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
-"""Last names of modules that route, in checkpoints and in engines."""
+"""The last names of routers' modules, in checkpoints and in engines."""
+
+
+# Part and the words in a path that mark it; the first match counts
+_PARTS = (
+    ("norms", {"norm", "layernorm", "ln"}),
+    ("experts", {"experts", "expert"}),
+    ("attention", {"attn", "attention", "self"}),
+    ("embeddings", {"embed", "embeddings", "wte"}),
+    ("lm_head", {"head"}),
+    ("mlp", {"mlp", "feed", "ffn"}),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PartSize:
+    """The size of one part of a model, such as its experts."""
+
     part: str
     parameters: int
     bytes_before: int  # in the engine's dtype
@@ -21,53 +34,54 @@ class PartSize:
 
 
 def sum_by_part(sizes: Iterable[PartSize]) -> list[PartSize]:
-    """One per part, largest first."""
-    found: dict[str, PartSize] = {}
+    """Return one size per part, largest first."""
+    by_part: dict[str, list[PartSize]] = {}
     for size in sizes:
-        found[size.part] = _add(found[size.part], size) if size.part in found else size
-    return sorted(found.values(), key=lambda size: -size.parameters)
+        by_part.setdefault(size.part, []).append(size)
+    sums = [_sum(part, sizes_of_part) for part, sizes_of_part in by_part.items()]
+    return sorted(sums, key=lambda size: -size.parameters)
 
 
-def _add(a: PartSize, b: PartSize) -> PartSize:
-    return PartSize(a.part, *(x + y for x, y in zip(astuple(a)[1:], astuple(b)[1:], strict=True)))
+def _sum(name: str, sizes: Sequence[PartSize]) -> PartSize:
+    return PartSize(
+        name,
+        parameters=sum(size.parameters for size in sizes),
+        bytes_before=sum(size.bytes_before for size in sizes),
+        bytes_after=sum(size.bytes_after for size in sizes),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SizeReport:
-    """Of an engine's weights under rollout.quant."""
+    """The sizes of an engine's weights under rollout.quant."""
 
     config: QuantFormat
-    parts: list[PartSize]  # as `summed` returns them
-    method: str = ""  # what the engine makes of the format, where it is not ours
+    parts: list[PartSize]  # as `sum_by_part` returns them
+    method: str = ""  # an engine's own name of the format
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-ready, for run.json."""
-        totals = PartSize(
-            "all", *(sum(getattr(p, f.name) for p in self.parts) for f in fields(PartSize)[1:])
-        )
-        about = self.config.model_dump(mode="json") | (
-            {"method": self.method} if self.method else {}
-        )
-        return about | {"parts": [asdict(part) for part in [*self.parts, totals]]}
+        """Return a JSON-ready dict for run.json."""
+        report = self.config.model_dump(mode="json")
+        if self.method:
+            report["method"] = self.method
+        report["parts"] = [asdict(part) for part in [*self.parts, _sum("all", self.parts)]]
+        return report
 
     def describe(self) -> str:
+        """Return the line that is printed at the start."""
+        method = ""
+        if self.method:
+            method = f" ({self.method})"
         sizes = ", ".join(f"{p.part} {p.bytes_before:,} to {p.bytes_after:,}" for p in self.parts)
-        made = f" ({self.method})" if self.method else ""
-        return f"rollout.quant {self.config.format}{made}, bytes in the engine: {sizes}"
+        return f"rollout.quant {self.config.format}{method}, bytes in the engine: {sizes}"
 
 
 def part_name(name: str) -> str:
-    """The kind of part that a weight or module belongs to, by its path."""
+    """Return the part that a weight or module belongs to. `name` is its path."""
     if ROUTER_NAMES & set(name.split(".")):
         return "router"
-    words = name.replace("_", ".").split(".")
-    for part, marks in (
-        ("norms", {"norm", "layernorm", "ln"}),
-        ("experts", {"experts", "expert"}),
-        ("attention", {"attn", "attention", "self"}),
-        ("embeddings", {"embed", "embeddings", "wte"}),
-        ("lm_head", {"head"}),
-    ):
-        if marks & set(words):
+    words = set(name.replace("_", ".").split("."))
+    for part, marks in _PARTS:
+        if marks & words:
             return part
-    return "mlp" if {"mlp", "feed", "ffn"} & set(words) else "other"
+    return "other"

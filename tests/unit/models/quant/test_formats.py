@@ -131,7 +131,7 @@ def test_widest_bag_is_exact():
     own = Int8Experts(up, torch.ones(1, width, 4), (int8_rows, int8_rows))
     assert own.up.bags
     codes = torch.full((1, width), 127, dtype=torch.int8)
-    assert own.up._few(codes, torch.zeros(1, dtype=torch.int64)).tolist() == [
+    assert own.up.by_rows(codes, torch.zeros(1, dtype=torch.int64)).tolist() == [
         [127.0 * 127 * width] * 4
     ]
 
