@@ -25,7 +25,7 @@ from turn_tables import Outcome, figures, tables
 from turn_task import HELD_OUT, make_data, make_policy
 
 from onepolicy.config import EvalConfig, RunConfig, load
-from onepolicy.config.stored import read_config
+from onepolicy.config.stored_config import read_stored_config
 from onepolicy.report.png import write_figures
 from onepolicy.run import train as loop
 from onepolicy.run.eval_command import evaluate_model
@@ -121,7 +121,7 @@ def play(folder: Path, run: Path, arm: str, turns: int, seed: int, bits: int | N
             loop.start_run(load(RECIPE, settings), loop.Progress())
     path = run / "eval.json"
     if not path.exists():
-        config = RunConfig.model_validate(read_config(run).model_dump() | {"eval": JUDGED})
+        config = RunConfig.model_validate(read_stored_config(run).model_dump() | {"eval": JUDGED})
         path.write_text(json.dumps(evaluate_model(config, run, None)))
         print(f"{run.name}: {path.read_text()}", flush=True)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import onepolicy as op
 import onepolicy.correct.slots as slots_module
-from onepolicy.config.correction import presets
+from onepolicy.config.correction import correction_presets
 from onepolicy.plan.dry_run import PeakMemory
 from onepolicy.types import RoutingTrace
 from support.paths import ROOT
@@ -153,7 +153,9 @@ def test_parts_of_a_step_may_have_large_ids_too() -> None:
 
 
 def _sequence_gated() -> list[str]:
-    gates = {name: op.preset(name).gates for name in presets() if not op.preset(name).live}
+    gates = {
+        name: op.preset(name).gates for name in correction_presets() if not op.preset(name).live
+    }
     return [
         name for name, found in gates.items() if found and all(g.scope == "sequence" for g in found)
     ]

@@ -19,9 +19,9 @@ from onepolicy.build.engines import BuildEngine, build_engine, check_engine_capa
 from onepolicy.build.learner import build_learner, build_scorer, resolve_model
 from onepolicy.config import (
     DuplicateRoutes,
-    FromRollout,
     HFEngineConfig,
     ModelConfig,
+    RolloutReplay,
     RunConfig,
     SGLangConfig,
     UsageError,
@@ -76,7 +76,7 @@ def build_environment(
     """Return the task, the tokenizer and the longest sequence allowed, checked together."""
     tokenizer, max_len = load_tokenizer_and_max_len(config, model)
     duplicate_routes: DuplicateRoutes = "as-sampled"
-    if isinstance(config.replay, FromRollout):
+    if isinstance(config.replay, RolloutReplay):
         duplicate_routes = config.replay.duplicate_routes
     environment = make_environment(
         config.task, tokenizer, max_len=max_len, duplicate_routes=duplicate_routes
@@ -325,13 +325,13 @@ def check_quant_support(config: RunConfig) -> None:
 
 def uses_reprefill(config: RunConfig) -> bool:
     """Return whether a second forward records the routes."""
-    return isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
+    return isinstance(config.replay, RolloutReplay) and config.replay.source == "reprefill"
 
 
 def route_spec_of(config: RunConfig, routers: Routers) -> RouteSpec:
     """Return the expected form of a run's routes."""
     missing: Literal["error", "native", "fine"] = "fine"
-    if isinstance(config.replay, FromRollout) and config.replay.source == "engine":
+    if isinstance(config.replay, RolloutReplay) and config.replay.source == "engine":
         missing = config.replay.missing
     return RouteSpec(routers.layers, routers.num_experts, routers.top_k, missing)
 

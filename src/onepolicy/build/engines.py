@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 
-from onepolicy.config import FromRollout, RunConfig, UsageError, WeightsReplay
+from onepolicy.config import RolloutReplay, RunConfig, UsageError, WeightsReplay
 from onepolicy.interfaces import EngineCaps, RolloutEngine
 from onepolicy.rollout.spec import EngineSpec
 
@@ -31,7 +31,7 @@ def check_engine_capabilities(config: RunConfig, caps: EngineCaps, top_logprobs:
     if top_logprobs > caps.top_logprobs:
         raise UsageError(_too_few_logprobs(config, caps.top_logprobs, top_logprobs))
     mode = config.replay.mode
-    if not isinstance(config.replay, FromRollout) or config.replay.source == "reprefill":
+    if not isinstance(config.replay, RolloutReplay) or config.replay.source == "reprefill":
         return
     if not caps.returns_routes:
         raise UsageError(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.config.policy import PolicyConfig, cached_path
+from onepolicy.config.policy import PolicyConfig, cached_policy_path
 from onepolicy.models.load import DTYPES, empty_model, load_model, parse_device, read_config
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
@@ -31,7 +31,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     """Replace the path `tiny` by the policy's folder in the user's cache."""
     if model.path != "tiny":
         return model
-    path = cached_path(PolicyConfig())
+    path = cached_policy_path(PolicyConfig())
     if not path.is_dir():
         raise UsageError(
             "model.path: the tiny policy has not been made yet; run `onepolicy make-policy` once"
@@ -197,10 +197,11 @@ def build_critic(
     sharding: FSDPSharding | None = None,
 ) -> Critic | None:
     """Build a critic that starts from the policy's weights, if the objective has one."""
-    if config.objective.critic is None:
+    if not config.objective.has_critic:
         return None
     from onepolicy.train.critic import Critic
 
     trained = load_training_model(model.model_copy(update={"lm_head": "same"}), device)
     protect = "value" in config.correction.protect
+    assert config.objective.critic is not None, "the settings set it with baseline = critic"
     return Critic(trained, config.objective.critic, config.optim, sharding, protect=protect)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from onepolicy.build.learner import resolve_model
-from onepolicy.config import FromRollout, RunConfig, UsageError, resolve
+from onepolicy.config import RolloutReplay, RunConfig, UsageError, resolve
 from onepolicy.config.measure import measure_settings
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import is_moe
@@ -16,7 +16,7 @@ def measure_config(tree: dict[str, Any], overrides: list[str], path: str | None)
     tree, config = measure_settings(tree, overrides, path)
     if not is_moe(read_config(resolve_model(config.model))):
         return resolve(tree | {"replay": {"mode": "off"}}, overrides)
-    if not isinstance(config.replay, FromRollout):
+    if not isinstance(config.replay, RolloutReplay):
         raise UsageError(
             f"replay.mode: {config.replay.mode}, but measure scores with the rollout's routes and "
             "without; leave it out"

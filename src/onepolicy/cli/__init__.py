@@ -20,7 +20,7 @@ from onepolicy.cli.plan import add_plan
 from onepolicy.cli.show_config import add_config
 from onepolicy.cli.streams import tolerant_streams
 from onepolicy.cli.train import add_train
-from onepolicy.config import NotThere, TrainingError, UsageError, printable
+from onepolicy.config import ServiceUnavailable, TrainingError, UsageError, printable
 
 RESULT_IN_FILES = ("train", "make-policy")
 """Commands whose exit status does not depend on stdout: their results are files."""
@@ -74,8 +74,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return int(arguments.run(arguments) or 0)
     except UsageError as error:
         print(f"onepolicy: {error}", file=sys.stderr)
-        if isinstance(error, NotThere):
-            return NotThere.EXIT
+        if isinstance(error, ServiceUnavailable):
+            return ServiceUnavailable.EXIT
         return 2
     except TrainingError as error:
         print(f"onepolicy: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onepolicy.cli.common import Commands, add_command, print_status
 from onepolicy.config import UsageError
-from onepolicy.config.place import check_folder
+from onepolicy.config.output_paths import check_output_folder
 
 
 def add_audit(commands: Commands) -> None:
@@ -54,7 +54,7 @@ def add_audit(commands: Commands) -> None:
 def run_audit(arguments: argparse.Namespace) -> None:
     """Audit one dump, or two side by side."""
     if arguments.out is not None:
-        check_folder("--out", arguments.out)
+        check_output_folder("--out", arguments.out)
     paths = [path for path in (arguments.dump, arguments.other) if path is not None]
     print_status(f"reading {' and '.join(map(str, paths))}")
     for path in paths:

@@ -6,12 +6,14 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onepolicy.cli.parser import Parser
 from onepolicy.config import Frozen, RunConfig, UsageError, printable
+from onepolicy.config.idle import Idle, describe_idle
+from onepolicy.config.renamed import rename_overrides
 
 if TYPE_CHECKING:
     from onepolicy.interfaces import Progress
@@ -59,6 +61,25 @@ def refuse_model_path(overrides: list[str], command: str) -> None:
 def print_status(text: str) -> None:
     """Print the current action on stderr at once. stdout is for results only."""
     print(f"onepolicy: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def warn_idle(settings: Iterable[Idle], overrides: Sequence[str] | None = None) -> None:
+    """Write one line on stderr for settings that change nothing, if there are any.
+
+    overrides: only those that these overrides set; None: all.
+    """
+    found = list(settings)
+    if overrides is not None:
+        current, _ = rename_overrides(overrides, RunConfig.renamed)
+        names = [override.partition("=")[0] for override in current]
+        found = [each for each in found if is_set_by(each.setting, names)]
+    if found:
+        print_status(describe_idle(found))
+
+
+def is_set_by(setting: str, names: Sequence[str]) -> bool:
+    """Return whether overrides with these names set a setting, or a section that it is in."""
+    return any(setting == name or setting.startswith(f"{name}.") for name in names)
 
 
 @contextmanager

@@ -12,10 +12,12 @@ from onepolicy.cli.common import (
     add_command,
     prepare_process,
     print_status,
+    warn_idle,
 )
 from onepolicy.config import RunConfig, UsageError, read_recipe
 from onepolicy.config.address import check_host, check_port
 from onepolicy.config.engine import ENGINE_KINDS, ServeConfig
+from onepolicy.config.idle import idle_engine_settings
 from onepolicy.config.load import resolve_as
 
 
@@ -97,6 +99,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     check_host(arguments.host, "--host")
     check_port(arguments.port, "--port")
     config = resolve_as(ServeConfig, {}, arguments.overrides)
+    warn_idle(idle_engine_settings(config))
     prepare_process(None)
     from rich.console import Console
 

@@ -15,10 +15,12 @@ from onepolicy.cli.common import (
     prepare_process,
     print_status,
     refuse_model_path,
+    warn_idle,
 )
 from onepolicy.config import RunConfig, UsageError, read_recipe, resolve
-from onepolicy.config.present import check_model, check_task
-from onepolicy.config.stored import CONFIG, read_config
+from onepolicy.config.idle import idle_settings
+from onepolicy.config.input_files import check_model_path, check_task_files
+from onepolicy.config.stored_config import CONFIG, read_stored_config
 
 
 def add_eval(commands: Commands) -> None:
@@ -58,20 +60,21 @@ def run_eval(arguments: argparse.Namespace) -> None:
     run: Path | None = None
     if path.is_dir():
         run = path
-        tree = read_config(path).model_dump()
+        tree = read_stored_config(path).model_dump()
         refuse_model_path(arguments.overrides, f"eval {path}")
     else:
         tree = read_recipe(path)
     config = resolve({"out": "unused", "steps": 1, **tree}, arguments.overrides)
+    warn_idle(idle_settings(config), arguments.overrides)
     if run is None and arguments.step is not None:
         raise UsageError(
             f"--step: {path} is a recipe, not a run folder; set model.path=... instead"
         )
     loaded = f"a checkpoint of {path}"
     if run is None:
-        check_model(config.model.path)
+        check_model_path(config.model.path)
         loaded = config.model.path
-    check_task(config.task, config.eval.problems)
+    check_task_files(config.task, config.eval.problems)
     prepare_process(config.train.threads)
     print_status(f"loading {loaded}")
     from onepolicy.run.eval_command import evaluate_model

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onepolicy.cli.common import Commands, add_command, prepare_process, print_status
+from onepolicy.cli.common import Commands, add_command, prepare_process, print_status, warn_idle
+from onepolicy.config.idle import idle_policy_settings
+from onepolicy.config.input_files import check_task_files
 from onepolicy.config.load import resolve_as
-from onepolicy.config.place import check_place
+from onepolicy.config.output_paths import check_output_path
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.config.present import check_task
 
 
 def add_make_policy(commands: Commands) -> None:
@@ -38,11 +39,12 @@ def run_make_policy(arguments: argparse.Namespace) -> None:
     """Make the policy and write it to --out or the user's cache."""
     print_status("reading the settings of the policy")
     config = resolve_as(PolicyConfig, {}, arguments.overrides)
+    warn_idle(idle_policy_settings(config))
     out: Path | None = None
     if arguments.out:
         out = Path(arguments.out)
-        check_place("--out", out)
-    check_task(config.task)
+        check_output_path("--out", out)
+    check_task_files(config.task)
     prepare_process(config.threads)
     from onepolicy.run.make_policy import make_policy
 

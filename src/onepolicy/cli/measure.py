@@ -15,13 +15,15 @@ from onepolicy.cli.common import (
     prepare_process,
     print_status,
     status_printer,
+    warn_idle,
 )
 from onepolicy.cli.parser import Parser
 from onepolicy.config import RunConfig, UsageError, read_recipe
-from onepolicy.config.measure import engine_settings, measure_settings, prompt_settings
+from onepolicy.config.idle import idle_settings
+from onepolicy.config.input_files import check_model_path, check_task_files
+from onepolicy.config.measure import engine_overrides, measure_settings, task_settings
 from onepolicy.config.numerics import ON_POLICY, Numerics
-from onepolicy.config.place import check_place
-from onepolicy.config.present import check_model, check_task
+from onepolicy.config.output_paths import check_output_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -132,9 +134,10 @@ def run_measure(arguments: argparse.Namespace) -> int:
     if model:
         overrides = [f"model.path={model}", *overrides]
     _, config = measure_settings(tree, overrides, loaded)
+    warn_idle(idle_settings(config), overrides)
     if not arguments.tiny:  # a missing tiny policy is replaced by a random one
-        check_model(config.model.path)
-    check_task(config.task)
+        check_model_path(config.model.path)
+    check_task_files(config.task)
     prepare_process(config.train.threads)
     return _measure(arguments, tree, overrides, config.model.path, out)
 
@@ -146,7 +149,7 @@ def _model_and_overrides(arguments: argparse.Namespace) -> tuple[str | None, lis
     """
     overrides = list(arguments.overrides)
     if arguments.engine:
-        overrides = [*engine_settings(arguments.engine), *overrides]
+        overrides = [*engine_overrides(arguments.engine), *overrides]
     if arguments.quant:
         overrides = [f"rollout.quant.format={arguments.quant}", *overrides]
     if arguments.numerics:
@@ -174,7 +177,7 @@ def _recipe_settings(arguments: argparse.Namespace) -> dict[str, Any]:
             "--png: numerics = on-policy compares bits and draws no figure; leave it out"
         )
     if arguments.prompts:
-        tree["task"] = prompt_settings(arguments.prompts)
+        tree["task"] = task_settings(arguments.prompts)
     return tree
 
 
@@ -244,7 +247,7 @@ def _show_bitwise(found: Bitwise, out: Path | None, console: Console) -> int:
 
 def _require_new(out: Path) -> None:
     """Raise UsageError if the folder exists or cannot be made."""
-    check_place("--out", out)
+    check_output_path("--out", out)
     if os.path.lexists(out):
         raise UsageError(f"--out: {out} already exists; choose another folder")
     try:

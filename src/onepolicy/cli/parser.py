@@ -8,8 +8,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from onepolicy.config.base import Frozen, printable
-from onepolicy.config.load import VARIANT
-from onepolicy.config.near import did_you_mean, near, paths_of, settings_like, settings_named
+from onepolicy.config.load import VARIANT_KEYS
+from onepolicy.config.spelling import (
+    closest_name,
+    did_you_mean,
+    paths_of,
+    settings_with_name,
+    similar_settings,
+)
 
 SAME_OPTION = 0.65
 """Least similarity (difflib) at which an option is suggested: --out for --output."""
@@ -121,26 +127,26 @@ class Parser(argparse.ArgumentParser):
         inside = [each for each in paths if each.startswith(f"{found[0]}.")]
         if not inside:
             return found[0]
-        variants = [f"{found[0]}.{each}" for each in (*VARIANT, "path")]
+        variants = [f"{found[0]}.{each}" for each in (*VARIANT_KEYS, "path")]
         return next((each for each in variants if each in inside), None)
 
     def _similar_settings(self, name: str, paths: list[str]) -> list[str]:
         assert self.settings is not None
         if name in paths:
             return [name]
-        found = settings_named(name, paths)
+        found = settings_with_name(name, paths)
         if not found:
             renamed = self.settings.renamed.items()
             found = [new for old, new in renamed if name in (old, old.rpartition(".")[2])]
         if not found and self._similar_option(name) is None:
-            found = settings_like(name, paths)
+            found = similar_settings(name, paths)
         return found
 
     def _options(self) -> list[str]:
         return [each[2:] for each in self._option_string_actions if each.startswith("--")]
 
     def _similar_option(self, name: str) -> str | None:
-        return near(name, self._options(), SAME_OPTION)
+        return closest_name(name, self._options(), SAME_OPTION)
 
     def _describe_unknown(self, option: str) -> str:
         text = f"{self.prog} has no option {option}"

@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onepolicy.cli.common import Commands, add_command, prepare_process, print_status
+from onepolicy.cli.common import Commands, add_command, prepare_process, print_status, warn_idle
 from onepolicy.cli.parser import Parser
 from onepolicy.config import RunConfig, UsageError, load
-from onepolicy.config.place import check_place
+from onepolicy.config.idle import idle_settings
+from onepolicy.config.output_paths import check_output_path
 
 if TYPE_CHECKING:
     from onepolicy.plan.hardware import Cluster
@@ -113,8 +114,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
     cluster = parse_cluster(arguments.cluster, arguments.constant)
     config = load(arguments.recipe, arguments.overrides)
+    warn_idle(idle_settings(config))
     if arguments.json is not None:
-        check_place("--json", arguments.json)
+        check_output_path("--json", arguments.json)
         if not arguments.json.resolve().parent.is_dir():
             raise UsageError(f"--json: no folder {arguments.json.parent}; make it first")
         if arguments.json.is_dir():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from onepolicy.cli.common import Commands, add_command
+from onepolicy.cli.common import Commands, add_command, warn_idle
 from onepolicy.config import RunConfig, UsageError, load
+from onepolicy.config.idle import idle_settings
 
 
 def add_config(commands: Commands) -> None:
@@ -41,7 +42,9 @@ def _settings(recipe: str, overrides: list[str]) -> str:
         return _presets(recipe, *overrides)
     from onepolicy.config.as_toml import as_toml
 
-    return as_toml(load(recipe, overrides))
+    config = load(recipe, overrides)
+    warn_idle(idle_settings(config))
+    return as_toml(config)
 
 
 def _presets(kind: str, *name: str) -> str:

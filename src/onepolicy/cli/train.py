@@ -18,12 +18,15 @@ from onepolicy.cli.common import (
     prepare_process,
     print_status,
     refuse_model_path,
+    warn_idle,
 )
 from onepolicy.config import RunConfig, UsageError, load, resolve
+from onepolicy.config.idle import idle_settings
+from onepolicy.config.input_files import check_input_files, check_task_files
 from onepolicy.config.load import parse_value
-from onepolicy.config.place import check_new, check_resumable, claimed
-from onepolicy.config.present import check_present, check_task
-from onepolicy.config.stored import CONFIG, read_config
+from onepolicy.config.output_paths import check_new_run_folder, check_resumable, claim_run_folder
+from onepolicy.config.renamed import without_warnings
+from onepolicy.config.stored_config import CONFIG, read_stored_config
 
 RESUME_SETTINGS = ("rollout.engine.url", "rollout.engine.token_env", "train.rank_timeout")
 """Settings that a resumed run may change, besides cluster.* and RESUME_COUNTS."""
@@ -113,8 +116,10 @@ def _torchrun_rank() -> int:
 
 def _start(arguments: argparse.Namespace, overrides: list[str]) -> int:
     print_status(f"reading {arguments.recipe}")
-    with _free_run_folder(load(arguments.recipe, overrides), overrides) as config:
-        check_present(config, evaluates=config.eval.every > 0)
+    config = load(arguments.recipe, overrides)
+    warn_idle(idle_settings(config))
+    with _free_run_folder(config, overrides) as config:
+        check_input_files(config, evaluates=config.eval.every > 0)
         arguments.folder = Path(config.out)
         print(f"run folder: {config.out}", flush=True)
         prepare_process(config.train.threads)
@@ -138,10 +143,10 @@ def _free_run_folder(config: RunConfig, overrides: list[str]) -> Iterator[RunCon
     an `out` in the command is not free.
     """
     if _out_override(overrides) is not None:
-        check_new(Path(config.out))
+        check_new_run_folder(Path(config.out))
         yield config
         return
-    with claimed(Path(config.out)) as out:
+    with claim_run_folder(Path(config.out)) as out:
         if out != Path(config.out):
             config = config.model_copy(update={"out": str(out)})
         yield config
@@ -170,7 +175,9 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
         out = _fork_out(overrides)
         command = ["train", "--from", arguments.fork, *overrides]
         return supervise(out, command, _resume_command(out), restarts, print_status)
-    with _free_run_folder(load(arguments.recipe, overrides), overrides) as config:
+    with without_warnings():  # the process that trains writes them
+        config = load(arguments.recipe, overrides)
+    with _free_run_folder(config, overrides) as config:
         out = Path(config.out)
         command = ["train", arguments.recipe, *overrides]
         if _out_override(overrides) is None:  # without it, every start would choose a new folder
@@ -196,7 +203,7 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
     counts, settings = _resume_changes(overrides, path)
     print_status(f"reading {path}")
     check_resumable(path)
-    config = read_config(path)
+    config = read_stored_config(path)
     arguments.folder = path
     if settings:
         config = resolve(config.model_dump(), settings)
@@ -242,7 +249,7 @@ def _check_task(config: RunConfig) -> None:
     evaluated = 0
     if config.eval.every:
         evaluated = config.eval.problems
-    check_task(config.task, evaluated)
+    check_task_files(config.task, evaluated)
 
 
 def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -250,7 +257,8 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     arguments.folder = _fork_out(overrides)
     refuse_model_path(overrides, f"--from {source}")
     print_status(f"reading {source}")
-    config = _forked_config(read_config(_run_folder_of(source)), overrides)
+    config = _forked_config(read_stored_config(_run_folder_of(source)), overrides)
+    warn_idle(idle_settings(config))
     _check_task(config)
     prepare_process(None)
     print_status(f"loading a checkpoint of {source}")
@@ -272,7 +280,7 @@ def _fork_out(overrides: list[str]) -> Path:
     out = _out_override(overrides)
     if out is None:
         raise UsageError("--from: give the new run a folder with out=...")
-    check_new(out)
+    check_new_run_folder(out)
     return out
 
 

@@ -1,6 +1,6 @@
-"""Typed, frozen settings. Importing this package loads no torch (tests/unit/test_imports.py holds that)."""
+"""Typed, frozen settings. Importing this package loads no torch (tests/unit/test_imports.py)."""
 
-from onepolicy.config.base import Frozen, NotThere, TrainingError, UsageError, printable
+from onepolicy.config.base import Frozen, ServiceUnavailable, TrainingError, UsageError, printable
 from onepolicy.config.correction import CorrectionConfig, Gate, Weight
 from onepolicy.config.engine import (
     EngineConfig,
@@ -12,18 +12,18 @@ from onepolicy.config.engine import (
 )
 from onepolicy.config.load import apply_override, load, read_recipe, resolve
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
-from onepolicy.config.objective import (
+from onepolicy.config.objective import ObjectiveConfig
+from onepolicy.config.quant import Fp8, Fp8Weight, Int8, QuantFormat, Simulated
+from onepolicy.config.replay import (
     R2,
     R3,
     DuplicateRoutes,
-    FromRollout,
-    ObjectiveConfig,
     ReplayConfig,
     ReplayOff,
+    RolloutReplay,
     SoftReplay,
     WeightsReplay,
 )
-from onepolicy.config.quant import Fp8, Fp8Weight, Int8, QuantFormat, Simulated
 from onepolicy.config.rollout import EvalConfig, RolloutConfig, SamplingConfig
 from onepolicy.config.run import CheckpointConfig, LogConfig, RunConfig
 from onepolicy.config.task import (
@@ -56,7 +56,6 @@ __all__ = [
     "EvalConfig",
     "Fp8",
     "Fp8Weight",
-    "FromRollout",
     "Frozen",
     "Gate",
     "GymTask",
@@ -66,7 +65,6 @@ __all__ = [
     "JsonlTask",
     "LogConfig",
     "ModelConfig",
-    "NotThere",
     "ObjectiveConfig",
     "OptimConfig",
     "PromptsTask",
@@ -76,11 +74,13 @@ __all__ = [
     "ReplayConfig",
     "ReplayOff",
     "RolloutConfig",
+    "RolloutReplay",
     "RunConfig",
     "SGLangConfig",
     "SamplingConfig",
     "SearchTool",
     "ServerEngineConfig",
+    "ServiceUnavailable",
     "Simulated",
     "SoftReplay",
     "TaskConfig",

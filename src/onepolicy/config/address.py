@@ -1,4 +1,4 @@
-"""Addresses of servers and of Ray: refused before anything is asked, with the setting they stand in."""
+"""Addresses of servers and of Ray, checked before anything connects to them."""
 
 from __future__ import annotations
 
@@ -8,75 +8,87 @@ from urllib.parse import SplitResult, urlsplit
 
 from onepolicy.config.base import UsageError
 
-LAST_PORT = 65535
+LARGEST_PORT = 65535
+URL_HINT = "e.g. http://127.0.0.1:8000"
 
 
 def check_url(url: str, setting: str = "rollout.engine.url") -> SplitResult:
-    """Return the parts of a server's address. UsageError, which repeats no secret, for one that is none."""
+    """Return the parts of a server's address.
+
+    Raises UsageError, which repeats no secret, if it is not the address of a server.
+    """
     if any(mark in url for mark in "@?#"):
         raise UsageError(
-            f"{setting}: has a user, a password or a query in it, which files and messages of the run would "
-            "show; put a token in an environment variable and name that in rollout.engine.token_env"
+            f"{setting}: has a user, a password or a query in it, which files and messages of the "
+            "run would show; put a token in an environment variable and name that in "
+            "rollout.engine.token_env"
         )
-    mend = "e.g. http://127.0.0.1:8000"
     try:
         parts = urlsplit(url)
         port = parts.port
         host = parts.hostname or ""
     except ValueError as error:
         raise UsageError(
-            f"{setting}: {url!r} is not the address of a server ({error}); {mend}"
+            f"{setting}: {url!r} is not the address of a server ({error}); {URL_HINT}"
         ) from None
-    if parts.scheme not in ("http", "https") or not host or "\\" in url:
-        raise UsageError(
-            f"{setting}: {url!r} is not the address of a server (http:// or https://); {mend}"
-        )
-    if "[" in parts.netloc and not re.fullmatch(
-        r"\[[0-9a-f:.]+\](:[0-9]+)?", parts.netloc, re.IGNORECASE
-    ):
-        raise UsageError(
-            f"{setting}: {url!r} is not the address of a server (IPv6 reads [::1]:8000); {mend}"
-        )
-    if port == 0 or parts.netloc.endswith(":"):
-        raise UsageError(
-            f"{setting}: {url!r} has no port that a server can have, 1 to {LAST_PORT}; {mend}"
-        )
-    if why := _no_host(host):
-        raise UsageError(f"{setting}: {url!r}: {why}; {mend}")
-    if any(character.isspace() or not character.isprintable() for character in url):
-        raise UsageError(f"{setting}: {url!r} has a space or a control character in it; {mend}")
+    problem = _problem_of_url(url, parts, host, port)
+    if problem is not None:
+        raise UsageError(f"{setting}: {url!r} {problem}; {URL_HINT}")
     return parts
 
 
+def _problem_of_url(url: str, parts: SplitResult, host: str, port: int | None) -> str | None:
+    """Return the reason why no server can have this address, or None."""
+    if parts.scheme not in ("http", "https") or not host or "\\" in url:
+        return "is not the address of a server (http:// or https://)"
+    ipv6 = r"\[[0-9a-f:.]+\](:[0-9]+)?"
+    if "[" in parts.netloc and not re.fullmatch(ipv6, parts.netloc, re.IGNORECASE):
+        return "is not the address of a server (IPv6 reads [::1]:8000)"
+    if port == 0 or parts.netloc.endswith(":"):
+        return f"has no port that a server can have, 1 to {LARGEST_PORT}"
+    problem = _problem_of_host(host)
+    if problem is not None:
+        return f"is not the address of a server ({problem})"
+    if any(character.isspace() or not character.isprintable() for character in url):
+        return "has a space or a control character in it"
+    return None
+
+
 def check_host(host: str, setting: str) -> None:
-    """UsageError for what cannot be the name or number of a machine."""
-    if why := _no_host(host.removeprefix("[").removesuffix("]")):
-        raise UsageError(f"{setting}: {host!r}: {why}; give a name or a number, e.g. 127.0.0.1")
+    """Raise UsageError if this cannot be the name or number of a machine."""
+    problem = _problem_of_host(_without_brackets(host))
+    if problem is not None:
+        raise UsageError(f"{setting}: {host!r}: {problem}; give a name or a number, e.g. 127.0.0.1")
 
 
 def check_port(port: int, setting: str) -> None:
-    """UsageError for what no server can listen at."""
-    if not 1 <= port <= LAST_PORT:
-        raise UsageError(f"{setting}: {port} is no port; give one from 1 to {LAST_PORT}")
+    """Raise UsageError if no server can listen at this port."""
+    if not 1 <= port <= LARGEST_PORT:
+        raise UsageError(f"{setting}: {port} is no port; give one from 1 to {LARGEST_PORT}")
 
 
 def check_ray_address(address: str) -> None:
-    """UsageError for what is neither `auto` nor host:port."""
+    """Raise UsageError if this is neither `auto` nor host:port."""
     if address == "auto":
         return
     host, colon, port = address.rpartition(":")
-    wrong = "://" in address or not (colon and port.isascii() and port.isdecimal())
-    wrong = wrong or (":" in host and not host.startswith("["))
-    wrong = wrong or _no_host(host.removeprefix("[").removesuffix("]")) is not None
-    if wrong or len(port) > len(str(LAST_PORT)) or not 1 <= int(port) <= LAST_PORT:
-        raise UsageError(
-            f"cluster.address: {address!r} is not host:port of a running Ray, nor auto (ports are 1 to {LAST_PORT}); "
-            "this machine must be one of its nodes (`ray start --address=...`)"
-        )
+    digits = port.isascii() and port.isdecimal() and len(port) <= len(str(LARGEST_PORT))
+    is_port = bool(colon) and digits and 1 <= int(port) <= LARGEST_PORT
+    is_host = "://" not in address and (":" not in host or host.startswith("["))
+    if is_port and is_host and _problem_of_host(_without_brackets(host)) is None:
+        return
+    raise UsageError(
+        f"cluster.address: {address!r} is not host:port of a running Ray, nor auto (ports are 1 to "
+        f"{LARGEST_PORT}); this machine must be one of its nodes (`ray start --address=...`)"
+    )
 
 
-def _no_host(host: str) -> str | None:
-    """Why this names no machine, as far as that can be said without asking for it."""
+def _without_brackets(host: str) -> str:
+    return host.removeprefix("[").removesuffix("]")
+
+
+def _problem_of_host(host: str) -> str | None:
+    """Return the reason why no machine can have this name, or None. Asks no name server."""
     if not host:
         return "no host"
     if any(

@@ -1,4 +1,4 @@
-"""How rollout/trainer mismatch is corrected: one ratio, one weight, gates that reject, and what they leave alone."""
+"""How rollout/trainer mismatch is corrected: one ratio, one weight, and gates that reject."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from onepolicy.config.base import Frozen, Many
-from onepolicy.config.near import did_you_mean
+from onepolicy.config.base import Frozen, LargeCount
+from onepolicy.config.spelling import did_you_mean
 
 Ratio = Literal["old/rollout", "new/rollout"]
-Term = Literal["kl", "entropy", "value"]
-TERMS: tuple[Term, ...] = ("kl", "entropy", "value")
+LossTerm = Literal["kl", "entropy", "value"]
+LOSS_TERMS: tuple[LossTerm, ...] = ("kl", "entropy", "value")
 
-# name: (smallest value, value where both engines agree, largest value); None: unbounded, or no fixed value
+# name: (smallest value, value where both engines agree, largest value); None: unbounded, or no
+# fixed value
 STATISTICS: dict[str, tuple[float | None, float | None, float | None]] = {
     "ratio": (0, 1, None),
     "k1": (None, 0, None),
@@ -30,64 +31,80 @@ STATISTICS: dict[str, tuple[float | None, float | None, float | None]] = {
     "trainer_prob": (0, None, 1),
 }
 HEAD_SIZE = 16
-TABLE = Path(__file__).with_name("corrections.toml")
-ALIASES = {"off": "recompute", "bypass": "ppo-is"}
+PRESETS_FILE = Path(__file__).with_name("corrections.toml")
+PRESET_ALIASES = {"off": "recompute", "bypass": "ppo-is"}
 
 
 class Bounds(Frozen):
-    """Inclusive bounds; either may be missing. Bounds of a ratio are on rho itself, never on 1 / rho."""
+    """Inclusive bounds. Either may be missing. Bounds of a ratio are on rho itself, not 1 / rho."""
 
     low: float | None = None
+    """Lower bound, inclusive. Unset: none."""
     high: float | None = None
+    """Upper bound, inclusive. Unset: none."""
 
     @property
     def bounded(self) -> bool:
         return self.low is not None or self.high is not None
 
-    def _check(
-        self, what: str, least: float | None, agree: float | None, most: float | None
+    def _check_bounds(
+        self, setting: str, least: float | None, agree: float | None, most: float | None
     ) -> None:
-        """Refuse bounds that reject everything, nothing, or engines that agree exactly."""
+        """Refuse bounds that reject everything, nothing, or engines that agree exactly.
+
+        least, agree, most: smallest value, value where both engines agree, largest value.
+        """
         low, high = self.low, self.high
         if low is not None and high is not None and low > high:
             raise ValueError(
-                f"{what}: low {low} is above high {high}, so nothing is inside; swap them"
+                f"{setting}: low {low} is above high {high}, so nothing is inside; swap them"
             )
         if low is not None and least is not None and low <= least:
             raise ValueError(
-                f"{what}: low {low} has no effect, the value is never below {least:g}; leave it out"
+                f"{setting}: low {low} bounds nothing, the value is never below {least:g}; leave "
+                "it out"
             )
         if high is not None and most is not None and high >= most:
             raise ValueError(
-                f"{what}: high {high} has no effect, the value is never above {most:g}; leave it out"
+                f"{setting}: high {high} bounds nothing, the value is never above {most:g}; leave "
+                "it out"
             )
-        if agree is not None and (
-            (low is not None and low > agree) or (high is not None and high < agree)
-        ):
+        if agree is not None and not self._contains(agree):
             raise ValueError(
-                f"{what}: bounds [{low}, {high}] leave out {agree:g}, the value where both engines agree; widen them"
+                f"{setting}: bounds [{low}, {high}] leave out {agree:g}, the value where both "
+                "engines agree; widen them"
             )
+
+    def _contains(self, value: float) -> bool:
+        above = self.low is None or self.low <= value
+        return above and (self.high is None or value <= self.high)
 
 
 class Weight(Bounds):
-    """What the surrogate of a slot is multiplied by. Sequence: the product of the ratios; geometric: their mean in
-    log space, a length-invariant score and not an importance weight."""
+    """The factor on a slot's surrogate.
+
+    sequence: the product of the ratios. geometric: their mean in log space, a length-invariant
+    score and not an importance weight.
+    """
 
     level: Literal["none", "token", "turn", "geometric", "sequence"] = "none"
+    """Weight of a slot: 1, its ratio, the product over its turn or sequence, or the sequence's
+    geometric mean."""
     outside: Literal["clip", "zero"] = "clip"
-    """A weight outside the bounds is moved to the nearest one, or its slots are rejected."""
+    """A weight outside the bounds is moved to the nearest bound, or its slots are rejected."""
 
     @model_validator(mode="after")
-    def _takes_effect(self) -> Self:
+    def _check_level(self) -> Self:
         if self.level == "none" and self.bounded:
             raise ValueError(
-                "correction.weight: low and high have no effect with level = none; set weight.level or a preset"
+                "correction.weight: low and high bound a weight, but level = none; set "
+                "weight.level or a preset, or leave them out"
             )
         if self.outside == "zero" and not self.bounded:
             raise ValueError(
-                "correction.weight: outside = zero has no effect without low or high; set a bound"
+                "correction.weight: outside = zero rejects nothing without low or high; set a bound"
             )
-        self._check("correction.weight", 0, 1, None)
+        self._check_bounds("correction.weight", 0, 1, None)
         return self
 
     @property
@@ -96,11 +113,13 @@ class Weight(Bounds):
 
 
 class Gate(Bounds):
-    """Rejects slots whose statistic is out of bounds. Evaluated on the original mask; all gates must pass.
+    """A rule that rejects slots whose statistic is out of bounds.
 
-    With l = log rho and p, q the probabilities of the trainer and the rollout engine: ratio (aggregated in log space),
-    k1 = -l, k2 = l^2 / 2, k3 = rho - 1 - l, exp_abs = exp |l|, prob_diff = p - q, tv = |p - q|, binary_kl =
-    KL(Bernoulli(q) || Bernoulli(p)), binary_kl_sym = the larger of both directions, trainer_prob = p.
+    Gates are evaluated on the original mask, and a slot must pass all of them. With l = log rho and
+    p, q the probabilities of the trainer and the rollout engine: ratio (aggregated in log space),
+    k1 = -l, k2 = l^2 / 2, k3 = rho - 1 - l, exp_abs = exp |l|, prob_diff = p - q, tv = |p - q|,
+    binary_kl = KL(Bernoulli(q) || Bernoulli(p)), binary_kl_sym = the larger of both directions,
+    trainer_prob = p.
     """
 
     statistic: Literal[
@@ -115,171 +134,102 @@ class Gate(Bounds):
         "binary_kl_sym",
         "trainer_prob",
     ]
+    """Number that is compared with the bounds (docs/corrections.md has the formulas)."""
     aggregate: Literal["none", "mean", "sum", "max", "min", "budget"] = "none"
-    """How a turn or sequence is summed up. Budget (M2PO): reject the largest values of the step until the mean of the
-    rest is at most `high`."""
+    """How the statistic of a turn or sequence is summed up. budget (M2PO): reject the largest
+    values of the step until the mean of the rest is at most `high`."""
     scope: Literal["token", "turn", "sequence"] = "token"
-    """What is accepted or rejected as one."""
+    """Unit that is accepted or rejected as one."""
     when: Literal["always", "negative", "positive", "toward"] = "always"
-    """Only where the (mean) advantage is negative or positive; toward: `high` where positive, `low` where negative."""
+    """Apply it where the (mean) advantage is negative or positive only. toward: `high` where it is
+    positive, `low` where it is negative."""
     ratio: Ratio | None = None
-    """Unset: that of the correction."""
+    """Ratio that the statistic is computed from. Unset: correction.ratio."""
 
     @model_validator(mode="after")
-    def _takes_effect(self) -> Self:
-        what = f"correction.gates {self.label}"
+    def _check_gate(self) -> Self:
+        setting = f"correction.gates {self.label}"
         if not self.bounded:
-            raise ValueError(f"{what}: has neither low nor high, so it rejects nothing; set one")
-        if (self.scope == "token") != (self.aggregate in ("none", "budget")):
-            raise ValueError(
-                f"{what}: scope = {self.scope} does not go with aggregate = {self.aggregate}; a token has nothing to "
-                "aggregate (none, or budget over the step), a turn or sequence needs mean, sum, max or min"
-            )
-        if self.when == "toward" and self.statistic not in ("ratio", "prob_diff"):
-            raise ValueError(f"{what}: when = toward needs a signed statistic, ratio or prob_diff")
-        if self.aggregate == "budget" and (
-            STATISTICS[self.statistic][0] != 0 or self.low is not None or self.when != "always"
-        ):
-            raise ValueError(
-                f"{what}: a budget is a bound `high` on the mean of a non-negative statistic, always"
-            )
+            raise ValueError(f"{setting}: has neither low nor high, so it rejects nothing; set one")
+        self._check_scope(setting)
         least, agree, most = STATISTICS[self.statistic]
         if self.aggregate == "sum":
             if self.statistic in ("exp_abs", "trainer_prob"):
                 raise ValueError(
-                    f"{what}: a sum of {self.statistic} only counts tokens; use mean, max or min"
+                    f"{setting}: a sum of {self.statistic} only counts tokens; use mean, max or min"
                 )
             most = None
-        self._check(what, least, agree, most)
+        self._check_bounds(setting, least, agree, most)
         return self
+
+    def _check_scope(self, setting: str) -> None:
+        """Refuse a scope, aggregate and `when` that do not go together."""
+        if (self.scope == "token") != (self.aggregate in ("none", "budget")):
+            raise ValueError(
+                f"{setting}: scope = {self.scope} does not go with aggregate = {self.aggregate}; a "
+                "token has nothing to aggregate (none, or budget over the step), a turn or "
+                "sequence needs mean, sum, max or min"
+            )
+        if self.when == "toward" and self.statistic not in ("ratio", "prob_diff"):
+            raise ValueError(
+                f"{setting}: when = toward needs a signed statistic, ratio or prob_diff"
+            )
+        smallest = STATISTICS[self.statistic][0]
+        plain = smallest == 0 and self.low is None and self.when == "always"
+        if self.aggregate == "budget" and not plain:
+            raise ValueError(
+                f"{setting}: a budget is a bound `high` on the mean of a non-negative statistic, "
+                "always"
+            )
 
     @property
     def label(self) -> str:
-        """Unique name of what is compared, used in metrics: k3.mean.sequence."""
-        when = "" if self.when == "always" else f".{self.when}"
-        parts = (
-            [self.statistic, self.aggregate, self.scope]
-            if self.aggregate != "none"
-            else [self.statistic, "token"]
-        )
-        return ".".join(parts) + when + (".new" if self.ratio == "new/rollout" else "")
+        """Unique name of the compared statistic, used in metrics: k3.mean.sequence."""
+        parts: list[str] = [self.statistic, self.aggregate, self.scope]
+        if self.aggregate == "none":
+            parts = [self.statistic, "token"]
+        if self.when != "always":
+            parts.append(self.when)
+        if self.ratio == "new/rollout":
+            parts.append("new")
+        return ".".join(parts)
 
 
 class CorrectionConfig(Frozen):
-    """loss = sum(keep * weight * surrogate) / denominator. `preset` names a row of corrections.toml to start from;
-    settings beside it replace single ones of that row. Without a preset nothing is weighted or rejected."""
+    """loss = sum(keep * weight * surrogate) / denominator.
+
+    `preset` names a row of corrections.toml to start from. Settings beside it replace single ones
+    of that row. Without a preset nothing is weighted or rejected.
+    """
 
     preset: str | None = None
+    """Published correction to start from (`onepolicy config preset`). Unset: no correction."""
     ratio: Ratio = "old/rollout"
-    """Whose probability is divided by the rollout engine's. new/rollout: there is no old policy (bypass); evaluated in
-    the loss. Without a weight it is the PPO ratio itself; with one the surrogate is weight * advantage * log p."""
+    """Probability that is divided by the rollout engine's. new/rollout (bypass): there is no old
+    policy. Without a weight it is the PPO ratio, else the surrogate is weight * advantage * log
+    p."""
     weight: Weight = Weight()
+    """Factor on a slot's surrogate."""
     gates: tuple[Gate, ...] = ()
+    """Rules that reject slots. A slot must pass all of them."""
     normalise: Literal["none", "self"] = "none"
-    """self: scale the weights of the step to mean 1, rejected slots counted as 0 (self-normalised)."""
+    """self: scale the weights of the step to mean 1, rejected slots counted as 0."""
     denominator: Literal["original", "kept"] = "original"
-    """kept: divide by what is left after rejection, so that rejecting some makes the others louder."""
-    protect: tuple[Term, ...] = TERMS
+    """Divide by the slots before rejection, or by those that are left."""
+    protect: tuple[LossTerm, ...] = LOSS_TERMS
     """Terms of the loss that still see rejected slots."""
     max_nonfinite: float = Field(0.1, ge=0, le=1)
-    """A slot whose ratio is not finite is rejected and counted; a larger share of the step than this is an error."""
+    """Largest share of a step's slots whose ratio may be not finite. These slots are rejected."""
     centering: Literal["none", "head", "support"] = "none"
-    """Subtract the rollout policy's mean score (arXiv 2609.20807): from the log-probabilities of the sampler's
-    likeliest tokens with a proportional tail (head), or of the whole vocabulary (support)."""
-    head_size: Many | None = None
-    """Tokens of centering = head. Unset: 16 (a vLLM server returns up to 19 unless it is told otherwise)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _start_from_preset(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not isinstance(data.get("preset"), str):
-            return data
-        name = ALIASES.get(data["preset"], data["preset"])
-        if name not in presets():
-            known = f"there are {', '.join(presets())}{did_you_mean(name, presets())}"
-            raise ValueError(f"correction.preset: none is called {name!r}; {known}")
-        merged = dict(presets()[name].get("settings", {}))
-        for key, value in data.items():
-            base = merged.get(key)
-            merged[key] = (
-                base | value if isinstance(base, dict) and isinstance(value, dict) else value
-            )
-        return merged | {"preset": name}
-
-    @model_validator(mode="after")
-    def _takes_effect(self) -> Self:
-        labels = [gate.label for gate in self.gates]
-        if repeated := {label for label in labels if labels.count(label) > 1}:
-            raise ValueError(
-                f"correction.gates: {', '.join(repeated)} is there twice; merge the bounds into one gate"
-            )
-        if len(set(self.protect)) < len(self.protect):
-            raise ValueError(f"correction.protect: {list(self.protect)} names a term twice")
-        rejects = bool(self.gates) or self.weight.rejects
-        if not rejects and set(self.protect) != set(TERMS):
-            raise ValueError(
-                "correction.protect: nothing is rejected, so there is nothing to protect; leave it out"
-            )
-        if not rejects and self.denominator == "kept":
-            raise ValueError(
-                "correction.denominator: kept has no effect, nothing is rejected; add a gate or a bound"
-            )
-        if self.normalise == "self" and self.weight.level == "none" and not self.gates:
-            raise ValueError(
-                "correction.normalise: all weights are 1 already; set weight.level or leave it out"
-            )
-        if self.normalise == "self" and self.denominator == "kept":
-            raise ValueError(
-                "correction.denominator: self-normalised weights already add up to the original count"
-            )
-        self._check_live()
-        return self
-
-    def _check_live(self) -> None:
-        """What needs the ratio of the whole step cannot use a ratio that exists one micro-batch at a time."""
-        if self.centering != "none" and self.ratio != "new/rollout":
-            raise ValueError(
-                "correction.centering: is a term of the score-function loss; it needs ratio = new/rollout"
-            )
-        if self.head_size is not None and self.centering != "head":
-            raise ValueError(
-                f"correction.head_size: no effect with centering = {self.centering}; it is of head"
-            )
-        if self.centering != "none" and self.weight.level not in ("none", "token"):
-            raise ValueError(
-                f"correction.centering: averages over the vocabulary of a slot; weight.level {self.weight.level} does "
-                "not exist there, use none or token"
-            )
-        for gate in self.gates:
-            if self.centering != "none" and gate.scope == "token":
-                raise ValueError(
-                    f"correction.gates {gate.label}: the mean score is over the vocabulary, where this gate would have "
-                    "to be evaluated too; use weight.low and weight.high with outside = zero, or another scope"
-                )
-            if self.ratio == "new/rollout" and gate.ratio == "old/rollout":
-                raise ValueError(
-                    f"correction.gates {gate.label}: with ratio = new/rollout there is no old policy"
-                )
-            if gate.ratio == self.ratio:
-                raise ValueError(
-                    f"correction.gates {gate.label}: ratio is {gate.ratio} anyway; leave it out"
-                )
-            if gate.aggregate == "budget" and self._is_live(gate):
-                raise ValueError(
-                    f"correction.gates {gate.label}: a budget ranks the whole step; it needs old/rollout"
-                )
-        if self.live and self.scales:
-            name = "normalise = self" if self.normalise == "self" else "denominator = kept"
-            raise ValueError(
-                f"correction: {name} needs every weight of the step before the loss runs, but the new policy's ratio "
-                "exists one micro-batch at a time; use old/rollout"
-            )
-
-    def _is_live(self, gate: Gate) -> bool:
-        return (gate.ratio or self.ratio) == "new/rollout"
+    """Subtract the rollout policy's mean score (arXiv 2609.20807), from the sampler's likeliest
+    tokens with a proportional tail (head), or from the whole vocabulary (support)."""
+    head_size: LargeCount | None = None
+    """Likeliest tokens of centering = head. Unset: 16. A vLLM server returns up to 19 by
+    default."""
 
     @property
     def rejects(self) -> bool:
+        """Whether some slots may be rejected although their ratio is finite."""
         return bool(self.gates) or self.weight.rejects
 
     @property
@@ -289,57 +239,145 @@ class CorrectionConfig(Frozen):
 
     @property
     def live(self) -> bool:
-        """Whether some part needs the policy that is being trained, so that the loss must evaluate it."""
-        return self.ratio == "new/rollout" or any(self._is_live(gate) for gate in self.gates)
+        """Whether some part needs the current policy, so that the loss must evaluate it."""
+        return self.ratio == "new/rollout" or any(map(self._needs_current_policy, self.gates))
 
     @property
     def surrogate(self) -> Literal["any", "ppo", "pg"]:
-        """The surrogate this goes with: ppo anchored on the rollout, or pg (weight * advantage * log p)."""
+        """Surrogate this goes with: ppo with the ratio new/rollout, or pg (weight * A * log p)."""
         if self.ratio == "old/rollout":
             return "any"
         return "ppo" if self.weight.level == "none" and self.centering == "none" else "pg"
 
-    def top_logprobs(self, vocabulary: int) -> int:
-        """How many of the rollout's likeliest tokens centering needs at every slot."""
-        return {"none": 0, "head": self.head_size or HEAD_SIZE, "support": vocabulary}[
-            self.centering
-        ]
-
     @property
     def fixed_part(self) -> CorrectionConfig:
-        """What `reweight` evaluates once per step."""
+        """The part that `reweight` evaluates once per step."""
         if self.ratio == "new/rollout":
             return CorrectionConfig(max_nonfinite=self.max_nonfinite)
-        gates = tuple(gate for gate in self.gates if not self._is_live(gate))
-        return self if gates == self.gates else self._without_preset(gates=gates)
+        gates = tuple(gate for gate in self.gates if not self._needs_current_policy(gate))
+        if gates == self.gates:
+            return self
+        return self.model_copy(update={"preset": None, "gates": gates})
 
     @property
     def live_part(self) -> CorrectionConfig | None:
-        """What the loss evaluates per micro-batch, with ratio = new/rollout; None if nothing."""
+        """The part that the loss evaluates per micro-batch, with ratio = new/rollout; or None."""
         if not self.live:
             return None
         if self.ratio == "new/rollout":
             return self
-        gates = tuple(g.model_copy(update={"ratio": None}) for g in self.gates if self._is_live(g))
+        gates = tuple(
+            gate.model_copy(update={"ratio": None})
+            for gate in self.gates
+            if self._needs_current_policy(gate)
+        )
         return CorrectionConfig(ratio="new/rollout", gates=gates, protect=self.protect)
-
-    def _without_preset(self, gates: tuple[Gate, ...]) -> CorrectionConfig:
-        protect = self.protect if gates or self.weight.rejects else TERMS
-        return self.model_copy(update={"preset": None, "gates": gates, "protect": protect})
 
     @property
     def name(self) -> str:
-        """The preset, marked if settings differ from it; custom without one."""
-        if self.preset is None:
-            return "recompute" if self == CorrectionConfig() else "custom"
-        return (
-            self.preset
-            if self == CorrectionConfig(preset=self.preset)
-            else f"{self.preset} (changed)"
-        )
+        """The preset, marked if settings differ from it; recompute or custom without one."""
+        if self == self.of_preset():
+            return self.preset or "recompute"
+        return "custom" if self.preset is None else f"{self.preset} (changed)"
+
+    def of_preset(self) -> CorrectionConfig:
+        """Return the settings of this preset without changes, or the defaults without a preset."""
+        return CorrectionConfig(preset=self.preset)
+
+    def top_logprobs(self, vocabulary: int) -> int:
+        """Return how many of the rollout's likeliest tokens centering needs at every slot."""
+        sizes = {"none": 0, "head": self.head_size or HEAD_SIZE, "support": vocabulary}
+        return sizes[self.centering]
+
+    def _needs_current_policy(self, gate: Gate) -> bool:
+        return (gate.ratio or self.ratio) == "new/rollout"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start_from_preset(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("preset"), str):
+            return data
+        name = PRESET_ALIASES.get(data["preset"], data["preset"])
+        if name not in correction_presets():
+            known = ", ".join(correction_presets()) + did_you_mean(name, correction_presets())
+            raise ValueError(f"correction.preset: none is called {name!r}; there are {known}")
+        merged = dict(correction_presets()[name].get("settings", {}))
+        for key, value in data.items():
+            base = merged.get(key)
+            both_tables = isinstance(base, dict) and isinstance(value, dict)
+            merged[key] = base | value if both_tables else value
+        return merged | {"preset": name}
+
+    @model_validator(mode="after")
+    def _check_gates(self) -> Self:
+        labels = [gate.label for gate in self.gates]
+        if repeated := {label for label in labels if labels.count(label) > 1}:
+            raise ValueError(
+                f"correction.gates: {', '.join(repeated)} is there twice; merge the bounds into "
+                "one gate"
+            )
+        for gate in self.gates:
+            self._check_gate_ratio(gate)
+        return self
+
+    @model_validator(mode="after")
+    def _check_denominators(self) -> Self:
+        if len(set(self.protect)) < len(self.protect):
+            raise ValueError(
+                f"correction.protect: {list(self.protect)} names a term twice; name it once"
+            )
+        if self.normalise == "self" and self.denominator == "kept":
+            raise ValueError(
+                "correction.denominator: kept, but self-normalised weights already add up to the "
+                "original count; leave one of the two out"
+            )
+        if self.live and self.scales:
+            setting = "denominator = kept"
+            if self.normalise == "self":
+                setting = "normalise = self"
+            raise ValueError(
+                f"correction: {setting} needs every weight of the step before the loss runs, but "
+                "the new policy's ratio exists one micro-batch at a time; use old/rollout"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_centering(self) -> Self:
+        if self.centering == "none":
+            return self
+        if self.ratio != "new/rollout":
+            raise ValueError(
+                "correction.centering: is a term of the score-function loss; it needs ratio = "
+                "new/rollout"
+            )
+        if self.weight.level not in ("none", "token"):
+            raise ValueError(
+                "correction.centering: averages over the vocabulary of a slot; weight.level "
+                f"{self.weight.level} does not exist there, use none or token"
+            )
+        for gate in self.gates:
+            if gate.scope == "token":
+                raise ValueError(
+                    f"correction.gates {gate.label}: centering averages over the vocabulary, where "
+                    "this gate would have to be evaluated too; use weight.low and weight.high with "
+                    "outside = zero, or another scope"
+                )
+        return self
+
+    def _check_gate_ratio(self, gate: Gate) -> None:
+        if self.ratio == "new/rollout" and gate.ratio == "old/rollout":
+            raise ValueError(
+                f"correction.gates {gate.label}: ratio is old/rollout, but with correction.ratio = "
+                "new/rollout there is no old policy; leave it out"
+            )
+        if gate.aggregate == "budget" and self._needs_current_policy(gate):
+            raise ValueError(
+                f"correction.gates {gate.label}: a budget ranks the whole step; it needs "
+                "old/rollout"
+            )
 
 
 @functools.cache
-def presets() -> dict[str, dict[str, Any]]:
-    """The rows of corrections.toml: settings, source, and the settings of other frameworks that mean the same."""
-    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+def correction_presets() -> dict[str, dict[str, Any]]:
+    """Return the rows of corrections.toml: settings, source, and other frameworks' settings."""
+    return tomllib.loads(PRESETS_FILE.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What `--engine` and `--prompts` of `onepolicy measure` stand for, as settings. Loads no torch."""
+"""Settings of `onepolicy measure`, with its options `--engine` and `--prompts`. Loads no torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import Any, get_args
 from onepolicy.config.base import UsageError
 from onepolicy.config.engine import EngineConfig
 from onepolicy.config.load import parse_value, read_recipe, resolve
-from onepolicy.config.near import did_you_mean
 from onepolicy.config.problems import read_prompts
 from onepolicy.config.run import RunConfig
+from onepolicy.config.spelling import did_you_mean
 from onepolicy.config.task import PromptsTask, TaskConfig
 
+Tree = dict[str, Any]
 
-def kinds(union: Any) -> dict[str, Any]:
-    """Config classes of a union of sections by their `kind`."""
+
+def classes_by_kind(union: Any) -> dict[str, Any]:
+    """Return the config classes of a union of sections by their `kind`."""
     return {each.model_fields["kind"].default: each for each in get_args(get_args(union)[0])}
 
 
-def engine_settings(text: str) -> list[str]:
-    """`KIND` or `KIND:URL` as overrides of rollout.engine."""
+def engine_overrides(text: str) -> list[str]:
+    """Return `KIND` or `KIND:URL` as overrides of rollout.engine. Raises UsageError."""
     kind, colon, url = text.partition(":")
-    known = kinds(EngineConfig)
+    known = classes_by_kind(EngineConfig)
     if kind not in known:
         raise UsageError(
             f"--engine: {kind!r} is none of {', '.join(known)}{did_you_mean(kind, known)}"
@@ -31,17 +33,24 @@ def engine_settings(text: str) -> list[str]:
         raise UsageError(
             f"--engine: {kind} runs in this process and takes no address; leave out {colon}{url}"
         )
-    return [f"rollout.engine.kind={kind}", *([f"rollout.engine.url={url}"] if colon else [])]
+    overrides = [f"rollout.engine.kind={kind}"]
+    if colon:
+        overrides.append(f"rollout.engine.url={url}")
+    return overrides
 
 
-def prompt_settings(text: str) -> dict[str, Any]:
-    """The `task` section: a recipe's own, prompts of a file, a task that needs no settings, or a reasoning-gym name."""
-    path, known = Path(text), kinds(TaskConfig)
+def task_settings(text: str) -> Tree:
+    """Return the `task` section that `--prompts` names.
+
+    A recipe's own, prompts of a file, a task without required settings, or a reasoning-gym data
+    set. Raises UsageError for a file that is missing.
+    """
+    path, known = Path(text), classes_by_kind(TaskConfig)
     if path.suffix == ".toml":
         recipe = read_recipe(path)
         if "task" not in recipe:
-            raise UsageError(f"--prompts: recipe {text} has no section task")
-        task: dict[str, Any] = recipe["task"]
+            raise UsageError(f"--prompts: recipe {text} has no section task; give another one")
+        task: Tree = recipe["task"]
         return task
     if path.is_file():
         return {"kind": "prompts", "path": text}
@@ -49,44 +58,39 @@ def prompt_settings(text: str) -> dict[str, Any]:
         return {"kind": text}
     if path.suffix or len(path.parts) > 1:
         raise UsageError(
-            f"--prompts: {text} is not a file; give lines of text, JSONL with a field prompt, or a task"
+            f"--prompts: {text} is not a file; give lines of text, JSONL with a field prompt, or a "
+            "task"
         )
     return {"kind": "gym", "name": parse_value(text)}
 
 
-def measure_settings(
-    tree: dict[str, Any], overrides: list[str], path: str | None
-) -> tuple[dict[str, Any], RunConfig]:
-    """A run's settings, as a tree too; what only training uses is left out. path: of the model, if not the tree's own.
+def measure_settings(tree: Tree, overrides: list[str], path: str | None) -> tuple[Tree, RunConfig]:
+    """Return a run's settings for measuring, as a tree too. Settings of training are left out.
 
-    Without other settings: 10 problems, 2 samples of each; of a file of prompts all of them.
+    path: of the model, if not the tree's own. Without other settings: 10 problems, 2 samples of
+    each, or all prompts of a file.
     """
-    tree = (
-        dict[str, Any]({"task": {"kind": "chain"}, "rollout": {}, "replay": {"mode": "r3"}}) | tree
-    )
+    defaults: Tree = {"task": {"kind": "chain"}, "rollout": {}, "replay": {"mode": "r3"}}
+    tree = defaults | tree
     tree |= {
         "out": "unused",
         "steps": 1,
         "eval": {"every": 0},
         "log": {"report": False, "tensorboard": False},
+        # unused, but a group baseline refuses groups of 1
+        "objective": {"baseline": "none", "normalise": "none"},
     }
-    tree["objective"] = {
-        "baseline": "none",
-        "normalise": "none",
-    }  # unused, but a baseline refuses groups of 1
     if path is not None:
         tree["model"] = tree.get("model", {}) | {"path": path}
-    asked = tree["rollout"]
+    given = tree["rollout"]
     tree["rollout"] = {
         "prompts_per_step": 10,
         "group_size": 2,
         "sampling": {"max_tokens": 96},
-    } | asked
+    } | given
     config = resolve(tree, overrides)
     if isinstance(config.task, PromptsTask):
-        tree["rollout"] |= {
-            "prompts_per_step": len(read_prompts(config.task.path)),
-            "group_size": 1,
-        } | asked
+        prompts = len(read_prompts(config.task.path))
+        tree["rollout"] |= {"prompts_per_step": prompts, "group_size": 1} | given
         config = resolve(tree, overrides)
     return tree, config

@@ -6,77 +6,100 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from onepolicy.config.base import LARGEST, MOST, Amount, Few, Frozen, Rate, Tokens
+from onepolicy.config.base import (
+    LARGEST_FLOAT,
+    LARGEST_INT,
+    Frozen,
+    LearningRate,
+    PositiveFloat,
+    SmallCount,
+    Tokens,
+)
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Frozen):
+    """The model that is trained."""
+
     path: str
-    """Folder or hub id of a transformers causal LM with its tokenizer; `tiny` is the policy `make-policy` builds."""
+    """Folder or hub id of a transformers causal LM with its tokenizer, or `tiny` (make-policy)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the trained parameters."""
+    """Dtype of the trained parameters."""
     lm_head: Literal["same", "float32"] = "same"
-    """float32: the vocabulary projection alone, where parameters or autocast make what is below it bfloat16."""
+    """Dtype of the vocabulary projection: `same` as the layers below it, or float32."""
     trust_remote_code: bool = False
+    """Run Python code that the model's folder or hub page brings along."""
 
 
 class OptimConfig(Frozen):
     """AdamW with gradient clipping."""
 
-    lr: Rate = 1e-6
+    lr: LearningRate = 1e-6
+    """Learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
-    eps: Amount = 1e-8
-    weight_decay: float = Field(0.0, ge=0, le=LARGEST)
-    warmup_steps: int = Field(0, ge=0, le=MOST)
-    """Optimiser steps over which the learning rate rises linearly from 0."""
+    """AdamW's decay rates of the two moments."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = Field(0.0, ge=0, le=LARGEST_FLOAT)
+    """AdamW's weight decay. 0: none."""
+    warmup_steps: int = Field(0, ge=0, le=LARGEST_INT)
+    """Optimiser steps over which the learning rate rises linearly from 0. 0: no warm-up."""
     lr_decay: Literal["none", "linear"] = "none"
-    """linear: the learning rate falls linearly over the whole run and would reach 0 one optimiser step after its last.
-    A fork with another number of steps falls over its own."""
-    clip_norm: Amount = 1.0
-    max_skipped: int = Field(0, ge=0, le=MOST)
-    """Updates in a row that are skipped because their gradients are not finite: weights and moments stay, the log says
-    so (train/updates_skipped). One more ends the run; 0: the first one does."""
+    """linear: the rate falls over the whole run (a fork: over its own steps), to 0 after its
+    end."""
+    clip_norm: PositiveFloat = 1.0
+    """Largest norm of a gradient. A longer one is scaled down to it."""
+    max_skipped: int = Field(0, ge=0, le=LARGEST_INT)
+    """Updates in a row that may be skipped because gradients are not finite. 0: the first such
+    update ends the run."""
 
 
 class TrainConfig(Frozen):
+    """Where and how the trainer computes."""
+
     device: str = "auto"
-    """`auto`: cuda if there is one, else cpu."""
-    threads: Few | None = None
-    """CPU threads of the trainer and of engines in its process; unset: all cores, half of them each where the embedded
-    engine samples while the trainer learns (rollout.max_staleness)."""
+    """Torch device: cpu, cuda or cuda:N. auto: cuda if there is one, else cpu."""
+    threads: SmallCount | None = None
+    """CPU threads of the trainer and of engines in its process. Unset: all cores, or half of them
+    each where the embedded engine samples while the trainer learns (rollout.max_staleness)."""
     tokens_per_micro_batch: Tokens = 16384
-    """Samples are packed into micro-batches of at most this many slots; a longer sample gets one of its own."""
+    """Most token slots of a micro-batch. A longer sample gets a micro-batch of its own."""
     activation_checkpointing: bool = False
+    """Recompute activations in the backward: less memory, more time."""
     autocast: Literal["off", "bfloat16"] = "off"
+    """torch.autocast of the trainer's forwards, for float32 parameters."""
     fsdp_param_dtype: Literal["same", "bfloat16"] = "same"
-    """bfloat16: with train.ranks, forward and backward use parameters gathered in bfloat16 (FSDP2's mixed precision),
-    while the ranks' float32 shards, the sum of their gradients and AdamW stay float32."""
+    """With train.ranks: dtype of the parameters that FSDP2 gathers for a forward and backward. The
+    shards, the sum of gradients and AdamW stay float32."""
     ranks: int = Field(0, ge=0, le=2**16)
-    """Processes that share the learner by FSDP2, one per GPU; this process is the first and starts the others. 0: the
-    learner lives unsharded in this process. Under torchrun it is the number of its processes and may be left out."""
-    rank_timeout: Amount = 1800.0
-    """With train.ranks: seconds after which a rank that does not answer, or does not come, ends the run."""
+    """Processes that share the learner by FSDP2, one per GPU. 0: one process, unsharded. Under
+    torchrun: the number of its processes, which may be left out."""
+    rank_timeout: PositiveFloat = 1800.0
+    """With train.ranks: seconds after which a rank that does not answer or start ends the run."""
     reuse_scoring_forward: bool = False
-    """Keep the graph of the scoring forward and use it for the update: one forward fewer per step, at the price of
-    holding every activation of the step. Needs objective.num_minibatches = 1 and no activation checkpointing."""
+    """Use the graph of the scoring forward for the update. Saves a forward, keeps all activations
+    of a step. Needs objective.num_minibatches = 1 and no activation checkpointing."""
 
     @model_validator(mode="after")
-    def _ranks_take_effect(self) -> Self:
-        if not self.ranks:
-            for name in ("fsdp_param_dtype", "rank_timeout"):
-                if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"train.{name}: {value} has no effect without train.ranks; set that as well, under torchrun to "
-                        "the number of its processes"
-                    )
+    def _check_precision(self) -> Self:
+        if self.fsdp_param_dtype == "bfloat16" and not self.ranks:
+            raise ValueError(
+                "train.fsdp_param_dtype: bfloat16 needs train.ranks; set that as well, under "
+                "torchrun to the number of its processes, or use train.autocast"
+            )
         if self.fsdp_param_dtype == "bfloat16" and self.autocast == "bfloat16":
             raise ValueError(
-                "train.autocast: has no effect with train.fsdp_param_dtype = bfloat16; choose one"
+                "train.autocast: bfloat16, but train.fsdp_param_dtype = bfloat16 chooses the "
+                "precision of the forward too; set one of them"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_device(self) -> Self:
         if self.ranks > 1 and ":" in self.device:
             raise ValueError(
-                f"train.device: {self.device} is one device, but each of train.ranks = {self.ranks} takes its own; use "
-                "auto, cpu or cuda"
+                f"train.device: {self.device} is one device, but each of train.ranks = "
+                f"{self.ranks} takes its own; use auto, cpu or cuda"
             )
         return self

@@ -1,4 +1,4 @@
-"""`numerics = "on-policy"`: the defaults it brings along. What contradicts it is refused in rules.py."""
+"""`numerics = "on-policy"`: the defaults that it changes. rules.py refuses what contradicts it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ ON_POLICY: Numerics = "on-policy"
 
 
 def dependent_defaults(data: dict[str, Any]) -> dict[str, Any]:
-    """Of a tree that asks for it: an embedded engine computes as the trainer does, and nothing is left to correct."""
+    """Return the tree with the defaults of its `numerics`.
+
+    With on-policy the embedded engine computes as the trainer does, and nothing is corrected.
+    """
     if data.get("numerics") != ON_POLICY:
         return data
     model, rollout = data.get("model", {}), data.get("rollout", {})
-    if (
-        isinstance(model, dict)
-        and isinstance(rollout, dict)
-        and isinstance(engine := rollout.get("engine", {}), dict)
-    ):
-        own = {name: model[name] for name in ("dtype", "lm_head") if name in model}
-        data = data | {"rollout": rollout | {"engine": {"dtype": "float32"} | own | engine}}
+    if isinstance(model, dict) and isinstance(rollout, dict):
+        engine = rollout.get("engine", {})
+        if isinstance(engine, dict):
+            of_model = {name: model[name] for name in ("dtype", "lm_head") if name in model}
+            data = data | {
+                "rollout": rollout | {"engine": {"dtype": "float32"} | of_model | engine}
+            }
     return {"correction": {"preset": "recompute"}} | data

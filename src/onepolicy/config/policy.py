@@ -1,4 +1,4 @@
-"""The tiny policy `make-policy` builds: its shape, and the supervised warm-up that makes it worth training."""
+"""Settings of `make-policy`: the shape of the tiny policy, and its supervised warm-up."""
 
 from __future__ import annotations
 
@@ -9,44 +9,65 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from onepolicy.config.base import LARGEST, Count, Few, Frozen, Many, Rate, Seed, Tokens
+from onepolicy.config.base import (
+    LARGEST_FLOAT,
+    Count,
+    Frozen,
+    LargeCount,
+    LearningRate,
+    Seed,
+    SmallCount,
+    Tokens,
+)
 from onepolicy.config.task import ChainTask, TaskConfig
 
 
 class PolicyConfig(Frozen):
-    """A Qwen3-MoE of 3.6 million parameters, warmed up on worked solutions with planted mistakes."""
+    """A Qwen3-MoE of 3.6 million parameters, warmed up on solutions with planted mistakes."""
 
     task: TaskConfig = ChainTask()
-    hidden_size: Few = 128
-    layers: Few = 8
-    experts: Few = 32
-    top_k: Few = 4
-    expert_size: Few = 32
+    """Task whose answers the policy is warmed up on."""
+    hidden_size: SmallCount = 128
+    """Width of the residual stream."""
+    layers: SmallCount = 8
+    """Decoder layers, all of them MoE."""
+    experts: SmallCount = 32
+    """Experts of a layer."""
+    top_k: SmallCount = 4
+    """Experts that a router chooses for a token."""
+    expert_size: SmallCount = 32
     """Intermediate width of one expert."""
-    heads: Few = 4
-    kv_heads: Few = 2
-    head_dim: Few = 32
+    heads: SmallCount = 4
+    """Query heads of attention."""
+    kv_heads: SmallCount = 2
+    """Key and value heads of attention. Divides heads."""
+    head_dim: SmallCount = 32
+    """Width of a head, even."""
     max_len: Tokens = 512
-    """Context length."""
+    """Context length [tokens]."""
     mistakes: float = Field(0.1, ge=0, lt=1)
-    """Share of errors planted in the warm-up data, the sampling error RL then removes. Chain task: results replaced by
-    a random digit, carried on consistently; other tasks: letters and digits of the answer
-    replaced by random ones."""
+    """Share of planted errors in the warm-up data, which RL then removes. chain: results replaced
+    by a random digit. Other tasks: letters and digits of the answer. 0: none."""
     mistakes_from: float = Field(0.0, ge=0, lt=1)
-    """Share of the warm-up before any mistakes are planted. Copying from the prompt is learnt late or never from
-    answers with mistakes; once learnt, it survives them."""
+    """Share of the warm-up before mistakes are planted. Copying from the prompt is learnt late or
+    never from answers with mistakes."""
     steps: Count = 800
-    tokens_per_step: Many = 1024
-    lr: Rate = 2e-3
+    """Optimiser steps of the warm-up."""
+    tokens_per_step: LargeCount = 1024
+    """Tokens of a warm-up step."""
+    lr: LearningRate = 2e-3
+    """Learning rate of the warm-up."""
     warmup_steps: Count = 50
-    load_balance: float = Field(0.01, ge=0, le=LARGEST)
-    """Weight of the router load-balancing loss during the warm-up."""
-    threads: Few = 1
-    """CPU threads. Weights depend on it in the last bits, so it is fixed rather than taken from the machine."""
+    """Steps over which the learning rate rises linearly from 0."""
+    load_balance: float = Field(0.01, ge=0, le=LARGEST_FLOAT)
+    """Coefficient of the router load-balancing loss. 0: none."""
+    threads: SmallCount = 1
+    """CPU threads. Weights depend on it in the last bits, so the machine does not choose it."""
     seed: Seed = 0
+    """Seed of weights and warm-up data."""
 
     @model_validator(mode="after")
-    def _shape_is_possible(self) -> Self:
+    def _check_shape(self) -> Self:
         if self.top_k > self.experts:
             raise ValueError(
                 f"top_k: {self.top_k} is more than experts={self.experts}; lower it or add experts"
@@ -57,16 +78,13 @@ class PolicyConfig(Frozen):
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"head_dim: {self.head_dim} is odd, but rotary embeddings turn pairs; use an even number"
+                f"head_dim: {self.head_dim} is odd, but rotary embeddings turn pairs; use an even "
+                "number"
             )
         return self
 
     @model_validator(mode="after")
-    def _mistakes_are_planted(self) -> Self:
-        if self.mistakes_from and not self.mistakes:
-            raise ValueError(
-                f"mistakes_from: {self.mistakes_from} has no effect with mistakes=0; leave it out"
-            )
+    def _check_mistakes(self) -> Self:
         if self.clean_steps == self.steps:
             raise ValueError(
                 f"mistakes_from: {self.mistakes_from} leaves none of {self.steps} steps; lower it"
@@ -79,12 +97,15 @@ class PolicyConfig(Frozen):
         return round(self.mistakes_from * self.steps)
 
 
-def cached_path(config: PolicyConfig) -> Path:
-    """Where this policy lives in the user's cache. The name follows from the settings, so a change makes a new one."""
+def cached_policy_path(config: PolicyConfig) -> Path:
+    """Return the folder of this policy in the user's cache.
+
+    Its name follows from the settings, so other settings have another folder.
+    """
     digest = hashlib.blake2b(config.model_dump_json().encode(), digest_size=5).hexdigest()
     return cache_dir() / f"policy-{digest}"
 
 
 def cache_dir() -> Path:
-    """Where policies made here are kept: $XDG_CACHE_HOME/onepolicy, by default ~/.cache/onepolicy."""
+    """Return the folder of policies made here: $XDG_CACHE_HOME/onepolicy or ~/.cache/onepolicy."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onepolicy"

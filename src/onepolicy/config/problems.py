@@ -1,4 +1,4 @@
-"""Files of problems and prompts, read and checked line by line. Loads no torch, so that a bad line is said at once."""
+"""Files of problems and prompts, read and checked line by line, before torch is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN = 60  # characters of a bad value in a message
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ProblemRow:
     """A problem of a file."""
 
     number: int  # of its line, from 1
@@ -23,10 +23,10 @@ class Row:
     where: str  # path:line
 
 
-def read_task(task: JsonlTask, section: str = "task") -> tuple[list[Row], list[Row]]:
-    """Return the rows that are trained on and those that are held out. UsageError for any line that is none.
+def read_task(task: JsonlTask, section: str = "task") -> tuple[list[ProblemRow], list[ProblemRow]]:
+    """Return the rows to train on and the held-out rows.
 
-    section: where these settings stand in a recipe.
+    section: path of these settings in a recipe. Raises UsageError for a line that is no problem.
     """
     rows = read_rows(task.path, f"{section}.path")
     if task.held_out_path is not None:
@@ -34,8 +34,9 @@ def read_task(task: JsonlTask, section: str = "task") -> tuple[list[Row], list[R
     else:
         if len(rows) <= task.held_out:
             raise UsageError(
-                f"{section}.held_out: {task.held_out} lines are held out, but {task.path} has {len(rows)}, which "
-                f"leaves none to train on; lower {section}.held_out, give {section}.held_out_path, or add lines"
+                f"{section}.held_out: {task.held_out} lines are held out, but {task.path} has "
+                f"{len(rows)}, which leaves none to train on; lower {section}.held_out, give "
+                f"{section}.held_out_path, or add lines"
             )
         rows, held_out = rows[: -task.held_out], rows[-task.held_out :]
     _check_disjoint(rows, held_out)
@@ -43,38 +44,42 @@ def read_task(task: JsonlTask, section: str = "task") -> tuple[list[Row], list[R
 
 
 def check_held_out(
-    task: JsonlTask, asked: int, held_out: int, lines: int, section: str = "task"
+    task: JsonlTask, needed: int, held_out: int, lines: int, section: str = "task"
 ) -> None:
-    """UsageError, naming both settings, if an evaluation asks for more problems than are held out.
+    """Raise UsageError if an evaluation needs more problems than are held out.
 
-    held_out, lines: rows that are held out, and rows of the training file before any were.
+    held_out: held-out rows. lines: rows of the training file, held-out ones included.
     """
-    if asked <= held_out:
+    if needed <= held_out:
         return
     if task.held_out_path is not None:
         source = f"{task.held_out_path} ({section}.held_out_path) has {held_out}"
         more = f"add lines to {task.held_out_path}"
     else:
         source = f"{held_out} lines of {task.path} are held out ({section}.held_out)"
-        more = f"set {section}.held_out={asked}"
-        if lines <= asked:
+        more = f"set {section}.held_out={needed}"
+        if lines <= needed:
             more = (
                 f"hold out more: {task.path} has {lines} lines, and some must be left to train on"
             )
     raise UsageError(
-        f"eval.problems: {asked} are asked for, but {source}; set eval.problems={held_out}, or {more}"
+        f"eval.problems: {needed} are asked for, but {source}; set eval.problems={held_out}, or "
+        f"{more}"
     )
 
 
-def read_rows(path: str, field: str) -> list[Row]:
-    """Return the file's rows in order. UsageError for any line that is none."""
+def read_rows(path: str, field: str) -> list[ProblemRow]:
+    """Return the file's rows in order. Raises UsageError for a line that is no problem."""
     return [
         _row(path, number, line) for number, line in enumerate(read_lines(path, field), start=1)
     ]
 
 
 def read_prompts(path: str) -> list[str]:
-    """The file's prompts in order. Its first line says which kind it is: JSON objects start with a brace."""
+    """Return the file's prompts in order.
+
+    If the first line starts with a brace, every line is a JSON object, else a text.
+    """
     lines = read_lines(path, "--prompts")
     if not lines[0].lstrip().startswith(b"{"):
         return [
@@ -82,16 +87,16 @@ def read_prompts(path: str) -> list[str]:
             for number, line in enumerate(lines, start=1)
             if line.strip()
         ]
-    found = []
+    prompts = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{path}:{number}"
-            found.append(text_field(parse_line(where, line), "prompt", where))
-    return found
+            prompts.append(text_field(parse_line(where, line), "prompt", where))
+    return prompts
 
 
 def read_lines(path: str, field: str) -> list[bytes]:
-    """The file's lines, without blank ones at its end; at least one."""
+    """Return the file's lines without blank ones at its end, at least one."""
     file = Path(path)
     if not file.is_file():
         raise UsageError(
@@ -107,29 +112,27 @@ def read_lines(path: str, field: str) -> list[bytes]:
     return lines
 
 
-def _row(path: str, number: int, line: bytes) -> Row:
+def _row(path: str, number: int, line: bytes) -> ProblemRow:
     where = f"{path}:{number}"
     row = parse_line(where, line)
-    prompt, answer = (
-        text_field(row, "prompt", where),
-        text_field(row, "answer", where, numbers=True),
-    )
-    return Row(number, prompt, answer, where)
+    prompt = text_field(row, "prompt", where)
+    answer = text_field(row, "answer", where, numbers=True)
+    return ProblemRow(number, prompt, answer, where)
 
 
 class WrittenFloat(float):
-    """A number of a JSON text that is no integer, and how it is written there."""
+    """A JSON number that is no integer, with its text in the file."""
 
     text: str
 
     def __new__(cls, text: str) -> Self:
-        made = super().__new__(cls, text)
-        made.text = text
-        return made
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
 
 
 def parse_line(where: str, line: bytes) -> dict[str, object]:
-    """The JSON object on this line; `where` names it in errors."""
+    """Return the JSON object on this line. `where` names it in errors."""
     shown = line[:SHOWN].decode(errors="replace")
     try:
         row = json.loads(line, parse_float=WrittenFloat)
@@ -139,14 +142,12 @@ def parse_line(where: str, line: bytes) -> dict[str, object]:
         ) from None
     except json.JSONDecodeError as error:
         raise UsageError(
-            f"{where}: not JSON ({error.msg} at column {error.colno}): {shown!r}; every line is one JSON object"
+            f"{where}: not JSON ({error.msg} at column {error.colno}): {shown!r}; every line is "
+            "one JSON object"
         ) from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number of thousands of digits; brackets as deep
+    except (ValueError, RecursionError) as error:  # thousands of digits or brackets
         raise UsageError(
-            f"{where}: cannot be read ({error}): {shown!r}; mend or remove the line"
+            f"{where}: cannot be read ({error}): {shown!r}; fix or remove the line"
         ) from None
     if not isinstance(row, dict):
         raise UsageError(
@@ -156,7 +157,11 @@ def parse_line(where: str, line: bytes) -> dict[str, object]:
 
 
 def text_field(row: dict[str, object], field: str, where: str, *, numbers: bool = False) -> str:
-    """The field's text. numbers: of a number its text too, an integer in decimal and any other as it is written."""
+    """Return the field's text.
+
+    numbers: accept a number, and return an integer in decimal, any other as the file has it.
+    Raises UsageError for a field that is missing, empty, or something else.
+    """
     if field not in row:
         has = ", ".join(map(repr, row)) or "nothing"
         raise UsageError(
@@ -168,11 +173,7 @@ def text_field(row: dict[str, object], field: str, where: str, *, numbers: bool 
     if numbers and isinstance(value, WrittenFloat):
         return value.text
     if not isinstance(value, str):
-        kind = "float" if isinstance(value, float) else type(value).__name__
-        wanted = "a string or a number" if numbers else "a string"
-        raise UsageError(
-            f"{where}: field {field!r} is {kind} {str(value)[:SHOWN]}, not {wanted}; put it in quotes"
-        )
+        raise _not_a_text(value, f"{where}: field {field!r}", numbers)
     if not value.strip():
         raise UsageError(
             f"{where}: field {field!r} is empty ({value!r}); fill it in or remove the line"
@@ -182,19 +183,30 @@ def text_field(row: dict[str, object], field: str, where: str, *, numbers: bool 
     except UnicodeEncodeError as error:
         bad = value[error.start : error.end]
         raise UsageError(
-            f"{where}: field {field!r} has {bad!r} at character {error.start}, half of a surrogate pair and no "
-            "character; mend the line"
+            f"{where}: field {field!r} has {bad!r} at character {error.start}, half of a surrogate "
+            "pair and no character; fix the line"
         ) from None
     return value
 
 
-def _check_disjoint(train: list[Row], held_out: list[Row]) -> None:
+def _not_a_text(value: object, field: str, numbers: bool) -> UsageError:
+    kind = type(value).__name__
+    if isinstance(value, float):
+        kind = "float"
+    wanted = "a string"
+    if numbers:
+        wanted = "a string or a number"
+    return UsageError(f"{field} is {kind} {str(value)[:SHOWN]}, not {wanted}; put it in quotes")
+
+
+def _check_disjoint(train: list[ProblemRow], held_out: list[ProblemRow]) -> None:
     trained = {row.prompt: row for row in train}
     for row in held_out:
-        if (twin := trained.get(row.prompt)) is not None:
+        twin = trained.get(row.prompt)
+        if twin is not None:
             raise UsageError(
-                f"held-out prompt {row.prompt[:SHOWN]!r} ({row.where}) is trained on as well ({twin.where}); remove "
-                "one of the two lines"
+                f"held-out prompt {row.prompt[:SHOWN]!r} ({row.where}) is trained on as well "
+                f"({twin.where}); remove one of the two lines"
             )
 
 
@@ -203,5 +215,6 @@ def _decoded(path: str, number: int, line: bytes) -> str:
         return line.decode().rstrip("\r")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{path}:{number}: not UTF-8 ({error.reason} at byte {error.start})"
+            f"{path}:{number}: not UTF-8 ({error.reason} at byte {error.start}); save the file as "
+            "UTF-8"
         ) from None

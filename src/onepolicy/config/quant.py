@@ -8,54 +8,60 @@ from pydantic import BeforeValidator, Field
 
 from onepolicy.config.base import Frozen
 
-Part = Literal["router", "embeddings", "lm_head"]
+Module = Literal["router", "embeddings", "lm_head"]
 
 
 class _Quant(Frozen):
-    extra_modules: tuple[Part, ...] = ()
-    """Quantised as well as attention, MLP and experts; by default these stay in the engine's dtype. Norms always do."""
+    extra_modules: tuple[Module, ...] = ()
+    """Modules to quantise besides attention, MLP and experts. Norms are never quantised."""
 
 
 class Int8(_Quant):
-    """Weights and activations in int8, products summed in int32 (W8A8). Weights: one scale per output channel.
+    """Weights and activations in int8, products summed in int32 (W8A8), a scale per output channel.
 
     With vLLM the weights of experts only.
     """
 
     format: Literal["int8"] = "int8"
+    """Weights and activations in int8. With vLLM: weights of experts only."""
     activations: Literal["dynamic", "static"] = "dynamic"
-    """dynamic: one scale per token, from the token; static: one per layer, calibrated once on the policy that the run
-    starts from and kept for every later step."""
+    """Scales of activations. dynamic: one per token. static: one per layer, calibrated once on the
+    policy that the run starts from."""
 
 
 class Fp8(_Quant):
     """Weights and activations in float8 e4m3, one scale per output channel and per token."""
 
     format: Literal["fp8"] = "fp8"
+    """Weights and activations in float8 e4m3."""
 
 
 class Fp8Weight(_Quant):
     """Weights in float8 e4m3, activations in the engine's dtype (W8A16)."""
 
     format: Literal["fp8-weight"] = "fp8-weight"
+    """Weights in float8 e4m3, activations in the engine's dtype."""
 
 
 class Simulated(_Quant):
-    """Weights rounded to `bits` bits and kept in the engine's dtype: the error of a format without its speed or size.
+    """Weights rounded to `bits` bits and kept in the engine's dtype, to test corrections.
 
-    For pressure tests of corrections.
+    It has the error of a format without its speed or size.
     """
 
     format: Literal["simulated"] = "simulated"
+    """Weights rounded to `bits` bits and kept in the engine's dtype, to test corrections."""
     bits: int = Field(4, ge=2, le=8)
-    """Symmetric, one scale per output channel."""
+    """Bits of a weight. Symmetric, one scale per output channel."""
 
 
 def _named(value: Any) -> Any:
-    """quant = "int8" means quant.format = "int8"; "off" means none."""
+    """Return the section of a bare name: "int8" is {format = "int8"}, "off" is none."""
     if value == "off":
         return None
-    return {"format": value} if isinstance(value, str) else value
+    if isinstance(value, str):
+        return {"format": value}
+    return value
 
 
 QuantFormat = Annotated[Int8 | Fp8 | Fp8Weight | Simulated, Field(discriminator="format")]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from onepolicy.config.base import UsageError
@@ -85,6 +86,16 @@ def warn_renamed(old_names: Iterable[str], renamed: Mapping[str, str]) -> None:
     """Write one line on stderr for each old name, once in a process."""
     for old in old_names:
         _warn(old, renamed[old])
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Write no line about old names inside the block."""
+    LOG.disabled = True
+    try:
+        yield
+    finally:
+        LOG.disabled = False
 
 
 @functools.cache

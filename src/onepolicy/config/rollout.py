@@ -1,4 +1,4 @@
-"""How completions are sampled, and evaluated."""
+"""How completions are sampled, and how a policy is evaluated."""
 
 from __future__ import annotations
 
@@ -6,19 +6,37 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from onepolicy.config.base import MOST, Amount, Few, Frozen, Many, Tokens
-from onepolicy.config.engine import EngineConfig, HFEngineConfig, SGLangConfig, refuse_unlike_vllm
+from onepolicy.config.base import (
+    LARGEST_INT,
+    Frozen,
+    LargeCount,
+    PositiveFloat,
+    SmallCount,
+    Tokens,
+)
+from onepolicy.config.engine import (
+    EngineConfig,
+    HFEngineConfig,
+    SGLangConfig,
+    check_vllm_quant,
+)
 from onepolicy.config.quant import QuantConfig
 
-MOST_SAMPLES = 2**22
-"""Of one step."""
+LARGEST_STEP = 2**22  # samples
+SMALLEST_GROUP = 2
 
 
 class SamplingConfig(Frozen):
-    temperature: Amount = 1.0
+    """How training samples are drawn."""
+
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature of training, which the trainer's log-probabilities have too."""
     max_tokens: Tokens = 1024
+    """Most tokens of a response, or of a turn in episodes of several."""
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, le=MOST)
+    """Only 1, the whole distribution, can be trained on. eval.top_p may be less."""
+    top_k: int = Field(0, ge=0, le=LARGEST_INT)
+    """Only 0, all tokens, can be trained on. eval.top_k may be more."""
 
 
 def _off(value: Any) -> Any:
@@ -26,71 +44,43 @@ def _off(value: Any) -> Any:
 
 
 class RolloutConfig(Frozen):
+    """Sampling for training."""
+
     engine: EngineConfig = HFEngineConfig()
-    """Without a kind: hf."""
+    """Engine that samples. Without a kind: hf."""
     quant: QuantConfig = None
-    """Format of the engine's weights, made at every sync: int8, fp8, fp8-weight, simulated; unset or off: none. vLLM:
-    int8 (weights of experts) and fp8."""
-    prompts_per_step: Many = 8
-    group_size: Few = 8
+    """Format of the engine's weights, made at every weight sync. Unset or off: unquantised."""
+    prompts_per_step: LargeCount = 8
+    """Prompts of a step."""
+    group_size: SmallCount = 8
     """Completions per prompt (GRPO's G)."""
     sampling: SamplingConfig = SamplingConfig()
+    """How training samples are drawn."""
     max_staleness: Annotated[
         Annotated[int, Field(strict=True, ge=0, le=2**16)] | None, BeforeValidator(_off)
     ] = None
-    """Updates that the policy may have had since any token of a step was sampled: sampling goes on while the trainer
-    learns, so many steps ahead (docs/asynchronous.md). 0: it waits for the newest weights after all. Unset or off: one
-    after the other."""
-    episode_retries: int = Field(1, ge=0, le=MOST)
-    """How often an episode whose tool or environment failed is played again before it is dropped."""
-    min_group_size: Few | None = None
-    """A group with fewer episodes left is dropped whole; unset: half of group_size, at least 2 if there are 2."""
+    """Most updates of the policy after a token of the step was sampled (docs/asynchronous.md):
+    sampling goes on while the trainer learns. 0: wait for the newest weights. Unset or off: take
+    turns."""
+    episode_retries: int = Field(1, ge=0, le=LARGEST_INT)
+    """Times that an episode whose tool or environment failed is played again before it is
+    dropped."""
+    min_group_size: SmallCount | None = None
+    """Least episodes of a group. A group with fewer left is dropped whole. Unset: half of
+    group_size, at least 2 if there are 2."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether sampling goes on while the trainer learns, so that a step's tokens may be of older weights."""
+        """Whether sampling goes on while the trainer learns, so that tokens may be of older
+        weights."""
         return bool(self.max_staleness)
 
     @property
-    def survivors(self) -> int:
-        return self.min_group_size or max(min(2, self.group_size), self.group_size // 2)
-
-    @model_validator(mode="after")
-    def _quant_takes_effect(self) -> Self:
-        quant, engine = self.quant, self.engine
-        if quant is None:
-            return self
-        if isinstance(engine, SGLangConfig):
-            raise ValueError(
-                f"rollout.quant: {quant.format} is not available with rollout.engine.kind = sglang; use hf or vllm, or "
-                "leave it out"
-            )
-        if not isinstance(engine, HFEngineConfig):
-            refuse_unlike_vllm(quant, engine.dtype)
-        if "lm_head" in quant.extra_modules and engine.lm_head == "float32":
-            raise ValueError(
-                "rollout.quant.extra_modules: lm_head contradicts rollout.engine.lm_head = float32; leave one out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_step_ends(self) -> Self:
-        samples = self.prompts_per_step * self.group_size
-        if samples > MOST_SAMPLES:
-            raise ValueError(
-                f"rollout.prompts_per_step: {self.prompts_per_step} prompts of rollout.group_size {self.group_size} "
-                f"are {samples:,} samples a step, more than {MOST_SAMPLES:,}; lower one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _survivors_exist(self) -> Self:
-        if self.min_group_size is not None and self.min_group_size > self.group_size:
-            raise ValueError(
-                f"rollout.min_group_size: {self.min_group_size} of rollout.group_size {self.group_size} episodes can "
-                "never be left; lower it"
-            )
-        return self
+    def smallest_group(self) -> int:
+        """Least episodes of a group that is trained on."""
+        if self.min_group_size is not None:
+            return self.min_group_size
+        return max(min(SMALLEST_GROUP, self.group_size), self.group_size // 2)
 
     @model_validator(mode="before")
     @classmethod
@@ -99,37 +89,70 @@ class RolloutConfig(Frozen):
             data = {**data, "engine": {"kind": "hf"} | data["engine"]}
         return data
 
-
-class EvalConfig(Frozen):
-    every: int = Field(10, ge=0, le=MOST)
-    """Steps between evaluations; 0: never. The last step of a run is always evaluated unless this is 0."""
-    problems: Many = 64
-    """Held-out problems."""
-    greedy: bool = True
-    k: int = Field(0, ge=0, le=2**20)
-    """Sampled completions per problem for avg@k and pass@k; 0: greedy only."""
-    temperature: Amount = 1.0
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, le=MOST)
-    max_tokens: Tokens | None = None
-    """Unset: rollout.sampling.max_tokens."""
-    quantised: bool = False
-    """Evaluate with the weights of rollout.quant; else a second, embedded engine evaluates unquantised ones."""
+    @model_validator(mode="after")
+    def _check_quant(self) -> Self:
+        quant, engine = self.quant, self.engine
+        if quant is None:
+            return self
+        if isinstance(engine, SGLangConfig):
+            raise ValueError(
+                f"rollout.quant: {quant.format} is not available with rollout.engine.kind = "
+                "sglang; use hf or vllm, or leave it out"
+            )
+        if not isinstance(engine, HFEngineConfig):
+            check_vllm_quant(quant, engine.dtype)
+        if "lm_head" in quant.extra_modules and engine.lm_head == "float32":
+            raise ValueError(
+                "rollout.quant.extra_modules: lm_head contradicts rollout.engine.lm_head = "
+                "float32; leave one out"
+            )
+        return self
 
     @model_validator(mode="after")
-    def _settings_take_effect(self) -> Self:
-        if self.k:
-            return self
-        if not self.greedy:
+    def _check_counts(self) -> Self:
+        samples = self.prompts_per_step * self.group_size
+        if samples > LARGEST_STEP:
             raise ValueError(
-                "eval.k: 0 with eval.greedy=false leaves nothing to evaluate; set eval.k to 1 or more or "
-                "eval.greedy=true (eval.every=0 turns evaluation off)"
+                f"rollout.prompts_per_step: {self.prompts_per_step} prompts of rollout.group_size "
+                f"{self.group_size} are {samples:,} samples a step, more than {LARGEST_STEP:,}; "
+                "lower one of them"
             )
-        for name in ("temperature", "top_p", "top_k"):
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"eval.{name}: {value} has no effect with eval.k=0, which samples nothing; set eval.k to 1 or more "
-                    f"or leave eval.{name} out"
-                )
+        if self.min_group_size is not None and self.min_group_size > self.group_size:
+            raise ValueError(
+                f"rollout.min_group_size: {self.min_group_size} of rollout.group_size "
+                f"{self.group_size} episodes can never be left; lower it"
+            )
+        return self
+
+
+class EvalConfig(Frozen):
+    """Evaluation on held-out problems."""
+
+    every: int = Field(10, ge=0, le=LARGEST_INT)
+    """Steps between evaluations, and one after the last step. 0: never."""
+    problems: LargeCount = 64
+    """Held-out problems of an evaluation."""
+    greedy: bool = True
+    """Evaluate one greedy answer per problem."""
+    k: int = Field(0, ge=0, le=2**20)
+    """Sampled completions per problem, for avg@k and pass@k. 0: greedy only."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature of the k completions."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus of the k completions. 1: the whole distribution."""
+    top_k: int = Field(0, ge=0, le=LARGEST_INT)
+    """Likeliest tokens that the k completions are drawn from. 0: all."""
+    max_tokens: Tokens | None = None
+    """Most tokens of a response. Unset: rollout.sampling.max_tokens."""
+    quantised: bool = False
+    """Evaluate with the weights of rollout.quant. Else a second, embedded engine evaluates
+    unquantised ones."""
+
+    @model_validator(mode="after")
+    def _check_something_to_evaluate(self) -> Self:
+        if not self.k and not self.greedy:
+            raise ValueError(
+                "eval.k: 0 with eval.greedy=false leaves nothing to evaluate; set eval.k to 1 or "
+                "more or eval.greedy=true (eval.every=0 turns evaluation off)"
+            )
         return self

@@ -1,4 +1,8 @@
-"""Rules that span sections: settings that contradict each other, or that have no effect together."""
+"""Rules that span sections: settings that contradict each other stop a run.
+
+A rule is a small function of the sections it reads, which raises ValueError. Settings that merely
+change nothing beside others are in idle.py.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,18 @@ from typing import Protocol
 
 from onepolicy.config.cluster import ClusterConfig, RayCluster
 from onepolicy.config.correction import CorrectionConfig
-from onepolicy.config.engine import HFEngineConfig, VLLMEngineConfig
+from onepolicy.config.engine import EngineConfig, HFEngineConfig, ServerEngineConfig
 from onepolicy.config.model import ModelConfig, TrainConfig
 from onepolicy.config.numerics import ON_POLICY, Numerics
-from onepolicy.config.objective import (
-    R2,
-    CriticConfig,
-    FromRollout,
-    ObjectiveConfig,
-    ReplayConfig,
-    WeightsReplay,
-    check_pair,
-)
+from onepolicy.config.objective import GROUP_BASELINES, ObjectiveConfig
 from onepolicy.config.quant import Int8
-from onepolicy.config.rollout import EvalConfig, RolloutConfig
+from onepolicy.config.replay import R2, ReplayConfig, RolloutReplay, WeightsReplay
+from onepolicy.config.rollout import RolloutConfig
 from onepolicy.config.task import EpisodeTask, TaskConfig
 
 
 class Sections(Protocol):
-    """What the rules read of a RunConfig."""
+    """The sections of a RunConfig."""
 
     @property
     def numerics(self) -> Numerics: ...
@@ -44,322 +41,260 @@ class Sections(Protocol):
     def train(self) -> TrainConfig: ...
     @property
     def cluster(self) -> ClusterConfig: ...
-    @property
-    def eval(self) -> EvalConfig: ...
-    @property
-    def scores_old(self) -> bool: ...
 
 
-def check_sections(config: Sections) -> None:
-    """Raise ValueError for the first rule that the settings break."""
-    for rule in RULES:
-        rule(config)
+def check_sections(run: Sections) -> None:
+    """Raise ValueError for the first two settings that contradict each other."""
+    _check_sampling(run.rollout)
+    _check_groups(run.rollout, run.objective)
+    _check_weights_replay(run.replay, run.rollout.engine)
+    _check_engine_dtype(run.model, run.rollout.engine)
+    _check_reuse(run.train, run.objective, run.replay)
+    _check_loss(run.objective, run.correction)
+    _check_scale(run.objective, run.correction)
+    if run.numerics == ON_POLICY:
+        _check_on_policy_engine(run.model, run.rollout)
+        _check_on_policy_trainer(run.train, run.replay)
+    if run.rollout.overlaps:
+        _check_stale_engine(run.rollout, run.cluster)
+        _check_stale_routes(run.rollout, run.replay, run.numerics)
+    _check_turns(run.task, run.objective)
+    if run.correction.ratio == "new/rollout":
+        _check_bypass(run.correction, run.replay, run.objective)
+    if run.train.ranks:
+        _check_ranks(run.model, run.rollout.engine, run.cluster, run.numerics)
+    if isinstance(run.cluster, RayCluster):
+        _check_ray(run.rollout, run.train)
+    _check_autocast(run.model, run.train)
 
 
-def _check_step(config: Sections) -> None:
-    """Refuse a step whose rollouts cannot be learned from."""
-    sampling = config.rollout.sampling
+def _check_sampling(rollout: RolloutConfig) -> None:
+    sampling = rollout.sampling
     if sampling.top_p < 1 or sampling.top_k > 0:
         raise ValueError(
-            f"rollout.sampling: top_p={sampling.top_p} top_k={sampling.top_k} narrow what is sampled, but the "
-            "trainer's softmax has full support, so every importance ratio would be wrong; train with top_p=1 "
-            "top_k=0 (eval.top_p and eval.top_k may narrow evaluation)"
+            f"rollout.sampling: top_p={sampling.top_p} top_k={sampling.top_k} narrow the sampled "
+            "distribution, but the trainer's softmax has full support, so every importance ratio "
+            "would be wrong; train with top_p=1 top_k=0 (eval.top_p and eval.top_k may narrow "
+            "evaluation)"
         )
-    if config.rollout.group_size < 2 and config.objective.baseline in ("group", "leave-one-out"):
+
+
+def _check_groups(rollout: RolloutConfig, objective: ObjectiveConfig) -> None:
+    if rollout.group_size < 2 and objective.baseline in GROUP_BASELINES:
         raise ValueError(
-            "rollout.group_size: GRPO compares siblings, so a group of 1 never has an advantage; use 2 or more, or "
-            "objective.baseline = none or critic"
+            "rollout.group_size: GRPO compares siblings, so a group of 1 never has an advantage; "
+            "use 2 or more, or objective.baseline = none or critic"
         )
-    if config.rollout.prompts_per_step % config.objective.num_minibatches:
+    if rollout.prompts_per_step % objective.num_minibatches:
         raise ValueError(
-            f"objective.num_minibatches: {config.objective.num_minibatches} does not divide rollout.prompts_per_step "
-            f"{config.rollout.prompts_per_step}; groups are never split"
+            f"objective.num_minibatches: {objective.num_minibatches} does not divide "
+            f"rollout.prompts_per_step {rollout.prompts_per_step}; groups are never split"
         )
 
 
-def _check_evaluation(config: Sections) -> None:
-    if config.eval.quantised and config.rollout.quant is None:
-        raise ValueError("eval.quantised: has no effect without rollout.quant; leave it out")
-
-
-def _check_routes(config: Sections) -> None:
-    """Refuse routes that the engine cannot return."""
-    replay = config.replay
-    if (
-        isinstance(replay, FromRollout)
-        and replay.source == "reprefill"
-        and replay.missing != "error"
-    ):
+def _check_weights_replay(replay: ReplayConfig, engine: EngineConfig) -> None:
+    from_engine = isinstance(replay, WeightsReplay) and replay.source == "engine"
+    if from_engine and not isinstance(engine, HFEngineConfig):
         raise ValueError(
-            "replay.missing: has no effect with replay.source = reprefill, which records every sample's routes"
+            "replay.mode: weights needs the combine weights, which rollout.engine.kind = "
+            f"{engine.kind} does not return; use r3"
         )
-    engine = config.rollout.engine
-    other = (
-        None
-        if isinstance(engine, HFEngineConfig)
-        else "SGLang"
-        if engine.kind == "sglang"
-        else "vLLM"
-    )
-    if other and isinstance(replay, WeightsReplay) and replay.source == "engine":
+
+
+def _check_engine_dtype(model: ModelConfig, engine: EngineConfig) -> None:
+    differ = (model.dtype, engine.dtype) == ("bfloat16", "float32")
+    if differ and not isinstance(engine, HFEngineConfig):
         raise ValueError(
-            f"replay.mode: weights needs the combine weights, which {other} does not return; use r3"
-        )
-    if other and (config.model.dtype, engine.dtype) == ("bfloat16", "float32"):
-        raise ValueError(
-            f"rollout.engine.dtype: a float32 {other} reads the checkpoint unrounded, but model.dtype = bfloat16 "
-            "trains it rounded; set it to bfloat16"
+            f"rollout.engine.dtype: float32, with which {engine.kind} reads the checkpoint "
+            "unrounded, but model.dtype = bfloat16 trains it rounded; set it to bfloat16"
         )
 
 
-def _check_scoring_replay(config: Sections) -> None:
-    """Refuse r2, which replays the scoring forward's routes, where there is no second forward to replay them in."""
-    if isinstance(config.replay, R2) and config.objective.num_minibatches == 1:
-        raise ValueError(
-            "replay.mode: r2 does nothing with objective.num_minibatches = 1, where scoring and update have the same "
-            "weights and choose the same experts; raise objective.num_minibatches, or replay the rollout's routes (r3)"
-        )
-    if isinstance(config.replay, R2) and config.train.reuse_scoring_forward:
-        raise ValueError(
-            "train.reuse_scoring_forward: leaves no second forward for replay.mode = r2 to replay in; choose one"
-        )
-
-
-def _check_reuse(config: Sections) -> None:
-    """Refuse train.reuse_scoring_forward where the update needs another forward."""
-    if config.train.reuse_scoring_forward and config.objective.num_minibatches > 1:
-        raise ValueError(
-            "train.reuse_scoring_forward: needs objective.num_minibatches = 1; later mini-steps have other weights"
-        )
-    if config.train.reuse_scoring_forward and config.train.activation_checkpointing:
-        raise ValueError(
-            "train.reuse_scoring_forward keeps the activations train.activation_checkpointing drops; choose one"
-        )
-
-
-def _check_head(config: Sections) -> None:
-    if (
-        config.model.lm_head == "float32"
-        and config.model.dtype == "float32"
-        and config.train.autocast == "off"
-    ):
-        raise ValueError(
-            "model.lm_head: float32 has no effect with model.dtype = float32 and train.autocast = off; leave it out"
-        )
-
-
-def _check_autocast(config: Sections) -> None:
-    if config.train.autocast != "off" and config.model.dtype == "bfloat16":
-        raise ValueError(
-            "train.autocast: has no effect on bfloat16 parameters; set it to off or model.dtype to float32"
-        )
-
-
-def _check_correction(config: Sections) -> None:
-    check_pair(config.objective, config.correction)
-
-
-def _check_on_policy(config: Sections) -> None:
-    """ValueError for what cannot be, or has no effect, where both sides agree to the bit."""
-    if config.numerics != ON_POLICY:
+def _check_reuse(train: TrainConfig, objective: ObjectiveConfig, replay: ReplayConfig) -> None:
+    """Refuse train.reuse_scoring_forward if the update needs another forward."""
+    if not train.reuse_scoring_forward:
         return
-    engine, model = config.rollout.engine, config.model
+    if isinstance(replay, R2):
+        raise ValueError(
+            "train.reuse_scoring_forward: leaves no second forward for replay.mode = r2 to replay "
+            "in; choose one"
+        )
+    if objective.num_minibatches > 1:
+        raise ValueError(
+            "train.reuse_scoring_forward: needs objective.num_minibatches = 1, because later "
+            "minibatches have other weights; leave it out"
+        )
+    if train.activation_checkpointing:
+        raise ValueError(
+            "train.reuse_scoring_forward: keeps the activations that "
+            "train.activation_checkpointing drops; choose one"
+        )
+
+
+def _check_loss(objective: ObjectiveConfig, correction: CorrectionConfig) -> None:
+    """Refuse a surrogate that the correction's ratio does not go with."""
+    if correction.surrogate == "pg" and objective.surrogate != "pg":
+        raise ValueError(
+            f"correction: {correction.name} multiplies advantage * log p by the ratio new/rollout, "
+            f"which is inside the surrogate {objective.surrogate} already and would count twice; "
+            "set objective.surrogate = pg (presets rloo, reinforce), or take a correction with "
+            "old/rollout, or ppo-is"
+        )
+    if correction.surrogate == "ppo" and objective.surrogate == "pg":
+        raise ValueError(
+            f"correction: {correction.name} makes the rollout the behaviour policy of the "
+            "surrogate's ratio, but pg has none, so nothing would be corrected; choose pg-tis or "
+            "one with old/rollout"
+        )
+
+
+def _check_scale(objective: ObjectiveConfig, correction: CorrectionConfig) -> None:
+    if objective.reduction in ("prompt-mean", "episode-mean") and correction.scales:
+        raise ValueError(
+            f"objective.reduction: {correction.name} scales all weights by a mean over slots or "
+            f"samples; {objective.reduction} has neither; use another reduction"
+        )
+
+
+def _check_on_policy_engine(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Refuse an engine that cannot equal the trainer to the bit."""
+    engine = rollout.engine
     if not isinstance(engine, HFEngineConfig):
         raise ValueError(
-            f"rollout.engine.kind: {engine.kind}, but with numerics = on-policy engine and trainer compute with the "
-            "same kernels, which only the embedded engine shares with it; use hf, or numerics = fast with replay.mode "
-            "= r3 (docs/on_policy.md says how near vLLM comes)"
+            f"rollout.engine.kind: {engine.kind}, but with numerics = on-policy engine and trainer "
+            "compute with the same kernels, which only the embedded engine shares with it; use hf, "
+            "or numerics = fast with replay.mode = r3 (docs/on_policy.md says how near vLLM comes)"
         )
     for name in ("dtype", "lm_head"):
-        theirs, ours = getattr(engine, name), getattr(model, name)
-        if theirs != ours:
+        of_engine, of_model = getattr(engine, name), getattr(model, name)
+        if of_engine != of_model:
             raise ValueError(
-                f"rollout.engine.{name}: {theirs} and model.{name}: {ours}, but numerics = on-policy needs the same on "
-                f"both sides; leave rollout.engine.{name} out, it then follows model.{name}"
+                f"rollout.engine.{name}: {of_engine} and model.{name}: {of_model}, but numerics = "
+                f"on-policy needs the same on both sides; leave rollout.engine.{name} out, it then "
+                f"follows model.{name}"
             )
-    if config.rollout.quant is not None:
+    if rollout.quant is not None:
         raise ValueError(
-            f"rollout.quant: {config.rollout.quant.format}, but with numerics = on-policy engine and trainer compute "
-            "with the same weights; leave one out"
+            f"rollout.quant: {rollout.quant.format}, but with numerics = on-policy engine and "
+            "trainer compute with the same weights; leave one out"
         )
-    if config.train.autocast != "off":
+
+
+def _check_on_policy_trainer(train: TrainConfig, replay: ReplayConfig) -> None:
+    if train.autocast != "off":
         raise ValueError(
-            f"train.autocast: {config.train.autocast}, but with numerics = on-policy the trainer computes on the "
-            "parameters as they are; set it to off (model.dtype = bfloat16 trains bfloat16 with float32 masters)"
+            f"train.autocast: {train.autocast}, but with numerics = on-policy the trainer computes "
+            "on the parameters as they are; set it to off (model.dtype = bfloat16 trains bfloat16 "
+            "with float32 masters)"
         )
-    if isinstance(config.replay, FromRollout) and config.replay.source == "reprefill":
+    if isinstance(replay, RolloutReplay) and replay.source == "reprefill":
         raise ValueError(
-            "replay.source: reprefill is for engines that return no routes; with numerics = on-policy the embedded "
-            "engine's own are exact, set it to engine"
+            "replay.source: reprefill is for engines that return no routes; with numerics = "
+            "on-policy the embedded engine's own are exact, set it to engine"
         )
-    _check_on_policy_correction(config)
 
 
-def _check_on_policy_correction(config: Sections) -> None:
-    correction = config.correction
-    why = "with numerics = on-policy, where old / rollout is exactly 1; leave it out"
-    if correction.ratio == "old/rollout" and correction.weight.level != "none":
-        raise ValueError(f"correction.weight: {correction.name} has no effect {why}")
-    for gate in correction.gates:
-        if (gate.ratio or correction.ratio) == "old/rollout" and gate.statistic != "trainer_prob":
-            raise ValueError(
-                f"correction.gates: {gate.label} of {correction.name} rejects nothing {why}"
-            )
-
-
-def _check_staleness(config: Sections) -> None:
-    """ValueError for what needs the weights that sampled, which the trainer no longer has."""
-    rollout = config.rollout
-    if not rollout.overlaps:
-        return
-    mend = "set rollout.max_staleness to 0 or off"
+def _check_stale_engine(rollout: RolloutConfig, cluster: ClusterConfig) -> None:
     if rollout.engine.kind == "vllm":
-        other = "hf" if config.cluster.kind == "ray" else "vllm-server"
+        kinds = {"ray": "hf", "local": "vllm-server"}
         raise ValueError(
-            "rollout.max_staleness: an engine of kind vllm takes weights only between requests, so that nothing could "
-            f"be sampled over an update; use rollout.engine.kind = {other}"
-        )
-    if config.numerics == ON_POLICY:
-        raise ValueError(
-            f"rollout.max_staleness: {rollout.max_staleness} trains on tokens of older weights, which cannot have the "
-            f"newest ones' log-probabilities to the bit, as numerics = on-policy asks; {mend}, or numerics to fast"
-        )
-    replay = config.replay
-    if isinstance(replay, FromRollout) and replay.source == "reprefill":
-        raise ValueError(
-            "replay.source: reprefill records routes when a step's samples are complete, with other weights than "
-            f"sampled them where rollout.max_staleness = {rollout.max_staleness}; set it to engine, or {mend}"
+            "rollout.max_staleness: an engine of kind vllm takes weights only between requests, so "
+            "that nothing could be sampled over an update; use rollout.engine.kind = "
+            f"{kinds[cluster.kind]}"
         )
 
 
-def _check_clips(config: Sections) -> None:
-    """Bounds on how far one update has moved from the last, where there is no second update on a batch.
-
-    With one mini-step all of a batch is evaluated with the weights it was scored with: new / old is 1, and the
-    critic's new value is its old one. What a preset brings may stand: it is right for more mini-steps.
-    """
-    objective = config.objective
-    if objective.num_minibatches > 1:
-        return
-    preset = ObjectiveConfig(preset=objective.preset)
-    mend = "raise objective.num_minibatches, or leave it out"
-    equal = config.numerics == ON_POLICY  # so new / rollout is 1 as well
-    if config.scores_old or equal:
-        other = "" if equal else " (correction.preset = ppo-is bounds new / rollout)"
-        for name in ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative"):
-            if (value := getattr(objective, name)) != getattr(preset, name):
-                raise ValueError(
-                    f"objective.{name}: {value} has no effect with objective.num_minibatches = 1, where the ratio "
-                    f"new / old is 1 in the only update of a batch; {mend}{other}"
-                )
-    if objective.critic is not None and objective.critic.clip != CriticConfig().clip:
+def _check_stale_routes(rollout: RolloutConfig, replay: ReplayConfig, numerics: Numerics) -> None:
+    """Refuse settings that need the weights that sampled, which the trainer no longer has."""
+    stale, fix = rollout.max_staleness, "set rollout.max_staleness to 0 or off"
+    if numerics == ON_POLICY:
         raise ValueError(
-            f"objective.critic.clip: {objective.critic.clip} has no effect with objective.num_minibatches = 1, where no "
-            f"value has moved before the only update of a batch; {mend}"
+            f"rollout.max_staleness: {stale} trains on tokens of older weights, which cannot have "
+            f"the newest ones' log-probabilities to the bit, as numerics = on-policy asks; {fix}, "
+            "or numerics to fast"
+        )
+    if isinstance(replay, RolloutReplay) and replay.source == "reprefill":
+        raise ValueError(
+            "replay.source: reprefill records routes when a step's samples are complete, with "
+            f"other weights than sampled them where rollout.max_staleness = {stale}; set it to "
+            f"engine, or {fix}"
         )
 
 
-def _check_turns(config: Sections) -> None:
-    """What means another thing, or nothing, by whether episodes have one turn or several."""
-    several = isinstance(config.task, EpisodeTask)
-    if several and config.objective.overlong_buffer:
+def _check_turns(task: TaskConfig, objective: ObjectiveConfig) -> None:
+    if isinstance(task, EpisodeTask) and objective.overlong_buffer:
         raise ValueError(
-            "objective.overlong_buffer: measures one response against rollout.sampling.max_tokens, but an episode "
-            f"of task.kind = {config.task.kind} has several; set it to 0 (task.max_tokens limits an episode)"
-        )
-    fed_once = not several and isinstance(config.rollout.engine, HFEngineConfig | VLLMEngineConfig)
-    if (
-        fed_once
-        and isinstance(config.replay, FromRollout)
-        and config.replay.duplicate_routes != "as-sampled"
-    ):
-        raise ValueError(
-            f"replay.duplicate_routes: {config.replay.duplicate_routes} has no effect, because episodes of one turn on an engine in this "
-            "process feed every token once; leave it out"
+            "objective.overlong_buffer: measures one response against rollout.sampling.max_tokens, "
+            f"but an episode of task.kind = {task.kind} has several; set it to 0 (task.max_tokens "
+            "limits an episode)"
         )
 
 
-def _check_anchor(config: Sections) -> None:
-    """What would need the policy before the update, which correction.ratio = new/rollout does not score."""
-    if config.scores_old:
-        return
-    name = config.correction.name
-    if config.train.reuse_scoring_forward:
+def _check_bypass(
+    correction: CorrectionConfig, replay: ReplayConfig, objective: ObjectiveConfig
+) -> None:
+    """Refuse settings that need a scoring forward. correction.ratio = new/rollout has none."""
+    if isinstance(replay, R2):
         raise ValueError(
-            f"train.reuse_scoring_forward: {name} has no scoring forward to reuse; leave it out"
+            f"replay.mode: r2 replays the routes of the scoring forward, which {correction.name} "
+            "leaves out; choose one"
         )
-    if isinstance(config.replay, R2):
+    if objective.kl.in_reward:
         raise ValueError(
-            f"replay.mode: r2 replays the routes of the scoring forward, which {name} leaves out"
+            "objective.kl.where: reward is set before the update from the trainer's "
+            f"log-probabilities, which {correction.name} does not compute; use loss"
         )
-    if config.objective.kl.where == "reward":
+    if objective.kl.in_loss and objective.kl.importance == "old":
         raise ValueError(
-            "objective.kl.where: reward is set before the update from the trainer's log-probabilities, which "
-            f"{name} does not compute; use loss"
-        )
-    if config.objective.kl.importance == "old":
-        raise ValueError(
-            f"objective.kl.importance: with {name} there is no old policy; use rollout"
+            f"objective.kl.importance: with {correction.name} there is no old policy; use rollout"
         )
 
 
-def _check_ranks(config: Sections) -> None:
-    """What cannot be on a learner of several processes."""
-    if not config.train.ranks:
-        return
-    if config.rollout.engine.kind == "vllm" and config.cluster.kind == "local":
+def _check_ranks(
+    model: ModelConfig, engine: EngineConfig, cluster: ClusterConfig, numerics: Numerics
+) -> None:
+    """Refuse settings that a learner of several processes does not have."""
+    if engine.kind == "vllm" and cluster.kind == "local":
         raise ValueError(
-            "rollout.engine.kind: vllm has its own process groups in this process, which clash with those of "
-            "train.ranks; use vllm-server or hf, or cluster.kind = ray, which gives it a process of its own"
+            "rollout.engine.kind: vllm has its own process groups in this process, which clash "
+            "with those of train.ranks; use vllm-server or hf, or cluster.kind = ray, which gives "
+            "it a process of its own"
         )
-    if config.numerics == ON_POLICY:
+    if numerics == ON_POLICY:
         raise ValueError(
-            "train.ranks: invariant operators do not work on sharded parameters; set it to 0, or numerics to fast"
+            "train.ranks: invariant operators do not work on sharded parameters; set it to 0, or "
+            "numerics to fast"
         )
-    if config.model.dtype == "bfloat16":
+    if model.dtype == "bfloat16":
         raise ValueError(
-            "model.dtype: the shards of train.ranks are float32; set train.fsdp_param_dtype = bfloat16 instead, which "
-            "gathers them rounded"
-        )
-
-
-def _check_cluster(config: Sections) -> None:
-    """What cannot be where Ray places the engine."""
-    cluster, engine = config.cluster, config.rollout.engine
-    if not isinstance(cluster, RayCluster):
-        return
-    if not isinstance(engine, HFEngineConfig | VLLMEngineConfig):
-        raise ValueError(
-            f"rollout.engine.kind: {engine.kind} is a server of its own, which cluster.kind = ray does not place; "
-            "use hf or vllm, or cluster.kind = local"
-        )
-    if isinstance(config.rollout.quant, Int8) and config.rollout.quant.activations == "static":
-        raise ValueError(
-            "rollout.quant.activations: static scales are calibrated in this process only, not in the replicas of "
-            "cluster.kind = ray; leave it out (dynamic), or cluster.kind = local"
-        )
-    if ":" in config.train.device:
-        raise ValueError(
-            f"train.device: {config.train.device}, but with cluster.kind = ray it is Ray that says which device a "
-            "process gets; use auto, cpu or cuda"
+            "model.dtype: the shards of train.ranks are float32; set train.fsdp_param_dtype = "
+            "bfloat16 instead, which gathers them rounded"
         )
 
 
-RULES = (
-    _check_step,
-    _check_evaluation,
-    _check_routes,
-    _check_scoring_replay,
-    _check_reuse,
-    _check_head,
-    _check_correction,
-    _check_on_policy,
-    _check_staleness,
-    _check_turns,
-    _check_clips,
-    _check_anchor,
-    _check_ranks,
-    _check_cluster,
-    _check_autocast,
-)
-"""In the order in which they are checked: the first that is broken is the one a user reads."""
+def _check_ray(rollout: RolloutConfig, train: TrainConfig) -> None:
+    """Refuse an engine or device that Ray cannot place."""
+    engine, quant = rollout.engine, rollout.quant
+    if isinstance(engine, ServerEngineConfig):
+        raise ValueError(
+            f"rollout.engine.kind: {engine.kind} is a server of its own, which cluster.kind = ray "
+            "does not place; use hf or vllm, or cluster.kind = local"
+        )
+    if isinstance(quant, Int8) and quant.activations == "static":
+        raise ValueError(
+            "rollout.quant.activations: static scales are calibrated in this process only, not in "
+            "the replicas of cluster.kind = ray; leave it out (dynamic), or cluster.kind = local"
+        )
+    if ":" in train.device:
+        raise ValueError(
+            f"train.device: {train.device}, but with cluster.kind = ray it is Ray that says which "
+            "device a process gets; use auto, cpu or cuda"
+        )
+
+
+def _check_autocast(model: ModelConfig, train: TrainConfig) -> None:
+    if train.autocast != "off" and model.dtype == "bfloat16":
+        raise ValueError(
+            f"train.autocast: {train.autocast} is for float32 parameters, but model.dtype = "
+            "bfloat16; set it to off, or model.dtype to float32"
+        )

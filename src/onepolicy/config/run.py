@@ -6,78 +6,92 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from onepolicy.config.base import MOST, Count, Frozen, Seed
+from onepolicy.config.base import LARGEST_INT, Count, Frozen, Seed
 from onepolicy.config.cluster import ClusterConfig, LocalCluster
 from onepolicy.config.correction import CorrectionConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.numerics import Numerics, dependent_defaults
-from onepolicy.config.objective import (
-    R3,
-    FromRollout,
-    ObjectiveConfig,
-    ReplayConfig,
-)
+from onepolicy.config.objective import ObjectiveConfig
 from onepolicy.config.renamed import RUN_KEYS
+from onepolicy.config.replay import R3, ReplayConfig, RolloutReplay
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.rules import check_sections
 from onepolicy.config.task import EpisodeTask, TaskConfig
 
 
 class LogConfig(Frozen):
-    counterfactual_every: int = Field(10, ge=0, le=MOST)
-    """Steps between scorings of the same batch without replay (nothing to compare unless the rollout's routes are
-    replayed: replay.mode = r3, soft or weights); 0: never."""
-    samples_per_step: int = Field(2, ge=0, le=MOST)
-    """Readable rollouts written to samples.jsonl each step."""
+    """Files that a run writes for people."""
+
+    counterfactual_every: int = Field(10, ge=0, le=LARGEST_INT)
+    """Steps between scorings of the same batch without replay (replay.mode = r3, soft or weights).
+    0: never."""
+    samples_per_step: int = Field(2, ge=0, le=LARGEST_INT)
+    """Readable rollouts written to samples.jsonl each step. 0: none."""
     tensorboard: bool = True
+    """Write metrics for TensorBoard too."""
     report: bool = True
     """Write report.html at the end of the run."""
 
 
 class CheckpointConfig(Frozen):
+    """When a run can be resumed from."""
+
     every: Count = 10
-    """Steps between checkpoints; the last step is always saved."""
-    keep: int = Field(0, ge=0, le=MOST)
-    """Newest checkpoints to keep; 0: all."""
+    """Steps between checkpoints. The last step is always saved."""
+    keep: int = Field(0, ge=0, le=LARGEST_INT)
+    """Newest checkpoints to keep. 0: all."""
 
 
 def _usual_correction(checked: dict[str, Any]) -> CorrectionConfig:
-    """By the settings before it, as far as they are valid."""
-    replay, rollout = checked.get("replay"), checked.get("rollout")
+    """Return the correction of a run that sets none. `checked`: the valid sections before it."""
+    rollout = checked.get("rollout")
     stale = isinstance(rollout, RolloutConfig) and rollout.overlaps
-    return CorrectionConfig(
-        preset="recompute" if isinstance(replay, FromRollout) and not stale else "tis"
-    )
+    if isinstance(checked.get("replay"), RolloutReplay) and not stale:
+        return CorrectionConfig(preset="recompute")
+    return CorrectionConfig(preset="tis")
 
 
 class RunConfig(Frozen):
+    """Settings of a training run. eval, measure, plan and engine check read the same sections."""
+
     renamed: ClassVar = RUN_KEYS
 
     out: str
-    """Run folder, new or empty. Where a recipe's own is taken, `onepolicy train` takes its first free sibling (out-2
-    and so on) and says so; one typed as out=... must be free."""
+    """Run folder, new or empty. If a recipe's own is taken, `onepolicy train` takes the first free
+    of out-2, out-3, ... One typed as out=... must be free."""
     steps: Count
+    """Steps of the run."""
     seed: Seed = 0
+    """Seed of all random numbers of the run."""
     numerics: Numerics = "fast"
-    """on-policy: engine and trainer give the same log-probabilities to the bit (docs/on_policy.md), or the run stops.
-    Where they are unset, rollout.engine.dtype and lm_head then follow the model's, and correction is recompute."""
+    """on-policy: engine and trainer give equal log-probabilities to the bit (docs/on_policy.md),
+    or the run stops. The engine's dtype and lm_head then follow the model's, correction is
+    recompute."""
     model: ModelConfig
+    """The model that is trained."""
     task: TaskConfig
+    """Problems to train on."""
     rollout: RolloutConfig = RolloutConfig()
+    """Sampling for training."""
     replay: ReplayConfig = R3()
-    """Without a mode: r3."""
+    """Routing replay of Mixture-of-Experts models. Without a mode: r3."""
     correction: CorrectionConfig = Field(default_factory=_usual_correction)
-    """Unset: recompute where the rollout's routes are replayed (R3 + TIS was worse than R3 alone, R3 paper 5.2),
-    TIS with cap 2 where they are not (replay.mode = off or r2), and where tokens may be of older weights
-    (rollout.max_staleness)."""
+    """Correction of the mismatch. Unset: recompute if the rollout's routes are replayed, else TIS
+    with cap 2, as also where tokens may be of older weights (rollout.max_staleness)."""
     objective: ObjectiveConfig = ObjectiveConfig()
+    """Advantages and loss."""
     optim: OptimConfig = OptimConfig()
+    """AdamW with gradient clipping."""
     train: TrainConfig = TrainConfig()
+    """Where and how the trainer computes."""
     cluster: ClusterConfig = LocalCluster()
-    """Without a kind: local."""
+    """Where the processes of the run are. Without a kind: local."""
     eval: EvalConfig = EvalConfig()
+    """Evaluation on held-out problems."""
     log: LogConfig = LogConfig()
+    """Files that a run writes for people."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """When a run can be resumed from."""
 
     @model_validator(mode="before")
     @classmethod
@@ -85,20 +99,21 @@ class RunConfig(Frozen):
         if not isinstance(data, dict):
             return data
         data = dependent_defaults(data)
-        if isinstance(cluster := data.get("cluster"), dict):
+        cluster, replay = data.get("cluster"), data.get("replay")
+        if isinstance(cluster, dict):
             data = {**data, "cluster": {"kind": "local"} | cluster}
-        if isinstance(replay := data.get("replay"), dict):
+        if isinstance(replay, dict):
             data = {**data, "replay": {"mode": "r3"} | replay}
         return data
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
+    def _check_sections(self) -> Self:
         check_sections(self)
         return self
 
     @property
-    def longest(self) -> tuple[int, int]:
-        """Sampled tokens and model turns that an episode has at most."""
+    def longest_episode(self) -> tuple[int, int]:
+        """Most sampled tokens and model turns of an episode."""
         tokens = self.rollout.sampling.max_tokens
         if not isinstance(self.task, EpisodeTask):
             return tokens, 1
@@ -108,5 +123,10 @@ class RunConfig(Frozen):
 
     @property
     def scores_old(self) -> bool:
-        """Whether the trainer scores a batch before the update. Not if the rollout is the anchor: there is no old."""
+        """Whether the trainer scores a batch before the update."""
         return self.correction.ratio == "old/rollout"
+
+    @property
+    def reuses_scoring_forward(self) -> bool:
+        """Whether the update uses the graph of a scoring forward."""
+        return self.train.reuse_scoring_forward and self.scores_old

@@ -1,4 +1,4 @@
-"""What is trained on: the quickstart task, a reasoning-gym data set by name, a JSONL file; or prompts to measure on."""
+"""Problems to train on, single-turn and in episodes, and prompts to measure on."""
 
 from __future__ import annotations
 
@@ -6,51 +6,71 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from onepolicy.config.base import LARGEST, MOST, Amount, Count, Few, Frozen, Many, Seed, Tokens
+from onepolicy.config.base import (
+    LARGEST_FLOAT,
+    LARGEST_INT,
+    Count,
+    Frozen,
+    LargeCount,
+    PositiveFloat,
+    Seed,
+    SmallCount,
+    Tokens,
+)
 
 
 class ChainTask(Frozen):
-    """Chained single-digit arithmetic mod 10 with worked solutions; the tiny policy is warmed up on it."""
+    """Chained single-digit arithmetic mod 10 with worked solutions, the tiny policy's own task."""
 
     kind: Literal["chain"] = "chain"
-    ops: Few = 12
+    """Chained single-digit arithmetic mod 10, which the tiny policy is warmed up on."""
+    ops: SmallCount = 12
     """Operations per problem."""
     seed: Seed = 0
+    """Seed of the problems."""
 
 
 class GymTask(Frozen):
     """A reasoning-gym data set, generated and graded by that library."""
 
     kind: Literal["gym"] = "gym"
+    """A reasoning-gym data set, generated and graded by that library."""
     name: str
-    """Data set name, e.g. `chain_sum`."""
+    """Name of the data set, e.g. `chain_sum`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the data set's own config."""
     seed: Seed = 0
+    """Seed of the problems."""
     threshold: float = Field(1.0, gt=0, le=1)
-    """Scores below this count as 0 in accuracy; the reward is the score itself."""
+    """Least score that counts as solved in accuracy. The reward is the score itself."""
 
 
 class JsonlTask(Frozen):
-    """Lines of {"prompt": ..., "answer": ...}; the answer is a string or a number. docs/tasks.md has an example."""
+    """Lines of {"prompt": ..., "answer": ...}. docs/tasks.md has an example."""
 
     kind: Literal["jsonl"] = "jsonl"
+    """Lines of {"prompt": ..., "answer": ...}; the answer is a string or a number
+    (docs/tasks.md)."""
     path: str
+    """JSONL file of problems."""
     held_out_path: str | None = None
-    """Evaluation problems; unset: the last `held_out` lines of `path`, which are then not trained on."""
-    held_out: Many = 64
+    """JSONL file of evaluation problems. Unset: the last `held_out` lines of `path`."""
+    held_out: LargeCount = 64
+    """Last lines of `path` that are evaluated on and not trained on, without held_out_path."""
     grader: Literal["exact", "math"] = "exact"
-    """`exact`: the answer after the last `answer_prefix`, compared as a string; `math`: math-verify."""
+    """exact: compare the answer after the last `answer_prefix` as a string. math: math-verify."""
     answer_prefix: str = ""
-    """Text before the answer in a response, e.g. `####`; empty: the whole response is the answer."""
+    """Text before the answer in a response, e.g. `####`. Empty: the whole response is the
+    answer."""
     seed: Seed = 0
+    """Seed of the problems' order."""
 
     @model_validator(mode="after")
-    def _settings_take_effect(self) -> Self:
+    def _check_held_out(self) -> Self:
         if self.held_out_path is not None and "held_out" in self.model_fields_set:
             raise ValueError(
-                f"task.held_out: {self.held_out} has no effect with task.held_out_path={self.held_out_path}, whose "
-                "lines are all held out; leave one of the two out"
+                f"task.held_out: {self.held_out} lines would be held out, but task.held_out_path = "
+                f"{self.held_out_path} has the held-out problems; leave one of the two out"
             )
         return self
 
@@ -63,160 +83,182 @@ class JsonlTask(Frozen):
 
 
 class PromptsTask(Frozen):
-    """Prompts without answers, for `onepolicy measure`: nothing is graded, so there is nothing to train on."""
+    """Prompts without answers, for `onepolicy measure`. They cannot be trained on."""
 
     kind: Literal["prompts"] = "prompts"
+    """Prompts without answers, for `onepolicy measure`. They cannot be trained on."""
     path: str
-    """Lines of text, or of {"prompt": ..., "answer": ...}; an answer is not needed and not read."""
+    """File of lines of text, or of {"prompt": ..., "answer": ...}. Answers are not read."""
 
 
 class CalculatorTool(Frozen):
     """Exact arithmetic on an expression."""
 
     kind: Literal["calculator"] = "calculator"
+    """Exact arithmetic on an expression."""
     operations: Count | None = None
-    """Most operations of one call; unset: any number."""
+    """Most operations of one call. Unset: any number."""
 
 
 class PythonTool(Frozen):
     """Python in a bubblewrap sandbox: no network, no files but a scratch folder in memory."""
 
     kind: Literal["python"] = "python"
-    seconds: Amount = 5.0
-    """Wall time, and CPU time of each process."""
-    memory_mib: int = Field(256, ge=64, le=MOST)
-    """Address space of each process."""
+    """Python in a bubblewrap sandbox: no network, no files but a scratch folder in memory."""
+    seconds: PositiveFloat = 5.0
+    """Wall time of a call, and CPU time of each of its processes [s]."""
+    memory_mib: int = Field(256, ge=64, le=LARGEST_INT)
+    """Address space of each process [MiB]."""
     output_chars: Count = 2000
+    """Longest output of a call [characters]. The rest is cut."""
 
 
 class SearchTool(Frozen):
     """BM25 retrieval over a local corpus."""
 
     kind: Literal["search"] = "search"
+    """BM25 retrieval over a local corpus."""
     corpus: str
-    """JSONL file, one {"text": ...} per passage."""
-    passages: Few = 3
-    """Passages returned by a call."""
+    """JSONL file with one {"text": ...} per passage."""
+    passages: SmallCount = 3
+    """Passages that a call returns."""
 
 
 ToolConfig = Annotated[CalculatorTool | PythonTool | SearchTool, Field(discriminator="kind")]
 
 
 class EpisodeTask(Frozen):
-    """What every kind with episodes of several turns has."""
+    """Settings that every kind with episodes of several turns has."""
 
-    max_turns: Few = 8
-    """Model turns of an episode; one that is not over after that many earns 0."""
+    max_turns: SmallCount = 8
+    """Most model turns of an episode. An episode that is not over by then earns 0."""
     max_tokens: Tokens | None = None
-    """Sampled tokens of an episode, all turns together; unset: no limit but the context. One turn is limited by
-    rollout.sampling.max_tokens."""
-    seconds: Amount | None = None
-    """Wall time of an episode; one that is not over by then earns 0. A run with it cannot be repeated to the bit."""
+    """Most sampled tokens of an episode, all turns together. Unset: no limit but the context. A
+    turn is limited by rollout.sampling.max_tokens."""
+    seconds: PositiveFloat | None = None
+    """Wall time of an episode [s]. One that is not over by then earns 0. Unset: no limit. A run
+    with a limit cannot be repeated to the bit."""
     history: Literal["fail", "fork"] = "fail"
-    """A chat template that renders earlier turns anew once there are later ones: `fail` refuses it at start-up; `fork`
-    makes a sample of its own of every rewritten history."""
+    """If the chat template rewrites earlier turns: refuse to start, or make a sample of its own of
+    every rewritten history."""
 
 
 class ReActTask(EpisodeTask):
     """Problems of another task, played in turns: think, call a tool, read its reply, answer."""
 
     kind: Literal["react"] = "react"
+    """Problems of another task, played in turns: think, call a tool, read its reply, answer."""
     problems: Annotated[GymTask | JsonlTask, Field(discriminator="kind")]
+    """Task whose problems are played."""
     tools: tuple[ToolConfig, ...] = Field(min_length=1)
+    """Tools that the policy may call."""
     reply_chars: Count = 1000
-    """Longest reply of a tool; the rest is cut."""
+    """Longest reply of a tool [characters]. The rest is cut."""
     instructions: str | None = None
-    """Text before every question; unset: the tools and how to call them, where the chat template does not say so."""
+    """Text before every question. Unset: the tools and how to call them, where the chat template
+    does not say so."""
 
     @property
     def threshold(self) -> float:
-        """Rewards from here on count as solved, as for the problems themselves."""
+        """Least reward that counts as solved, as for the problems themselves."""
         return getattr(self.problems, "threshold", 1.0)
 
     @model_validator(mode="after")
-    def _each_tool_once(self) -> Self:
+    def _check_tools(self) -> Self:
         kinds = [tool.kind for tool in self.tools]
-        twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
-        if twice is not None:
+        repeated = next((kind for kind in kinds if kinds.count(kind) > 1), None)
+        if repeated is not None:
             raise ValueError(
-                f"task.tools: {twice} is there {kinds.count(twice)} times; name each tool once"
+                f"task.tools: {repeated} is there {kinds.count(repeated)} times; name each tool "
+                "once"
             )
         return self
 
 
 class GymnasiumTask(EpisodeTask):
-    """A gymnasium environment whose observations and actions can be written as text, one step a turn."""
+    """A gymnasium environment whose observations and actions can be written as text."""
 
     kind: Literal["gymnasium"] = "gymnasium"
+    """A gymnasium environment, one step a turn, with observations and actions written as text."""
     id: str
-    """Its name in gymnasium's registry, e.g. `FrozenLake-v1`."""
+    """Name in gymnasium's registry, e.g. `FrozenLake-v1`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of gymnasium.make."""
     returns: tuple[float, float]
-    """The returns (sums of an episode's rewards) that earn 0 and 1; linear between them, cut beyond them."""
+    """Returns (sums of an episode's rewards) that earn 0 and 1. Linear between them, cut beyond."""
     observation: Literal["words", "ansi"] = "words"
-    """`words`: toy_text's observations decoded, others as their numbers; `ansi`: what the environment draws."""
+    """words: toy_text's observations decoded, others as numbers. ansi: the environment's
+    drawing."""
     actions: tuple[str, ...] | None = None
-    """Names of a Discrete space's actions, in order; unset: toy_text's own, else the numbers."""
+    """Names of a Discrete space's actions, in order. Unset: toy_text's own, else the numbers."""
     instructions: str | None = None
-    """Text before the first observation; unset: the rules where they are known, and how to act."""
+    """Text before the first observation. Unset: the rules where they are known, and how to act."""
     seed: Seed = 0
+    """Seed of the episodes."""
     threshold: float = Field(1.0, gt=0, le=1)
-    """Rewards from here on count as solved."""
+    """Least reward that counts as solved."""
 
     @model_validator(mode="after")
-    def _settings_make_sense(self) -> Self:
+    def _check_environment(self) -> Self:
         _check_returns(self.returns)
         names = [name.strip().lower() for name in self.actions or ()]
         if len(set(names)) < len(names) or "" in names:
             raise ValueError(
-                f"task.actions: {list(self.actions or ())} are not different names; name each action once"
+                f"task.actions: {list(self.actions or ())} are not different names; name each "
+                "action once"
             )
         if "render_mode" in self.params:
             raise ValueError(
-                f"task.params.render_mode: {self.params['render_mode']!r} cannot be set here; leave it out, or set "
-                "task.observation=ansi for what the environment draws"
+                f"task.params.render_mode: {self.params['render_mode']!r} cannot be set here; "
+                "leave it out, or set task.observation=ansi for the environment's drawing"
             )
         return self
 
 
 class TextArenaTask(EpisodeTask):
-    """A game of textarena for one player. A turn of the policy is its move, in the game's own words."""
+    """A game of textarena for one player. A turn of the policy is its move, in the game's words."""
 
     kind: Literal["textarena"] = "textarena"
+    """A game of textarena for one player. A turn of the policy is its move, in the game's words."""
     game: str
-    """Its name in textarena's registry, e.g. `GuessTheNumber-v0`; played without textarena's wrappers."""
+    """Name in textarena's registry, e.g. `GuessTheNumber-v0`. Played without textarena's
+    wrappers."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of textarena.make."""
     returns: tuple[float, float] = (0.0, 1.0)
-    """The results that earn 0 and 1; linear between them, cut beyond them. A lost game of one player is worth what the
-    game calls its share of completion."""
+    """Results that earn 0 and 1. Linear between them, cut beyond. A lost game has the share of
+    completion that the game gives it."""
     instructions: str = ""
     """Text before the game's own rules."""
     seed: Seed = 0
+    """Seed of the games."""
     threshold: float = Field(1.0, gt=0, le=1)
-    """Rewards from here on count as solved."""
+    """Least reward that counts as solved."""
 
     @model_validator(mode="after")
-    def _returns_rise(self) -> Self:
+    def _check_range(self) -> Self:
         _check_returns(self.returns)
         return self
 
 
 class VerifiersTask(EpisodeTask):
-    """An environment of verifiers (0.4) whose one agent chats: it asks for turns and scores the episode."""
+    """An environment of verifiers (0.4) with one agent. It asks for turns and scores them."""
 
     kind: Literal["verifiers"] = "verifiers"
+    """An environment of verifiers (0.4) whose one agent chats. It asks for turns and scores
+    them."""
     env: dict[str, Any]
-    """verifiers' own settings of an environment, e.g. `{ taskset = { id = "textarena", game = "Wordle-v0" } }`."""
+    """verifiers' own settings, e.g. `{ taskset = { id = "textarena", game = "Wordle-v0" } }`."""
     returns: tuple[float, float] | None = None
-    """The weighted sums of rewards that earn 0 and 1, as elsewhere; unset: the sum is the reward."""
+    """Weighted sums of rewards that earn 0 and 1. Linear between them, cut beyond. Unset: the sum
+    is the reward."""
     seed: Seed = 0
-    threshold: float = Field(1.0, gt=0, le=LARGEST)
-    """Rewards from here on count as solved."""
+    """Seed of the episodes."""
+    threshold: float = Field(1.0, gt=0, le=LARGEST_FLOAT)
+    """Least reward that counts as solved."""
 
     @model_validator(mode="after")
-    def _returns_rise(self) -> Self:
+    def _check_range(self) -> Self:
         if self.returns is not None:
             _check_returns(self.returns)
         return self

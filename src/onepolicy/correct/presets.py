@@ -7,9 +7,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from onepolicy.config.base import UsageError
-from onepolicy.config.correction import ALIASES, CorrectionConfig, Gate, Weight, presets
-from onepolicy.config.load import describe as describe_error
-from onepolicy.config.near import did_you_mean
+from onepolicy.config.correction import (
+    PRESET_ALIASES,
+    CorrectionConfig,
+    Gate,
+    Weight,
+    correction_presets,
+)
+from onepolicy.config.errors import describe_errors as describe_error
+from onepolicy.config.spelling import did_you_mean
 
 FRAMEWORKS = {
     "verl": "verl 0.9.1",
@@ -37,8 +43,8 @@ def preset(name: str, **override: Any) -> CorrectionConfig:
     For example `preset("tis", weight={"high": 3.0})`. Raises UsageError if no correction has the
     name or a setting is wrong.
     """
-    if not isinstance(name, str) or ALIASES.get(name, name) not in presets():
-        known = f"{', '.join(presets())}{did_you_mean(name, presets())}"
+    if not isinstance(name, str) or PRESET_ALIASES.get(name, name) not in correction_presets():
+        known = f"{', '.join(correction_presets())}{did_you_mean(name, correction_presets())}"
         raise UsageError(f"preset: no correction is called {name!r}; there are {known}")
     try:
         return CorrectionConfig.model_validate({"preset": name, **override})
@@ -154,7 +160,7 @@ def show(name: str) -> str:
     """Return the text that `onepolicy config preset NAME` prints."""
     config = preset(name)
     assert config.preset is not None
-    row = presets()[config.preset]
+    row = correction_presets()[config.preset]
     settings = config.model_dump(exclude_defaults=True, exclude={"preset"})
     lines = [
         f"{config.preset}: {row['source']}",
@@ -184,8 +190,10 @@ def _foreign(text: str) -> str:
 
 def show_all() -> str:
     """Return all presets with their sources, one a line."""
-    width = max(map(len, presets()))
-    return "\n".join(f"{name:{width}}  {row['source']}" for name, row in presets().items())
+    width = max(map(len, correction_presets()))
+    return "\n".join(
+        f"{name:{width}}  {row['source']}" for name, row in correction_presets().items()
+    )
 
 
 def _toml(value: Any) -> str:
@@ -207,7 +215,7 @@ def markdown_table() -> str:
         "| preset | correction | surrogate | same in verl | source |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for name, row in presets().items():
+    for name, row in correction_presets().items():
         config = preset(name)
         parts = equation(config)[1:-1]
         if config.surrogate == "ppo":

@@ -22,7 +22,7 @@ from onepolicy.build.components import (
 from onepolicy.build.learner import resolve_model
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.config import ModelConfig, TrainingError, UsageError
-from onepolicy.config.objective import MIN_AGREEMENT
+from onepolicy.config.replay import MIN_AGREEMENT
 from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.engine_check.checks import (
     HOT,

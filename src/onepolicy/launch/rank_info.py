@@ -103,8 +103,6 @@ def apply_torchrun_ranks(
         return config
     tree = config.model_dump()
     tree["train"]["ranks"] = requested
-    if not requested:
-        del tree["train"]["rank_timeout"]  # there is no other rank to wait for
     return resolve(tree)
 
 

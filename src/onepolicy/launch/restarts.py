@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from onepolicy.config import NotThere
-from onepolicy.config.stored import BEGUN, CONFIG
+from onepolicy.config import ServiceUnavailable
+from onepolicy.config.stored_config import BEGUN, CONFIG
 
 # Numbers of crashes after which the supervisor gives up
 MAX_CRASHES_IN_STEP = 3  # in a row in one step: the step itself is at fault
@@ -232,7 +232,7 @@ def _in_foreground() -> bool:
 
 
 def _describe_status(status: int) -> str:
-    if status == NotThere.EXIT:
+    if status == ServiceUnavailable.EXIT:
         return f"exit status {status}: what it needs is not there (yet)"
     if status < 0:
         return signal.Signals(-status).name

@@ -19,7 +19,7 @@ from onepolicy.build.learner import resolve_model
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.config.policy import PolicyConfig, cached_path
+from onepolicy.config.policy import PolicyConfig, cached_policy_path
 from onepolicy.measure.attribution import EngineWeights, attribute, explain, trainer_precision
 from onepolicy.measure.bitwise import Bitwise, measure_bitwise
 from onepolicy.measure.breakdowns import breakdowns_of, worst_tokens
@@ -99,7 +99,7 @@ def measure_model(
 def _model_name(config: RunConfig, tiny_path: str | None) -> str:
     if tiny_path is None:
         return config.model.path
-    if cached_path(PolicyConfig()) == Path(tiny_path):
+    if cached_policy_path(PolicyConfig()) == Path(tiny_path):
         return "the tiny policy"
     return "a random tiny policy"
 

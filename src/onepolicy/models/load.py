@@ -32,7 +32,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.config.present import check_model
+from onepolicy.config.input_files import check_model_path
 
 # The exceptions of transformers for a file that is damaged or of another model
 UNREADABLE = (
@@ -77,7 +77,7 @@ def parse_device(name: str) -> torch.device:
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
     """Return the model's config. Raises UsageError for a folder or hub id that has none."""
-    check_model(model.path)
+    check_model_path(model.path)
     _check_reachable(model.path)
     with _unreadable_is_usage_error("the config", model):
         return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)

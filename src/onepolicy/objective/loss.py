@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig, UsageError
-from onepolicy.config.correction import TERMS, Term
+from onepolicy.config.correction import LOSS_TERMS, LossTerm
 from onepolicy.objective.surrogate import Surrogate, kl_loss, surrogate
 from onepolicy.types import TokenBatch
 
@@ -78,7 +78,7 @@ def policy_loss(
     entropy: Tensor | None = None,  # [T] float32, carries the graph; needed with entropy_coef
     # [T] float32, carries the graph: the rollout policy's mean score (score centering)
     score_baseline: Tensor | None = None,
-    protect: tuple[Term, ...] = TERMS,  # terms that still see rejected slots
+    protect: tuple[LossTerm, ...] = LOSS_TERMS,  # terms that still see rejected slots
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and sums over slots for logging.
 
@@ -101,7 +101,7 @@ def policy_loss(
     if score_baseline is not None:
         assert batch.advantage is not None
         loss = loss + (loss_weight * batch.advantage * score_baseline).sum()
-    if config.kl.coef and config.kl.where == "loss":
+    if config.kl.in_loss:
         kl = _kl(logp_new, batch, config, _seen_by("kl", protect, batch.trainable, keep))
         loss = loss + config.kl.coef * (loss_weight * kl).sum()
         sums["kl"] = kl.detach().sum()
@@ -144,7 +144,9 @@ def _ratio_sums(per_slot: Surrogate, keep: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _seen_by(term: Term, protect: tuple[Term, ...], trainable: Tensor, keep: Tensor) -> Tensor:
+def _seen_by(
+    term: LossTerm, protect: tuple[LossTerm, ...], trainable: Tensor, keep: Tensor
+) -> Tensor:
     """Return [T] bool: the slots that this term of the loss sees."""
     if term in protect:
         return trainable

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from onepolicy.config.base import UsageError
-from onepolicy.config.near import did_you_mean
 from onepolicy.config.objective import ObjectiveConfig, objective_presets
+from onepolicy.config.spelling import did_you_mean
 
 
 def describe_presets(name: str | None = None) -> str:

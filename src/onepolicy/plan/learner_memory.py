@@ -42,7 +42,7 @@ def checkpoint_cost(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int)
     parameter_bytes = weight_bytes + 2 * FLOAT32
     if config.model.dtype == "bfloat16":
         parameter_bytes += FLOAT32
-    policies = 1 + (config.objective.critic is not None)
+    policies = 1 + config.objective.has_critic
     size = dims.total * parameter_bytes * policies
     disk = cluster["disk"]
     written = size / disk
@@ -139,7 +139,7 @@ def _other_models_bytes(dims: Dims, config: RunConfig, shard: float, masters: fl
     """
     itemsize = BYTES[config.model.dtype]
     critic = reference = recorder = 0.0
-    if config.objective.critic is not None:
+    if config.objective.has_critic:
         critic = shard * (2 * itemsize + 2 * FLOAT32) + masters
     if config.objective.kl.coef:
         reference = shard * itemsize
@@ -195,7 +195,7 @@ def start_memory(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int) ->
     Rank 0 alone reads the policy, unless the head is tied to the embedding. Every rank reads a
     critic.
     """
-    has_critic = config.objective.critic is not None
+    has_critic = config.objective.has_critic
     readers = 1
     if has_critic or not dims.embedding:
         readers = min(ranks, cluster.per_node)

@@ -199,7 +199,7 @@ class Planner:
         # With one rank and one micro-batch per update, the dry run is the update itself.
         exact = ranks == per_update == 1
         graphs = 1
-        if config.train.reuse_scoring_forward:
+        if config.reuses_scoring_forward:
             graphs = micro_batches
         return learner_memory(
             self.dims,

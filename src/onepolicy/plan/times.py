@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from onepolicy.config import FromRollout, RunConfig, ServerEngineConfig
+from onepolicy.config import RolloutReplay, RunConfig, ServerEngineConfig
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.plan.dims import Dims, trace_itemsize
@@ -33,7 +33,7 @@ def communication_volume(
     """Compute the bytes that one step sends."""
     kept_bytes = kept = 0
     sent = 0.0
-    if isinstance(config.replay, FromRollout):
+    if isinstance(config.replay, RolloutReplay):
         kept_bytes = kept_per_token(dims, config)
         kept = kept_bytes * work.all_slots
         sent = sent_per_token(dims, config) * work.all_slots
@@ -250,12 +250,12 @@ def learning_time(
         score = score.plus(forward)
     # The update is a forward and a backward of twice its cost. Checkpointing adds a forward.
     # Reusing the scoring forward saves one.
-    reused = scores_old and train.reuse_scoring_forward
+    reused = config.reuses_scoring_forward
     passes = 3 + train.activation_checkpointing - reused
-    gathers = 1 + (not train.reuse_scoring_forward)
+    gathers = 1 + (not reused)
     update_gather = byte_gather * (gathers * itemsize + FLOAT32)
     update = PassTime(passes * compute, update_gather, passes * launch)
-    if config.objective.critic is not None:
+    if config.objective.has_critic:
         score, update = score.plus(forward), update.times(2)
     both = score.plus(update)
     return LearningTime(score.seconds, update.seconds, both.compute, both.gather, both.overhead)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.config.objective import MIN_AGREEMENT
+from onepolicy.config.replay import MIN_AGREEMENT
 from onepolicy.divergence.routing import routing_agreement
 from onepolicy.replay.checks import MisalignedRoutesError, constant_layers
 from onepolicy.types import RoutingTrace

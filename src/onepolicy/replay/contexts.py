@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from onepolicy.config.objective import MIN_AGREEMENT
+from onepolicy.config.replay import MIN_AGREEMENT
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.config import UsageError
-from onepolicy.config.shapes import Sample, check_metrics, check_step, checked, parsed
+from onepolicy.config.json_shapes import Sample, check_metrics, check_shape, check_step, parse_json
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 RENAMED = {"time/probe": "time/counterfactual"}
@@ -35,7 +35,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         where = f"{path}:{number}"
         try:
-            row = parsed(line, where, FIX)
+            row = parse_json(line, where, FIX)
         except UsageError:
             if number == len(lines) and not ended:  # half written
                 break
@@ -72,5 +72,5 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
         return []
     rows = read_jsonl(path)
     for number, row in enumerate(rows, start=1):
-        checked(row, Sample, f"{path}:{number}", FIX)
+        check_shape(row, Sample, f"{path}:{number}", FIX)
     return rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 
-from onepolicy.config.objective import ROLLOUT_ROUTES
+from onepolicy.config.replay import ROLLOUT_MODES
 from onepolicy.report.words import (
     FEWEST_PROBES,
     Compared,
@@ -102,7 +102,7 @@ def _gap(summary: Tree) -> str:
 
 
 def _as_trained(k3: Compared, summary: Tree) -> str:
-    if summary.get("replay") in ROLLOUT_ROUTES:
+    if summary.get("replay") in ROLLOUT_MODES:
         return f"{number(k3.trained)} with replay"
     return f"{number(k3.trained)} without replay"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onepolicy.config.objective import ROLLOUT_ROUTES
+from onepolicy.config.replay import ROLLOUT_MODES
 from onepolicy.report.figure import TRAINER, Absent, Figure, LineStyle, LogScale, axis, bars
 from onepolicy.report.mismatch import NO_PROBE, trained_label
 from onepolicy.report.run import Array, Run
@@ -66,7 +66,7 @@ def routing_figures_of(
         ("sequences", "disagree_per_sequence", per_sequence),
         ("layers", "disagree_per_layer", per_layer),
     ]
-    if mode in ROLLOUT_ROUTES:
+    if mode in ROLLOUT_MODES:
         drawn.append(("gate mass", "gate_mass_per_layer", gate_mass))
     out: list[Figure | Absent] = []
     for name, tensor, draw in drawn:

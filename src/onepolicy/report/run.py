@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from onepolicy.config import UsageError
-from onepolicy.config.objective import ROLLOUT_ROUTES
-from onepolicy.config.shapes import About, Settings, Summary, read_object
+from onepolicy.config.json_shapes import RunInfo, Settings, Summary, read_json_object
+from onepolicy.config.replay import ROLLOUT_MODES
 from onepolicy.report.jsonl import read_metrics, read_samples
 
 Array = np.ndarray
@@ -73,7 +73,7 @@ class Run:
     @property
     def replay(self) -> bool:
         """True if the scoring that trained replayed the rollout's routes."""
-        return self.config.get("replay", {}).get("mode") in ROLLOUT_ROUTES
+        return self.config.get("replay", {}).get("mode") in ROLLOUT_MODES
 
     def points(self, name: str) -> tuple[list[int], list[float]]:
         """Return steps and values of the rows that have this metric.
@@ -102,9 +102,9 @@ def load_run(folder: Path) -> Run:
         )
     return Run(
         folder=folder,
-        config=read_object(folder / "config.json", Settings, RUN_FIX),
-        info=read_object(folder / "run.json", About, RUN_FIX),
-        summary=read_object(folder / "summary.json", Summary, SUMMARY_FIX),
+        config=read_json_object(folder / "config.json", Settings, RUN_FIX),
+        info=read_json_object(folder / "run.json", RunInfo, RUN_FIX),
+        summary=read_json_object(folder / "summary.json", Summary, SUMMARY_FIX),
         rows=rows,
         samples=read_samples(folder),
         probe=_last_probe(folder / "probes"),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onepolicy.config import UsageError
-from onepolicy.config.objective import ROLLOUT_ROUTES
+from onepolicy.config.replay import ROLLOUT_MODES
 from onepolicy.verdict.rules import SMALL, size_in_words
 
 Tree = dict[str, Any]
@@ -229,7 +229,7 @@ def _replay_sentence(summary: Tree) -> str:
     average = f"k3 averaged {number(k3.trained)}"
     if too_small(k3):
         average = f"{average}, {SMALL}"
-    if summary.get("replay") not in ROLLOUT_ROUTES:
+    if summary.get("replay") not in ROLLOUT_MODES:
         return f"Rollout routes were not replayed; {average}."
     if k3.without_replay is None:
         return f"Replay was on and {average}; no probe measured it without."

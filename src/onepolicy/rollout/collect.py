@@ -148,7 +148,7 @@ async def collect_rollouts(
         groups = []
         for i, problem in enumerate(problems):
             episodes = [samples for samples in played[i * size : (i + 1) * size] if samples]
-            if len(episodes) >= config.survivors:
+            if len(episodes) >= config.smallest_group:
                 groups.append(
                     Group(
                         problem.id,
@@ -171,7 +171,7 @@ async def collect_rollouts(
         played, used = played + len(problems), used + 1
     if not kept and counts["rollout/groups_dropped"]:
         raise TrainingError(
-            f"step {step + 1}: no group has {config.survivors} episodes that could be played to their end; "
+            f"step {step + 1}: no group has {config.smallest_group} episodes that could be played to their end; "
             f"{counts['rollout/episodes_failed']} attempts failed, the last one: {failure}"
         )
     if not kept:

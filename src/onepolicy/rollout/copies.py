@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, ModelConfig, QuantFormat, RolloutConfig
-from onepolicy.config.engine import Head
+from onepolicy.config.engine import LmHead
 from onepolicy.models.load import DTYPES, cast_model, load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
@@ -23,7 +23,7 @@ def load_engine_copy(
     rollout: RolloutConfig,
     device: torch.device,
     *,
-    lm_head: Head | None = None,
+    lm_head: LmHead | None = None,
     quantised: bool = True,
 ) -> PreTrainedModel:
     """The model in the engine's dtype and format, its lm_head too (or as said), ready for packed samples.
@@ -58,7 +58,7 @@ def load_engine_copy(
 def load_engine_model(
     model: ModelConfig,
     dtype: str,
-    lm_head: Head,
+    lm_head: LmHead,
     device: torch.device,
     *,
     quant: QuantFormat | None = None,

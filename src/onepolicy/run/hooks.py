@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onepolicy.build.components import Components
-from onepolicy.config import FromRollout, RunConfig
+from onepolicy.config import RolloutReplay, RunConfig
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.run.result import StepResult, StepTimer
 from onepolicy.run.step_metrics import counterfactual_metrics, metrics_per_layer, repeat_metrics
@@ -91,6 +91,6 @@ def build_hooks(parts: Components, timer: StepTimer) -> list[Hook]:
         hooks.append(FillRoutes(parts, timer))
     if config.numerics == ON_POLICY:
         hooks.append(RequireEqual(parts))
-    if isinstance(config.replay, FromRollout):
+    if isinstance(config.replay, RolloutReplay):
         hooks.append(Counterfactual(parts, timer))
     return hooks

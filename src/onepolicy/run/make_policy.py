@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.build.engines import build_engine
 from onepolicy.config import EvalConfig, HFEngineConfig, ModelConfig, UsageError
-from onepolicy.config.policy import PolicyConfig, cached_path
+from onepolicy.config.policy import PolicyConfig, cached_policy_path
 from onepolicy.envs import make_environment
 from onepolicy.envs.multiturn.tokenization import TooManyTokens
 from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
@@ -46,7 +46,7 @@ CHECK_PROBLEMS = 64
 def make_policy(config: PolicyConfig, out: Path | None) -> Path:
     """The policy's folder. With `out` unset it is the user's cache, where an existing policy is kept as it is."""
     console = Console()
-    path = out or cached_path(config)
+    path = out or cached_policy_path(config)
     if os.path.lexists(path):
         if out is not None:
             raise UsageError(f"--out: {path} already exists; choose another folder")
@@ -138,7 +138,7 @@ def _bars(console: Console) -> Progress:
 def tiny_policy() -> Iterator[str]:
     """Folder of the cached tiny policy, or of a random one of its shape that goes away again."""
     config = PolicyConfig()
-    path = cached_path(config)
+    path = cached_policy_path(config)
     if path.is_dir():
         yield str(path)
         return

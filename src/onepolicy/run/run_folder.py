@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 
 import onepolicy
 from onepolicy.config import RunConfig, TrainingError, UsageError
-from onepolicy.config.place import check_new, refused
-from onepolicy.config.shapes import About, read_object
-from onepolicy.config.stored import CONFIG, read_config
+from onepolicy.config.json_shapes import RunInfo, read_json_object
+from onepolicy.config.output_paths import check_new_run_folder, not_writable_error
+from onepolicy.config.stored_config import CONFIG, read_stored_config
 from onepolicy.files import write_text_atomically
 from onepolicy.invariant.fingerprint import fingerprint_differences
 from onepolicy.report.jsonl import METRICS, SAMPLES
@@ -51,7 +51,7 @@ def create_run_folder(
     out: Path, config: RunConfig, origin: RunOrigin, fingerprint: str, quant: Json | None = None
 ) -> None:
     """Write the folder under another name and rename it into place. quant: what the engine's quantised weights take."""
-    check_new(out)
+    check_new_run_folder(out)
     wanted = out
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,9 @@ def write_config(run: Path, config: RunConfig) -> None:
 
 def read_about(run: Path) -> Json:
     """run.json. UsageError if it is missing or damaged."""
-    return read_object(run / RUN, About, "copy it from a run of the same kind, or start anew")
+    return read_json_object(
+        run / RUN, RunInfo, "copy it from a run of the same kind, or start anew"
+    )
 
 
 def read_parent(run: Path) -> Json | None:
@@ -136,7 +138,9 @@ def fork_origin(source: Path) -> tuple[RunConfig, RunOrigin]:
         folder = source
     step = checkpoint.verify(folder)["step"]
     run = folder.resolve().parent.parent
-    return read_config(run), RunOrigin(step, folder.resolve(), {"run": str(run), "step": step})
+    return read_stored_config(run), RunOrigin(
+        step, folder.resolve(), {"run": str(run), "step": step}
+    )
 
 
 @contextmanager
@@ -151,7 +155,7 @@ def lock_run(run: Path) -> Iterator[None]:
                 f"{run}: another process is training in this folder; wait for it or stop it"
             ) from None
         except OSError as error:
-            raise refused(run, error.strerror) from None
+            raise not_writable_error(run, error.strerror) from None
         yield
 
 

@@ -15,8 +15,8 @@ from onepolicy.build import components
 from onepolicy.build.calibrate import calibrate
 from onepolicy.build.components import Components
 from onepolicy.config import PromptsTask, RunConfig, UsageError
-from onepolicy.config.place import check_new
-from onepolicy.config.stored import BEGUN, read_config
+from onepolicy.config.output_paths import check_new_run_folder
+from onepolicy.config.stored_config import BEGUN, read_stored_config
 from onepolicy.correct.predict import warning
 from onepolicy.envs.multiturn.tokenization import decode_tokens
 from onepolicy.files import write_text_atomically
@@ -55,12 +55,12 @@ def start_run(
         )
     config = apply_torchrun_ranks(config)
     out = Path(config.out)
-    check_new(out)
+    check_new_run_folder(out)
     if origin.step >= config.steps:
         raise UsageError(
             f"steps: {config.steps} is not beyond step {origin.step}, where this run starts; set steps higher"
         )
-    tokens, turns = config.longest
+    tokens, turns = config.longest_episode
     if (shrinks := warning(config.correction, tokens, turns=turns)) is not None:
         progress.note(shrinks)
     with started_ranks(config, launcher.launch_ranks) as others:
@@ -95,7 +95,7 @@ def resume_run(
     change (where its processes and servers are); None: as they are in its folder. A run that was killed between its
     last step and its summary gets its summary and report.
     """
-    config = apply_torchrun_ranks(config or read_config(run), count, resuming=True)
+    config = apply_torchrun_ranks(config or read_stored_config(run), count, resuming=True)
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
     with run_folder.lock_run(run):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.config.shapes import State, read_object
+from onepolicy.config.json_shapes import CheckpointState, read_json_object
 from onepolicy.interfaces import Learner
 from onepolicy.train.optim import MASTER
 from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments, sharded_like
@@ -176,7 +176,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """Return the checkpoint's state.json. Raises UsageError if it is missing or damaged."""
     _check_folder(checkpoint)
     path = checkpoint / STATE
-    state = read_object(path, State, HINT)
+    state = read_json_object(path, CheckpointState, HINT)
     named = re.fullmatch("step_([0-9]+)", checkpoint.name)
     if named and int(named[1]) != state["step"]:
         raise UsageError(

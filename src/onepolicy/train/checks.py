@@ -8,8 +8,8 @@ import logging
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.config import FromRollout, TrainingError, UsageError
-from onepolicy.config.objective import MIN_AGREEMENT, ReplayConfig
+from onepolicy.config import RolloutReplay, TrainingError, UsageError
+from onepolicy.config.replay import MIN_AGREEMENT, ReplayConfig
 from onepolicy.replay.alignment import check_alignment, check_captured
 from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.types import MAX_LOGP, TokenBatch
@@ -96,7 +96,7 @@ def _check_slots(
 
 
 def _check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
-    if not isinstance(replay, FromRollout) or batch.routing is None:
+    if not isinstance(replay, RolloutReplay) or batch.routing is None:
         return
     if batch.routing.reprefilled == (replay.source == "reprefill"):
         return
@@ -122,13 +122,13 @@ def check_routes(scored: TokenBatch, replay: ReplayConfig, version: int) -> Toke
     if scored.trainable.any():
         age = version - int(scored.version[scored.trainable].min())
     least = MIN_AGREEMENT
-    if isinstance(replay, FromRollout):
+    if isinstance(replay, RolloutReplay):
         least = replay.min_agreement
     elif age > 0:
         least = 0.0  # older weights may have chosen other routes, and these are only measured
     try:
         collapsed = check_captured(scored.routing, native, scored.cu_seqlens, least=least)
-        if isinstance(replay, FromRollout) and least > 0:
+        if isinstance(replay, RolloutReplay) and least > 0:
             check_alignment(scored.routing, native, scored.cu_seqlens, least=least)
     except MisalignedRoutesError as error:
         hint = _misaligned_hint(age, least)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.config import R2, FromRollout, SoftReplay, WeightsReplay
-from onepolicy.config.objective import ReplayConfig
+from onepolicy.config import R2, RolloutReplay, SoftReplay, WeightsReplay
+from onepolicy.config.replay import ReplayConfig
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.types import RoutingTrace, TokenBatch
@@ -45,7 +45,7 @@ class RolloutRoutes(ReplayMode):
 
     replays_in_scoring = True
 
-    def __init__(self, config: FromRollout) -> None:
+    def __init__(self, config: RolloutReplay) -> None:
         super().__init__()
         if isinstance(config, WeightsReplay):
             self.settings = {"weights": True}
@@ -99,7 +99,7 @@ def build_replay_mode(config: ReplayConfig) -> ReplayMode:
     """Build the mode of the section `replay`."""
     if isinstance(config, SoftReplay):
         return SoftRoutes(config)
-    if isinstance(config, FromRollout):
+    if isinstance(config, RolloutReplay):
         return RolloutRoutes(config)
     if isinstance(config, R2):
         return ScoringRoutes()

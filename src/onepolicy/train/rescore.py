@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.config import FromRollout
+from onepolicy.config import RolloutReplay
 from onepolicy.divergence.logprob import Mismatch, mismatch
 from onepolicy.interfaces import Scorer
 from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_top_k_top_p
@@ -96,7 +96,7 @@ def variant_scorer(scorer: PolicyScorer, *, model: Any = None, **train: Any) -> 
     config = scorer.config
     settings = config.train.model_copy(update={"activation_checkpointing": False, **train})
     replay = config.replay
-    if isinstance(replay, FromRollout):
+    if isinstance(replay, RolloutReplay):
         replay = replay.model_copy(update={"min_agreement": 0.0})
     routers = scorer.routers
     if model is not None and routers is not None:

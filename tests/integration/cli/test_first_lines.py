@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from onepolicy.config import TrainingError, resolve
-from onepolicy.config.present import check_task
+from onepolicy.config.input_files import check_task_files
 from support.paths import ROOT
 
 QUICKSTART = str(ROOT / "recipes" / "quickstart.toml")
@@ -22,8 +22,8 @@ def run(words, folder, after):
     folder."""
     code = f"""
 import sys
-from onepolicy.config.policy import PolicyConfig, cached_path
-cached_path(PolicyConfig()).mkdir(parents=True, exist_ok=True)
+from onepolicy.config.policy import PolicyConfig, cached_policy_path
+cached_policy_path(PolicyConfig()).mkdir(parents=True, exist_ok=True)
 from onepolicy.cli import main
 {after}
 """
@@ -150,19 +150,19 @@ def test_too_many_held_out_problems_and_a_missing_corpus(tmp_path):
     )
     tree = {"out": "x", "steps": 1, "model": {"path": "tiny"}}
     task = {"kind": "jsonl", "path": str(data), "held_out": 2}
-    check_task(resolve(tree | {"task": task}).task, 2)
+    check_task_files(resolve(tree | {"task": task}).task, 2)
     with pytest.raises(
         ValueError, match=r"eval\.problems: 3 are asked for, but 2 lines of .* \(task\.held_out\)"
     ):
-        check_task(resolve(tree | {"task": task}).task, 3)
+        check_task_files(resolve(tree | {"task": task}).task, 3)
     tools = [{"kind": "search", "corpus": str(tmp_path / "none.jsonl")}]
     react = {"kind": "react", "problems": task, "tools": tools}
     with pytest.raises(ValueError, match=r"eval\.problems: 3 .* \(task\.problems\.held_out\)"):
-        check_task(resolve(tree | {"task": react}).task, 3)
+        check_task_files(resolve(tree | {"task": react}).task, 3)
     with pytest.raises(
         ValueError, match=r"task\.tools: search cannot read its corpus .*none\.jsonl: no such file"
     ):
-        check_task(resolve(tree | {"task": react}).task)
+        check_task_files(resolve(tree | {"task": react}).task)
 
 
 @pytest.mark.parametrize("parent", [None, {"run": "runs/a", "step": 7}])

@@ -17,7 +17,12 @@ import pytest
 from onepolicy.cli import interrupts, main, streams
 from onepolicy.config import UsageError, resolve
 from onepolicy.config.address import check_host, check_port, check_ray_address, check_url
-from onepolicy.config.place import check_new, check_place, check_resumable, claimed
+from onepolicy.config.output_paths import (
+    check_new_run_folder,
+    check_output_path,
+    check_resumable,
+    claim_run_folder,
+)
 from support.paths import ROOT
 
 SOURCE = ROOT / "src"
@@ -167,11 +172,11 @@ def test_a_path_that_cannot_be_made_is_refused(tmp_path):
         (Path("a\0b"), "NUL"),
     ]:
         with pytest.raises(UsageError, match=f"^--out: .*{why}"):
-            check_place("--out", path)
-    check_place("--out", tmp_path / ("a" * 255))
-    check_place("--out", tmp_path / "new" / "newer")
+            check_output_path("--out", path)
+    check_output_path("--out", tmp_path / ("a" * 255))
+    check_output_path("--out", tmp_path / "new" / "newer")
     with pytest.raises(UsageError, match=r"out: .*file is a file"):
-        check_new(tmp_path / "file")
+        check_new_run_folder(tmp_path / "file")
 
 
 @pytest.mark.needs("setpriv")
@@ -187,7 +192,7 @@ def test_somebody_elses_folder_is_refused_before_loading(tmp_path):
 import sys; sys.path.insert(0, {str(SOURCE)!r})
 from pathlib import Path
 from onepolicy.config import UsageError
-from onepolicy.config.place import check_new, check_resumable
+from onepolicy.config.output_paths import check_new_run_folder, check_resumable
 for check, path in ((check_new, {str(tmp_path / "new")!r}), (check_resumable, {str(run)!r})):
     try: check(Path(path))
     except UsageError as error: print(error)
@@ -210,50 +215,57 @@ def test_a_read_only_file_system_is_named(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"cannot be written to: the file system is read-only"):
         check_resumable(tmp_path)
     with pytest.raises(UsageError, match=r"new cannot be made in .*: the file system is read-only"):
-        check_new(tmp_path / "new")
+        check_new_run_folder(tmp_path / "new")
 
 
 def test_the_first_free_sibling(tmp_path):
     out = tmp_path / "quickstart"
-    with claimed(out) as free:
+    with claim_run_folder(out) as free:
         assert free == out
     assert not out.exists()
     out.mkdir()
-    with claimed(out) as free:
+    with claim_run_folder(out) as free:
         assert free == out
     assert out.exists()  # somebody else has made it
     (out / "config.json").write_text("")
     (tmp_path / "quickstart-2").write_text("")
-    with claimed(out) as free:
+    with claim_run_folder(out) as free:
         assert free == tmp_path / "quickstart-3"
 
 
 def test_simultaneous_starts_get_a_folder_each(tmp_path):
     out = tmp_path / "runs" / "r"
-    with claimed(out) as first, claimed(out) as second, claimed(out) as third:
+    with (
+        claim_run_folder(out) as first,
+        claim_run_folder(out) as second,
+        claim_run_folder(out) as third,
+    ):
         assert [each.name for each in (first, second, third)] == ["r", "r-2", "r-3"]
         made = tmp_path / "made"
         made.mkdir()
         (made / "config.json").write_text("")
         made.rename(second)  # as a run is put there
-        with claimed(out) as fourth:
+        with claim_run_folder(out) as fourth:
             assert fourth.name == "r-4"
     assert os.listdir(out.parent) == ["r-2"]
     code = (
-        "import os; from pathlib import Path; from onepolicy.config.place import claimed\n"
-        f"with claimed(Path({str(out)!r})): os._exit(9)"
+        "import os; from pathlib import Path\n"
+        "from onepolicy.config.output_paths import claim_run_folder\n"
+        f"with claim_run_folder(Path({str(out)!r})): os._exit(9)"
     )
     assert python(code).returncode == 9
     assert out.is_dir()
-    with claimed(out) as free:
+    with claim_run_folder(out) as free:
         assert free == out
 
 
 def test_many_simultaneous_processes_share_no_folder(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from onepolicy.config.place import claimed\n"
-        f"with claimed(Path({str(tmp_path / 'r')!r})) as out: print(out.name, flush=True); "
-        f"sys.stdin.read()"
+        "import sys; from pathlib import Path\n"
+        "from onepolicy.config.output_paths import claim_run_folder\n"
+        f"with claim_run_folder(Path({str(tmp_path / 'r')!r})) as out:\n"
+        "    print(out.name, flush=True)\n"
+        "    sys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

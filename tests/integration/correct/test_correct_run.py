@@ -8,7 +8,7 @@ import pytest
 from onepolicy.build.engines import check_engine_capabilities
 from onepolicy.cli import main
 from onepolicy.config import UsageError, resolve
-from onepolicy.config.correction import presets
+from onepolicy.config.correction import correction_presets
 from onepolicy.correct.presets import preset
 from onepolicy.interfaces import EngineCaps
 from support.metrics import rows
@@ -63,7 +63,7 @@ def test_more_top_logprobs_than_returned_are_refused(recipe, capsys, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", correction_presets())
 def test_twenty_steps_of_every_preset(train, name):
     objective = "rloo" if preset(name).surrogate == "pg" else "grpo"
     settings = [

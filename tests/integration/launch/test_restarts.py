@@ -81,7 +81,7 @@ def test_a_fault_of_one_step_is_given_up(run):
 
 def test_trouble_at_the_start_is_retried(run):
     """It does not count as a fault of the step before it, and the waits grow to a minute."""
-    none, late = [(1, None)], [(supervise.NotThere.EXIT, None)]
+    none, late = [(1, None)], [(supervise.ServiceUnavailable.EXIT, None)]
     status, _, waits, texts = run([(-9, 7), *8 * none, (-9, 7), *late, (0, 9)], restarts=20)
     assert status == 0
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
@@ -277,7 +277,7 @@ def test_a_server_that_is_not_up_yet_has_its_own_exit_status(monkeypatch, capsys
     monkeypatch.setattr(loop_run, "start_run", start)
     text = 'out = "x"\nsteps = 1\nmodel.path = "org/m"\ntask.kind = "chain"'
     (tmp_path / "recipe.toml").write_text(text)
-    assert main(["train", str(tmp_path / "recipe.toml")]) == supervise.NotThere.EXIT == 75
+    assert main(["train", str(tmp_path / "recipe.toml")]) == supervise.ServiceUnavailable.EXIT == 75
     assert "Is the server running there" in capsys.readouterr().err
 
 

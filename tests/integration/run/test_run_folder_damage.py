@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from onepolicy.audit import own
 from onepolicy.config import UsageError
-from onepolicy.config.stored import read_config
+from onepolicy.config.stored_config import read_stored_config
 from onepolicy.report import words
 from onepolicy.report.html import _facts, _rules, _shown, _tiles
 from onepolicy.report.learning import learning_figures, time_split
@@ -167,7 +167,7 @@ READERS = {
     "samples.jsonl": (read_report, read_samples),
     "summary.json": (read_report,),
     "run.json": (read_about, read_report),
-    "config.json": (read_config, read_report),
+    "config.json": (read_stored_config, read_report),
     "checkpoints/step_00012/state.json": (read_state, read_about),
     "probes/step_00012.safetensors": (read_report, read_dump),
 }
@@ -240,7 +240,7 @@ def damage(run, kept_in, count, seed):
     """Return how many inputs were read, and how many refused. One that fails is kept in the folder
     `kept_in`."""
     global CONFIG
-    CONFIG = read_config(run)
+    CONFIG = read_stored_config(run)
     rng = random.Random(seed)
     whole = {name: (run / name).read_bytes() for name in READERS}
     names = list(READERS)

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from onepolicy.cli import EXIT_CODES, build_parser, main, parse_arguments
-from onepolicy.config import NotThere, RunConfig, load, read_recipe, resolve
+from onepolicy.config import RunConfig, ServiceUnavailable, load, read_recipe, resolve
 from onepolicy.config.as_toml import as_toml
 from onepolicy.config.load import resolve_as
 from support.paths import ROOT
@@ -226,6 +226,6 @@ def test_every_command_has_examples_in_its_help():
 def test_exit_codes_are_in_the_help_and_in_the_docs():
     assert EXIT_CODES in build_parser().format_help()
     docs = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
-    for code in (0, 1, 2, NotThere.EXIT, 130):
+    for code in (0, 1, 2, ServiceUnavailable.EXIT, 130):
         assert f"\n  {code} " in EXIT_CODES
         assert f"\n| {code} |" in docs

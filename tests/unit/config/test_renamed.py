@@ -12,9 +12,9 @@ from onepolicy.config import RunConfig, UsageError, load, resolve
 from onepolicy.config import renamed as module
 from onepolicy.config.engine import ServeConfig
 from onepolicy.config.load import resolve_as
-from onepolicy.config.near import paths_of
 from onepolicy.config.renamed import RUN_KEYS, SERVE_KEYS
-from onepolicy.config.stored import read_config
+from onepolicy.config.spelling import paths_of
+from onepolicy.config.stored_config import read_stored_config
 
 OLD_SETTINGS = Path(__file__).parent / "old_settings"
 """config.json of run folders from before the renames, one for each kind of engine and cluster."""
@@ -173,7 +173,7 @@ def test_a_run_folder_from_before_has_the_settings_it_had(name, tmp_path, caplog
     stored = (OLD_SETTINGS / f"{name}.json").read_text()
     (tmp_path / "config.json").write_text(stored)
     quickstart = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
-    assert read_config(tmp_path) == load(quickstart, [*SAME_NOW[name], "eval.every=0"])
+    assert read_stored_config(tmp_path) == load(quickstart, [*SAME_NOW[name], "eval.every=0"])
     assert caplog.messages == []
 
 
@@ -182,4 +182,4 @@ def test_a_stored_setting_under_both_names_is_damage(tmp_path):
     tree["objective"]["num_minibatches"] = 4
     (tmp_path / "config.json").write_text(json.dumps(tree))
     with pytest.raises(UsageError, match=r"config\.json: .*objective\.mini_steps: is the old name"):
-        read_config(tmp_path)
+        read_stored_config(tmp_path)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from onepolicy.cli import main
 from onepolicy.config import CorrectionConfig, UsageError
-from onepolicy.config.correction import ALIASES, presets
+from onepolicy.config.correction import PRESET_ALIASES, correction_presets
 from onepolicy.correct.presets import FRAMEWORKS, equation, preset
 
 TOKEN = {"weight": {"level": "token"}}
@@ -145,7 +145,7 @@ def test_one_sided_bounds_are_legal() -> None:
         CorrectionConfig.model_validate({"gates": [{"statistic": "ratio"} | side]})
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", correction_presets())
 def test_every_preset_round_trips_and_prints_itself(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,22 +157,24 @@ def test_every_preset_round_trips_and_prints_itself(
     for line in equation(config):
         assert line in printed
     for key, title in FRAMEWORKS.items():
-        text = presets()[name][key]
+        text = correction_presets()[name][key]
         assert title in printed
         assert (text if not text.startswith("cannot") else "cannot express it") in printed
 
 
 def test_every_row_of_the_table_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(presets()) == WANTED
-    assert set(ALIASES.values()) <= set(presets())
+    assert set(correction_presets()) == WANTED
+    assert set(PRESET_ALIASES.values()) <= set(correction_presets())
     assert main(["config", "preset"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(presets())
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(
+        correction_presets()
+    )
 
 
 def test_printed_settings_are_the_preset() -> None:
     """Without the preset's name, the settings that `config preset` shows as comments are the same
     correction."""
-    for name in presets():
+    for name in correction_presets():
         config = preset(name)
         spelled = CorrectionConfig.model_validate(
             config.model_dump(exclude_defaults=True, exclude={"preset"})

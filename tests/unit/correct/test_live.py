@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
-from onepolicy.config.correction import presets
+from onepolicy.config.correction import correction_presets
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.correct.report import combine, report
 from onepolicy.correct.weights import reweight
 
 ONE = torch.ones(1, dtype=torch.bool)
-LIVE = [name for name in presets() if preset(name).live]
+LIVE = [name for name in correction_presets() if preset(name).live]
 
 
 def ppo(new: Tensor, anchor: Tensor, advantage: float) -> Tensor:

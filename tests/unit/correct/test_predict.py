@@ -11,7 +11,7 @@ import torch
 
 from onepolicy.build import components
 from onepolicy.config import CorrectionConfig, UsageError, resolve
-from onepolicy.config.correction import presets
+from onepolicy.config.correction import correction_presets
 from onepolicy.correct.predict import predict, warning
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
@@ -56,7 +56,11 @@ def test_closed_forms() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [n for n in presets() if not preset(n).live and not predict(preset(n), 1e-3, 9).not_modelled],
+    [
+        n
+        for n in correction_presets()
+        if not preset(n).live and not predict(preset(n), 1e-3, 9).not_modelled
+    ],
 )
 @pytest.mark.parametrize(("kl", "length"), [(0.002, 200), (0.02, 25)])
 def test_the_correction_agrees_with_its_prediction(name: str, kl: float, length: int) -> None:
@@ -144,7 +148,7 @@ def test_the_warning_of_a_run_considers_whole_episodes():
         config = resolve(
             tree | sampling | {"task": task | limits, "correction": {"weight": weight}}
         )
-        tokens, turns = config.longest
+        tokens, turns = config.longest_episode
         return warning(config.correction, tokens, turns=turns)
 
     assert said(gym) is None

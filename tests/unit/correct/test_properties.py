@@ -15,7 +15,7 @@ from torch import Tensor
 
 import onepolicy.correct.slots as slots_module
 from onepolicy.config import CorrectionConfig, UsageError
-from onepolicy.config.correction import presets
+from onepolicy.config.correction import correction_presets
 from onepolicy.correct.histogram import histogram, quantiles
 from onepolicy.correct.presets import preset
 from onepolicy.correct.report import combine
@@ -47,7 +47,7 @@ WIDE = {
         {"statistic": "ratio", "aggregate": "mean", "scope": "sequence", "low": 0.9, "high": 1.1}
     ]
 }
-CONFIGS = {name: preset(name) for name in presets() if not preset(name).live} | {
+CONFIGS = {name: preset(name) for name in correction_presets() if not preset(name).live} | {
     "turns": TURNS,
     "narrow veto": preset(
         "veto",

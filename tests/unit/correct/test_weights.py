@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, Gate, UsageError, Weight
-from onepolicy.config.correction import presets
+from onepolicy.config.correction import correction_presets
 from onepolicy.correct.presets import preset
 from onepolicy.correct.slots import slots
 from onepolicy.correct.statistics import statistic
@@ -21,7 +21,7 @@ from onepolicy.correct.weights import Applied, reweight
 RHO = torch.tensor([1, 4, 1 / 4, 1, 2, 2, math.nan, 1e9], dtype=torch.float64)
 SEGMENT = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
 MASK = torch.tensor([True] * 6 + [False] * 2)
-FIXED = [name for name in presets() if not preset(name).live]
+FIXED = [name for name in correction_presets() if not preset(name).live]
 ALL = torch.ones(20, dtype=torch.bool)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from onepolicy.config import PromptsTask, UsageError
 from onepolicy.config.engine import EngineConfig
-from onepolicy.config.measure import engine_settings, kinds, prompt_settings
+from onepolicy.config.measure import classes_by_kind, engine_overrides, task_settings
 from onepolicy.envs import make_environment
 from onepolicy.envs.tasks.jsonl import read_prompts
 from onepolicy.envs.warmup.examples import warmup_examples
@@ -12,39 +12,39 @@ from support.scripted_engine import make_tokenizer
 
 
 def test_an_engine_of_this_process():
-    assert engine_settings("hf") == ["rollout.engine.kind=hf"]
+    assert engine_overrides("hf") == ["rollout.engine.kind=hf"]
     with pytest.raises(UsageError, match="hf runs in this process and takes no address"):
-        engine_settings("hf:http://x")
+        engine_overrides("hf:http://x")
 
 
 def test_an_unknown_engine_names_the_known():
     with pytest.raises(UsageError, match=r"'trt' is none of hf, vllm"):
-        engine_settings("trt:8000")
+        engine_overrides("trt:8000")
 
 
 def test_a_server_and_its_address():
     """Every kind of server with an address accepts one."""
-    for kind, config in kinds(EngineConfig).items():
+    for kind, config in classes_by_kind(EngineConfig).items():
         if "url" in config.model_fields:
             wanted = [f"rollout.engine.kind={kind}", "rollout.engine.url=http://h:1/v1"]
-            assert engine_settings(f"{kind}:http://h:1/v1") == wanted
+            assert engine_overrides(f"{kind}:http://h:1/v1") == wanted
 
 
 def test_prompts_of_a_file_a_recipe_and_a_task(tmp_path):
     lines = tmp_path / "prompts.txt"
     lines.write_text("one\n")
-    assert prompt_settings(str(lines)) == {"kind": "prompts", "path": str(lines)}
+    assert task_settings(str(lines)) == {"kind": "prompts", "path": str(lines)}
     recipe = tmp_path / "r.toml"
     recipe.write_text('[task]\nkind = "gym"\nname = "chain_sum"\n')
-    assert prompt_settings(str(recipe)) == {"kind": "gym", "name": "chain_sum"}
-    assert prompt_settings("chain") == {"kind": "chain"}
-    assert prompt_settings("spell_backward") == {"kind": "gym", "name": "spell_backward"}
+    assert task_settings(str(recipe)) == {"kind": "gym", "name": "chain_sum"}
+    assert task_settings("chain") == {"kind": "chain"}
+    assert task_settings("spell_backward") == {"kind": "gym", "name": "spell_backward"}
     for text in (str(tmp_path / "none.jsonl"), "a/b"):
         with pytest.raises(UsageError, match="is not a file"):
-            prompt_settings(text)
+            task_settings(text)
     recipe.write_text("steps = 1\n")
     with pytest.raises(UsageError, match="no section task"):
-        prompt_settings(str(recipe))
+        task_settings(str(recipe))
 
 
 @pytest.mark.parametrize(

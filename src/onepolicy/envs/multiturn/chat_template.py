@@ -7,6 +7,7 @@ special tokens split into plain text, so no reply can end a turn or open another
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
 from onepolicy.envs.multiturn.tokenization import encode_text
+
+LOG = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 Replies = Sequence[str]
@@ -117,7 +120,7 @@ class TemplateDialogue:
         return self._encode_filled(self._render(messages, prompt=True), placeholders, texts)
 
     def _check_history(self) -> None:
-        """Raise UsageError if the template rewrites history without fork, or keeps it with fork."""
+        """Raise UsageError if the template rewrites history, unless fork is set."""
         rewritten = self._rewrites_history()
         if rewritten and not self.fork:
             raise UsageError(
@@ -126,10 +129,10 @@ class TemplateDialogue:
                 "every rewritten history as a sample of its own, or use a template that keeps them"
             )
         if self.fork and not rewritten:
-            raise UsageError(
-                "task.history: fork has no effect, the chat template keeps earlier turns as they "
-                "were; leave it out"
+            LOG.warning(
+                "task.history: fork has no effect, the chat template keeps earlier turns as they were"
             )
+            self.fork = False
 
     def _rewrites_history(self) -> bool:
         """Return whether a rendered turn changes, or loses its thought, when messages follow it."""

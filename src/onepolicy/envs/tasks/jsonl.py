@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from onepolicy.config import JsonlTask, PromptsTask, UsageError
-from onepolicy.config.problems import SHOWN, Row, check_held_out, read_prompts, read_task
+from onepolicy.config.problems import SHOWN, ProblemRow, check_held_out, read_prompts, read_task
 from onepolicy.envs.tasks.grading import MathGrader, grade_exact
 from onepolicy.envs.tasks.seeding import seeded_rng
 from onepolicy.envs.warmup.noise import add_character_noise
@@ -124,7 +124,7 @@ class Jsonl:
         return self._cached_epoch[1]
 
 
-def _make_problem(row: Row) -> Problem:
+def _make_problem(row: ProblemRow) -> Problem:
     return Problem(row.number, row.prompt, row.answer, {"source": row.where})
 
 

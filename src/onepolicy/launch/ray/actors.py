@@ -14,7 +14,7 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from onepolicy.config import NotThere, QuantFormat, RunConfig, TrainingError, UsageError
+from onepolicy.config import QuantFormat, RunConfig, ServiceUnavailable, TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.interfaces import EngineCaps, Progress, RolloutEngine
 from onepolicy.launch.launcher import Launcher
@@ -209,13 +209,13 @@ def contract_from_json(fields: dict[str, Any]) -> NumericsContract:
 def _get_at_start(name: str, reference: Any, timeout: float) -> Any:
     """Wait for the reply of process `name` while the run starts.
 
-    Raises NotThere if there is none within `timeout` seconds, TrainingError if the process has
+    Raises ServiceUnavailable if there is none within `timeout` seconds, TrainingError if the process has
     ended.
     """
     try:
         return ray.get(reference, timeout=timeout)
     except GetTimeoutError:
-        raise NotThere(
+        raise ServiceUnavailable(
             f"{name} did not start within {timeout:g} s (cluster.start_timeout); see Ray's logs"
         ) from None
     except RayTaskError as error:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onepolicy.config import NotThere, RunConfig, UsageError
+from onepolicy.config import RunConfig, ServiceUnavailable, UsageError
 from onepolicy.config.address import check_ray_address
 from onepolicy.config.cluster import RayCluster
 from onepolicy.rollout.servers.token import check_token
@@ -40,7 +40,7 @@ def open_ray_launcher(config: RunConfig, progress: Progress) -> Iterator[Launche
     """Connect to Ray, reserve the resources of the run, and yield its launcher.
 
     The processes of the run end with it. Raises UsageError if ray is not installed or this process
-    was started by torchrun, NotThere if Ray does not answer or has no room.
+    was started by torchrun, ServiceUnavailable if Ray does not answer or has no room.
     """
     cluster = config.cluster
     assert isinstance(cluster, RayCluster)
@@ -89,7 +89,7 @@ def _connected(cluster: RayCluster) -> Iterator[None]:
         if cluster.address is not None:
             problem = f"no Ray at {cluster.address}"
         reason = str(error).strip().splitlines()[0]
-        raise NotThere(f"cluster.address: {problem}: {reason}") from error
+        raise ServiceUnavailable(f"cluster.address: {problem}: {reason}") from error
     try:
         yield
     finally:
@@ -145,14 +145,14 @@ def check_address(address: str, auth: str) -> None:
 
 
 def _check_port_answers(address: str) -> None:
-    """Raise NotThere if nothing listens at host:port. Ray itself would retry for many minutes."""
+    """Raise ServiceUnavailable if nothing listens at host:port. Ray itself would retry for many minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise NotThere(f"cluster.address: no Ray at {address}: {error}") from None
+        raise ServiceUnavailable(f"cluster.address: no Ray at {address}: {error}") from None
 
 
 @cache  # Ray reads the token once in a process

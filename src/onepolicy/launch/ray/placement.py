@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup as RayPlacementGroup
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from onepolicy.config import NotThere, RunConfig
+from onepolicy.config import RunConfig, ServiceUnavailable
 from onepolicy.config.cluster import RayCluster
 
 Bundle = dict[str, float]  # resource -> amount, as Ray reserves it
@@ -70,7 +70,7 @@ class PlacementGroup:
     def __init__(self, request: ResourceRequest, cluster: RayCluster) -> None:
         """Reserve the resources. The driver's bundle is on this node.
 
-        Raises NotThere, with the request and the nodes, if Ray cannot reserve it within
+        Raises ServiceUnavailable, with the request and the nodes, if Ray cannot reserve it within
         cluster.start_timeout.
         """
         bundles = request.bundles
@@ -83,7 +83,7 @@ class PlacementGroup:
         )
         if not self.group.wait(cluster.start_timeout):
             remove_placement_group(self.group)
-            raise NotThere(
+            raise ServiceUnavailable(
                 f"cluster: Ray found no room within {cluster.start_timeout:g} s "
                 f"(cluster.start_timeout) for\n{_request_table(request)}\n"
                 f"Its nodes, of which others may use a part:\n{_node_table()}\n"

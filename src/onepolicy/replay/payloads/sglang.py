@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.config.base import shown
+from onepolicy.config.base import short_repr
 
 ID_BYTES = 4  # of an expert's id
 
@@ -32,7 +32,7 @@ def route_ids(payload: Any, *, rows: int, depth: int, top_k: int) -> Tensor:
             row was captured.
     """
     if type(payload) is not str:
-        raise UsageError(f"routed_experts is {shown(payload)}, expected base64")
+        raise UsageError(f"routed_experts is {short_repr(payload)}, expected base64")
     try:
         data = base64.b64decode(payload, validate=True)
     except ValueError as error:  # also characters that are not ASCII

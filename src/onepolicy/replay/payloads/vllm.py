@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from onepolicy.config import UsageError
-from onepolicy.config.base import shown
+from onepolicy.config.base import short_repr
 from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.payloads.npy import InvalidNpyError, parse_npy
@@ -184,7 +184,7 @@ def _array(name: str, lists: Any) -> np.ndarray | None:
         return None
     if not _are_rows(lists):
         raise UsageError(
-            f"{name}: expected nested lists [rows][layers][K] of integers, got {shown(lists)}"
+            f"{name}: expected nested lists [rows][layers][K] of integers, got {short_repr(lists)}"
         )
     return np.asarray(lists, dtype=np.int64)
 
@@ -206,7 +206,7 @@ def _read_base64_npy(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
     text = body["choices"][choice].get("routed_experts")
     if text is None:
         return None
-    wrong = f"routed_experts: expected base64 of an .npy file, got {shown(text)}"
+    wrong = f"routed_experts: expected base64 of an .npy file, got {short_repr(text)}"
     if type(text) is not str:
         raise UsageError(wrong)
     try:

@@ -17,7 +17,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from onepolicy.config import NotThere, ServerEngineConfig, TrainingError, UsageError, printable
+from onepolicy.config import (
+    ServerEngineConfig,
+    ServiceUnavailable,
+    TrainingError,
+    UsageError,
+    printable,
+)
 from onepolicy.config.address import check_url
 from onepolicy.rollout.servers.replies import (
     MAX_REPLY_BYTES,
@@ -72,7 +78,7 @@ class EngineLost(TrainingError):
     """The server gives no usable reply, or is no longer the one that was given this run's weights."""
 
 
-class EngineUnreachable(NotThere):
+class EngineUnreachable(ServiceUnavailable):
     """No server gave a usable reply while the run started."""
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import printable
-from onepolicy.config.base import shown
+from onepolicy.config.base import short_repr
 from onepolicy.types import MAX_LOGP
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def get_count(of: Any, name: str, most: int) -> int:
     """of[name], a whole number from 0 to `most`. Malformed if not."""
     value = get_field(of, name, int)
     if not 0 <= value <= most:
-        raise MalformedReply(f"{name} is {shown(value)}, expected 0 to {most}")
+        raise MalformedReply(f"{name} is {short_repr(value)}, expected 0 to {most}")
     return int(value)
 
 
@@ -145,7 +145,7 @@ def get_token_ids(of: Any, name: str, *, vocab: int) -> list[int]:
     for value in values:
         if type(value) is not int or not 0 <= value < vocab:
             raise MalformedReply(
-                f"{name}: {shown(value)!r} is no token id in 0..{vocab - 1}; is it this model's server?"
+                f"{name}: {short_repr(value)!r} is no token id in 0..{vocab - 1}; is it this model's server?"
             )
     return values
 
@@ -160,12 +160,12 @@ def logprob_tensor(values: list[Any], name: str) -> Tensor:
     for value in values:
         if not is_number(value):
             raise MalformedReply(
-                f"{name}: {shown(value)} is no log-probability; if it stays so, the log-probabilities are not numbers "
+                f"{name}: {short_repr(value)} is no log-probability; if it stays so, the log-probabilities are not numbers "
                 "because the server's weights or kernels are broken for this model"
             )
         if not SMALLEST_LOGP <= value <= MAX_LOGP:
             raise MalformedReply(
-                f"{name}: {shown(value)} is no log-probability of a token that was sampled"
+                f"{name}: {short_repr(value)} is no log-probability of a token that was sampled"
             )
     return torch.tensor(values, dtype=torch.float32)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.config.base import shown
+from onepolicy.config.base import short_repr
 from onepolicy.replay.axes import trace_from
 from onepolicy.replay.checks import RouteSpec, check_trace
 from onepolicy.replay.payloads.sglang import ID_BYTES, route_ids
@@ -136,7 +136,7 @@ def parse_reply(
         fed,
         n,
     ):
-        counted = f"{shown(meta['prompt_tokens'])} + {shown(meta['completion_tokens'])}"
+        counted = f"{short_repr(meta['prompt_tokens'])} + {short_repr(meta['completion_tokens'])}"
         raise MalformedReply(f"it counts {counted} tokens, but {fed} were sent and {n} came")
     version = torch.tensor(
         [v for start, end, v in runs for _ in range(start, end)], dtype=torch.int32
@@ -188,9 +188,9 @@ def _top(meta: dict, n: int, asked: int, vocab: int) -> tuple[Tensor | None, Ten
     pairs = [[_pair(entry, name) for entry in row] for row in rows]
     for value, token in (pair for row in pairs for pair in row):
         if not 0 <= token < vocab:
-            raise MalformedReply(f"{name}: {shown(token)} is no token id in 0..{vocab - 1}")
+            raise MalformedReply(f"{name}: {short_repr(token)} is no token id in 0..{vocab - 1}")
         if not is_number(value) or not SMALLEST_LOGP <= value <= MAX_LOGP:
-            raise MalformedReply(f"{name}: {shown(value)} is no log-probability")
+            raise MalformedReply(f"{name}: {short_repr(value)} is no log-probability")
     return top_tokens_tensors(
         [[(token, value) for value, token in row] for row in pairs], asked, name
     )
@@ -199,7 +199,7 @@ def _top(meta: dict, n: int, asked: int, vocab: int) -> tuple[Tensor | None, Ten
 def _pair(entry: Any, name: str) -> tuple[Any, int]:
     """(log-probability, token id) of [log-probability, token id, text]."""
     if type(entry) is not list or len(entry) < 2 or type(entry[1]) is not int:
-        raise MalformedReply(f"{name}: {shown(entry)} is no [log-probability, token id, text]")
+        raise MalformedReply(f"{name}: {short_repr(entry)} is no [log-probability, token id, text]")
     return entry[0], entry[1]
 
 
@@ -216,7 +216,7 @@ def _runs(meta: dict, n: int, version_of: Callable[[str], int]) -> list[tuple[in
         reached = end
     if reached != n or len(runs) != len(spans) or (n and not runs):
         raise MalformedReply(
-            f"weight_versions {shown(spans)} do not cover {n} tokens one after the other"
+            f"weight_versions {short_repr(spans)} do not cover {n} tokens one after the other"
         )
     return runs
 

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from onepolicy.config import SGLangConfig, UsageError
-from onepolicy.config.base import shown
+from onepolicy.config.base import short_repr
 from onepolicy.interfaces import EngineCaps
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.replies import MalformedReply, get_count, make_printable
@@ -71,7 +71,7 @@ async def read_weights_id(client: EngineClient) -> str:
     def parse(reply: object) -> str:
         name = reply.get("weight_version") if isinstance(reply, dict) else None
         if not isinstance(name, str):
-            raise MalformedReply(f"expected a weight_version, got {shown(reply)}")
+            raise MalformedReply(f"expected a weight_version, got {short_repr(reply)}")
         return name
 
     return await client.get("/model_info", parse=parse)
@@ -126,7 +126,7 @@ async def handshake(
 
 def _object(reply: Any) -> dict[str, Any]:
     if not isinstance(reply, dict):
-        raise MalformedReply(f"expected an object, got {shown(reply)}")
+        raise MalformedReply(f"expected an object, got {short_repr(reply)}")
     return dict(make_printable(reply))
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepolicy.config import TrainingError
-from onepolicy.config.base import shown
+from onepolicy.config.base import short_repr
 from onepolicy.rollout.servers.http import EngineClient, host_and_port
 from onepolicy.rollout.servers.replies import MalformedReply
 from onepolicy.sync.group import (
@@ -37,7 +37,7 @@ JOIN_S = 60.0
 def check_success(reply: Any) -> None:
     """For replies that say whether they did what was asked."""
     if not isinstance(reply, dict) or reply.get("success") is not True:
-        raise MalformedReply(shown(reply))
+        raise MalformedReply(short_repr(reply))
 
 
 async def load_from_folder(client: EngineClient, folder: str, name: str, *, flush: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.config.base import shown
+from onepolicy.config.base import short_repr
 from onepolicy.replay.checks import RouteSpec, check_trace
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat, request_trace
 from onepolicy.rollout.servers.replies import (
@@ -86,7 +86,7 @@ class ReplyParser:
         )
         if counted != (prompt, len(tokens)):
             raise MalformedReply(
-                f"usage says {shown(counted[0])} + {shown(counted[1])} tokens, "
+                f"usage says {short_repr(counted[0])} + {short_repr(counted[1])} tokens, "
                 f"but {prompt} were sent and {len(tokens)} came back"
             )
         routing = None
@@ -198,7 +198,7 @@ def _logp(
 
 def _entry(entry: Any, vocab: int) -> tuple[int, float]:
     if not isinstance(entry, dict):
-        raise MalformedReply(f"logprobs: expected an object, got {shown(entry)}")
+        raise MalformedReply(f"logprobs: expected an object, got {short_repr(entry)}")
     name = get_field(entry, "token", str)
     value: Any = entry.get("logprob")
     digits = name.removeprefix(PREFIX)
@@ -206,7 +206,9 @@ def _entry(entry: Any, vocab: int) -> tuple[int, float]:
     if not name.startswith(PREFIX) or not plain or int(digits) >= vocab:
         raise MalformedReply(f"logprobs: expected {PREFIX}ID, got {name[:60]!r}")
     if not is_number(value) or not SMALLEST_LOGP <= value <= MAX_LOGP:
-        raise MalformedReply(f"logprobs: {shown(value)} is no log-probability (token {digits})")
+        raise MalformedReply(
+            f"logprobs: {short_repr(value)} is no log-probability (token {digits})"
+        )
     return int(digits), float(value)
 
 

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedConfig
 
 from onepolicy.config import QuantFormat, UsageError, VLLMServerConfig
-from onepolicy.config.base import shown
+from onepolicy.config.base import short_repr
 from onepolicy.interfaces import EngineCaps
 from onepolicy.models.quant.size_report import SizeReport
 from onepolicy.replay.checks import RouteSpec
@@ -83,7 +83,7 @@ async def describe(client: EngineClient) -> tuple[ServerDescription, int]:
     def parse(reply: Any) -> tuple[dict[str, Any], int]:
         results = get_field(reply, "results", list)
         if not results or not isinstance(results[0], dict):
-            raise MalformedReply(f"no description: {shown(reply)}")
+            raise MalformedReply(f"no description: {short_repr(reply)}")
         return make_printable(results[0]), len(results)
 
     try:

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, QuantFormat, TrainingError, UsageError, VLLMServerConfig
-from onepolicy.config.base import shown
+from onepolicy.config.base import short_repr
 from onepolicy.interfaces import EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
@@ -398,7 +398,7 @@ class VLLMServer:
     async def _drop_caches(self) -> None:
         def dropped(reply: Any) -> None:
             if not isinstance(reply, dict) or reply.get("success") is not True:
-                raise MalformedReply(f"the prefix cache was not reset: {shown(reply)}")
+                raise MalformedReply(f"the prefix cache was not reset: {short_repr(reply)}")
 
         await self.client.post("/reset_prefix_cache", parse=dropped)
 

@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 
-from onepolicy.config import NotThere, TrainingError, UsageError
+from onepolicy.config import ServiceUnavailable, TrainingError, UsageError
 from onepolicy.rollout.servers import http
 from onepolicy.rollout.servers.http import EngineClient, EngineLost, MalformedReply, RequestCounters
 from onepolicy.rollout.servers.replies import read_body
@@ -220,7 +220,9 @@ def test_a_servers_text_reaches_no_terminal_unescaped(status, kind):
     assert "owned" in str(error.value)
 
 
-@pytest.mark.parametrize("kind", [UsageError, TrainingError, NotThere, EngineLost, MalformedReply])
+@pytest.mark.parametrize(
+    "kind", [UsageError, TrainingError, ServiceUnavailable, EngineLost, MalformedReply]
+)
 def test_an_error_keeps_no_more_than_its_line_breaks(kind):
     text = str(
         kind(f"a problem\nof two lines, it said {EVIL}; f\u00fcr \u4f60\u3000\u597d \U0001f600")

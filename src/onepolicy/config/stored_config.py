@@ -1,4 +1,4 @@
-"""The effective settings a run folder holds."""
+"""The effective settings that a run folder holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from onepolicy.config.base import UsageError
-from onepolicy.config.load import describe
+from onepolicy.config.errors import describe_errors
 from onepolicy.config.renamed import rename_keys
 from onepolicy.config.run import RunConfig
 
@@ -16,20 +16,21 @@ CONFIG = "config.json"
 BEGUN = ".step"  # in the run's folder: the step that its process began last
 
 
-def read_config(run: Path) -> RunConfig:
-    """Return the settings of a run folder, old names of settings included.
+def read_stored_config(run: Path) -> RunConfig:
+    """Return the settings of a run folder, which may have old names.
 
     Raises UsageError if there is no config.json, or if it is damaged.
     """
     path = run / CONFIG
     if not path.is_file():
-        raise UsageError(f"{run}: not a run folder (no {CONFIG})")
+        raise UsageError(f"{run}: not a run folder (no {CONFIG}); give the folder of a run")
     try:
         return RunConfig.model_validate_json(_with_new_names(path.read_bytes()))
     except ValidationError as error:
-        raise UsageError(f"{path}: not the settings of a run: {describe(error)}") from None
+        problem = describe_errors(error)
     except UsageError as error:
-        raise UsageError(f"{path}: not the settings of a run: {error}") from None
+        problem = str(error)
+    raise UsageError(f"{path}: not the settings of a run: {problem}")
 
 
 def _with_new_names(data: bytes) -> bytes:

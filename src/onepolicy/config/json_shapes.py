@@ -1,6 +1,6 @@
-"""The JSON files of a run folder: what each must hold, and one way to read them that names file, place, value and mend.
+"""Shapes of a run folder's JSON files, and the function that reads and checks them.
 
-What has been read here may be trusted by later code. Keys that are not named here are kept as they are.
+Later code may trust a file that was read here. Keys that are not named here are kept.
 """
 
 from __future__ import annotations
@@ -14,39 +14,44 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from onepolicy.config.base import UsageError
 
-Row = dict[str, Any]
+JsonObject = dict[str, Any]
 
-LARGEST = 10**15
-"""Of steps, counts and turn numbers: beyond it floats are no longer exact integers."""
+LARGEST_COUNT = 10**15
+"""Largest step, count or turn number. Above it floats are no longer exact integers."""
 LARGEST_NUMBER = 1e100
-"""Of any metric: products and sums over steps stay finite."""
+"""Largest metric. Products and sums over steps stay finite."""
 SHOWN = 60  # characters of a wrong value, in messages
 
 
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
-Text = InstanceOf[
-    str
-]  # a decoded response may hold half a surrogate pair, which pydantic's own text may not
+Text = InstanceOf[str]
+"""A decoded response may hold half a surrogate pair, which pydantic's own `str` refuses."""
 Numbers = dict[str, Number | None]
 
 
 class Shape(BaseModel):
+    """A JSON object with some checked keys."""
+
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 class Point(Shape):
+    """A metric at a step."""
+
     step: Count
     value: Number
 
 
 class Parent(Shape):
+    """The checkpoint that a fork started from."""
+
     run: Text
     step: Count
 
 
 class Summary(Shape):
-    """summary.json (report/words.py says what the keys mean)."""
+    """summary.json. report/words.py explains the keys."""
 
     steps: Count
     run: Text | None = None
@@ -76,7 +81,7 @@ class Summary(Shape):
     groups_without_signal: Number | None = None
 
 
-class About(Shape):
+class RunInfo(Shape):
     """run.json."""
 
     parent: Parent | None
@@ -87,7 +92,7 @@ class About(Shape):
     quant: dict[str, Any] | None = None
 
 
-class State(Shape):
+class CheckpointState(Shape):
     """state.json of a checkpoint."""
 
     step: Count
@@ -99,15 +104,19 @@ class State(Shape):
 
 
 class Engine(Shape):
+    """rollout.engine of config.json."""
+
     dtype: Text | None = None
 
 
 class Rollout(Shape):
+    """rollout of config.json."""
+
     engine: Engine = Engine()
 
 
 class Settings(Shape):
-    """config.json, as far as the report looks into it; a resume reads all of it (stored.py)."""
+    """The part of config.json that the report reads. A resume reads all (stored_config.py)."""
 
     model: dict[str, Any] = {}
     task: dict[str, Any] = {}
@@ -131,79 +140,84 @@ class Sample(Shape):
     fingerprint: Text | None = None
 
 
-def read_object(path: Path, kind: type[Shape], mend: str) -> Row:
-    """The object of a JSON file. UsageError: file, place, value, mend."""
+def read_json_object(path: Path, kind: type[Shape], hint: str) -> JsonObject:
+    """Return the object of a JSON file.
+
+    hint: ends every message. Raises UsageError with file, place and value if the file is damaged.
+    """
     try:
         if not path.is_file():
-            raise UsageError(f"{path}: {'not a file' if path.exists() else 'missing'}; {mend}")
+            problem = "missing"
+            if path.exists():
+                problem = "not a file"
+            raise UsageError(f"{path}: {problem}; {hint}")
         data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}; {mend}") from None
-    return checked(parsed(data, str(path), mend), kind, str(path), mend)
+        raise UsageError(f"{path}: cannot be read: {error.strerror}; {hint}") from None
+    return check_shape(parse_json(data, str(path), hint), kind, str(path), hint)
 
 
-def parsed(data: bytes, where: str, mend: str) -> Any:
-    """The value of JSON text."""
+def parse_json(data: bytes, where: str, hint: str) -> Any:
+    """Return the value of a JSON text. Raises UsageError if it is none."""
     try:
         return json.loads(data.decode("utf-8"), parse_constant=_refuse)
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is 0x{data[error.start]:02x}"
-        raise UsageError(f"{where}: not UTF-8 ({byte}), so it is damaged; {mend}") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also numbers of thousands of digits, brackets as deep
-        raise UsageError(f"{where}: not valid JSON: {error}; {mend}") from None
+        raise UsageError(f"{where}: not UTF-8 ({byte}), so it is damaged; {hint}") from None
+    except (ValueError, RecursionError) as error:  # thousands of digits or brackets too
+        raise UsageError(f"{where}: not valid JSON: {error}; {hint}") from None
 
 
-def checked(value: Any, kind: type[Shape], where: str, mend: str) -> Row:
-    """The same value, which is of this shape."""
+def check_shape(value: Any, kind: type[Shape], where: str, hint: str) -> JsonObject:
+    """Return the same value. Raises UsageError if it is not of this shape."""
     if not isinstance(value, dict):
-        raise UsageError(f"{where}: {shown(value)} is no JSON object; {mend}")
+        raise UsageError(f"{where}: {_shown(value)} is no JSON object; {hint}")
     try:
         kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         if first["type"] == "missing":
-            raise UsageError(f"{where}: lacks {place}; {mend}") from None
-        what = first["msg"].removeprefix("Input ")
+            raise UsageError(f"{where}: lacks {place}; {hint}") from None
+        rule = first["msg"].removeprefix("Input ")
         raise UsageError(
-            f"{where}: {place} is {shown(first['input'])}, but {what}; {mend}"
+            f"{where}: {place} is {_shown(first['input'])}, but {rule}; {hint}"
         ) from None
     return value
 
 
-def check_metrics(row: Row, where: str, mend: str) -> None:
-    """UsageError unless a row of metrics.jsonl has numbers or null under names that can be a metric's."""
+def check_metrics(row: JsonObject, where: str, hint: str) -> None:
+    """Raise UsageError unless a row of metrics.jsonl has numbers or null under names of metrics."""
     for name, value in row.items():
         if name == "step" or value is None:
             pass
         elif type(value) not in (int, float):
-            raise UsageError(f"{where}: {name} is {shown(value)}, not a number or null; {mend}")
+            raise UsageError(f"{where}: {name} is {_shown(value)}, not a number or null; {hint}")
         elif not abs(value) <= LARGEST_NUMBER:  # NaN neither
-            raise UsageError(f"{where}: {name} is {shown(value)}, which no metric is; {mend}")
+            raise UsageError(f"{where}: {name} is {_shown(value)}, which no metric is; {hint}")
         if "@" in name and not name.startswith("tools/") and not re.search("@[0-9]{1,15}$", name):
-            raise UsageError(f"{where}: {shown(name)} is no name of a metric; {mend}")
+            raise UsageError(f"{where}: {_shown(name)} is no name of a metric; {hint}")
 
 
-def check_step(row: Row, where: str, mend: str) -> None:
-    """UsageError unless the row has the number of a step."""
+def check_step(row: JsonObject, where: str, hint: str) -> None:
+    """Raise UsageError unless the row has the number of a step."""
     if "step" not in row:
-        raise UsageError(f"{where}: no integer `step`; {mend}")
+        raise UsageError(f"{where}: no integer `step`; {hint}")
     step = row["step"]
     if type(step) is not int:
-        raise UsageError(f"{where}: no integer `step`, it is {shown(step)}; {mend}")
-    if not 0 <= step <= LARGEST:
-        raise UsageError(f"{where}: step is {shown(step)}, which no step is; {mend}")
+        raise UsageError(f"{where}: no integer `step`, it is {_shown(step)}; {hint}")
+    if not 0 <= step <= LARGEST_COUNT:
+        raise UsageError(f"{where}: step is {_shown(step)}, which no step is; {hint}")
 
 
-def shown(value: Any) -> str:
-    """A value in a message, cut short."""
-    text = (
-        repr(value) if not isinstance(value, int) or abs(value) < LARGEST**2 else "a huge integer"
-    )
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+def _shown(value: Any) -> str:
+    """Return at most about SHOWN characters that show the value."""
+    if isinstance(value, int) and abs(value) >= LARGEST_COUNT**2:
+        return "a huge integer"
+    text = repr(value)
+    if len(text) > SHOWN:
+        return f"{text[:SHOWN]}..."
+    return text
 
 
 def _refuse(constant: str) -> float:

@@ -1,4 +1,4 @@
-"""What a mistyped name was meant to be: the nearest of the names that there are, and the settings of any section."""
+"""Suggestions for a mistyped name: the nearest known name, and settings of other sections."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from onepolicy.config.base import Frozen
 
 Tree = dict[str, Any]
 
-SAME_WORD = 0.75
-"""Least similarity (difflib) of two names across sections; within one section its default of 0.6 will do."""
-MOST_OFFERED = 3
+SAME_SECTION = 0.6
+OTHER_SECTION = 0.75
+"""Least similarity (difflib) of two names: in one section, and across sections."""
+MOST_SUGGESTED = 3
 
 
-def near(word: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the nearest of the known names, whatever its case, dashes and underscores."""
+def closest_name(word: object, known: Iterable[str], cutoff: float = SAME_SECTION) -> str | None:
+    """Return the nearest known name. Case, dashes and underscores make no difference."""
     names = {_folded(name): name for name in reversed(list(known))}
     close = difflib.get_close_matches(_folded(str(word)), names, n=1, cutoff=cutoff)
     return names[close[0]] if close else None
@@ -25,17 +26,18 @@ def near(word: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return `; did you mean NAME?`, or nothing where no known name is near."""
-    name = near(word, known)
+    name = closest_name(word, known)
     return "" if name is None else f"; did you mean {name}?"
 
 
-def settings_named(path: str, paths: Iterable[str]) -> list[str]:
-    """Return the full paths of the settings of this name in any section, the likeliest first, at most MOST_OFFERED.
+def settings_with_name(path: str, paths: Iterable[str]) -> list[str]:
+    """Return the full paths of settings with this name in any section, the likeliest first.
 
-    `lr` is optim.lr; initials count too, so learning_rate is as well.
+    `lr` is optim.lr. Initials count too, so learning_rate is as well.
     """
     paths = [each for each in paths if each != path]
-    if same := [each for each in paths if _folded(each) == _folded(path)]:
+    same = [each for each in paths if _folded(each) == _folded(path)]
+    if same:
         return same
     last = _last(path)
     initials = "".join(part[0] for part in last.split("_") if part)
@@ -45,26 +47,29 @@ def settings_named(path: str, paths: Iterable[str]) -> list[str]:
     return _likeliest(path, named)
 
 
-def settings_like(path: str, paths: Iterable[str]) -> list[str]:
-    """Return the same, or else the settings whose name looks alike."""
+def similar_settings(path: str, paths: Iterable[str]) -> list[str]:
+    """Return the settings with this name, or else those whose name looks alike."""
     paths = [each for each in paths if each != path]
-    alike = near(_last(path), {_last(each) for each in paths}, SAME_WORD)
-    return settings_named(path, paths) or _likeliest(
-        path, [each for each in paths if _last(each) == alike]
-    )
+    named = settings_with_name(path, paths)
+    if named:
+        return named
+    alike = closest_name(_last(path), {_last(each) for each in paths}, OTHER_SECTION)
+    return _likeliest(path, [each for each in paths if _last(each) == alike])
 
 
-def offered(paths: list[str]) -> str:
+def suggestion_of(paths: list[str]) -> str:
     """Return `; did you mean A? (or B, C)`, or nothing."""
     if not paths:
         return ""
-    others = f" (or {', '.join(paths[1:])})" if len(paths) > 1 else ""
-    return f"; did you mean {paths[0]}?{others}"
+    first, *others = paths
+    if others:
+        return f"; did you mean {first}? (or {', '.join(others)})"
+    return f"; did you mean {first}?"
 
 
 @cache
 def paths_of(kind: type[Frozen]) -> tuple[str, ...]:
-    """Return the dotted path of every setting and section of this kind, of all variants of its sections."""
+    """Return the dotted path of every setting and section of this kind, in all variants."""
     schema = kind.model_json_schema()
     return tuple(dict.fromkeys(_paths(schema, schema, "")))
 
@@ -80,10 +85,10 @@ def _paths(schema: Tree, node: Tree, prefix: str) -> Iterator[str]:
 
 
 def _likeliest(path: str, named: list[str]) -> list[str]:
-    """Those of the section that was named, if there are any; the shallowest first."""
+    """Return the settings of the section that was named, or else all, the shallowest first."""
     section = path.rpartition(".")[0].split(".")[0]
     inside = [each for each in named if section and each.split(".")[0] == section]
-    return sorted(inside or named, key=lambda each: each.count("."))[:MOST_OFFERED]
+    return sorted(inside or named, key=lambda each: each.count("."))[:MOST_SUGGESTED]
 
 
 def _last(path: str) -> str:

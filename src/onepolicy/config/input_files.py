@@ -1,0 +1,74 @@
+"""Files that settings name: data files and model folders. Checked before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from onepolicy.config.base import UsageError
+from onepolicy.config.policy import PolicyConfig, cached_policy_path
+from onepolicy.config.problems import check_held_out, read_prompts, read_task
+from onepolicy.config.run import RunConfig
+from onepolicy.config.task import JsonlTask, PromptsTask, ReActTask, SearchTool, TaskConfig
+
+
+def check_input_files(config: RunConfig, *, evaluates: bool) -> None:
+    """Raise UsageError for a model folder, a data file or a line that is missing or wrong.
+
+    evaluates: the run needs eval.problems held-out problems.
+    """
+    check_model_path(config.model.path)
+    evaluated = 0
+    if evaluates:
+        evaluated = config.eval.problems
+    check_task_files(config.task, evaluated)
+
+
+def check_model_path(path: str) -> None:
+    """Raise UsageError for a folder that holds no model. A possible hub id passes."""
+    if path == "tiny":
+        if not cached_policy_path(PolicyConfig()).is_dir():
+            raise UsageError(
+                "model.path: the tiny policy has not been made yet; run `onepolicy make-policy` "
+                "once"
+            )
+        return
+    folder = Path(path)
+    if os.path.lexists(folder) and not (folder / "config.json").is_file():
+        raise UsageError(
+            f"model.path: {path} has no config.json; give a folder saved by transformers' "
+            "save_pretrained"
+        )
+    if not folder.exists() and not _may_be_hub_id(path):
+        raise UsageError(
+            f"model.path: no folder {path}; give a saved model, a hub id (org/name) or `tiny`"
+        )
+
+
+def _may_be_hub_id(path: str) -> bool:
+    return not Path(path).is_absolute() and not path.startswith(".") and path.count("/") == 1
+
+
+def check_task_files(task: TaskConfig, evaluated: int = 0) -> None:
+    """Raise UsageError for a data file that is missing, or a line of it that is wrong.
+
+    evaluated: held-out problems that the run needs.
+    """
+    if isinstance(task, PromptsTask):
+        read_prompts(task.path)
+    if isinstance(task, JsonlTask):
+        _check_problems(task, evaluated, "task")
+    if isinstance(task, ReActTask):
+        if isinstance(task.problems, JsonlTask):
+            _check_problems(task.problems, evaluated, "task.problems")
+        for tool in task.tools:
+            if isinstance(tool, SearchTool) and not Path(tool.corpus).is_file():
+                raise UsageError(
+                    f"task.tools: search cannot read its corpus {tool.corpus}: no such file; give "
+                    "the path of a JSONL file"
+                )
+
+
+def _check_problems(task: JsonlTask, evaluated: int, section: str) -> None:
+    train, held_out = read_task(task, section)
+    check_held_out(task, evaluated, len(held_out), len(train) + len(held_out), section)

@@ -1,0 +1,83 @@
+"""Settings of routing replay: whose experts the trainer uses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from onepolicy.config.base import Frozen
+
+MIN_AGREEMENT = 0.8
+DuplicateRoutes = Literal["as-sampled", "as-cached", "newest"]
+ROLLOUT_MODES = ("r3", "soft", "weights")
+"""Modes of RolloutReplay."""
+
+
+class ReplayOff(Frozen):
+    """The trainer routes every token itself."""
+
+    mode: Literal["off"] = "off"
+    """The trainer routes every token itself."""
+
+
+class R2(Frozen):
+    """The update uses the experts of the scoring forward: routing replay of GSPO (2507.18071)."""
+
+    mode: Literal["r2"] = "r2"
+    """The update uses the experts of the scoring forward (routing replay, arXiv:2507.18071)."""
+
+
+class RolloutReplay(Frozen):
+    """Settings of the modes that use the rollout's experts, in scoring and in the update."""
+
+    source: Literal["engine", "reprefill"] = "engine"
+    """Who records the routes: the engine while it samples, or a forward over the finished
+    samples by a second copy of the model (for engines that return none; it may differ from the
+    engine's)."""
+    missing: Literal["error", "native"] = "error"
+    """If the engine returned no routes of a sample: stop the run, or let the trainer route it."""
+    min_agreement: float = Field(MIN_AGREEMENT, ge=0, lt=1)
+    """Least share of replayed experts that the trainer would choose too, in every layer and every
+    16 tokens. Below it the run stops. 0: replay whatever comes."""
+    duplicate_routes: DuplicateRoutes = "as-sampled"
+    """Route of a token that several forwards fed (after an abort or a lost cache): the one its
+    log-probability came from, the one its cached keys came from, or that of the newest weights."""
+
+
+class R3(RolloutReplay):
+    """The rollout's experts, weighted by the trainer (rollout routing replay, arXiv:2510.11370)."""
+
+    mode: Literal["r3"] = "r3"
+    """The rollout's experts, weighted by the trainer (rollout routing replay, arXiv:2510.11370)."""
+
+
+class SoftReplay(RolloutReplay):
+    """r3, but the trainer replaces a replayed expert that it finds too unlikely."""
+
+    mode: Literal["soft"] = "soft"
+    """As r3, but the trainer replaces experts that it finds too unlikely."""
+    ratio: float = Field(gt=0, le=1)
+    """A replayed expert stays if its score is at least this times the weakest score that the
+    trainer selects itself."""
+
+
+class WeightsReplay(RolloutReplay):
+    """The rollout's experts and combine weights, with the gradient of the trainer's own weights."""
+
+    mode: Literal["weights"] = "weights"
+    """The rollout's experts and combine weights, with the gradient of the trainer's own weights."""
+
+    @model_validator(mode="after")
+    def _check_missing(self) -> Self:
+        if self.missing == "native":
+            raise ValueError(
+                "replay.missing: native, but without routes there are no combine weights to "
+                "replay; use replay.mode = r3, or missing = error"
+            )
+        return self
+
+
+ReplayConfig = Annotated[
+    ReplayOff | R2 | R3 | SoftReplay | WeightsReplay, Field(discriminator="mode")
+]
