@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from onepolicy.build.components import build_components
 from onepolicy.config import HFEngineConfig, ModelConfig, RolloutConfig, UsageError, resolve
+from onepolicy.config.idle import idle_settings
 from onepolicy.models.fp32_head import Fp32Head, install_fp32_head, load_weights
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import compute_outcomes
@@ -213,10 +214,20 @@ def test_a_model_that_rounds_its_logits_is_refused(monkeypatch):
         (["model.lm_head=float32"], "model.lm_head"),
     ],
 )
-def test_a_head_that_is_float32_anyway_is_refused(overrides, field):
+def test_a_head_that_is_float32_anyway_is_idle(overrides, field):
     tree = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
-    with pytest.raises(UsageError, match=rf"^{field}: float32 has no effect"):
-        resolve(tree, overrides)
+    assert [each.setting for each in idle_settings(resolve(tree, overrides))] == [field]
+
+
+def test_a_float32_engine_with_a_float32_head_gives_the_same_numbers():
+    def sampled(lm_head):
+        config = HFEngineConfig(dtype="float32", lm_head=lm_head)
+        engine = HFEngine(model_of(tied=False), config, return_routes=True, max_len=32)
+        return asyncio.run(engine.generate([3, 4, 5], Sampling(1.0, 8), seed=0))
+
+    plain, headed = sampled("same"), sampled("float32")
+    assert torch.equal(plain.token_ids, headed.token_ids)
+    assert torch.equal(plain.logp, headed.logp)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_printed_settings_are_the_same_settings(overrides):
 
 def test_a_printed_setting_is_described():
     lines = as_toml(load(QUICKSTART)).splitlines()
-    assert lines[lines.index('dtype = "float32"') - 1] == "# Of the trained parameters."
+    assert lines[lines.index('dtype = "float32"') - 1] == "# Dtype of the trained parameters."
     assert "# quant is unset" in lines
     assert lines[lines.index("[replay]") + 1].startswith(("#", "mode"))
 

@@ -88,7 +88,10 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["optim.lrr=1"], ["optim.lrr", "did you mean optim.lr"]),
         (["rollout.engine.max_num_seq=1"], ["did you mean rollout.engine.max_num_seqs?"]),
         (["correction.preset=off", "correction.cap=3"], ["correction.cap", "unknown setting"]),
-        (["correction.preset=off", "correction.weight.high=3"], ["no effect with level = none"]),
+        (
+            ["correction.preset=off", "correction.weight.high=3"],
+            ["low and high bound a weight, but level = none"],
+        ),
         (["correction.preset=tsi"], ["none is called 'tsi'; there are recompute, "]),
         (["correction.preset=[1]"], ["correction.preset: Input should be a valid string"]),
         (["objective.preset=[1]"], ["objective.preset: Input should be a valid string"]),
@@ -98,11 +101,7 @@ def test_switching_a_variant_drops_the_old_knobs():
         ),
         (
             ["correction.preset=ppo-is", "objective.preset=reinforce"],
-            ["ppo-is makes the rollout the anchor", "pg-tis"],
-        ),
-        (
-            ["correction.preset=ppo-is", "train.reuse_scoring_forward=true"],
-            ["no scoring forward to reuse"],
+            ["ppo-is makes the rollout the behaviour policy", "pg-tis"],
         ),
         (
             ["correction.preset=ppo-is", "replay.mode=r2", "objective.num_minibatches=2"],
@@ -132,9 +131,6 @@ def test_switching_a_variant_drops_the_old_knobs():
         ),
         (["train.autocast=bfloat16", "model.dtype=bfloat16"], ["train.autocast"]),
         (["eval.greedy=false"], ["eval.k: 0", "eval.greedy=true", "eval.every=0"]),
-        (["eval.temperature=0.5"], ["eval.temperature: 0.5 has no effect with eval.k=0"]),
-        (["eval.top_p=0.9"], ["eval.top_p: 0.9 has no effect"]),
-        (["eval.top_k=5"], ["eval.top_k: 5 has no effect"]),
         (["replay=off"], ["replay: 'off'", "did you mean replay.mode=off?"]),
         (["replay.mode=r4"], ["replay", "r4", "'off', 'r2', 'r3', 'soft', 'weights'"]),
         (
@@ -147,8 +143,6 @@ def test_switching_a_variant_drops_the_old_knobs():
             ["replay.mode=off", "replay.source=reprefill"],
             ["replay.source: unknown setting with mode=off"],
         ),
-        (["replay.source=reprefill", "replay.missing=native"], ["replay.missing: has no effect"]),
-        (["replay.mode=r2"], ["replay.mode: r2 does nothing with objective.num_minibatches = 1"]),
         (
             ["replay.mode=r2", "objective.num_minibatches=2", "train.reuse_scoring_forward=true"],
             ["train.reuse_scoring_forward", "replay.mode = r2"],
@@ -196,7 +190,7 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["steps=" + 5000 * "["], ["steps"]),
         (
             ["task.kind=jsonl", "task.path=a", "task.held_out_path=b", "task.held_out=64"],
-            ["task.held_out: 64", "=b"],
+            ["task.held_out: 64", "held_out_path = b"],
         ),
     ],
     ids=lambda x: x[0] if x and "=" in str(x[0]) else None,
@@ -255,10 +249,6 @@ def test_seed_bounds(seed):
         ({"heads": 2, "kv_heads": 4}, "kv_heads: 4 does not divide heads=2"),
         ({"head_dim": 15}, "head_dim: 15 is odd"),
         ({"seed": -1}, "seed"),
-        (
-            {"mistakes": 0.0, "mistakes_from": 0.5},
-            "mistakes_from: 0.5 has no effect with mistakes=0",
-        ),
         ({"steps": 4, "mistakes_from": 0.9}, "mistakes_from: 0.9 leaves none of 4 steps"),
     ],
 )
@@ -300,8 +290,6 @@ def test_settings_of_several_turns():
         UsageError, match=r"overlong_buffer: measures one response.*task\.kind = react has several"
     ):
         resolve(tree, [*react, "objective.overlong_buffer=0.2"])
-    with pytest.raises(UsageError, match=r"replay\.duplicate_routes: newest has no effect"):
-        resolve(MINIMAL, ["replay.duplicate_routes=newest"])
     server = [
         "rollout.engine.kind=vllm-server",
         "rollout.engine.url=http://127.0.0.1:1",

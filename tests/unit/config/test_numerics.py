@@ -79,20 +79,8 @@ def test_bypass_and_mini_steps_are_accepted():
         ),
         (["train.autocast=bfloat16"], r"train\.autocast: bfloat16, .* set it to off"),
         (
-            ["correction.preset=tis"],
-            r"correction\.weight: tis has no effect .* exactly 1; leave it out",
-        ),
-        (
-            ["correction.preset=k3-rs"],
-            r"correction\.gates: k3\.mean\.sequence of k3-rs rejects nothing",
-        ),
-        (
             ["replay.source=reprefill"],
             r"replay\.source: reprefill is for engines that return no routes",
-        ),
-        (
-            ["correction.preset=ppo-is", "objective.clip_high=0.3"],
-            r"objective\.clip_high: 0\.3 has no effect",
         ),
     ],
 )

@@ -51,37 +51,15 @@ def test_another_preset_drops_the_old_ones_settings() -> None:
     ("overrides", "words"),
     [
         (["objective.preset=grop"], "none is called 'grop'; there are grpo, dr-grpo"),
-        (["objective.surrogate=pg", "objective.clip_low=0.1"], "no effect with surrogate = pg"),
-        (["objective.preset=gspo", "objective.surrogate=sapo"], "which does not clip"),
         (["objective.dual_clip=1.1"], "inside the clip range"),
-        (["objective.surrogate=cispo", "objective.dual_clip=3.0"], "it is of ppo"),
-        (["objective.tau_positive=2.0"], "they are of sapo"),
-        (
-            ["objective.surrogate=pg", "objective.ratio_level=sequence"],
-            "sequence has no effect with surrogate = pg",
-        ),
         (["objective.ratio_level=trajectory"], "leaves every clip range"),
-        (
-            ["objective.surrogate=topr", "objective.ratio_level=sequence-token"],
-            "sequence is the same",
-        ),
-        (["objective.reduction_length=9"], "no effect with reduction = token-mean"),
-        (["objective.lam=0.9"], "objective.lam: 0.9 is of GAE"),
-        (["objective.gamma=0.9"], "compares whole responses"),
         (["objective.baseline=none"], "std is of a group's rewards"),
-        (["objective.critic.lr=1.0"], "set baseline = critic"),
         (["objective.preset=ppo", "objective.surrogate=gmpo"], "one advantage per sample"),
         (
             ["objective.preset=reinforce", "objective.surrogate=gmpo", "objective.gamma=0.9"],
             "one per token",
         ),
         (["objective.preset=ppo", "objective.dynamic_sampling=3"], "equal rewards carry a signal"),
-        (["objective.overlong_penalty=2.0"], "no effect with overlong_buffer = 0"),
-        (
-            ["objective.kl.reference=x"],
-            "objective.kl.reference: no effect with objective.kl.coef = 0",
-        ),
-        (["objective.kl.estimator=k1"], "objective.kl.estimator: no effect"),
         (["objective.kl.coef=0.1", "objective.kl.estimator=k1"], "zero on average"),
         (
             ["objective.kl.coef=0.1", "objective.kl.where=reward"],
@@ -111,36 +89,11 @@ def test_another_preset_drops_the_old_ones_settings() -> None:
         ),
         (["objective.reduction=prompt-mean", "correction.preset=mis"], "prompt-mean has neither"),
         (["objective.reduction=episode-mean", "correction.preset=mis"], "episode-mean has neither"),
-        (["correction.preset=icepop", 'correction.protect=["kl", "entropy"]'], "leaves out value"),
         (["rollout.group_size=1"], "a group of 1 never has an advantage"),
-        (
-            ["objective.clip_high=0.4"],
-            "clip_high: 0.4 has no effect with objective.num_minibatches = 1",
-        ),
-        (
-            ["objective.preset=cispo", "objective.clip_low=0.5"],
-            "clip_low: 0.5 has no effect with objective.num_minibatches",
-        ),
-        (
-            ["objective.dual_clip=3.0", "correction.preset=opsm"],
-            "dual_clip: 3.0 has no effect with objective.num_mini",
-        ),
-        (
-            ["objective.preset=sapo", "objective.tau_negative=2.0"],
-            "tau_negative: 2.0 has no effect with objective.num",
-        ),
-        (
-            ["objective.preset=ppo", "objective.critic.clip=0.5"],
-            "critic.clip: 0.5 has no effect with objective.num_",
-        ),
-        (
-            ["objective.preset=ppo", "objective.critic.clip=0.5", "correction.preset=ppo-is"],
-            "critic.clip: 0.5 has no",
-        ),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
-def test_settings_without_effect_are_refused(overrides: list[str], words: str) -> None:
+def test_contradictions_are_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(UsageError) as error:
         resolve(MINIMAL, overrides)
     assert words in str(error.value)

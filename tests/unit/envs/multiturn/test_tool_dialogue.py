@@ -213,8 +213,6 @@ def test_a_rewriting_template_is_refused_or_forked():
         match=r"task.history: the chat template renders earlier turns anew.*history=fork",
     ):
         environment(FORGETFUL)
-    with pytest.raises(UsageError, match=r"task.history: fork has no effect"):
-        environment(HERMES, history="fork")
     env = environment(FORGETFUL, history="fork")
     thought = "<think>hm</think>"
     turns = [f"{thought}{call('1+1')}", f"{thought}{call('2+2')}", f"{thought}4"]
@@ -230,6 +228,16 @@ def test_a_rewriting_template_is_refused_or_forked():
         assert sample.turn.max() == i
         assert set(sample.version[sample.trainable].tolist()) == {i + 1}
     assert [s.events for s in samples] == [(), (), ("calculator", "calculator")]
+
+
+def test_fork_has_no_effect_on_a_template_that_keeps_earlier_turns(caplog):
+    turns = [call("1+1"), call("2+2"), "4"]
+    (kept,), _ = play(environment(HERMES), turns)
+    (forked,), _ = play(environment(HERMES, history="fork"), turns)
+    assert forked.tokens.tolist() == kept.tokens.tolist()
+    assert caplog.messages == [
+        "task.history: fork has no effect, the chat template keeps earlier turns as they were"
+    ]
 
 
 def test_a_turn_may_contain_the_placeholder_of_a_reply():

@@ -40,7 +40,6 @@ BASE = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "cha
             "rollout.quant.activations: static scales",
         ),
         (["train.device=cuda:1"], "train.device: cuda:1, but with cluster.kind = ray it is Ray"),
-        (["cluster.auth=none"], "cluster.auth: none has no effect without cluster.address"),
         (["cluster.replicas=0"], "cluster.replicas"),
     ],
 )

@@ -219,7 +219,7 @@ def test_engine_kind_defaults_to_hf():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"replay": {"mode": "weights"}}, "vLLM does not return"),
+        ({"replay": {"mode": "weights"}}, "kind = vllm does not return"),
         ({"model": {"path": "x", "dtype": "bfloat16"}}, "reads the checkpoint unrounded"),
         ({"rollout": {"engine": {"kind": "vllm", "prefix": True}}}, "prefix"),
     ],

@@ -341,20 +341,19 @@ BASE = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"
     [
         (
             ["train.fsdp_param_dtype=bfloat16"],
-            "train.fsdp_param_dtype: bfloat16 has no effect without train.ranks",
+            "train.fsdp_param_dtype: bfloat16 needs train.ranks",
         ),
-        (["train.rank_timeout=5"], "train.rank_timeout: 5.0 has no effect without train.ranks"),
         (["train.ranks=2", "train.device=cuda:1"], "train.device: cuda:1 is one device"),
         (["train.ranks=2", "model.dtype=bfloat16"], "set train.fsdp_param_dtype = bfloat16"),
         (["train.ranks=2", "rollout.engine.kind=vllm"], "use vllm-server or hf"),
         (["train.ranks=2", "numerics=on-policy"], "train.ranks: invariant operators"),
         (
             ["train.ranks=2", "train.fsdp_param_dtype=bfloat16", "train.autocast=bfloat16"],
-            "train.autocast: has no effect",
+            "train.autocast: bfloat16, but train.fsdp_param_dtype = bfloat16",
         ),
     ],
 )
-def test_settings_that_cannot_take_effect(settings, words):
+def test_contradictions_are_refused(settings, words):
     with pytest.raises(UsageError, match=words):
         resolve(BASE, settings)
 
