@@ -156,3 +156,19 @@ def test_every_preset_trains_for_twenty_steps(train, name, replay):
         *QUICK,
     )
     assert len(rows(run)) == 20
+
+
+def test_a_sweep_over_num_minibatches_trains_with_a_fixed_clip_range(train, capsys):
+    """The run with one minibatch says that the clip range is idle, once. A resume does not."""
+    for count, lines in ((1, 1), (2, 0)):
+        run = train(
+            f"sweep-{count}",
+            "steps=1",
+            "objective.clip_low=0.1",
+            f"objective.num_minibatches={count}",
+            "eval.every=0",
+        )
+        shown = capsys.readouterr()
+        assert shown.err.count("no effect here: objective.clip_low = 0.1 (") == lines
+        assert main(["train", "--resume", str(run), "steps=2"]) == 0
+        assert "no effect here" not in capsys.readouterr().err
