@@ -83,12 +83,12 @@ def measure(path: Path) -> None:
     baseline, start, cpu = peak(), time.perf_counter(), time.process_time()
     found = audit(path, {})
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    assert found.tally.total is not None
+    assert found.accumulated.overall is not None
     row = {
-        "tokens": found.tally.total.tokens,
+        "tokens": found.accumulated.overall.tokens,
         "seconds": seconds,
         "cpu_seconds": cpu,
-        "k3": found.tally.total.numbers()["k3"],
+        "k3": found.accumulated.overall.statistics()["k3"],
     }
     print(
         json.dumps(

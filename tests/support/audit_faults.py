@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepolicy.audit.judge import Audited, judge
-from onepolicy.audit.schema import Ragged, assemble
-from onepolicy.audit.tally import Tally
+from onepolicy.audit.accumulator import DumpAccumulator
+from onepolicy.audit.assessment import AuditResult, assess
+from onepolicy.audit.schema import RaggedColumn
+from onepolicy.audit.validate import checked_block
 from onepolicy.config import UsageError
 
 ROWS, SHORTEST, LONGEST, PROMPT, VOCABULARY = 96, 40, 140, 12, 120
@@ -85,16 +86,16 @@ class World:
         chosen[torch.randperm(self.rows, generator=self.generator)[:count]] = True
         return chosen[self.segment]
 
-    def audited(self) -> Audited:
+    def audited(self) -> AuditResult:
         lengths = self.lengths.numpy()
         raw = {}
         for name, values in self.columns.items():
             per_token = len(values) // len(self.segment)  # 0: one value a row; of routes many
-            raw[name] = Ragged(values.numpy(), per_token * lengths if per_token else None)
-        block = assemble("dump", 0, raw, 1.0)
-        found = Tally(Path("dump"), tuple(block.columns))
+            raw[name] = RaggedColumn(values.numpy(), per_token * lengths if per_token else None)
+        block = checked_block("dump", 0, raw, 1.0)
+        found = DumpAccumulator(Path("dump"), tuple(block.columns))
         found.add(block)
-        return judge(found, "dump")
+        return assess(found, "dump")
 
 
 def logp(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -619,7 +620,7 @@ def outcome(name: str, seed: int, gap: str) -> Outcome:
     return said.action, said.causes, said.text()
 
 
-def clean(seed: int, gap: str, *, routes: float = 0.0, **settings: object) -> Audited:
+def clean(seed: int, gap: str, *, routes: float = 0.0, **settings: object) -> AuditResult:
     """Audit a clean world. routes: share of routers that choose one other expert on the trainer's
     side; 0: the dump has no routes."""
     w = world(seed, gap, **settings)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Any framework's dump of tokens and log-probabilities in, a verdict out. docs/audit.md has the columns of a dump."""
+"""Audits of any framework's dump of tokens and log-probabilities (docs/audit.md)."""

@@ -1,4 +1,7 @@
-"""An audit as terminal text, one HTML file and JSON of every number. Two dumps stand side by side."""
+"""An audit as terminal text, as one HTML file, and as JSON of every number.
+
+Two dumps are shown side by side.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from onepolicy.audit.figures import extreme_curve, figures
-from onepolicy.audit.judge import ONSET_RULE, Audited
+from onepolicy.audit.assessment import ONSET_RULE, AuditResult
+from onepolicy.audit.figures import audit_figures, extreme_curve
 from onepolicy.audit.schema import VERSION
 from onepolicy.config import UsageError
 from onepolicy.correct.histogram import quantiles
@@ -28,59 +31,6 @@ from onepolicy.report.png import write_figures
 from onepolicy.report.words import WOULD, number
 
 Z95 = 1.959964
-
-
-def numbers(each: Audited) -> dict[str, float]:
-    """Overall statistics by name."""
-    tally = each.tally
-    assert tally.total is not None
-    found = tally.total.numbers()
-    if tally.routes is not None and tally.routes.slots:
-        found |= {
-            "routers": tally.routes.routers,
-            "tokens_routed": tally.routes.tokens / tally.routes.slots,
-        }
-    return found
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Of a mean between two dumps, the second less the first, with its 95% interval (normal, by sequences)."""
-
-    value: float
-    low: float
-    high: float
-
-    def text(self, *, share: bool = False) -> str:
-        low, high = (number(bound, share=share) for bound in (self.low, self.high))
-        return f"{number(self.value, share=share)} [{low}, {high}]"
-
-
-def differences(a: Audited, b: Audited) -> dict[str, Difference]:
-    """By statistic, of those whose standard error is known on both sides."""
-    first, second = numbers(a), numbers(b)
-    found = {}
-    for name in first:
-        error = math.hypot(
-            first.get(f"{name}_error", math.nan), second.get(f"{name}_error", math.nan)
-        )
-        if math.isfinite(error):
-            value = second[name] - first[name]
-            found[name] = Difference(value, value - Z95 * error, value + Z95 * error)
-    return found
-
-
-def compared(audited: Sequence[Audited]) -> str:
-    """What the difference of k3 says, in a sentence; empty for one dump."""
-    if len(audited) < 2 or (found := differences(*audited).get("k3")) is None:
-        return ""
-    a, b = audited
-    if found.low <= 0 <= found.high:
-        return f"k3 of {b.label} less that of {a.label} is {found.text()} nats a token: no difference is shown."
-    word = "larger" if found.value > 0 else "smaller"
-    return f"k3 is {word} in {b.label} than in {a.label}: {found.text()} nats a token."
-
-
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 ROWS = {  # statistic -> (name, is a share)
     "tokens": ("Tokens compared", False),
@@ -101,59 +51,125 @@ ROWS = {  # statistic -> (name, is a share)
     "routers": (WOULD.capitalize(), True),
     "tokens_routed": ("Tokens with such a router", True),
 }
+COUNTS = ("tokens", "sequences")
+NEAR_ONE = ("mean_rho", "pearson", "ppl_ratio")
+ALARMING = ("bug", "unclear")  # actions of a verdict that are shown in red
 
 
-def as_tree(each: Audited) -> dict[str, Any]:
-    """Every number of an audit, JSON-ready; null where a number is not finite."""
-    tally = each.tally
-    taus, shares = extreme_curve(tally.histogram)
-    kept = (taus >= 1.001) & (shares > 0)
-    steps = []
-    for step, sketch in sorted(tally.steps.items()):
-        total, count = tally.rewards.get(step, (0.0, 0))
-        steps.append(
-            {"step": step, **sketch.numbers()} | ({"reward": total / count} if count else {})
+def overall_statistics(result: AuditResult) -> dict[str, float]:
+    """Return the statistics of the whole dump by name."""
+    accumulated = result.accumulated
+    assert accumulated.overall is not None
+    found = accumulated.overall.statistics()
+    routes = accumulated.routes
+    if routes is not None and routes.slots:
+        found["routers"] = routes.routers
+        found["tokens_routed"] = routes.tokens / routes.slots
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean of the second dump less that of the first, with a 95% interval.
+
+    The interval is normal, with standard errors by sequence.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def describe(self, *, share: bool = False) -> str:
+        low, high = (number(bound, share=share) for bound in (self.low, self.high))
+        return f"{number(self.value, share=share)} [{low}, {high}]"
+
+
+def differences(first: AuditResult, second: AuditResult) -> dict[str, Difference]:
+    """Return the differences of the statistics whose standard error is known on both sides."""
+    a, b = overall_statistics(first), overall_statistics(second)
+    found = {}
+    for name in a:
+        errors = [each.get(f"{name}_error", math.nan) for each in (a, b)]
+        error = math.hypot(*errors)
+        if math.isfinite(error):
+            value = b[name] - a[name]
+            found[name] = Difference(value, value - Z95 * error, value + Z95 * error)
+    return found
+
+
+def describe_difference(results: Sequence[AuditResult]) -> str:
+    """Return the difference of k3 as a sentence; empty for one dump."""
+    if len(results) < 2:
+        return ""
+    k3 = differences(*results).get("k3")
+    if k3 is None:
+        return ""
+    a, b = (result.label for result in results)
+    if k3.low <= 0 <= k3.high:
+        return (
+            f"k3 of {b} less that of {a} is {k3.describe()} nats a token: no difference is shown."
         )
+    word = "larger" if k3.value > 0 else "smaller"
+    return f"k3 is {word} in {b} than in {a}: {k3.describe()} nats a token."
+
+
+def audit_tree(result: AuditResult) -> dict[str, Any]:
+    """Return every number of an audit for JSON. Numbers that are not finite become null."""
+    accumulated = result.accumulated
+    taus, shares = extreme_curve(accumulated.histogram)
+    shown = (taus >= 1.001) & (shares > 0)
+    ratios = quantiles(accumulated.histogram, QUANTILES).tolist()
     tree: dict[str, Any] = {
         "schema_version": VERSION,
-        "dump": str(tally.path),
-        "columns": list(tally.columns),
-        "rows": tally.rows,
-        "verdict": dataclasses.asdict(each.verdict),
-        "notes": list(each.notes),
-        "not_checked": list(each.not_checked),
-        "onset": each.onset,
+        "dump": str(accumulated.path),
+        "columns": list(accumulated.columns),
+        "rows": accumulated.rows,
+        "verdict": dataclasses.asdict(result.verdict),
+        "notes": list(result.notes),
+        "not_checked": list(result.not_checked),
+        "onset": result.onset,
         "onset_rule": ONSET_RULE,
-        "overall": numbers(each),
-        "ratio_quantiles": dict(
-            zip(map(str, QUANTILES), quantiles(tally.histogram, QUANTILES).tolist(), strict=True)
-        ),
-        "extreme": {"tau": taus[kept].tolist(), "share": shares[kept].tolist()},
-        "steps": steps,
+        "overall": overall_statistics(result),
+        "ratio_quantiles": dict(zip(map(str, QUANTILES), ratios, strict=True)),
+        "extreme": {"tau": taus[shown].tolist(), "share": shares[shown].tolist()},
+        "steps": _step_trees(result),
     }
-    if tally.ages.found:
+    ages = accumulated.ages
+    if ages.by_age:
         tree["k3_by_age"] = [
-            {"age": age, "tokens": tally.ages.found[age][0], "k3": k3}
-            for age, k3 in tally.ages.k3.items()
+            {"age": age, "tokens": ages.by_age[age][0], "k3": k3} for age, k3 in ages.k3.items()
         ]
-    if tally.routes is not None:
-        tree["routers_per_layer"] = (tally.routes.per_layer / max(1, tally.routes.slots)).tolist()
-    result: dict[str, Any] = plain(tree)
-    return result
+    routes = accumulated.routes
+    if routes is not None:
+        tree["routers_per_layer"] = (routes.per_layer / max(1, routes.slots)).tolist()
+    result_tree: dict[str, Any] = plain(tree)
+    return result_tree
 
 
-def write_report(folder: Path, audited: Sequence[Audited], *, png: bool = False) -> list[Path]:
-    """FOLDER/audit.json, audit.html and figures/. UsageError: plotly (png: kaleido or its browser) is missing, or the
-    folder cannot be written."""
+def _step_trees(result: AuditResult) -> list[dict[str, Any]]:
+    trees = []
+    for step, stats in sorted(result.accumulated.steps.items()):
+        tree = {"step": step, **stats.statistics()}
+        total, count = result.accumulated.rewards.get(step, (0.0, 0))
+        if count:
+            tree["reward"] = total / count
+        trees.append(tree)
+    return trees
+
+
+def write_report(folder: Path, results: Sequence[AuditResult], *, png: bool = False) -> list[Path]:
+    """Write audit.json, audit.html and figures/ into a folder. Return their paths.
+
+    Raises UsageError if plotly is missing (for png: kaleido or its browser), or if the folder
+    cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        drawn = [f for f in figures(audited) if isinstance(f, Figure)]
-        trees = [as_tree(each) for each in audited]
-        tree = trees[0] if len(trees) == 1 else _both(audited, trees)
-        text = json.dumps(tree, indent=1, allow_nan=False)
+        drawn = [figure for figure in audit_figures(results) if isinstance(figure, Figure)]
+        text = json.dumps(_report_tree(results), indent=1, allow_nan=False)
         written = [
             write_text_atomically(folder / "audit.json", text),
-            write_text_atomically(folder / "audit.html", _page(audited)),
+            write_text_atomically(folder / "audit.html", _page(results)),
         ]
         write_figures(folder / "figures", drawn, png=png)
         return [*written, folder / "figures"]
@@ -163,141 +179,175 @@ def write_report(folder: Path, audited: Sequence[Audited], *, png: bool = False)
         ) from None
 
 
-def _both(audited: Sequence[Audited], trees: list[dict[str, Any]]) -> dict[str, Any]:
-    found = {name: dataclasses.asdict(each) for name, each in differences(*audited).items()}
+def _report_tree(results: Sequence[AuditResult]) -> dict[str, Any]:
+    trees = [audit_tree(result) for result in results]
+    if len(trees) == 1:
+        return trees[0]
+    found = {name: dataclasses.asdict(each) for name, each in differences(*results).items()}
     return {"dumps": trees, "differences": plain(found)}
 
 
-def _page(audited: Sequence[Audited]) -> str:
-    title = " and ".join(each.label for each in audited)
-    drawn = figures(audited)
+def _page(results: Sequence[AuditResult]) -> str:
+    title = " and ".join(result.label for result in results)
+    drawn = audit_figures(results)
     parts = [f"<h1>Audit of {escape(title)}</h1>"]
-    for each in audited:
-        found, verdict = numbers(each), each.verdict
-        tiles = [
-            ("k3", number(found["k3"]), "nats per token", ""),
-            ("F(2)", number(found["f2"], share=True), "off by more than a factor of 2", ""),
-            (
-                "Effective sample size",
-                number(found["ess"], share=True),
-                "of token importance weights",
-                "",
-            ),
-            (
-                "Tokens",
-                f"{each.tally.total.tokens:,}" if each.tally.total else "",
-                f"{each.tally.rows:,} rows",
-                "",
-            ),
-        ]
-        heading = f"<h2>{escape(each.label)}</h2>" if len(audited) > 1 else ""
-        kind = "bad" if verdict.action in ("bug", "unclear") else ""
-        basis = "".join(f"<li>{escape(text)}</li>" for text in _grounds(each))
-        unchecked = "; ".join(each.not_checked)
-        parts.append(
-            f'{heading}<div class="card verdict {verdict.action}"><p class="badge">{escape(BADGES[verdict.action])}</p>'
-            f'<p class="{kind}"><b>{escape(verdict.sentence)}</b></p>'
-            f"<ul>{basis}</ul>"
-            + (f'<p class="rule">Not looked for: {escape(unchecked)}.</p>' if unchecked else "")
-            + f'</div><div class="tiles">{"".join(tile(*each) for each in tiles)}</div>'
-        )
-    parts.append(
-        section(
-            "Mismatch", "How far apart are the engine that samples and the one that learns?", drawn
-        )
-    )
-    told = f'<p class="lead">{escape(said)}</p>' if (said := compared(audited)) else ""
-    parts.append(f"<h2>Numbers</h2>{told}" + _html_table(_cells(audited), ["", *_header(audited)]))
-    for each in audited:
-        rows = [[f.preset, f"{f.keep:.1%}", number(f.attenuation)] for f in each.verdict.forecasts]
-        if rows:
-            length = each.tally.mean_length
-            parts.append(
-                f"<h2>Corrections: {escape(each.label)}</h2>"
-                f'<p class="lead">Predicted for a normal log-ratio with KL = k3 and {length:,} tokens a sequence.</p>'
-                + _html_table(rows, ["Preset", "Tokens kept", "Step multiplied by"])
-            )
+    for result in results:
+        if len(results) > 1:
+            parts.append(f"<h2>{escape(result.label)}</h2>{_verdict_card(result)}")
+        else:
+            parts.append(_verdict_card(result))
+    question = "How far apart are the engine that samples and the one that learns?"
+    parts.append(section("Mismatch", question, drawn))
+    difference = describe_difference(results)
+    lead = f'<p class="lead">{escape(difference)}</p>' if difference else ""
+    table = _html_table(_cells(results), ["", *_header(results)])
+    parts.append(f"<h2>Numbers</h2>{lead}{table}")
+    parts += [_forecast_section(result) for result in results if result.verdict.forecasts]
     return document(
         f"{title}: audit",
         "\n".join(parts),
-        [f for f in drawn if isinstance(f, Figure)],
+        [figure for figure in drawn if isinstance(figure, Figure)],
         footer="onepolicy audit.",
+    )
+
+
+def _verdict_card(result: AuditResult) -> str:
+    """Return the verdict and the tiles of a dump as HTML."""
+    found, verdict = overall_statistics(result), result.verdict
+    accumulated = result.accumulated
+    tokens = f"{accumulated.overall.tokens:,}" if accumulated.overall else ""
+    tiles = [
+        ("k3", number(found["k3"]), "nats per token", ""),
+        ("F(2)", number(found["f2"], share=True), "off by more than a factor of 2", ""),
+        (
+            "Effective sample size",
+            number(found["ess"], share=True),
+            "of token importance weights",
+            "",
+        ),
+        ("Tokens", tokens, f"{accumulated.rows:,} rows", ""),
+    ]
+    kind = "bad" if verdict.action in ALARMING else ""
+    reasons = "".join(f"<li>{escape(text)}</li>" for text in _reasons(result))
+    not_checked = ""
+    if result.not_checked:
+        text = escape("; ".join(result.not_checked))
+        not_checked = f'<p class="rule">Not looked for: {text}.</p>'
+    return (
+        f'<div class="card verdict {verdict.action}">'
+        f'<p class="badge">{escape(BADGES[verdict.action])}</p>'
+        f'<p class="{kind}"><b>{escape(verdict.sentence)}</b></p>'
+        f"<ul>{reasons}</ul>{not_checked}</div>"
+        f'<div class="tiles">{"".join(tile(*each) for each in tiles)}</div>'
+    )
+
+
+def _forecast_section(result: AuditResult) -> str:
+    """Return the predicted effect of each correction as HTML."""
+    rows = [
+        [forecast.preset, f"{forecast.keep:.1%}", number(forecast.attenuation)]
+        for forecast in result.verdict.forecasts
+    ]
+    length = result.accumulated.mean_length
+    return (
+        f"<h2>Corrections: {escape(result.label)}</h2>"
+        '<p class="lead">Predicted for a normal log-ratio with KL = k3 and '
+        f"{length:,} tokens a sequence.</p>"
+        + _html_table(rows, ["Preset", "Tokens kept", "Step multiplied by"])
     )
 
 
 def _html_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
     head = "".join(f"<th>{escape(text)}</th>" for text in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    body = ""
+    for row in rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        body += f"<tr>{cells}</tr>"
+    return (
+        f'<div class="card scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
     )
-    return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _header(audited: Sequence[Audited]) -> list[str]:
-    return [
-        *(each.label for each in audited),
-        *(["difference, 95% interval"] if len(audited) > 1 else []),
-    ]
+def _header(results: Sequence[AuditResult]) -> list[str]:
+    labels = [result.label for result in results]
+    if len(results) > 1:
+        labels.append("difference, 95% interval")
+    return labels
 
 
-def _cells(audited: Sequence[Audited]) -> list[list[str]]:
-    found = [numbers(each) for each in audited]
-    apart = differences(*audited) if len(audited) > 1 else {}
+def _cells(results: Sequence[AuditResult]) -> list[list[str]]:
+    """Return the rows of the table of numbers, of which the first cell is the name."""
+    found = [overall_statistics(result) for result in results]
+    both = len(results) > 1
+    between = differences(*results) if both else {}
     rows = []
     for key, (name, share) in ROWS.items():
-        if any(key in values for values in found):
-            cells = [_cell(key, v.get(key, math.nan), share=share) for v in found]
-            if len(audited) > 1:
-                cells.append(apart[key].text(share=share) if key in apart else "")
-            rows.append([name, *cells])
-    onsets = [each.onset for each in audited]
-    if any(each.tally.steps for each in audited):
-        cells = ["none" if step is None else f"step {step}" for step in onsets]
-        rows.append(["Onset of divergence", *cells, *([""] if len(audited) > 1 else [])])
+        if not any(key in values for values in found):
+            continue
+        cells = [_cell(key, values.get(key, math.nan), share=share) for values in found]
+        if key in between:
+            cells.append(between[key].describe(share=share))
+        elif both:
+            cells.append("")
+        rows.append([name, *cells])
+    if any(result.accumulated.steps for result in results):
+        cells = ["none" if result.onset is None else f"step {result.onset}" for result in results]
+        if both:
+            cells.append("")
+        rows.append(["Onset of divergence", *cells])
     return rows
 
 
 def _cell(key: str, value: float, *, share: bool) -> str:
-    if key in ("tokens", "sequences"):
+    if key in COUNTS:
         return f"{value:,.0f}"
-    return (
-        f"{value:.4f}"
-        if key in ("mean_rho", "pearson", "ppl_ratio")
-        else number(value, share=share)
-    )
+    if key in NEAR_ONE:
+        return f"{value:.4f}"
+    return number(value, share=share)
 
 
-def show(console: Console, audited: Sequence[Audited]) -> None:
-    """The verdict and the numbers in the terminal."""
-    for each in audited:
-        verdict = each.verdict
-        style = "bold red" if verdict.action in ("bug", "unclear") else "bold"
-        if len(audited) > 1:
-            console.print(Text(each.label, style="bold underline"))
-        console.print(Text(BADGES[verdict.action].upper(), style=style))
-        console.print(Text(verdict.sentence, style=style))
-        for line in _grounds(each):
-            console.print(Text(f"  {line}"))
-        if each.not_checked:
-            console.print(Text(f"  Not looked for: {'; '.join(each.not_checked)}.", style="dim"))
-    table = Table(show_header=len(audited) > 1, pad_edge=False)
+def print_audit(console: Console, results: Sequence[AuditResult]) -> None:
+    """Print the verdicts and the numbers."""
+    for result in results:
+        if len(results) > 1:
+            console.print(Text(result.label, style="bold underline"))
+        _print_verdict(console, result)
+    table = Table(show_header=len(results) > 1, pad_edge=False)
     table.add_column("", style="bold", no_wrap=True)
-    for name in _header(audited):
+    for name in _header(results):
         table.add_column(Text(name), justify="right")
-    for row in _cells(audited):
+    for row in _cells(results):
         table.add_row(*map(Text, row))
     console.print(table)
-    if told := compared(audited):
-        console.print(Text(told))
+    difference = describe_difference(results)
+    if difference:
+        console.print(Text(difference))
 
 
-def _grounds(each: Audited) -> list[str]:
-    """What to set, what the verdict rests on, and how it was reached; one sentence each."""
-    said = each.verdict
-    setting = [f"Set: {said.setting}"] if said.setting else []
-    if "correction.preset=" in said.setting:
-        name = said.setting.rpartition("=")[2]
-        setting.append(
-            f"`onepolicy config preset {name}` says it in the settings of verl, miles, TRL and others."
+def _print_verdict(console: Console, result: AuditResult) -> None:
+    verdict = result.verdict
+    style = "bold red" if verdict.action in ALARMING else "bold"
+    console.print(Text(BADGES[verdict.action].upper(), style=style))
+    console.print(Text(verdict.sentence, style=style))
+    for line in _reasons(result):
+        console.print(Text(f"  {line}"))
+    if result.not_checked:
+        not_checked = "; ".join(result.not_checked)
+        console.print(Text(f"  Not looked for: {not_checked}.", style="dim"))
+
+
+def _reasons(result: AuditResult) -> list[str]:
+    """Return the setting to change, the reasons of the verdict, and how it was reached."""
+    setting = result.verdict.setting
+    lines = []
+    if setting:
+        lines.append(f"Set: {setting}")
+    if "correction.preset=" in setting:
+        name = setting.rpartition("=")[2]
+        lines.append(
+            f"`onepolicy config preset {name}` says it in the settings of verl, miles, TRL and "
+            "others."
         )
-    return [*setting, *(f"Because {text.removesuffix('.')}." for text in said.basis), *each.notes]
+    lines += [f"Because {text.removesuffix('.')}." for text in result.verdict.basis]
+    return [*lines, *result.notes]

@@ -1,25 +1,45 @@
-"""`onepolicy audit A [B]`: read, judge, show, write."""
+"""`onepolicy audit A [B]`: reads one or two dumps, prints the verdict and writes the report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
-from onepolicy.audit import own
-from onepolicy.audit.judge import Audited, judge
-from onepolicy.audit.report import show, write_report
-from onepolicy.audit.tally import tally
+from onepolicy.audit.accumulator import accumulate_dump
+from onepolicy.audit.assessment import AuditResult, assess
+from onepolicy.audit.read_run import claims_equality, describe_bit_equality, is_run_folder
+from onepolicy.audit.report import print_audit, write_report
 from onepolicy.config import UsageError
 
+BAR_COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(bar_width=24),
+    TaskProgressColumn(),
+    TimeRemainingColumn(),
+)
 
-def audit(path: Path, mapping: Mapping[str, str], *, label: str | None = None) -> Audited:
-    """Of one dump. UsageError: anything wrong with it."""
-    return judge(
-        tally(path, mapping), label or path.name, equal_on_purpose=own.equal_on_purpose(path)
-    )
+
+def audit(
+    path: Path,
+    mapping: Mapping[str, str],
+    *,
+    label: str | None = None,
+    progress: Callable[[float], None] = lambda done: None,
+) -> AuditResult:
+    """Audit one dump. Raises UsageError for anything wrong with it."""
+    accumulated = accumulate_dump(path, mapping, progress)
+    return assess(accumulated, label or path.name, claims_equality=claims_equality(path))
 
 
 def run_audit(
@@ -29,35 +49,45 @@ def run_audit(
     console: Console,
     *,
     png: bool = False,
-) -> list[Audited]:
-    """One or two dumps: terminal summary; if a folder is given OUT/audit.html, audit.json and figures/."""
+) -> list[AuditResult]:
+    """Audit one or two dumps and print a summary.
+
+    out: folder for audit.html, audit.json and figures/; None: write nothing. png: write the figures
+    as PNG files too.
+    """
     if png and out is None:
         raise UsageError(
             "--png: figures are written into the folder of the report; give --out FOLDER too"
         )
-    names = [path.name for path in paths]
-    labels = names if len(set(names)) == len(names) else [str(path) for path in paths]
+    labels = _labels(paths)
+    results = []
+    disable = not console.is_terminal
+    with Progress(*BAR_COLUMNS, console=console, transient=True, disable=disable) as bars:
+        for path, label in zip(paths, labels, strict=True):
+            progress = partial(_set_done, bars, bars.add_task(label, total=1.0))
+            results.append(audit(path, mapping, label=label, progress=progress))
+    written = []
+    if out is not None:
+        written = write_report(out, results, png=png)
+    print_audit(console, results)
+    for path, label in zip(paths, labels, strict=True):
+        if is_run_folder(path):
+            text = f"{label}: {describe_bit_equality(path)}"
+            console.print(text, highlight=False, soft_wrap=True)
+    for file in written:
+        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+    return results
+
+
+def _labels(paths: Sequence[Path]) -> list[str]:
+    """Return a different label for each dump: its name, its path, or its path and side."""
+    labels = [path.name for path in paths]
+    if len(set(labels)) < len(labels):
+        labels = [str(path) for path in paths]
     if len(set(labels)) < len(labels):
         labels = [f"{label} ({side})" for label, side in zip(labels, "AB", strict=True)]
-    audited = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bars:
-        for path, label in zip(paths, labels, strict=True):
-            bar = bars.add_task(label, total=1.0)
-            found = tally(path, mapping, lambda done, bar=bar: bars.update(bar, completed=done))  # type: ignore[misc]
-            audited.append(judge(found, label, equal_on_purpose=own.equal_on_purpose(path)))
-    written = [] if out is None else write_report(out, audited, png=png)
-    show(console, audited)
-    for path, label in zip(paths, labels, strict=True):
-        if own.is_run(path):
-            console.print(f"{label}: {own.bitwise(path)}", highlight=False, soft_wrap=True)
-    for each in written:
-        console.print(f"wrote {each}", highlight=False, soft_wrap=True)
-    return audited
+    return labels
+
+
+def _set_done(bars: Progress, task: TaskID, done: float) -> None:
+    bars.update(task, completed=done)

@@ -47,13 +47,13 @@ def audited(train, monkeypatch):
 def test_a_clean_run_is_not_accused(audited, capsys):
     found = audited()
     assert found.verdict.action == "nothing", found.verdict.text()
-    assert (sorted(found.tally.steps), found.tally.rows) == ([1, 2], 2 * 8 * 4)
-    assert 0 <= found.tally.routes.routers < 0.1
+    assert (sorted(found.accumulated.steps), found.accumulated.rows) == ([1, 2], 2 * 8 * 4)
+    assert 0 <= found.accumulated.routes.routers < 0.1
     assert found.not_checked == (
         "an update the engine did not take: no column logp_previous",
         "onset of divergence: fewer than 15 steps",
     )
-    assert main(["audit", str(found.tally.path)]) == 0
+    assert main(["audit", str(found.accumulated.path)]) == 0
     assert "Nothing to do" in capsys.readouterr().out
 
 

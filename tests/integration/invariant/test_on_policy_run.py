@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from onepolicy.audit.own import bitwise
+from onepolicy.audit.read_run import describe_bit_equality
 from onepolicy.build.components import MeasureComponents, SamplingComponents, build_components
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
@@ -87,8 +87,8 @@ def test_every_step_is_exactly_on_policy(train):
         run_folder.build_difference(run, json.dumps(about["fingerprint"] | {"cuda": "x"}))
         == "cuda: x, unset"
     )
-    assert "To the bit: 0 of" in bitwise(run)
-    assert bitwise(run).endswith("computed alike")
+    assert "To the bit: 0 of" in describe_bit_equality(run)
+    assert describe_bit_equality(run).endswith("computed alike")
     sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
     assert sample["fingerprint"] == short_digest(json.dumps(about["fingerprint"], sort_keys=True))
     assert sample["mean_logp_rollout"] == sample["mean_logp_trainer"]
@@ -115,10 +115,10 @@ def test_an_audit_reports_missing_evidence(tmp_path, ours, theirs, why):
         tmp_path / "probes" / "step_00001.safetensors",
         metadata={"fingerprint": json.dumps(ours), "rollout": rollout},
     )
-    assert bitwise(tmp_path).startswith(
+    assert describe_bit_equality(tmp_path).startswith(
         "To the bit: 0 of 2 log-probabilities of the probes differ; cannot claim"
     )
-    assert why in bitwise(tmp_path)
+    assert why in describe_bit_equality(tmp_path)
 
 
 def test_bfloat16_with_the_rollout_as_anchor(train):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from onepolicy.audit import own
+from onepolicy.audit import read_run
 from onepolicy.config import UsageError
 from onepolicy.config.stored_config import read_stored_config
 from onepolicy.report import words
@@ -153,8 +153,8 @@ def read_about(run):
 
 
 def read_dump(run):
-    list(own.read_run(run, {}))
-    own.bitwise(run)
+    list(read_run.read_run(run, {}))
+    read_run.describe_bit_equality(run)
 
 
 def read_samples(run):

@@ -1,7 +1,7 @@
 """Dumps of runs that sample while they learn: old tokens that are declared are not taken for a
 bug."""
 
-from onepolicy.audit.report import as_tree
+from onepolicy.audit.report import audit_tree
 from onepolicy.audit.run import audit
 from onepolicy.audit.schema import write_parquet
 from support.audit_dumps import gaussian_rows, moved_routes, with_routes, world_rows
@@ -25,7 +25,7 @@ def test_declared_age_is_not_a_bug(tmp_path):
     assert "rollout.max_staleness" in found.verdict.sentence
     (note,) = (note for note in found.notes if "by age" in note)
     assert "at 0 (50% of the tokens), 0.00409 at 1 (50% of the tokens)" in note
-    assert [(each["age"], each["tokens"]) for each in as_tree(found)["k3_by_age"]] == [
+    assert [(each["age"], each["tokens"]) for each in audit_tree(found)["k3_by_age"]] == [
         (0, 1560),
         (1, 1560),
     ]

@@ -113,7 +113,8 @@ def test_an_encrypted_member_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "message"), [("MOST_HELD", "held at once"), ("FREELY_HELD", "more than 100 times")]
+    ("limit", "message"),
+    [("MAX_IN_MEMORY", "held at once"), ("UNSUSPICIOUS_SIZE", "more than 100 times")],
 )
 def test_a_bomb_is_refused_before_it_is_unpacked(
     tmp_path: Path, monkeypatch, limit: str, message: str

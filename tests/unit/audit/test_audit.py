@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from onepolicy.audit import tally as tally_module
-from onepolicy.audit.figures import extreme_curve, figures
-from onepolicy.audit.judge import onset_of_divergence
-from onepolicy.audit.report import compared
+from onepolicy.audit import accumulator
+from onepolicy.audit.assessment import divergence_onset
+from onepolicy.audit.figures import audit_figures, extreme_curve
+from onepolicy.audit.report import describe_difference
 from onepolicy.audit.run import audit, run_audit
 from onepolicy.audit.schema import write_parquet
-from onepolicy.audit.sketch import Sketch
+from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.cli import main
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.report.figure import Absent, Figure
@@ -42,7 +42,7 @@ def audited(tmp_path: Path, rows: list[dict]):
     cuts=st.sets(st.integers(1, 7)),
 )
 @settings(max_examples=40, deadline=None)
-def test_merged_sketches_equal_the_mismatch_of_the_whole(seed, lengths, scale, cuts) -> None:
+def test_merged_statistics_equal_the_mismatch_of_the_whole(seed, lengths, scale, cuts) -> None:
     g = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     rollout = -torch.rand(n, generator=g, dtype=torch.float64) * 6
@@ -55,10 +55,10 @@ def test_merged_sketches_equal_the_mismatch_of_the_whole(seed, lengths, scale, c
     borders = sorted({0, *(cut for cut in cuts if cut < len(lengths)), len(lengths)})
     for start, stop in itertools.pairwise(borders):
         part = (segment >= start) & (segment < stop)
-        sketch = Sketch.of(trainer[part], rollout[part], segment[part])
-        merged = sketch if merged is None else merged.merge(sketch)
+        stats = StreamingStats.from_tokens(trainer[part], rollout[part], segment[part])
+        merged = stats if merged is None else merged.merge(stats)
     assert merged is not None
-    found = merged.numbers()
+    found = merged.statistics()
     for name, value in whole.items():
         assert found[name.removeprefix("m/")] == pytest.approx(
             value, rel=1e-9, abs=1e-12, nan_ok=True
@@ -82,7 +82,9 @@ def test_standard_errors_treat_a_sequence_as_one_draw() -> None:
         scale = 0.3 * torch.rand(40, generator=g, dtype=torch.float64)[segment]
         rollout = -torch.rand(1000, generator=g, dtype=torch.float64) - 3
         found.append(
-            Sketch.of(rollout + scale * torch.randn(1000, generator=g), rollout, segment).numbers()
+            StreamingStats.from_tokens(
+                rollout + scale * torch.randn(1000, generator=g), rollout, segment
+            ).statistics()
         )
     spread = float(np.std([each["k3"] for each in found]))
     assert np.mean([each["k3_error"] for each in found]) == pytest.approx(spread, rel=0.1)
@@ -96,7 +98,7 @@ def test_gaussian_noise_of_known_kl(tmp_path, kl, action, setting) -> None:
     for row in rows:
         row["logp_rollout"] = np.float32(row["logp_rollout"]).astype(float).tolist()
     each = audited(tmp_path, rows)
-    found = each.tally.total.numbers()
+    found = each.accumulated.overall.statistics()
     n = 200 * 78
     assert found["tokens"] == n
     assert found["sequences"] == 200
@@ -107,7 +109,7 @@ def test_gaussian_noise_of_known_kl(tmp_path, kl, action, setting) -> None:
     )
     assert found["ess"] == pytest.approx(math.exp(-2 * kl), rel=1e-2)
     assert found["mean_rho"] == pytest.approx(1, abs=5 * found["mean_rho_error"])
-    taus, shares = extreme_curve(each.tally.histogram)
+    taus, shares = extreme_curve(each.accumulated.histogram)
     tau = math.exp(math.sqrt(2 * kl))  # about one standard deviation: P(|Z| > 1)
     assert shares[np.searchsorted(taus, tau)] == pytest.approx(0.317, abs=0.02)
     assert (each.verdict.action, each.verdict.setting, each.verdict.causes) == (action, setting, ())
@@ -145,9 +147,9 @@ def test_recommendations_for_heavy_tails_and_differing_routes(tmp_path) -> None:
     assert (each.verdict.action, each.verdict.setting) == ("replay", "replay.mode=r3")
     assert each.verdict.sentence.endswith("If that cannot be had, correct with icepop.")
     differing = 50 * 19  # of the 78 entries behind the prompt
-    assert each.tally.routes.routers == differing / (2 * 50 * 78)
-    assert each.tally.routes.tokens == differing
-    assert each.tally.routes.per_layer.tolist() == [0, differing]
+    assert each.accumulated.routes.routers == differing / (2 * 50 * 78)
+    assert each.accumulated.routes.tokens == differing
+    assert each.accumulated.routes.per_layer.tolist() == [0, differing]
 
 
 @pytest.mark.parametrize(
@@ -285,25 +287,24 @@ def test_a_bug_that_starts_in_mid_training_is_named_with_its_step(tmp_path) -> N
 
 def test_onset_rule() -> None:
     flat = dict.fromkeys(range(10, 40), 1e-3)
-    assert onset_of_divergence(flat) is None
-    assert onset_of_divergence(flat | dict.fromkeys(range(30, 40), 4.1e-3)) == 30
-    assert onset_of_divergence(flat | dict.fromkeys(range(30, 40), 3.9e-3)) is None
-    assert onset_of_divergence(flat | dict.fromkeys(range(30, 34), 1.0)) is None  # four in a row
+    assert divergence_onset(flat) is None
+    assert divergence_onset(flat | dict.fromkeys(range(30, 40), 4.1e-3)) == 30
+    assert divergence_onset(flat | dict.fromkeys(range(30, 40), 3.9e-3)) is None
+    assert divergence_onset(flat | dict.fromkeys(range(30, 34), 1.0)) is None  # four in a row
     assert (
-        onset_of_divergence(flat | {12: 0.1} | dict.fromkeys(range(30, 40), 0.09)) is None
+        divergence_onset(flat | {12: 0.1} | dict.fromkeys(range(30, 40), 0.09)) is None
     )  # seen at the start too
     assert (
-        onset_of_divergence(dict.fromkeys(range(5), 1e-3) | dict.fromkeys(range(5, 14), 1.0))
-        is None
+        divergence_onset(dict.fromkeys(range(5), 1e-3) | dict.fromkeys(range(5, 14), 1.0)) is None
     )  # too few
 
 
 def test_the_sample_to_diagnose_is_bounded_and_of_whole_rows(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(tally_module, "SAMPLE_TOKENS", 800)
+    monkeypatch.setattr(accumulator, "SAMPLE_TOKENS", 800)
     each = audited(tmp_path, gaussian_rows(1e-3, rows=300))
-    sample = each.tally.sample
+    sample = each.accumulated.sample
     assert sample.size == sum(len(row.columns["mask"]) for row in sample.heap) == 800
-    rows = [row.place for row in sample.rows(None)]
+    rows = [row.dump_row for row in sample.rows(None)]
     assert rows[-1] > 150  # not the first ones
     assert any("10 rows drawn at random" in line for line in each.notes)
 
@@ -317,11 +318,11 @@ def test_steps_add_up_to_the_whole(tmp_path) -> None:
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
     each = audited(tmp_path, rows)
     merged = None
-    for sketch in each.tally.steps.values():
-        merged = sketch if merged is None else merged.merge(sketch)
-    whole = each.tally.total.numbers()
-    assert {k: pytest.approx(v, rel=1e-9) for k, v in whole.items()} == merged.numbers()
-    assert each.tally.histogram.sum() == whole["tokens"]
+    for stats in each.accumulated.steps.values():
+        merged = stats if merged is None else merged.merge(stats)
+    whole = each.accumulated.overall.statistics()
+    assert {k: pytest.approx(v, rel=1e-9) for k, v in whole.items()} == merged.statistics()
+    assert each.accumulated.histogram.sum() == whole["tokens"]
 
 
 def test_command_writes_terminal_json_and_html(tmp_path, capsys) -> None:
@@ -380,7 +381,7 @@ def test_two_dumps_side_by_side(tmp_path) -> None:
     text = console.export_text()
     assert "a.parquet" in text
     assert "b.parquet" in text
-    drawn = {f.name: f for f in figures(both)}
+    drawn = {f.name: f for f in audit_figures(both)}
     assert isinstance(drawn["log_ratio"], Figure)
     assert [line["name"] for line in drawn["log_ratio"].data] == ["a.parquet", "b.parquet"]
     assert isinstance(drawn["k3"], Absent)
@@ -395,4 +396,4 @@ def test_two_dumps_side_by_side(tmp_path) -> None:
     flat = " ".join(text.split())
     assert "k3 is larger in b.parquet than in a.parquet: 0.00" in flat
     same = run_audit([paths[0], paths[0]], {}, None, Console(record=True, width=120))
-    assert "no difference is shown" in compared(same)
+    assert "no difference is shown" in describe_difference(same)

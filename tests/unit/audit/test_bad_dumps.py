@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from onepolicy.audit import read as read_module
+from onepolicy.audit.accumulator import accumulate_dump
 from onepolicy.audit.read import read_dump
 from onepolicy.audit.run import audit
 from onepolicy.audit.schema import COLUMNS, write_parquet
-from onepolicy.audit.tally import tally
 from onepolicy.cli import main
 from onepolicy.config import UsageError
 from support.audit_dumps import gaussian_rows, write_jsonl
@@ -74,11 +74,11 @@ SUFFIXES = (".parquet", ".jsonl", ".npz", ".safetensors", ".pt")
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, suffix) -> None:
     rows = rows_with_everything()
-    wanted = tally(write(tmp_path / "wanted.parquet", rows), {})
+    wanted = accumulate_dump(write(tmp_path / "wanted.parquet", rows), {})
     for module in ("read", "arrays"):
         monkeypatch.setattr(f"onepolicy.audit.{module}.BLOCK_TOKENS", 20)  # several blocks
     monkeypatch.setattr(read_module, "PARQUET_ENTRIES", 280)
-    found = tally(write(tmp_path / f"dump{suffix}", rows), {})
+    found = accumulate_dump(write(tmp_path / f"dump{suffix}", rows), {})
     if suffix == ".parquet":  # 136 entries in the longest row
         assert [len(block.lengths) for block in read_dump(tmp_path / "dump.parquet", {})] == [
             2,
@@ -93,9 +93,9 @@ def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, suffix) -> N
     assert (found.rows, found.entries, found.mean_length) == (6, 58, 8)
     numbers = {
         name: pytest.approx(value, rel=1e-4, abs=1e-6)
-        for name, value in wanted.total.numbers().items()
+        for name, value in wanted.overall.statistics().items()
     }
-    assert found.total.numbers() == numbers
+    assert found.overall.statistics() == numbers
     assert found.routes.routers == wanted.routes.routers == 1.0
     assert found.rewards == {3: (3.0, 6)}
     assert found.newest == {3: 4}
@@ -122,7 +122,7 @@ def test_padded_arrays_and_half_precision(tmp_path, suffix) -> None:
 def test_positions_outside_the_mask_may_hold_anything(tmp_path) -> None:
     rows = gaussian_rows(1e-3, rows=2, length=10)
     rows[0]["logp_rollout"][1], rows[0]["logp_trainer"][0] = math.inf, 7.0
-    assert audit(write(tmp_path / "d.jsonl", rows), {}).tally.total.tokens == 16
+    assert audit(write(tmp_path / "d.jsonl", rows), {}).accumulated.overall.tokens == 16
 
 
 def _set(name: str, row: int, entry: int, value: object):
@@ -234,7 +234,7 @@ def test_foreign_parquet_types(tmp_path) -> None:
     }
     large = {name: pa.array(v, pa.large_list(pa.float64())) for name, v in good.items()}
     pq.write_table(pa.table(large), tmp_path / "d.parquet")
-    assert audit(tmp_path / "d.parquet", {}).tally.total.max_dlogp == 0
+    assert audit(tmp_path / "d.parquet", {}).accumulated.overall.max_dlogp == 0
     for column, value, part in [
         ("mask", [["yes", "no"]], "holds string"),
         ("mask", [[1.0, 0.5]], "entry 1 is 0.5; expected 0 or 1"),
@@ -319,8 +319,8 @@ def test_fuzz_of_json_values(rows) -> None:
 @settings(max_examples=30, deadline=None)
 def test_fuzz_of_extreme_log_probabilities(logps, repeat, version) -> None:
     """A dump that passes the checks can be judged, down to every number of the report."""
-    from onepolicy.audit.figures import figures
-    from onepolicy.audit.report import as_tree
+    from onepolicy.audit.figures import audit_figures
+    from onepolicy.audit.report import audit_tree
 
     rollout, trainer, entropy = (list(column) * repeat for column in zip(*logps, strict=True))
     row = {"tokens": [1] * len(rollout), "mask": [True] * len(rollout), "logp_rollout": rollout}
@@ -331,8 +331,8 @@ def test_fuzz_of_extreme_log_probabilities(logps, repeat, version) -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         each = audit(write_jsonl(Path(folder) / "d.jsonl", [row]), {})
-    json.dumps(as_tree(each), allow_nan=False)
-    figures([each])
+    json.dumps(audit_tree(each), allow_nan=False)
+    audit_figures([each])
 
 
 arrow_values = st.sampled_from(

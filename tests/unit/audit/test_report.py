@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from onepolicy.audit.figures import figures
+from onepolicy.audit.figures import audit_figures
 from onepolicy.audit.report import write_report
 from onepolicy.audit.run import audit, run_audit
 from onepolicy.report.figure import Figure
@@ -40,7 +40,9 @@ def test_no_badge_can_be_read_as_all_is_well() -> None:
 def drawn(tmp_path, rows) -> dict[str, Figure]:
     found = audit(write_jsonl(tmp_path / "d.jsonl", rows), {})
     return {
-        each.name.partition("_")[0]: each for each in figures([found]) if isinstance(each, Figure)
+        each.name.partition("_")[0]: each
+        for each in audit_figures([found])
+        if isinstance(each, Figure)
     }
 
 

@@ -1,10 +1,11 @@
-"""slime and miles: their --save-debug-train-data files (also written by --dump-details), as one dump.
+"""slime and miles: their --save-debug-train-data files (also written by --dump-details) as a dump.
 
-    python -m onepolicy.audit.export.slime DUMP_DETAILS/train_data dump      # then `onepolicy audit dump`
+    python -m onepolicy.audit.export.slime DUMP_DETAILS/train_data dump
+    onepolicy audit dump
 
-These files hold tokens and both sides' log-probabilities, but as torch.save archives, which are opened with
-weights_only=True: nothing in them is executed. slime writes one file a rollout; miles one a rank, whose tensor-parallel
-copies are left out.
+These files have tokens and both sides' log-probabilities, but as torch.save archives. They are
+opened with weights_only=True, so nothing in them is executed. slime writes one file per rollout.
+miles writes one per rank; the copies of tensor-parallel ranks are left out.
 """
 
 from __future__ import annotations
@@ -24,68 +25,86 @@ PER_TOKEN = {"log_probs": "logp_trainer", "rollout_log_probs": "logp_rollout", "
 
 
 def convert(source: Path | str, folder: Path | str) -> int:
-    """Every *.pt of a folder; the number of samples written. UsageError names a file that cannot be used."""
+    """Convert every *.pt file of `source` into a dump. Return the number of samples written.
+
+    Raises UsageError with the file that cannot be used.
+    """
     paths = sorted(Path(source).glob("*.pt"))
     seen: set[tuple[int, int]] = set()
     written = 0
     for path in paths:
-        found = load_pt(path)
-        rollout, rank = (_whole(path, name, found.get(name, 0)) for name in ("rollout_id", "rank"))
+        loaded = load_pt(path)
+        rollout = _whole_number(path, "rollout_id", loaded.get("rollout_id", 0))
+        rank = _whole_number(path, "rank", loaded.get("rank", 0))
         rows = []
-        for number, sample in enumerate(samples(path, found)):
-            key = (rollout, _whole(path, "sample_index", sample.get("sample_index", number)))
-            if "log_probs" in sample and key not in seen:  # other pipeline stages have none
-                seen.add(key)
-                rows.append(row(path, sample) | {"step": rollout})
+        for number, sample in enumerate(samples(path, loaded)):
+            index = _whole_number(path, "sample_index", sample.get("sample_index", number))
+            # Other pipeline stages have no log_probs.
+            if "log_probs" in sample and (rollout, index) not in seen:
+                seen.add((rollout, index))
+                rows.append(sample_row(path, sample) | {"step": rollout})
         if rows:
             write_step(folder, rollout, rows, rank=rank)
             written += len(rows)
     if not written:
-        mend = "let the trainer score, without --use-rollout-logprobs"
-        raise UsageError(f"{source}: no sample with log_probs in {len(paths)} *.pt files; {mend}")
+        fix = "let the trainer score, without --use-rollout-logprobs"
+        raise UsageError(f"{source}: no sample with log_probs in {len(paths)} *.pt files; {fix}")
     return written
 
 
-def samples(path: Path, found: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """One dict a sample: slime's list (format_version 2), or miles' columns."""
-    if not ({"samples", "rollout_data"} & found.keys()):
+def samples(path: Path, loaded: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield one dict per sample, from slime's list (format_version 2) or miles' columns."""
+    if not ({"samples", "rollout_data"} & loaded.keys()):
         raise UsageError(
             f"{path}: neither samples nor rollout_data; is it a --save-debug-train-data file?"
         )
-    if _whole(path, "cp_size", found.get("cp_size", 1)) != 1:
+    if _whole_number(path, "cp_size", loaded.get("cp_size", 1)) != 1:
         raise UsageError(
-            f"{path}: holds one rank's slices of context parallelism; dump with --context-parallel-size 1"
+            f"{path}: holds one rank's slices of context parallelism; "
+            "dump with --context-parallel-size 1"
         )
-    if "samples" in found:
-        yield from (
-            _expect(path, sample, dict, "a sample")
-            for sample in _expect(path, found["samples"], list, "samples")
-        )
+    if "samples" in loaded:
+        for sample in _expect(path, loaded["samples"], list, "samples"):
+            yield _expect(path, sample, dict, "a sample")
         return
-    columns = _expect(path, found["rollout_data"], dict, "rollout_data")
+    columns = _rollout_columns(path, _expect(path, loaded["rollout_data"], dict, "rollout_data"))
+    for i in range(len(columns.get("tokens", ()))):
+        yield {name: values[i] for name, values in columns.items()}
+
+
+def _rollout_columns(path: Path, data: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the columns of miles' rollout_data that are there, by slime's names."""
     names = {name: name for name in ("tokens", "entropy", "weight_versions", *PER_TOKEN)}
-    known = {
-        ours: _expect(path, columns[theirs], list, theirs)
-        for ours, theirs in (names | {"sample_index": "sample_indices"}).items()
-        if columns.get(theirs) is not None
+    names["sample_index"] = "sample_indices"
+    columns = {
+        ours: _expect(path, data[theirs], list, theirs)
+        for ours, theirs in names.items()
+        if data.get(theirs) is not None
     }
-    if len({len(values) for values in known.values()}) > 1:
+    if len({len(values) for values in columns.values()}) > 1:
         raise UsageError(f"{path}: columns of rollout_data differ in length")
-    for i in range(len(known.get("tokens", ()))):
-        yield {name: values[i] for name, values in known.items()}
+    return columns
 
 
-def row(path: Path, sample: Mapping[str, Any]) -> dict[str, Any]:
-    """The response of a sample: log-probabilities and mask are of its last tokens."""
-    lacking = [name for name in (*PER_TOKEN, "tokens") if name not in sample]
-    if lacking:
-        raise UsageError(f"{path}: samples have no {', '.join(lacking)}")
+def sample_row(path: Path, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the response of a sample as a row.
+
+    Log-probabilities and the mask belong to its last tokens.
+    """
+    missing = [name for name in (*PER_TOKEN, "tokens") if name not in sample]
+    if missing:
+        raise UsageError(f"{path}: samples have no {', '.join(missing)}")
     names = PER_TOKEN | {name: name for name in ("tokens", "entropy") if name in sample}
-    made = {ours: _numbers(path, theirs, sample[theirs]) for theirs, ours in names.items()}
-    made["tokens"] = made["tokens"][max(0, len(made["tokens"]) - len(made["mask"])) :]
-    given = sample.get("weight_versions")  # as strings, one a turn
-    versions = [int(v) for v in (given if isinstance(given, list) else ()) if str(v).isdecimal()]
-    return made | ({"version": min(versions)} if versions else {})
+    row: dict[str, Any] = {
+        ours: _numbers(path, theirs, sample[theirs]) for theirs, ours in names.items()
+    }
+    row["tokens"] = row["tokens"][max(0, len(row["tokens"]) - len(row["mask"])) :]
+    versions = sample.get("weight_versions")  # strings, one per turn
+    if isinstance(versions, list):
+        known = [int(version) for version in versions if str(version).isdecimal()]
+        if known:
+            row["version"] = min(known)
+    return row
 
 
 def _numbers(path: Path, name: str, value: Any) -> list[Any]:
@@ -99,7 +118,7 @@ def _numbers(path: Path, name: str, value: Any) -> list[Any]:
     return listed
 
 
-def _whole(path: Path, name: str, value: Any) -> int:
+def _whole_number(path: Path, name: str, value: Any) -> int:
     if isinstance(value, int):
         return value
     raise UsageError(f"{path}: {name} is {str(value)[:40]}; expected a whole number")

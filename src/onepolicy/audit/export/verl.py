@@ -1,12 +1,15 @@
-"""verl 0.9: a step's DataProto, once it holds both sides' log-probabilities.
+"""verl 0.9: a step's DataProto, once it has both sides' log-probabilities.
 
-    export(batch, "dump", self.global_steps)         # RayPPOTrainer.fit, behind batch.union(old_log_prob)
-    export(data, "dump", self.global_steps)          # V1: _compute_old_log_prob, behind data = DataProto(...)
+    # RayPPOTrainer.fit, after batch.union(old_log_prob):
+    export(batch, "dump", self.global_steps)
+    # V1: _compute_old_log_prob, after data = DataProto(...):
+    export(data, "dump", self.global_steps)
 
-Then `onepolicy audit dump`. Export before rejection: it clears response_mask.
+Then run `onepolicy audit dump`. Export before rejection, which clears response_mask.
 
-verl's own trainer.rollout_data_dir holds text and scores as JSON lines, no tokens and no log-probabilities;
-DataProto.save_to_disk is a pickle. The engine returns its log-probabilities with rollout.calculate_log_probs=true.
+verl's own trainer.rollout_data_dir has text and scores as JSON lines, no tokens and no
+log-probabilities. DataProto.save_to_disk is a pickle. The engine returns its log-probabilities with
+rollout.calculate_log_probs=true.
 """
 
 from __future__ import annotations
@@ -19,25 +22,30 @@ from onepolicy.config import UsageError
 
 NEEDED = ("responses", "response_mask", "rollout_log_probs", "old_log_probs")
 OPTIONAL = {"entropys": "entropy", "entropy": "entropy"}  # of the legacy and the V1 trainer
-MENDS = {
+FIXES = {
     "rollout_log_probs": "set actor_rollout_ref.rollout.calculate_log_probs=true",
-    "old_log_probs": "export after the trainer has scored the batch; with bypass_mode it never does",
+    "old_log_probs": (
+        "export after the trainer has scored the batch; with bypass_mode it never does"
+    ),
     "response_mask": "verl sets it with compute_response_mask(batch)",
 }
 
 
 def export(batch: Any, folder: Path | str, step: int) -> Path:
-    """A DataProto with [B, R] tensors padded on the right. UsageError: one of NEEDED is missing."""
+    """Write a DataProto with [B, R] tensors, padded on the right, as one step.
+
+    Raises UsageError if one of NEEDED is missing.
+    """
     return write_step(folder, step, rows(batch, step))
 
 
 def rows(batch: Any, step: int) -> list[dict[str, Any]]:
+    """Return the rows of a DataProto."""
     tensors, extra = batch.batch, batch.non_tensor_batch
     for name in NEEDED:
         if name not in tensors:
-            raise UsageError(
-                f"verl batch: no {name}; {MENDS.get(name, 'is this a batch after generation?')}"
-            )
+            fix = FIXES.get(name, "is this a batch after generation?")
+            raise UsageError(f"verl batch: no {name}; {fix}")
     names = {
         "responses": "tokens",
         "response_mask": "mask",
@@ -54,13 +62,12 @@ def rows(batch: Any, step: int) -> list[dict[str, Any]]:
         if name in tensors:
             per_row["reward"] = tensors[name].sum(1).tolist()
             break
-    if (
-        "min_global_steps" in extra
-    ):  # the fully asynchronous trainer: weights the sequence was begun with
+    # In the fully asynchronous trainer: the weights that the sequence was begun with.
+    if "min_global_steps" in extra:
         per_row["version"] = [int(value) for value in extra["min_global_steps"]]
     return [
         {name: value[i][:length] for name, value in listed.items()}
-        | {name: each[i] for name, each in per_row.items()}
+        | {name: value[i] for name, value in per_row.items()}
         for i, length in enumerate(lengths)
         if length
     ]

@@ -41,8 +41,8 @@ def said(exported: Path) -> dict[str, Any]:
 def test_trl_live_is_judged_clean(exported, said) -> None:
     found = audit(exported / "trl-1", {})
     assert found.verdict.action == "nothing"
-    assert "entropy" in found.tally.columns
-    steps = {step: sketch.numbers() for step, sketch in found.tally.steps.items()}
+    assert "entropy" in found.accumulated.columns
+    steps = {step: stats.statistics() for step, stats in found.accumulated.steps.items()}
     assert len(said["trl"]) == len(steps) == 3
     for row in said["trl"]:
         ours = steps[row["step"] - 1]
@@ -57,7 +57,7 @@ def test_trl_live_is_judged_clean(exported, said) -> None:
         assert (191 * ours["mean_rho"] + 1) / 192 == pytest.approx(
             theirs, rel=1e-5
         )  # which counts it as 1
-        total, count = found.tally.rewards[row["step"] - 1]
+        total, count = found.accumulated.rewards[row["step"] - 1]
         assert total / count == pytest.approx(row["reward"], rel=1e-5)
 
 
@@ -69,10 +69,10 @@ def test_an_unreported_temperature_of_a_live_trl_run_is_named(exported) -> None:
 
 def test_verl_container_and_its_metrics(exported, said) -> None:
     found = audit(exported / "verl", {})
-    assert set(found.tally.columns) >= {"entropy", "version", "reward", "step"}
-    assert found.tally.newest == {0: 0, 1: 1}
-    assert found.tally.rewards == {0: (4.0, 4), 1: (4.0, 4)}
-    theirs, ours = said["verl"], found.tally.steps[0].numbers()
+    assert set(found.accumulated.columns) >= {"entropy", "version", "reward", "step"}
+    assert found.accumulated.newest == {0: 0, 1: 1}
+    assert found.accumulated.rewards == {0: (4.0, 4), 1: (4.0, 4)}
+    theirs, ours = said["verl"], found.accumulated.steps[0].statistics()
     assert ours["tokens"] == 12 + 5 + 9 + 12 - 4  # without the tool's token of each row
     names = {
         "k3": "rollout_corr/k3_kl 100",
@@ -92,5 +92,5 @@ def test_verl_container_and_its_metrics(exported, said) -> None:
 def test_verl_measures_ess_behind_its_truncation(exported, said) -> None:
     """verl's effective sample size is that of the clamped weights: a lower threshold makes it look
     better. Ours is that of the ratio, whatever the correction does."""
-    found = audit(exported / "verl", {}).tally.steps[0].numbers()
+    found = audit(exported / "verl", {}).accumulated.steps[0].statistics()
     assert said["verl"]["rollout_corr/rollout_is_eff_sample_size 1.2"] > found["ess"] + 0.05

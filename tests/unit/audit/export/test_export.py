@@ -25,13 +25,13 @@ def test_a_folder_is_one_dump(tmp_path):
         write_step(tmp_path / "dump", step, part[2:], rank=1)
     (tmp_path / "dump" / "step_00009_0.writing").write_text("of a killed run")
     whole = write_jsonl(tmp_path / "whole.jsonl", [row for part in rows for row in part])
-    found, wanted = (audit(path, {}).tally for path in (tmp_path / "dump", whole))
+    found, wanted = (audit(path, {}).accumulated for path in (tmp_path / "dump", whole))
     assert (found.rows, sorted(found.steps)) == (12, [0, 1, 2])
     numbers = {
-        name: pytest.approx(value, rel=1e-4) for name, value in wanted.total.numbers().items()
+        name: pytest.approx(value, rel=1e-4) for name, value in wanted.overall.statistics().items()
     }
-    assert found.total.numbers() == numbers
-    places = [row.place for row in found.sample.rows(None)]
+    assert found.overall.statistics() == numbers
+    places = [row.dump_row for row in found.sample.rows(None)]
     assert places == list(range(12))
     write_step(tmp_path / "dump", 5, gaussian_rows(1e-3, rows=1))
     with pytest.raises(UsageError, match=r"step_00005_0\.parquet: column step: in some files"):
@@ -62,8 +62,8 @@ def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
     assert main(["audit", str(tmp_path / "token_exports"), "--columns", "prime-rl"]) == 0
     assert "correct it with tis" in capsys.readouterr().out.replace("\n", " ")
     found = audit(tmp_path / "token_exports", parse_columns(["prime-rl"]))
-    assert sorted(found.tally.steps) == [0, 1]
-    assert found.tally.total.tokens == 2 * 6 * 78
+    assert sorted(found.accumulated.steps) == [0, 1]
+    assert found.accumulated.overall.tokens == 2 * 6 * 78
     with pytest.raises(UsageError, match="tokens is already mapped to token_ids"):
         parse_columns(["prime-rl", "tokens=x"])
 
@@ -96,13 +96,17 @@ def test_slime_training_dump(tmp_path):
         audit(tmp_path / "0.pt", {})
     assert slime.convert(tmp_path, tmp_path / "out") == 20
     found = audit(tmp_path / "out", {})
-    assert (found.tally.rows, sorted(found.tally.steps), found.tally.total.tokens) == (
+    assert (
+        found.accumulated.rows,
+        sorted(found.accumulated.steps),
+        found.accumulated.overall.tokens,
+    ) == (
         20,
         [0, 1],
         800,
     )
-    assert found.tally.newest == {0: 3, 1: 3}
-    row = found.tally.sample.rows(None)[0].columns
+    assert found.accumulated.newest == {0: 3, 1: 3}
+    row = found.accumulated.sample.rows(None)[0].columns
     assert row["tokens"].tolist() == list(range(20, 60))
     wanted = next(_samples(1))["log_probs"].numpy()
     assert row["logp_trainer"] == pytest.approx(wanted, rel=1e-6)
@@ -128,7 +132,7 @@ def test_miles_training_dump_leaves_copies_out(tmp_path):
         {"rollout_id": 0, "rank": 2, "rollout_data": first_stage, "cp_size": 1}, tmp_path / "0_2.pt"
     )
     assert slime.convert(tmp_path, tmp_path / "out") == 6
-    assert audit(tmp_path / "out", {}).tally.rows == 6
+    assert audit(tmp_path / "out", {}).accumulated.rows == 6
     torch.save(
         {"rollout_id": 1, "rank": 0, "rollout_data": columns, "cp_size": 2}, tmp_path / "1_0.pt"
     )
@@ -167,13 +171,17 @@ def _run(folder, **tensors):
 
 def test_own_run_folder(tmp_path):
     found = audit(_run(tmp_path / "run"), {})
-    assert (found.tally.rows, sorted(found.tally.steps), found.tally.total.tokens) == (
+    assert (
+        found.accumulated.rows,
+        sorted(found.accumulated.steps),
+        found.accumulated.overall.tokens,
+    ) == (
         6,
         [5, 10],
         120,
     )
-    assert found.tally.total.numbers()["k1"] == pytest.approx(0.01, rel=1e-4)
-    assert (found.tally.routes.slots, found.tally.routes.routers) == (80, 0.0)
+    assert found.accumulated.overall.statistics()["k1"] == pytest.approx(0.01, rel=1e-4)
+    assert (found.accumulated.routes.slots, found.accumulated.routes.routers) == (80, 0.0)
     shifted = (
         torch.stack([torch.arange(60) % 7, torch.arange(60) % 5 + 7], 1)
         .reshape(60, 1, 2)
@@ -196,7 +204,7 @@ def test_own_run_folder(tmp_path):
     other = torch.stack([torch.arange(60) % 7, torch.arange(60) % 5 + 7], 1).reshape(60, 1, 2)[:40]
     other[::8, 0, 0] = 13
     replaying = audit(_run(tmp_path / "replaying", routes_rollout=other.contiguous(), **scores), {})
-    assert replaying.tally.routes.routers > 0
+    assert replaying.accumulated.routes.routers > 0
     assert (replaying.verdict.action, replaying.verdict.causes) == (
         "correct",
         ("numerics",),

@@ -1,4 +1,4 @@
-"""Statistics of a stream of token pairs in constant memory: sketches of parts merge into that of the whole."""
+"""Statistics of a stream of token pairs in constant memory. Those of two parts can be merged."""
 
 from __future__ import annotations
 
@@ -21,34 +21,39 @@ MEANS = (
     *(f"f{tau:g}" for tau in TAUS),
 )
 WITH_ERROR = ("k1", "k3", "f2", "excess")
-"""Means whose standard error is kept; excess is mean rho - 1."""
+"""Means whose standard error is computed. excess is mean rho - 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
-    """Of rho = p_trainer / p_rollout (l = log rho) over n tokens in some sequences. The quantities are those of
-    measure.logprob.Mismatch; nothing here grows with n."""
+class StreamingStats:
+    """Statistics of rho = p_trainer / p_rollout (l = log rho) over the tokens of some sequences.
+
+    The quantities are those of divergence.logprob.Mismatch. Their size does not depend on the
+    number of tokens.
+    """
 
     tokens: int
-    differing: int  # tokens whose log-probabilities are not the same number
+    differing: int  # tokens whose two log-probabilities are not the same number
     sequences: int
     sums: tuple[float, ...]  # over tokens, of MEANS
-    moments: tuple[
-        float, ...
-    ]  # over sequences: of n^2, and of s^2 and s n, s each of WITH_ERROR summed over n tokens
+    # over sequences of n tokens: the sum of n^2; then, for each of WITH_ERROR, with s its sum over
+    # the sequence, the sums of s^2 and of s n
+    moments: tuple[float, ...]
     ppl: float  # sum over sequences of exp(mean(-l))
     largest_l: float
     scaled: tuple[float, float]  # sums of exp(l - largest_l) and of its square: cannot overflow
     max_dlogp: float
     max_dp: float
     means: tuple[float, float]  # of the trainer's and the rollout's probability
-    comoments: tuple[
-        float, float, float
-    ]  # sums of squares and product of deviations from these means
+    # sums of squares and of the product of the deviations from these means
+    comoments: tuple[float, float, float]
 
     @classmethod
-    def of(cls, trainer: Tensor, rollout: Tensor, segment: Tensor) -> Self:
-        """Of finite log-probabilities [n] float64, n > 0; `segment` [n] int64: sequence of each token, ascending."""
+    def from_tokens(cls, trainer: Tensor, rollout: Tensor, segment: Tensor) -> Self:
+        """Compute the statistics of finite log-probabilities, [n] float64 with n > 0.
+
+        segment: [n] int64, the sequence of each token, ascending.
+        """
         l = trainer - rollout  # noqa: E741 (the field's name)
         p, q = trainer.exp(), rollout.exp()
         dp, dlogp = (p - q).abs(), l.abs()
@@ -59,45 +64,50 @@ class Sketch:
         index, counts = segment.unique_consecutive(return_inverse=True, return_counts=True)[1:]
         sizes, moments = counts.double(), [float(counts.double().square().sum())]
         for name in WITH_ERROR:
-            of_sequence = torch.zeros_like(sizes).index_add(0, index, columns[MEANS.index(name)])
-            moments += [float(of_sequence.square().sum()), float(of_sequence @ sizes)]
-        per_sequence = l.new_zeros(len(counts)).index_add(0, index, l) / counts
+            sequence_sum = torch.zeros_like(sizes).index_add(0, index, columns[MEANS.index(name)])
+            moments += [float(sequence_sum.square().sum()), float(sequence_sum @ sizes)]
+        mean_l = l.new_zeros(len(counts)).index_add(0, index, l) / counts
         largest = l.max()
         scaled = (l - largest).exp()
-        dev_p, dev_q = p - p.mean(), q - q.mean()
+        deviation_p, deviation_q = p - p.mean(), q - q.mean()
         return cls(
             tokens=len(l),
             differing=int((trainer != rollout).sum()),
             sequences=len(counts),
             sums=tuple(torch.stack([column.sum() for column in columns]).tolist()),
             moments=tuple(moments),
-            ppl=float((-per_sequence).exp().sum()),
+            ppl=float((-mean_l).exp().sum()),
             largest_l=float(largest),
             scaled=(float(scaled.sum()), float(scaled.square().sum())),
             max_dlogp=float(dlogp.max()),
             max_dp=float(dp.max()),
             means=(float(p.mean()), float(q.mean())),
-            comoments=(float(dev_p @ dev_p), float(dev_q @ dev_q), float(dev_p @ dev_q)),
+            comoments=(
+                float(deviation_p @ deviation_p),
+                float(deviation_q @ deviation_q),
+                float(deviation_p @ deviation_q),
+            ),
         )
 
-    def merge(self, other: Sketch) -> Sketch:
-        """Of both parts together; sequences must not be split between them."""
+    def merge(self, other: StreamingStats) -> StreamingStats:
+        """Return the statistics of both parts together. No sequence may be in both."""
         n, m = self.tokens, other.tokens
         largest = max(self.largest_l, other.largest_l)
-        mine, theirs = math.exp(self.largest_l - largest), math.exp(other.largest_l - largest)
+        self_scale = math.exp(self.largest_l - largest)
+        other_scale = math.exp(other.largest_l - largest)
         dp, dq = (b - a for a, b in zip(self.means, other.means, strict=True))
         share = n * m / (n + m)  # Chan et al.: the parts' means differ
-        return Sketch(
+        return StreamingStats(
             tokens=n + m,
             differing=self.differing + other.differing,
             sequences=self.sequences + other.sequences,
-            sums=tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)),
-            moments=tuple(a + b for a, b in zip(self.moments, other.moments, strict=True)),
+            sums=_add(self.sums, other.sums),
+            moments=_add(self.moments, other.moments),
             ppl=self.ppl + other.ppl,
             largest_l=largest,
             scaled=(
-                self.scaled[0] * mine + other.scaled[0] * theirs,
-                self.scaled[1] * mine**2 + other.scaled[1] * theirs**2,
+                self.scaled[0] * self_scale + other.scaled[0] * other_scale,
+                self.scaled[1] * self_scale**2 + other.scaled[1] * other_scale**2,
             ),
             max_dlogp=max(self.max_dlogp, other.max_dlogp),
             max_dp=max(self.max_dp, other.max_dp),
@@ -109,17 +119,19 @@ class Sketch:
             ),
         )
 
-    def numbers(self) -> dict[str, float]:
-        """Every statistic by the name Mismatch gives it; mean_rho; and NAME_error, the standard error of some."""
+    def statistics(self) -> dict[str, float]:
+        """Return every statistic under the name that Mismatch gives it.
+
+        Also return mean_rho, and NAME_error: the standard error of some means.
+        """
         n = self.tokens
         values = {name: total / n for name, total in zip(MEANS, self.sums, strict=True)}
         errors = {
-            f"{name}_error": self._error(i, values[name]) for i, name in enumerate(WITH_ERROR)
+            f"{name}_error": self._standard_error(i, values[name])
+            for i, name in enumerate(WITH_ERROR)
         }
-        values["mean_rho"], errors["mean_rho_error"] = (
-            1 + values.pop("excess"),
-            errors.pop("excess_error"),
-        )
+        values["mean_rho"] = 1 + values.pop("excess")
+        errors["mean_rho_error"] = errors.pop("excess_error")
         return {
             "tokens": n,
             "differing": self.differing,
@@ -133,11 +145,14 @@ class Sketch:
             **errors,
         }
 
-    def _error(self, place: int, mean: float) -> float:
-        """Of a mean over tokens that are drawn by the sequence: its tokens are not independent. NaN of one sequence."""
+    def _standard_error(self, index: int, mean: float) -> float:
+        """Return the standard error of mean `index` of WITH_ERROR; NaN for one sequence.
+
+        Sequences are drawn independently, the tokens of a sequence are not.
+        """
         if self.sequences < 2:
             return math.nan
-        sizes, (squares, products) = self.moments[0], self.moments[1 + 2 * place : 3 + 2 * place]
+        sizes, (squares, products) = self.moments[0], self.moments[1 + 2 * index : 3 + 2 * index]
         spread = squares - 2 * mean * products + mean * mean * sizes
         return math.sqrt(max(spread, 0.0) * self.sequences / (self.sequences - 1)) / self.tokens
 
@@ -149,3 +164,7 @@ class Sketch:
         if pp <= rounding[0] or qq <= rounding[1]:
             return math.nan  # one side is constant
         return max(-1.0, min(1.0, pq / math.sqrt(pp) / math.sqrt(qq)))
+
+
+def _add(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,322 @@
+"""One pass over a dump: statistics overall and per step, and a bounded sample of rows."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onepolicy.audit.read import read_dump
+from onepolicy.audit.schema import Array, Block
+from onepolicy.audit.streaming_stats import StreamingStats
+from onepolicy.config import UsageError
+from onepolicy.correct.histogram import BINS, histogram
+from onepolicy.divergence.attribution import k3_terms
+from onepolicy.divergence.routing import differing_experts
+from onepolicy.report.words import number
+from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
+
+MAX_AGE = 64  # older tokens count as this old
+SAMPLE_TOKENS = 2**18
+"""Tokens in the sample of rows for the diagnosis."""
+SAMPLE_ROUTES = 2**22
+"""Expert ids of one side in the sample of rows with routes."""
+MAX_STEPS = 100_000
+DIAGNOSED = (
+    "mask",
+    "logp_rollout",
+    "logp_trainer",
+    "logp_native",
+    "version",
+    "trained_version",
+    "entropy",
+    "logp_previous",
+    "tokens",
+    "tokens_rollout",
+    "turn",
+)
+
+
+@dataclass(slots=True)
+class AgeStats:
+    """The gap by the age of tokens, in updates."""
+
+    by_age: dict[int, tuple[int, float]] = field(default_factory=dict)  # tokens, sum of k3 [nats]
+
+    def add(self, age: Array, trainer: Array, rollout: Array) -> None:
+        """Add tokens. age: [n] int64, in updates. trainer, rollout: log-probabilities [n] float64.
+
+        A token older than MAX_AGE counts as that old.
+        """
+        terms = k3_terms(torch.from_numpy(trainer), torch.from_numpy(rollout)).numpy()
+        age = age.clip(0, MAX_AGE)
+        for value in np.unique(age).tolist():
+            chosen = age == value
+            tokens, total = self.by_age.get(value, (0, 0.0))
+            self.by_age[value] = (
+                tokens + int(chosen.sum()),
+                total + float(terms[chosen].sum()),
+            )
+
+    @property
+    def k3(self) -> dict[int, float]:
+        """Mean k3 by age."""
+        return {age: total / tokens for age, (tokens, total) in sorted(self.by_age.items())}
+
+    @property
+    def has_old_tokens(self) -> bool:
+        return max(self.by_age, default=0) > 0
+
+    @property
+    def explains_gap(self) -> bool:
+        """True if most of the gap is due to old tokens.
+
+        That is so if the newest tokens are too few, or have less than EXPLAINED of the k3 of all.
+        """
+        if not self.has_old_tokens:
+            return False
+        newest_tokens, _ = self.by_age.get(0, (0, 0.0))
+        if newest_tokens < FEWEST:
+            return True
+        tokens = sum(count for count, _ in self.by_age.values())
+        total = sum(k3 for _, k3 in self.by_age.values())
+        return self.k3[0] < EXPLAINED * total / tokens
+
+    def describe(self) -> str:
+        """Return k3 by age as a sentence."""
+        tokens = sum(count for count, _ in self.by_age.values())
+        parts = []
+        for age, k3 in self.k3.items():
+            share = self.by_age[age][0] / tokens
+            parts.append(f"{number(k3)} at {age} ({share:.0%} of the tokens)")
+        return f"k3 by age, in updates: {', '.join(parts)}."
+
+
+class SampledRow(NamedTuple):
+    """A row in the sample. A heap of them yields the row with the highest priority first."""
+
+    negative_priority: float
+    dump_row: int  # index in the dump
+    step: int
+    columns: dict[str, Array]
+
+
+@dataclass(slots=True, eq=False)
+class RowSample:
+    """A uniform sample of whole rows.
+
+    It has at most `max_entries` entries of its first column, but at least one row.
+    """
+
+    names: tuple[str, ...]
+    max_entries: int
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    heap: list[SampledRow] = field(default_factory=list)
+    size: int = 0  # entries of the first column
+    limit: float = 2.0  # rows with this priority or a higher one are not sampled
+
+    def add(self, block: Block, steps: Array) -> None:
+        """Add the rows of a block. steps: [S], the step of each row."""
+        priorities = self.rng.random(len(block.lengths))
+        ends = block.lengths.cumsum()
+        for row in np.flatnonzero(priorities < self.limit):
+            if priorities[row] >= self.limit or not block.lengths[row]:
+                continue
+            span = slice(int(ends[row] - block.lengths[row]), int(ends[row]))
+            columns = {
+                name: block.columns[name][span].copy()
+                for name in self.names
+                if name in block.columns
+            }
+            dump_row, priority = block.first_row + int(row), float(priorities[row])
+            heapq.heappush(self.heap, SampledRow(-priority, dump_row, int(steps[row]), columns))
+            self.size += columns[self.names[0]].size
+            self._evict()
+
+    def _evict(self) -> None:
+        while self.size > self.max_entries and len(self.heap) > 1:
+            evicted = heapq.heappop(self.heap)
+            self.limit = -evicted.negative_priority
+            self.size -= evicted.columns[self.names[0]].size
+
+    def rows(self, first_step: int | None) -> list[SampledRow]:
+        """Return the rows from `first_step` on (None: all), in the order of the dump."""
+        rows = [row for row in self.heap if first_step is None or row.step >= first_step]
+        return sorted(rows, key=lambda row: row.dump_row)
+
+
+@dataclass(slots=True, eq=False)
+class RoutingCounts:
+    """Counts of differing routers, over slots inside the mask that both sides recorded."""
+
+    slots: int
+    tokens: int  # with at least one differing router
+    per_layer: Array  # [L] int64, slots with a differing router
+
+    @property
+    def routers(self) -> float:
+        """Share of routers that differ; NaN without slots."""
+        if not self.slots:
+            return float("nan")
+        return float(self.per_layer.sum()) / (self.slots * len(self.per_layer))
+
+
+@dataclass(slots=True, eq=False)
+class DumpAccumulator:
+    """Statistics of a dump, accumulated block by block."""
+
+    path: Path
+    columns: tuple[str, ...]
+    rows: int = 0
+    entries: int = 0  # tokens, prompts included
+    overall: StreamingStats | None = None
+    native: StreamingStats | None = None  # of the trainer's score without replay
+    histogram: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
+    steps: dict[int, StreamingStats] = field(default_factory=dict)  # empty without a step column
+    rewards: dict[int, tuple[float, int]] = field(default_factory=dict)  # step: sum, rows
+    newest: dict[int, int] = field(default_factory=dict)  # step: newest weight version
+    ages: AgeStats = field(default_factory=AgeStats)  # empty if the dump has no ages
+    masked_tokens: int = 0  # tokens inside the mask
+    masked_rows: int = 0  # rows that have some
+    sample: RowSample = field(default_factory=lambda: RowSample(DIAGNOSED, SAMPLE_TOKENS))
+    routes_sample: RowSample = field(
+        default_factory=lambda: RowSample(("routes_rollout", "routes_trainer"), SAMPLE_ROUTES)
+    )
+    routes: RoutingCounts | None = None
+
+    def add(self, block: Block) -> None:
+        """Add the rows of a block."""
+        columns, mask = block.columns, block.columns["mask"]
+        rows = len(block.lengths)
+        steps = columns.get("step", np.zeros(rows, np.int64))
+        self.rows, self.entries = self.rows + rows, self.entries + len(mask)
+        self._add_rewards(steps, columns.get("reward"))
+        self._add_newest_versions(block, steps)
+        if not mask.any():
+            return
+        self._add_ages(columns, mask)
+        self._add_logps(block, steps)
+        self.sample.add(block, steps)
+        if "routes_rollout" in columns:
+            self._add_routes(columns["routes_rollout"][mask], columns["routes_trainer"][mask])
+            self.routes_sample.add(block, steps)
+
+    def _add_rewards(self, steps: Array, reward: Array | None) -> None:
+        if reward is None:
+            return
+        for step in np.unique(steps):
+            total, count = self.rewards.get(int(step), (0.0, 0))
+            chosen = reward[steps == step]
+            self.rewards[int(step)] = (total + float(chosen.sum()), count + len(chosen))
+
+    def _add_newest_versions(self, block: Block, steps: Array) -> None:
+        if "version" not in block.columns:
+            return
+        mask, version, token_steps = (
+            block.columns["mask"],
+            block.columns["version"],
+            steps[block.segment],
+        )
+        for step in np.unique(steps):
+            chosen = mask & (token_steps == step)
+            if chosen.any():
+                newest = int(version[chosen].max())
+                self.newest[int(step)] = max(newest, self.newest.get(int(step), newest))
+
+    def _add_ages(self, columns: Mapping[str, Array], mask: Array) -> None:
+        if "version" in columns and "trained_version" in columns:
+            age = columns["trained_version"][mask] - columns["version"][mask]
+            self.ages.add(age, columns["logp_trainer"][mask], columns["logp_rollout"][mask])
+
+    def _add_logps(self, block: Block, steps: Array) -> None:
+        columns, mask = block.columns, block.columns["mask"]
+        trainer = torch.from_numpy(columns["logp_trainer"][mask])
+        rollout = torch.from_numpy(columns["logp_rollout"][mask])
+        row = block.segment[mask]
+        segment = torch.from_numpy(row)
+        self.masked_tokens += len(row)
+        self.masked_rows += len(np.unique(row))
+        self.histogram += histogram(trainer - rollout)
+        if "logp_native" in columns:
+            native = torch.from_numpy(columns["logp_native"][mask])
+            stats = StreamingStats.from_tokens(native, rollout, segment)
+            self.native = _merged(self.native, stats)
+        has_steps = "step" in columns
+        if not has_steps or (steps == steps[0]).all():
+            stats = StreamingStats.from_tokens(trainer, rollout, segment)
+            self.overall = _merged(self.overall, stats)
+            if has_steps:
+                self._add_step(int(steps[0]), stats)
+            return
+        token_steps = torch.from_numpy(steps[row])
+        for step in token_steps.unique().tolist():
+            chosen = token_steps == step
+            stats = StreamingStats.from_tokens(trainer[chosen], rollout[chosen], segment[chosen])
+            self.overall = _merged(self.overall, stats)
+            self._add_step(step, stats)
+
+    def _add_step(self, step: int, stats: StreamingStats) -> None:
+        self.steps[step] = _merged(self.steps.get(step), stats)
+        if len(self.steps) > MAX_STEPS:
+            raise UsageError(
+                f"{self.path}: column step: more than {MAX_STEPS} different values; "
+                "is it another column?"
+            )
+
+    def _add_routes(self, rollout: Array, trainer: Array) -> None:  # [n, L, K]
+        layers = rollout.shape[1]
+        recorded = ~((rollout < 0) | (trainer < 0)).any((1, 2))
+        differs = np.zeros((int(recorded.sum()), layers), bool)
+        for i in range(layers):
+            chosen_rollout = torch.from_numpy(rollout[recorded, i])
+            chosen_trainer = torch.from_numpy(trainer[recorded, i])
+            differs[:, i] = differing_experts(chosen_rollout, chosen_trainer).numpy() > 0
+        if self.routes is None:
+            self.routes = RoutingCounts(0, 0, np.zeros(layers, np.int64))
+        if len(self.routes.per_layer) != layers:
+            raise UsageError(
+                f"{self.path}: column route_layers: changes inside the dump; one model only"
+            )
+        self.routes.slots += int(recorded.sum())
+        self.routes.tokens += int(differs.any(1).sum())
+        self.routes.per_layer += differs.sum(0)
+
+    @property
+    def mean_length(self) -> int:
+        """Mean number of trainable tokens of a sample, at least 1."""
+        return max(1, round(self.masked_tokens / max(1, self.masked_rows)))
+
+
+def _merged(total: StreamingStats | None, part: StreamingStats) -> StreamingStats:
+    if total is None:
+        return part
+    return total.merge(part)
+
+
+def accumulate_dump(
+    path: Path, mapping: Mapping[str, str], progress: Callable[[float], None] = lambda done: None
+) -> DumpAccumulator:
+    """Read a whole dump.
+
+    progress: called with the share that has been read. Raises UsageError for anything wrong with
+    the dump, and if no token is inside the mask.
+    """
+    accumulator: DumpAccumulator | None = None
+    for block in read_dump(path, mapping):
+        if accumulator is None:
+            accumulator = DumpAccumulator(path, tuple(block.columns))
+        accumulator.add(block)
+        progress(block.done)
+    assert accumulator is not None, "read_dump refuses an empty dump"
+    if accumulator.overall is None:
+        raise UsageError(
+            f"{path}: column mask: selects none of {accumulator.entries} tokens; "
+            "there is nothing to compare"
+        )
+    return accumulator

@@ -1,0 +1,281 @@
+"""The verdict on a dump. If k3 diverges, only the steps from the onset on count."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from onepolicy.audit.accumulator import DumpAccumulator, SampledRow
+from onepolicy.audit.schema import Array
+from onepolicy.audit.streaming_stats import StreamingStats
+from onepolicy.report.words import number
+from onepolicy.types import RoutingTrace
+from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
+from onepolicy.verdict.rules import FEW_ROWS, Gap, Verdict, verdict
+from onepolicy.verdict.scored_tokens import FEWEST
+
+ONSET_STEPS, ONSET_FACTOR, ONSET_MIN_STEPS = 5, 4.0, 15
+ONSET_RULE = (
+    f"the first of {ONSET_STEPS} steps in a row whose k3 is above {ONSET_FACTOR:g} times the "
+    f"median, and the largest, of the first fifth of the steps (at least {ONSET_STEPS}); looked "
+    f"for in dumps of {ONSET_MIN_STEPS} steps or more"
+)
+COLUMN_CHECKS = {  # column -> the check that needs it
+    "entropy": "another temperature, and narrowed sampling (top-p, top-k) reported as if not",
+    "version": "stale weights by version",
+    "logp_previous": "an update the engine did not take",
+    "routes_rollout": "differing routes",
+    "step": "onset of divergence",
+}
+NEEDED_FOR_CORRECTION = {  # column -> why no correction may be recommended without it
+    "entropy": (
+        "Add the column entropy before any correction: without it another temperature, and "
+        "sampling narrowed but not so reported, look like no gap or like mismatch"
+    ),
+}
+ROUNDING_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """The verdict on one dump, with the statistics it was reached from."""
+
+    label: str
+    accumulated: DumpAccumulator
+    verdict: Verdict
+    notes: tuple[str, ...]  # how the verdict was reached, in addition to its own reasons
+    not_checked: tuple[str, ...]
+    onset: int | None  # step
+
+
+def assess(
+    accumulated: DumpAccumulator, label: str, *, claims_equality: bool = False
+) -> AuditResult:
+    """Reach the verdict on a dump.
+
+    claims_equality: both sides were computed alike, so equal bits do not mean that one side is a
+    copy of the other.
+    """
+    onset = divergence_onset(
+        {step: stats.statistics()["k3"] for step, stats in accumulated.steps.items()}
+    )
+    gap = _gap(_stats_since(accumulated, onset))
+    route_error = _route_error(accumulated, onset)
+    trainer = "logp_trainer"
+    if route_error and accumulated.native is not None:
+        trainer = "logp_native"  # wrong routes would hide other bugs
+    since = ""
+    if onset is not None:
+        since = f" from step {onset} on"
+    reached = verdict(
+        gap,
+        _diagnose(accumulated, onset, trainer),
+        routers=_replayable_routers(accumulated),
+        routes=route_error,
+        since=since,
+        aged=accumulated.ages.explains_gap,
+        unchecked=_unchecked_causes(accumulated, gap),
+        copies=not claims_equality,
+    )
+    not_checked = [
+        f"{check}: no column {name}"
+        for name, check in COLUMN_CHECKS.items()
+        if name not in accumulated.columns
+    ]
+    if "step" in accumulated.columns and len(accumulated.steps) < ONSET_MIN_STEPS:
+        not_checked.append(f"{COLUMN_CHECKS['step']}: fewer than {ONSET_MIN_STEPS} steps")
+    notes = tuple(_notes(accumulated, onset))
+    return AuditResult(label, accumulated, reached, notes, tuple(not_checked), onset)
+
+
+def _gap(stats: StreamingStats) -> Gap:
+    numbers = stats.statistics()
+    return Gap(
+        tokens=int(numbers["tokens"]),
+        sequences=int(numbers["sequences"]),
+        k3=numbers["k3"],
+        f2=numbers["f2"],
+        f5=numbers["f5"],
+        max_dlogp=numbers["max_dlogp"],
+        k3_error=numbers["k3_error"],
+        mean_rho=numbers["mean_rho"],
+        mean_rho_error=numbers["mean_rho_error"],
+    )
+
+
+def _unchecked_causes(accumulated: DumpAccumulator, gap: Gap) -> list[str]:
+    """Return the checks that were not possible, of causes that a correction does not repair."""
+    texts = [
+        text for name, text in NEEDED_FOR_CORRECTION.items() if name not in accumulated.columns
+    ]
+    if gap.sequences < FEW_ROWS and not gap.quiet:
+        texts.append(
+            f"{gap.sequences} rows are too few to see a part of them that is wrong: "
+            f"dump {FEW_ROWS} or more"
+        )
+    return texts
+
+
+def _replayable_routers(accumulated: DumpAccumulator) -> float | None:
+    """Return the share of routers that differ and could be replayed; None if it is not known.
+
+    If the trainer replays already, the share is 0: the remaining gap is not due to routing.
+    """
+    if accumulated.native is not None:
+        return 0.0
+    if accumulated.routes is None or not accumulated.routes.slots:
+        return None
+    return accumulated.routes.routers
+
+
+def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
+    notes = _rounding_notes(accumulated)
+    if accumulated.native is not None:
+        k3 = number(accumulated.native.statistics()["k3"])
+        notes.append(f"Without replay k3 is {k3} nats a token over the whole dump.")
+    if accumulated.ages.has_old_tokens:
+        notes.append(accumulated.ages.describe())
+    if accumulated.sample.size < accumulated.entries:
+        rows = len(accumulated.sample.heap)
+        notes.append(f"Bugs were looked for in {rows:,} rows drawn at random.")
+    if onset is not None:
+        notes.append(f"k3 diverges at step {onset}: {ONSET_RULE}.")
+    return notes
+
+
+def _rounding_notes(accumulated: DumpAccumulator) -> list[str]:
+    """Return a note for each side whose values were rounded.
+
+    Rounding is no bug, but a part of the gap that a finer dump would not have.
+    """
+    notes = []
+    rows = accumulated.sample.rows(None)
+    for side in ("logp_rollout", "logp_trainer"):
+        parts = [row.columns[side][row.columns["mask"]] for row in rows]
+        if not parts:
+            continue
+        values = torch.from_numpy(np.concatenate(parts))
+        values = values[values < -0.01]
+        for name, dtype in ROUNDING_DTYPES.items():
+            if len(values) >= FEWEST and bool((values.to(dtype).double() == values).all()):
+                notes.append(
+                    f"{side} was rounded to {name}: its values lie on that grid. That is no bug."
+                )
+                break
+    return notes
+
+
+def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> Diagnosis:
+    """Diagnose the sampled rows, from step `onset` on. trainer: column of the trainer's score."""
+    rows = accumulated.sample.rows(onset)
+    if not any(row.columns["mask"].any() for row in rows):
+        return Diagnosis(math.nan, ())
+    tensors = {
+        name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows]))
+        for name in rows[0].columns
+    }
+    lengths = torch.tensor([len(row.columns["mask"]) for row in rows])
+    mask, group = tensors["mask"], None
+    if len(accumulated.steps) > 1:
+        group = torch.tensor([row.step for row in rows]).repeat_interleave(lengths)
+    version = tensors.get("version")
+    if version is not None and "trained_version" in tensors:
+        # The dump has the age of every token. Bugs show in the newest tokens.
+        newest_weights = mask & (version == tensors["trained_version"])
+        if int(newest_weights.sum()) >= FEWEST:
+            mask = newest_weights
+        else:
+            # The effect of updates on log-probabilities looks like another temperature.
+            tensors.pop("entropy", None)
+            group = version  # tokens of one age have a gap of one size
+        version = None
+    elif version is not None:
+        version = version - _newest_versions(accumulated, rows, lengths)
+    return diagnose(
+        tensors[trainer],
+        tensors["logp_rollout"],
+        mask,
+        segment=torch.arange(len(rows)).repeat_interleave(lengths),
+        tokens=tensors["tokens"],
+        tokens_rollout=tensors.get("tokens_rollout"),
+        version=version,
+        logp_previous=tensors.get("logp_previous"),
+        entropy=tensors.get("entropy"),
+        turn=tensors.get("turn"),
+        group=group,
+    )
+
+
+def _newest_versions(
+    accumulated: DumpAccumulator, rows: list[SampledRow], lengths: torch.Tensor
+) -> torch.Tensor:  # [T] int64
+    """Return the newest version in the step of each token: tokens of older steps are not stale."""
+    newest = torch.tensor([accumulated.newest.get(row.step, 0) for row in rows])
+    return newest.repeat_interleave(lengths)
+
+
+def _route_error(accumulated: DumpAccumulator, onset: int | None) -> str:
+    """Return why the two sides' routes cannot belong to the same tokens.
+
+    Return an empty text if they can, or if the dump has no routes.
+    """
+    rows = accumulated.routes_sample.rows(onset)
+    if not rows:
+        return ""
+    from onepolicy.replay.alignment import check_alignment  # loads transformers
+    from onepolicy.replay.checks import RoutingError
+
+    rollout = np.concatenate([row.columns["routes_rollout"] for row in rows])
+    trainer = np.concatenate([row.columns["routes_trainer"] for row in rows])
+    bounds = np.concatenate([[0], np.cumsum([len(row.columns["routes_rollout"]) for row in rows])])
+    valid = torch.from_numpy(~((rollout < 0) | (trainer < 0)).any((1, 2)))
+    if not valid.any():
+        return ""
+    experts = int(max(rollout.max(), trainer.max())) + 1
+    try:
+        check_alignment(
+            _trace(rollout, valid, experts),
+            _trace(trainer, valid, experts),
+            torch.from_numpy(bounds),
+        )
+    except RoutingError as error:
+        oldest = max(accumulated.ages.by_age, default=0)
+        if oldest:
+            return f"{error}. Or they are too old: by up to {oldest} updates"
+        return str(error)
+    return ""
+
+
+def _trace(ids: Array, valid: torch.Tensor, experts: int) -> RoutingTrace:
+    dtype = np.uint8 if experts <= 256 else np.uint16
+    layers = tuple(range(ids.shape[1]))
+    return RoutingTrace(torch.from_numpy(np.maximum(ids, 0).astype(dtype)), valid, layers, experts)
+
+
+def _stats_since(accumulated: DumpAccumulator, onset: int | None) -> StreamingStats:
+    """Return the statistics of the steps from `onset` on; of the whole dump for None."""
+    assert accumulated.overall is not None
+    if onset is None:
+        return accumulated.overall
+    stats = [stats for step, stats in sorted(accumulated.steps.items()) if step >= onset]
+    return functools.reduce(StreamingStats.merge, stats)
+
+
+def divergence_onset(k3: dict[int, float]) -> int | None:
+    """Return the step at which k3 starts to diverge by ONSET_RULE; None if it does not."""
+    if len(k3) < ONSET_MIN_STEPS:
+        return None
+    steps = sorted(k3)
+    first = [k3[step] for step in steps[: max(ONSET_STEPS, len(steps) // 5)]]
+    # Small steps are heavy-tailed, so the median alone is not enough.
+    bound = max(ONSET_FACTOR * statistics.median(first), *first)
+    high = [k3[step] > bound for step in steps]
+    for i in range(len(steps) - ONSET_STEPS + 1):
+        if all(high[i : i + ONSET_STEPS]):
+            return steps[i]
+    return None

@@ -1,0 +1,177 @@
+"""Our own run folder as a dump: its probes have the log-probabilities of both sides."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from onepolicy.audit.arrays import as_numpy, check_plain_tensor
+from onepolicy.audit.schema import Array, Block, RaggedColumn
+from onepolicy.audit.validate import checked_block
+from onepolicy.config import UsageError
+from onepolicy.config.numerics import ON_POLICY
+from onepolicy.invariant.fingerprint import difference_reason
+
+PER_TOKEN = ("tokens", "logp_rollout", "logp_trainer", "entropy", "version")
+
+
+def is_run_folder(path: Path) -> bool:
+    return (path / "metrics.jsonl").is_file() and (path / "config.json").is_file()
+
+
+def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
+    """Yield one block for each probe. logp_trainer is from the scoring that trained."""
+    if mapping:
+        raise UsageError(
+            f"{folder}: is a run folder of ours; its columns have one name, leave --columns out"
+        )
+    probes, first = _probe_files(folder), 0
+    for number, (step, path) in enumerate(probes, start=1):
+        block = checked_block(str(path), 0, _read_probe(path, step), number / len(probes))
+        yield Block(first, block.lengths, block.columns, block.done)
+        first += len(block.lengths)
+
+
+class BitComparison(NamedTuple):
+    """A comparison of the log-probabilities of a run's probes, bit by bit."""
+
+    differing: int
+    tokens: int
+    reason: str | None  # why the run cannot claim that the two sides are equal; None: it can
+
+
+def describe_bit_equality(folder: Path) -> str:
+    """Return how many log-probabilities of a run differ, and whether it may claim equality."""
+    differing, tokens, reason = _compare_bits(folder)
+    claim = "rollouts and trainer were computed alike"
+    if reason is not None:
+        claim = f"cannot claim equality: {reason}"
+    return (
+        f"To the bit: {differing:,} of {tokens:,} log-probabilities of the probes differ; {claim}"
+    )
+
+
+def claims_equality(path: Path) -> bool:
+    """Return whether `path` is a run of ours that computed rollouts and trainer alike."""
+    return is_run_folder(path) and _compare_bits(path).reason is None
+
+
+def _compare_bits(folder: Path) -> BitComparison:
+    differing = tokens = 0
+    reason = None
+    for _, path in _probe_files(folder):
+        with safe_open(path, "pt") as probe:
+            rollout, trainer = probe.get_tensor("logp_rollout"), probe.get_tensor("logp_trainer")
+            metadata = probe.metadata() or {}
+        differing += int((rollout != trainer).sum())
+        tokens += len(rollout)
+        trainer_print, rollout_prints = _fingerprints(path, metadata)
+        reason = reason or difference_reason(json.dumps(trainer_print), rollout_prints)
+        if trainer_print.get("numerics") != ON_POLICY:
+            reason = reason or "numerics were not on-policy"
+    return BitComparison(differing, tokens, reason)
+
+
+def _fingerprints(path: Path, metadata: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the trainer's fingerprint, and the text of each rollout's, from a probe's metadata."""
+    damaged = UsageError(
+        f"{path}: its fingerprints are damaged; delete the file to leave this probe out"
+    )
+    try:
+        trainer = json.loads(metadata.get("fingerprint", "{}"))
+        rollouts = json.loads(metadata.get("rollout", "[]"))
+        if not isinstance(trainer, dict) or not isinstance(rollouts, list):
+            raise damaged
+        if not all(isinstance(json.loads(text), dict) for text in rollouts):
+            raise damaged
+    except (ValueError, TypeError, RecursionError):
+        raise damaged from None
+    return trainer, rollouts
+
+
+def _probe_files(folder: Path) -> list[tuple[int, Path]]:
+    """Return (step, file) of each probe, by step. Raises UsageError if there is none."""
+    probes = []
+    for path in (folder / "probes").glob("*"):
+        match = re.fullmatch(r"step_([0-9]+)\.safetensors", path.name)
+        if match:
+            probes.append((int(match[1]), path))
+    if not probes:
+        fix = "train with log.counterfactual_every=N to write one every N steps"
+        raise UsageError(f"{folder}: a run without probes; {fix}")
+    return sorted(probes)
+
+
+def _read_probe(path: Path, step: int) -> dict[str, RaggedColumn]:
+    tensors = _load_tensors(path)
+    shapes = {name: tensors[name].shape for name in (*PER_TOKEN, "segment")}
+    if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 1 or not shapes["tokens"][0]:
+        raise UsageError(
+            f"{path}: its tensors differ in length, or are empty: {shapes}; the file is damaged"
+        )
+    lengths = np.unique(tensors["segment"], return_counts=True)[1].astype(np.int64)
+    rows = len(lengths)
+    raw = {name: RaggedColumn(tensors[name], lengths) for name in PER_TOKEN}
+    native = tensors.get("logp_trainer_native")
+    if native is not None:
+        if native.shape != shapes["tokens"]:
+            raise UsageError(
+                f"{path}: logp_trainer_native differs in length from the others; "
+                "the file is damaged"
+            )
+        raw["logp_native"] = RaggedColumn(native, lengths)
+    raw["mask"] = RaggedColumn(np.ones(lengths.sum(), bool), lengths)
+    raw["step"] = RaggedColumn(np.full(rows, step), None)
+    raw["trained_version"] = RaggedColumn(np.full(rows, step - 1), None)
+    if "routes_rollout" in tensors and "routes_trainer" in tensors:
+        raw |= _route_columns(path, tensors, lengths)
+    return raw
+
+
+def _load_tensors(path: Path) -> dict[str, Array]:
+    try:
+        loaded = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path}: not a readable safetensors file ({str(error)[:160]})") from None
+    for name, tensor in loaded.items():
+        check_plain_tensor(f"{path}: {name}", tensor)
+    missing = [name for name in (*PER_TOKEN, "segment") if name not in loaded]
+    if missing:
+        raise UsageError(
+            f"{path}: no {', '.join(missing)}; an older version wrote this probe, "
+            "train some steps more"
+        )
+    return {name: as_numpy(tensor) for name, tensor in loaded.items()}
+
+
+def _route_columns(
+    path: Path, tensors: Mapping[str, Array], lengths: Array
+) -> dict[str, RaggedColumn]:
+    rollout, trainer = tensors["routes_rollout"], tensors["routes_trainer"]
+    tokens, rows = int(lengths.sum()), len(lengths)
+    if rollout.shape != trainer.shape or rollout.ndim != 3 or len(rollout) > tokens:
+        shapes = {rollout.shape, trainer.shape}
+        raise UsageError(
+            f"{path}: routes of shapes {shapes}, expected one [tokens, layers, top-k]; damaged"
+        )
+    _, layers, top_k = rollout.shape
+    entries = lengths * layers * top_k
+    return {
+        "routes_rollout": RaggedColumn(_padded(rollout, tokens), entries),
+        "routes_trainer": RaggedColumn(_padded(trainer, tokens), entries),
+        "route_layers": RaggedColumn(np.full(rows, layers), None),
+        "route_top_k": RaggedColumn(np.full(rows, top_k), None),
+    }
+
+
+def _padded(routes: Array, tokens: int) -> Array:
+    """Return [m, L, K] as [tokens * L * K]. Rows that were not written become -1."""
+    rest = np.full((tokens - len(routes), *routes.shape[1:]), -1, routes.dtype)
+    return np.concatenate([routes, rest]).reshape(-1)

@@ -1,0 +1,142 @@
+"""The figure of |log rho| by row and by position in the response."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from onepolicy.audit.assessment import AuditResult
+from onepolicy.audit.schema import Array
+from onepolicy.report.figure import RHO, Absent, Figure, Spec, axis, decade
+
+MAX_ROWS, MAX_COLUMNS = 96, 32
+MIN_CELL_TOKENS = 4
+"""With fewer tokens in a cell, certain tokens beside uncertain ones hide a fault."""
+FAR = 5.0
+"""Factor by which rows, positions or halves must stand out for the title to name them."""
+FLOOR = 1e-4
+"""The smallest |log rho| that the colours distinguish [nats]."""
+
+
+def row_heatmap(result: AuditResult) -> Figure | Absent:
+    """Draw the mean |log rho| of sampled rows, in the order of the dump.
+
+    A cell is some consecutive tokens inside the mask.
+    """
+    rows = [row.columns for row in result.accumulated.sample.rows(None)]
+    rows = [columns for columns in rows if columns["mask"].any()]
+    name = _figure_name(result.label)
+    if not rows:
+        return Absent(name, "By row and place: no row has a token in the mask.")
+    chosen = np.linspace(0, len(rows) - 1, min(len(rows), MAX_ROWS)).astype(int)
+    rows = [rows[i] for i in chosen]
+    gaps = [np.abs(row["logp_trainer"] - row["logp_rollout"])[row["mask"]] for row in rows]
+    width = max(MIN_CELL_TOKENS, math.ceil(max(map(len, gaps)) / MAX_COLUMNS))
+    means = [
+        [_log_mean(gap[start : start + width]) for start in range(0, len(gap), width)]
+        for gap in gaps
+    ]
+    layout = {
+        "xaxis": axis("place in the response"),
+        "yaxis": axis("row of the sample", autorange="reversed"),
+    }
+    whose = f"{result.label}: mean" if result.label else "Mean"
+    note = (
+        f"{whose} |log {RHO}| of {len(rows)} rows, {width} tokens a cell. Mismatch looks alike "
+        "everywhere; a stripe is a row of other weights, a border that runs down a turn or a "
+        "prompt, a step in a row a lost token."
+    )
+    data = [_heatmap(means, width)]
+    return Figure(name, _title(means, width), note, data, layout, "wide", height=420)
+
+
+def _figure_name(label: str) -> str:
+    name = f"rows-{label}" if label else "rows"
+    return "rows_" + hashlib.sha256(name.encode()).hexdigest()[:8]
+
+
+def _log_mean(gap: Array) -> float:
+    return math.log10(max(float(gap.mean()), FLOOR))
+
+
+def _heatmap(means: list[list[float]], width: int) -> Spec:
+    """Return plotly's heatmap. means: log10 of the mean gap of each cell, by row."""
+    longest = max(map(len, means))
+    cells = [[*row, *[None] * (longest - len(row))] for row in means]
+    known = [cell for row in means for cell in row]
+    low, high = (float(np.quantile(known, share)) for share in (0.02, 0.998))
+    high = max(high, low + 1)
+    ticks = list(range(math.ceil(low), math.floor(high) + 1))
+    colour_bar: dict[str, Any] = {
+        "title": {"text": "nats", "side": "right"},
+        "tickvals": ticks,
+        "ticktext": [_tick_text(tick) for tick in ticks],
+        "thickness": 12,
+        "outlinewidth": 0,
+    }
+    return {
+        "type": "heatmap",
+        "z": cells,
+        "x0": width / 2,
+        "dx": width,
+        "y0": 0,
+        "dy": 1,
+        "colorbar": colour_bar,
+        # These are not the page's own colours: the background after the end of a row must not
+        # look like a small gap.
+        "colorscale": "Viridis",
+        "zmin": low,
+        "zmax": high,
+        "hovertemplate": "row %{y}, place %{x}: 10^%{z:.1f} nats<extra></extra>",
+        "hoverongaps": False,
+    }
+
+
+def _tick_text(tick: int) -> str:
+    if tick > math.log10(FLOOR):
+        return decade(tick)
+    return f"\u2264{decade(tick)}"
+
+
+def _title(means: list[list[float]], width: int) -> str:
+    """Return whether rows or positions stand out from the median, or the halves of rows differ."""
+    rows = np.array([_mean_gap(row) for row in means])
+    columns = [
+        [cell for cell in column if cell is not None] for column in itertools.zip_longest(*means)
+    ]
+    # Only columns that enough rows reach are compared.
+    full = [column for column in columns if len(column) >= max(8, len(means) // 4)]
+    positions = np.array([_mean_gap(column) for column in full])
+    for name, values in (("rows", rows), (f"stretches of {width} tokens", positions)):
+        if len(values) < 8:
+            continue
+        far = int((values > FAR * np.median(values)).sum())
+        if far >= max(1, 0.02 * len(values)):
+            verb = "is" if far == 1 else "are"
+            return (
+                f"{far} of {len(values)} {name} {verb} {FAR:g} times farther apart than the "
+                "middle one"
+            )
+    halves = [_halves(row) for row in means]
+    early = float(np.mean([first for first, _ in halves]))
+    late = float(np.mean([second for _, second in halves]))
+    if max(early, late) > FAR * min(early, late):
+        which, times = ("second", late / early) if late > early else ("first", early / late)
+        return f"The {which} halves of the rows are {times:.2g} times farther apart than the others"
+    return f"No row and no place stands out by a factor of {FAR:g}"
+
+
+def _mean_gap(cells: list[float]) -> float:
+    """Return the mean of cells that are log10 of nats [nats]."""
+    return float(np.mean([10**cell for cell in cells]))
+
+
+def _halves(row: list[float]) -> tuple[float, float]:
+    """Return the mean of a row's first and second half [nats]; for one cell, its value twice."""
+    middle = len(row) // 2
+    first, second = row[:middle] or row, row[middle:]
+    return _mean_gap(first), _mean_gap(second)

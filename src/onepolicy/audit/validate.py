@@ -1,0 +1,188 @@
+"""Checks of a dump's values: everything that would make statistics meaningless is a UsageError.
+
+Messages count rows from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from onepolicy.audit.schema import COLUMNS, Array, Block, ColumnSpec, RaggedColumn
+from onepolicy.config import UsageError
+
+ABOVE_ZERO = 1e-3
+"""Log-probabilities may be above 0 by this much, from rounding."""
+SMALLEST_LOGP = -1e6
+"""A smaller value is a constant that stands for a token that cannot be sampled."""
+LARGEST_ENTROPY = 100.0
+LARGEST_INT = 2**31 - 1
+LARGEST_EXPERT = 2**16 - 1
+
+
+def checked_block(
+    source: str, first_row: int, raw: Mapping[str, RaggedColumn], done: float
+) -> Block:
+    """Check the columns of some rows and return them as a block. source: file, for messages."""
+    rows = _Rows(source, first_row, raw)
+    columns = {name: rows.column(name) for name in raw}
+    block = Block(first_row, rows.lengths, columns, done)
+    for name in ("logp_rollout", "logp_trainer", "logp_native", "logp_previous"):
+        if name in columns:
+            _check_logp(source, block, name)
+    if "entropy" in columns:
+        entropy = columns["entropy"]
+        in_range = (entropy >= -ABOVE_ZERO) & (entropy <= LARGEST_ENTROPY)
+        text = f"expected an entropy from 0 to {LARGEST_ENTROPY:g} nats inside the mask"
+        _refuse_first(source, block, "entropy", columns["mask"] & ~in_range, text)
+    if "reward" in columns:
+        infinite = np.flatnonzero(~np.isfinite(columns["reward"]))
+        if infinite.size:
+            row = first_row + int(infinite[0])
+            raise _error(source, row, "reward", "is not a finite number")
+    return block
+
+
+class _Rows:
+    """Some rows of a dump, of which each column is checked for type and lengths."""
+
+    def __init__(self, source: str, first_row: int, raw: Mapping[str, RaggedColumn]) -> None:
+        self.source, self.first_row, self.raw = source, first_row, raw
+        lengths = raw["tokens"].lengths
+        if lengths is None:
+            raise self._error("tokens", "holds one value per row; expected a list of token ids")
+        self.lengths: Array = lengths
+
+    def column(self, name: str) -> Array:
+        """Return a column as [T], [S] or [T, L, K]. See Block.columns."""
+        spec, ragged = COLUMNS[name], self.raw[name]
+        if spec.per == "row":
+            if ragged.lengths is not None:
+                raise self._error(name, "holds a list; expected one number per row")
+            return self._typed(name, ragged)
+        if ragged.lengths is None:
+            if spec.per != "token or row":
+                raise self._error(name, "holds one value per row; expected a list")
+            return np.repeat(self._typed(name, ragged), self.lengths)
+        if spec.per == "router":
+            return self._routes(name, ragged)
+        self._check_lengths(name, ragged.lengths, self.lengths, "tokens")
+        return self._typed(name, ragged)
+
+    def _routes(self, name: str, ragged: RaggedColumn) -> Array:  # [T, L, K] int32
+        layers, top_k = self._shared_size("route_layers"), self._shared_size("route_top_k")
+        assert ragged.lengths is not None
+        expected = self.lengths * layers * top_k
+        self._check_lengths(name, ragged.lengths, expected, "tokens x route_layers x route_top_k")
+        ids = self._typed(name, ragged)
+        wrong = np.flatnonzero((ids < -1) | (ids > LARGEST_EXPERT))
+        if wrong.size:
+            row, entry = _locate(ragged.lengths, int(wrong[0]))
+            text = (
+                f"entry {entry} is {ids[wrong[0]]}; expected an expert from 0 to "
+                f"{LARGEST_EXPERT}, or -1"
+            )
+            raise self._error(name, text, row)
+        return ids.astype(np.int32).reshape(-1, layers, top_k)
+
+    def _shared_size(self, name: str) -> int:
+        """Return the size in a per-row column, which must be the same in all rows."""
+        sizes = self.column(name)
+        wrong = np.flatnonzero((sizes < 1) | (sizes > 4096))
+        if wrong.size:
+            text = f"is {sizes[wrong[0]]}; expected 1 to 4096"
+            raise self._error(name, text, int(wrong[0]))
+        differing = np.flatnonzero(sizes != sizes[0])
+        if differing.size:
+            text = "differs from earlier rows; one model only"
+            raise self._error(name, text, int(differing[0]))
+        return int(sizes[0])
+
+    def _check_lengths(self, name: str, found: Array, expected: Array, of: str) -> None:
+        differing = np.flatnonzero(found != expected)
+        if differing.size:
+            row = int(differing[0])
+            text = f"has {found[row]} entries, {of} has {expected[row]}; one entry per token"
+            raise self._error(name, text, row)
+
+    def _typed(self, name: str, ragged: RaggedColumn) -> Array:  # [n] float64, int64 or bool
+        values, spec = ragged.values, COLUMNS[name]
+        if values.dtype.kind not in "biuf":
+            raise self._error(name, f"holds {values.dtype}; expected numbers")
+        if spec.kind == "float":
+            return values.astype(np.float64)
+        wrong, expected = _wrong_values(values, spec)
+        if wrong.any():
+            lengths = ragged.lengths
+            if lengths is None:
+                lengths = np.ones(len(values), np.int64)
+            position = int(np.flatnonzero(wrong)[0])
+            row, entry = _locate(lengths, position)
+            raise self._error(
+                name, f"entry {entry} is {values[position]}; expected {expected}", row
+            )
+        dtype = bool if spec.kind == "bool" else np.int64
+        return values.astype(dtype)
+
+    def _error(self, name: str, text: str, row: int = 0) -> UsageError:
+        return _error(self.source, self.first_row + row, name, text)
+
+
+def _wrong_values(values: Array, spec: ColumnSpec) -> tuple[Array, str]:
+    """Return which values do not fit a column of integers or bools, and the expected values."""
+    whole = "whole numbers of 32 bits"
+    kind = values.dtype.kind
+    with np.errstate(invalid="ignore"):
+        if spec.kind == "bool":
+            return ~((values == 0) | (values == 1)), "0 or 1"
+        if kind == "f":
+            return ~((np.abs(values) <= LARGEST_INT) & (values == np.floor(values))), whole
+        if kind == "b":
+            return np.zeros(len(values), bool), whole
+        too_large = values > LARGEST_INT
+        if kind == "i":
+            return too_large | (values < -LARGEST_INT), whole
+        return too_large, whole
+
+
+def _check_logp(source: str, block: Block, name: str) -> None:
+    values, mask = block.columns[name], block.columns["mask"]
+    text = "not a finite number inside the mask; clear the mask there"
+    _refuse_first(source, block, name, mask & ~np.isfinite(values), text)
+    text = (
+        "below any log-probability: the token was masked out of that side's vocabulary; "
+        "clear the mask there"
+    )
+    _refuse_first(source, block, name, mask & (values < SMALLEST_LOGP), text)
+    positive = mask & (values > ABOVE_ZERO)
+    if not positive.any():
+        return
+    text = "a log-probability is never above 0"
+    inside = values[mask]
+    if inside.min() >= 0 and inside.max() <= 1 + ABOVE_ZERO:
+        text = (
+            "all values are between 0 and 1: probabilities instead of their logarithms? "
+            "Take the logarithm"
+        )
+    _refuse_first(source, block, name, positive, text)
+
+
+def _refuse_first(source: str, block: Block, name: str, wrong: Array, text: str) -> None:
+    """Raise UsageError with the first entry that is wrong, if any is."""
+    if wrong.any():
+        position = int(np.flatnonzero(wrong)[0])
+        row, entry = _locate(block.lengths, position)
+        value = block.columns[name][position]
+        raise _error(source, block.first_row + row, name, f"entry {entry} is {value:g}: {text}")
+
+
+def _locate(lengths: Array, position: int) -> tuple[int, int]:
+    """Return the row of a flat position, and the entry within the row."""
+    ends = lengths.cumsum()
+    row = int(np.searchsorted(ends, position, side="right"))
+    return row, position - int(ends[row] - lengths[row])
+
+
+def _error(source: str, row: int, name: str, text: str) -> UsageError:
+    return UsageError(f"{source}: row {row}, column {name}: {text}")
