@@ -181,7 +181,7 @@ class Scorer(Protocol):
     device: torch.device
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Number of token ids that the model knows."""
         ...
 

@@ -194,7 +194,7 @@ def _with_sampling(
     scorer: PolicyScorer | ShardedScorer,
 ) -> C:
     """Call `make` with the fields of SamplingComponents."""
-    top_logprobs = config.correction.top_logprobs(scorer.vocabulary)
+    top_logprobs = config.correction.top_logprobs(scorer.vocab_size)
     check_engine_capabilities(config, engine.caps, top_logprobs)
     reprefill = None
     if uses_reprefill(config):

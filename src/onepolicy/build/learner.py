@@ -48,7 +48,7 @@ def build_learner(
     """
     if ranks is None:
         scorer = build_scorer(config, model)
-        reference = build_reference(config, scorer.vocabulary, scorer.device)
+        reference = build_reference(config, scorer.vocab_size, scorer.device)
         critic = build_critic(model, config, scorer.device)
         return LocalLearner(
             scorer,
@@ -95,7 +95,7 @@ def build_rank_learner(
     scorer = RankScorer(trained, config, routers=_routers(trained, model))
     like = empty_model(model)
     like.generation_config = trained.generation_config
-    reference = build_reference(config, scorer.vocabulary, ranks.device, sharding)
+    reference = build_reference(config, scorer.vocab_size, ranks.device, sharding)
     critic = build_critic(model, config, ranks.device, sharding)
     extensions = build_extensions(config, reference=reference, critic=critic)
     return RankLearner(scorer, like=like, extensions=extensions, critic=critic)
@@ -144,7 +144,7 @@ def _engine_in_process(config: RunConfig) -> bool:
 
 
 def build_reference(
-    config: RunConfig, vocabulary: int, device: torch.device, sharding: FSDPSharding | None = None
+    config: RunConfig, vocab_size: int, device: torch.device, sharding: FSDPSharding | None = None
 ) -> PreTrainedModel | None:
     """Load the frozen model of objective.kl, if there is one. It routes without replay."""
     if not config.objective.kl.coef:
@@ -153,13 +153,13 @@ def build_reference(
     if config.objective.kl.reference is not None:
         model_config = model_config.model_copy(update={"path": config.objective.kl.reference})
     try:
-        vocab_size = read_config(model_config).get_text_config().vocab_size
+        reference_size = read_config(model_config).get_text_config().vocab_size
     except UsageError as error:
         raise UsageError(str(error).replace("model.path", "objective.kl.reference", 1)) from error
-    if vocab_size != vocabulary:
+    if reference_size != vocab_size:
         raise UsageError(
-            f"objective.kl.reference: {model_config.path} has {vocab_size} tokens, the policy "
-            f"{vocabulary}; choose a reference with the policy's vocabulary"
+            f"objective.kl.reference: {model_config.path} has {reference_size} tokens, the policy "
+            f"{vocab_size}; choose a reference with the policy's vocabulary"
         )
     reference = load_training_model(model_config, device, sharding).requires_grad_(False)
     if config.numerics == ON_POLICY:

@@ -94,7 +94,7 @@ async def check_pair(
         text = f"a request failed: {error}"
         failed = CheckResult("tokens", False, text, "fix the engine's reply")
         return _complete({"tokens": failed})
-    results = {"tokens": check_tokens((plain, hot, greedy, narrow, stopped), scorer.vocabulary)}
+    results = {"tokens": check_tokens((plain, hot, greedy, narrow, stopped), scorer.vocab_size)}
     results |= check_route_shapes(pair, (plain, hot))
     results["seeds"] = await check_seeds(pair, prompts, hot)
     malformed = find_malformed_logprobs((plain, hot, narrow))

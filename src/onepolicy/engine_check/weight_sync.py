@@ -114,7 +114,7 @@ async def _measure_sync(
     pair: EngineAndScorer, rounded: RoundedModel, plain: GeneratedBatch
 ) -> _SyncGaps:
     engine, scorer, seeds = pair.engine, pair.scorer, range(len(plain.prompts))
-    size = scorer.vocabulary
+    size = scorer.vocab_size
     await checked_push(scorer, engine, vocab=size)
     before, repeated = await canary_logp(engine, size), await canary_logp(engine, size)
     # This leaves its prefixes in the cache.

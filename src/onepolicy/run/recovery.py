@@ -97,7 +97,7 @@ async def _back(parts: Components, engine: PersistentEngine, lost: EngineLost, e
     """Once it is there: is it fit, does its reload work? Then the learner's weights."""
     from onepolicy.rollout.servers.http import EngineLost, EngineUnreachable
 
-    vocab = parts.learner.scorer.vocabulary
+    vocab = parts.learner.scorer.vocab_size
     while True:
         try:
             async with asyncio.timeout(end - time.monotonic()):

@@ -151,7 +151,7 @@ async def _train(
     run_folder.drop_probes_after(out, origin.step)
     checked = progress.phase("engine warm-up and sync check", 1)
     await calibrate(config, parts.engine, parts.environment, parts.stop, out)
-    await checked_push(learner, parts.engine, vocab=learner.scorer.vocabulary)
+    await checked_push(learner, parts.engine, vocab=learner.scorer.vocab_size)
     await push_weights(learner, *parts.samplers[1:])
     from onepolicy.engine_check.checks import require_correct_logprobs  # for the start alone
 

@@ -46,7 +46,7 @@ class PolicyScorer:
         self.replay_mode: ReplayMode = build_replay_mode(config.replay)
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Number of token ids of the model."""
         return int(self.model.config.get_text_config().vocab_size)
 

@@ -109,7 +109,7 @@ class ShardedScorer:
 
     def __init__(self, dispatcher: RankDispatcher) -> None:
         self._dispatcher, self._scorer = dispatcher, dispatcher.rank_0.scorer
-        self.fingerprint, self.vocabulary = self._scorer.fingerprint, self._scorer.vocabulary
+        self.fingerprint, self.vocab_size = self._scorer.fingerprint, self._scorer.vocab_size
         self.contract, self.device = self._scorer.contract, self._scorer.device
         self.routers = self._scorer.routers
 
@@ -167,7 +167,7 @@ class ShardedLearner:
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields that the update needs from models: see `interfaces.Learner.score`."""
-        check_batch(batch, self.config.replay, self.scorer.vocabulary)
+        check_batch(batch, self.config.replay, self.scorer.vocab_size)
         scored = self.dispatcher.score(batch, "score")
         if not self.config.scores_old:
             return scored

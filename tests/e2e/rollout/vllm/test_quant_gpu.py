@@ -34,7 +34,7 @@ def test_a_quantised_engine_and_its_sync(quant, capsys):
     pair = build_engine_and_scorer(config, source, max_len)
     parts = {part.part: part for part in pair.engine.caps.sizes.parts}
     assert parts["experts"].bytes_after < 0.6 * parts["experts"].bytes_before
-    vocab = pair.scorer.vocabulary
+    vocab = pair.scorer.vocab_size
     asyncio.run(checked_push(pair.scorer, pair.engine, vocab=vocab))
     found = asyncio.run(check_pair(pair, tokenizer, source))
     with capsys.disabled():
