@@ -82,7 +82,7 @@ class ServerEngineConfig(Frozen):
     url: str
     """Address of the server, http:// or https://."""
     token_env: str | None = None
-    """Environment variable with the server's token. Needed for a server on another machine."""
+    """Environment variable with the server's token. Unset: only for a server on this machine."""
     dtype: Dtype = "bfloat16"
     """Dtype that the server was started with. Another one is refused."""
     lm_head: LmHead = "same"
@@ -95,7 +95,7 @@ class ServerEngineConfig(Frozen):
     timeout_s: PositiveFloat = 600.0
     """Seconds for one attempt of a request."""
     retries: int = Field(5, ge=0, le=LARGEST_INT)
-    """Attempts after the first, if a request gets no usable reply. They wait 0.25 s to 8 s."""
+    """Attempts after the first if a request gets no usable reply, 0.25 to 8 s apart. 0: none."""
     recovery_timeout_s: float | None = Field(None, ge=0, le=LARGEST_FLOAT)
     """Seconds that a run waits for a lost server after the retries, and a resumed run for its
     server. Then it sends the weights and samples the step again. 0: the run ends. Unset: 300."""

@@ -17,12 +17,12 @@ ENGINE_KEYS = {
     "slots": "max_num_seqs",
     "prefix_reuse": "enable_prefix_caching",
     "cache_gib": "kv_cache_gib",
-    "patience_s": "recovery_timeout_s",
 }
 QUANT_KEYS = {"also": "extra_modules"}
 RUN_KEYS = {
     **{f"rollout.engine.{old}": f"rollout.engine.{new}" for old, new in ENGINE_KEYS.items()},
     **{f"rollout.quant.{old}": f"rollout.quant.{new}" for old, new in QUANT_KEYS.items()},
+    "rollout.engine.patience_s": "rollout.engine.recovery_timeout_s",
     "rollout.min_survivors": "rollout.min_group_size",
     "replay.rows": "replay.duplicate_routes",
     "objective.mini_steps": "objective.num_minibatches",

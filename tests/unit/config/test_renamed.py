@@ -66,8 +66,7 @@ def test_every_old_name_is_tested_and_every_new_one_is_a_setting():
     assert VALUES.keys() == RUN_KEYS.keys()
     assert set(RUN_KEYS.values()) <= set(paths_of(RunConfig))
     assert not set(RUN_KEYS) & set(paths_of(RunConfig))
-    # a vLLM server's own settings, less those that only its client has
-    assert set(SERVE_KEYS.values()) - {"recovery_timeout_s"} <= set(paths_of(ServeConfig))
+    assert set(SERVE_KEYS.values()) <= set(paths_of(ServeConfig))
 
 
 @pytest.mark.parametrize("old", RUN_KEYS)

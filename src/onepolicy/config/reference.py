@@ -1,0 +1,261 @@
+"""docs/reference/settings.md, written from the models of the settings.
+
+`python -m onepolicy.config.reference > docs/reference/settings.md` writes the page anew.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args, get_origin
+
+from onepolicy.config.base import LARGEST_FLOAT, LARGEST_INT, Frozen
+from onepolicy.config.engine import ServeConfig
+from onepolicy.config.load import VARIANT_KEYS
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.config.renamed import RUN_KEYS, SERVE_KEYS
+from onepolicy.config.run import RunConfig
+
+INTRODUCTION = """\
+# Settings
+
+Written by `python -m onepolicy.config.reference` from the models in `src/onepolicy/config/`, where every setting has its
+description; a test compares this page with them.
+
+A recipe is a TOML file: a setting `section.key` of this page is `key` in the table `[section]`. Any setting can be changed on the
+command line as `section.key=value`. `onepolicy config RECIPE` prints all effective settings of a recipe with these descriptions.
+*Unset* is the absence of a setting: leave it out. Settings that contradict each other are an error; one that changes nothing beside
+the others is named in one line on stderr.
+"""
+COMMANDS: tuple[tuple[str, type[Frozen], str], ...] = (
+    (
+        "Settings of a run",
+        RunConfig,
+        "`onepolicy train`. `eval`, `measure`, `plan` and `engine check` read the same recipes and "
+        "ignore what they have no use for.",
+    ),
+    ("Settings of make-policy", PolicyConfig, "`onepolicy make-policy`, as `key=value`."),
+    ("Settings of engine serve", ServeConfig, "`onepolicy engine serve MODEL`, as `key=value`."),
+)
+UNBOUNDED = (LARGEST_INT, LARGEST_FLOAT, 2**63)
+
+
+class Section(NamedTuple):
+    """A section of the settings, with one class per variant."""
+
+    path: str  # dotted; empty for the top
+    variants: list[type[Frozen]]
+    default: object  # its value if it is not set, or None
+    is_list: bool  # entries of a list are such sections
+
+
+Known = dict[str, list[type[Frozen]]]
+"""Classes that the section at a path describes."""
+
+
+def settings_page() -> str:
+    """Return the page of all settings as Markdown."""
+    parts: list[str] = [INTRODUCTION]
+    known: Known = {}
+    for title, kind, about in COMMANDS:
+        parts.append(f"## {title}\n{about}\n")
+        parts += _section_texts(Section("", [kind], None, is_list=False), known)
+    parts.append(_old_names())
+    return "\n".join(parts)
+
+
+def _section_texts(section: Section, known: Known) -> Iterator[str]:
+    """Yield the text of a section and of those inside it. A known section is a link."""
+    for path, variants in known.items():
+        if set(section.variants) <= set(variants):
+            chosen = ""
+            if len(section.variants) < len(variants):
+                chosen = _chosen_variants(section)
+            yield f"### {section.path}\nAs {_link(path)}{chosen}.\n"
+            return
+    known[section.path] = section.variants
+    yield _section_text(section)
+    for inner in _inner_sections(section):
+        yield from _section_texts(inner, known)
+
+
+def _chosen_variants(section: Section) -> str:
+    """Return ` with kind = ...` of the variants in this section."""
+    key = _variant_key(section)
+    if key is None:
+        return ""
+    values = " or ".join(f"`{variant.default_of(key)}`" for variant in section.variants)
+    return f" with {key} = {values}"
+
+
+def _inner_sections(section: Section) -> list[Section]:
+    """Return the sections directly inside a section, each path once."""
+    inner: dict[str, Section] = {}
+    for variant in section.variants:
+        for name, field in variant.model_fields.items():
+            classes = classes_of(field.annotation)
+            if classes:
+                path = f"{section.path}.{name}".removeprefix(".")
+                default = None if field.is_required() else field.default
+                inner[path] = Section(path, classes, default, _is_list(field.annotation))
+    return list(inner.values())
+
+
+def classes_of(annotation: Any) -> list[type[Frozen]]:
+    """Return the classes of settings in an annotation: several for a union, none for a value."""
+    if isinstance(annotation, type) and issubclass(annotation, Frozen):
+        return [annotation]
+    return [each for argument in get_args(annotation) for each in classes_of(argument)]
+
+
+def _is_list(annotation: Any) -> bool:
+    inner = get_args(annotation)
+    return get_origin(annotation) is tuple or any(_is_list(each) for each in inner)
+
+
+def _section_text(section: Section) -> str:
+    """Return heading, variants and table of a section."""
+    lines: list[str] = []
+    if section.path:
+        lines.append(f"### {section.path}")
+    variant_key = _variant_key(section)
+    if section.is_list:
+        lines.append("Each entry of the list:\n")
+    if variant_key is not None:
+        lines += _variants_table(section, variant_key)
+    lines += _settings_table(section, variant_key)
+    return "\n".join([*lines, ""])
+
+
+def _variant_key(section: Section) -> str | None:
+    """Return the setting that chooses the variant, or None if there is one variant only."""
+    if len(section.variants) == 1:
+        return None
+    names = section.variants[0].model_fields
+    return next(name for name in VARIANT_KEYS if name in names)
+
+
+def _variants_table(section: Section, key: str) -> list[str]:
+    lines = [f"| {key} | |", "|---|---|"]
+    for variant in section.variants:
+        value = variant.default_of(key)
+        shown = f"`{value}`"
+        if isinstance(section.default, variant):
+            shown += " (default)"
+        lines.append(f"| {shown} | {_description(variant, key)} |")
+    return [*lines, ""]
+
+
+def _settings_table(section: Section, variant_key: str | None) -> list[str]:
+    """Return the rows of all variants. A setting that several variants have is one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for variant in section.variants:
+        chosen = ""
+        if variant_key is not None:
+            chosen = f"`{variant.default_of(variant_key)}`"
+        for name in variant.model_fields:
+            if name not in (variant_key, "kind"):
+                rows.setdefault(_row(variant, name, section), []).append(chosen)
+    header = ["key", "type", "default", "description"]
+    if variant_key is not None:
+        header.insert(1, variant_key)
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for row, chosen_by in rows.items():
+        cells = list(row)
+        if variant_key is not None:
+            every = len(chosen_by) == len(section.variants)
+            cells.insert(1, "all" if every else ", ".join(chosen_by))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines if rows else []
+
+
+def _row(variant: type[Frozen], name: str, section: Section) -> tuple[str, ...]:
+    field = variant.model_fields[name]
+    description = _description(variant, name)
+    if classes_of(field.annotation):
+        path = f"{section.path}.{name}".removeprefix(".")
+        return f"`{name}`", f"section {_link(path)}", "", description
+    node = variant.model_json_schema()["properties"][name]
+    return f"`{name}`", type_text(node), _default(variant, name), description
+
+
+def _description(variant: type[Frozen], name: str) -> str:
+    text = " ".join((variant.model_fields[name].description or "").split())
+    return text.replace("|", "\\|")
+
+
+def _default(variant: type[Frozen], name: str) -> str:
+    field = variant.model_fields[name]
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=field.default_factory is not None)
+    if value is None:
+        return "unset"
+    return f"`{json.dumps(value)}`"
+
+
+def type_text(node: dict[str, Any]) -> str:
+    """Return the type of a setting in words, from its JSON schema."""
+    options = [each for each in node.get("anyOf", ()) if each != {"type": "null"}]
+    if options:
+        return type_text(options[0])
+    if "const" in node:
+        return f"`{node['const']}`"
+    if "enum" in node:
+        return ", ".join(f"`{each}`" for each in node["enum"])
+    match node["type"]:
+        case "integer" | "number" as kind:
+            return f"{kind} {_range(node)}".strip()
+        case "boolean":
+            return "true or false"
+        case "array" if "prefixItems" in node:
+            return f"list of {len(node['prefixItems'])} numbers"
+        case "array":
+            return f"list of {type_text(node['items'])}".replace("of text", "of texts")
+        case "object":
+            return "table"
+        case _:
+            return "text"
+
+
+def _range(node: dict[str, Any]) -> str:
+    """Return the bounds of a number. Largest values that are far above any use are left out."""
+    above, least = node.get("exclusiveMinimum"), node.get("minimum")
+    most, below = node.get("maximum"), node.get("exclusiveMaximum")
+    if node["type"] == "integer" and above is not None:
+        above, least = None, above + 1
+    if most in UNBOUNDED:
+        most = None
+    if below in UNBOUNDED:
+        below = None
+    if least is not None and most is not None:
+        return f"{least:g} to {_number(most)}"
+    bounds = [("> ", above), ("≥ ", least), ("≤ ", most), ("< ", below)]
+    return ", ".join(f"{sign}{_number(bound)}" for sign, bound in bounds if bound is not None)
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def _link(path: str) -> str:
+    """Return a link to the section's heading, as GitHub names it."""
+    return f"[{path}](#{path.replace('.', '')})"
+
+
+def _old_names() -> str:
+    """Return the table of settings that have a new name."""
+    lines = [
+        "## Old names",
+        "They still work, in recipes, on the command line and in run folders.\n",
+        "| old | new |",
+        "|---|---|",
+        *(f"| `{old}` | `{new}` |" for old, new in RUN_KEYS.items()),
+        *(f"| `{old}` of engine serve | `{new}` |" for old, new in SERVE_KEYS.items()),
+    ]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(settings_page())
