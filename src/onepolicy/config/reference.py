@@ -189,7 +189,9 @@ def _default(variant: type[Frozen], name: str) -> str:
     field = variant.model_fields[name]
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=field.default_factory is not None)
+    value = field.default
+    if field.default_factory is not None:
+        value = {}  # of a table of free keys
     if value is None:
         return "unset"
     return f"`{json.dumps(value)}`"
@@ -224,7 +226,8 @@ def _range(node: dict[str, Any]) -> str:
     above, least = node.get("exclusiveMinimum"), node.get("minimum")
     most, below = node.get("maximum"), node.get("exclusiveMaximum")
     if node["type"] == "integer" and above is not None:
-        above, least = None, above + 1
+        least = above + 1
+        above = None
     if most in UNBOUNDED:
         most = None
     if below in UNBOUNDED:
