@@ -58,9 +58,9 @@ def compute_fingerprint(device: torch.device, numerics: str) -> str:
     return json.dumps(fields | {"bits": _bits(device)}, sort_keys=True)
 
 
-def fingerprint_differences(ours: str, theirs: str) -> list[str]:
-    """Return `name: ours, theirs` of every field that differs, FREE_FIELDS left out."""
-    a, b = json.loads(ours), json.loads(theirs)
+def fingerprint_differences(first: str, second: str) -> list[str]:
+    """Return `name: first, second` of every field that differs, FREE_FIELDS left out."""
+    a, b = json.loads(first), json.loads(second)
     names = sorted((a.keys() | b.keys()) - set(FREE_FIELDS))
     return [
         f"{name}: {a.get(name, 'unset')}, {b.get(name, 'unset')}"

@@ -11,7 +11,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from httpx2 import TransportError  # what huggingface_hub asks with
+from httpx2 import TransportError  # of huggingface_hub's HTTP client
 from huggingface_hub import (
     get_hf_file_metadata,
     hf_hub_url,

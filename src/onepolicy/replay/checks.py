@@ -24,7 +24,10 @@ MIN_STUCK_CHANGES, MIN_STUCK_BITS = 3, 160.0
 
 
 class RoutingError(TrainingError):
-    """A router did not do what record or replay needs. The message names the decoder layer."""
+    """A forward or a trace that cannot be recorded or replayed.
+
+    The message names the decoder layer, where there is one.
+    """
 
 
 class MisalignedRoutesError(RoutingError):

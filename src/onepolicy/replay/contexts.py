@@ -50,8 +50,8 @@ class RouteRecorder:
     def trace(self) -> RoutingTrace:
         """Return the routes of all recorded forwards, one after the other.
 
-        Rows of a `generate()` of several samples lie step by step. No forward of the batch has its
-        rows in that order, so `op.routes_of_generate` gives each sample's rows.
+        Rows of a `generate()` of several samples are ordered by step. No forward of the batch has
+        that order, so `op.routes_of_generate` returns each sample's rows.
 
         Returns:
             A trace of ids [T, L, K], uint8 or uint16, all rows valid. Its combine weights are

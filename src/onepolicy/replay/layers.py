@@ -274,7 +274,7 @@ def _check_not_shared(model: nn.Module, routers: list[Router]) -> None:
         if router is not None and decoder_index(path) not in (None, router.layer):
             raise RoutingError(
                 f"layers {router.layer} and {decoder_index(path)} share one router, "
-                f"{router.path!r} and {path!r}; its routes could not be told apart"
+                f"{router.path!r} and {path!r}; its routes could not be distinguished"
             )
 
 

@@ -87,7 +87,8 @@ def routes_of_generate(
     """Return each sample's routes of a recorded `generate()`.
 
     A `generate()` feeds the prompts, at once or in chunks, and then one token of every sample at a
-    time, so its rows lie step by step. `pad_routes` or `RoutingTrace.concat` lay the result out.
+    time, so its rows are ordered by step. Lay the result out with `pad_routes` or, packed, with
+    `RoutingTrace.concat`.
 
     Args:
         tape: the recording of one `generate()` that fed each token once.
@@ -123,8 +124,8 @@ def routes_of_generate(
 def _check_generate(tape: RouteRecorder, sequences: Tensor, attention_mask: Tensor) -> None:
     if not isinstance(tape, RouteRecorder):
         raise UsageError(
-            f"routes_of_generate: tape is {type(tape).__name__}, expected what record() gave: it "
-            "alone knows which rows belong to which step"
+            f"routes_of_generate: tape is {type(tape).__name__}, expected the recording that "
+            "record() yields: it alone knows which rows belong to which step"
         )
     if not isinstance(sequences, Tensor) or sequences.dim() != 2:
         raise UsageError(

@@ -146,8 +146,8 @@ class Routers:
             native: also keep the routers' own choice from the same scores, for `native()`,
                 `check_alignment()` and `gate_mass()`. A router with groups of experts runs once
                 more for it.
-            soft: in (0, 1]; replace replayed experts whose probability is below `soft` times that
-                of the router's own choice, see `modes.soften`.
+            soft: in (0, 1]; replace replayed experts whose probability is below `soft` times the
+                lowest one of the router's own choice, see `modes.soften`.
             weights: use the trace's combine weights in the forward; their gradient goes to the live
                 weights.
             check: when the context is left, compare the routes with the routers' own choice. This
@@ -158,8 +158,8 @@ class Routers:
             UsageError: the trace is not one of this model, `soft` or `weights` cannot be used with
                 it, or the model's config asks for a router loss.
             RoutingError: a router was not called, was called twice, or was given another number of
-                rows; the rows lie step by step; no row is valid; or, with `check`, the routes are
-                not those of this forward's tokens and weights.
+                rows; the trace's rows are ordered by step; none of them is valid; or, with `check`,
+                the routes are not those of this forward's tokens and weights.
         """
         self._check_arguments(trace, soft, weights)
         suspicious = bool(constant_layers(trace).any())

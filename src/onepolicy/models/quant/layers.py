@@ -250,7 +250,7 @@ class E4M3Experts:
             def activate(inner: Tensor) -> Tensor:
                 return e4m3_activations(activation(inner))
 
-        up, down = self.up.expand(x.dtype), self.down.expand(x.dtype)
+        up, down = self.up.dequantise(x.dtype), self.down.dequantise(x.dtype)
         weights = (up, down, *decode_experts.expert_biases(module))
         out = decode_experts.weighted_experts(weights, activate, x, top_k_index, top_k_weights)
         return out.to(hidden.dtype)
@@ -280,7 +280,7 @@ class E4M3Weight:
             scale = scale.mT
         self.codes, self.scale = codes, scale.contiguous()
 
-    def expand(self, dtype: torch.dtype) -> Tensor:
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return the weight's rounded values."""
         return from_e4m3(self.codes, torch.float32).mul_(self.scale * E4M3_UNIT).to(dtype)
 
@@ -348,10 +348,10 @@ class E4M3Linear(QuantLinear):
 
     def multiply(self, x: Tensor) -> Tensor:
         if not self.activations:
-            return linear(x, self.weight_codes.expand(x.dtype))
+            return linear(x, self.weight_codes.dequantise(x.dtype))
         if x.device.type != "cpu":
             return e4m3_product(*e4m3_rows(x), self.weight_codes.codes, self.weight_codes.scale)
-        return linear(e4m3_activations(x), self.weight_codes.expand(torch.float32))
+        return linear(e4m3_activations(x), self.weight_codes.dequantise(torch.float32))
 
     @property
     def nbytes(self) -> int:
