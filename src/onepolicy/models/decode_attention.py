@@ -102,7 +102,7 @@ class KVCacheStep:
     def table_rows(
         self, groups: int, shared: int, width: int, length: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the table rows of every decoding token's keys and values; all layers share them.
+        """Return the table rows of every decoding token's keys and values, the same in all layers.
 
         Args:
             groups: G, key heads.

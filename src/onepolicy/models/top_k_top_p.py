@@ -15,8 +15,8 @@ def apply_top_k_top_p(
 
     Args:
         logits: [B, V] floating.
-        top_k: [B, 1] int64; WHOLE_VOCABULARY for a row without top-k.
-        top_p: [B, 1] float32; 1 for a row without top-p. The set is the smallest one of the
+        top_k: [B, 1] int64, WHOLE_VOCABULARY for a row without top-k.
+        top_p: [B, 1] float32, 1 for a row without top-p. The set is the smallest one of the
             likeliest tokens whose probabilities add up to it.
 
     Returns:

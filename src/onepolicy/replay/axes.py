@@ -37,15 +37,15 @@ def trace_from(
         num_experts: experts per layer.
         axis: "all" for one column per decoder layer, "moe" for one per MoE layer. None decides by
             the number of columns. That is never ambiguous: where D = L the layers are the same.
-        valid: [T] bool, the rows that were captured; None for all. No other row is read.
+        valid: [T] bool, the rows that were captured, or None for all. No other row is read.
 
     Returns:
         A trace of ids [T, L, K], uint8 or uint16.
 
     Raises:
-        UsageError: the number of columns fits neither axis, or not the named one; a dense layer has
-            routes; an id is out of range; no row was captured; or an argument has another type or
-            shape than this.
+        UsageError: the number of columns fits neither axis, or not the named one. Or a dense layer
+            has routes, an id is out of range, or no row was captured. Or an argument has another
+            type or shape than this.
     """
     _check_ids(ids, valid)
     layers = tuple(layers)

@@ -168,9 +168,9 @@ def check_trace(
     as in `RouteSpec`. `name` is the trace's, for messages.
 
     Raises:
-        UsageError: the trace is of other layers, experts or K; an id is out of range; a row names
-            an expert twice; or all rows of all layers are the filler 0, 1, .. K-1. The message
-            names the layer, the row and the likely cause.
+        UsageError: the trace is of other layers, experts or K. Or an id is out of range, a row
+            names an expert twice, or all rows of all layers are the filler 0, 1, .. K-1. The
+            message names the layer, the row and the likely cause.
     """
     if trace.layers != layers:
         raise UsageError(

@@ -105,20 +105,27 @@ def routes_of_generate(
             an argument has another type or shape than this.
     """
     _check_generate(tape, sequences, attention_mask)
-    (samples, width), forwards = sequences.shape, tape.forward_rows()
-    steps, first = [], 0
-    for count in forwards:
-        steps.append(first + torch.arange(count).view(samples, -1))
-        first += count
-    row_of_token = torch.cat(steps, 1)  # [B, tokens fed]
+    samples, width = sequences.shape
     generated = attention_mask.new_ones(samples, width - attention_mask.shape[1])
     starts, lengths = _token_runs(torch.cat([attention_mask, generated], 1))
     trace = tape.trace()
-    row_of_token = row_of_token.to(trace.ids.device)
+    row_of_token = _rows_by_sample(tape.forward_rows(), samples).to(trace.ids.device)
     return [
         trace.at(rows[start : start + tokens - 1])
         for rows, start, tokens in zip(row_of_token, starts, lengths, strict=True)
     ]
+
+
+def _rows_by_sample(forwards: Sequence[int], samples: int) -> Tensor:
+    """Return the row of each token that was fed, [samples, tokens fed], of rows ordered by step.
+
+    forwards: rows of each forward.
+    """
+    steps, first = [], 0
+    for count in forwards:
+        steps.append(first + torch.arange(count).view(samples, -1))
+        first += count
+    return torch.cat(steps, 1)
 
 
 def _check_generate(tape: RouteRecorder, sequences: Tensor, attention_mask: Tensor) -> None:

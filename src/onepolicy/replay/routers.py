@@ -77,7 +77,7 @@ class Routers:
 
             with routers.record() as tape:
                 model(input_ids)
-            trace = tape.trace()  # ids [T, L, K] uint8 or uint16; T = B * S flattened tokens
+            trace = tape.trace()  # ids [T, L, K] uint8 or uint16, T = B * S flattened tokens
 
         In a decode loop, open the context once and call `tape.pop_ids()` after each forward. From
         a router's second forward on, recording costs two Python calls.
@@ -90,8 +90,8 @@ class Routers:
             The recording, with `trace()` and `pop_ids()`.
 
         Raises:
-            RoutingError: the model is being recorded or replayed already; or, when the context is
-                left, the routers did not all run once per forward on the same rows.
+            RoutingError: the model is being recorded or replayed already. Also when the context is
+                left, unless every router ran once per forward on the same rows.
             UsageError: `weights` under transformers' `ep_router`, where a rank has the combine
                 weights of its own experts only.
         """
@@ -146,9 +146,9 @@ class Routers:
             native: also keep the routers' own choice from the same scores, for `native()`,
                 `check_alignment()` and `gate_mass()`. A router with groups of experts runs once
                 more for it.
-            soft: in (0, 1]; replace replayed experts whose probability is below `soft` times the
+            soft: in (0, 1]. Replace replayed experts whose probability is below `soft` times the
                 lowest one of the router's own choice, see `modes.soften`.
-            weights: use the trace's combine weights in the forward; their gradient goes to the live
+            weights: use the trace's combine weights in the forward. Their gradient goes to the live
                 weights.
             check: when the context is left, compare the routes with the routers' own choice. This
                 is done for the first forward of every source of traces (`RoutingTrace.origin`), and
@@ -158,8 +158,8 @@ class Routers:
             UsageError: the trace is not one of this model, `soft` or `weights` cannot be used with
                 it, or the model's config asks for a router loss.
             RoutingError: a router was not called, was called twice, or was given another number of
-                rows; the trace's rows are ordered by step; none of them is valid; or, with `check`,
-                the routes are not those of this forward's tokens and weights.
+                rows. Or the trace's rows are ordered by step, or none of them is valid. Or, with
+                `check`, the routes are not those of this forward's tokens and weights.
         """
         self._check_arguments(trace, soft, weights)
         suspicious = bool(constant_layers(trace).any())
@@ -187,9 +187,9 @@ class Routers:
 
         Args:
             ids: [T, decoder layers or MoE layers, K], any integer dtype.
-            axis: "all" for one column per decoder layer, "moe" for one per MoE layer; None decides
-                by the number of columns.
-            valid: [T] bool, the rows that were captured; None for all.
+            axis: "all" for one column per decoder layer, "moe" for one per MoE layer, None to
+                decide by the number of columns.
+            valid: [T] bool, the rows that were captured, or None for all.
 
         Raises:
             UsageError: as of `axes.trace_from`.
@@ -213,30 +213,19 @@ class Routers:
         Raises:
             RoutingError: one of the two does not hold.
         """
-        devices = (
-            parameter.device for parameter in self._model.parameters() if not parameter.is_meta
-        )
-        device = next(devices, torch.device("cpu"))  # offloaded parameters are on meta
-        vocabulary = self._model.config.get_text_config().vocab_size
-        tokens = torch.arange(8, device=device).view(2, 4) % vocabulary
-
-        def forward() -> Tensor:
-            logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
-            return logits
-
         with torch.no_grad(), _evaluating(self._model):
             with self.record() as tape:
-                expected = forward()
+                expected = self._test_logits()
             trace = tape.trace()
             with self.replay(trace, check=False):
-                if not torch.equal(forward(), expected):
+                if not torch.equal(self._test_logits(), expected):
                     raise RoutingError(
                         "replaying its own routes changed the logits of "
                         f"{type(self._model).__name__}"
                     )
             for column, layer in enumerate(self.layers):
                 with self.replay(self._with_other_experts(trace, column), check=False):
-                    if torch.equal(forward(), expected):
+                    if torch.equal(self._test_logits(), expected):
                         raise RoutingError(
                             f"layer {layer}: replaying other experts changed nothing"
                         )
@@ -292,6 +281,17 @@ class Routers:
             ) from None
         if int(handle.trace.valid.sum()) >= MIN_ROWS:
             self._unchecked[source] = 0
+
+    def _test_logits(self) -> Tensor:
+        """Return the logits of 8 tokens, in 2 samples."""
+        devices = (
+            parameter.device for parameter in self._model.parameters() if not parameter.is_meta
+        )
+        device = next(devices, torch.device("cpu"))  # offloaded parameters are on meta
+        vocabulary = self._model.config.get_text_config().vocab_size
+        tokens = torch.arange(8, device=device).view(2, 4) % vocabulary
+        logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
+        return logits
 
     def _with_other_experts(self, trace: RoutingTrace, column: int) -> RoutingTrace:
         ids = trace.ids.to(torch.int64)
