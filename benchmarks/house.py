@@ -100,7 +100,7 @@ def watch(frame, event, argument):
     if event == "call":
         files.add(frame.f_code.co_filename)
 import onepolicy.run.step as step_module
-import onepolicy.run.train as train_module
+import onepolicy.run.loop as loop_module
 inner = step_module.rl_step
 async def traced(*arguments, **named):
     sys.setprofile(watch); threading.setprofile(watch)
@@ -108,7 +108,7 @@ async def traced(*arguments, **named):
         return await inner(*arguments, **named)
     finally:
         sys.setprofile(None); threading.setprofile(None)
-for module in (step_module, train_module):
+for module in (step_module, loop_module):
     if hasattr(module, "rl_step"):
         module.rl_step = traced
 from onepolicy.cli import main

@@ -26,6 +26,7 @@ from turn_task import HELD_OUT, make_data, make_policy
 
 from onepolicy.config import EvalConfig, RunConfig, load
 from onepolicy.config.stored_config import read_stored_config
+from onepolicy.interfaces import Progress
 from onepolicy.report.png import write_figures
 from onepolicy.run import train as loop
 from onepolicy.run.eval_command import evaluate_model
@@ -115,10 +116,10 @@ def play(folder: Path, run: Path, arm: str, turns: int, seed: int, bits: int | N
         settings.append(f'rollout.quant={{format="simulated",bits={bits}}}')
     if not (run / "summary.json").exists():
         if any(run.glob("checkpoints/step_*")):
-            loop.resume_run(run, loop.Progress())
+            loop.resume_run(run, Progress())
         else:
             shutil.rmtree(run, ignore_errors=True)  # stopped before its checkpoint
-            loop.start_run(load(RECIPE, settings), loop.Progress())
+            loop.start_run(load(RECIPE, settings), Progress())
     path = run / "eval.json"
     if not path.exists():
         config = RunConfig.model_validate(read_stored_config(run).model_dump() | {"eval": JUDGED})

@@ -60,7 +60,7 @@ def make_fixture_run(
                     "eval/response_length": 80.0,
                 }
             log.write(step, row)
-            log.sample(_sample(step))
+            log.write_sample(_sample(step))
     for step in range(10, steps + 1, 10):
         write_probe(
             path / "probes" / f"step_{step:05d}.safetensors",

@@ -134,7 +134,7 @@ def prediction(found: Measurement) -> dict[str, Any] | None:
 
 
 def numbers(found: Measurement) -> dict[str, dict[str, float]]:
-    """Return every metric of each scoring, by the names of run/log.py."""
+    """Return every metric of each scoring, by the names of run/metric_names.py."""
     out = {
         scoring: mismatch_metrics(batch) | metrics_per_layer(batch)
         for scoring, batch in batches(found).items()

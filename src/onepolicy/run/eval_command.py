@@ -13,7 +13,8 @@ from rich.table import Table
 from onepolicy.build import components, engines
 from onepolicy.build.calibrate import calibrate
 from onepolicy.build.learner import resolve_model, set_num_threads
-from onepolicy.config import RunConfig
+from onepolicy.config import ModelConfig, RunConfig
+from onepolicy.interfaces import Environment, RolloutEngine
 from onepolicy.models.load import parse_device
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.run.evaluate import evaluate, num_eval_episodes
@@ -21,52 +22,68 @@ from onepolicy.train import checkpoint
 
 
 def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dict[str, float]:
-    """Evaluate model.path, or (with `run`) the run's checkpoint of `step` (None: the newest). Prints a table, and one
-    JSON line for scripts."""
+    """Evaluate model.path and print a table, and one line of JSON for scripts.
+
+    run: evaluate a checkpoint of this run instead. step: of the checkpoint; None: the newest.
+    """
     model = config.model
     if run is not None:
-        folder = (
-            checkpoint.latest_checkpoint(run)
-            if step is None
-            else checkpoint.checkpoint_folder(run, step)
-        )
-        checkpoint.verify(folder)
+        folder = _checkpoint_of(run, step)
         model = model.model_copy(update={"path": str(folder)})
     model = resolve_model(model)
     set_num_threads(config)
     environment, tokenizer, max_len = components.build_environment(config, model)
-    device = parse_device(config.train.device)
-    quant, own = config.rollout.quant, config.rollout.engine
-    if quant is not None and not config.eval.quantised:
-        engine = components.build_unquantised_engine(config, model, device, max_len)
-    else:
-        spec = EngineSpec(model, own, device, max_len, numerics=config.numerics, quant=quant)
-        engine = engines.build_engine(spec)
+    engine = _build_engine(config, model, max_len)
     stop = (tokenizer.eos_token_id,)
     asyncio.run(calibrate(config, engine, environment, stop, run))
+    metrics = _evaluate_with_bar(config, engine, environment, stop)
+    _print_metrics(config, model, metrics)
+    return metrics
+
+
+def _checkpoint_of(run: Path, step: int | None) -> Path:
+    if step is None:
+        folder = checkpoint.latest_checkpoint(run)
+    else:
+        folder = checkpoint.checkpoint_folder(run, step)
+    checkpoint.verify(folder)
+    return folder
+
+
+def _build_engine(config: RunConfig, model: ModelConfig, max_len: int) -> RolloutEngine:
+    device = parse_device(config.train.device)
+    quant = config.rollout.quant
+    if quant is not None and not config.eval.quantised:
+        return components.build_unquantised_engine(config, model, device, max_len)
+    spec = EngineSpec(
+        model, config.rollout.engine, device, max_len, numerics=config.numerics, quant=quant
+    )
+    return engines.build_engine(spec)
+
+
+def _evaluate_with_bar(
+    config: RunConfig, engine: RolloutEngine, environment: Environment, stop: tuple[int, ...]
+) -> dict[str, float]:
     with Progress(transient=True, console=Console(stderr=True)) as bars:
         task = bars.add_task("evaluation", total=num_eval_episodes(config.eval))
-        metrics = asyncio.run(
-            evaluate(
-                engine,
-                environment,
-                config.eval,
-                stop=stop,
-                max_tokens=config.eval.max_tokens or config.rollout.sampling.max_tokens,
-                solved_at=getattr(config.task, "threshold", 1.0),
-                advance=lambda: bars.advance(task),
-            )
+        evaluation = evaluate(
+            engine,
+            environment,
+            config.eval,
+            stop=stop,
+            max_tokens=config.eval.max_tokens or config.rollout.sampling.max_tokens,
+            solved_at=getattr(config.task, "threshold", 1.0),
+            advance=lambda: bars.advance(task),
         )
+        return asyncio.run(evaluation)
+
+
+def _print_metrics(config: RunConfig, model: ModelConfig, metrics: dict[str, float]) -> None:
     console = Console()
-    console.print(
-        f"{config.eval.problems} held-out problems, {model.path}",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    title = f"{config.eval.problems} held-out problems, {model.path}"
+    console.print(title, soft_wrap=True, highlight=False, markup=False)
     table = Table("metric", "value")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.3f}")
     console.print(table)
     console.print_json(json.dumps({"model": model.path, **metrics}), indent=None, ensure_ascii=True)
-    return metrics

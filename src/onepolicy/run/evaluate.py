@@ -10,7 +10,7 @@ from onepolicy.interfaces import Environment, EpisodeError, MetricsSource, Probl
 from onepolicy.rollout.collect import gather_or_cancel, play_episode, request_seed
 from onepolicy.types import Sample, Sampling
 
-RETRIES = 2  # of an episode whose tool or environment failed
+MAX_RETRIES = 2  # of an episode whose tool or environment failed
 
 
 async def evaluate(
@@ -24,50 +24,74 @@ async def evaluate(
     seed: int = 0,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """A response counts as solved if its reward is at least `solved_at`.
+    """Evaluate the engine's weights on held-out problems.
 
-    avg@k: mean over problems of the share of k sampled responses that are solved. pass@k: share of problems of which
-    at least one of the k is. The same problems and seeds every time, so evaluations of one run are comparable.
-    TrainingError if an episode fails (EpisodeError) time after time: a score without it would be of other problems.
+    A response is solved if its reward is at least `solved_at`. avg@k is the mean over problems of
+    the fraction of k sampled responses that are solved. pass@k is the fraction of problems with at
+    least one solved response among the k. Problems and seeds are the same every time, so
+    evaluations of one run are comparable.
+
+    Raises TrainingError if an episode fails again and again (EpisodeError): a score without it
+    would be that of other problems.
     """
     problems = environment.held_out(config.problems)
     greedy = Sampling(0.0, max_tokens, stop=stop)
     sampled = Sampling(config.temperature, max_tokens, config.top_p, config.top_k, stop)
 
-    async def attempt(problem: Problem, sampling: Sampling, member: int) -> tuple[Sample, ...]:
-        for again in range(1 + RETRIES):
-            seeds = functools.partial(request_seed, seed, problem.id, -1, member, attempt=again)
-            try:
-                samples = await play_episode(engine, environment, problem, sampling, seeds)
-            except EpisodeError as error:
-                failure = error
-                continue
-            advance()
-            return samples
-        raise TrainingError(
-            f"evaluation: problem {problem.id} could not be played to its end, {1 + RETRIES} times: {failure}"
-        ) from failure
+    async def play(problem: Problem, sampling: Sampling, member: int) -> tuple[Sample, ...]:
+        seeds = functools.partial(request_seed, seed, problem.id, -1, member)
+        samples = await _play_with_retries(engine, environment, problem, sampling, seeds)
+        advance()
+        return samples
 
-    first = [attempt(p, greedy, -1) for p in problems] if config.greedy else []
-    rest = [attempt(p, sampled, m) for p in problems for m in range(config.k)]
-    episodes = await gather_or_cancel([*first, *rest])
-    if isinstance(environment, MetricsSource):
-        environment.take_metrics()  # what ran out of time here is not the next step's
-    solved = [samples[-1].reward >= solved_at for samples in episodes]
-    metrics = {
-        "eval/response_length": sum(s.response_length for played in episodes for s in played)
-        / len(episodes)
-    }
+    plays = []
     if config.greedy:
-        metrics["eval/greedy"] = sum(solved[: len(problems)]) / len(problems)
+        plays += [play(problem, greedy, -1) for problem in problems]
+    plays += [play(problem, sampled, member) for problem in problems for member in range(config.k)]
+    episodes = await gather_or_cancel(plays)
+    if isinstance(environment, MetricsSource):
+        environment.take_metrics()  # discarded, or the next step would report them
+    solved = [samples[-1].reward >= solved_at for samples in episodes]
+    lengths = [sample.response_length for samples in episodes for sample in samples]
+    metrics = {"eval/response_length": sum(lengths) / len(episodes)}
+    return metrics | _accuracy(solved, len(problems), config)
+
+
+async def _play_with_retries(
+    engine: RolloutEngine,
+    environment: Environment,
+    problem: Problem,
+    sampling: Sampling,
+    seeds: functools.partial[int],
+) -> tuple[Sample, ...]:
+    for attempt in range(1 + MAX_RETRIES):
+        seeds_of_attempt = functools.partial(seeds, attempt=attempt)
+        try:
+            return await play_episode(engine, environment, problem, sampling, seeds_of_attempt)
+        except EpisodeError as error:
+            failure = error
+    raise TrainingError(
+        f"evaluation: problem {problem.id} could not be played to its end, {1 + MAX_RETRIES} "
+        f"times: {failure}"
+    ) from failure
+
+
+def _accuracy(solved: list[bool], problems: int, config: EvalConfig) -> dict[str, float]:
+    """Return eval/greedy, eval/avg@k and eval/pass@k.
+
+    solved: the greedy response of every problem, if there is one; then k of each problem.
+    """
+    metrics: dict[str, float] = {}
+    if config.greedy:
+        metrics["eval/greedy"] = sum(solved[:problems]) / problems
+        solved = solved[problems:]
     if config.k:
-        tries = solved[len(first) :]
-        by_problem = [tries[i : i + config.k] for i in range(0, len(tries), config.k)]
-        metrics[f"eval/avg@{config.k}"] = sum(tries) / len(tries)
-        metrics[f"eval/pass@{config.k}"] = sum(map(any, by_problem)) / len(problems)
+        by_problem = [solved[i : i + config.k] for i in range(0, len(solved), config.k)]
+        metrics[f"eval/avg@{config.k}"] = sum(solved) / len(solved)
+        metrics[f"eval/pass@{config.k}"] = sum(map(any, by_problem)) / problems
     return metrics
 
 
 def num_eval_episodes(config: EvalConfig) -> int:
-    """Responses one evaluation samples."""
+    """Return the number of episodes of one evaluation."""
     return config.problems * (int(config.greedy) + config.k)

@@ -1,4 +1,4 @@
-"""What a run may have around the steps of `train_on_rollouts`: each is a small object, made where the settings ask for it."""
+"""Optional parts of a step. Each hook is a small object that the run's settings ask for."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from onepolicy.types import Group, TokenBatch
 
 
 class Hook:
-    """Every method does nothing here."""
+    """A set of calls in `train_on_rollouts`. Every method does nothing here."""
 
     def after_rollout(self, groups: list[Group]) -> list[Group]:
+        """Return the groups to train on."""
         return groups
 
     def after_score(self, batch: TokenBatch, groups: list[Group], step: int) -> None: ...
 
     def before_update(self, result: StepResult, step: int) -> None:
-        """result.batch is what the update gets."""
+        """Read `result.batch`, the batch of the update."""
 
     def after_update(self, result: StepResult, step: int) -> None:
-        """result.batch is scored by the weights of before the update."""
+        """Read `result.batch`, scored by the weights before the update."""
 
 
-class FillRoutes(Hook):
-    """replay.source = reprefill: a second copy of the model records the routes of the finished samples."""
+class RecordRoutes(Hook):
+    """The re-prefill (replay.source): a copy of the model records the finished samples' routes."""
 
-    def __init__(self, parts: Components, timer: StepTimer) -> None:
-        self._reprefill, self._timer = parts.reprefill, timer
+    def __init__(self, components: Components, timer: StepTimer) -> None:
+        self._reprefill, self._timer = components.reprefill, timer
 
     def after_rollout(self, groups: list[Group]) -> list[Group]:
         assert self._reprefill is not None
@@ -38,10 +39,10 @@ class FillRoutes(Hook):
 
 
 class RequireEqual(Hook):
-    """numerics = on-policy: the run stops if any log-probability differs in any bit."""
+    """The check of on-policy runs (numerics): they stop if any bit of a log-probability differs."""
 
-    def __init__(self, parts: Components) -> None:
-        self._fingerprint = parts.learner.fingerprint
+    def __init__(self, components: Components) -> None:
+        self._fingerprint = components.learner.fingerprint
 
     def after_score(self, batch: TokenBatch, groups: list[Group], step: int) -> None:
         from onepolicy.invariant.require_equal import require_equal
@@ -53,24 +54,25 @@ class RequireEqual(Hook):
 
 
 class Counterfactual(Hook):
-    """log.counterfactual_every: the same batch scored without replay, and both scorings once more."""
+    """A scoring of the batch without replay, and its repetition (log.counterfactual_every)."""
 
-    def __init__(self, parts: Components, timer: StepTimer) -> None:
-        self._config, self._scorer, self._timer = parts.config, parts.learner.scorer, timer
+    def __init__(self, components: Components, timer: StepTimer) -> None:
+        self._config, self._timer = components.config, timer
+        self._scorer = components.learner.scorer
         self._scored: TokenBatch | None = None
 
     def before_update(self, result: StepResult, step: int) -> None:
         if not is_counterfactual_step(self._config, step):
             return
         with self._timer("counterfactual"):
-            scored = result.batch if self._config.scores_old else self._scorer.score(result.batch)
-            without = self._scorer.score(result.batch, replay=False)
-            result.metrics |= (
-                counterfactual_metrics(without)
-                | metrics_per_layer(scored)
-                | repeat_metrics(self._scorer, scored, without)
-            )
-        self._scored, result.without_replay = scored, without
+            scored = result.batch
+            if not self._config.scores_old:
+                scored = self._scorer.score(result.batch)
+            without_replay = self._scorer.score(result.batch, replay=False)
+            result.metrics |= counterfactual_metrics(without_replay)
+            result.metrics |= metrics_per_layer(scored)
+            result.metrics |= repeat_metrics(self._scorer, scored, without_replay)
+        self._scored, result.without_replay = scored, without_replay
 
     def after_update(self, result: StepResult, step: int) -> None:
         if self._scored is not None:
@@ -78,19 +80,22 @@ class Counterfactual(Hook):
 
 
 def is_counterfactual_step(config: RunConfig, step: int) -> bool:
-    """Whether step `step` (from 0) is probed: every so often, and the last."""
+    """Return whether step `step` (from 0) is scored without replay too.
+
+    These are every log.counterfactual_every-th step and the last.
+    """
     every = config.log.counterfactual_every
     return every > 0 and (step % every == 0 or step + 1 == config.steps)
 
 
-def build_hooks(parts: Components, timer: StepTimer) -> list[Hook]:
-    """Those of one step, in order."""
-    config = parts.config
+def build_hooks(components: Components, timer: StepTimer) -> list[Hook]:
+    """Build the hooks of one step, in the order in which they are called."""
+    config = components.config
     hooks: list[Hook] = []
-    if parts.reprefill is not None:
-        hooks.append(FillRoutes(parts, timer))
+    if components.reprefill is not None:
+        hooks.append(RecordRoutes(components, timer))
     if config.numerics == ON_POLICY:
-        hooks.append(RequireEqual(parts))
+        hooks.append(RequireEqual(components))
     if isinstance(config.replay, RolloutReplay):
-        hooks.append(Counterfactual(parts, timer))
+        hooks.append(Counterfactual(components, timer))
     return hooks

@@ -1,4 +1,4 @@
-"""`onepolicy make-policy`: build, warm up, check and store the tiny policy."""
+"""`onepolicy make-policy`: make, warm up, save and evaluate the tiny policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TokenizersBackend
 
 from onepolicy.build.engines import build_engine
 from onepolicy.config import EvalConfig, HFEngineConfig, ModelConfig, UsageError
@@ -44,20 +44,42 @@ CHECK_PROBLEMS = 64
 
 
 def make_policy(config: PolicyConfig, out: Path | None) -> Path:
-    """The policy's folder. With `out` unset it is the user's cache, where an existing policy is kept as it is."""
+    """Make the tiny policy and return its folder.
+
+    out: the folder; None: the user's cache, where an existing policy is kept. Raises UsageError.
+    """
     console = Console()
     path = out or cached_policy_path(config)
     if os.path.lexists(path):
         if out is not None:
             raise UsageError(f"--out: {path} already exists; choose another folder")
-        console.print(
-            f"the policy of these settings is already there: {path}",
-            soft_wrap=True,
-            highlight=False,
-        )
+        text = f"the policy of these settings is already there: {path}"
+        console.print(text, soft_wrap=True, highlight=False)
         return path
     start = time.perf_counter()
     tokenizer = make_tokenizer(task_alphabet(config.task))
+    evaluation = _check_task(config, tokenizer)
+    torch.set_num_threads(config.threads)
+    model = make_model(config, len(tokenizer))
+    console.print(
+        f"warming up {model.num_parameters() / 1e6:.1f}M parameters on {config.threads} thread(s)",
+        highlight=False,
+    )
+    _warm_up(model, tokenizer, config, console)
+    save_policy(model, tokenizer, config, path)
+    scores = _evaluate_saved(config, evaluation, path)
+    console.print(
+        f"greedy accuracy {scores['eval/greedy']:.2f}, "
+        f"sampling accuracy {scores['eval/avg@4']:.2f} on {evaluation.problems} held-out problems; "
+        f"{time.perf_counter() - start:.0f} s; saved to {path}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    return path
+
+
+def _check_task(config: PolicyConfig, tokenizer: TokenizersBackend) -> EvalConfig:
+    """Return the settings of the final evaluation. Raises UsageError if the task does not fit."""
     environment = make_environment(config.task, tokenizer, max_len=config.max_len)
     try:
         environment.check(max_tokens=config.max_len // 2, max_len=config.max_len)
@@ -66,67 +88,49 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
             f"max_len: {config.max_len}, half of it for the response: {error.fact}; raise it"
         ) from None
     problems = min(CHECK_PROBLEMS, getattr(config.task, "held_out", CHECK_PROBLEMS))
-    check = EvalConfig(problems=problems, greedy=True, k=4)
-    environment.held_out(check.problems)  # are there that many?
-    torch.set_num_threads(config.threads)
-    model = make_model(config, len(tokenizer))
-    console.print(
-        f"warming up {model.num_parameters() / 1e6:.1f}M parameters on {config.threads} thread(s)",
-        highlight=False,
-    )
+    environment.held_out(problems)  # raises if there are fewer
+    return EvalConfig(problems=problems, greedy=True, k=4)
+
+
+def _warm_up(
+    model: PreTrainedModel,
+    tokenizer: TokenizersBackend,
+    config: PolicyConfig,
+    console: Console,
+) -> None:
     with _bars(console) as bars:
         task = bars.add_task("warm-up", total=config.steps, shown="")
 
         def progress(step: int, loss: float, accuracy: float) -> None:
-            bars.update(
-                task, completed=step, shown=f"loss {loss:.3f}  next-token accuracy {accuracy:.3f}"
-            )
+            shown = f"loss {loss:.3f}  next-token accuracy {accuracy:.3f}"
+            bars.update(task, completed=step, shown=shown)
             if step % 100 == 0 and not console.is_terminal:
-                console.print(
-                    f"step {step:>4}  loss {loss:.3f}  next-token accuracy {accuracy:.3f}",
-                    highlight=False,
-                )
+                console.print(f"step {step:>4}  {shown}", highlight=False)
 
         def examples(mistakes: float) -> Iterator[Example]:
             return warmup_examples(config.task, mistakes=mistakes, seed=config.seed)
 
         warm_up(model, tokenizer, examples, config, progress=progress)
-    save_policy(model, tokenizer, config, path)
-    scores = _check(config, check, path)
-    console.print(
-        f"greedy accuracy {scores['eval/greedy']:.2f}, sampling accuracy {scores['eval/avg@4']:.2f} on "
-        f"{check.problems} held-out problems; {time.perf_counter() - start:.0f} s; saved to {path}",
-        soft_wrap=True,
-        highlight=False,
-    )
-    return path
 
 
-def _check(config: PolicyConfig, check: EvalConfig, path: Path) -> dict[str, float]:
-    """The saved policy, read back, on held-out problems."""
+def _evaluate_saved(config: PolicyConfig, evaluation: EvalConfig, path: Path) -> dict[str, float]:
+    """Load the saved policy and evaluate it on held-out problems."""
     model = ModelConfig(path=str(path))
     tokenizer = load_tokenizer(model)
-    own = HFEngineConfig(dtype="float32", max_num_seqs=128)
-    engine = build_engine(EngineSpec(model, own, torch.device("cpu"), config.max_len))
-    environment, stop = (
-        make_environment(config.task, tokenizer, max_len=config.max_len),
-        (tokenizer.eos_token_id,),
-    )
-    return asyncio.run(
-        evaluate(engine, environment, check, stop=stop, max_tokens=config.max_len // 2)
-    )
+    engine_config = HFEngineConfig(dtype="float32", max_num_seqs=128)
+    engine = build_engine(EngineSpec(model, engine_config, torch.device("cpu"), config.max_len))
+    environment = make_environment(config.task, tokenizer, max_len=config.max_len)
+    stop, max_tokens = (tokenizer.eos_token_id,), config.max_len // 2
+    return asyncio.run(evaluate(engine, environment, evaluation, stop=stop, max_tokens=max_tokens))
 
 
 def _bars(console: Console) -> Progress:
-    columns = (
+    return Progress(
+        TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-    )
-    return Progress(
-        TextColumn("{task.description}"),
-        *columns,
         TextColumn("{task.fields[shown]}"),
         console=console,
         transient=True,
@@ -136,28 +140,28 @@ def _bars(console: Console) -> Progress:
 
 @contextmanager
 def tiny_policy() -> Iterator[str]:
-    """Folder of the cached tiny policy, or of a random one of its shape that goes away again."""
+    """Yield the folder of the cached tiny policy, or of a temporary random one of its shape."""
     config = PolicyConfig()
     path = cached_policy_path(config)
     if path.is_dir():
         yield str(path)
         return
-    with _saved(config, make_model) as made:
-        yield made
+    with _temporary_policy(config, make_model) as folder:
+        yield folder
 
 
 @contextmanager
 def random_dense() -> Iterator[str]:
-    """Folder of a random dense model as large as the tiny policy, which goes away again."""
-    with _saved(PolicyConfig(), make_dense) as made:
-        yield made
+    """Yield the folder of a temporary random dense model as large as the tiny policy."""
+    with _temporary_policy(PolicyConfig(), make_dense) as folder:
+        yield folder
 
 
 @contextmanager
-def _saved(
+def _temporary_policy(
     config: PolicyConfig, make: Callable[[PolicyConfig, int], PreTrainedModel]
 ) -> Iterator[str]:
-    """A random model of these settings in a folder that goes away again."""
+    """Yield a temporary folder with a random model of these settings."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(task_alphabet(config.task))
         path = Path(folder) / "random-policy"

@@ -1,4 +1,4 @@
-"""Progress of a run in the terminal: one bar for the steps, one for what the current step is doing."""
+"""Progress of a run in the terminal: a bar for the steps, and one for the current phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.progress import (
 from onepolicy.config import printable
 from onepolicy.interfaces import Progress as RunProgress
 
-SHOWN = (
+SHOWN_METRICS = (
     ("reward", "train/reward", ".2f"),
     ("k3", "mismatch/k3", ".1e"),
     ("F(2)", "mismatch/f2", ".1e"),
@@ -28,7 +28,7 @@ SHOWN = (
 
 
 class TerminalProgress(RunProgress):
-    """In a terminal: live bars. Elsewhere (a log file): one line per step."""
+    """Progress bars in a terminal. Elsewhere, such as in a log file, one line per step."""
 
     def __init__(self, console: Console, bars: Progress, steps: int, first: int = 0) -> None:
         self.console, self.bars = console, bars
@@ -41,24 +41,24 @@ class TerminalProgress(RunProgress):
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         shown = "  ".join(
-            f"{label} {metrics[name]:{form}}" for label, name, form in SHOWN if name in metrics
+            f"{label} {metrics[name]:{form}}"
+            for label, name, form in SHOWN_METRICS
+            if name in metrics
         )
         scores = "  ".join(
-            f"{k} {v:.2f}"
-            for k, v in metrics.items()
-            if k.startswith("eval/") and "length" not in k
+            f"{name} {value:.2f}"
+            for name, value in metrics.items()
+            if name.startswith("eval/") and "length" not in name
         )
         self.bars.update(self.steps, completed=step, shown=shown)
         self.bars.update(self.inner, visible=False)
         if scores or not self.console.is_terminal:
-            self.console.print(
-                f"step {step:>4}  {shown}  {scores}".rstrip(), highlight=False, soft_wrap=True
-            )
+            line = f"step {step:>4}  {shown}  {scores}".rstrip()
+            self.console.print(line, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        self.console.print(
-            printable(text, keep="\n"), highlight=False, soft_wrap=True, markup=False
-        )  # it may quote a model
+        safe = printable(text, keep="\n")  # the text may quote a model
+        self.console.print(safe, highlight=False, soft_wrap=True, markup=False)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""An engine in a process of its own that is lost in the middle of a run: wait until it is back, give it the weights."""
+"""Recovery from a lost engine: wait until it is back, push the weights, repeat the work."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
-PATIENCE_S = 300.0
-TIMES = 3  # that the same work may lose its engine
+DEFAULT_TIMEOUT_S = 300.0
+MAX_LOSSES = 3  # of the engine, while one piece of work is repeated
 POLL_S = 1.0
 
 
@@ -27,88 +27,109 @@ async def do_nothing() -> None: ...
 
 
 async def retry_on_engine_loss(
-    parts: Components,
+    components: Components,
     work: Callable[[], Awaitable[T]],
     cancel_pending: Callable[[], Awaitable[None]] = do_nothing,
 ) -> T:
-    """What `work` returns; done again, from its beginning, after an engine that it lost has come back.
+    """Return the result of `work`. Repeat it from its start if the engine is lost and comes back.
 
-    Nothing of what was sampled before counts: a server that was restarted unseen sampled from other weights. EngineLost
-    if the engine does not come back within rollout.engine.recovery_timeout_s, or is lost again and again.
+    Discard every earlier sample. If the server restarted unnoticed, they came from different
+    weights. cancel_pending: ends other requests to the engine before it gets the weights again.
 
-    cancel_pending: ends what else is being asked of the engine, before it is given the weights again.
+    Raises EngineLost if the engine does not come back within rollout.engine.recovery_timeout_s, or
+    is lost more than MAX_LOSSES times.
     """
-    engine, config = parts.engine, parts.config.rollout.engine
-    patience = config.recovery_timeout_s if isinstance(config, ServerEngineConfig) else 0
-    patience = PATIENCE_S if patience is None else patience
-    if not isinstance(engine, PersistentEngine):  # several engines as one look after themselves
+    engine = components.engine
+    if not isinstance(engine, PersistentEngine):  # a group of replicas recovers by itself
         return await work()
     from onepolicy.rollout.servers.http import EngineLost
 
-    lost = 0
+    timeout = _recovery_timeout(components.config)
+    losses = 0
     while True:
         try:
-            done = await work()
+            result = await work()
             await engine.confirm_weights()
-            return done
+            return result
         except EngineLost as error:
-            lost += 1
-            if lost > TIMES or not patience:
+            losses += 1
+            if losses > MAX_LOSSES or not timeout:
                 raise
-            LOG.warning("%s. Waiting up to %g s for it", str(error).split(". ")[0], patience)
-            began = time.monotonic()
+            LOG.warning("%s. Waiting up to %g s for it", _first_sentence(error), timeout)
+            start = time.monotonic()
             await cancel_pending()
-            await _back(parts, engine, error, began + patience)
+            await _reconnect(components, engine, error, start + timeout)
             LOG.warning(
                 "the engine is back after %.0f s and has the weights again",
-                time.monotonic() - began,
+                time.monotonic() - start,
             )
 
 
-async def wait_for_server(config: RunConfig, say: Callable[[str], None]) -> None:
-    """A resumed run may have lost its server together with its driver: give it as long to come back as in a run.
+def _recovery_timeout(config: RunConfig) -> float:
+    """Return the seconds to wait for a lost engine. 0 unless the engine is a server."""
+    engine = config.rollout.engine
+    if not isinstance(engine, ServerEngineConfig):
+        return 0.0
+    if engine.recovery_timeout_s is None:
+        return DEFAULT_TIMEOUT_S
+    return engine.recovery_timeout_s
 
-    Returns at the latest after rollout.engine.recovery_timeout_s and one attempt; the start says what is wrong with a server.
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).split(". ")[0]
+
+
+async def wait_for_server(config: RunConfig, note: Callable[[str], None]) -> None:
+    """Wait until the engine's server answers, before a run is resumed.
+
+    The server may have been lost together with the driver, so it gets as much time to come back as
+    within a run. This returns at the latest after rollout.engine.recovery_timeout_s and one
+    attempt. It raises nothing: the run's start reports a server that does not answer.
     """
     engine = config.rollout.engine
     if not isinstance(engine, ServerEngineConfig):
         return
     from onepolicy.rollout.servers.http import EngineUnreachable, make_clients
 
-    patience = PATIENCE_S if engine.recovery_timeout_s is None else engine.recovery_timeout_s
+    timeout = _recovery_timeout(config)
     _, client = make_clients(engine, server="the server")
-    end, said = time.monotonic() + patience, False
+    deadline, noted = time.monotonic() + timeout, False
     with client.startup_errors():
         while True:
             try:
                 return await client.get("/health")
             except EngineUnreachable as error:
-                if time.monotonic() + POLL_S > end:
+                if time.monotonic() + POLL_S > deadline:
                     return
-                if not said:
-                    say(f"{str(error).split('. ')[0]}. Waiting up to {patience:g} s for it")
-                said = True
+                if not noted:
+                    note(f"{_first_sentence(error)}. Waiting up to {timeout:g} s for it")
+                noted = True
                 await asyncio.sleep(POLL_S)
             except UsageError:
-                return  # somebody is there
+                return  # a server answers
 
 
-async def _back(parts: Components, engine: PersistentEngine, lost: EngineLost, end: float) -> None:
-    """Once it is there: is it fit, does its reload work? Then the learner's weights."""
+async def _reconnect(
+    components: Components, engine: PersistentEngine, lost: EngineLost, deadline: float
+) -> None:
+    """Wait for the engine, check it, and push the learner's weights.
+
+    Raises `lost` if it is not back by `deadline`, and TrainingError if it does not fit this run.
+    """
     from onepolicy.rollout.servers.http import EngineLost, EngineUnreachable
 
-    vocab = parts.learner.scorer.vocab_size
+    vocab = components.learner.scorer.vocab_size
     while True:
         try:
-            async with asyncio.timeout(end - time.monotonic()):
+            async with asyncio.timeout(deadline - time.monotonic()):
                 await engine.connect()
                 await reattach_engine(engine, vocab=vocab)
-            return await push_weights(parts.learner, *parts.samplers)
+            return await push_weights(components.learner, *components.samplers)
         except (EngineUnreachable, EngineLost, TimeoutError):
-            if time.monotonic() + POLL_S > end:
+            if time.monotonic() + POLL_S > deadline:
                 raise lost from None
             await asyncio.sleep(POLL_S)
         except UsageError as error:
             raise TrainingError(
-                f"the engine came back as one this run cannot use: {error}"
+                f"the engine is back, but this run cannot use it: {error}"
             ) from error

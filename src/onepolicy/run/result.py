@@ -1,4 +1,4 @@
-"""What a step hands on: its rollouts, its result, its seconds."""
+"""Values that a step passes on: its rollouts, its result and its times."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from dataclasses import dataclass, field
 from onepolicy.types import Group, TokenBatch
 
 
-@dataclass(
-    slots=True, repr=False
-)  # asyncio prints results into errors it throws away, and these are large
+# repr=False: asyncio prints results into error texts, and these are large.
+@dataclass(slots=True, repr=False)
 class Rollouts:
+    """The episodes of a step."""
+
     groups: list[Group]
-    metrics: dict[str, float]  # what became of the episodes
+    metrics: dict[str, float]  # of the episodes: failed, dropped, refilled
 
 
 @dataclass(slots=True, repr=False)
 class StepResult:
+    """The groups, the scored batch and the metrics of a step."""
+
     groups: list[Group]
     batch: TokenBatch
-    without_replay: TokenBatch | None = None  # the same batch scored without replay, on probe steps
+    without_replay: TokenBatch | None = None  # scored without replay, in counterfactual steps
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class StepTimer:
-    """Seconds per named part of a step."""
+    """Seconds of each named part of a step: `with timer("update"): ...`."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -40,6 +43,6 @@ class StepTimer:
         self.seconds[part] = time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        return {f"time/{part}": s for part, s in self.seconds.items()} | {
-            "time/step": time.perf_counter() - self.start
-        }
+        """Return time/PART of every part, and time/step since the timer was made."""
+        times = {f"time/{part}": seconds for part, seconds in self.seconds.items()}
+        return times | {"time/step": time.perf_counter() - self.start}

@@ -1,4 +1,4 @@
-"""The run folder: made whole or not at all, held by one process at a time, and where a resumed or forked run starts."""
+"""The run folder: its creation, its lock, and the starting points of resumed and forked runs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.train import checkpoint
 
 Json = dict[str, Any]
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RUN, SUMMARY, PROBES = "run.json", "summary.json", "probes"
 
 
 @dataclass(frozen=True, slots=True)
 class RunOrigin:
-    """Where a run starts: step 0 of its model, or a checkpoint."""
+    """The starting point of a run: step 0 of its model, or a checkpoint."""
 
     step: int = 0
     weights: Path | None = None
@@ -50,28 +50,49 @@ FROM_SCRATCH = RunOrigin()
 def create_run_folder(
     out: Path, config: RunConfig, origin: RunOrigin, fingerprint: str, quant: Json | None = None
 ) -> None:
-    """Write the folder under another name and rename it into place. quant: what the engine's quantised weights take."""
+    """Write the folder under a temporary name and rename it to `out`.
+
+    quant: sizes of the engine's quantised weights. Raises UsageError if it cannot be made.
+    """
     check_new_run_folder(out)
-    wanted = out
+    target = out
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        while (
-            out.is_symlink()
-        ):  # a link to an empty folder stays; not realpath, which leaves /proc/PID/root
-            out = out.parent / os.readlink(out)
-        making = out.with_name(
-            f".making-{os.getpid()}"
-        )  # short: the name of `out` may be as long as names can be
-        shutil.rmtree(making, ignore_errors=True)
-        making.mkdir()
+        # A link to an empty folder stays. Not realpath, which would leave /proc/PID/root.
+        while target.is_symlink():
+            target = target.parent / os.readlink(target)
+        # A short name, because that of `target` may be as long as names can be.
+        temporary = target.with_name(f".making-{os.getpid()}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
         about = _about(config, origin, fingerprint) | {"quant": quant}
-        (making / RUN).write_text(json.dumps(about, indent=1), encoding="utf-8")
-        write_config(making, config)
-        os.rename(making, out)  # an empty folder of that name is replaced
+        (temporary / RUN).write_text(json.dumps(about, indent=1), encoding="utf-8")
+        write_config(temporary, config)
+        os.rename(temporary, target)  # an empty folder of that name is replaced
     except OSError as error:
         raise UsageError(
-            f"out: cannot make {wanted}: {error.strerror}; choose another folder"
+            f"out: cannot make {out}: {error.strerror}; choose another folder"
         ) from None
+
+
+def _about(config: RunConfig, origin: RunOrigin, fingerprint: str) -> Json:
+    """Return the content of run.json."""
+    kl = config.objective.kl
+    kl_reference = None
+    if kl.coef:
+        kl_reference = kl.reference or config.model.path
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "parent": origin.parent,
+        "kl_reference": kl_reference,
+        "versions": {
+            "onepolicy": onepolicy.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "fingerprint": json.loads(fingerprint),
+    }
 
 
 def write_config(run: Path, config: RunConfig) -> None:
@@ -79,7 +100,7 @@ def write_config(run: Path, config: RunConfig) -> None:
 
 
 def read_about(run: Path) -> Json:
-    """run.json. UsageError if it is missing or damaged."""
+    """Return run.json. Raises UsageError if it is missing or damaged."""
     return read_json_object(
         run / RUN, RunInfo, "copy it from a run of the same kind, or start anew"
     )
@@ -90,46 +111,50 @@ def read_parent(run: Path) -> Json | None:
 
 
 def build_difference(run: Path, fingerprint: str) -> str | None:
-    """What differs from the build and processor the run began on, if that is known."""
-    began = read_about(run).get("fingerprint")
-    return (
-        "; ".join(fingerprint_differences(fingerprint, json.dumps(began))) or None
-        if began
-        else None
-    )
+    """Return the differences from the build and processor on which the run began.
+
+    None if there are none, or if the run's own build is unknown.
+    """
+    original = read_about(run).get("fingerprint")
+    if not original:
+        return None
+    return "; ".join(fingerprint_differences(fingerprint, json.dumps(original))) or None
 
 
 def check_layout(run: Path) -> None:
-    """UsageError for a file where the run writes a folder, or the other way round."""
+    """Raise UsageError for a file in place of a folder, or a folder in place of a file."""
     for name in (checkpoint.FOLDER, PROBES, "tensorboard"):
-        if os.path.lexists(run / name) and not (run / name).is_dir():
-            raise UsageError(
-                f"{run / name}: not a folder, which the run writes there; move it away"
-            )
+        path = run / name
+        if os.path.lexists(path) and not path.is_dir():
+            raise UsageError(f"{path}: must be a folder, which the run writes; move it away")
     for name in (RUN, SUMMARY, METRICS, SAMPLES, "report.html", ".lock"):
-        if os.path.lexists(run / name) and not (run / name).is_file():
-            raise UsageError(f"{run / name}: not a file, which the run writes there; move it away")
+        path = run / name
+        if os.path.lexists(path) and not path.is_file():
+            raise UsageError(f"{path}: must be a file, which the run writes; move it away")
 
 
 def resume_origin(run: Path) -> RunOrigin:
-    """The newest complete checkpoint; before the first one, the start."""
+    """Return the newest complete checkpoint, or the run's own starting point if there is none."""
     check_layout(run)
     parent = read_parent(run)
-    if not checkpoint.complete_checkpoints(run):
-        if parent is None:
-            return RunOrigin()
-        folder = checkpoint.checkpoint_folder(Path(parent["run"]), parent["step"])
-        if not folder.is_dir():
-            raise UsageError(
-                f"{run}: was killed before its first checkpoint, and its parent's {folder} is gone"
-            )
-        return RunOrigin(parent["step"], folder, parent)
-    newest = checkpoint.latest_checkpoint(run)
-    return RunOrigin(checkpoint.verify(newest)["step"], newest, parent)
+    if checkpoint.complete_checkpoints(run):
+        newest = checkpoint.latest_checkpoint(run)
+        return RunOrigin(checkpoint.verify(newest)["step"], newest, parent)
+    if parent is None:
+        return RunOrigin()
+    folder = checkpoint.checkpoint_folder(Path(parent["run"]), parent["step"])
+    if not folder.is_dir():
+        raise UsageError(
+            f"{run}: was killed before its first checkpoint, and its parent's {folder} is gone"
+        )
+    return RunOrigin(parent["step"], folder, parent)
 
 
 def fork_origin(source: Path) -> tuple[RunConfig, RunOrigin]:
-    """Config and starting point of RUN/checkpoints/step_NNNNN, also written RUN/NNNNN or (newest) RUN."""
+    """Return the config and the starting point of a fork.
+
+    source: RUN/checkpoints/step_NNNNN, RUN/NNNNN, or RUN for its newest checkpoint.
+    """
     if (source / checkpoint.FOLDER).is_dir():
         folder = checkpoint.latest_checkpoint(source)
     elif re.fullmatch("[0-9]{1,15}", source.name):
@@ -145,10 +170,13 @@ def fork_origin(source: Path) -> tuple[RunConfig, RunOrigin]:
 
 @contextmanager
 def lock_run(run: Path) -> Iterator[None]:
-    """No second process may write this folder. The lock dies with the process, so a kill leaves nothing to clean up."""
-    with ExitStack() as open_while_held:
+    """Lock the folder, so that no second process writes it.
+
+    The lock ends with the process, so a killed process leaves nothing to clean up.
+    """
+    with ExitStack() as stack:
         try:
-            lock = open_while_held.enter_context((run / ".lock").open("w", encoding="utf-8"))
+            lock = stack.enter_context((run / ".lock").open("w", encoding="utf-8"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(
@@ -161,53 +189,41 @@ def lock_run(run: Path) -> Iterator[None]:
 
 @contextmanager
 def convert_write_errors(run: Path) -> Iterator[None]:
-    """Around what writes into the folder: a disk that is full or gone ends the run with a TrainingError."""
+    """Raise TrainingError if writing into the folder fails in this context.
+
+    The disk is full, or gone.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
-        why, mend = str(error), "Make room"
+        problem, fix = str(error), "Make room"
         if isinstance(error, OSError) and error.strerror:
-            why = error.strerror
-            if error.errno not in FULL:
-                mend = f"Mend that ({error.filename or run})"
+            problem = error.strerror
+            if error.errno not in DISK_FULL:
+                fix = f"Fix that ({error.filename or run})"
         raise TrainingError(
-            f"{run}: cannot be written to: {why}; what was complete is kept. {mend}, then continue with "
-            f"`onepolicy train --resume {run}`{_without_checkpoint(run)}"
+            f"{run}: cannot be written to: {problem}; complete checkpoints are kept. {fix}, then "
+            f"continue with `onepolicy train --resume {run}`{_without_checkpoint(run)}"
         ) from error
 
 
 def _without_checkpoint(run: Path) -> str:
-    """What a resume does where no checkpoint is complete yet, if it can be said."""
+    """Return a note on where a resume starts if no checkpoint is complete. Raises nothing."""
     try:
         if checkpoint.complete_checkpoints(run):
             return ""
         parent = read_parent(run)
     except (OSError, UsageError):
         return ""
-    start = "step 0" if parent is None else f"step {parent['step']} of {parent['run']}"
+    start = "step 0"
+    if parent is not None:
+        start = f"step {parent['step']} of {parent['run']}"
     return f", which starts again from {start}: no checkpoint exists yet"
 
 
 def drop_probes_after(run: Path, step: int) -> None:
+    """Delete the probe files of later steps, which a resumed run writes again."""
     for path in (run / PROBES).glob("*.safetensors"):
-        written = re.fullmatch(
-            r"step_([0-9]+)", path.stem
-        )  # a file of another name is not the run's
-        if written and int(written[1]) > step:
+        named = re.fullmatch(r"step_([0-9]+)", path.stem)  # other files are not the run's
+        if named and int(named[1]) > step:
             path.unlink()
-
-
-def _about(config: RunConfig, origin: RunOrigin, fingerprint: str) -> Json:
-    kl = config.objective.kl
-    return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "parent": origin.parent,
-        "kl_reference": (kl.reference or config.model.path) if kl.coef else None,
-        "versions": {
-            "onepolicy": onepolicy.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "fingerprint": json.loads(fingerprint),
-    }

@@ -1,4 +1,12 @@
-"""ONE RL STEP. Read this first."""
+"""One RL step: the main path of the package. Read this file first.
+
+    sample_rollouts     the engine plays the step's episodes           -> groups of samples
+    train_on_rollouts   score, advantages, correction, one update      -> new weights, metrics
+    push_weights        the engine loads the new weights
+
+`rl_step` runs the three one after the other. run/async_rollouts.py lets sampling and training
+overlap. run/hooks.py holds the optional parts of a step.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,7 @@ from collections.abc import Callable
 
 from onepolicy.build.components import Components
 from onepolicy.config import RunConfig
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.weights import Average, reweight
 from onepolicy.interfaces import MetricsSource
 from onepolicy.objective.advantages import compute_advantages, compute_outcomes, has_signal
 from onepolicy.rollout.collect import collect_rollouts
@@ -17,130 +25,157 @@ from onepolicy.run.result import Rollouts, StepResult, StepTimer
 from onepolicy.run.step_metrics import mismatch_metrics
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
-from onepolicy.types import Group, TokenBatch
+from onepolicy.types import Group, Sample, TokenBatch
 
 
 async def rl_step(
-    parts: Components, step: int, *, advance: Callable[[], None] = lambda: None
+    components: Components, step: int, *, advance: Callable[[], None] = lambda: None
 ) -> StepResult:
-    """Step `step` (from 0): rollouts, one batch, one update, new weights in the engine. One after the other; what lets
-    them overlap is in async_rollouts.py."""
+    """Run step `step` (from 0): rollouts, one update, new weights in the engine.
+
+    advance: called after every episode.
+    """
     timer = StepTimer()
+
+    async def sample() -> Rollouts:
+        return await sample_rollouts(components, step, advance)
+
+    async def push() -> None:
+        await push_weights(components.learner, *components.samplers)
+
     with timer("rollout"):
-        rollouts = await retry_on_engine_loss(
-            parts, lambda: sample_rollouts(parts, step, advance)
-        )  # again, if a server is lost meanwhile
-    result = train_on_rollouts(parts, step, rollouts, timer)
+        rollouts = await retry_on_engine_loss(components, sample)
+    result = train_on_rollouts(components, step, rollouts, timer)
     with timer("sync"):
-        await retry_on_engine_loss(parts, lambda: push_weights(parts.learner, *parts.samplers))
-    return add_timings(parts, result, timer)
+        await retry_on_engine_loss(components, push)
+    return add_timings(components, result, timer)
 
 
 async def sample_rollouts(
-    parts: Components, step: int, advance: Callable[[], None] = lambda: None
+    components: Components, step: int, advance: Callable[[], None] = lambda: None
 ) -> Rollouts:
-    """The episodes of step `step`, played by whatever weights the engine has meanwhile."""
-    cfg = parts.config
-    return Rollouts(
-        *await collect_rollouts(
-            parts.engine,
-            parts.environment,
-            cfg.rollout,
-            stop=parts.stop,
-            step=step,
-            seed=cfg.seed,
-            route_spec=parts.route_spec,
-            advance=advance,
-            accept=has_signal if cfg.objective.dynamic_sampling else None,
-            rounds=cfg.objective.dynamic_sampling,
-            top_logprobs=parts.top_logprobs,
-        )
+    """Play the episodes of step `step` with the weights that the engine has at the time."""
+    config = components.config
+    accept = None
+    if config.objective.dynamic_sampling:
+        accept = has_signal
+    groups, metrics = await collect_rollouts(
+        components.engine,
+        components.environment,
+        config.rollout,
+        stop=components.stop,
+        step=step,
+        seed=config.seed,
+        route_spec=components.route_spec,
+        advance=advance,
+        accept=accept,
+        rounds=config.objective.dynamic_sampling,
+        top_logprobs=components.top_logprobs,
     )
+    return Rollouts(groups, metrics)
 
 
 def train_on_rollouts(
-    parts: Components, step: int, rollouts: Rollouts, timer: StepTimer
+    components: Components, step: int, rollouts: Rollouts, timer: StepTimer
 ) -> StepResult:
-    """One update of the learner's weights by the rollouts of a step. What a run may have besides are its hooks."""
-    cfg, learner, hooks = parts.config, parts.learner, build_hooks(parts, timer)
+    """Update the learner's weights with the rollouts of a step."""
+    config, learner = components.config, components.learner
+    hooks = build_hooks(components, timer)
+
+    # Rewards relative to the group's baseline; then one packed batch: Sample[N] -> TokenBatch[T].
     groups = rollouts.groups
     for hook in hooks:
         groups = hook.after_rollout(groups)
-    groups = compute_outcomes(
-        groups, cfg.objective, max_tokens=cfg.rollout.sampling.max_tokens
-    )  # reward against siblings
-    batch = pack(groups)  # Sample[N] -> TokenBatch[T]
+    max_tokens = config.rollout.sampling.max_tokens
+    groups = compute_outcomes(groups, config.objective, max_tokens=max_tokens)
+    batch = pack(groups)
+
+    # The trainer's log-probabilities, with the rollout's experts replayed; reference and critic.
     with timer("score"):
-        batch = learner.score(
-            batch
-        )  # logp_old, the rollout's experts replayed; reference and critic
+        batch = learner.score(batch)
     for hook in hooks:
         hook.after_score(batch, groups, step)
-    batch = compute_advantages(batch, cfg.objective)  # outcome -> slots
-    batch, report = apply_correction(batch, cfg)
-    result = StepResult(groups, batch, metrics=rollouts.metrics | report)
+
+    # Advantage, weight and rejection of every slot.
+    batch = compute_advantages(batch, config.objective)
+    batch, correction_metrics = apply_correction(batch, config)
+    result = StepResult(groups, batch, metrics=rollouts.metrics | correction_metrics)
     for hook in hooks:
         hook.before_update(result, step)
+
+    # Forward with replay, loss, backward, optimiser.
     with timer("update"):
-        metrics, scored = learner.step(batch)  # forward with replay, loss, backward, optimiser
-    if (
-        scored is not None
-    ):  # nobody scored it before: the first mini-step saw it with the weights of before
+        metrics, scored = learner.step(batch)
+    if scored is not None:  # bypass: the first minibatch was scored in the update itself
         result.batch = scored
-    result.metrics |= (
-        metrics | mismatch_metrics(result.batch) | rollout_metrics(groups)
-    )  # read-only, every step
+    result.metrics |= metrics | mismatch_metrics(result.batch) | rollout_metrics(groups)
     for hook in hooks:
         hook.after_update(result, step)
     return result
 
 
 def apply_correction(batch: TokenBatch, config: RunConfig) -> tuple[TokenBatch, dict[str, float]]:
-    """The batch with the weights and rejections of the correction, and its report. What needs the new policy is
-    evaluated in the loss."""
-    applied = reweight(
-        batch.logp_rollout if batch.logp_old is None else batch.logp_old,
+    """Set the weight and rejection of every slot. Return the batch and the correction's metrics.
+
+    The part of a correction that needs the policy being trained is evaluated in the loss
+    (train/current_policy.py).
+    """
+    logp_old = batch.logp_old
+    if logp_old is None:  # bypass: the correction has no part that needs it
+        logp_old = batch.logp_rollout
+    average: Average = "slots"
+    if config.objective.reduction == "sequence-mean-token-mean":
+        average = "sequences"
+    corrected = reweight(
+        logp_old,
         batch.logp_rollout,
         batch.trainable,
         config.correction.fixed_part,
         segment=batch.segment,
         turn=batch.turn,
         advantage=batch.advantage,
-        average="sequences"
-        if config.objective.reduction == "sequence-mean-token-mean"
-        else "slots",
+        average=average,
     )
-    return batch.replace(weight=applied.weight, keep=applied.keep), applied.report
+    return batch.replace(weight=corrected.weight, keep=corrected.keep), corrected.report
 
 
-def add_timings(parts: Components, result: StepResult, timer: StepTimer) -> StepResult:
-    """With what is known at the end of the step."""
+def add_timings(components: Components, result: StepResult, timer: StepTimer) -> StepResult:
+    """Add the metrics that are known at the end of the step: times, and those of the engine."""
     times = timer.metrics()
     slots = sum(len(sample.tokens) - 1 for group in result.groups for sample in group.samples)
     result.metrics |= times | {"train/tokens_per_second": slots / times["time/step"]}
-    if isinstance(parts.engine, MetricsSource):
-        result.metrics |= parts.engine.take_metrics()
+    if isinstance(components.engine, MetricsSource):
+        result.metrics |= components.engine.take_metrics()
     return result
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
-    """Means over episodes; an episode's last sample has its reward, its end and what happened in it."""
+    """Return the metrics of the step's episodes, most of them means over episodes."""
     samples = [sample for group in groups for sample in group.samples]
-    ends = [
-        s
-        for group in groups
-        for s in dict(zip(group.episodes, group.samples, strict=True)).values()
-    ]
-    count, events = len(ends), Counter(event for sample in ends for event in sample.events)
-    turns = sum(len(s.turn.unique()) - bool((s.turn < 0).any()) for s in samples) / count
-    several = {"train/turns": turns} if turns > 1 or events else {}
-    return {
-        "train/reward": sum(s.reward for s in ends) / count,
-        "train/response_length": sum(s.response_length for s in samples) / count,
-        "train/cut_by_length": sum(s.finish == "length" for s in ends) / count,
-        "train/reward_min": min(s.reward for s in ends),
-        "train/reward_max": max(s.reward for s in ends),
+    ends = [sample for group in groups for sample in _last_samples(group)]
+    episodes = len(ends)
+    rewards = [sample.reward for sample in ends]
+    metrics = {
+        "train/reward": sum(rewards) / episodes,
+        "train/response_length": sum(s.response_length for s in samples) / episodes,
+        "train/cut_by_length": sum(s.finish == "length" for s in ends) / episodes,
+        "train/reward_min": min(rewards),
+        "train/reward_max": max(rewards),
         "train/groups_without_signal": sum(not has_signal(group) for group in groups) / len(groups),
-        **several,
-        **{f"tools/{event}": number / count for event, number in events.items()},
     }
+    events = Counter(event for sample in ends for event in sample.events)
+    turns = sum(_num_turns(sample) for sample in samples) / episodes
+    if turns > 1 or events:
+        metrics["train/turns"] = turns
+    return metrics | {f"tools/{event}": count / episodes for event, count in events.items()}
+
+
+def _last_samples(group: Group) -> list[Sample]:
+    """Return the last sample of each episode. It has the episode's reward, finish and events."""
+    last_of_episode = dict(zip(group.episodes, group.samples, strict=True))
+    return list(last_of_episode.values())
+
+
+def _num_turns(sample: Sample) -> int:
+    """Return the number of model turns. Slots that belong to no turn have a negative number."""
+    return len(sample.turn.unique()) - bool((sample.turn < 0).any())

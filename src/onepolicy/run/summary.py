@@ -1,25 +1,65 @@
-"""What a finished run is summed up as, including its best and (by a fixed rule) its crash step."""
+"""The summary of a finished run, with its best step and, by a fixed rule, its crash step."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 from onepolicy.config import RunConfig
+from onepolicy.files import write_text_atomically
 from onepolicy.run.learning_check import GROUPED, nothing_learnt
+from onepolicy.run.log import read_metrics
+from onepolicy.run.run_folder import SUMMARY
 
 Row = dict[str, Any]
 
 CRASH_DROP = 0.25
 CRASH_RULE = (
-    f"crash step: the first evaluation at which the score is {CRASH_DROP} or more below the best score before it, and "
-    "after which it never comes back above that line"
+    f"crash step: the first evaluation at which the score is {CRASH_DROP} or more below the best "
+    "score before it, and after which it never comes back above that line"
+)
+TIMES = (
+    "rollout",
+    "wait",
+    "score",
+    "score_saved",
+    "counterfactual",
+    "update",
+    "sync",
+    "step",
+)
+MEASURED = (
+    "mismatch/k3",
+    "mismatch/f2",
+    "routing/routers",
+    "routing/tokens",
+    "routing/sequence",
 )
 
 
+def write_summary(config: RunConfig, run: Path, parent: Row | None) -> Row:
+    """Write summary.json and, if log.report asks for it, the report. Return the summary."""
+    summary = summarise(config, read_metrics(run), run, parent)
+    write_text_atomically(run / SUMMARY, json.dumps(summary, indent=1))
+    if config.log.report:
+        from onepolicy.report.html import write_report  # plotly is an extra
+
+        summary["report"] = str(write_report(run))
+        write_text_atomically(run / SUMMARY, json.dumps(summary, indent=1))
+    return summary
+
+
+def has_summary(config: RunConfig, run: Path) -> bool:
+    """Return whether the run has its summary and, if log.report asks for it, its report."""
+    if not (run / SUMMARY).exists():
+        return False
+    return not config.log.report or (run / "report.html").exists()
+
+
 def crash_step(scores: list[tuple[int, float]]) -> int | None:
-    """`scores` are (step, score) in step order. See CRASH_RULE."""
+    """Return the crash step by CRASH_RULE. `scores` are (step, score) in step order."""
     best, crash, line = float("-inf"), None, 0.0
     for step, score in scores:
         if crash is not None and score > line:
@@ -31,22 +71,22 @@ def crash_step(scores: list[tuple[int, float]]) -> int | None:
 
 
 def score_name(config: RunConfig) -> str | None:
-    """The metric evaluations are judged by: greedy accuracy, else avg@k."""
-    if not config.eval.every or not (config.eval.greedy or config.eval.k):
+    """Return the metric that judges evaluations: greedy accuracy, else avg@k."""
+    if not config.eval.every:
         return None
-    return "eval/greedy" if config.eval.greedy else f"eval/avg@{config.eval.k}"
+    if config.eval.greedy:
+        return "eval/greedy"
+    if config.eval.k:
+        return f"eval/avg@{config.eval.k}"
+    return None
 
 
 def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None) -> Row:
-    """`rows` are those of metrics.jsonl: one per training step, evaluations under the step they followed."""
+    """Return the content of summary.json.
+
+    `rows` are those of metrics.jsonl: one per training step, with the evaluation that followed it.
+    """
     train = [row for row in rows if "train/reward" in row]
-    name = score_name(config)
-    scores = (
-        [(int(row["step"]), float(row[name])) for row in rows if row.get(name) is not None]
-        if name
-        else []
-    )
-    best = max(scores, key=lambda s: s[1], default=None)
     window = max(1, min(5, len(train) // 2))
     summary: Row = {
         "run": str(run),
@@ -54,67 +94,74 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
         "steps": config.steps,
         "replay": config.replay.mode,
         "correction": config.correction.name,
-        "score": name,
+        "score": score_name(config),
         "reward_first": _mean(train[:window], "train/reward"),
         "reward_last": _mean(train[-window:], "train/reward"),
         "reward_window": window,
-        "eval_first": _point(scores[0]) if scores else None,
-        "eval_last": _point(scores[-1]) if scores else None,
-        "eval_best": _point(best) if best else None,
-        "crash_step": crash_step(scores),
-        "crash_rule": CRASH_RULE,
+    }
+    summary |= _evaluations(config, rows)
+    summary |= {
         "tokens_per_second": _mean(train, "train/tokens_per_second"),
         "objective": config.objective.name,
-        "time": {
-            key: _mean(train, f"time/{key}", absent=0.0)
-            for key in (
-                "rollout",
-                "wait",
-                "score",
-                "score_saved",
-                "counterfactual",
-                "update",
-                "sync",
-                "step",
-            )
-        },
+        "time": {part: _mean(train, f"time/{part}", absent=0.0) for part in TIMES},
     }
-    if skipped := sum(row.get("train/updates_skipped") or 0.0 for row in train):
+    skipped = sum(row.get("train/updates_skipped") or 0.0 for row in train)
+    if skipped:
         summary["updates_skipped"] = skipped
     if config.objective.baseline in GROUPED:
         summary["groups_without_signal"] = _mean(train[-window:], "train/groups_without_signal")
     if config.rollout.max_staleness is not None:
         summary["asynchronous"] = _asynchronous(config.rollout.max_staleness, train)
-    measured = (
-        "mismatch/k3",
-        "mismatch/f2",
-        "routing/routers",
-        "routing/tokens",
-        "routing/sequence",
-    )
-    summary["mismatch"] = {key: _mean(train, key) for key in measured}
-    probes = [row for row in train if f"counterfactual/{measured[0]}" in row]
-    summary["probe_steps"] = [int(row["step"]) for row in probes]
-    summary["mismatch_at_probes"] = {key: _mean(probes, key) for key in measured}
-    summary["mismatch_without_replay"] = {
-        key: _mean(probes, f"counterfactual/{key}") for key in measured
-    }
-    pairs = [(row["counterfactual/mismatch/k3"], row.get("mismatch/k3")) for row in probes]
-    cuts = [without / within for without, within in pairs if without is not None and within]
-    summary["k3_cuts"] = sorted(cut for cut in cuts if math.isfinite(cut))
-    if (found := nothing_learnt(config, train, run)) is not None:
+    summary |= _mismatch(train)
+    found = nothing_learnt(config, train, run)
+    if found is not None:
         summary["nothing_learnt"] = found
     return summary
 
 
+def _evaluations(config: RunConfig, rows: list[Row]) -> Row:
+    """Return the first, last and best evaluation, and the crash step."""
+    name = score_name(config)
+    scores: list[tuple[int, float]] = []
+    if name is not None:
+        judged = [row for row in rows if row.get(name) is not None]
+        scores = [(int(row["step"]), float(row[name])) for row in judged]
+    first = last = best = None
+    if scores:
+        first, last = _point(scores[0]), _point(scores[-1])
+        best = _point(max(scores, key=lambda score: score[1]))
+    return {
+        "eval_first": first,
+        "eval_last": last,
+        "eval_best": best,
+        "crash_step": crash_step(scores),
+        "crash_rule": CRASH_RULE,
+    }
+
+
+def _mismatch(train: list[Row]) -> Row:
+    """Return the mean mismatch, and its comparison with the scoring without replay."""
+    probes = [row for row in train if f"counterfactual/{MEASURED[0]}" in row]
+    pairs = [(row["counterfactual/mismatch/k3"], row.get("mismatch/k3")) for row in probes]
+    cuts = [without / within for without, within in pairs if without is not None and within]
+    return {
+        "mismatch": {key: _mean(train, key) for key in MEASURED},
+        "probe_steps": [int(row["step"]) for row in probes],
+        "mismatch_at_probes": {key: _mean(probes, key) for key in MEASURED},
+        "mismatch_without_replay": {
+            key: _mean(probes, f"counterfactual/{key}") for key in MEASURED
+        },
+        "k3_cuts": sorted(cut for cut in cuts if math.isfinite(cut)),
+    }
+
+
 def _asynchronous(max_staleness: int, train: list[Row]) -> Row:
-    """Staleness in updates, the rest shares; means over steps but for the oldest token."""
+    """Return staleness in updates and busy fractions: means over steps, except staleness_max."""
+    ages = [row.get("staleness/max") for row in train]
     return {
         "max_staleness": max_staleness,
         "staleness_mean": _mean(train, "staleness/mean"),
-        "staleness_max": max(
-            (age for row in train if (age := row.get("staleness/max")) is not None), default=None
-        ),
+        "staleness_max": max((age for age in ages if age is not None), default=None),
         "spanning": _mean(train, "staleness/spanning"),
         "learner_busy": _mean(train, "async/learner_busy"),
         "sampler_busy": _mean(train, "async/sampler_busy"),
@@ -126,13 +173,16 @@ def _point(score: tuple[int, float]) -> Row:
 
 
 def _mean(rows: list[Row], key: str, absent: float | None = None) -> float | None:
-    """Mean over the rows that have the key; with `absent`, over all rows, which count as that where they lack it.
+    """Return the mean over the rows that have the key.
 
-    None if a float cannot hold it, which only a damaged file can bring about.
+    absent: value of the rows that lack the key; None leaves these rows out. Returns None if the
+    mean is not finite, which only a damaged file can cause.
     """
     values = [row.get(key, absent) for row in rows]
     present = [float(value) for value in values if value is not None]
     if not present:
         return absent
     mean = sum(present) / len(present)
-    return mean if math.isfinite(mean) else None
+    if not math.isfinite(mean):
+        return None
+    return mean

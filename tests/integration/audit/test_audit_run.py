@@ -15,6 +15,7 @@ from onepolicy.build import components
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.measure.measure import _load_engine_model, score_rollouts
+from onepolicy.run import train as run_train
 from onepolicy.sync.push import push_weights
 from support.planted_engine import SETTINGS, Planted
 
@@ -38,7 +39,7 @@ def audited(train, monkeypatch):
             parts, tokenizer = build(*args, **more)
             return dataclasses.replace(parts, engine=Planted(parts.engine, **fault)), tokenizer
 
-        monkeypatch.setattr(components, "build_components", planted)
+        monkeypatch.setattr(run_train, "build_components", planted)
         return audit(train(None, *EVERY_STEP, *overrides), {})
 
     return run

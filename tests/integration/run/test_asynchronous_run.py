@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from onepolicy.cli import main
 from onepolicy.report.terminal import summary_table
-from onepolicy.run import train as loop
+from onepolicy.run import loop
 from support.metrics import rows, timeless
 from support.resumed_runs import EVERY, assert_same_run, finish, kill_in_the_update_of, next_command
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onepolicy.build import components
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, resolve
 from onepolicy.rollout.collect import gather_or_cancel
@@ -210,14 +209,14 @@ def test_a_server_lost_again_and_again_ends_the_run(parts, fake):
 
     with pytest.raises(EngineLost, match="gone"):
         asyncio.run(retry_on_engine_loss(parts, work))
-    assert len(tries) == recovery.TIMES + 1
+    assert len(tries) == recovery.MAX_LOSSES + 1
 
 
 def test_one_that_comes_back_as_another_is_refused(parts, fake):
     restart(fake)
     fake.told = {"dtype": "bfloat16"}
     with pytest.raises(
-        TrainingError, match=r"came back as one this run cannot use: .*runs bfloat16"
+        TrainingError, match=r"is back, but this run cannot use it: .*runs bfloat16"
     ):
         asyncio.run(retry_on_engine_loss(parts, lambda: batch(parts.engine)))
 
@@ -271,7 +270,7 @@ def test_a_resume_waits_for_a_lost_server(tmp_path, monkeypatch):
     def built(*arguments):
         raise TrainingError(f"built after {len(asked)}")
 
-    monkeypatch.setattr(components, "build_components", built)
+    monkeypatch.setattr(train, "build_components", built)
     with Server({"GET /health": health}) as server:
         run_folder.create_run_folder(
             tmp_path / "run", run_of(server.url), run_folder.FROM_SCRATCH, "{}"

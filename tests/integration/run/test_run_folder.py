@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onepolicy.cli import main
-from onepolicy.run import train as run_loop
+from onepolicy.run import loop as run_loop
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_ctrl_c_in_a_run_names_its_folder_and_checkpoint(copy, capsys, monkeypat
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_loop, "_write_samples", interrupted)
+    monkeypatch.setattr(run_loop, "write_samples", interrupted)
     monkeypatch.setattr("signal.signal", lambda *a: None)
     assert main(commands(copy)["resume"]) == 130
     said = capsys.readouterr().err

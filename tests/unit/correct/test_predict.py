@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepolicy.build import components
 from onepolicy.config import CorrectionConfig, UsageError, resolve
 from onepolicy.config.correction import correction_presets
 from onepolicy.correct.predict import predict, warning
@@ -108,7 +107,7 @@ class Notes(Progress):
 def test_a_run_reports_it_before_it_loads_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(components, "build_components", lambda *_: None)
+    monkeypatch.setattr(train, "build_components", lambda *_: None)
     tree = {
         "out": str(tmp_path / "run"),
         "steps": 1,

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from onepolicy.config import UsageError
 from onepolicy.report.jsonl import RENAMED
-from onepolicy.run.log import METRICS, RunLog, is_known, read_metrics, truncate_after
+from onepolicy.run.log import RunLog, read_metrics, truncate_after
+from onepolicy.run.metric_names import METRICS, is_known
 
 
 def lines(path):
@@ -23,7 +24,7 @@ def test_rows_and_samples(tmp_path):
     with RunLog(tmp_path, tensorboard=False) as log:
         log.write(1, {"train/reward": 0.5, "mismatch/k3": math.nan, "mismatch/chi2": math.inf})
         log.write(2, {"train/reward": 1, "eval/avg@16": 0.25, "counterfactual/mismatch/f1.25": 0.0})
-        log.sample(
+        log.write_sample(
             {"step": 2, "response": "1+1=\u2028\ud800 \u00e9", "mean_logp_rollout": math.nan}
         )
     assert lines(tmp_path / "metrics.jsonl") == [
@@ -106,7 +107,7 @@ def test_resume_after_kill_in_the_middle_of_a_line(tmp_path):
     with RunLog(tmp_path, tensorboard=False) as log:
         for step in (1, 2, 3):
             log.write(step, {"train/reward": step / 10})
-            log.sample({"step": step, "response": "x"})
+            log.write_sample({"step": step, "response": "x"})
     for name in ("metrics.jsonl", "samples.jsonl"):
         with open(tmp_path / name, "ab") as file:
             file.write(b'{"step": 4, "trai')

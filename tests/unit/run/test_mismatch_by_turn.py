@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from onepolicy.run.log import is_known
+from onepolicy.run.metric_names import is_known
 from onepolicy.run.step_metrics import metrics_per_turn
 from support.objective_batches import batch
 

@@ -173,7 +173,7 @@ class EngineClient:
         return taken
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call, as a run logs them (run/log.py)."""
+        """Since the last call, as a run logs them (run/metric_names.py)."""
         taken = self.take_counters()
         return {
             "rollout/requests": taken.requests,

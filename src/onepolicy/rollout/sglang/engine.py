@@ -178,7 +178,7 @@ class SGLangEngine:
         await self.client.post("/flush_cache", params={"timeout": str(FLUSH_S)})
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call; see run/log.py."""
+        """Since the last call; see run/metric_names.py."""
         resumed, self._resumed = self._resumed, 0
         return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
 

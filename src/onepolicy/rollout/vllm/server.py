@@ -324,7 +324,7 @@ class VLLMServer:
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call; see run/log.py."""
+        """Since the last call; see run/metric_names.py."""
         resumed, self._resumed = self._resumed, 0
         return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
 

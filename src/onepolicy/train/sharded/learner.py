@@ -31,7 +31,7 @@ from onepolicy.types import RoutingTrace, TokenBatch
 
 
 class RankDispatcher:
-    """Runs a command on the driver's own rank and on all other ranks at the same time."""
+    """A dispatcher of commands to all ranks, the driver's own included, at the same time."""
 
     def __init__(self, rank_0: RankLearner, others: RankGroup) -> None:
         self.rank_0, self.others = rank_0, others

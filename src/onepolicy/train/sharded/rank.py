@@ -53,7 +53,7 @@ class BatchCommand(TypedDict):
 
 
 class ScoreCommand(BatchCommand):
-    """Score the batch.
+    """A command to score the batch.
 
     how = score: like `Learner.score`. again: with the policy alone, with replay. native: with the
     policy alone, without replay.
@@ -65,7 +65,7 @@ class ScoreCommand(BatchCommand):
 
 
 class OptimiseCommand(BatchCommand):
-    """Train on a minibatch."""
+    """A command to train on a minibatch."""
 
     do: Literal["optimise"]
     rounds: list[list[NonNegativeInt]]
@@ -75,20 +75,20 @@ class OptimiseCommand(BatchCommand):
 
 
 class LogitsCommand(BatchCommand):
-    """Compute logits together with the driver."""
+    """A command to compute logits together with the driver."""
 
     do: Literal["logits"]
 
 
 class WeightsCommand(TypedDict):
-    """Gather the weights together with the driver."""
+    """A command to gather the weights together with the driver."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     do: Literal["weights"]
 
 
 class CheckpointCommand(TypedDict):
-    """Save or restore the shards in a folder."""
+    """A command to save or restore the shards in a folder."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     do: Literal["save", "restore"]

@@ -1,0 +1,252 @@
+"""The loop over the steps of a run, with evaluation, log, probe files and checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from onepolicy.build.calibrate import calibrate
+from onepolicy.build.components import Components
+from onepolicy.config.stored_config import BEGUN
+from onepolicy.envs.multiturn.tokenization import decode_tokens
+from onepolicy.files import write_text_atomically
+from onepolicy.interfaces import Progress
+from onepolicy.invariant.fingerprint import short_digest
+from onepolicy.run import run_folder
+from onepolicy.run.evaluate import evaluate, num_eval_episodes
+from onepolicy.run.hooks import is_counterfactual_step
+from onepolicy.run.learning_check import LearningMonitor
+from onepolicy.run.log import RunLog, read_metrics, truncate_after
+from onepolicy.run.recovery import do_nothing, retry_on_engine_loss
+from onepolicy.run.result import StepResult
+from onepolicy.run.run_folder import Json, RunOrigin
+from onepolicy.run.step import rl_step
+from onepolicy.run.step_metrics import save_counterfactual
+from onepolicy.run.summary import write_summary
+from onepolicy.sync.push import checked_push, push_weights
+from onepolicy.train import checkpoint
+
+if TYPE_CHECKING:
+    from onepolicy.run.async_rollouts import RolloutPrefetcher
+
+
+class TrainingLoop:
+    """A run from its starting point to its summary."""
+
+    def __init__(
+        self,
+        components: Components,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+        origin: RunOrigin,
+        progress: Progress,
+    ) -> None:
+        self.components, self.tokenizer = components, tokenizer
+        self.config, self.learner = components.config, components.learner
+        self.folder, self.origin, self.progress = folder, origin, progress
+
+    async def run(self) -> Json:
+        """Run all steps and return the summary."""
+        self._restore()
+        self._clean_folder()
+        await self._start_engine()
+        with RunLog(self.folder, tensorboard=self.config.log.tensorboard) as log:
+            await self._run_steps(log)
+        with self._writing():
+            self.learner.finish_saving()
+            checkpoint.prune(self.folder, self.config.checkpoint.keep)
+            return write_summary(self.config, self.folder, self.origin.parent)
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Restore the checkpoint that the run starts from, if there is one."""
+        if self.origin.weights is None:
+            return
+        self.learner.restore(self.origin.weights)
+        if self.origin.parent and not checkpoint.complete_checkpoints(self.folder):
+            with self._writing():  # a fork must not need its parent again
+                self._save_checkpoint(self.origin.step)
+
+    def _clean_folder(self) -> None:
+        """Remove unfinished checkpoints, and rows and probe files of steps that run again."""
+        with self._writing():
+            checkpoint.remove_unfinished(self.folder)
+            truncate_after(self.folder, self.origin.step)
+        run_folder.drop_probes_after(self.folder, self.origin.step)
+
+    async def _start_engine(self) -> None:
+        """Calibrate the engine, push the first weights, and check its log-probabilities."""
+        from onepolicy.engine_check.checks import require_correct_logprobs  # needed here only
+
+        components, engine = self.components, self.components.engine
+        advance = self.progress.phase("engine warm-up and sync check", 1)
+        await calibrate(self.config, engine, components.environment, components.stop, self.folder)
+        await checked_push(self.learner, engine, vocab=self.learner.scorer.vocab_size)
+        await push_weights(self.learner, *components.samplers[1:])
+        await require_correct_logprobs(engine, self.learner.scorer, self.tokenizer, self.config)
+        advance()
+        if not engine.caps.seeded:
+            self.progress.note(
+                "the engine does not use the request's seed: a resumed or repeated run samples "
+                "other tokens"
+            )
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    async def _run_steps(self, log: RunLog) -> None:
+        if self.config.eval.every and not read_metrics(self.folder):
+            metrics = await self._evaluate(None, self.origin.step)
+            with self._writing():
+                log.write(self.origin.step, metrics)
+        monitor = LearningMonitor(self.config, self.folder, self.progress.note)
+        async with self._prefetcher() as prefetcher:
+            for step in range(self.origin.step, self.config.steps):
+                done = step + 1
+                with self._writing():
+                    write_text_atomically(self.folder / BEGUN, str(done))
+                result = await self._run_step(prefetcher, step)
+                if step == self.origin.step:
+                    self._note_bug_signatures(result)
+                if self._is_due(done, self.config.eval.every):
+                    result.metrics |= await self._evaluate(prefetcher, done)
+                with self._writing():
+                    self._write_step(log, result, step)
+                self.progress.step(done, result.metrics)
+                monitor.after_step(done, result.metrics)
+                if self._is_due(done, self.config.checkpoint.every):
+                    await self._write_checkpoint(log, done, in_thread=prefetcher is not None)
+
+    def _prefetcher(self) -> AbstractAsyncContextManager[RolloutPrefetcher | None]:
+        """Return the prefetcher of an asynchronous run. None if rollout.max_staleness is unset."""
+        if self.config.rollout.max_staleness is None:
+            return nullcontext()
+        from onepolicy.run.async_rollouts import RolloutPrefetcher
+
+        return RolloutPrefetcher(self.components, self.origin.step)
+
+    async def _run_step(self, prefetcher: RolloutPrefetcher | None, step: int) -> StepResult:
+        rollout = self.config.rollout
+        episodes = rollout.prompts_per_step * rollout.group_size
+        advance = self.progress.phase("rollout", episodes)
+        if prefetcher is None:
+            return await rl_step(self.components, step, advance=advance)
+        return await prefetcher.run_step(step, advance=advance)
+
+    def _note_bug_signatures(self, result: StepResult) -> None:
+        """Report if the ratio of engine and trainer in the first step looks like a bug."""
+        from onepolicy.verdict.bug_signatures import diagnose_batch
+
+        found = diagnose_batch(result.batch)
+        if found.bug:
+            self.progress.note(
+                "the ratio of engine and trainer looks like a bug, not like a mismatch\n"
+                f"{found.text()}"
+            )
+
+    def _is_due(self, done: int, every: int) -> bool:
+        """Return whether something happens after `done` steps: every `every` steps and at the end.
+
+        every = 0 means never.
+        """
+        return every > 0 and (done % every == 0 or done == self.config.steps)
+
+    async def _evaluate(self, prefetcher: RolloutPrefetcher | None, step: int) -> dict[str, float]:
+        """Evaluate the current weights.
+
+        prefetcher: plays the episodes of `step` (from 0) and of later steps at the same time.
+        """
+        components, config = self.components, self.config
+        engine = components.engine
+        if components.evaluator is not None:
+            engine = components.evaluator
+            await push_weights(self.learner, engine)
+        evaluation = partial(
+            evaluate,
+            engine,
+            components.environment,
+            config.eval,
+            stop=components.stop,
+            max_tokens=config.eval.max_tokens or config.rollout.sampling.max_tokens,
+            solved_at=getattr(config.task, "threshold", 1.0),
+            advance=self.progress.phase("evaluation", num_eval_episodes(config.eval)),
+        )
+        cancel_pending: Callable[[], Awaitable[None]] = do_nothing
+        if prefetcher is not None:
+            cancel_pending = partial(prefetcher.cancel_all, step)
+        metrics = await retry_on_engine_loss(components, evaluation, cancel_pending)
+        if prefetcher is None or prefetcher.idle or components.evaluator is not None:
+            # Otherwise rollouts would reuse cached prefixes that a resumed run does not have.
+            await retry_on_engine_loss(components, engine.reset_cache)
+        return metrics
+
+    # --- files ------------------------------------------------------------------------------------
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return run_folder.convert_write_errors(self.folder)
+
+    def _write_step(self, log: RunLog, result: StepResult, step: int) -> None:
+        """Write the step's row, samples and, in a counterfactual step, its probe file."""
+        done = step + 1
+        log.write(done, result.metrics)
+        write_samples(log, result, self.tokenizer, done, self.config.log.samples_per_step)
+        if is_counterfactual_step(self.config, step):
+            path = self.folder / run_folder.PROBES / f"step_{done:05d}.safetensors"
+            fingerprint = self.learner.fingerprint
+            save_counterfactual(path, result.batch, result.without_replay, fingerprint)
+
+    async def _write_checkpoint(self, log: RunLog, done: int, *, in_thread: bool) -> None:
+        """Save a checkpoint. in_thread: leave the event loop to episodes that are being played."""
+        with self._writing():
+            log.sync_to_disk()  # a checkpoint must not be newer than the rows on disk
+            if in_thread:
+                await asyncio.to_thread(self._save_checkpoint, done)
+            else:
+                self._save_checkpoint(done)
+            checkpoint.prune(self.folder, self.config.checkpoint.keep)
+
+    def _save_checkpoint(self, step: int) -> None:
+        extra = {"parent": self.origin.parent}
+        checkpoint.save(self.folder, self.learner, self.tokenizer, step=step, extra=extra)
+
+
+def write_samples(
+    log: RunLog,
+    result: StepResult,
+    tokenizer: PreTrainedTokenizerBase,
+    step: int,
+    groups: int,
+) -> None:
+    """Write the first sample of the first groups as text.
+
+    Each has the mean log-probability of engine and trainer. The trainer's is null for a sample that
+    was not scored before the weights changed. With the rollout as behaviour policy (bypass) these
+    are the samples after the first minibatch.
+    """
+    batch, first_of_group = result.batch, 0
+    assert batch.logp_old is not None
+    for group in result.groups[:groups]:
+        sample = group.samples[0]
+        slots = (batch.segment == first_of_group) & batch.trainable
+        first_of_group += len(group.samples)
+        first_sampled = int(sample.trainable.nonzero()[0, 0]) + 1
+        log.write_sample(
+            {
+                "step": step,
+                "problem": group.problem_id,
+                "prompt": decode_tokens(tokenizer, sample.tokens[:first_sampled].tolist()),
+                "response": decode_tokens(tokenizer, sample.tokens[first_sampled:].tolist()),
+                "answer": group.answer,
+                "reward": sample.reward,
+                "finish": sample.finish,
+                "mean_logp_rollout": sample.logp_rollout[sample.trainable].mean().item(),
+                "mean_logp_trainer": batch.logp_old[slots].mean().item(),
+                "fingerprint": "+".join(sorted(map(short_digest, sample.fingerprints))) or None,
+            }
+        )
