@@ -1,5 +1,5 @@
 """GRPO, GSPO, REINFORCE++ and PPO with a critic each raise held-out accuracy, replay on, two
-mini-steps.
+minibatches.
 
 About 6 minutes of one idle core: one policy of 1.5 minutes and four runs of about 1. More seeds:
 `python benchmarks/objective_curves.py`.

@@ -58,7 +58,7 @@ def test_reference_and_entropy(train):
 
 
 def test_bypass_measures_in_the_update_without_scoring(train):
-    """With one mini-step the update's forward is the scoring forward, so the same rollouts give the
+    """With one minibatch the update's forward is the scoring forward, so the same rollouts give the
     same measurements."""
     usual = rows(train("usual", "steps=1", *QUICK))[0]
     out = train("bypass", "steps=1", "correction.preset=ppo-is", *QUICK)
@@ -87,7 +87,7 @@ def test_bypass_measures_in_the_update_without_scoring(train):
 
 
 def test_bypass_keeps_every_samples_rollout_log_probability(train):
-    """Samples of the second mini-step were never scored before the weights moved."""
+    """Samples of the second minibatch were never scored before the weights moved."""
     bypass = (
         "correction.preset=ppo-is",
         "objective.num_minibatches=2",

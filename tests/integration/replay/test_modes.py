@@ -285,7 +285,7 @@ def test_weights_that_a_router_does_not_return_are_refused() -> None:
 
 
 def test_r2_replays_the_routes_of_scoring_in_the_update() -> None:
-    """The second mini-step runs on moved weights, where native routing would choose other experts
+    """The second minibatch runs on moved weights, where native routing would choose other experts
     than scoring did."""
     batch = batch_of()
     settings = ("optim.lr=0.3", "objective.num_minibatches=2")
@@ -298,7 +298,7 @@ def test_r2_replays_the_routes_of_scoring_in_the_update() -> None:
     scored, _, replayed = one_step(learner, batch)
     layers = len(learner.routers.layers)
     updates, native = taken[layers:], scored.routing_native.ids.long()
-    half = [batch.segment < 4, batch.segment >= 4]  # mini-steps of two groups, two samples each
+    half = [batch.segment < 4, batch.segment >= 4]  # minibatches of two groups, two samples each
     for m in range(2):
         for column in range(layers):
             assert torch.equal(updates[m * layers + column], native[half[m], column])

@@ -116,7 +116,7 @@ def test_linear_decay_spends_the_rate_over_the_run():
     learner.version, learner.updates = (
         2,
         8,
-    )  # a fork after 2 of 3 steps, of a run with four mini-steps each
+    )  # a fork after 2 of 3 steps, of a run with four minibatches each
     assert one_step(learner, batch_of())[1]["train/lr"] == pytest.approx(0.01 / 3)
 
 
@@ -146,7 +146,7 @@ def test_dense_model_trains_without_routers():
 
 
 def test_bypass_measures_the_numbers_of_scoring():
-    """With one mini-step, logp_old, entropy and the trainer's own routes are those of score(), and
+    """With one minibatch, logp_old, entropy and the trainer's own routes are those of score(), and
     no forward scores."""
     batch, usual = batch_of(), learner_of()
     scored = usual.score(batch)
@@ -267,7 +267,7 @@ def test_the_reference_is_frozen_and_its_kl_pulls_back():
     ids=["weight", "gate"],
 )
 def test_live_corrections_equal_fixed_ones_before_the_policy_moves(live, fixed):
-    """With one mini-step new is old, so weights and gates of new / rollout are those of old /
+    """With one minibatch new is old, so weights and gates of new / rollout are those of old /
     rollout."""
     after = []
     for overrides in (live, [*fixed, "objective.preset=reinforce"], ["objective.preset=reinforce"]):

@@ -1,4 +1,4 @@
-"""Groups -> batch -> micro-batches and mini-steps."""
+"""Groups -> batch -> micro-batches and minibatches."""
 
 import dataclasses
 
