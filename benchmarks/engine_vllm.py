@@ -132,7 +132,7 @@ def main() -> None:
         ours = engines["vllm bf16"]
         assert isinstance(ours, VLLMEngine)
         inside = Inside(
-            (ours.llm, "add_request"), (ours.llm, "step"), (engine_module, "_parameters")
+            (ours.llm, "add_request"), (ours.llm, "step"), (engine_module, "_sampling_params")
         )
         for batch in args.batches:
             prompts = torch.randint(3, 32, (batch, args.prompt)).tolist()

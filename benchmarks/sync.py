@@ -129,7 +129,7 @@ def seconds(
         for version in range(rounds + 1):
             for name, engine in engines.items():
                 if isinstance(engine, VLLMServer):  # the other way has given it weights since
-                    engine._weights = await read_weights_id(engine.client)
+                    engine._weights_id = await read_weights_id(engine.client)
                 start = time.perf_counter()
                 await engine.load_weights(model.state_dict().items(), version)
                 found[name].append(time.perf_counter() - start)

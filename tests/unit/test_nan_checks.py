@@ -12,7 +12,7 @@ from onepolicy.config import TrainingError, UsageError
 from onepolicy.engine_check import command, weight_sync
 from onepolicy.engine_check.checks import CheckResult
 from onepolicy.measure.measure import _stale, _with_fit
-from onepolicy.rollout.servers.start_up import check_probabilities
+from onepolicy.rollout.servers.start_up import check_processed_logprobs
 from onepolicy.sync import push as sync_check
 from onepolicy.train import rescore
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
@@ -37,7 +37,7 @@ def tempered(sampling, _):
 
 
 def test_an_engine_may_report_tokens_that_its_head_rules_out():
-    asyncio.run(check_probabilities(fake_engine(tempered)))
+    asyncio.run(check_processed_logprobs(fake_engine(tempered)))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_an_engine_may_report_tokens_that_its_head_rules_out():
 )
 def test_an_engine_with_incomparable_values_is_refused(answers):
     with pytest.raises(UsageError, match="does not return the log-probabilities"):
-        asyncio.run(check_probabilities(fake_engine(answers)))
+        asyncio.run(check_processed_logprobs(fake_engine(answers)))
 
 
 @pytest.mark.parametrize(

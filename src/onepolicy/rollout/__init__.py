@@ -1,1 +1,1 @@
-"""Where completions come from: `collect` drives episodes, one folder per engine samples tokens."""
+"""Rollouts: `collect` drives episodes; each engine that samples their tokens has a folder."""

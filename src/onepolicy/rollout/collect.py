@@ -1,4 +1,4 @@
-"""Drive a step's episodes: every problem is played `group_size` times, all at once."""
+"""The rollouts of a step: every problem is played `group_size` times, all at once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from onepolicy.config import RolloutConfig, TrainingError
@@ -21,24 +23,32 @@ T = TypeVar("T")
 def request_seed(
     run_seed: int, problem_id: int, step: int, member: int, turn: int = 0, *, attempt: int = 0
 ) -> int:
-    """Seed of one request: a pure function of its place in the run, so that a resumed run draws the same numbers."""
-    key = (run_seed, problem_id, step, member, turn, attempt)
-    place = repr(key if attempt else key[:-1]).encode()
-    return int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "little")
+    """Return the seed of one request.
+
+    It is a pure function of the arguments, so a resumed run draws the same numbers.
+    """
+    key: tuple[int, ...] = (run_seed, problem_id, step, member, turn)
+    if attempt:
+        key = (*key, attempt)
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "little")
 
 
 def check_sampled_tokens(completion: Completion, name: str) -> None:
-    """TrainingError for tokens that an engine cannot have sampled. `name` says which sample it is."""
+    """Raise TrainingError for tokens that an engine cannot have sampled.
+
+    name: of the sample, for the error.
+    """
     count, logp = len(completion.token_ids), completion.logp
     if len(logp) != count or len(completion.version) != count:
         raise TrainingError(
-            f"{name}: the engine returned {count} tokens, {len(logp)} log-probabilities and {len(completion.version)} "
-            "versions"
+            f"{name}: the engine returned {count} tokens, {len(logp)} log-probabilities and "
+            f"{len(completion.version)} versions"
         )
-    if not (logp.isfinite() & (logp <= MAX_LOGP)).all():
-        wrong = logp[~(logp.isfinite() & (logp <= MAX_LOGP))][0].tolist()
+    valid = logp.isfinite() & (logp <= MAX_LOGP)
+    if not valid.all():
         raise TrainingError(
-            f"{name}: the engine returned {wrong} as the log-probability of a token it sampled"
+            f"{name}: the engine returned {logp[~valid][0].tolist()} as the log-probability of a "
+            "token it sampled"
         )
 
 
@@ -52,7 +62,11 @@ async def play_episode(
     route_spec: RouteSpec | None = None,
     name: str = "",
 ) -> tuple[Sample, ...]:
-    """One episode; `seeds(turn)` seeds each of its requests. Routes are checked as they arrive (`name` in errors)."""
+    """Play one episode and return its samples.
+
+    `seeds(turn)` is the seed of the turn's request. Routes are checked as they arrive. name: of
+    the episode, for errors.
+    """
     turn = initial_prompt_len = 0
 
     async def sample(
@@ -61,16 +75,19 @@ async def play_episode(
         nonlocal turn, initial_prompt_len
         turn += 1
         initial_prompt_len = initial_prompt_len or len(tokens)
-        limit = sampling.max_tokens if max_tokens is None else min(max_tokens, sampling.max_tokens)
-        asked = dataclasses.replace(
+        limit = sampling.max_tokens
+        if max_tokens is not None:
+            limit = min(max_tokens, limit)
+        turn_sampling = dataclasses.replace(
             sampling,
             max_tokens=limit,
             routes_from=routes_from,
             initial_prompt_len=initial_prompt_len,
         )
-        completion = await engine.generate(tokens, asked, seed=seeds(turn - 1))
-        check_sampled_tokens(completion, f"{name}, turn {turn - 1}")
-        check_completion(completion, tokens, route_spec, f"{name}, turn {turn - 1}")
+        completion = await engine.generate(tokens, turn_sampling, seed=seeds(turn - 1))
+        turn_name = f"{name}, turn {turn - 1}"
+        check_sampled_tokens(completion, turn_name)
+        check_completion(completion, tokens, route_spec, turn_name)
         return completion
 
     samples = await environment.episode(problem, sample, sampling.temperature)
@@ -78,7 +95,11 @@ async def play_episode(
 
 
 async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Their results. If one fails the others end before its error is raised: none goes on asking the engine."""
+    """Return the results of all awaitables.
+
+    If one fails, cancel the others and wait for their end before raising its error, so that no
+    task still sends requests to the engine.
+    """
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -86,6 +107,71 @@ async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass
+class _GroupPlayer:
+    """The player of one step's episodes. It counts the episodes and groups that fail."""
+
+    engine: RolloutEngine
+    environment: Environment
+    config: RolloutConfig
+    sampling: Sampling
+    step: int
+    seed: int  # of the run
+    route_spec: RouteSpec | None
+    advance: Callable[[], None]
+    counts: Counter[str] = field(default_factory=Counter)
+    last_failure: str = ""
+
+    async def play_groups(self, problems: Sequence[Problem]) -> list[Group]:
+        """Play group_size episodes of every problem at once. Return the groups that survive."""
+        size = self.config.group_size
+        played = await gather_or_cancel(
+            self._play_member(problem, member) for problem in problems for member in range(size)
+        )
+        groups = []
+        for i, problem in enumerate(problems):
+            episodes = [samples for samples in played[i * size : (i + 1) * size] if samples]
+            if len(episodes) < self.config.smallest_group:
+                self.counts["rollout/groups_dropped"] += 1
+                continue
+            samples = tuple(itertools.chain.from_iterable(episodes))
+            groups.append(Group(problem.id, samples, problem.answer))
+        return groups
+
+    async def _play_member(self, problem: Problem, member: int) -> tuple[Sample, ...]:
+        """Return the samples of one episode, none if all its attempts failed."""
+        name = f"problem {problem.id}, sample {member}"
+        samples: tuple[Sample, ...] | None = None
+        for attempt in range(1 + self.config.episode_retries):
+            try:
+                samples = await self._attempt_episode(problem, member, attempt, name)
+                break
+            except EpisodeError as error:
+                self.counts["rollout/episodes_failed"] += 1
+                self.last_failure = f"{name}: {error}"
+        self.advance()
+        if samples is None:
+            self.counts["rollout/episodes_dropped"] += 1
+            return ()
+        return tuple(dataclasses.replace(sample, episode=member) for sample in samples)
+
+    async def _attempt_episode(
+        self, problem: Problem, member: int, attempt: int, name: str
+    ) -> tuple[Sample, ...]:
+        seeds = functools.partial(
+            request_seed, self.seed, problem.id, self.step, member, attempt=attempt
+        )
+        return await play_episode(
+            self.engine,
+            self.environment,
+            problem,
+            self.sampling,
+            seeds,
+            route_spec=self.route_spec,
+            name=name,
+        )
 
 
 async def collect_rollouts(
@@ -102,14 +188,18 @@ async def collect_rollouts(
     rounds: int = 0,
     top_logprobs: int = 0,
 ) -> tuple[list[Group], dict[str, float]]:
-    """The groups of step `step`, in problem order, and what became of the episodes. `advance` is called per episode.
+    """Return the groups of step `step` in problem order, and the metrics of its episodes.
 
-    An episode that fails (EpisodeError) is played again with other seeds, config.episode_retries times, then dropped;
-    a group with fewer than config.min_group_size left is dropped whole. Dynamic sampling (DAPO section 3.2): groups that
-    `accept` refuses are replaced by further problems, up to `rounds` more times. Step s owns the problems from
-    s * prompts_per_step * (1 + rounds) on, so a resumed run draws the same. A step may come out smaller than
-    prompts_per_step; TrainingError if no group is left, UsageError if an engine's routes break `route_spec` (None: a dense
-    model), naming problem, sample, layer and row. top_logprobs: see Sampling.
+    An episode that fails (EpisodeError) is played again with other seeds, config.episode_retries
+    times, then dropped. A group with fewer than config.min_group_size episodes is dropped whole.
+    Dynamic sampling (DAPO section 3.2): groups that `accept` refuses are replaced by further
+    problems, up to `rounds` more times. Step s owns the problems from
+    s * prompts_per_step * (1 + rounds) on, so a resumed run draws the same. A step may have fewer
+    than prompts_per_step groups. `advance` is called after every episode. route_spec: None for a
+    dense model. top_logprobs: see Sampling.
+
+    Raises TrainingError if no group is left, and UsageError with problem, sample, layer and row
+    if the engine's routes break `route_spec`.
     """
     sampling = Sampling(
         config.sampling.temperature,
@@ -117,75 +207,42 @@ async def collect_rollouts(
         stop=stop,
         top_logprobs=top_logprobs,
     )
-    wanted, size = config.prompts_per_step, config.group_size
-    index = step * wanted * (1 + rounds)
-    counts: Counter[str] = Counter()
-    failure = ""
-
-    async def member(problem: Problem, m: int) -> tuple[Sample, ...]:
-        nonlocal failure
-        name = f"problem {problem.id}, sample {m}"
-        for attempt in range(1 + config.episode_retries):
-            seeds = functools.partial(request_seed, seed, problem.id, step, m, attempt=attempt)
-            try:
-                samples = await play_episode(
-                    engine, environment, problem, sampling, seeds, route_spec=route_spec, name=name
-                )
-            except EpisodeError as error:
-                counts["rollout/episodes_failed"] += 1
-                failure = f"{name}: {error}"
-                continue
-            advance()
-            return tuple(dataclasses.replace(sample, episode=m) for sample in samples)
-        counts["rollout/episodes_dropped"] += 1
-        advance()
-        return ()
-
-    async def play_groups(problems: list[Problem]) -> list[Group]:
-        played = await gather_or_cancel(
-            member(problem, m) for problem in problems for m in range(size)
-        )
-        groups = []
-        for i, problem in enumerate(problems):
-            episodes = [samples for samples in played[i * size : (i + 1) * size] if samples]
-            if len(episodes) >= config.smallest_group:
-                groups.append(
-                    Group(
-                        problem.id,
-                        tuple(s for samples in episodes for s in samples),
-                        problem.answer,
-                    )
-                )
-            else:
-                counts["rollout/groups_dropped"] += 1
-        return groups
-
+    player = _GroupPlayer(engine, environment, config, sampling, step, seed, route_spec, advance)
+    num_groups = config.prompts_per_step
+    first_index = step * num_groups * (1 + rounds)
     kept: list[Group] = []
-    played = used = 0
-    while len(kept) < wanted and used <= rounds:
-        problems = [
-            environment.train_problem(index + played + i) for i in range(wanted - len(kept))
-        ]
-        groups = await play_groups(problems)
-        kept += groups if accept is None else filter(accept, groups)
-        played, used = played + len(problems), used + 1
-    if not kept and counts["rollout/groups_dropped"]:
-        raise TrainingError(
-            f"step {step + 1}: no group has {config.smallest_group} episodes that could be played to their end; "
-            f"{counts['rollout/episodes_failed']} attempts failed, the last one: {failure}"
-        )
+    played = rounds_played = 0
+    while len(kept) < num_groups and rounds_played <= rounds:
+        start = first_index + played
+        indices = range(start, start + num_groups - len(kept))
+        groups = await player.play_groups([environment.train_problem(i) for i in indices])
+        kept += [group for group in groups if accept is None or accept(group)]
+        played += len(indices)
+        rounds_played += 1
     if not kept:
-        raise TrainingError(
-            f"objective.dynamic_sampling: all {played} problems of step {step + 1} had equal rewards; "
-            "take easier or harder problems, more rollout.group_size, or set objective.dynamic_sampling to 0"
-        )
-    metrics: dict[str, float] = dict(counts)  # a Counter would drop a refill count of 0
+        raise _no_group_error(player, played)
+    metrics: dict[str, float] = dict(player.counts)  # a Counter would drop a refill count of 0
     if isinstance(environment, MetricsSource):
         metrics |= environment.take_metrics()
     if accept is not None:
         metrics |= {
             "rollout/groups_played": played,
             "rollout/groups_kept": len(kept),
-            "rollout/refills": used - 1,
+            "rollout/refills": rounds_played - 1,
         }
     return kept, metrics
+
+
+def _no_group_error(player: _GroupPlayer, played: int) -> TrainingError:
+    counts, step = player.counts, player.step + 1
+    if counts["rollout/groups_dropped"]:
+        return TrainingError(
+            f"step {step}: no group has {player.config.smallest_group} episodes that were played to "
+            f"their end; {counts['rollout/episodes_failed']} attempts failed, the last one: "
+            f"{player.last_failure}"
+        )
+    return TrainingError(
+        f"objective.dynamic_sampling: all {played} problems of step {step} had equal rewards; "
+        "choose easier or harder problems, raise rollout.group_size, or set "
+        "objective.dynamic_sampling to 0"
+    )

@@ -1,4 +1,4 @@
-"""Copies of the model as the engine has it: in its dtype, its format, with its lm_head."""
+"""Copies of the model with the engine's dtype, quantisation format and lm_head."""
 
 from __future__ import annotations
 
@@ -26,26 +26,24 @@ def load_engine_copy(
     lm_head: LmHead | None = None,
     quantised: bool = True,
 ) -> PreTrainedModel:
-    """The model in the engine's dtype and format, its lm_head too (or as said), ready for packed samples.
+    """Return the model in the engine's dtype and quantisation format, ready for packed samples.
 
-    Static activations are not calibrated: every token has its own scale. vLLM's format is imitated by ours.
+    lm_head: None is the engine's. Static activations are not calibrated: every token has its own
+    scale. The embedded engine's format stands in for vLLM's.
     """
-    engine, quant = rollout.engine, rollout.quant if quantised else None
+    engine = rollout.engine
     lm_head = lm_head or engine.lm_head
-    own = (
-        quant if isinstance(engine, HFEngineConfig) else None
-    )  # vLLM rounds weights before it quantises them
-    copy, dtype = (
-        load_engine_model(model, engine.dtype, lm_head, device, quant=own),
-        DTYPES[engine.dtype],
-    )
-    if own is not None:
-        quantise_policy(copy, own)
-    elif quant is not None:
-        from onepolicy.rollout.vllm.quant import hf_equivalent
-
-        like, experts_only = hf_equivalent(quant)
-        quantise_policy(copy, like, experts_only=experts_only)
+    quant = None
+    if quantised:
+        quant = rollout.quant
+    is_hf = isinstance(engine, HFEngineConfig)
+    base_quant = None  # vLLM rounds weights before it quantises them
+    if is_hf:
+        base_quant = quant
+    copy = load_engine_model(model, engine.dtype, lm_head, device, quant=base_quant)
+    if quant is not None:
+        _quantise_like_engine(copy, quant, is_hf=is_hf)
+    dtype = DTYPES[engine.dtype]
     if lm_head == "float32":
         from onepolicy.models import fp32_head
 
@@ -53,6 +51,16 @@ def load_engine_copy(
     cast_model(copy, dtype)
     prepare_for_training(copy, device)
     return copy
+
+
+def _quantise_like_engine(model: PreTrainedModel, quant: QuantFormat, *, is_hf: bool) -> None:
+    if is_hf:
+        quantise_policy(model, quant)
+        return
+    from onepolicy.rollout.vllm.quant import hf_equivalent
+
+    equivalent, experts_only = hf_equivalent(quant)
+    quantise_policy(model, equivalent, experts_only=experts_only)
 
 
 def load_engine_model(
@@ -63,17 +71,27 @@ def load_engine_model(
     *,
     quant: QuantFormat | None = None,
 ) -> PreTrainedModel:
-    """Rounded as the trainer's weights are, and as the engine's will be unless its lm_head or its quantised weights are
-    made of unrounded ones."""
-    dtypes = {model.dtype, dtype if lm_head == "same" and quant is None else model.dtype}
-    return load_model(model, DTYPES["bfloat16" if "bfloat16" in dtypes else "float32"], device)
+    """Load the model with weights rounded like the trainer's.
+
+    Weights are also rounded to the engine's dtype, unless a float32 lm_head or quantised weights
+    must be made from unrounded ones.
+    """
+    dtypes: set[str] = {model.dtype}
+    if lm_head == "same" and quant is None:
+        dtypes.add(dtype)
+    load_dtype = "float32"
+    if "bfloat16" in dtypes:
+        load_dtype = "bfloat16"
+    return load_model(model, DTYPES[load_dtype], device)
 
 
 def quantise_policy(
     model: PreTrainedModel, quant: QuantFormat, *, experts_only: bool = False
 ) -> QuantisedModel:
-    """`quantise`, with the model's routers left as they are unless asked for."""
+    """Quantise the model, except its routers unless `quant` names them."""
     from onepolicy.models.quant.quantise import quantise
 
-    routers = [router.path for router in find_routers(model)] if is_moe(model.config) else []
+    routers: list[str] = []
+    if is_moe(model.config):
+        routers = [router.path for router in find_routers(model)]
     return quantise(model, quant, routers=routers, experts_only=experts_only)

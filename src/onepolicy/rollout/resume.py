@@ -1,4 +1,4 @@
-"""Completions that an update of the weights interrupted, and that went on from their tokens."""
+"""Completions that a weight update interrupted and that were resumed from their tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onepolicy.types import Completion, FinishReason, RoutingTrace
 
 
 class PartialCompletion(Protocol):
-    """What one request sampled: a whole completion, or what there was of it when it was interrupted."""
+    """The tokens that one request sampled before it ended or was interrupted."""
 
     @property
     def token_ids(self) -> Tensor: ...  # [n] int32
@@ -36,23 +36,29 @@ class PartialCompletion(Protocol):
 def join_partial_completions(
     parts: Sequence[PartialCompletion], finish: FinishReason, first_slot: int
 ) -> Completion:
-    """One completion of all parts; the routes of each are those it was sampled with, from `first_slot` on.
+    """Return one completion made of all parts, with the routes that sampled each part.
 
-    The last token of a part is fed by the next one, so the parts' rows follow each other without a gap.
+    first_slot: of the first part's routes. The last token of a part is fed by the next part, so
+    the parts' rows follow each other without a gap.
     """
-    routes = [part.routing for part in parts if part.routing is not None]
-    asked = parts[0].top_ids is not None
+    traces = [part.routing for part in parts if part.routing is not None]
+    routing = None
+    if traces:
+        routing = RoutingTrace.concat(traces)
     return Completion(
         torch.cat([part.token_ids for part in parts]),
         torch.cat([part.logp for part in parts]),
         torch.cat([part.version for part in parts]),
         finish,
-        RoutingTrace.concat(routes) if routes else None,
+        routing,
         first_slot,
-        top_ids=torch.cat([part.top_ids for part in parts if part.top_ids is not None])
-        if asked
-        else None,
-        top_logp=torch.cat([part.top_logp for part in parts if part.top_logp is not None])
-        if asked
-        else None,
+        top_ids=_concat_top([part.top_ids for part in parts]),
+        top_logp=_concat_top([part.top_logp for part in parts]),
     )
+
+
+def _concat_top(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """Concatenate the parts' top tokens, None if the first part has none."""
+    if tensors[0] is None:
+        return None
+    return torch.cat([tensor for tensor in tensors if tensor is not None])

@@ -1,4 +1,4 @@
-"""What an engine is built from. Every kind of engine has a factory `build(spec)` (build/engines.py)."""
+"""The arguments of an engine factory `build(spec)`, one per engine kind (build/engines.py)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from onepolicy.replay.checks import RouteSpec
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
+    """The model and settings from which an engine is built."""
+
     model: ModelConfig
     config: EngineConfig
     device: torch.device
     max_len: int  # prompt + completion tokens
-    route_spec: RouteSpec | None = None  # record the experts of every token, of these layers
-    combine_weights: bool = False  # and their combine weights
+    route_spec: RouteSpec | None = None  # layers whose experts are returned for every token
+    combine_weights: bool = False  # return the combine weights of those experts too
     numerics: Numerics = "fast"
     quant: QuantFormat | None = None  # of the engine's weights, now and after every sync

@@ -108,7 +108,7 @@ class RemoteEngine:
         if self._recovery_lock.locked():
             # A new process is being built. It may be loading older weights.
             if shared is not None:
-                shared.give_up()
+                shared.cancel()
             shared = None
             async with self._recovery_lock:
                 pass

@@ -1,1 +1,1 @@
-"""Several engines as one."""
+"""Several engines that act as one."""

@@ -1,4 +1,4 @@
-"""A step's weights from their files to several processes at once."""
+"""The broadcast of a step's weights from their files to several processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ T = TypeVar("T")
 
 
 class ReplicaBroadcast:
-    """One `sync.broadcast.Sender` for `receivers` processes, inside an `async with`. Each calls `to` once.
+    """A `sync.broadcast.Sender` for `receivers` processes. Use it as an async context.
 
-    A receiver that fails ends it for all. What that means is for the callers of `to` to decide, each of whom gets an
-    error: leaving the `async with` raises only what no receiver has seen.
+    Call `send_to` once for each receiver. If one receiver fails, the broadcast ends for all, and
+    every `send_to` raises an error. Leaving the context raises only an error that no receiver saw.
     """
 
     def __init__(self, written: WrittenWeights, receivers: int, *, host: str, limit: float) -> None:
-        """host: this machine's address for the receivers. limit: seconds of every wait; all of it may take longer."""
+        """Prepare the broadcast.
+
+        host: this machine's address for the receivers. limit: seconds of every single wait.
+        """
         self._limit = limit
         self._sender = Sender(receivers=receivers, host=host, timeout_s=limit, key=written.key)
         self._send = partial(
@@ -35,24 +38,26 @@ class ReplicaBroadcast:
         self._failed = False
 
     async def send_to(self, receive: Callable[[str, int], Awaitable[T]]) -> T:
-        """What receive(invitation, rank) returns once that process has all weights. TimeoutError if it is silent."""
+        """Return the result of receive(invitation, rank), which ends when it has all weights.
+
+        Raises TimeoutError if the receiver does not answer.
+        """
         receiving = asyncio.ensure_future(receive(self._sender.invitation, next(self._ranks)))
         try:
+            # while it sends, the sender itself watches the receivers
             await asyncio.wait((receiving, self._sending), return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait(
-                (receiving,), timeout=self._limit
-            )  # while the sender sends, it has an eye on receivers
+            await asyncio.wait((receiving,), timeout=self._limit)
             if not receiving.done():
                 raise TimeoutError
             return receiving.result()
         except BaseException:
-            self.give_up()
+            self.cancel()
             raise
         finally:
             receiving.cancel()
 
-    def give_up(self) -> None:
-        """A receiver will not come, or has ended early."""
+    def cancel(self) -> None:
+        """End the broadcast because a receiver will not come or has failed."""
         self._failed = True
         self._sender.cancel()
 
@@ -67,8 +72,8 @@ class ReplicaBroadcast:
         trace: TracebackType | None,
     ) -> None:
         if error is not None or self._failed:
-            self._sender.cancel()  # everybody has ended
-        (sent,) = await asyncio.gather(self._sending, return_exceptions=True)
-        seen = error is not None or (self._failed and isinstance(sent, TrainingError))
-        if isinstance(sent, BaseException) and not seen:
-            raise sent
+            self._sender.cancel()
+        (result,) = await asyncio.gather(self._sending, return_exceptions=True)
+        seen = error is not None or (self._failed and isinstance(result, TrainingError))
+        if isinstance(result, BaseException) and not seen:
+            raise result

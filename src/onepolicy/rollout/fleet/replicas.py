@@ -1,4 +1,4 @@
-"""`Replicas`: one RolloutEngine made of several of a kind, which share the requests and all follow the weights."""
+"""`Replicas`: one RolloutEngine made of several engines that share requests and weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Replica(Protocol):
-    """A RolloutEngine that takes weights over from a folder."""
+    """A RolloutEngine that loads weights from a folder."""
 
     name: str
     caps: EngineCaps
@@ -42,14 +42,21 @@ class Replica(Protocol):
     async def load_files(
         self, written: WrittenWeights, shared: ReplicaBroadcast | None = None
     ) -> None:
-        """Tensors under transformers' names in memory. shared: a broadcast of them, of which this is one receiver.
-        Afterwards it reads older files no more."""
+        """Load the tensors, which have transformers' names.
+
+        shared: a broadcast of them with this engine as one receiver. The engine reads no older
+        files afterwards.
+        """
         ...
 
 
 class Replicas:
-    """A request's engine is a function of the first prompt of its episode: siblings and later turns find their prefixes
-    in one cache, and a repeated run asks the same engines. An engine that is lost leaves its requests to the others."""
+    """A RolloutEngine that spreads requests over several engines.
+
+    The first prompt of an episode chooses the engine. So siblings and later turns find their
+    prefixes in one cache, and a repeated run sends the same requests to the same engines. If an
+    engine is lost, the others take over its requests.
+    """
 
     def __init__(
         self,
@@ -60,53 +67,61 @@ class Replicas:
         contract: NumericsContract | None = None,
         sizes: WeightSizes | None = None,
     ) -> None:
-        """files: where the weights are written, once for all engines. broadcast(written, receivers): of these files to
-        all engines; None: each looks after itself. contract (on-policy), sizes (rollout.quant): of each."""
+        """Combine the engines.
+
+        files: writer of the weights, once for all engines. broadcast(written, receivers): sends
+        these files to all engines; None: each engine reads them. contract (on-policy) and sizes
+        (rollout.quant): of each engine.
+        """
         assert engines
         self.version = 0
         self.caps = dataclasses.replace(
             common_caps([each.caps for each in engines]), contract=contract, sizes=sizes
         )
-        self._living = list(engines)
+        self._engines = list(engines)  # without those that are lost
         self._files, self._broadcast = files, broadcast
-        self._oldest = self._newest = (
-            0  # versions that engines hold; they differ while weights are loaded
-        )
+        # versions that engines hold; they differ while weights are loaded
+        self._oldest = self._newest = 0
 
     @property
     def names(self) -> list[str]:
-        """Of the engines that are left."""
-        return [engine.name for engine in self._living]
+        """Names of the engines that are not lost."""
+        return [engine.name for engine in self._engines]
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
     ) -> Completion:
-        """TrainingError if the completion was sampled by weights from before the request, or if no engine is left."""
-        asked, root = self._oldest, prompt_ids[: sampling.initial_prompt_len or None]
+        """Sample with the engine that the episode's first prompt chooses.
+
+        Raises TrainingError if weights from before the request sampled it, or if no engine is left.
+        """
+        asked, first_prompt = self._oldest, prompt_ids[: sampling.initial_prompt_len or None]
         while True:
-            engine = choose_replica(self._living, root)
+            engine = choose_replica(self._engines, first_prompt)
             try:
                 completion = await engine.generate(prompt_ids, sampling, seed=seed)
             except EngineLost as error:
-                self._remove(engine, error)
+                self._remove_engine(engine, error)
                 continue
             found = completion.version
             if len(found) and not asked <= int(found.min()) <= int(found.max()) <= self._newest:
                 raise TrainingError(
-                    f"{engine.name} answered a request of weight version {asked} with tokens of versions "
-                    f"{int(found.min())} to {int(found.max())}, while the newest is {self._newest}"
+                    f"{engine.name} answered a request of weight version {asked} with tokens of "
+                    f"versions {int(found.min())} to {int(found.max())}, while the newest is "
+                    f"{self._newest}"
                 )
             return completion
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Requests that are running go on with them, each when its engine has them."""
-        checksums = ChecksumAccumulator(key := secrets.token_bytes(32))
+        """Load the weights into all engines. Each engine resumes its running requests with them."""
+        key = secrets.token_bytes(32)
+        checksums = ChecksumAccumulator(key)
         write = partial(
             self._files.write_version, checksums.add_each(weights), version, keep_older=True
         )
         folder = await run_in_daemon_thread(
             write
-        )  # engines that have requests want to be heard meanwhile
+        )  # the event loop still serves engines with requests
         written = WrittenWeights(str(folder), version, key, checksums.pop_all())
         self.version, self._newest = -1, version
 
@@ -118,48 +133,52 @@ class Replicas:
                 )
 
         if self._broadcast is None:
-            await self._on_all(lambda engine: load(engine, None))
+            await self._call_all(lambda engine: load(engine, None))
         else:
-            async with self._broadcast(written, len(self._living)) as shared:
-                await self._on_all(lambda engine: load(engine, shared))
+            async with self._broadcast(written, len(self._engines)) as shared:
+                await self._call_all(lambda engine: load(engine, shared))
         self._files.remove_older()
         self.version = self._oldest = version
 
     async def reset_cache(self) -> None:
-        await self._on_all(lambda engine: engine.reset_cache())
+        await self._call_all(lambda engine: engine.reset_cache())
 
     def take_metrics(self) -> dict[str, float]:
-        """Sums over the engines."""
+        """Return the sums of the engines' metrics since the last call."""
         total: Counter[str] = Counter()
-        for engine in self._living:
+        for engine in self._engines:
             if isinstance(engine, MetricsSource):
                 total.update(engine.take_metrics())
         return dict(total)
 
-    async def _on_all(self, act: Callable[[Replica], Awaitable[None]]) -> None:
-        """At once; an engine that is lost meanwhile is left out."""
-        engines = list(self._living)
-        results = await asyncio.gather(*(act(engine) for engine in engines), return_exceptions=True)
+    async def _call_all(self, call: Callable[[Replica], Awaitable[None]]) -> None:
+        """Await call(engine) for all engines at once. Remove engines that are lost meanwhile."""
+        engines = list(self._engines)
+        results = await asyncio.gather(*map(call, engines), return_exceptions=True)
         for engine, result in zip(engines, results, strict=True):
             if isinstance(result, EngineLost):
-                self._remove(engine, result)
+                self._remove_engine(engine, result)
             elif isinstance(result, BaseException):
                 raise result
 
-    def _remove(self, engine: Replica, error: EngineLost) -> None:
-        """TrainingError if it was the last one."""
-        if engine in self._living:
-            self._living.remove(engine)
-            LOG.warning("%s; %d replicas are left", error, len(self._living))
-        if not self._living:
+    def _remove_engine(self, engine: Replica, error: EngineLost) -> None:
+        """Remove a lost engine. Raise TrainingError if it was the last one."""
+        if engine in self._engines:
+            self._engines.remove(engine)
+            LOG.warning("%s; %d replicas are left", error, len(self._engines))
+        if not self._engines:
             raise TrainingError(
-                f"no rollout replica is left: {error}; `--resume` continues after the last checkpoint"
+                f"no rollout replica is left: {error}; `--resume` continues after the last "
+                "checkpoint"
             )
 
 
-def choose_replica(engines: Sequence[Replica], root: Sequence[int]) -> Replica:
-    """Rendezvous hashing: what another engine's end moves are only its own requests."""
-    key = np.asarray(root, dtype=np.int64).tobytes()
+def choose_replica(engines: Sequence[Replica], first_prompt: Sequence[int]) -> Replica:
+    """Return the engine of an episode by rendezvous hashing.
+
+    If an engine is lost, only its own episodes move to other engines.
+    """
+    key = np.asarray(first_prompt, dtype=np.int64).tobytes()
     return max(
         engines,
         key=lambda engine: hashlib.blake2b(key + engine.name.encode(), digest_size=8).digest(),
@@ -167,7 +186,7 @@ def choose_replica(engines: Sequence[Replica], root: Sequence[int]) -> Replica:
 
 
 def common_caps(caps: Sequence[EngineCaps]) -> EngineCaps:
-    """What all of them can do."""
+    """Return the capabilities that all engines have."""
     return EngineCaps(
         returns_routes=all(each.returns_routes for each in caps),
         max_len=min(each.max_len for each in caps),

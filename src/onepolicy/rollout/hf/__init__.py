@@ -1,1 +1,1 @@
-"""The embedded engine: an unmodified transformers model over a slab of keys, values and routes."""
+"""The embedded engine: an unmodified transformers model over a cache of keys, values, routes."""

@@ -1,4 +1,4 @@
-"""`HFEngine`: a transformers model sampled in this process. Implements the RolloutEngine protocol."""
+"""`HFEngine`: a RolloutEngine that samples from a transformers model in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, QuantFormat, UsageError
 from onepolicy.config.numerics import Numerics
-from onepolicy.interfaces import EngineCaps, NamedWeights, StaticScales
+from onepolicy.interfaces import EngineCaps, NamedWeights, StaticScales, WeightSizes
 from onepolicy.invariant.fingerprint import compute_fingerprint
 from onepolicy.invariant.numerics_contract import numerics_contract_of
 from onepolicy.models import decode_experts, linear
@@ -28,23 +28,22 @@ from onepolicy.rollout.spec import EngineSpec
 from onepolicy.types import Completion, Sampling
 
 if TYPE_CHECKING:
+    from onepolicy.models.fp32_head import Fp32Head
     from onepolicy.models.quant.quantise import QuantisedModel, QuantisedWeight
 
 KV_CACHE_LAYERS = {"full_attention", "sliding_attention", "attention"}
-BATCH_DEPENDENT_ROPE = {
-    "dynamic",
-    "longrope",
-}  # frequencies follow the longest sequence of the batch
+# rotary frequencies that depend on the longest sequence of the batch
+BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def build(spec: EngineSpec) -> HFEngine:
-    """The engine with a copy of its own of the model's weights."""
+    """Build the engine with a separate copy of the model."""
     assert isinstance(spec.config, HFEngineConfig)
-    own = load_engine_model(
+    model = load_engine_model(
         spec.model, spec.config.dtype, spec.config.lm_head, spec.device, quant=spec.quant
     )
     return HFEngine(
-        own,
+        model,
         spec.config,
         return_routes=spec.route_spec is not None,
         max_len=spec.max_len,
@@ -55,7 +54,10 @@ def build(spec: EngineSpec) -> HFEngine:
 
 
 class HFEngine:
-    """Takes over `model`: its dtype, attention, experts, linear layers become ours. Give it a copy of its own."""
+    """An engine that samples from a transformers model in this process.
+
+    It changes the model's dtype, attention, experts and linear layers, so give it a copy.
+    """
 
     def __init__(
         self,
@@ -68,136 +70,152 @@ class HFEngine:
         numerics: Numerics = "fast",
         quant: QuantFormat | None = None,
     ) -> None:
-        """record: return the experts of every token (MoE models only). max_len: prompt + completion tokens.
+        """Take over the model.
 
-        weights: return their combine weights as well. numerics: "on-policy" computes what a learner with the same
-        weights, dtype and numerics computes, to the bit. quant: of the engine's weights, now and after every sync.
+        return_routes: return the experts of every token (MoE models only). combine_weights: return
+        their combine weights as well. max_len: prompt + completion tokens. numerics: "on-policy"
+        computes the same bits as a learner with the same weights, dtype and numerics. quant:
+        format of the engine's weights, now and after every sync.
         """
         context = int(model.config.get_text_config().max_position_embeddings)
         if not 2 <= max_len <= context:
             raise UsageError(
-                f"max_len: {max_len} is not in 2..{context}, the context length of {type(model).__name__}"
+                f"max_len: {max_len} is not in 2..{context}, the context length of "
+                f"{type(model).__name__}"
             )
         self.version = 0
-        dtype, self._head = DTYPES[config.dtype], None
+        dtype = DTYPES[config.dtype]
         self.quantised: QuantisedModel | None = None
         if quant is not None:
             self.quantised = quantise_policy(model.eval(), quant)
+        self._head: Fp32Head | None = None
         if config.lm_head == "float32":
-            from onepolicy.models import fp32_head
-
-            self._head = fp32_head.install_fp32_head(
-                model.eval(), dtype, field="rollout.engine.lm_head", copy=True
-            )
+            self._head = _install_fp32_head(model, dtype)
         self.model: PreTrainedModel = cast_model(model, dtype).eval().requires_grad_(False)
         self._vocab = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         device = next(model.parameters()).device
         decode_experts.use_decode_experts(model, device)
         linear.use_onednn_linear(model, device)
-        self.batch = _make_batch(
-            model,
-            config,
-            max_len,
-            bind_routers(model) if return_routes else None,
-            combine_weights=combine_weights,
-        )
+        routers: Routers | None = None
+        if return_routes:
+            routers = bind_routers(model)
+        self.batch = _make_batch(model, config, max_len, routers, combine_weights=combine_weights)
         if numerics == "on-policy":
             _enable_on_policy_numerics(model, self.batch)
         self.fingerprint = compute_fingerprint(device, numerics)
+        sizes: WeightSizes | None = None
+        if self.quantised is not None:
+            sizes = self.quantised.sizes()
         self.caps = EngineCaps(
             return_routes,
             max_len,
             returns_combine_weights=return_routes and combine_weights,
             top_logprobs=self._vocab,
             contract=numerics_contract_of(model, logp=LOGP_METHOD),
-            sizes=None if self.quantised is None else self.quantised.sizes(),
+            sizes=sizes,
         )
         self._runner = BatchRunner(self.batch)
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
     ) -> Completion:
-        """Sample until a stop token or max_tokens. The result depends on the seed and the logits, not on the batch.
+        """Sample until a stop token or max_tokens.
 
-        What load_weights interrupts goes on from its tokens, with the random numbers it would have had anyway.
+        The result depends on the seed and the logits, not on the batch. If load_weights interrupts
+        the completion, it is resumed from its tokens with the seed's next random numbers.
         """
         check_sampling(sampling)
         path, parts = list(prompt_ids), list[Completion]()
         while True:
             done = len(path) - len(prompt_ids)
-            # the last token of a part was never fed: its row comes with the next part
-            first = len(path) - 1 if done else sampling.routes_from
-            left = replace(sampling, max_tokens=sampling.max_tokens - done, routes_from=first)
-            prompt = check_request(path, left, self.caps, version=self.version, vocab=self._vocab)
-            part = await self._runner.run_request(prompt, left, seed, self.version, drawn=done)
+            first = sampling.routes_from
+            if done:  # the last token of a part was never fed: its row comes with the next part
+                first = len(path) - 1
+            rest = replace(sampling, max_tokens=sampling.max_tokens - done, routes_from=first)
+            prompt = check_request(path, rest, self.caps, version=self.version, vocab=self._vocab)
+            part = await self._runner.run_request(prompt, rest, seed, self.version, num_drawn=done)
             if len(part.token_ids):
                 parts.append(part)
                 path += part.token_ids.tolist()
             if part.finish != "aborted":
-                return replace(
-                    join_partial_completions(parts, part.finish, sampling.routes_from),
-                    fingerprint=self.fingerprint,
-                )
+                completion = join_partial_completions(parts, part.finish, sampling.routes_from)
+                return replace(completion, fingerprint=self.fingerprint)
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
+        """Load these tensors, cast to the engine's dtype.
+
+        Raises UsageError unless they are all of the model's tensors, in its shapes.
+        """
         self._runner.abort_requests(self.batch.abort_running(self.version))
-        stored: dict[str, QuantisedWeight] = (
-            {} if self.quantised is None else self.quantised.quantised_weights
-        )
-        own = {
-            name: tensor for name, tensor in self.model.state_dict().items() if name not in stored
-        }
-        self.version = (
-            -1
-        )  # until the last tensor is in, the model is neither the old nor the new one
-        loaded, left = set(), set(stored)
+        self.version = -1  # until the last tensor is loaded
         with torch.no_grad():
-            for name, tensor in weights:
-                if name not in own and name not in stored:
-                    raise UsageError(
-                        f"load_weights: {name!r} is not a tensor of {type(self.model).__name__}"
-                    )
-                ours, theirs = (
-                    tuple((stored if name in stored else own)[name].shape),
-                    tuple(tensor.shape),
-                )
-                if ours != theirs:
-                    raise UsageError(
-                        f"load_weights: {name!r} has shape {theirs}, the engine's is {ours}"
-                    )
-                if name in stored:
-                    stored[name].set_weight(tensor.to(self.model.device))
-                    left.discard(name)
-                    continue
-                own[name].copy_(tensor)
-                if self._head is not None:
-                    self._head.update_copy(own[name], tensor)
-                loaded.add(own[name].data_ptr())
-        missing = [
-            name for name, tensor in own.items() if tensor.data_ptr() not in loaded
-        ]  # tied names share memory
-        missing += sorted(left)
+            missing = self._copy_weights(weights)
         if missing:
             raise UsageError(
                 f"load_weights: {len(missing)} tensors are missing, first {missing[0]!r}"
             )
         self.version = version
 
+    def _copy_weights(self, weights: NamedWeights) -> list[str]:
+        """Copy the tensors into the model. Return the names of the model's other tensors."""
+        quantised: dict[str, QuantisedWeight] = {}
+        if self.quantised is not None:
+            quantised = self.quantised.quantised_weights
+        state = self.model.state_dict()
+        plain = {name: tensor for name, tensor in state.items() if name not in quantised}
+        loaded: set[int] = set()  # addresses: tied names share memory
+        unset = set(quantised)
+        for name, tensor in weights:
+            if name in quantised:
+                _check_shape(name, tensor.shape, quantised[name].shape)
+                quantised[name].set_weight(tensor.to(self.model.device))
+                unset.discard(name)
+            elif name in plain:
+                _check_shape(name, tensor.shape, plain[name].shape)
+                plain[name].copy_(tensor)
+                if self._head is not None:
+                    self._head.update_copy(plain[name], tensor)
+                loaded.add(plain[name].data_ptr())
+            else:
+                raise UsageError(
+                    f"load_weights: {name!r} is not a tensor of {type(self.model).__name__}"
+                )
+        missing = [name for name, tensor in plain.items() if tensor.data_ptr() not in loaded]
+        return missing + sorted(unset)
+
     async def reset_cache(self) -> None:
-        """Forget every cached prefix: what comes next does not depend on what was sampled before."""
+        """Drop every cached prefix, so that later samples do not depend on earlier ones."""
         self._runner.clear_cache("reset_cache")
         if self.quantised is not None:
             self.quantised.reset_statistics()
 
     @property
     def static_scales(self) -> StaticScales | None:
-        """Activation scales to be calibrated, if rollout.quant asks for static ones."""
-        return self.quantised if self.quantised is not None and self.quantised.static else None
+        """Activation scales to calibrate, if rollout.quant asks for static ones."""
+        if self.quantised is None or not self.quantised.static:
+            return None
+        return self.quantised
 
     def take_metrics(self) -> dict[str, float]:
-        """How well calibrated activation scales fit what was sampled since the last call; {} without any."""
-        return {} if self.quantised is None else self.quantised.metrics()
+        """Return how well calibrated activation scales fit the samples since the last call."""
+        if self.quantised is None:
+            return {}
+        return self.quantised.metrics()
+
+
+def _install_fp32_head(model: PreTrainedModel, dtype: torch.dtype) -> Fp32Head:
+    from onepolicy.models import fp32_head
+
+    return fp32_head.install_fp32_head(
+        model.eval(), dtype, field="rollout.engine.lm_head", copy=True
+    )
+
+
+def _check_shape(name: str, given: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(given) != tuple(expected):
+        raise UsageError(
+            f"load_weights: {name!r} has shape {tuple(given)}, the engine's has {tuple(expected)}"
+        )
 
 
 def _make_batch(
@@ -208,7 +226,7 @@ def _make_batch(
     *,
     combine_weights: bool,
 ) -> InterruptibleBatch:
-    """How requests run together: over the slab, or over the model's own cache where that holds more than keys."""
+    """Return a batch over the KV cache, or over the model's native cache if it holds more."""
     if needs_static_batch(model):
         from onepolicy.rollout.hf.static_batch import StaticBatch
 
@@ -226,16 +244,19 @@ def _make_batch(
 
 
 def needs_static_batch(model: PreTrainedModel) -> bool:
-    """Whether anything but plain (sliding) attention carries information from token to token."""
+    """Return whether the model carries more than attention keys and values between tokens.
+
+    Sliding attention counts as attention. Sparse attention keeps an index beside the keys.
+    """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     rope = getattr(config, "rope_parameters", None) or {}
+    has_sparse_attention = getattr(config, "index_topk", None) is not None
     return (
         model._is_stateful
         or not set(kinds) <= KV_CACHE_LAYERS
         or rope.get("rope_type") in BATCH_DEPENDENT_ROPE
-        or getattr(config, "index_topk", None)
-        is not None  # sparse attention keeps an index beside the keys
+        or has_sparse_attention
     )
 
 
@@ -244,17 +265,19 @@ def _enable_on_policy_numerics(model: PreTrainedModel, batch: InterruptibleBatch
 
     if not isinstance(batch, ContinuousBatch):
         raise UsageError(
-            f"numerics: {type(model).__name__} decodes with a cache of its own, which on-policy numerics does "
-            "not reach; use numerics = fast"
+            f"numerics: {type(model).__name__} decodes with its native cache, which on-policy "
+            "numerics does not support; use numerics = fast"
         )
     enable_invariant(model)
 
 
 def _kv_cache_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:
-    """The model's own; on the CPU float32, which holds bfloat16 keys exactly and multiplies faster.
+    """Return the model's dtype, or float32 on the CPU.
 
-    Latent attention (DeepSeek) hands what it reads back to bfloat16 layers, so there it must be the model's.
+    float32 holds bfloat16 keys exactly and multiplies faster there. Latent attention (DeepSeek)
+    feeds cached values to bfloat16 layers, so it needs the model's dtype.
     """
-    own = next(model.parameters()).dtype
-    latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
-    return own if device.type != "cpu" or latent else torch.float32
+    is_latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+    if device.type == "cpu" and not is_latent:
+        return torch.float32
+    return next(model.parameters()).dtype

@@ -1,4 +1,4 @@
-"""Forwards of the model over the slab: decode one token of many rows, or prefill many tokens of several."""
+"""Forward passes over the KV cache: decode one token of many rows, or prefill several prompts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from onepolicy.replay.contexts import RouteRecorder
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.kv_cache import KVCache
 
-MAX_SCORES = 1 << 22  # most attention scores per head of one prefill forward: bounds its memory
-MAX_TOKENS = 4096  # most padded tokens of one prefill forward
+MAX_SCORES = 1 << 22  # attention scores per head of one prefill forward; bounds its memory
+MAX_TOKENS = 4096  # padded tokens of one prefill forward
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Positions [start, stop) of a slab row whose tokens are to be fed."""
+    """Positions [start, stop) of a cache row whose tokens are to be fed."""
 
     row: int
     start: int
@@ -31,6 +31,8 @@ class RowSpan:
 
 
 class CachedForward:
+    """The model together with its KV cache. It records routes if routers are given."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -39,78 +41,86 @@ class CachedForward:
         *,
         combine_weights: bool = False,
     ) -> None:
-        self.model, self.cache, self.routers, self._combine_weights = (
-            model,
-            cache,
-            routers,
-            combine_weights,
-        )
-        self._tape: RouteRecorder | None = None
+        self.model, self.cache, self.routers = model, cache, routers
+        self._combine_weights = combine_weights
+        self._recorder: RouteRecorder | None = None
         model.set_attn_implementation(decode_attention.NAME)
         if routers is not None:
             cache.allocate_routes(len(routers.layers), routers.top_k, routers.num_experts)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Held while forwards run; without a router bound it does nothing."""
+        """Record the routes of forwards inside the context. Do nothing for a dense model."""
         if self.routers is None:
             yield
             return
-        with self.routers.record(weights=self._combine_weights) as tape:
-            self._tape = tape
+        with self.routers.record(weights=self._combine_weights) as recorder:
+            self._recorder = recorder
             try:
                 yield
             finally:
-                self._tape = None
+                self._recorder = None
 
     def __call__(self, ids: Tensor, step: KVCacheStep, logits_at: Tensor | None = None) -> Tensor:
-        """ids [T] -> float32 logits [T, V], or [n, V] at tokens `logits_at` [n]. Writes keys, values and routes."""
+        """Feed ids [T] and store their keys, values and routes in the cache.
+
+        Return float32 logits [T, V], or [n, V] of the tokens `logits_at` [n].
+        """
         if is_invariant(self.model):
             step.round_keys(TILE)
         self.cache.set_step(step)
+        logits_to_keep: int | Tensor = 0  # all
+        if logits_at is not None:
+            logits_to_keep = logits_at
         out = self.model(
             input_ids=ids[None],
             position_ids=step.positions[None],
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=0 if logits_at is None else logits_at,
+            logits_to_keep=logits_to_keep,
             kv_cache_step=step,
         )
-        if self._tape is not None:
-            self.cache.write_routes(self._tape.pop_ids(), self._tape.pop_weights())
+        if self._recorder is not None:
+            self.cache.write_routes(self._recorder.pop_ids(), self._recorder.pop_weights())
         return out.logits[0].float()
 
-    def prefill(self, tokens: Tensor, spans: list[RowSpan]) -> Tensor:  # tokens [rows, max_len]
-        """Feed tokens[row, start:stop] of every span -> logits [spans, V] of each last token."""
+    def prefill(self, tokens: Tensor, spans: list[RowSpan]) -> Tensor:
+        """Feed tokens[row, start:stop] of every span. Return logits [spans, V] of the last tokens.
+
+        tokens: [rows, max_len].
+        """
         last: dict[int, Tensor] = {}
-        for part in prefill_chunks(spans):
-            step, ends = _prefill_step(part, tokens.device)
+        for chunk in prefill_chunks(spans):
+            step, ends = _prefill_step(chunk, tokens.device)
             logits = self(tokens[step.rows, step.positions], step, ends)
-            last |= {span.row: row for span, row in zip(part, logits, strict=True)}
+            last |= {span.row: row for span, row in zip(chunk, logits, strict=True)}
         return torch.stack([last[span.row] for span in spans])
 
 
 def prefill_chunks(spans: list[RowSpan]) -> Iterator[list[RowSpan]]:
-    """Cut what is too long for one forward and gather what is not; a row's pieces come in order."""
-    together: list[RowSpan] = []
+    """Split long spans and group short ones, so that each chunk fits one forward.
+
+    The pieces of a row are yielded in order.
+    """
+    chunk: list[RowSpan] = []
     width = keys = 0
     for span in sorted(spans, key=lambda s: s.stop - s.start):
         start = span.start
-        most = max(1, min(MAX_TOKENS, MAX_SCORES // span.stop))
-        while span.stop - start > most:
-            yield [RowSpan(span.row, start, start + most)]
-            start += most
-        width, keys, count = max(width, span.stop - start), max(keys, span.stop), len(together) + 1
-        if together and (count * width > MAX_TOKENS or count * width * keys > MAX_SCORES):
-            yield together
-            together, width, keys = [], span.stop - start, span.stop
-        together.append(RowSpan(span.row, start, span.stop))
-    if together:
-        yield together
+        max_width = max(1, min(MAX_TOKENS, MAX_SCORES // span.stop))
+        while span.stop - start > max_width:
+            yield [RowSpan(span.row, start, start + max_width)]
+            start += max_width
+        width, keys, count = max(width, span.stop - start), max(keys, span.stop), len(chunk) + 1
+        if chunk and (count * width > MAX_TOKENS or count * width * keys > MAX_SCORES):
+            yield chunk
+            chunk, width, keys = [], span.stop - start, span.stop
+        chunk.append(RowSpan(span.row, start, span.stop))
+    if chunk:
+        yield chunk
 
 
 def _prefill_step(spans: list[RowSpan], device: torch.device) -> tuple[KVCacheStep, Tensor]:
-    """The step that feeds these spans, and the index of each span's last token in it."""
+    """Return the step that feeds these spans, and the index of each span's last token in it."""
     rows = torch.tensor([span.row for span in spans])
     starts = torch.tensor([span.start for span in spans])
     lengths = torch.tensor([span.stop - span.start for span in spans])
@@ -121,12 +131,14 @@ def _prefill_step(spans: list[RowSpan], device: torch.device) -> tuple[KVCacheSt
     unpad = (column < lengths[:, None]).flatten().nonzero()[:, 0]
     positions = (starts[:, None] + column).flatten()[unpad]
     first = spans[0].row
-    adjacent = [span.row for span in spans] == list(range(first, first + len(spans)))
+    view: slice | Tensor = rows.to(device)
+    if [span.row for span in spans] == list(range(first, first + len(spans))):
+        view = slice(first, first + len(spans))
     step = KVCacheStep(
         rows.repeat_interleave(lengths).to(device),
         positions.to(device),
         keys=max(span.stop for span in spans),
-        view=slice(first, first + len(spans)) if adjacent else rows.to(device),
+        view=view,
         queries=queries.to(device),
         unpad=unpad.to(device),
     )

@@ -1,7 +1,7 @@
-"""The slab: keys, values and routes of every sequence, one row each, written in place by (row, position).
+"""The KV cache: keys, values and routes, one row per sequence, written in place at (row, position).
 
-Stands in for a transformers `Cache` through its public methods, so the model stays as it is. Because routes lie beside
-keys and values, whatever copies a prefix copies the routes that belong to it.
+It implements the public methods of a transformers `Cache`, so the model stays unmodified. Routes
+are stored beside keys and values, so copying a cached prefix also copies its routes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from onepolicy.types import id_dtype
 
 
 class KVCache:
-    """Rows of `max_len` positions. Keys lie position-last, the order in which decoding multiplies them fastest."""
+    """Cached keys, values and routes in rows of `max_len` positions.
+
+    The position is the last dimension of keys, which decoding multiplies fastest.
+    """
 
     is_compileable = False
 
@@ -26,55 +29,60 @@ class KVCache:
         self.num_rows, self.max_len, self.device, self.dtype = num_rows, max_len, device, dtype
         self.keys: dict[int, Tensor] = {}  # layer -> [rows, G, D, max_len]
         self.values: dict[int, Tensor] = {}  # layer -> [rows, G, max_len, Dv]
-        self.routes: Tensor | None = (
-            None  # [rows, max_len, L, K] uint8, or int16 holding the bits of uint16
-        )
-        self.combine_weights: Tensor | None = (
-            None  # like routes, in the router's dtype; made by the first write
-        )
+        # [rows, max_len, L, K] uint8, or int16 with the bits of uint16
+        self.routes: Tensor | None = None
+        # [rows, max_len, L, K] in the router's dtype, allocated by the first write
+        self.combine_weights: Tensor | None = None
         self._step: KVCacheStep | None = None
 
     def allocate_routes(self, layers: int, top_k: int, num_experts: int) -> None:
-        dtype = torch.uint8 if id_dtype(num_experts) == torch.uint8 else torch.int16
+        dtype = torch.int16
+        if id_dtype(num_experts) == torch.uint8:
+            dtype = torch.uint8
         self.routes = torch.zeros(
             self.num_rows, self.max_len, layers, top_k, dtype=dtype, device=self.device
         )
 
     def set_step(self, step: KVCacheStep) -> None:
-        """The next forward writes and reads what `step` says."""
+        """Set the rows and positions that the next forward writes and reads."""
         self._step = step
 
     def write_routes(
-        self, taken: list[Tensor], combine_weights: list[Tensor] | None = None
+        self, layer_ids: list[Tensor], combine_weights: list[Tensor] | None = None
     ) -> None:
-        """The routes [T, K] of every MoE layer of the forward just run, and their combine weights if those are kept."""
+        """Store the expert ids of the last forward, and their combine weights if given.
+
+        Both are lists of one [T, K] tensor per MoE layer.
+        """
         assert self.routes is not None
         assert self._step is not None
-        rows = torch.stack(taken, 1).to(self.routes.dtype)
+        ids = torch.stack(layer_ids, 1).to(self.routes.dtype)
         flat = self._step.rows * self.max_len + self._step.positions
-        self.routes.flatten(0, 1).index_copy_(0, flat, rows)
-        if combine_weights is not None:
-            if self.combine_weights is None:
-                self.combine_weights = torch.zeros(
-                    self.routes.shape, dtype=combine_weights[0].dtype, device=self.device
-                )
-            self.combine_weights.flatten(0, 1).index_copy_(0, flat, torch.stack(combine_weights, 1))
+        self.routes.flatten(0, 1).index_copy_(0, flat, ids)
+        if combine_weights is None:
+            return
+        if self.combine_weights is None:
+            self.combine_weights = torch.zeros(
+                self.routes.shape, dtype=combine_weights[0].dtype, device=self.device
+            )
+        self.combine_weights.flatten(0, 1).index_copy_(0, flat, torch.stack(combine_weights, 1))
 
     def read_routes(self, row: int, positions: slice, num_experts: int) -> Tensor:
-        """[n, L, K] uint8 | uint16, a copy on the CPU."""
+        """Return expert ids [n, L, K] uint8 | uint16, copied to the CPU."""
         assert self.routes is not None
         return self.routes[row, positions].cpu().clone().view(id_dtype(num_experts))
 
     def read_combine_weights(self, row: int, positions: slice) -> Tensor | None:
-        """[n, L, K] in the router's dtype, a copy on the CPU; None if they are not kept."""
-        return (
-            None
-            if self.combine_weights is None
-            else self.combine_weights[row, positions].cpu().clone()
-        )
+        """Return combine weights [n, L, K], copied to the CPU, or None if they are not recorded."""
+        if self.combine_weights is None:
+            return None
+        return self.combine_weights[row, positions].cpu().clone()
 
     def copy_rows(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Rows `target` become rows `source` on their first `length` positions; all are read before any is written."""
+        """Copy the first `length` positions of rows `source` to rows `target`.
+
+        All rows are read before any row is written.
+        """
         for keys in self.keys.values():
             keys[target, :, :, :length] = keys[source, :, :, :length]
         for values in self.values.values():
@@ -84,12 +92,15 @@ class KVCache:
         if self.combine_weights is not None:
             self.combine_weights[target, :length] = self.combine_weights[source, :length]
 
-    # The public surface of transformers' Cache
+    # The public interface of transformers' Cache
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """key [1, G, T, D], value [1, G, T, Dv] of this step's tokens -> views [V, G, S, D], [V, G, S, Dv]."""
+        """Store key [1, G, T, D] and value [1, G, T, Dv] of this step's tokens.
+
+        Return the cached keys [V, G, S, D] and values [V, G, S, Dv] of the step's view.
+        """
         step = self._step
         assert step is not None
         if layer_idx not in self.keys:
@@ -98,10 +109,8 @@ class KVCache:
         keys[step.rows, :, :, step.positions] = key[0].transpose(0, 1).to(self.dtype)  # [T, G, D]
         values[step.rows, :, step.positions] = value[0].transpose(0, 1).to(self.dtype)
         if isinstance(step.view, slice):
-            seen_keys, seen_values = (
-                keys[step.view, :, :, : step.keys],
-                values[step.view, :, : step.keys],
-            )
+            seen_keys = keys[step.view, :, :, : step.keys]
+            seen_values = values[step.view, :, : step.keys]
         else:
             seen_keys = keys[:, :, :, : step.keys].index_select(0, step.view)
             seen_values = values[:, :, : step.keys].index_select(0, step.view)

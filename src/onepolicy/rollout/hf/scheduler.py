@@ -1,6 +1,7 @@
-"""Requests on their way through an engine in this process, and the task that runs their batch step by step.
+"""Requests of an engine in this process, and the task that runs their batch step by step.
 
-While there are requests, one task makes steps on the event loop, so calls made at any time join the running batch.
+While there are requests, one task makes steps on the event loop, so a new call joins the running
+batch.
 """
 
 from __future__ import annotations
@@ -23,33 +24,43 @@ from onepolicy.types import Completion, FinishReason, Sampling
 
 @dataclass(eq=False, slots=True)
 class SequenceRequest:
+    """A request to sample one sequence, and the future of its completion."""
+
     prompt: np.ndarray  # [P] int64
     sampling: Sampling
     seed: int
     future: asyncio.Future[Completion]
-    drawn: int = 0
-    """Random numbers of the seed that are used up: tokens at the end of `prompt` that this completion sampled before an
-    update interrupted it."""
+    num_drawn: int = 0
+    """Random numbers of the seed that are used up. They sampled the tokens at the end of `prompt`,
+    before an update interrupted the completion."""
     top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Ids and log-probabilities [k] of the likeliest tokens, one pair for every token sampled, if asked for."""
+    """Ids and log-probabilities [k] of the most likely tokens for every sampled token, if asked
+    for."""
 
     @property
     def limit(self) -> int:
-        """Longest path this request may become, in tokens."""
+        """Most tokens of the prompt and the completion together."""
         return len(self.prompt) + self.sampling.max_tokens
 
     def finish_reason(self, last_token: int) -> FinishReason:
-        return "stop" if last_token in self.sampling.stop else "length"
+        if last_token in self.sampling.stop:
+            return "stop"
+        return "length"
 
     def add_top_logprobs(self, ids: Tensor | None, logp: Tensor | None, row: int) -> None:
-        """ids, logp [B, at least k], likeliest first, of the token just sampled in `row`; None if no row asks."""
-        if asked := self.sampling.top_logprobs:
-            assert ids is not None
-            assert logp is not None
-            self.top.append((ids[row, :asked], logp[row, :asked]))
+        """Store the most likely tokens of the step that was just sampled in `row`.
+
+        ids, logp: [B, at least k], most likely first; None if no request asks for them.
+        """
+        k = self.sampling.top_logprobs
+        if not k:
+            return
+        assert ids is not None
+        assert logp is not None
+        self.top.append((ids[row, :k], logp[row, :k]))
 
     def stack_top_logprobs(self) -> tuple[Tensor | None, Tensor | None]:
-        """[n, k] int32 and [n, k] float32 of a Completion, None if not asked for."""
+        """Return top_ids [n, k] int32 and top_logp [n, k] float32, None if not asked for."""
         if not self.top:
             return None, None
         ids, logp = (torch.stack(rows).cpu() for rows in zip(*self.top, strict=True))
@@ -57,38 +68,38 @@ class SequenceRequest:
 
 
 class Batch(Protocol):
-    """Runs requests together, a step at a time."""
+    """A batch that runs requests together, one step at a time."""
 
     @property
     def busy(self) -> bool: ...
 
     def step_context(self) -> AbstractContextManager[None]:
-        """Held while steps are made."""
+        """Return a context in which all steps are made."""
         ...
 
     def admit(self, waiting: deque[SequenceRequest]) -> None:
-        """Take from the left what can start now."""
+        """Take the requests that can start now from the left of `waiting`."""
         ...
 
     def step(self, version: int) -> list[tuple[SequenceRequest, Completion]]:
-        """Sample one token of every running request. Returns those that ended."""
+        """Sample one token of every running request. Return the requests that ended."""
         ...
 
     def clear(self) -> None:
-        """Drop running requests and everything cached."""
+        """Drop running requests and all caches."""
         ...
 
 
 class InterruptibleBatch(Batch, Protocol):
-    """A batch whose requests can go on from their tokens under other weights."""
+    """A batch whose requests can be resumed from their tokens with other weights."""
 
     def abort_running(self, version: int) -> list[tuple[SequenceRequest, Completion]]:
-        """End every running request with what it has sampled so far."""
+        """End all running requests and return their completions so far."""
         ...
 
 
 class BatchRunner:
-    """Runs a batch while there are requests for it."""
+    """The runner of a batch. It makes steps while there are requests."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -98,50 +109,57 @@ class BatchRunner:
         self._version = 0
 
     async def run_request(
-        self, prompt: np.ndarray, sampling: Sampling, seed: int, version: int, *, drawn: int = 0
+        self, prompt: np.ndarray, sampling: Sampling, seed: int, version: int, *, num_drawn: int = 0
     ) -> Completion:
-        """prompt [P] int64; drawn: see Request. version: of the weights, which do not change while requests run.
+        """Return the completion of `prompt` [P] int64.
 
-        finish is "aborted" if `interrupt` came first, with what had been sampled until then, which may be nothing.
+        version: of the weights, which do not change while requests run. num_drawn: see
+        SequenceRequest. If `abort_requests` comes first, finish is "aborted" and the completion
+        has the tokens sampled until then, perhaps none.
         """
-        request = SequenceRequest(
-            prompt, sampling, seed, asyncio.get_running_loop().create_future(), drawn
-        )
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        request = SequenceRequest(prompt, sampling, seed, future, num_drawn)
         self._waiting.append(request)
         self._pending.add(request)
         self._version = version
         if self._task is None:
-            self._start()
+            self._start_task()
         try:
             return await request.future
         finally:
             self._pending.discard(request)
 
-    def clear_cache(self, what: str) -> None:
-        """Forget everything cached. RuntimeError, naming `what` was to be done, while requests are running."""
+    def clear_cache(self, operation: str) -> None:
+        """Drop all caches. Raise RuntimeError naming `operation` if requests are running."""
         if self._pending:
             raise RuntimeError(
-                f"{what} while {len(self._pending)} requests are running; await them first"
+                f"{operation} while {len(self._pending)} requests are running; await them first"
             )
         self.batch.clear()
 
-    def abort_requests(self, taken: list[tuple[SequenceRequest, Completion]]) -> None:
-        """End every request, those of `taken` with what they have sampled, and forget everything cached."""
-        for request, part in taken:
+    def abort_requests(self, aborted: list[tuple[SequenceRequest, Completion]]) -> None:
+        """End every request and drop all caches.
+
+        aborted: the running requests with their completions. Waiting requests get empty ones.
+        """
+        for request, completion in aborted:
             if not request.future.done():
-                request.future.set_result(part)
+                request.future.set_result(completion)
         for request in self._waiting:
             if not request.future.done():
                 request.future.set_result(empty_completion(request.sampling.routes_from))
         self._waiting.clear()
         self.batch.clear()
 
-    def _start(self) -> None:
-        self._task = asyncio.create_task(self._drive())
-        self._task.add_done_callback(self._stopped)
+    def _start_task(self) -> None:
+        self._task = asyncio.create_task(self._run_steps())
+        self._task.add_done_callback(self._on_task_end)
 
-    async def _drive(self) -> None:
-        """Run the batch until nothing waits. Between two steps other coroutines run and may add requests."""
+    async def _run_steps(self) -> None:
+        """Step the batch until no request is left.
+
+        Other coroutines run between two steps and may add requests.
+        """
         with self.batch.step_context():
             while self._waiting or self.batch.busy:
                 self.batch.admit(self._waiting)
@@ -150,13 +168,16 @@ class BatchRunner:
                         request.future.set_result(completion)
                 await asyncio.sleep(0)
 
-    def _stopped(self, task: asyncio.Task[None]) -> None:
-        """However the task ended, nobody is left waiting for it."""
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """Restart the task if requests came since its last step. After an error, end them all."""
         self._task = None
-        error = None if task.cancelled() else task.exception()
-        if error is None and not task.cancelled():
-            if self._waiting:  # came between the task's last look and this call
-                self._start()
+        cancelled = task.cancelled()
+        error: BaseException | None = None
+        if not cancelled:
+            error = task.exception()
+        if error is None and not cancelled:
+            if self._waiting:
+                self._start_task()
             return
         self.batch.clear()
         self._waiting.clear()
@@ -170,15 +191,19 @@ class BatchRunner:
 
 
 def empty_completion(first_slot: int) -> Completion:
-    """Of a request that was interrupted before its first token."""
-    none = torch.empty(0, dtype=torch.int32)
-    return Completion(none, torch.empty(0), none, "aborted", first_slot=first_slot)
+    """Return the completion of a request that was aborted before its first token."""
+    empty = torch.empty(0, dtype=torch.int32)
+    return Completion(empty, torch.empty(0), empty, "aborted", first_slot=first_slot)
 
 
 def check_request(
     prompt_ids: Sequence[int], sampling: Sampling, caps: EngineCaps, *, version: int, vocab: int
 ) -> np.ndarray:
-    """The prompt as [P] int64, if an engine with weights of `version` (negative: half-loaded) can run the request."""
+    """Return the prompt as [P] int64 if the engine can run the request.
+
+    Raises RuntimeError if `version` is negative: the weights are loaded only in part. Raises
+    UsageError if the request does not fit the engine.
+    """
     if version < 0:
         raise RuntimeError(
             "the last load_weights failed half-way; load a complete set of weights first"
@@ -192,11 +217,12 @@ def check_request(
         )
     if len(prompt) + sampling.max_tokens > caps.max_len:
         raise UsageError(
-            f"max_tokens: {len(prompt)} prompt tokens + {sampling.max_tokens} exceed max_len {caps.max_len}; "
-            "shorten the prompt, lower max_tokens or raise rollout.engine.max_len"
+            f"max_tokens: {len(prompt)} prompt tokens + {sampling.max_tokens} exceed max_len "
+            f"{caps.max_len}; shorten the prompt, lower max_tokens or raise rollout.engine.max_len"
         )
     if sampling.top_logprobs > caps.top_logprobs:
         raise UsageError(
-            f"top_logprobs: {sampling.top_logprobs}, but this engine returns at most {caps.top_logprobs}"
+            f"top_logprobs: {sampling.top_logprobs}, but this engine returns at most "
+            f"{caps.top_logprobs}; lower it"
         )
     return prompt

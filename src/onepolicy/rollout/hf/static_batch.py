@@ -1,7 +1,8 @@
-"""Models whose state is more than keys and values (linear attention, Mamba, convolutions): use the model's own cache.
+"""Static batching for models that cache more than keys and values (linear attention, Mamba).
 
-Such state cannot be shared, shifted or refilled row by row, so requests whose prompts are equally long run as one batch
-from prefill to the last token of the longest. Slower than the slab, and correct.
+Such state cannot be shared, shifted or refilled row by row. So requests with equally long prompts
+run as one batch over the model's native cache, from prefill to the last token of the longest. This
+is slower than continuous batching.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from onepolicy.types import Completion, FinishReason, RoutingTrace, id_dtype, ro
 
 
 class StaticBatch:
-    """A `Batch` of equally long prompts over whatever cache the model makes for itself."""
+    """A `Batch` of equally long prompts over the model's native cache."""
 
     def __init__(
         self,
@@ -34,14 +35,10 @@ class StaticBatch:
         max_num_seqs: int,
         combine_weights: bool = False,
     ) -> None:
-        self.model, self.routers, self.max_num_seqs, self._keep_combine_weights = (
-            model,
-            routers,
-            max_num_seqs,
-            combine_weights,
-        )
+        self.model, self.routers, self.max_num_seqs = model, routers, max_num_seqs
         self.device = next(model.parameters()).device
-        self._tape: RouteRecorder | None = None
+        self._record_combine_weights = combine_weights
+        self._recorder: RouteRecorder | None = None
         self.clear()
 
     @property
@@ -50,73 +47,74 @@ class StaticBatch:
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
+        """Record the routes of all steps inside the context. Do nothing for a dense model."""
         if self.routers is None:
             yield
             return
-        with self.routers.record(weights=self._keep_combine_weights) as tape:
-            self._tape = tape
+        with self.routers.record(weights=self._record_combine_weights) as recorder:
+            self._recorder = recorder
             try:
                 yield
             finally:
-                self._tape = None
+                self._recorder = None
 
     def clear(self) -> None:
         self._requests: list[SequenceRequest] = []
-        self._open: set[int] = set()  # indices into _requests still running
+        self._running: set[int] = set()  # indices into _requests
         self._cache: Any = None
         self._tokens: list[Tensor] = []  # each [B]
         self._logp: list[Tensor] = []
         self._routes: list[Tensor] = []  # each [B, fed, L, K]
-        self._combine_weights: list[Tensor] = []  # the same of their combine weights, if kept
+        self._combine_weights: list[Tensor] = []  # like _routes, if recorded
 
     def admit(self, waiting: deque[SequenceRequest]) -> None:
-        """When idle, start the first waiting request and all others with as long a prompt."""
+        """Start the first waiting request and all with an equally long prompt, if idle."""
         while waiting and waiting[0].future.cancelled():
             waiting.popleft()
         if self._requests or not waiting:
             return
-        same = [
-            r
-            for r in waiting
-            if len(r.prompt) == len(waiting[0].prompt) and not r.future.cancelled()
-        ]
+        length = len(waiting[0].prompt)
+        same = [r for r in waiting if len(r.prompt) == length and not r.future.cancelled()]
         self._requests = same[: self.max_num_seqs]
         for request in self._requests:
             waiting.remove(request)
-        self._open = set(range(len(self._requests)))
-        self._uniform = self._all_uniforms()
-        self._sampling = BatchSampling.from_requests(
-            [r.sampling for r in self._requests], self.device
-        )
+        self._running = set(range(len(self._requests)))
+        self._uniform = self._uniform_table()
+        sampling = [request.sampling for request in self._requests]
+        self._sampling = BatchSampling.from_requests(sampling, self.device)
 
     def step(self, version: int) -> list[tuple[SequenceRequest, Completion]]:
+        """Sample one token of every request and return the requests that ended."""
         if not self._requests:
             return []
         self._sample_next()
         newest, count = self._tokens[-1].tolist(), len(self._tokens)
-        done = []
-        for i in sorted(self._open):
+        ended = []
+        for i in sorted(self._running):
             request = self._requests[i]
             if count == request.sampling.max_tokens or newest[i] in request.sampling.stop:
-                self._open.discard(i)
-                done.append((request, self._completion(i, version)))
+                self._running.discard(i)
+                ended.append((request, self._completion(i, version)))
             elif request.future.cancelled():
-                self._open.discard(i)
-        if not self._open:
+                self._running.discard(i)
+        if not self._running:
             self.clear()
-        return done
+        return ended
 
     def abort_running(self, version: int) -> list[tuple[SequenceRequest, Completion]]:
-        """What the running requests have sampled so far, between two steps. They run no longer."""
-        taken = [
-            (self._requests[i], self._completion(i, version, "aborted")) for i in sorted(self._open)
-        ]
+        """End all running requests between two steps, and return their completions so far."""
+        aborted = []
+        for i in sorted(self._running):
+            aborted.append((self._requests[i], self._completion(i, version, "aborted")))
         self.clear()
-        return taken
+        return aborted
 
     @torch.inference_mode()
     def _sample_next(self) -> None:
-        """Feed the prompts or the newest tokens, and sample one token for every row, ended ones included."""
+        """Feed the prompts or the newest tokens, and sample a token of every row.
+
+        Ended rows are sampled too. Their tokens are not used.
+        """
         if self._tokens:
             ids = self._tokens[-1][:, None]
         else:
@@ -125,58 +123,59 @@ class StaticBatch:
             input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1
         )
         self._cache = out.past_key_values
-        if self._tape is not None:
-            routes = torch.stack(self._tape.pop_ids(), 1)  # [B * fed, L, K]
-            self._routes.append(routes.unflatten(0, ids.shape))
-            weights = self._tape.pop_weights()
-            if weights is not None:
-                self._combine_weights.append(torch.stack(weights, 1).unflatten(0, ids.shape))
+        if self._recorder is not None:
+            self._store_routes(self._recorder, ids.shape)
         uniform = self._uniform[:, min(len(self._tokens), self._uniform.shape[1] - 1)]
-        new = sample_tokens(out.logits[:, -1].float(), uniform, self._sampling)
-        self._tokens.append(new.tokens)
-        self._logp.append(new.logp)
-        for i in self._open:
-            self._requests[i].add_top_logprobs(new.top_ids, new.top_logp, i)
+        sampled = sample_tokens(out.logits[:, -1].float(), uniform, self._sampling)
+        self._tokens.append(sampled.tokens)
+        self._logp.append(sampled.logp)
+        for i in self._running:
+            self._requests[i].add_top_logprobs(sampled.top_ids, sampled.top_logp, i)
 
-    def _all_uniforms(self) -> Tensor:  # [B, longest max_tokens] float64
+    def _store_routes(self, recorder: RouteRecorder, shape: torch.Size) -> None:
+        """Store the routes of the last forward. shape: [B, fed], of its token ids."""
+        routes = torch.stack(recorder.pop_ids(), 1)  # [B * fed, L, K]
+        self._routes.append(routes.unflatten(0, shape))
+        combine_weights = recorder.pop_weights()
+        if combine_weights is not None:
+            self._combine_weights.append(torch.stack(combine_weights, 1).unflatten(0, shape))
+
+    def _uniform_table(self) -> Tensor:
+        """Return the random numbers of all requests, [B, longest max_tokens] float64."""
         longest = max(r.sampling.max_tokens for r in self._requests)
         table = np.zeros((len(self._requests), longest))
         for row, request in zip(table, self._requests, strict=True):
             count = request.sampling.max_tokens
-            row[:count] = uniform_numbers(request.seed, count, request.drawn)
+            row[:count] = uniform_numbers(request.seed, count, request.num_drawn)
         return torch.from_numpy(table).to(self.device)
 
     def _completion(self, i: int, version: int, finish: FinishReason | None = None) -> Completion:
-        tokens = torch.tensor([int(t[i]) for t in self._tokens], dtype=torch.int32)
-        logp = torch.tensor([float(p[i]) for p in self._logp])
-        versions = torch.full((len(tokens),), version, dtype=torch.int32)
         request = self._requests[i]
-        trace, (top_ids, top_logp) = (
-            self._trace(i, len(request.prompt), version),
-            request.stack_top_logprobs(),
-        )
-        finish = finish or request.finish_reason(int(tokens[-1]))
-        first = request.sampling.routes_from
+        tokens = torch.tensor([int(t[i]) for t in self._tokens], dtype=torch.int32)
+        top_ids, top_logp = request.stack_top_logprobs()
         return Completion(
-            tokens, logp, versions, finish, trace, first, top_ids=top_ids, top_logp=top_logp
+            tokens,
+            torch.tensor([float(p[i]) for p in self._logp]),
+            torch.full((len(tokens),), version, dtype=torch.int32),
+            finish or request.finish_reason(int(tokens[-1])),
+            self._trace(i, len(request.prompt), version),
+            request.sampling.routes_from,
+            top_ids=top_ids,
+            top_logp=top_logp,
         )
 
     def _trace(self, i: int, size: int, version: int) -> RoutingTrace | None:
+        """Return the routes of request i, whose prompt has `size` tokens."""
         if self.routers is None:
             return None
-        ids = (
-            torch.cat([routes[i] for routes in self._routes])
-            .cpu()
-            .to(id_dtype(self.routers.num_experts))
-        )
+        ids = torch.cat([routes[i] for routes in self._routes]).cpu()
+        ids = ids.to(id_dtype(self.routers.num_experts))
         spans = route_spans(0, size, len(ids), version)
         valid = torch.ones(len(ids), dtype=torch.bool)
-        weights = (
-            torch.cat([weights[i] for weights in self._combine_weights]).cpu()
-            if self._combine_weights
-            else None
-        )
+        combine_weights: Tensor | None = None
+        if self._combine_weights:
+            combine_weights = torch.cat([weights[i] for weights in self._combine_weights]).cpu()
         trace = RoutingTrace(
-            ids, valid, self.routers.layers, self.routers.num_experts, spans, weights
+            ids, valid, self.routers.layers, self.routers.num_experts, spans, combine_weights
         )
         return trace.rows(self._requests[i].sampling.routes_from, len(ids))

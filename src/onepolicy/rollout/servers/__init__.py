@@ -1,1 +1,1 @@
-"""What the engines behind HTTP share."""
+"""Clients of engines in other processes: HTTP, replies, tokens and start-up checks."""

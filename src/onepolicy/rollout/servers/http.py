@@ -1,8 +1,9 @@
-"""JSON over HTTP to an engine in another process: retries with a bound, time limits, errors that say what to do.
+"""JSON over HTTP to an engine in another process, with bounded retries and time limits.
 
-A request is tried again after what may be over the next time: no connection, a connection that broke, a time-out, a 5xx
-status, a body that is not what was asked for. Any other status is an answer, and ends it. All requests of ours can be
-repeated: they name the seed, or set a state. A cancelled call closes its connection, which engines take as an abort.
+A request is retried after a fault that may be transient: no connection, a broken connection, a
+time-out, a 5xx status, or a malformed body. Any other status ends it. Every request can be
+repeated, because it names its seed or sets a state. Cancelling a call closes its connection, and
+the engine then aborts the request.
 """
 
 from __future__ import annotations
@@ -33,70 +34,93 @@ from onepolicy.rollout.servers.replies import (
 )
 from onepolicy.rollout.servers.token import find_token, token_from_env
 
-
-class RequestGate:
-    """Of one event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, max_num_seqs: int) -> None:
-        self.loop, self.running = loop, 0
-        self.open, self.idle = asyncio.Event(), asyncio.Event()
-        self.open.set()
-        self.idle.set()
-        self._sequences = asyncio.Semaphore(max_num_seqs)
-
-    @asynccontextmanager
-    async def admit_request(self) -> AsyncIterator[None]:
-        """Held by a request; waits while all slots are taken, or it is not open."""
-        async with self._sequences:
-            await self.open.wait()
-            self.running += 1
-            self.idle.clear()
-            try:
-                yield
-            finally:
-                self.running -= 1
-                if not self.running:
-                    self.idle.set()
-
-
-def for_running_loop(known: RequestGate | None, max_num_seqs: int) -> RequestGate:
-    """`known`, if it is that of the running event loop; nothing of an earlier one can be running."""
-    loop = asyncio.get_running_loop()
-    return known if known is not None and known.loop is loop else RequestGate(loop, max_num_seqs)
-
-
 if TYPE_CHECKING:
     import httpx2
 
 T = TypeVar("T")
 TOKEN_ENV = "rollout.engine.token_env"
-FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0  # s, before the first retry; doubled until
-SHOWN = 300  # characters of a body in an error
+FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0  # s; the wait before a retry doubles from first to longest
+SHOWN_CHARS = 300  # characters of a body in an error
+HIDDEN_TOKEN = "(the token)"
 
 
 class EngineLost(TrainingError):
-    """The server gives no usable reply, or is no longer the one that was given this run's weights."""
+    """The server gives no usable reply, or it no longer has this run's weights."""
 
 
 class EngineUnreachable(ServiceUnavailable):
     """No server gave a usable reply while the run started."""
 
 
-class _NoReply(Exception):
-    """An attempt that another one may mend."""
+class _NoReplyError(Exception):
+    """An attempt failed, and a retry may succeed."""
+
+
+class RequestGate:
+    """The limit on one event loop's requests in flight. A weight update may close it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_num_seqs: int) -> None:
+        self.loop, self.running = loop, 0
+        self.is_open, self.all_done = asyncio.Event(), asyncio.Event()
+        self.is_open.set()
+        self.all_done.set()
+        self._sequences = asyncio.Semaphore(max_num_seqs)
+
+    @classmethod
+    def for_running_loop(cls, gate: RequestGate | None, max_num_seqs: int) -> RequestGate:
+        """Return `gate` if it belongs to the running event loop, else a new gate.
+
+        An earlier loop has no running requests.
+        """
+        loop = asyncio.get_running_loop()
+        if gate is not None and gate.loop is loop:
+            return gate
+        return cls(loop, max_num_seqs)
+
+    @asynccontextmanager
+    async def admit_request(self) -> AsyncIterator[None]:
+        """Wait until the gate is open and fewer than max_num_seqs requests run.
+
+        Count the request as running inside the context.
+        """
+        async with self._sequences:
+            await self.is_open.wait()
+            self.running += 1
+            self.all_done.clear()
+            try:
+                yield
+            finally:
+                self.running -= 1
+                if not self.running:
+                    self.all_done.set()
 
 
 @dataclass(slots=True)
 class RequestCounters:
-    """Since the last take_counters."""
+    """Counts since the last take_counters."""
 
     requests: int = 0  # calls of get and post
     retried: int = 0  # attempts after the first
-    dropped: int = 0  # calls that ended without a reply: out of retries, refused, or cancelled
+    dropped: int = 0  # calls without a reply: out of retries, refused, or cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An HTTP request and the limits of each attempt."""
+
+    method: str
+    path: str
+    timeout_s: float
+    max_bytes: int = MAX_REPLY_BYTES
+    json: Any = None
+    params: Mapping[str, str] | None = None
 
 
 class EngineClient:
-    """One engine's HTTP API. May be used from one event loop after another; connections live as long as their loop."""
+    """A client of one engine's HTTP API.
+
+    It may be used from one event loop after another. Connections end with their loop.
+    """
 
     def __init__(
         self,
@@ -107,10 +131,14 @@ class EngineClient:
         retries: int = 5,
         server: str,
     ) -> None:
-        """token_env: environment variable with a bearer token; None: what a server of this machine has left in its file
-        (rollout/servers/token.py). timeout_s: of one attempt. server: its name in errors.
+        """Check the arguments. Connect at the first request.
 
-        UsageError for a URL that is none, a variable that is not set or holds no token, or without httpx2.
+        token_env: environment variable with the bearer token. None: the token file of a server on
+        this machine (rollout/servers/token.py). timeout_s: of one attempt. server: its name in
+        errors.
+
+        Raises UsageError for a malformed URL, for a variable without a valid token, or without
+        httpx2.
         """
         parts = check_url(url)
         if importlib.util.find_spec("httpx2") is None:
@@ -119,16 +147,16 @@ class EngineClient:
             )
         self.url, self.server, self.counters = url.rstrip("/"), server, RequestCounters()
         self._timeout_s, self._retries = timeout_s, retries
-        self._token_env, self._token = (
-            token_env,
-            None if token_env is None else token_from_env(token_env, TOKEN_ENV),
-        )
-        if token_env is None and not is_loopback(parts.hostname or ""):
+        self._token_env = token_env
+        self._token: str | None = None
+        if token_env is not None:
+            self._token = token_from_env(token_env, TOKEN_ENV)
+        elif not is_loopback(parts.hostname or ""):
             raise UsageError(
-                f"{TOKEN_ENV}: the server is on another machine; protect it with a token and name the environment "
-                "variable that holds it"
+                f"{TOKEN_ENV}: the server is on another machine; protect it with a token and name "
+                "the environment variable that holds it"
             )
-        self._error: type[EngineUnreachable] | type[EngineLost] = EngineLost
+        self._no_reply_error: type[EngineUnreachable] | type[EngineLost] = EngineLost
         self._in_flight = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: AsyncGenerator[httpx2.AsyncClient] | None = None
@@ -136,17 +164,19 @@ class EngineClient:
 
     @contextmanager
     def startup_errors(self) -> Iterator[None]:
-        """While a run starts, what goes wrong is a UsageError (no reply: NoEngine); afterwards it is a TrainingError
-        (no reply: EngineLost)."""
-        before, self._error = self._error, EngineUnreachable
+        """Raise UsageError inside the context: EngineUnreachable if there is no reply.
+
+        Outside of it the errors are TrainingError, and EngineLost if there is no reply.
+        """
+        before, self._no_reply_error = self._no_reply_error, EngineUnreachable
         try:
             yield
         finally:
-            self._error = before
+            self._no_reply_error = before
 
     async def get(self, path: str, *, parse: Callable[[Any], T] = lambda reply: reply) -> T:
-        """The reply as JSON (None if empty, text if it is no JSON), through `parse`."""
-        return await self._ask("GET", path, parse, self._timeout_s, MAX_REPLY_BYTES)
+        """Return parse(reply). The reply is JSON, None if empty, or else a string."""
+        return await self._request(_Call("GET", path, self._timeout_s), parse)
 
     async def post(
         self,
@@ -159,21 +189,20 @@ class EngineClient:
         max_bytes: int = MAX_REPLY_BYTES,
         confirm: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
-        """body: sent as JSON. timeout_s: of one attempt, if other than the client's. most: bytes of the reply.
+        """Send `body` as JSON and return parse(reply).
 
-        confirm: awaited after a reply that took more than one attempt: the server may have been another one by then.
+        timeout_s: of one attempt; None is the client's. max_bytes: of the reply. confirm: awaited
+        after a reply that took several attempts, because the server may have been replaced.
         """
-        limit = timeout_s or self._timeout_s
-        return await self._ask(
-            "POST", path, parse, limit, max_bytes, confirm, json=body, params=params
-        )
+        call = _Call("POST", path, timeout_s or self._timeout_s, max_bytes, body, params)
+        return await self._request(call, parse, confirm)
 
     def take_counters(self) -> RequestCounters:
         taken, self.counters = self.counters, RequestCounters()
         return taken
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call, as a run logs them (run/metric_names.py)."""
+        """Return the run's metrics since the last call (run/metric_names.py)."""
         taken = self.take_counters()
         return {
             "rollout/requests": taken.requests,
@@ -181,116 +210,149 @@ class EngineClient:
             "rollout/requests_dropped": taken.dropped,
         }
 
-    async def _ask(
+    async def _request(
         self,
-        method: str,
-        path: str,
+        call: _Call,
         parse: Callable[[Any], T],
-        timeout_s: float,
-        max_bytes: int,
         confirm: Callable[[], Awaitable[None]] | None = None,
-        **content: Any,
     ) -> T:
         self.counters.requests += 1
         self._in_flight += 1
         answered = False
         try:
-            for attempt in range(self._retries + 1):
-                if attempt:
-                    self.counters.retried += 1
-                    await asyncio.sleep(min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT))
-                try:
-                    reply = parse(await self._try(method, path, timeout_s, max_bytes, content))
-                    if attempt and confirm is not None:
-                        await confirm()
-                    answered = True
-                    return reply
-                except MalformedReply as error:
-                    problem = f"a reply that cannot be used: {error}"
-                except _NoReply as error:
-                    problem = str(error)
-            raise self._error(self._words(method, path, problem, f"{self._retries + 1} times"))
+            reply = await self._attempt_until_reply(call, parse, confirm)
+            answered = True
+            return reply
         finally:
             self._in_flight -= 1
             self.counters.dropped += not answered
 
-    def _refused(self, method: str, path: str, problem: str) -> UsageError | TrainingError:
-        kind = TrainingError if self._error is EngineLost else UsageError
-        return kind(self._words(method, path, problem, ""))
+    async def _attempt_until_reply(
+        self,
+        call: _Call,
+        parse: Callable[[Any], T],
+        confirm: Callable[[], Awaitable[None]] | None,
+    ) -> T:
+        for attempt in range(self._retries + 1):
+            if attempt:
+                self.counters.retried += 1
+                await asyncio.sleep(min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT))
+            try:
+                reply = parse(await self._attempt(call))
+                if attempt and confirm is not None:
+                    await confirm()
+                return reply
+            except MalformedReply as error:
+                problem = f"a reply that cannot be used: {error}"
+            except _NoReplyError as error:
+                problem = str(error)
+        attempts = f", {self._retries + 1} times"
+        raise self._no_reply_error(self._describe_failure(call, problem, attempts))
 
-    async def _try(
-        self, method: str, path: str, timeout_s: float, max_bytes: int, content: dict[str, Any]
-    ) -> Any:
-        """One attempt. _NoReply or Malformed if another may help; UsageError or TrainingError for a refusal."""
+    async def _attempt(self, call: _Call) -> Any:
+        """Send the request once and return the reply.
+
+        Raises _NoReplyError or MalformedReply if a retry may succeed. Raises UsageError or
+        TrainingError if the server refuses.
+        """
         import httpx2
 
-        client = await self._connected()
+        client = await self._connected_client()
         try:
-            async with asyncio.timeout(timeout_s):
-                async with client.stream(method, self.url + path, **content) as response:
-                    body = await read_body(response, max_bytes)
+            async with asyncio.timeout(call.timeout_s):
+                async with client.stream(
+                    call.method, self.url + call.path, json=call.json, params=call.params
+                ) as response:
+                    body = await read_body(response, call.max_bytes)
         except TimeoutError:
-            raise _NoReply(f"no answer within {timeout_s:g} s (rollout.engine.timeout_s)") from None
+            raise _NoReplyError(
+                f"no answer within {call.timeout_s:g} s (rollout.engine.timeout_s)"
+            ) from None
         except httpx2.RequestError as error:
-            raise _NoReply(f"{type(error).__name__}: {error}".rstrip(".")) from error
+            raise _NoReplyError(f"{type(error).__name__}: {error}".rstrip(".")) from error
+        if response.status_code == 200:
+            return _decode_body(response, body)
+        problem = self._describe_status(response.status_code, body)
         if response.status_code >= 500:
-            raise _NoReply(_status(response, body, self._token))
-        if response.status_code != 200:
-            raise self._refused(method, path, _status(response, body, self._token))
-        return _content(response, body)
+            raise _NoReplyError(problem)
+        message = self._describe_failure(call, problem)
+        if self._no_reply_error is EngineLost:
+            raise TrainingError(message)
+        raise UsageError(message)
 
-    def _words(self, method: str, path: str, problem: str, times: str) -> str:
+    def _describe_failure(self, call: _Call, problem: str, attempts: str = "") -> str:
         others = self._in_flight - 1
-        dropped = f" {others} other requests in flight were dropped." if others else ""
+        dropped = ""
+        if others:
+            dropped = f" {others} other requests in flight were dropped."
         if problem.startswith("status 401"):
-            mend = f"Name the variable that holds the server's token in {TOKEN_ENV}"
-        elif self._error is EngineLost:
-            mend = "See its log; when it runs again, continue with `onepolicy train --resume RUN`"
+            hint = f"Name the variable that holds the server's token in {TOKEN_ENV}"
+        elif self._no_reply_error is EngineLost:
+            hint = "See its log; when it runs again, continue with `onepolicy train --resume RUN`"
         elif problem.startswith("Connect"):
-            mend = f"Is {self.server} running there, and is that the right url?"
+            hint = f"Is {self.server} running there, and is that the right url?"
         else:
-            mend = f"See its log; is that {self.server}?"
-        asked = f"{method} {self.url}{path}" + (f", {times}" if times else "")
-        if self._token is not None:  # a server may repeat what it was sent
-            problem = problem.replace(self._token, "(the token)")
-        problem = printable(problem)
-        return f"rollout.engine.url: asked {self.server}: {asked}; got {problem}.{dropped} {mend}"
+            hint = f"See its log; is that {self.server}?"
+        problem = printable(self._hide_token(problem))
+        return (
+            f"rollout.engine.url: asked {self.server}: {call.method} {self.url}{call.path}"
+            f"{attempts}; got {problem}.{dropped} {hint}"
+        )
+
+    def _describe_status(self, status: int, body: bytes) -> str:
+        text = self._hide_token(body.decode(errors="replace").strip())
+        if not text:
+            return f"status {status}"
+        return f"status {status}: {text[:SHOWN_CHARS]}"
+
+    def _hide_token(self, text: str) -> str:
+        """Replace the token, which a server may send back."""
+        if self._token is None:
+            return text
+        return text.replace(self._token, HIDDEN_TOKEN)
 
     def _authorize(self, request: httpx2.Request) -> httpx2.Request:
-        """The request with the token. Without a variable the file is read anew: a server that was started again has
-        another token."""
+        """Add the token to the request.
+
+        Read the token file anew every time: a restarted server has another token.
+        """
         if self._token_env is None:
             self._token = find_token(*host_and_port(self.url))
         if self._token is not None:
             request.headers["Authorization"] = f"Bearer {self._token}"
         return request
 
-    async def _connected(self) -> httpx2.AsyncClient:
-        """The client of the running event loop. asyncio.run closes it with the loop, as it does every generator."""
+    async def _connected_client(self) -> httpx2.AsyncClient:
+        """Return the client of the running event loop.
+
+        asyncio.run closes it with the loop, like every async generator.
+        """
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            self._loop, self._opened = loop, self._open()
+            self._loop, self._opened = loop, self._open_client()
             self._client = await anext(self._opened)
         return self._client
 
-    async def _open(self) -> AsyncGenerator[httpx2.AsyncClient]:
+    async def _open_client(self) -> AsyncGenerator[httpx2.AsyncClient]:
         import httpx2
 
         async with httpx2.AsyncClient(
             auth=self._authorize,
-            headers={"Accept-Encoding": "gzip"},  # what read_body can bound
-            verify=self.url.startswith(
-                "https:"
-            ),  # reading the system's certificates takes a tenth of a second
+            headers={"Accept-Encoding": "gzip"},  # the encoding that read_body can bound
+            # reading the system's certificates takes a tenth of a second
+            verify=self.url.startswith("https:"),
             timeout=None,  # asyncio.timeout bounds the whole attempt
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=False,  # a proxy of the environment is not meant for an engine on this machine
+            trust_env=False,  # an engine on this machine needs no proxy
         ) as client:
             yield client
 
 
 def make_clients(config: ServerEngineConfig, *, server: str) -> tuple[EngineClient, EngineClient]:
-    """With the settings' retries, and without any. server: its name in errors."""
+    """Return a client with the configured retries, and one without retries.
+
+    server: its name in errors.
+    """
     client = partial(
         EngineClient,
         config.url,
@@ -302,9 +364,11 @@ def make_clients(config: ServerEngineConfig, *, server: str) -> tuple[EngineClie
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Host and port."""
     parts = urlsplit(url)
-    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    default_port = 80
+    if parts.scheme == "https":
+        default_port = 443
+    return parts.hostname or "", parts.port or default_port
 
 
 def is_loopback(host: str) -> bool:
@@ -314,17 +378,9 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _content(response: httpx2.Response, body: bytes) -> Any:
+def _decode_body(response: httpx2.Response, body: bytes) -> Any:
     if not body:
         return None
     if not response.headers.get("content-type", "").startswith("application/json"):
         return body.decode(errors="replace")
     return parse_json(body)
-
-
-def _status(response: httpx2.Response, body: bytes, token: str | None) -> str:
-    """token: not repeated if the server sends back what it was sent."""
-    text = body.decode(errors="replace").strip()
-    if token is not None:
-        text = text.replace(token, "(the token)")
-    return f"status {response.status_code}" + (f": {text[:SHOWN]}" if text else "")

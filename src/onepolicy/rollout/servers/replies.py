@@ -1,6 +1,6 @@
-"""What an engine's server sent, as JSON that may be checked: bounded before it is held, one kind of error.
+"""Checks of an engine server's replies: size, JSON and types.
 
-Whatever a server sends, these functions return a value or raise `Malformed`; `EngineClient` then asks again.
+For any reply these functions return a value or raise MalformedReply. `EngineClient` then retries.
 """
 
 from __future__ import annotations
@@ -21,99 +21,102 @@ from onepolicy.types import MAX_LOGP
 if TYPE_CHECKING:
     import httpx2
 
-MAX_REPLY_BYTES = 2**24  # of a reply that has no bound of its own
-PIECE_BYTES = (
-    2**20
-)  # decompressed at once; other tasks, and the time limit, come between two pieces
-GZIP_BYTES = (
-    2**16
-)  # of a gzip body beside its data: a header with a file's name, a checksum, empty blocks
-DEEPEST = 32  # levels of what a server says of itself
-ENTRY_BYTES = 512  # of JSON for one token and its log-probability, at most
-SMALLEST_LOGP = -1e6  # nats; below it stands a constant for a token that cannot be sampled
+MAX_REPLY_BYTES = 2**24  # of a reply without a limit of its own
+CHUNK_BYTES = 2**20  # decompressed at once; other tasks and the time limit run between two chunks
+GZIP_OVERHEAD_BYTES = 2**16  # of a gzip body: header, file name, checksum, empty blocks
+MAX_DEPTH = 32  # nesting levels of a server's description
+ENTRY_BYTES = 512  # of JSON for one token and its log-probability
+MIN_LOGP = -1e6  # nats; a lower value is a constant for a token that cannot be sampled
 
 
 class MalformedReply(ValueError):
-    """A reply that is not what was asked for. `parse` raises it; the request is tried again."""
+    """A reply that does not answer the request. The request is retried."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(printable(problem))
 
 
-async def read_body(response: httpx2.Response, most: int) -> bytes:
-    """Return the body of a streamed response, decompressed. Refuse more than `most` bytes."""
+async def read_body(response: httpx2.Response, max_bytes: int) -> bytes:
+    """Return the decompressed body of a streamed response, at most `max_bytes`."""
     encoding = response.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity", "gzip"):
-        raise MalformedReply(f"a body in the encoding {encoding[:60]!r}, which nobody asked for")
+        raise MalformedReply(f"a body in the encoding {encoding[:60]!r}, expected gzip or none")
     if encoding == "gzip":
-        return await _read_gzip(response, most)
+        return await _read_gzip(response, max_bytes)
     body = bytearray()
     async for chunk in response.aiter_raw():
         body += chunk
-        _check_size(body, most)
-        await asyncio.sleep(0)  # of tiny chunks many come at once
+        _check_size(body, max_bytes)
+        await asyncio.sleep(0)  # many tiny chunks may arrive at once
     return bytes(body)
 
 
-async def _read_gzip(response: httpx2.Response, most: int) -> bytes:
+async def _read_gzip(response: httpx2.Response, max_bytes: int) -> bytes:
     body, sent = bytearray(), 0
+    # at its worst Deflate takes 9 bits for a byte
+    max_sent = max_bytes + max_bytes // 8 + GZIP_OVERHEAD_BYTES
     unzip = zlib.decompressobj(wbits=31)  # with gzip's header and checksum
     try:
         async for chunk in response.aiter_raw():
             sent += len(chunk)
-            if (
-                sent > most + most // 8 + GZIP_BYTES
-            ):  # the worst code of Deflate takes 9 bits for a byte
+            if sent > max_sent:
                 raise MalformedReply(
-                    f"a gzip body of more than {most:,} bytes, and as it unpacks to fewer"
+                    f"a gzip body of more than {max_bytes:,} bytes, though it unpacks to fewer"
                 )
-            left, full = chunk, True
-            while (left or full) and not unzip.eof:
-                piece = unzip.decompress(left, PIECE_BYTES)
-                left, full = unzip.unconsumed_tail, len(piece) == PIECE_BYTES
-                body += piece
-                _check_size(body, most)
-                await asyncio.sleep(0)
-            if left or unzip.unused_data:  # a second member too: no server of an engine sends one
-                raise MalformedReply("a gzip body that goes on after its end")
+            await _unzip_chunk(unzip, chunk, body, max_bytes)
     except zlib.error as error:
-        raise MalformedReply(f"a body that is not gzip, though it says so ({error})") from error
+        raise MalformedReply(f"a body that is not gzip, despite its encoding ({error})") from error
     if not unzip.eof:
         raise MalformedReply("a gzip body that ends too early")
     return bytes(body)
 
 
-def _check_size(body: bytearray, most: int) -> None:
-    if len(body) > most:
-        raise MalformedReply(
-            f"a body of more than {most:,} bytes, the most that the answer can have"
-        )
+async def _unzip_chunk(unzip: Any, chunk: bytes, body: bytearray, max_bytes: int) -> None:
+    """Append the decompressed chunk to `body`, in pieces of CHUNK_BYTES."""
+    rest, full = chunk, True
+    while (rest or full) and not unzip.eof:
+        piece = unzip.decompress(rest, CHUNK_BYTES)
+        rest, full = unzip.unconsumed_tail, len(piece) == CHUNK_BYTES
+        body += piece
+        _check_size(body, max_bytes)
+        await asyncio.sleep(0)
+    if rest or unzip.unused_data:  # a second gzip member too: no engine server sends one
+        raise MalformedReply("a gzip body that goes on after its end")
+
+
+def _check_size(body: bytearray, max_bytes: int) -> None:
+    if len(body) > max_bytes:
+        raise MalformedReply(f"a body of more than {max_bytes:,} bytes, the limit of this request")
 
 
 def parse_json(body: bytes) -> Any:
-    """Return what the JSON text holds. Refuse a key that stands twice. NaN and infinity pass: see `is_number`."""
+    """Parse JSON text. Raise MalformedReply also for a duplicate key.
+
+    NaN and infinity are accepted: see `is_number`.
+    """
     try:
         return json.loads(body, object_pairs_hook=_unique)
     except MalformedReply:
         raise
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also bytes that are no text, and thousands of digits or brackets
+    # bytes that are not text; thousands of digits or brackets
+    except (ValueError, RecursionError) as error:
         raise MalformedReply(f"not JSON ({str(error)[:160]})") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise MalformedReply("not JSON (a key stands twice in one object)")
+        raise MalformedReply("not JSON (an object has a duplicate key)")
     return found
 
 
-def make_printable(value: Any, depth: int = DEEPEST) -> Any:
-    """Return what a server says of itself, with all text in it printable: errors quote it. Malformed if deeper."""
+def make_printable(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Return a JSON value with printable text, which errors may quote.
+
+    Raises MalformedReply if it is nested more than `depth` levels.
+    """
     if depth < 0:
-        raise MalformedReply(f"what it says of itself is more than {DEEPEST} deep")
+        raise MalformedReply(f"its description is nested more than {MAX_DEPTH} levels")
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
@@ -123,79 +126,85 @@ def make_printable(value: Any, depth: int = DEEPEST) -> Any:
     return value
 
 
-def get_field(of: Any, name: str, kind: type) -> Any:
-    """of[name], if `of` is a JSON object that has it, of this kind. Malformed if not."""
-    value = of.get(name) if isinstance(of, dict) else None
+def get_field(container: Any, name: str, kind: type) -> Any:
+    """Return container[name]. Raise MalformedReply unless it exists and is of this type."""
+    value = None
+    if isinstance(container, dict):
+        value = container.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise MalformedReply(f"{name} is {type(value).__name__}, expected {kind.__name__}")
     return value
 
 
-def get_count(of: Any, name: str, most: int) -> int:
-    """of[name], a whole number from 0 to `most`. Malformed if not."""
-    value = get_field(of, name, int)
-    if not 0 <= value <= most:
-        raise MalformedReply(f"{name} is {short_repr(value)}, expected 0 to {most}")
+def get_count(container: Any, name: str, maximum: int) -> int:
+    """Return container[name]. Raise MalformedReply unless it is an int from 0 to `maximum`."""
+    value = get_field(container, name, int)
+    if not 0 <= value <= maximum:
+        raise MalformedReply(f"{name} is {short_repr(value)}, expected 0 to {maximum}")
     return int(value)
 
 
-def get_token_ids(of: Any, name: str, *, vocab: int) -> list[int]:
-    """of[name], a list of ids of a vocabulary of `vocab`. Malformed if not."""
-    values: list[Any] = get_field(of, name, list)
+def get_token_ids(container: Any, name: str, *, vocab: int) -> list[int]:
+    """Return container[name]. Raise MalformedReply unless it is a list of ids below `vocab`."""
+    values: list[Any] = get_field(container, name, list)
     for value in values:
         if type(value) is not int or not 0 <= value < vocab:
             raise MalformedReply(
-                f"{name}: {short_repr(value)!r} is no token id in 0..{vocab - 1}; is it this model's server?"
+                f"{name}: {short_repr(value)!r} is no token id in 0..{vocab - 1}; is it this model's "
+                "server?"
             )
     return values
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is an int or float that float32 can hold. Not a bool, NaN or infinity."""
+    """Return whether the value is an int or float that float32 holds, not NaN or infinity."""
     return type(value) in (int, float) and -3e38 <= value <= 3e38
 
 
 def logprob_tensor(values: list[Any], name: str) -> Tensor:
-    """[n] float32. Malformed if one of them is not that of a token that was sampled."""
+    """Return the log-probabilities of sampled tokens as [n] float32.
+
+    Raises MalformedReply for a value that is none.
+    """
     for value in values:
         if not is_number(value):
             raise MalformedReply(
-                f"{name}: {short_repr(value)} is no log-probability; if it stays so, the log-probabilities are not numbers "
-                "because the server's weights or kernels are broken for this model"
+                f"{name}: {short_repr(value)} is no log-probability; if this repeats, the "
+                "log-probabilities are not numbers because the server's weights or kernels are "
+                "broken for this model"
             )
-        if not SMALLEST_LOGP <= value <= MAX_LOGP:
+        if not MIN_LOGP <= value <= MAX_LOGP:
             raise MalformedReply(
-                f"{name}: {short_repr(value)} is no log-probability of a token that was sampled"
+                f"{name}: {short_repr(value)} is no log-probability of a sampled token"
             )
     return torch.tensor(values, dtype=torch.float32)
 
 
 def top_tokens_tensors(
-    rows: list[
-        list[tuple[int, float]]
-    ],  # [n] of at least k pairs (id, log-probability), in any order
-    k: int,
-    name: str,
+    rows: list[list[tuple[int, float]]], k: int, name: str
 ) -> tuple[Tensor, Tensor]:
-    """([n, k] int32, [n, k] float32), the likeliest first. Malformed for fewer than k tokens, or one twice."""
-    chosen = [sorted(row, key=lambda pair: -pair[1])[:k] for row in rows]
-    for row in chosen:
+    """Return ids [n, k] int32 and log-probabilities [n, k] float32, most likely first.
+
+    rows: [n] of at least k pairs (id, log-probability), in any order. Raises MalformedReply for
+    fewer than k tokens, or for a duplicate.
+    """
+    top = [sorted(row, key=lambda pair: -pair[1])[:k] for row in rows]
+    for row in top:
         if len(row) < k:
             raise MalformedReply(f"{name}: {len(row)} of {k} tokens")
         if len({token for token, _ in row}) < k:
-            raise MalformedReply(f"{name}: a token stands twice")
-    ids = torch.tensor([[token for token, _ in row] for row in chosen], dtype=torch.int32).view(
-        len(rows), k
-    )
-    logp = torch.tensor([[value for _, value in row] for row in chosen], dtype=torch.float32).view(
-        len(rows), k
-    )
-    return ids, logp
+            raise MalformedReply(f"{name}: a token is listed twice")
+    ids = torch.tensor([[token for token, _ in row] for row in top], dtype=torch.int32)
+    logp = torch.tensor([[value for _, value in row] for row in top], dtype=torch.float32)
+    return ids.view(len(rows), k), logp.view(len(rows), k)
 
 
 def max_reply_bytes(*, tokens: int, path: int, per_token: int, routes: int) -> int:
-    """The most bytes an answer of `tokens` tokens can have. path: tokens of the prompt; per_token: entries of JSON for
-    one sampled token; routes: bytes of all routing rows, before base64."""
+    """Return the most bytes that a reply with `tokens` tokens may have.
+
+    path: tokens of the prompt. per_token: JSON entries for each sampled token. routes: bytes of
+    all routing rows, before base64.
+    """
     return MAX_REPLY_BYTES + ENTRY_BYTES * tokens * per_token + 16 * path + base64_bytes(routes)
 
 

@@ -1,5 +1,8 @@
-"""What every engine behind HTTP goes through before a run samples from it: connected, given its weights, and asked
-whether it returns the log-probabilities of the distribution that it samples from."""
+"""The start-up of every engine behind HTTP: connection, weights and log-probabilities.
+
+Before a run samples from the engine, it checks that the returned log-probabilities are those of the
+distribution sampled from.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,26 @@ from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.push import attach_engine
 from onepolicy.types import Completion, Sampling
 
+NUM_TOP_TOKENS = 5
+HINT = "start it so that they are processed, as vLLM with --logprobs-mode processed_logprobs"
+MIN_SPREAD = 0.05
+"""Nats between two tokens. From here on rounding cannot be mistaken for a temperature."""
+
 
 def refuse_nccl_without_cuda(spec: EngineSpec) -> None:
     config, device = spec.config, spec.device
     assert isinstance(config, ServerEngineConfig)
     if config.sync == "nccl" and device.type != "cuda":
         raise UsageError(
-            f"rollout.engine.sync: nccl, but the trainer computes on the {device.type}; use gloo or disk"
+            f"rollout.engine.sync: nccl, but the trainer computes on the {device.type}; use gloo "
+            "or disk"
         )
 
 
 async def connect_engine(
     engine: PersistentEngine, client: EngineClient, model: ModelConfig
 ) -> None:
-    """Connect, and give the server the weights of `model`, like an engine that loaded them itself."""
+    """Connect, and load the weights of `model` into the server."""
     with client.startup_errors():
         await engine.connect()
         await attach_engine(
@@ -39,58 +48,70 @@ async def connect_engine(
     engine.take_metrics()
 
 
-LIKELIEST = 5
-MEND = "start it so that they are processed, as vLLM with --logprobs-mode processed_logprobs"
-CLEAR = 0.05
-"""nats between two tokens, from which on rounding cannot be mistaken for a temperature."""
+async def check_processed_logprobs(engine: RolloutEngine, *, narrowed: bool = True) -> None:
+    """Raise UsageError if the engine returns raw log-probabilities, or logits.
 
-
-async def check_probabilities(engine: RolloutEngine, *, narrowed: bool = True) -> None:
-    """UsageError if it returns raw log-probabilities, or logits.
-
-    At temperature 1/2 two tokens lie twice as far apart as at 1 (a model that finds all tokens equally likely cannot
-    tell, and has nothing to get wrong). narrowed: and top_k = 1 leaves one token, of log-probability 0.
+    narrowed: check top_k too.
     """
     name = type(engine).__name__
-    count = min(LIKELIEST, engine.caps.top_logprobs)
+    count = min(NUM_TOP_TOKENS, engine.caps.top_logprobs)
     if count < 2:
         raise UsageError(
-            f"rollout.engine: {name} returns {count} of the likeliest tokens, too few to tell which distribution its "
-            "log-probabilities are of; start it with more (vLLM: --max-logprobs)"
+            f"rollout.engine: {name} returns {count} of the most likely tokens, too few to check "
+            "its log-probabilities; start it with more (vLLM: --max-logprobs)"
         )
     where = f"rollout.engine: {name} does not return the log-probabilities it samples from"
-    warm = await _first_tokens(engine, Sampling(1.0, 1, top_logprobs=count))
-    cold = await _first_tokens(engine, Sampling(0.5, 1, top_logprobs=count))
-    pairs = [(_spread(a), _spread(b)) for a, b in zip(warm, cold, strict=True)]
-    uncertain = [
-        pair for pair in pairs if not math.isfinite(sum(pair))
-    ]  # the largest of NaN is any value
-    at_one, at_half = uncertain[0] if uncertain else max(pairs)
-    if not at_one <= CLEAR and not at_half >= 1.5 * at_one:  # also if a value is NaN
-        raise UsageError(
-            f"{where}: the {count} likeliest tokens lie {at_one:.3g} nats apart at temperature 1 and {at_half:.3g} at "
-            f"0.5, where it must be twice as far; {MEND}"
-        )
+    await _check_tempered(engine, count, where)
     if narrowed:
-        only = await _first_tokens(engine, Sampling(1.0, 1, top_k=1))
-        found = [float(done.logp) for done in only]
-        broken = [logp for logp in found if not math.isfinite(logp)]  # so is their median
-        typical = (
-            broken[0] if broken else statistics.median(found)
-        )  # where tokens tie, more than one is left
-        if not typical >= -1e-4:
-            raise UsageError(
-                f"{where}: with top_k = 1 the only token has log-probability {typical:.3g}, not 0; {MEND}"
-            )
+        await _check_top_k(engine, where)
+
+
+async def _check_tempered(engine: RolloutEngine, count: int, where: str) -> None:
+    """Check that two tokens are twice as far apart at temperature 1/2 as at 1.
+
+    Pass a model that finds all tokens equally likely: there temperatures make no difference.
+    """
+    at_one = await _first_tokens(engine, Sampling(1.0, 1, top_logprobs=count))
+    at_half = await _first_tokens(engine, Sampling(0.5, 1, top_logprobs=count))
+    pairs = [(_spread(a), _spread(b)) for a, b in zip(at_one, at_half, strict=True)]
+    not_finite = [pair for pair in pairs if not math.isfinite(sum(pair))]
+    spread, spread_at_half = max(pairs)
+    if not_finite:  # then max may have missed them
+        spread, spread_at_half = not_finite[0]
+    if not spread <= MIN_SPREAD and not spread_at_half >= 1.5 * spread:  # also if a value is NaN
+        raise UsageError(
+            f"{where}: the {count} most likely tokens are {spread:.3g} nats apart at temperature 1 "
+            f"and {spread_at_half:.3g} at 0.5, where they must be twice as far apart; {HINT}"
+        )
+
+
+async def _check_top_k(engine: RolloutEngine, where: str) -> None:
+    """Check that with top_k = 1 the only token has log-probability 0."""
+    completions = await _first_tokens(engine, Sampling(1.0, 1, top_k=1))
+    logp = [float(completion.logp) for completion in completions]
+    typical = statistics.median(logp)  # where tokens tie, more than one is left
+    not_finite = [value for value in logp if not math.isfinite(value)]
+    if not_finite:
+        typical = not_finite[0]
+    if not typical >= -1e-4:
+        raise UsageError(
+            f"{where}: with top_k = 1 the only token has log-probability {typical:.3g}, not 0; "
+            f"{HINT}"
+        )
 
 
 async def _first_tokens(engine: RolloutEngine, sampling: Sampling) -> list[Completion]:
     return await asyncio.gather(*(engine.generate([i], sampling, seed=i) for i in range(8)))
 
 
-def _spread(done: Completion) -> float:
-    """Of the likeliest tokens; those of probability 0 (-inf), which a head rules out, are no distance away."""
-    top = done.top_logp
+def _spread(completion: Completion) -> float:
+    """Return the distance of the most and the least likely of the returned tokens.
+
+    Leave out tokens of probability 0 (-inf), which a head rules out.
+    """
+    top = completion.top_logp
     assert isinstance(top, Tensor)
     possible = top[0][top[0] != -math.inf]
-    return float(possible.max() - possible.min()) if len(possible) else math.nan
+    if not len(possible):
+        return math.nan
+    return float(possible.max() - possible.min())

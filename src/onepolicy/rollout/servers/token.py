@@ -1,5 +1,8 @@
-"""The secret that an engine's server asks for: named by an environment variable, or made and left in a file that only
-its owner can read. No error here repeats one."""
+"""The bearer token of an engine's server.
+
+An environment variable holds it, or `engine serve` makes one and stores it in a file that only its
+owner can read. No error here repeats a token.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,22 @@ from pathlib import Path
 
 from onepolicy.config import UsageError
 
-TOKEN_BYTES = 32  # of randomness in a token that is made here
-LARGEST_FILE = 4096  # bytes that are read of a token's file
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_TOKEN = re.compile(r"[\x21-\x7e]+")  # what an HTTP header carries unchanged
+TOKEN_BYTES = 32  # of randomness in a new token
+MAX_FILE_BYTES = 4096  # read of a token file
+_VARIABLE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TOKEN_PATTERN = re.compile(r"[\x21-\x7e]+")  # characters that an HTTP header carries unchanged
 
 
 def token_from_env(variable: str, setting: str) -> str:
-    """The token in this environment variable. UsageError, which does not repeat it, if there is none or it cannot be
-    sent. setting: what named the variable."""
-    if not _NAME.fullmatch(variable):
+    """Return the token in this environment variable.
+
+    setting: that names the variable, for errors. Raises UsageError if the variable has no token,
+    or one that an HTTP header cannot carry.
+    """
+    if not _VARIABLE_PATTERN.fullmatch(variable):
         raise UsageError(
-            f"{setting}: what it was given is not the name of an environment variable; put the token in a variable "
-            f"and give its name, e.g. ENGINE_TOKEN"
+            f"{setting}: its value is not the name of an environment variable; put the token in a "
+            "variable and give its name, e.g. ENGINE_TOKEN"
         )
     token = os.environ.get(variable, "")
     if not token:
@@ -36,8 +42,11 @@ def token_from_env(variable: str, setting: str) -> str:
 
 
 def check_token(token: str, where: str) -> str:
-    """The token. UsageError, which does not repeat it, if an HTTP header cannot carry it. where: begins the error."""
-    if _TOKEN.fullmatch(token):
+    """Return the token. Raise UsageError if an HTTP header cannot carry it.
+
+    where: the beginning of the error.
+    """
+    if _TOKEN_PATTERN.fullmatch(token):
         return token
     if not token:
         problem = "is empty"
@@ -48,15 +57,29 @@ def check_token(token: str, where: str) -> str:
     else:
         problem = "has a space or a control character in it"
     raise UsageError(
-        f"{where} {problem}, which no token may have; set it again without it, e.g. by `tr -d '\\r\\n' <FILE`"
+        f"{where} {problem}, which no token may have; set it again without it, e.g. by "
+        "`tr -d '\\r\\n' <FILE`"
     )
 
 
 @contextmanager
 def create_token_file(host: str, port: int) -> Iterator[tuple[str, Path]]:
-    """A random token for a server at this loopback address, and the file where `left_for` finds it meanwhile."""
-    token, path = secrets.token_urlsafe(TOKEN_BYTES), _file(host, port)
-    _make_private(path.parent)
+    """Make a random token for a server at this loopback address, and yield it with its file.
+
+    `find_token` finds the file. It is removed at the end of the context.
+    """
+    token, path = secrets.token_urlsafe(TOKEN_BYTES), _token_file(host, port)
+    _make_private_folder(path.parent)
+    _write_private(path, token)
+    try:
+        yield token, path
+    finally:
+        if _read_token(path) == token:  # else another server uses the port by now
+            path.unlink(missing_ok=True)
+
+
+def _write_private(path: Path, token: str) -> None:
+    """Write the file atomically, readable for its owner only."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with suppress(FileNotFoundError):
@@ -67,68 +90,71 @@ def create_token_file(host: str, port: int) -> Iterator[tuple[str, Path]]:
         unfinished.replace(path)
     except OSError as error:
         raise UsageError(
-            f"engine serve: the server's token cannot be left in {path.parent}: {error.strerror}; put one in an "
-            "environment variable and name that with --token-env"
+            f"engine serve: the server's token cannot be written to {path.parent}: "
+            f"{error.strerror}; put one in an environment variable and name that with --token-env"
         ) from error
-    try:
-        yield token, path
-    finally:
-        if _read(path) == token:  # not that of a server that has taken the port since
-            path.unlink(missing_ok=True)
 
 
 def find_token(host: str, port: int) -> str | None:
-    """The token that a server of this user, at this loopback address, was started with; None if it left none."""
-    hosts = ("127.0.0.1", "::1") if host == "localhost" else (host,)
-    return next((token for each in hosts if (token := _read(_file(each, port))) is not None), None)
+    """Return the token in the file of this user's server at this loopback address.
+
+    Return None if there is no such file.
+    """
+    hosts = [host]
+    if host == "localhost":
+        hosts = ["127.0.0.1", "::1"]
+    tokens = (_read_token(_token_file(each, port)) for each in hosts)
+    return next((token for token in tokens if token is not None), None)
 
 
 def remove_token_file(host: str, port: int) -> None:
-    """Remove what a server that was killed has left: another one takes its place."""
+    """Remove the token file of a killed server, whose place another server takes."""
     with suppress(OSError):
-        _file(host, port).unlink(missing_ok=True)
+        _token_file(host, port).unlink(missing_ok=True)
 
 
-def _file(host: str, port: int) -> Path:
-    name = "127.0.0.1" if host == "localhost" else str(ipaddress.ip_address(host))
-    return (
-        Path(tempfile.gettempdir())
-        / f"onepolicy-tokens-{os.getuid()}"
-        / f"{name.replace(':', '_')}.{port}"
-    )
+def _token_file(host: str, port: int) -> Path:
+    address = "127.0.0.1"
+    if host != "localhost":
+        address = str(ipaddress.ip_address(host))
+    folder = Path(tempfile.gettempdir()) / f"onepolicy-tokens-{os.getuid()}"
+    return folder / f"{address.replace(':', '_')}.{port}"
 
 
-def _make_private(folder: Path) -> None:
-    """UsageError for a folder that somebody else put at this name, or that others may look into."""
+def _make_private_folder(folder: Path) -> None:
+    """Create the folder. Raise UsageError if another user owns it or can read it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        private = _is_ours(folder.lstat(), stat.S_ISDIR)
+        private = _is_private(folder.lstat(), stat.S_ISDIR)
     except OSError as error:
         raise UsageError(
-            f"engine serve: no folder for the server's token at {folder}: {error.strerror}; put a token in an "
-            "environment variable and name that with --token-env"
+            f"engine serve: no folder for the server's token at {folder}: {error.strerror}; put a "
+            "token in an environment variable and name that with --token-env"
         ) from error
     if not private:
         raise UsageError(
-            f"engine serve: {folder}, where the server's token would be left, belongs to somebody else or others may "
-            "look into it; remove it, or put a token in an environment variable and name that with --token-env"
+            f"engine serve: {folder}, the folder for the server's token, belongs to somebody else "
+            "or others may look into it; remove it, or put a token in an environment variable and "
+            "name that with --token-env"
         )
 
 
-def _read(path: Path) -> str | None:
-    """The token in this file, if only we can have written it and only we can read it."""
+def _read_token(path: Path) -> str | None:
+    """Return the token in this file, or None if another user could write or read it."""
     try:
-        if not _is_ours(path.parent.lstat(), stat.S_ISDIR):
+        if not _is_private(path.parent.lstat(), stat.S_ISDIR):
             return None
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(handle, "rb") as file:
-            if not _is_ours(os.fstat(handle), stat.S_ISREG):
+            if not _is_private(os.fstat(handle), stat.S_ISREG):
                 return None
-            text = file.read(LARGEST_FILE).decode("ascii", errors="replace")
+            text = file.read(MAX_FILE_BYTES).decode("ascii", errors="replace")
     except OSError:
         return None
-    return text if _TOKEN.fullmatch(text) else None
+    if not _TOKEN_PATTERN.fullmatch(text):
+        return None
+    return text
 
 
-def _is_ours(about: os.stat_result, kind: Callable[[int], bool]) -> bool:
-    return kind(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
+def _is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    return is_kind(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077

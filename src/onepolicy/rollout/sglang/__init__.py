@@ -1,0 +1,1 @@
+"""SGLang in a separate process."""

@@ -1,4 +1,4 @@
-"""`SGLangEngine`: a SGLang server in a process of its own. Implements the RolloutEngine protocol over HTTP."""
+"""`SGLangEngine`: a RolloutEngine that samples from a SGLang server over HTTP."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.resume import join_partial_completions
-from onepolicy.rollout.servers.http import EngineLost, RequestGate, for_running_loop, make_clients
+from onepolicy.rollout.servers.http import EngineLost, RequestGate, make_clients
 from onepolicy.rollout.servers.start_up import (
-    check_probabilities,
+    check_processed_logprobs,
     connect_engine,
     refuse_nccl_without_cuda,
 )
@@ -34,7 +34,6 @@ from onepolicy.rollout.sglang.generate_api import (
     uses_top_k_or_top_p,
 )
 from onepolicy.rollout.sglang.handshake import (
-    INITIAL_VERSION,
     ServerInfo,
     WeightsId,
     handshake,
@@ -44,11 +43,12 @@ from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
 
-COLDEST = 1e-6  # SGLang takes lower temperatures for greedy
-FLUSH_S = 10  # a request that ended may take the server a moment to clear away
+MIN_TEMPERATURE = 1e-6  # SGLang samples greedily below it
+FLUSH_TIMEOUT_S = 10  # for the server to clean up requests that have ended
 
 
 def build(spec: EngineSpec) -> SGLangEngine:
+    """Build the engine, connect it and load the model's weights into the server."""
     assert isinstance(spec.config, SGLangConfig)
     refuse_nccl_without_cuda(spec)
     engine = SGLangEngine(
@@ -63,7 +63,10 @@ def build(spec: EngineSpec) -> SGLangEngine:
 
 
 class SGLangEngine:
-    """Requests may span a weight update; SGLang says which weights sampled which token."""
+    """A RolloutEngine over a SGLang server.
+
+    A request may span a weight update, because SGLang returns the weights that sampled each token.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,10 @@ class SGLangEngine:
         route_spec: RouteSpec | None,
         max_len: int,
     ) -> None:
-        """route_spec: the experts of every token are wanted, of these layers. `connect` before anything else."""
+        """Make a client. Call `connect` before any other method.
+
+        route_spec: layers whose experts are returned for every token.
+        """
         text = hf_config.get_text_config()
         vocab = int(text.vocab_size)
         self.version = 0
@@ -82,192 +88,213 @@ class SGLangEngine:
             returns_routes=route_spec is not None, max_len=max_len, top_logprobs=vocab
         )
         self.config = config
-        self.client, self._once = make_clients(config, server="the SGLang server")
+        self.client, self._client_without_retries = make_clients(config, server="the SGLang server")
         self._model = ModelShape(vocab, int(text.num_hidden_layers), route_spec)
         self._hf_config = hf_config
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
-        self._files = WeightFiles(config.sync_dir) if config.sync == "disk" else None
-        self._name = WeightsId()
+        self._files: WeightFiles | None = None
+        if config.sync == "disk":
+            self._files = WeightFiles(config.sync_dir)
+        self._weights_id = WeightsId()
         self._aborts = self._resumed = 0
-        self._traffic: RequestGate | None = None
-        self.served: ServerInfo | None = None
+        self._gate: RequestGate | None = None
+        self.server_info: ServerInfo | None = None
 
     async def connect(self) -> None:
-        """Is the server there, of this model, and does it return what was sampled from? UsageError if not.
+        """Connect, and check the server's model, settings and log-probabilities.
 
-        Its weights are its own until load_checkpoint or load_weights.
+        This changes no weights. Raises UsageError if the server does not answer or does not fit.
         """
-        with self.client.startup_errors(), self._once.startup_errors():
-            self.served = await handshake(self.client, self._hf_config, self.config, self.caps)
-            self.caps = dataclasses.replace(self.caps, seeded=self.served.seeded)
-            self.version = self.served.name.version
-            await self._rename(dataclasses.replace(self.served.name, run=secrets.token_hex(4)))
-            await check_probabilities(self)
+        with self.client.startup_errors(), self._client_without_retries.startup_errors():
+            info = await handshake(self.client, self._hf_config, self.config, self.caps)
+            self.server_info = info
+            self.caps = dataclasses.replace(self.caps, seeded=info.seeded)
+            self.version = info.weights_id.version_number
+            run = secrets.token_hex(4)
+            await self._set_weights_id(dataclasses.replace(info.weights_id, run=run))
+            await check_processed_logprobs(self)
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
     ) -> Completion:
-        """Sample until a stop token or max_tokens. What an update interrupts goes on from its tokens."""
+        """Sample until a stop token or max_tokens.
+
+        If a weight update interrupts the completion, it is resumed from its tokens.
+        """
         check_sampling(sampling)
-        self._check(sampling)
+        self._check_sampling_support(sampling)
         prompt = check_request(
             prompt_ids, sampling, self.caps, version=self.version, vocab=self._model.vocab
         ).tolist()
         return await self._sample(prompt, sampling, seed)
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Give these tensors to the server. All of the model's must be there, in its shapes.
+        """Load all of the model's tensors into the server.
 
-        rollout.engine.pause says what becomes of requests that are running. After a failure the server stays paused.
+        rollout.engine.pause is the mode of running requests. After a failure the server stays
+        paused.
         """
-        folder = tensors = None
         if self._files is not None:
-            folder = await asyncio.to_thread(
-                self._files.write_version, self._names.stream_to_checkpoint(weights), version
+            tensors = self._names.stream_to_checkpoint(weights)
+            folder = await asyncio.to_thread(self._files.write_version, tensors, version)
+            async with self._update(version) as (weights_id, flush):
+                await sync.load_from_folder(self.client, str(folder), weights_id, flush=flush)
+            return
+        by_name = self._names.to_checkpoint(weights)
+        async with self._update(version) as (weights_id, flush):
+            await sync.broadcast_weights(
+                self._client_without_retries,
+                by_name,
+                weights_id,
+                backend=self.config.sync,
+                ranks=self._connected_info.ranks,
+                timeout_s=self.config.timeout_s,
+                flush=flush,
             )
-        else:
-            tensors = self._names.to_checkpoint(weights)
-        async with self._update(version) as (name, flush):
-            if folder is not None:
-                await sync.load_from_folder(self.client, str(folder), name, flush=flush)
-            else:
-                assert self.served is not None
-                assert tensors is not None
-                await sync.broadcast_weights(
-                    self._once,
-                    tensors,
-                    name,
-                    backend=self.config.sync,
-                    ranks=self.served.ranks,
-                    timeout_s=self.config.timeout_s,
-                    flush=flush,
-                )
 
     async def load_checkpoint(self, path: str | None, version: int) -> None:
-        """A checkpoint both processes see; None: the one the server was started with."""
-        assert self.served is not None
-        async with self._update(version) as (name, flush):
-            await sync.load_from_folder(self.client, path or self.served.model, name, flush=flush)
+        """Load a checkpoint that both processes can read.
+
+        path: None is the checkpoint that the server was started with.
+        """
+        folder = path or self._connected_info.model
+        async with self._update(version) as (weights_id, flush):
+            await sync.load_from_folder(self.client, folder, weights_id, flush=flush)
 
     def has_initial_checkpoint(self, path: str) -> bool:
-        """Whether it still has the weights it was started with, and they are those of `path`."""
-        assert self.served is not None
-        return self._name.weights == INITIAL_VERSION and os.path.realpath(
-            self.served.model
-        ) == os.path.realpath(path)
+        """Return whether the server still has its start-up weights, and they come from `path`."""
+        initial = os.path.realpath(self._connected_info.model)
+        return self._weights_id.is_initial and initial == os.path.realpath(path)
 
     def initial_canary(self) -> list[float] | None:
-        """What `remember` was given since the server started. UsageError if it is too late to make one."""
-        if not self._name.probe and self._name.weights != INITIAL_VERSION:
+        """Return the stored canary, None if none was stored since the server started.
+
+        Raises UsageError if none was stored and the start-up weights are gone.
+        """
+        if not self._weights_id.canary and not self._weights_id.is_initial:
             raise UsageError(
-                f"rollout.engine.url: the SGLang server at {self.client.url} was given other weights before a run had "
-                "probed those it was started with; restart it"
+                f"rollout.engine.url: the SGLang server at {self.client.url} was given other "
+                "weights before a run had stored a canary of its start-up weights; restart it"
             )
-        return self._name.initial_canary()
+        return self._weights_id.canary_values()
 
     async def store_initial_canary(self, canary: list[float]) -> None:
-        """The name of its weights is all that a server keeps for us."""
-        await self._rename(self._name.with_probe(canary))
+        await self._set_weights_id(self._weights_id.with_canary(canary))
 
     async def reset_cache(self) -> None:
-        """Forget every cached prefix."""
-        if running := self._here().running:
+        """Drop every cached prefix."""
+        running = self._request_gate().running
+        if running:
             raise RuntimeError(
                 f"reset_cache while {running} requests are running; await them first"
             )
-        await self.client.post("/flush_cache", params={"timeout": str(FLUSH_S)})
+        await self.client.post("/flush_cache", params={"timeout": str(FLUSH_TIMEOUT_S)})
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call; see run/metric_names.py."""
+        """Return the run's metrics since the last call (run/metric_names.py)."""
         resumed, self._resumed = self._resumed, 0
         return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
 
-    async def _rename(self, name: WeightsId) -> None:
-        """Not while requests are running: their tokens would seem to be of other weights."""
-        body = {
-            "new_version": str(name),
-            "abort_all_requests": False,
-        }  # by default it aborts all, whoever's
-        await self.client.post("/update_weight_version", body, parse=sync.check_success)
-        self._name = name
-
-    def _version_of(self, name: str) -> int:
-        found = WeightsId.parse(name)
-        if found is None or found.run != self._name.run:
-            raise self._not_ours(name)
-        return found.version
-
-    def _not_ours(self, name: str) -> EngineLost:
-        return EngineLost(
-            f"rollout.engine.url: the SGLang server at {self.client.url} holds weights {name!r}, not this run's "
-            f"'{self._name}': it was restarted, or another run uses it; continue from the last checkpoint with "
-            "`onepolicy train --resume RUN`"
-        )
-
     async def confirm_weights(self) -> None:
-        """EngineLost if the server holds other weights than were given to it."""
-        if (name := await read_weights_id(self.client)) != str(self._name):
-            raise self._not_ours(name)
+        """Raise EngineLost if the server has other weights than this run loaded last."""
+        weights_id = await read_weights_id(self.client)
+        if weights_id != str(self._weights_id):
+            raise self._other_weights_error(weights_id)
+
+    @property
+    def _connected_info(self) -> ServerInfo:
+        if self.server_info is None:
+            raise RuntimeError("SGLangEngine: await connect() first")
+        return self.server_info
+
+    async def _set_weights_id(self, weights_id: WeightsId) -> None:
+        """Rename the server's weights. No request may be running.
+
+        A running request's tokens would seem to be sampled by other weights.
+        """
+        # by default SGLang aborts all requests, of other clients too
+        body = {"new_version": str(weights_id), "abort_all_requests": False}
+        await self.client.post("/update_weight_version", body, parse=sync.check_success)
+        self._weights_id = weights_id
+
+    def _version_of(self, text: str) -> int:
+        """Return the version of a weights id. Raise EngineLost if it is not of this run."""
+        weights_id = WeightsId.parse(text)
+        if weights_id is None or weights_id.run != self._weights_id.run:
+            raise self._other_weights_error(text)
+        return weights_id.version_number
+
+    def _other_weights_error(self, weights_id: str) -> EngineLost:
+        return EngineLost(
+            f"rollout.engine.url: the SGLang server at {self.client.url} holds weights "
+            f"{weights_id!r}, not this run's '{self._weights_id}': it was restarted, or another "
+            "run uses it; continue from the last checkpoint with `onepolicy train --resume RUN`"
+        )
 
     @asynccontextmanager
     async def _update(self, version: int) -> AsyncIterator[tuple[str, bool]]:
-        """The server takes weights of `version` meanwhile. Yields their name, and whether to flush the cache with them.
+        """Pause the server for weights of `version`.
 
-        Requests that keep their keys and values rule that out; the key of prefixes keeps later ones apart from them.
+        Yield their id, and whether the load must flush the cache. It must not while requests keep
+        their keys and values; the new prefix key then separates later requests from them.
         """
         await self.confirm_weights()
-        mode, name, traffic = (
-            self.config.pause,
-            dataclasses.replace(self._name, weights=str(version)),
-            self._here(),
-        )
-        traffic.open.clear()
+        mode, gate = self.config.pause, self._request_gate()
+        weights_id = dataclasses.replace(self._weights_id, version=str(version))
+        gate.is_open.clear()
         self._aborts += mode == "abort"
         try:
             await self.client.post("/pause_generation", {"mode": mode})
-            yield str(name), mode != "in_place" or not traffic.running
-            self._name, self.version = name, version
+            yield str(weights_id), mode != "in_place" or not gate.running
+            self._weights_id, self.version = weights_id, version
             await self.confirm_weights()
             await self.client.post("/continue_generation", {})
         except BaseException:
             self.version = -1  # neither the old nor the new one
             raise
         finally:
-            traffic.open.set()
+            gate.is_open.set()
 
-    def _here(self) -> RequestGate:
-        self._traffic = for_running_loop(self._traffic, self.config.max_num_seqs)
-        return self._traffic
+    def _request_gate(self) -> RequestGate:
+        self._gate = RequestGate.for_running_loop(self._gate, self.config.max_num_seqs)
+        return self._gate
 
-    def _check(self, sampling: Sampling) -> None:
-        """UsageError for what SGLang would do in another way, or not report."""
-        if 0 < sampling.temperature < COLDEST:
+    def _check_sampling_support(self, sampling: Sampling) -> None:
+        """Raise UsageError if SGLang would sample in another way or not report it."""
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
             raise UsageError(
-                f"temperature: SGLang takes {sampling.temperature} for 0; use 0 (greedy) or at least {COLDEST}"
+                f"temperature: SGLang takes {sampling.temperature} for 0; use 0 (greedy) or at "
+                f"least {MIN_TEMPERATURE}"
             )
-        most = 0 if self.served is None else self.served.masked
-        if uses_top_k_or_top_p(sampling) and not (sampling.top_k or self._model.vocab) <= most:
+        if not uses_top_k_or_top_p(sampling):
+            return
+        limit = 0
+        if self.server_info is not None:
+            limit = self.server_info.max_masked_tokens
+        if (sampling.top_k or self._model.vocab) > limit:
             raise UsageError(
-                f"top_k: SGLang returns the log-probabilities of a narrowed distribution for up to {most} tokens; set "
-                f"top_k to 1..{most} beside top_p, or start the server with a larger --sampling-mask-max-tokens"
+                "top_k: SGLang returns the log-probabilities of a narrowed distribution for up to "
+                f"{limit} tokens; set top_k to 1..{limit} beside top_p, or start the server with a "
+                "larger --sampling-mask-max-tokens"
             )
-        if uses_top_k_or_top_p(sampling) and sampling.top_logprobs:
+        if sampling.top_logprobs:
             raise UsageError(
-                "top_logprobs: SGLang returns those of the whole distribution; leave out top_k and top_p"
+                "top_logprobs: SGLang returns those of the whole distribution; leave out top_k and "
+                "top_p"
             )
 
     async def _sample(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
         parts: list[SGLangReply] = []
-        path, strangers = list(prompt), 0
+        path, foreign_aborts = list(prompt), 0
         while True:
-            left = dataclasses.replace(
-                sampling, max_tokens=len(prompt) + sampling.max_tokens - len(path)
-            )
-            # the last token of a part was never fed: its row and what follows come with the next part
-            first_row = len(path) - 1 if parts else sampling.routes_from
-            async with self._here().admit_request():
+            done = len(path) - len(prompt)
+            rest = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - done)
+            first_row = sampling.routes_from
+            if parts:  # the last token of a part was never fed: its row comes with the next part
+                first_row = len(path) - 1
+            async with self._request_gate().admit_request():
                 aborts = self._aborts
-                part = await self._ask(path, left, seed, first_row)
+                part = await self._post_generate(path, rest, seed, first_row)
             if len(part.token_ids):
                 parts.append(part)
                 path += part.token_ids.tolist()
@@ -275,24 +302,26 @@ class SGLangEngine:
                 return join_partial_completions(parts, "stop", sampling.routes_from)
             if len(path) - len(prompt) == sampling.max_tokens:
                 return join_partial_completions(parts, "length", sampling.routes_from)
-            self._resumed += 1  # aborted, or it took one of the model's own end tokens for a stop
-            strangers += part.aborted and aborts == self._aborts
-            if strangers > self.config.retries:
+            self._resumed += 1  # aborted, or SGLang stopped at an end token of the model
+            foreign_aborts += part.aborted and aborts == self._aborts
+            if foreign_aborts > self.config.retries:
                 raise TrainingError(
-                    f"rollout.engine.url: somebody else aborted one of our requests {strangers} times"
+                    "rollout.engine.url: somebody else aborted one of our requests "
+                    f"{foreign_aborts} times; use a server of this run only"
                 )
 
-    async def _ask(
+    async def _post_generate(
         self, path: list[int], sampling: Sampling, seed: int, first_row: int
     ) -> SGLangReply:
         if self.version < 0:
             raise RuntimeError(
                 "the last load_weights failed half-way; load a complete set of weights first"
             )
-        asked = SGLangRequest(path, sampling, seed, first_row, self.version, self._name.key)
+        prefix_key = self._weights_id.prefix_key
+        request = SGLangRequest(path, sampling, seed, first_row, self.version, prefix_key)
         return await self.client.post(
             "/generate",
-            asked.body(self._model),
-            parse=lambda reply: parse_reply(reply, asked, self._model, self._version_of),
-            max_bytes=asked.most_bytes(self._model),
+            request.body(self._model),
+            parse=lambda reply: parse_reply(reply, request, self._model, self._version_of),
+            max_bytes=request.max_reply_bytes(self._model),
         )

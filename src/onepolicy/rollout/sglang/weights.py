@@ -1,6 +1,6 @@
-"""The learner's tensors into a running SGLang server: broadcast over a group of the two, or read from a folder.
+"""Weight sync to a running SGLang server, by broadcast in a process group or from a folder.
 
-`/update_weights_from_tensor` is left out: its payload is a pickle, and a bad one kills the server.
+`/update_weights_from_tensor` is not used: its payload is a pickle, and a bad one kills the server.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from onepolicy.sync.group import (
 )
 
 T = TypeVar("T")
-BUCKET_BYTES = 2**28  # the server holds this much beside its weights
-JOIN_S = 60.0
+BUCKET_BYTES = 2**28  # of memory that the server needs beside its weights
+JOIN_TIMEOUT_S = 60.0
 
 
 def check_success(reply: Any) -> None:
-    """For replies that say whether they did what was asked."""
+    """Raise MalformedReply unless the reply confirms success."""
     if not isinstance(reply, dict) or reply.get("success") is not True:
         raise MalformedReply(short_repr(reply))
 
 
-async def load_from_folder(client: EngineClient, folder: str, name: str, *, flush: bool) -> None:
-    """The server reads a checkpoint that it sees under this path. name: what the server shall call these weights."""
+async def load_from_folder(
+    client: EngineClient, folder: str, weights_id: str, *, flush: bool
+) -> None:
+    """Make the server load a checkpoint from a path that it can read."""
     body = {
         "model_path": folder,
-        "weight_version": name,
+        "weight_version": weights_id,
         "flush_cache": flush,
         "abort_all_requests": False,
     }
@@ -54,64 +56,80 @@ async def load_from_folder(client: EngineClient, folder: str, name: str, *, flus
 async def broadcast_weights(
     client: EngineClient,
     tensors: Mapping[str, Tensor],
-    name: str,
+    weights_id: str,
     *,
     backend: str,
     ranks: int,
     timeout_s: float,
     flush: bool,
 ) -> None:
-    """tensors: under their checkpoint names. ranks: of the server, which are 1.. in the group; this process is 0.
+    """Broadcast tensors with checkpoint names to the server.
 
-    client: one that tries once, because a broadcast cannot be repeated from one end. Joining a group takes little and
-    a server that was restarted knows nothing of an old one, so every update has a group of its own.
+    client: without retries, because one end cannot repeat a broadcast alone. ranks: number of the
+    server's ranks, which are 1 and up in the group; this process is rank 0. Every update makes a
+    new group: joining is cheap, and a restarted server does not know the old group.
     """
     group_name = f"onepolicy-{secrets.token_hex(4)}"
+    group = await _join_group(client, group_name, backend, 1 + ranks, timeout_s)
+    await client.post("/begin_weight_update", {}, parse=check_success)
+    try:
+        buckets = list(in_buckets(tensors))
+        for bucket in buckets[:-1]:
+            await _send_bucket(client, group, bucket, update_body(bucket, group_name))
+        body = update_body(buckets[-1], group_name, weights_id, flush=flush)
+        await _send_bucket(client, group, buckets[-1], body)
+    except BaseException:
+        with suppress(TrainingError):  # raise the first error
+            await _end_update(client, group_name)
+        raise
+    await _end_update(client, group_name)
+
+
+async def _join_group(
+    client: EngineClient, group_name: str, backend: str, size: int, timeout_s: float
+) -> Any:
+    """Return a process group of this process and the server's ranks."""
     host = local_address(*host_and_port(client.url))
-    store = open_store(host, JOIN_S)
-    joining = {
+    store = open_store(host, JOIN_TIMEOUT_S)
+    body = {
         "master_address": host,
         "master_port": store.port,
         "rank_offset": 1,
-        "world_size": 1 + ranks,
+        "world_size": size,
         "group_name": group_name,
         "backend": backend,
     }
     _, group = await asyncio.gather(
-        client.post("/init_weights_update_group", joining, parse=check_success),
-        _watched(lambda: _group(store, group_name, backend, 1 + ranks, host, timeout_s)),
+        client.post("/init_weights_update_group", body, parse=check_success),
+        _in_thread(lambda: _make_group(store, group_name, backend, size, host, timeout_s)),
     )
-    await client.post("/begin_weight_update", {}, parse=check_success)
-    try:
-        buckets = list(in_buckets(tensors))
-        for bucket in buckets:
-            last = bucket is buckets[-1]
-            body = update_body(bucket, group_name, name if last else None, flush=flush and last)
-            await asyncio.gather(
-                client.post("/update_weights_from_distributed", body, parse=check_success),
-                _watched(partial(_send, group, bucket)),
-            )
-    except BaseException:
-        with suppress(TrainingError):  # what went wrong first is what to tell
-            await _leave(client, group_name)
-        raise
-    await _leave(client, group_name)
+    return group
 
 
-async def _leave(client: EngineClient, group_name: str) -> None:
-    """Or the server would refuse to begin another update."""
-    await client.post("/end_weight_update", {}, parse=check_success, timeout_s=JOIN_S)
+async def _send_bucket(
+    client: EngineClient, group: Any, bucket: Mapping[str, Tensor], body: dict[str, Any]
+) -> None:
+    await asyncio.gather(
+        client.post("/update_weights_from_distributed", body, parse=check_success),
+        _in_thread(partial(_broadcast_bucket, group, bucket)),
+    )
+
+
+async def _end_update(client: EngineClient, group_name: str) -> None:
+    """End the update. Otherwise the server would refuse to begin another one."""
+    await client.post("/end_weight_update", {}, parse=check_success, timeout_s=JOIN_TIMEOUT_S)
     await client.post(
         "/destroy_weights_update_group",
         {"group_name": group_name},
         parse=check_success,
-        timeout_s=JOIN_S,
+        timeout_s=JOIN_TIMEOUT_S,
     )
 
 
 def update_body(
-    bucket: Mapping[str, Tensor], group: str, name: str | None, *, flush: bool
+    bucket: Mapping[str, Tensor], group: str, weights_id: str | None = None, *, flush: bool = False
 ) -> dict[str, Any]:
+    """Return the request that announces a bucket. weights_id: given with the last one."""
     return {
         "names": list(bucket),
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
@@ -120,12 +138,16 @@ def update_body(
         "load_format": "flattened_bucket",  # one tensor of all their bytes
         "flush_cache": flush,
         "abort_all_requests": False,
-        "weight_version": name,
+        "weight_version": weights_id,
     }
 
 
 def in_buckets(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Wider dtypes first, so that every tensor starts at a multiple of its item size, as the server demands."""
+    """Yield the tensors in buckets of at most BUCKET_BYTES, or of one larger tensor.
+
+    Wider dtypes come first, so that every tensor starts at a multiple of its item size, as the
+    server requires.
+    """
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
@@ -138,26 +160,30 @@ def in_buckets(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield bucket
 
 
-async def _watched(work: Callable[[], T]) -> T:
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread. Raise TrainingError for errors of torch.distributed."""
     try:
         return await run_in_daemon_thread(work)
-    except (RuntimeError, OSError) as error:  # what torch.distributed raises
+    except (RuntimeError, OSError) as error:
         raise TrainingError(
             f"rollout.engine.sync: the broadcast of the weights failed: {error}"
         ) from error
 
 
-def _group(store: dist.Store, name: str, backend: str, size: int, host: str, limit: float) -> Any:
-    """Rank 0 of the group that the server joins by torch's init_process_group. The prefixes are those under which torch
-    keeps a group's keys in a store."""
-    device = "cpu" if backend == "gloo" else "cuda"
-    prefixed = dist.PrefixStore(
-        f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
-    )
+def _make_group(
+    store: dist.Store, name: str, backend: str, size: int, host: str, limit: float
+) -> Any:
+    """Return rank 0 of the group that the server joins by torch's init_process_group.
+
+    The prefixes are torch's prefixes of a group's keys in a store.
+    """
+    device = {"gloo": "cpu", "nccl": "cuda"}[backend]
+    group_store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
+    prefixed = dist.PrefixStore(f"{device}/", group_store)
     return make_process_group(prefixed, 0, size, backend=backend, host=host, limit=limit)
 
 
-def _send(group: Any, tensors: Mapping[str, Tensor]) -> None:
+def _broadcast_bucket(group: Any, tensors: Mapping[str, Tensor]) -> None:
     flat = torch.cat(
         [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()]
     )

@@ -1,0 +1,1 @@
+"""vLLM, in this process or in a separate one."""

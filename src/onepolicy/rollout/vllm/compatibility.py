@@ -1,7 +1,8 @@
-"""Combinations of vLLM version, platform and settings whose routes are wrong or missing: refused before work starts.
+"""Incompatible combinations of vLLM version, platform and settings.
 
-Every row names the upstream issue or pull request. What cannot be known at the start (a preempted request, a stale row)
-is caught on arrival by replay/checks.py and by the detector before the first update.
+Their routes are wrong or missing, so they are refused before a run. Each names the upstream issue
+or pull request. Faults that depend on a request (a preempted request, a stale row) are detected in
+its reply by replay/checks.py, and by the detector before the first update.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from onepolicy.replay.payloads.vllm import ALL_ZERO_ISSUE, Version, parse_versio
 GITHUB = "https://github.com/"
 VLLM = GITHUB + "vllm-project/vllm/"
 CPU: Version = (0, 30)
-"""The one version whose CPU build records routes."""
+"""The only version whose CPU build records routes."""
 PREFILL_DECODE = ("Nixl", "MoRIIO", "Mooncake")
-"""Connectors of split prefill and decode, by the start of their names."""
+"""Prefixes of the names of connectors that split prefill and decode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What of a vLLM engine decides whether its routes can be right."""
+    """The version and settings of a vLLM engine that decide whether its routes can be right."""
 
     version: Version
     platform: str
     """`device_type` of its platform: cpu, cuda, npu ..."""
     pipeline: int = 1
-    """Ranks of pipeline, context (decode and prefill) and data parallelism."""
+    """Ranks of pipeline parallelism. `context` is decode or prefill, `data` is data parallelism."""
     context: int = 1
     data: int = 1
     eplb: bool = False
-    """Experts are moved between ranks while it runs."""
+    """Experts are moved between ranks during the run."""
     connector: str = ""
     """KV connector: offloading, split prefill and decode."""
     speculative: bool = False
@@ -43,34 +44,39 @@ class Deployment:
     """Recurrent layers beside attention."""
     ray: bool = False
     monolithic: bool = False
-    """Some MoE kernel routes inside itself. Known once the model is loaded."""
+    """Some MoE kernel routes inside itself. Known after the model is loaded."""
 
 
 def deployment_of(config: Any, version: str, platform: str) -> Deployment:
-    """config: a VllmConfig, or the tree of one (the JSON of a server's /server_info). What it does not name is off."""
-    parallel = _part(config, "parallel_config")
-    connector = _part(_part(config, "kv_transfer_config"), "kv_connector")
-    executor = _part(parallel, "distributed_executor_backend")
+    """Read the deployment from a VllmConfig, or from its JSON (a server's /server_info).
+
+    Settings that the config lacks are off.
+    """
+    parallel = _setting(config, "parallel_config")
+    connector = _setting(_setting(config, "kv_transfer_config"), "kv_connector")
+    executor = _setting(parallel, "distributed_executor_backend")
+    scheduler = _setting(config, "scheduler_config")
+    cache = _setting(config, "cache_config")
     return Deployment(
         version=parse_version(version),
         platform=platform,
-        pipeline=_part(parallel, "pipeline_parallel_size") or 1,
+        pipeline=_setting(parallel, "pipeline_parallel_size") or 1,
         context=max(
-            _part(parallel, f"{phase}_context_parallel_size") or 1
+            _setting(parallel, f"{phase}_context_parallel_size") or 1
             for phase in ("decode", "prefill")
         ),
-        data=_part(parallel, "data_parallel_size") or 1,
-        eplb=bool(_part(parallel, "enable_eplb")),
+        data=_setting(parallel, "data_parallel_size") or 1,
+        eplb=bool(_setting(parallel, "enable_eplb")),
         connector=connector or "",
-        speculative=_part(config, "speculative_config") is not None,
-        async_scheduling=bool(_part(_part(config, "scheduler_config"), "async_scheduling")),
-        prefix_caching=_part(_part(config, "cache_config"), "enable_prefix_caching") is not False,
-        hybrid=bool(_part(_part(config, "model_config"), "is_hybrid")),
+        speculative=_setting(config, "speculative_config") is not None,
+        async_scheduling=bool(_setting(scheduler, "async_scheduling")),
+        prefix_caching=_setting(cache, "enable_prefix_caching") is not False,
+        hybrid=bool(_setting(_setting(config, "model_config"), "is_hybrid")),
         ray="ray" in str(executor).lower(),
     )
 
 
-def _part(config: Any, name: str) -> Any:
+def _setting(config: Any, name: str) -> Any:
     if isinstance(config, Mapping):
         return config.get(name)
     return getattr(config, name, None)
@@ -78,18 +84,22 @@ def _part(config: Any, name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Incompatibility:
-    holds: Callable[[Deployment], bool]
-    why: str
-    mend: str
+    """Deployments whose routes are known to be wrong."""
+
+    applies: Callable[[Deployment], bool]
+    reason: str
+    fix: str
     source: str
 
 
 def check_route_compatibility(deployment: Deployment) -> None:
-    """UsageError for a combination whose routes are known to be wrong, naming why, what to do and the source."""
-    for bad in INCOMPATIBILITIES:
-        if bad.holds(deployment):
+    """Raise UsageError with reason, fix and source if the deployment's routes are known wrong."""
+    for each in INCOMPATIBILITIES:
+        if each.applies(deployment):
             version = ".".join(map(str, deployment.version))
-            raise UsageError(f"vllm {version} with routes: {bad.why}; {bad.mend} ({bad.source})")
+            raise UsageError(
+                f"vllm {version} with routes: {each.reason}; {each.fix} ({each.source})"
+            )
 
 
 _NEWER = "use 0.28 to 0.30"
@@ -154,7 +164,8 @@ INCOMPATIBILITIES = (
     ),
     Incompatibility(
         lambda d: d.data > 1 and d.version != (0, 21),
-        "which rows belong to which data-parallel rank is guessed from tensor sizes, and wrong where they coincide",
+        "the data-parallel rank of a row is guessed from tensor sizes, and wrong where they "
+        "coincide",
         "start one engine per replica",
         VLLM + "pull/37879 and /50874",
     ),

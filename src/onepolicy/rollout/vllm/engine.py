@@ -1,4 +1,4 @@
-"""`VLLMEngine`: vLLM in this process. Implements the RolloutEngine protocol."""
+"""`VLLMEngine`: a RolloutEngine that samples with vLLM in this process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMEngineConfig
@@ -30,10 +31,11 @@ from onepolicy.rollout.vllm.weights import reload_weights
 from onepolicy.types import Completion, RoutingTrace, Sampling
 
 LOG = logging.getLogger(__name__)
-COLDEST = 0.01  # vLLM raises lower temperatures to this
+MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 
 
 def build(spec: EngineSpec) -> VLLMEngine:
+    """Build the engine and load the model."""
     assert isinstance(spec.config, VLLMEngineConfig)
     return VLLMEngine(
         spec.model,
@@ -47,7 +49,7 @@ def build(spec: EngineSpec) -> VLLMEngine:
 
 
 class VLLMEngine:
-    """Loads the model from `model.path` itself."""
+    """A RolloutEngine over vLLM, which loads the model from `model.path`."""
 
     def __init__(
         self,
@@ -60,8 +62,12 @@ class VLLMEngine:
         cpu: bool,
         quant: QuantFormat | None = None,
     ) -> None:
-        """route_spec: record the experts of every token, of these layers. max_len: prompt + completion tokens. quant: of
-        the engine's weights, now and after every sync, by vLLM's own methods (rollout/vllm/quant.py)."""
+        """Start vLLM and load the model.
+
+        route_spec: layers whose experts are returned for every token. max_len: prompt + completion
+        tokens. quant: format of the engine's weights, now and after every sync, by vLLM's own
+        methods (rollout/vllm/quant.py).
+        """
         text = hf_config.get_text_config()
         self.version = 0
         self._vocab = int(text.vocab_size)
@@ -71,7 +77,7 @@ class VLLMEngine:
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         LOG.info("starting vLLM and loading %s", model.path)
         begun = time.perf_counter()
-        self.llm, contract = start_llm_engine(
+        self.llm, payload_format = start_llm_engine(
             config,
             model.path,
             max_len=max_len,
@@ -82,10 +88,10 @@ class VLLMEngine:
             quant=quant,
         )
         if quant is not None:
-            held = self.llm.apply_model(measure_part_tensors)[0]
-            sizes = part_sizes(quant, (PartTensors(**each) for each in held), config.dtype)
+            tensors = self.llm.apply_model(measure_part_tensors)[0]
+            sizes = part_sizes(quant, (PartTensors(**each) for each in tensors), config.dtype)
             self.caps = dataclasses.replace(self.caps, sizes=sizes)
-        batch = _VLLMBatch(self.llm, route_spec, contract, int(text.num_hidden_layers))
+        batch = _VLLMBatch(self.llm, route_spec, payload_format, int(text.num_hidden_layers))
         loaded = time.perf_counter()
         batch.warm_up([i % self._vocab for i in range(min(8, max_len - 1))])
         self._runner = BatchRunner(batch)
@@ -98,8 +104,10 @@ class VLLMEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
     ) -> Completion:
-        """Sample until a stop token or max_tokens. The random numbers depend on the seed only; the logits, in their
-        last bits, on what else is in the batch."""
+        """Sample until a stop token or max_tokens.
+
+        The random numbers depend on the seed only. The last bits of the logits depend on the batch.
+        """
         check_sampling(sampling)
         check_temperature(sampling)
         prompt = check_request(
@@ -108,31 +116,30 @@ class VLLMEngine:
         return await self._runner.run_request(prompt, sampling, seed, self.version)
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
+        """Load all of the model's tensors, cast to the engine's dtype."""
         self._runner.clear_cache("load_weights")
-        self.version = (
-            -1
-        )  # until the last tensor is in, the model is neither the old nor the new one
+        self.version = -1  # until the last tensor is loaded
         self.llm.collective_rpc(reload_weights, args=(self._names.stream_to_checkpoint(weights),))
         self._runner.clear_cache("load_weights")
         self.version = version
 
     async def reset_cache(self) -> None:
-        """Forget every cached prefix: what comes next does not depend on what was sampled before."""
+        """Drop every cached prefix, so that later samples do not depend on earlier ones."""
         self._runner.clear_cache("reset_cache")
 
 
 class _VLLMBatch:
-    """vLLM's scheduler behind the protocol of rollout/hf/scheduler.py."""
+    """A `Batch` (rollout/hf/scheduler.py) over vLLM's scheduler."""
 
     def __init__(
         self,
         llm: Any,
         route_spec: RouteSpec | None,
-        contract: RoutePayloadFormat | None,
+        payload_format: RoutePayloadFormat | None,
         depth: int,
     ) -> None:
-        self._llm, self._route_spec, self._contract, self._depth = llm, route_spec, contract, depth
+        self._llm, self._route_spec, self._depth = llm, route_spec, depth
+        self._payload_format = payload_format
         self._running: dict[str, SequenceRequest] = {}
         self._numbers = itertools.count()
 
@@ -144,7 +151,7 @@ class _VLLMBatch:
         return nullcontext()
 
     def admit(self, waiting: deque[SequenceRequest]) -> None:
-        """vLLM queues what does not fit yet."""
+        """Pass all requests to vLLM, which queues those that do not fit yet."""
         while waiting:
             request = waiting.popleft()
             name = str(next(self._numbers))
@@ -153,26 +160,31 @@ class _VLLMBatch:
             self._running[name] = request
 
     def step(self, version: int) -> list[tuple[SequenceRequest, Completion]]:
+        """Make one step of vLLM and return the requests that ended."""
         self._abort([name for name, request in self._running.items() if request.future.cancelled()])
-        ended = []
-        for output in self._llm.step() if self._running else ():
+        ended: list[tuple[SequenceRequest, Completion]] = []
+        if not self._running:
+            return ended
+        for output in self._llm.step():
             request = self._running.pop(output.request_id, None)
-            if request is not None:  # not one that was aborted
+            if request is not None:  # else it was aborted
                 ended.append((request, self._completion(request, output, version)))
         return ended
 
     def warm_up(self, prompt: list[int]) -> None:
-        """One request, so that the first real one does not pay for what vLLM does once. UsageError if its routes are
-        all zeros or not of the model's layers, which is then known before anything is sampled with them."""
-        once = _sampling_params(Sampling(temperature=1.0, max_tokens=1), seed=0)
-        self._llm.add_request("warm-up", {"type": "token", "prompt_token_ids": prompt}, once)
+        """Run one request, so that the first real one does not pay vLLM's one-time costs.
+
+        Raises UsageError if its routes are all zeros or not of the model's layers.
+        """
+        params = _sampling_params(Sampling(temperature=1.0, max_tokens=1), seed=0)
+        self._llm.add_request("warm-up", {"type": "token", "prompt_token_ids": prompt}, params)
         while self._llm.has_unfinished_requests():
             for output in self._llm.step():
                 self._routing(output, len(prompt), version=0)
         self.clear()
 
     def clear(self) -> None:
-        """Drop running requests and everything cached."""
+        """Drop running requests and all caches."""
         self._abort(list(self._running))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(
@@ -186,28 +198,15 @@ class _VLLMBatch:
             del self._running[name]
 
     def _completion(self, request: SequenceRequest, output: Any, version: int) -> Completion:
-        done = output.outputs[0]
-        tokens = torch.tensor(done.token_ids, dtype=torch.int32)
-        # flat: of every token the sampled one's, then the likeliest ones'
-        logp = torch.from_numpy(np.array(done.logprobs.logprobs, dtype=np.float32)).view(
-            len(tokens), -1
-        )
-        asked = request.sampling.top_logprobs
-        assert logp.shape[1] == 1 + asked
-        top_ids, top_logp = None, None
-        if asked:
-            top_ids = (
-                torch.tensor(done.logprobs.token_ids, dtype=torch.int32)
-                .view(logp.shape)[:, 1:]
-                .contiguous()
-            )
-            top_logp = logp[:, 1:].contiguous()
-        assert done.finish_reason in ("stop", "length")
+        result = output.outputs[0]
+        assert result.finish_reason in ("stop", "length")
+        tokens = torch.tensor(result.token_ids, dtype=torch.int32)
+        logp, top_ids, top_logp = _logprobs(result, request.sampling.top_logprobs)
         return Completion(
             tokens,
-            logp[:, 0].contiguous(),
+            logp,
             torch.full_like(tokens, version),
-            done.finish_reason,
+            result.finish_reason,
             self._routing(output, len(request.prompt), version, request.sampling.routes_from),
             request.sampling.routes_from,
             top_ids=top_ids,
@@ -217,13 +216,15 @@ class _VLLMBatch:
     def _routing(
         self, output: Any, prompt: int, version: int, first: int = 0
     ) -> RoutingTrace | None:
-        """Of the slots from `first` on."""
-        if self._route_spec is None or self._contract is None:
+        """Return the routes from slot `first` on, None for a dense model."""
+        if self._route_spec is None or self._payload_format is None:
             return None
-        rows = self._contract.read_output(output)
+        rows = self._payload_format.read_output(output)
+        if rows is not None:
+            rows = rows[first:]
         return request_trace(
-            rows if rows is None else rows[first:],
-            self._contract,
+            rows,
+            self._payload_format,
             prompt=prompt,
             completion=len(output.outputs[0].token_ids),
             cached=output.num_cached_tokens or 0,
@@ -234,11 +235,24 @@ class _VLLMBatch:
         )
 
 
+def _logprobs(result: Any, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return logp [n] of the sampled tokens, and top_ids and top_logp [n, k], None if k is 0."""
+    # flat: for every token the sampled one's, then those of the most likely ones
+    logp = torch.from_numpy(np.array(result.logprobs.logprobs, dtype=np.float32))
+    logp = logp.view(len(result.token_ids), -1)
+    assert logp.shape[1] == 1 + k
+    if not k:
+        return logp[:, 0].contiguous(), None, None
+    ids = torch.tensor(result.logprobs.token_ids, dtype=torch.int32).view(logp.shape)
+    return logp[:, 0].contiguous(), ids[:, 1:].contiguous(), logp[:, 1:].contiguous()
+
+
 def check_temperature(sampling: Sampling) -> None:
-    """UsageError for a temperature that vLLM would replace."""
-    if 0 < sampling.temperature < COLDEST:
+    """Raise UsageError for a temperature that vLLM would replace."""
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
         raise UsageError(
-            f"temperature: vLLM raises {sampling.temperature} to {COLDEST}; use 0 (greedy) or at least {COLDEST}"
+            f"temperature: vLLM raises {sampling.temperature} to {MIN_TEMPERATURE}; use 0 (greedy) "
+            f"or at least {MIN_TEMPERATURE}"
         )
 
 
@@ -252,9 +266,9 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop),
-        ignore_eos=True,  # only our stop tokens stop
+        ignore_eos=True,  # only our stop tokens end a sequence
         seed=seed,
-        logprobs=sampling.top_logprobs,  # of the likeliest tokens, besides the sampled one's
+        logprobs=sampling.top_logprobs,  # of the most likely tokens, beside the sampled one's
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -1,4 +1,4 @@
-"""Who may ask a vLLM server, and for what. `onepolicy engine serve` names the class on vLLM's command line."""
+"""Access control of a vLLM server. `onepolicy engine serve` passes the class to vLLM."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 from onepolicy.rollout.servers.http import is_loopback
 
-TOKEN = "VLLM_API_KEY"  # the variable vLLM reads the same token from
-HOSTS = "ONEPOLICY_SERVER_HOSTS"  # variable: what a request's Host may be beside the loopback's names, as JSON
-VOCAB = "ONEPOLICY_SERVER_VOCAB"  # variable: token ids of the model
+TOKEN_VARIABLE = "VLLM_API_KEY"  # from which vLLM reads the same token
+HOSTS_VARIABLE = "ONEPOLICY_SERVER_HOSTS"  # allowed Hosts beside the loopback's names, as JSON
+VOCAB_VARIABLE = "ONEPOLICY_SERVER_VOCAB"  # token ids of the model
 HEALTH, GENERATE, WORKERS = "/health", "/inference/v1/generate", "/collective_rpc"
 ENDPOINTS = {
     GENERATE,
@@ -24,159 +24,162 @@ ENDPOINTS = {
     "/resume",
     "/update_weight_version",
 }
-"""What a run posts to. vLLM's other endpoints take token ids and load weights too, unchecked."""
-LOADS = {"onepolicy_load", "onepolicy_load_files", "onepolicy_receive", "reload_weights"}
-"""Methods of the workers that replace weights."""
+"""Endpoints that a run posts to. vLLM has others that take token ids and load weights unchecked."""
+LOAD_METHODS = {"onepolicy_load", "onepolicy_load_files", "onepolicy_receive", "reload_weights"}
+"""Worker methods that replace weights."""
 ANY_ADDRESS = {"0.0.0.0", "::"}
-LARGEST_BODY = 2**26  # bytes of a request: ids of a million tokens take a tenth of it
+MAX_BODY_BYTES = 2**26  # of a request; ids of a million tokens take a tenth of it
 
 Scope: TypeAlias = dict[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+Refusal: TypeAlias = tuple[int, str]
+"""Status and reason."""
 
 
 class Guard:
-    """ASGI middleware: every path but /health needs the bearer token, and nothing that a browser sends is answered.
+    """ASGI middleware that checks token, host and content of every request.
 
-    vLLM's own guards /v1 and /inference only, and leaves open what loads weights and calls methods of its workers. A
-    token id outside the vocabulary, or a forward pass through half-loaded weights, would end its engine, and with it
-    the server: such requests are answered here.
+    Every path but /health needs the bearer token, and requests of browsers are refused. vLLM's own
+    guards cover /v1 and /inference only, and leave open the endpoints that load weights and call
+    worker methods. A token id outside the vocabulary, or a forward pass with half-loaded weights,
+    would end the engine and with it the server. The guard refuses such requests.
     """
 
     def __init__(self, app: App) -> None:
-        token = os.environ.get(TOKEN, "")
-        assert token, f"{TOKEN} is not set"
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        assert token, f"{TOKEN_VARIABLE} is not set"
         self._app, self._expected = app, f"Bearer {token}".encode()
-        self._hosts = {_name_of(host) for host in json.loads(os.environ[HOSTS])}
-        self._vocab = int(os.environ[VOCAB])
-        self._unusable: str | None = None  # why no weights are whole
+        self._hosts = {_normalise_host(host) for host in json.loads(os.environ[HOSTS_VARIABLE])}
+        self._vocab = int(os.environ[VOCAB_VARIABLE])
+        self._load_problem: str | None = None  # set while the weights are incomplete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
-        refusal = self._refusal(scope)
+        refusal = self._check_access(scope)
         if refusal is not None:
-            return await _answer(scope, send, *refusal)
-        if (
-            scope["type"] != "http"
-            or scope["path"] not in (GENERATE, WORKERS)
-            or scope["method"] != "POST"
-        ):
+            return await _send_refusal(scope, send, *refusal)
+        checks_body = scope["path"] in (GENERATE, WORKERS)
+        if scope["type"] != "http" or not checks_body or scope["method"] != "POST":
             return await self._app(scope, receive, send)
-        body = await _body(receive)
+        body = await _read_body(receive)
         if body is None:
-            return await _answer(scope, send, 413, f"more than {LARGEST_BODY} bytes")
-        if scope["path"] == GENERATE:
-            refusal = self._refused_request(body)
-            if refusal is not None:
-                return await _answer(scope, send, *refusal)
-            return await self._app(scope, _again(body, receive), send)
-        return await self._call_workers(scope, body, receive, send)
+            return await _send_refusal(scope, send, 413, f"more than {MAX_BODY_BYTES} bytes")
+        if scope["path"] == WORKERS:
+            return await self._call_workers(scope, body, receive, send)
+        refusal = self._check_generate(body)
+        if refusal is not None:
+            return await _send_refusal(scope, send, *refusal)
+        return await self._app(scope, _replay_body(body, receive), send)
 
-    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and reason, by what is known before the body."""
+    def _check_access(self, scope: Scope) -> Refusal | None:
+        """Check the parts of the request before its body."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        given = {name: [value for each, value in headers if each == name] for name, _ in headers}
-        if b"origin" in given:
+        values = {name: [value for each, value in headers if each == name] for name, _ in headers}
+        if b"origin" in values:
             return 403, "no web page may ask this server (the request has an Origin)"
-        hosts = given.get(b"host", [])
-        if len(hosts) > 1 or not all(self._is_ours(host) for host in hosts):
+        hosts = values.get(b"host", [])
+        if len(hosts) > 1 or not all(self._is_allowed_host(host) for host in hosts):
             return (
                 403,
-                "this server is not called that (Host); start it with --name for another name of its own",
+                "this server does not have that name (Host); start it with --name to add a name",
             )
         if scope["path"] == HEALTH:
             return None
-        if not secrets.compare_digest(given.get(b"authorization", [b""])[-1], self._expected):
+        token = values.get(b"authorization", [b""])[-1]
+        if not secrets.compare_digest(token, self._expected):
             return 401, "Unauthorized"
-        reading = scope.get("method", "GET") in ("GET", "HEAD")
-        if not reading and (scope["method"] != "POST" or scope["path"] not in ENDPOINTS):
-            return (
-                404,
-                f"not an endpoint of `onepolicy engine serve`; it has {', '.join(sorted(ENDPOINTS))}",
-            )
+        method = scope.get("method", "GET")
+        is_endpoint = method == "POST" and scope["path"] in ENDPOINTS
+        if method not in ("GET", "HEAD") and not is_endpoint:
+            endpoints = ", ".join(sorted(ENDPOINTS))
+            return 404, f"not an endpoint of `onepolicy engine serve`; it has {endpoints}"
         return None
 
-    def _is_ours(self, host: bytes) -> bool:
-        """Whatever the port: a forwarded one is another."""
-        name = _name_of(host.decode("latin-1"))
+    def _is_allowed_host(self, host: bytes) -> bool:
+        """Return whether the Host is one of ours, with any port: it may be forwarded."""
+        name = _normalise_host(host.decode("latin-1"))
         if is_loopback(name) or name in self._hosts:
             return True
         return bool(ANY_ADDRESS & self._hosts) and _is_address(name)
 
-    def _refused_request(self, body: bytes) -> tuple[int, str] | None:
-        if self._unusable is not None:
-            return 409, f"no complete set of weights: {self._unusable}; load one"
+    def _check_generate(self, body: bytes) -> Refusal | None:
+        """Check that the weights are complete and that the token ids are in the vocabulary."""
+        if self._load_problem is not None:
+            return 409, f"no complete set of weights: {self._load_problem}; load one"
         try:
             ids = json.loads(body)["token_ids"]
         except (ValueError, KeyError, TypeError, RecursionError):
             return 400, "the body is no JSON object with token_ids"
         if not isinstance(ids, list) or not ids:
             return 400, "token_ids is not a list of token ids"
-        for place, each in enumerate(ids):
+        for index, each in enumerate(ids):
             if type(each) is not int or not 0 <= each < self._vocab:
-                return (
-                    400,
-                    f"token_ids[{place}] is {str(each)[:20]}, not a token id in 0..{self._vocab - 1}",
-                )
+                problem = f"is {str(each)[:20]}, not a token id in 0..{self._vocab - 1}"
+                return 400, f"token_ids[{index}] {problem}"
         return None
 
     async def _call_workers(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Passed on; nothing may be sampled between the start of a load and its end without an error."""
+        """Forward a worker call.
+
+        Refuse samples from the start of a load until one succeeds.
+        """
         try:
             method = json.loads(body)["method"]
         except (ValueError, KeyError, TypeError, RecursionError):
             method = None
         if not isinstance(method, str):
-            return await _answer(scope, send, 400, "the body is no JSON object with a method")
-        if method not in LOADS:
-            return await self._app(scope, _again(body, receive), send)
+            reason = "the body is no JSON object with a method"
+            return await _send_refusal(scope, send, 400, reason)
+        if method not in LOAD_METHODS:
+            return await self._app(scope, _replay_body(body, receive), send)
         reply = bytearray()
         status = 0
 
-        async def heard(message: dict[str, Any]) -> None:
+        async def send_and_check(message: dict[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             reply.extend(message.get("body", b""))
             if message["type"] == "http.response.body" and not message.get("more_body"):
-                self._unusable = _problem(method, status, bytes(reply))
+                self._load_problem = _find_problem(method, status, bytes(reply))
             await send(message)
 
-        self._unusable = f"{method} has failed, as the server's log says, or has not ended"
-        await self._app(scope, _again(body, receive), heard)
-        return None
+        self._load_problem = f"{method} has failed (see the server's log) or has not ended"
+        return await self._app(scope, _replay_body(body, receive), send_and_check)
 
 
-def _problem(method: str, status: int, reply: bytes) -> str | None:
-    """What went wrong with a load, by its answer."""
+def _find_problem(method: str, status: int, reply: bytes) -> str | None:
+    """Return the problem that a load reported, or None."""
+    problems: list[Any] = []
     try:
-        results = json.loads(reply)["results"]
-        told = [
-            problem
-            for each in results
-            if isinstance(each, dict)
-            for problem in each.values()
-            if problem
-        ]
+        for result in json.loads(reply)["results"]:
+            if isinstance(result, dict):
+                problems += filter(None, result.values())
     except (ValueError, KeyError, TypeError, AttributeError):
-        told = []
-        status = status if status != 200 else 500
-    if status == 200 and not told:
-        return None
-    return f"{method} failed with {told[0] if told else f'status {status}'}"
+        problems = []
+        if status == 200:
+            status = 500
+    if problems:
+        return f"{method} failed with {problems[0]}"
+    if status != 200:
+        return f"{method} failed with status {status}"
+    return None
 
 
-def _name_of(host: str) -> str:
-    """Name or address of `host`, `host:port` or `[address]:port`, in one way of writing."""
+def _normalise_host(host: str) -> str:
+    """Return the name or address of `host`, `host:port` or `[address]:port` in a unique form."""
     host = host.strip().lower()
     if host.startswith("["):
         host = host[1:].partition("]")[0]
     elif host.count(":") == 1:
         host = host.partition(":")[0]
     host = host.removesuffix(".")
-    return str(ipaddress.ip_address(host)) if _is_address(host) else host
+    if _is_address(host):
+        return str(ipaddress.ip_address(host))
+    return host
 
 
 def _is_address(host: str) -> bool:
@@ -187,22 +190,22 @@ def _is_address(host: str) -> bool:
     return True
 
 
-async def _body(receive: Receive) -> bytes | None:
-    """All of it; None if it is too large. An empty one if the client has gone."""
+async def _read_body(receive: Receive) -> bytes | None:
+    """Return the request's body, None if it is too large, or b"" if the client has left."""
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] != "http.request":
             return b""
         body += message.get("body", b"")
-        if len(body) > LARGEST_BODY:
+        if len(body) > MAX_BODY_BYTES:
             return None
         if not message.get("more_body"):
             return bytes(body)
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
-    """Give the body once more, then what comes after it."""
+def _replay_body(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body again, then the messages after it."""
     given = False
 
     async def receive_again() -> dict[str, Any]:
@@ -215,8 +218,8 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return receive_again
 
 
-async def _answer(scope: Scope, send: Send, status: int, reason: str) -> None:
-    """Of a websocket nothing: the server then refuses it."""
+async def _send_refusal(scope: Scope, send: Send, status: int, reason: str) -> None:
+    """Send status and reason. To a websocket send nothing: the server then refuses it."""
     if scope["type"] == "http":
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": headers})

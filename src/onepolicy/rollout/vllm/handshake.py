@@ -1,4 +1,4 @@
-"""What a vLLM server is asked before work starts: is it of this model, and was it started the way a run needs it?"""
+"""The checks of a vLLM server before a run: its model, version and settings."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ T = TypeVar("T")
 OLDEST = (0, 28)
 """First version with the endpoints used here, by its source. Run: 0.30 on the CPU."""
 INITIAL_WEIGHTS_ID = "default"
-"""vLLM's name of the weights it started with."""
-START = "start the server with `onepolicy engine serve MODEL`"
+"""vLLM's name of its start-up weights."""
+START_HINT = "start the server with `onepolicy engine serve MODEL`"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server said of itself."""
+    """The properties of a connected server."""
 
-    model: str  # path or hub id it was started with
-    weights: str  # their name, FIRST if nobody has given it others since it started
-    first_probe: list[float] | None  # what a run kept of a probe of these weights
+    model: str  # path or hub id of its start-up weights
+    weights_id: str  # of its present weights, INITIAL_WEIGHTS_ID for those of the start-up
+    initial_canary: list[float] | None  # of the start-up weights, if a run stored one
     top_logprobs: int
     workers: int
-    reader: ReplyParser
+    reply_parser: ReplyParser
     sizes: SizeReport | None  # of quantised weights
 
 
@@ -52,33 +52,52 @@ async def handshake(
     route_spec: RouteSpec | None,
     quant: QuantFormat | None = None,
 ) -> ServerInfo:
-    """UsageError for a server that cannot be this run's engine. A pause that an interrupted run left is lifted."""
+    """Check the server's model and settings, and lift a pause of an interrupted run.
+
+    Raises UsageError if the server does not fit this run.
+    """
     version = await client.get(
         "/version", parse=lambda reply: make_printable(get_field(reply, "version", str))
     )
     await _check_endpoints(client)
-    told, workers = await describe(client)
-    _check_settings(client, told, version, text, config, caps, quant)
-    reader = ReplyParser(
-        int(text.vocab_size), int(text.num_hidden_layers), route_spec, payload_format_of(version)
-    )
-    held = [_typed(PartTensors, each, client) for each in told.held]
-    most = (
-        told.max_logprobs if told.max_logprobs >= 0 else reader.vocab
-    )  # the sampled token takes one of them
+    server, workers = await describe_server(client)
+    where = f"rollout.engine.url: the vLLM server at {client.url}"
+    _check_version(where, server, version)
+    _check_model(where, server, text)
+    _check_precision(server, config, quant)
+    _check_settings(where, server, config, caps)
+    if caps.returns_routes:
+        _check_routes(where, server, client)
+    vocab = int(text.vocab_size)
+    tensors = [_validate(PartTensors, each, client) for each in server.held]
+    sizes: SizeReport | None = None
+    if quant is not None:
+        sizes = part_sizes(quant, tensors, config.dtype)
     return ServerInfo(
-        model=told.model,
-        weights=await read_weights_id(client),
-        first_probe=told.first_probe,
-        top_logprobs=reader.vocab if most >= reader.vocab else max(most - 1, 0),
+        model=server.model,
+        weights_id=await read_weights_id(client),
+        initial_canary=server.first_probe,
+        top_logprobs=_max_top_logprobs(server.max_logprobs, vocab),
         workers=workers,
-        reader=reader,
-        sizes=None if quant is None else part_sizes(quant, held, config.dtype),
+        reply_parser=ReplyParser(
+            vocab, int(text.num_hidden_layers), route_spec, payload_format_of(version)
+        ),
+        sizes=sizes,
     )
 
 
-async def describe(client: EngineClient) -> tuple[ServerDescription, int]:
-    """What the server's first worker says, and how many there are. UsageError if they are not of this onepolicy."""
+def _max_top_logprobs(max_logprobs: int, vocab: int) -> int:
+    """Return the most likely tokens that the server can return. max_logprobs: -1 is no limit."""
+    if max_logprobs < 0 or max_logprobs >= vocab:
+        return vocab
+    return max(max_logprobs - 1, 0)  # the sampled token takes one of them
+
+
+async def describe_server(client: EngineClient) -> tuple[ServerDescription, int]:
+    """Return the description by the server's first worker, and the number of workers.
+
+    Raises UsageError unless they run this version of onepolicy.
+    """
 
     def parse(reply: Any) -> tuple[dict[str, Any], int]:
         results = get_field(reply, "results", list)
@@ -87,105 +106,119 @@ async def describe(client: EngineClient) -> tuple[ServerDescription, int]:
         return make_printable(results[0]), len(results)
 
     try:
-        told, workers = await client.post(
+        fields, workers = await client.post(
             "/collective_rpc", {"method": "onepolicy_describe"}, parse=parse
         )
     except UsageError as error:
         raise UsageError(
-            f"{error} Without our worker extension no weights can be given to it: {START}"
+            f"{error} Without our worker extension no weights can be loaded: {START_HINT}"
         ) from error
-    return _typed(ServerDescription, told, client), workers
+    return _validate(ServerDescription, fields, client), workers
 
 
-def _typed(kind: type[T], told: dict[str, Any], client: EngineClient) -> T:
-    """UsageError for fields that are others, or of other types."""
+def _validate(kind: type[T], fields: dict[str, Any], client: EngineClient) -> T:
+    """Return the dataclass. Raise UsageError for unknown or missing fields, or other types."""
     try:
-        kind(**told)  # pydantic would ignore fields it does not know
-        return TypeAdapter(kind).validate_json(json.dumps(told), strict=True)
+        kind(**fields)  # pydantic would ignore unknown fields
+        return TypeAdapter(kind).validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         found = f"{'.'.join(map(str, first['loc']))!r}: {first['msg']}"
     except TypeError as error:
         found = str(error)
     raise UsageError(
-        f"rollout.engine.url: the vLLM server at {client.url} runs another version of onepolicy ({found}); {START} of "
-        "this one"
+        f"rollout.engine.url: the vLLM server at {client.url} runs another version of onepolicy "
+        f"({found}); {START_HINT} of this one"
     )
 
 
 async def read_weights_id(client: EngineClient) -> str:
-    """The name of the weights the server holds, as given by whoever gave it the weights."""
+    """Return the id that the server's weights were given when they were loaded."""
     return await client.get(
         "/weight_info", parse=lambda reply: get_field(reply, "weight_version", str)
     )
 
 
 async def _check_endpoints(client: EngineClient) -> None:
-    """Pause, abort and resume once: what every weight update needs, and an end to a pause that was left behind."""
+    """Pause, abort and resume once, as every weight update does. This lifts an earlier pause."""
     try:
         await client.post("/pause", params={"mode": "abort"})
         await client.post("/abort_requests", {})
         await client.post("/resume")
     except UsageError as error:
         raise UsageError(
-            f"{error} Without these endpoints no weights can be given to it: {START}"
+            f"{error} Without these endpoints no weights can be loaded: {START_HINT}"
         ) from error
 
 
-def _check_settings(
-    client: EngineClient,
-    told: ServerDescription,
-    version: str,
-    text: PreTrainedConfig,
-    config: VLLMServerConfig,
-    caps: EngineCaps,
-    quant: QuantFormat | None,
-) -> None:
-    where = f"rollout.engine.url: the vLLM server at {client.url}"
-    check_vllm_version(version, cpu=told.device == "cpu")
+def _check_version(where: str, server: ServerDescription, version: str) -> None:
+    check_vllm_version(version, cpu=server.device == "cpu")
     if parse_version(version) < OLDEST:
         raise UsageError(
             f"{where} is version {version}, which lacks endpoints this needs; use 0.28 to 0.30"
         )
-    ours = model_shape(text)
-    for name in sorted(ours.keys() & told.shape.keys()):
-        if ours[name] != told.shape[name]:
+
+
+def _check_model(where: str, server: ServerDescription, text: PreTrainedConfig) -> None:
+    expected = model_shape(text)
+    for name in sorted(expected.keys() & server.shape.keys()):
+        if expected[name] != server.shape[name]:
             raise UsageError(
-                f"{where} serves {told.model!r}, another model: its {name} is {told.shape[name]}, model.path's "
-                f"{ours[name]}; start it with the run's model"
+                f"{where} serves {server.model!r}, another model: its {name} is "
+                f"{server.shape[name]}, model.path's {expected[name]}; start it with the run's "
+                "model"
             )
-    if told.dtype != config.dtype:
-        raise UsageError(f"rollout.engine.dtype: {config.dtype}, but the server runs {told.dtype}")
-    if told.quantization != quantization_method(quant):
-        wanted = "unset" if quant is None else quant.format
-        served = f"quantised by {told.quantization}" if told.quantization else "not quantised"
-        mend = "" if quant is None else f" quant={quant.format}"
+
+
+def _check_precision(
+    server: ServerDescription, config: VLLMServerConfig, quant: QuantFormat | None
+) -> None:
+    if server.dtype != config.dtype:
         raise UsageError(
-            f"rollout.quant: {wanted}, but the server's weights are {served}; {START}{mend}"
+            f"rollout.engine.dtype: {config.dtype}, but the server runs {server.dtype}"
         )
-    head = "float32" if config.lm_head == "float32" else config.dtype
-    if set(told.head_dtypes) - {"None"} - {f"torch.{head}"} or (
-        head != config.dtype and not told.head_dtypes
-    ):
+    if server.quantization != quantization_method(quant):
+        wanted, option, served = "unset", "", "not quantised"
+        if quant is not None:
+            wanted, option = quant.format, f" quant={quant.format}"
+        if server.quantization:
+            served = f"quantised by {server.quantization}"
         raise UsageError(
-            f"rollout.engine.lm_head: {config.lm_head}, but the server computes the logits in {told.head_dtypes}; "
-            "start it with the same lm_head"
+            f"rollout.quant: {wanted}, but the server's weights are {served}; {START_HINT}{option}"
         )
-    if config.sync == "nccl" and told.device != "cuda":
+    head: str = config.dtype
+    if config.lm_head == "float32":
+        head = "float32"
+    other_dtypes = set(server.head_dtypes) - {"None", f"torch.{head}"}
+    unknown = head != config.dtype and not server.head_dtypes
+    if other_dtypes or unknown:
         raise UsageError(
-            f"rollout.engine.sync: nccl, but the server computes on {told.device}; use gloo or disk"
+            f"rollout.engine.lm_head: {config.lm_head}, but the server computes the logits in "
+            f"{server.head_dtypes}; start it with the same lm_head"
         )
-    if told.max_len < caps.max_len:
+
+
+def _check_settings(
+    where: str, server: ServerDescription, config: VLLMServerConfig, caps: EngineCaps
+) -> None:
+    if config.sync == "nccl" and server.device != "cuda":
         raise UsageError(
-            f"rollout.engine.max_len: {caps.max_len}, but the server takes {told.max_len} tokens; lower it, or "
-            f"start the server with max_len={caps.max_len}"
+            f"rollout.engine.sync: nccl, but the server computes on {server.device}; use gloo or "
+            "disk"
         )
-    if told.logprobs_mode != "processed_logprobs":
+    if server.max_len < caps.max_len:
         raise UsageError(
-            f"{where} returns {told.logprobs_mode}, not log-probabilities of the distribution sampled from; {START}"
+            f"rollout.engine.max_len: {caps.max_len}, but the server takes {server.max_len} "
+            f"tokens; lower it, or start the server with max_len={caps.max_len}"
         )
-    if not caps.returns_routes:
-        return
-    if not told.routes:
-        raise UsageError(f"{where} does not return routes; {START}, or set replay.mode=off")
-    check_route_compatibility(_typed(Deployment, told.deployment, client))
+    if server.logprobs_mode != "processed_logprobs":
+        raise UsageError(
+            f"{where} returns {server.logprobs_mode}, not log-probabilities of the distribution "
+            f"sampled from; {START_HINT}"
+        )
+
+
+def _check_routes(where: str, server: ServerDescription, client: EngineClient) -> None:
+    if not server.routes:
+        raise UsageError(f"{where} does not return routes; {START_HINT}, or set replay.mode=off")
+    check_route_compatibility(_validate(Deployment, server.deployment, client))

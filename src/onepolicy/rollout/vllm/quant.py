@@ -1,11 +1,12 @@
-"""rollout.quant with vLLM: its own quantisation of weights while it loads them, at the start and at every sync.
+"""rollout.quant with vLLM, which quantises weights while it loads them, at every sync too.
 
-vLLM keeps what its layers looked like before they were quantised, loads a sync's tensors into that, in the engine's
-dtype, and quantises them again (its model_loader/reload/layerwise.py). Read in 0.30.0.
+vLLM keeps the layouts of its layers before quantisation, loads a sync's tensors into them, in the
+engine's dtype, and quantises them again (its model_loader/reload/layerwise.py). Read in 0.30.0.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ OLDEST = (0, 30)
 """First version whose source was read for this."""
 METHODS = {"fp8": "fp8_per_channel", "int8": "int8_per_channel_weight_only"}
 """rollout.quant.format -> vLLM's `quantization`."""
-CODES = {"fp8": "torch.float8_e4m3fn", "int8": "torch.int8"}
-MADE = {
+CODE_DTYPES = {"fp8": "torch.float8_e4m3fn", "int8": "torch.int8"}
+QUANTISED_PARTS = {
     "fp8": {"experts", "shared experts", "attention", "mlp"},
     "int8": {"experts"},  # activations, attention and dense layers stay in bfloat16
 }
@@ -37,39 +38,46 @@ MADE = {
 
 
 def quantization_args(quant: QuantFormat | None) -> dict[str, Any]:
-    """EngineArgs. Left to itself fp8_per_channel quantises routers too, where they are plain layers (Qwen3-MoE)."""
+    """Return the EngineArgs of the format.
+
+    By default fp8_per_channel also quantises routers that are plain layers (Qwen3-MoE).
+    """
     if quant is None:
         return {}
-    left = sorted(pattern for name in ROUTER_NAMES for pattern in (f"*.{name}", f"*.{name}.*"))
-    ignored = {"quantization_config": {"ignore": left}} if quant.format == "fp8" else {}
-    return {"quantization": METHODS[quant.format], **ignored}
+    arguments: dict[str, Any] = {"quantization": METHODS[quant.format]}
+    if quant.format == "fp8":
+        routers = sorted(f"*.{name}{end}" for name in ROUTER_NAMES for end in ("", ".*"))
+        arguments["quantization_config"] = {"ignore": routers}
+    return arguments
 
 
 def quantization_method(quant: QuantFormat | None) -> str | None:
-    """What a vLLM engine's `quantization` must be."""
-    return None if quant is None else METHODS[quant.format]
+    """Return the `quantization` that a vLLM engine needs."""
+    if quant is None:
+        return None
+    return METHODS[quant.format]
 
 
 def check_quant_device(quant: QuantFormat | None, *, cpu: bool) -> None:
-    """UsageError with the reason if vLLM cannot run the format on this device."""
+    """Raise UsageError if vLLM cannot run the format on this device."""
     if quant is not None and cpu:
         raise UsageError(
-            f"rollout.quant: {quant.format} with vLLM needs a GPU: its CPU build has no kernels that make e4m3 codes, "
-            "and its int8 kernels for experts ask for AMX, zentorch or Arm (docs/quantised.md); use "
-            "rollout.engine.kind = hf"
+            f"rollout.quant: {quant.format} with vLLM needs a GPU: its CPU build has no kernels "
+            "that make e4m3 codes, and its int8 kernels for experts ask for AMX, zentorch or Arm "
+            "(docs/quantised.md); use rollout.engine.kind = hf"
         )
 
 
 def check_quant_version(quant: QuantFormat | None, version: str) -> None:
     if quant is not None and parse_version(version) < OLDEST:
         raise UsageError(
-            f"rollout.quant: vllm {version} was not read for how it quantises at a sync; use 0.30"
+            f"rollout.quant: vllm {version} was not read for its quantisation at a sync; use 0.30"
         )
 
 
 @contextmanager
 def name_setting_in_errors(quant: QuantFormat | None) -> Iterator[None]:
-    """What vLLM says when it has no kernel for a layer, as a UsageError that names the setting."""
+    """Turn vLLM's error about a missing kernel into a UsageError that names rollout.quant."""
     try:
         yield
     except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -82,13 +90,15 @@ def name_setting_in_errors(quant: QuantFormat | None) -> Iterator[None]:
 
 
 def hf_equivalent(quant: QuantFormat) -> tuple[QuantFormat, bool]:
-    """The same weights in the embedded engine's terms; True: of experts only."""
-    return (Simulated(bits=8), True) if quant.format == "int8" else (quant, False)
+    """Return the embedded engine's format with the same weights, and whether of experts only."""
+    if quant.format == "int8":
+        return Simulated(bits=8), True
+    return quant, False
 
 
 @dataclass(frozen=True, slots=True)
 class PartTensors:
-    """Tensors of one part and dtype of a vLLM model, as its kernels read them. Sent as JSON."""
+    """The tensors of one part and dtype of a vLLM model, in its kernels' layout. Sent as JSON."""
 
     part: str
     dtype: str
@@ -98,61 +108,77 @@ class PartTensors:
 
 
 def measure_part_tensors(model: nn.Module) -> list[dict[str, Any]]:
-    """`Held`, as JSON, of every part and dtype of a worker's vLLM model."""
-    found: dict[tuple[str, str], list[int]] = {}
+    """Return `PartTensors`, as JSON, of every part and dtype of a worker's vLLM model."""
+    found: dict[tuple[str, str], Counter[str]] = {}
     for name, tensor in model.named_parameters():
-        numbers = found.setdefault((_part(name), str(tensor.dtype)), [0, 0, 0])
+        counts = found.setdefault((_part_name(name), str(tensor.dtype)), Counter())
+        counts["nbytes"] += tensor.nbytes
         last = name.rpartition(".")[2]
-        if "scale" not in last:
-            numbers[0 if tensor.ndim > 1 and last.endswith("weight") else 1] += tensor.numel()
-        numbers[2] += tensor.nbytes
+        if "scale" in last:
+            continue
+        if tensor.ndim > 1 and last.endswith("weight"):
+            counts["weights"] += tensor.numel()
+        else:
+            counts["others"] += tensor.numel()
     return [
-        {"part": part, "dtype": dtype, "weights": weights, "others": others, "nbytes": nbytes}
-        for (part, dtype), (weights, others, nbytes) in found.items()
+        {
+            "part": part,
+            "dtype": dtype,
+            "weights": counts["weights"],
+            "others": counts["others"],
+            "nbytes": counts["nbytes"],
+        }
+        for (part, dtype), counts in found.items()
     ]
 
 
-def _part(name: str) -> str:
-    """Routed experts are w13_* and w2_*, of all experts in one tensor."""
+def _part_name(name: str) -> str:
+    """Return a parameter's part.
+
+    Routed experts are w13_* and w2_*, with all experts in one tensor.
+    """
     last, part = name.rpartition(".")[2], part_name(name)
     if last.startswith(("w13_", "w2_")):
         return "experts"
-    return "shared experts" if part == "experts" else part
+    if part == "experts":
+        return "shared experts"
+    return part
 
 
-def part_sizes(quant: QuantFormat, held: Iterable[PartTensors], dtype: str) -> SizeReport:
-    """What the parts take. dtype: the engine's. UsageError unless what the format stands for is really in codes: all of
-    the experts, most of every other part (hybrids keep small convolutions), no router."""
-    held = list(held)
-    where, codes = f"rollout.quant: vLLM's {METHODS[quant.format]}", CODES[quant.format]
-    made = [each for each in held if each.part in MADE[quant.format] and each.weights]
-    if not made:
+def part_sizes(quant: QuantFormat, tensors: Iterable[PartTensors], dtype: str) -> SizeReport:
+    """Return the sizes of the model's parts. dtype: the engine's.
+
+    Raises UsageError unless vLLM quantised all experts, most of every other part of the format
+    (hybrids keep small convolutions), and no router.
+    """
+    tensors = list(tensors)
+    _check_quantised(quant, tensors)
+    itemsize = getattr(torch, dtype).itemsize
+    parts = []
+    for each in tensors:
+        elements = each.weights + each.others
+        parts.append(PartSize(each.part, elements, elements * itemsize, each.nbytes))
+    return SizeReport(quant, sum_by_part(parts), METHODS[quant.format])
+
+
+def _check_quantised(quant: QuantFormat, tensors: list[PartTensors]) -> None:
+    where, code = f"rollout.quant: vLLM's {METHODS[quant.format]}", CODE_DTYPES[quant.format]
+    expected = QUANTISED_PARTS[quant.format]
+    weights = [each for each in tensors if each.part in expected and each.weights]
+    if not weights:
         raise UsageError(
-            f"{where} quantises {', '.join(sorted(MADE[quant.format]))}, which this model does not have"
+            f"{where} quantises {', '.join(sorted(expected))}, which this model does not have"
         )
-    for each in made:
-        most = (
-            0
-            if each.part == "experts"
-            else sum(m.weights for m in made if (m.part, m.dtype) == (each.part, codes))
-        )
-        if each.dtype != codes and each.weights > most:
+    for each in weights:
+        allowed = 0  # weights that may stay in another dtype
+        if each.part != "experts":
+            allowed = sum(w.weights for w in weights if (w.part, w.dtype) == (each.part, code))
+        if each.dtype != code and each.weights > allowed:
             raise UsageError(
                 f"{where} left {each.weights:,} weights of {each.part} in {each.dtype}; use hf"
             )
-    if any(each.part == "router" and each.dtype == codes for each in held):
+    if any(each.part == "router" and each.dtype == code for each in tensors):
         raise UsageError(
-            f"{where} quantised routers, which should keep their dtype; start a server with `onepolicy engine serve "
-            f"MODEL quant={quant.format}`, or use rollout.engine.kind = hf"
+            f"{where} quantised routers, which should keep their dtype; start a server with "
+            f"`onepolicy engine serve MODEL quant={quant.format}`, or use rollout.engine.kind = hf"
         )
-    itemsize = getattr(torch, dtype).itemsize
-    parts = [
-        PartSize(
-            each.part,
-            each.weights + each.others,
-            (each.weights + each.others) * itemsize,
-            each.nbytes,
-        )
-        for each in held
-    ]
-    return SizeReport(quant, sum_by_part(parts), METHODS[quant.format])

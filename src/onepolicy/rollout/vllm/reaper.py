@@ -1,7 +1,8 @@
-"""Run a command, and end every process of it when it ends or when the process that started this one does.
+"""A process that runs a command and ends all its processes when the command or the starter ends.
 
-`python reaper.py COMMAND ...`, with the standard library only. Standard input is a pipe whose other end the starter
-holds and never writes to: it closes whatever ends the starter, SIGKILL included. The exit status is the command's.
+`python reaper.py COMMAND ...`, with the standard library only. Standard input is a pipe. The
+starter holds its other end and never writes to it, so that it closes when the starter ends, even
+by SIGKILL. The exit status is the command's.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ import time
 from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-POLL_S = 0.01  # while killed processes are waited for
+POLL_S = 0.01  # while killed processes end
 
 
 def main(command: list[str]) -> int:
-    came: list[int] = []
+    """Run the command and return its exit status."""
+    early_signals: list[int] = []
     process: subprocess.Popen[bytes] | None = None
 
-    def pass_on(number: int, _: object) -> None:
-        came.append(number)
-        if process is not None:
+    def forward_signal(number: int, _: object) -> None:
+        if process is None:
+            early_signals.append(number)
+        else:
             process.send_signal(number)
 
-    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGTERM, forward_signal)
     signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to the command as well
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # whom the command leaves behind becomes our child
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
-    if came:  # before there was a process to take it
-        process.send_signal(came[0])
+    if early_signals:
+        process.send_signal(early_signals[0])
     threading.Thread(target=_watch_starter, daemon=True).start()
     status = process.wait()
     end_children()
@@ -42,9 +45,9 @@ def main(command: list[str]) -> int:
 
 
 def end_children() -> None:
-    """Kill all processes below this one, those that they start meanwhile too."""
+    """Kill all processes below this one, and those that they start meanwhile."""
     while True:
-        for pid in _below(os.getpid()):
+        for pid in _descendants(os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -62,24 +65,33 @@ def _watch_starter() -> None:
     os._exit(1)
 
 
-def _below(pid: int) -> list[int]:
-    """Children of this process, theirs, and so on."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc") if sys.platform == "linux" else ():
-        if name.isdecimal():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    parent = int(file.read().rpartition(b")")[2].split()[1])
-            except OSError:
-                continue  # it has ended
-            children.setdefault(parent, []).append(int(name))
+def _descendants(pid: int) -> list[int]:
+    """Return the children of the process, their children, and so on."""
+    children = _children_by_parent()
     found: list[int] = []
-    left = [pid]
-    while left:
-        below = children.get(left.pop(), [])
-        found += below
-        left += below
+    unvisited = [pid]
+    while unvisited:
+        direct = children.get(unvisited.pop(), [])
+        found += direct
+        unvisited += direct
     return found
+
+
+def _children_by_parent() -> dict[int, list[int]]:
+    """Return the children of every process. Empty on other systems than Linux."""
+    children: dict[int, list[int]] = {}
+    if sys.platform != "linux":
+        return children
+    for name in os.listdir("/proc"):
+        if not name.isdecimal():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+        except OSError:
+            continue  # it has ended
+        children.setdefault(parent, []).append(int(name))
+    return children
 
 
 def _die_with_parent() -> None:
@@ -87,14 +99,14 @@ def _die_with_parent() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere a process that is left behind is not found."""
+    """Call prctl on Linux. On other systems orphans are not found."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    if status < 0:  # end as the command has ended
+    if status < 0:  # end by the same signal as the command
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-status, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""`VLLMServer`: a vLLM server in a process of its own. Implements the RolloutEngine protocol over HTTP."""
+"""`VLLMServer`: a RolloutEngine that samples from a vLLM server over HTTP."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from onepolicy.rollout.servers.http import (
     EngineClient,
     EngineLost,
     RequestGate,
-    for_running_loop,
     host_and_port,
     make_clients,
 )
 from onepolicy.rollout.servers.replies import MalformedReply, get_field
 from onepolicy.rollout.servers.start_up import (
-    check_probabilities,
+    check_processed_logprobs,
     connect_engine,
     refuse_nccl_without_cuda,
 )
@@ -52,13 +51,15 @@ from onepolicy.sync.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
 
 CallWorkers = Callable[..., Awaitable[list[Any]]]
-"""A method of rollout/vllm/worker.py and its arguments -> what each worker returned."""
+"""A function of a worker method's name and arguments that returns each worker's result."""
+INCOMPLETE = "incomplete"  # suffix of the id of weights of which only some may be loaded
+ABORT_INTERVAL_S = 0.1  # while requests on a paused server end
 
 
 def write_weight_files(
     files: WeightFiles, weights: NamedWeights, version: int
 ) -> tuple[Path, ChecksumTable]:
-    """Files of these tensors, and their checksums."""
+    """Write the tensors to files. Return their folder and their checksums."""
     checksums = ChecksumAccumulator()
     folder = files.write_version(checksums.add_each(weights), version)
     return folder, checksums.pop_all()
@@ -67,12 +68,12 @@ def write_weight_files(
 async def load_weight_files(
     call: CallWorkers, folder: Path, sums: ChecksumTable, version: int
 ) -> None:
-    """TrainingError if a worker has read other bytes than were written."""
-    for worker, problem in enumerate(await call("onepolicy_load_files", str(folder), sums)):
-        if problem["difference"] is not None:
+    """Make the workers load the files. Raise TrainingError if one reads other bytes."""
+    for worker, result in enumerate(await call("onepolicy_load_files", str(folder), sums)):
+        if result["difference"] is not None:
             raise TrainingError(
-                f"rollout.engine.sync_dir: weights of version {version} in {folder}, as worker {worker} of the vLLM "
-                f"server read them: {problem['difference']}"
+                f"rollout.engine.sync_dir: weights of version {version} in {folder}, as worker "
+                f"{worker} of the vLLM server read them: {result['difference']}"
             )
 
 
@@ -84,7 +85,10 @@ async def broadcast_weights(
     config: VLLMServerConfig,
     workers: int,
 ) -> None:
-    """call: one that tries once, because a broadcast cannot be repeated from one end."""
+    """Broadcast the weights to the workers.
+
+    call: without retries, because one end cannot repeat a broadcast alone.
+    """
     assert config.sync != "disk"
     try:
         host = local_address(*host_and_port(config.url))
@@ -98,10 +102,10 @@ async def broadcast_weights(
 
         async def receive() -> list[str]:
             try:
-                told = await call("onepolicy_receive", sender.invitation, version)
-                problems = [each["problem"] for each in told if each["problem"]]
+                results = await call("onepolicy_receive", sender.invitation, version)
+                problems = [each["problem"] for each in results if each["problem"]]
             except BaseException:
-                sender.cancel()  # nobody will come any more
+                sender.cancel()
                 raise
             if problems:
                 sender.cancel()
@@ -117,11 +121,8 @@ async def broadcast_weights(
             raise sent
 
 
-INCOMPLETE = "incomplete"  # ends the name of weights of which some may have come
-ABORT_EVERY = 0.1  # s, while requests that reached a paused server are waited for
-
-
 def build(spec: EngineSpec) -> VLLMServer:
+    """Build the engine, connect it and load the model's weights into the server."""
     assert isinstance(spec.config, VLLMServerConfig)
     refuse_nccl_without_cuda(spec)
     server = VLLMServer(
@@ -137,8 +138,11 @@ def build(spec: EngineSpec) -> VLLMServer:
 
 
 class VLLMServer:
-    """vLLM's replies do not say which weights sampled them, so no request of ours ever spans an update: all are aborted
-    before it and go on from their tokens after it."""
+    """A RolloutEngine over a vLLM server.
+
+    vLLM does not return which weights sampled a token. So no request spans a weight update: all are
+    aborted before it and resumed from their tokens after it.
+    """
 
     def __init__(
         self,
@@ -150,65 +154,70 @@ class VLLMServer:
         max_len: int,
         quant: QuantFormat | None = None,
     ) -> None:
-        """route_spec: the experts of every token are wanted, of these layers. quant: what the server was started with.
-        `connect` before anything else."""
-        text = hf_config.get_text_config()
+        """Make a client. Call `connect` before any other method.
+
+        route_spec: layers whose experts are returned for every token. quant: format that the server
+        was started with.
+        """
         self.version = 0
         self.caps = EngineCaps(returns_routes=route_spec is not None, max_len=max_len)
-        self.client, self._once = make_clients(config, server="the vLLM server")
-        self.config, self._text, self._route_spec, self._quant = config, text, route_spec, quant
+        self.client, self._client_without_retries = make_clients(config, server="the vLLM server")
+        self.config, self._text = config, hf_config.get_text_config()
+        self._route_spec, self._quant = route_spec, quant
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
-        self._files = WeightFiles(config.sync_dir) if config.sync == "disk" else None
+        self._files: WeightFiles | None = None
+        if config.sync == "disk":
+            self._files = WeightFiles(config.sync_dir)
         self._run = secrets.token_hex(4)
         self._pauses = 0
         self._resumed = 0
-        self._traffic: RequestGate | None = None
-        self._served: ServerInfo | None = None
-        self._weights = ""  # the server's name of what it was last given
+        self._gate: RequestGate | None = None
+        self._server_info: ServerInfo | None = None
+        self._weights_id = ""  # of the weights that were loaded last
 
     async def connect(self) -> None:
-        """Is the server there, of this model, and does it return what was sampled from? UsageError if not.
+        """Connect, and check the server's model, settings and log-probabilities.
 
-        Its weights are its own until load_checkpoint or load_weights.
+        This changes no weights, unless an interrupted update left them incomplete. Raises
+        UsageError if the server does not answer or does not fit.
         """
         self.version = 0
         with self.client.startup_errors():
-            served = await handshake(
+            info = await handshake(
                 self.client, self._text, self.config, self.caps, self._route_spec, self._quant
             )
             self.caps = dataclasses.replace(
-                self.caps, top_logprobs=served.top_logprobs, sizes=served.sizes
+                self.caps, top_logprobs=info.top_logprobs, sizes=info.sizes
             )
-            self._served, self._weights = served, served.weights
-            if served.weights.endswith(
-                INCOMPLETE
-            ):  # an update broke off: it cannot be asked for anything
+            self._server_info, self._weights_id = info, info.weights_id
+            if info.weights_id.endswith(INCOMPLETE):
                 await self.load_checkpoint(None, 0)
-            await check_probabilities(self)
+            await check_processed_logprobs(self)
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
     ) -> Completion:
         """Sample until a stop token or max_tokens.
 
-        What a pause interrupts goes on from its tokens, with random numbers that follow from the seed and their
-        number. finish is "aborted" only if somebody else aborted the request.
+        If a pause interrupts the completion, it is resumed from its tokens. Its later random
+        numbers follow from the seed and the number of tokens. finish is "aborted" only if somebody
+        else aborted the request.
         """
         check_sampling(sampling)
         check_temperature(sampling)
+        vocab = self._connected_info.reply_parser.vocab
         prompt = check_request(
-            prompt_ids, sampling, self.caps, version=self.version, vocab=self._known.reader.vocab
+            prompt_ids, sampling, self.caps, version=self.version, vocab=vocab
         ).tolist()
         parts: list[Completion] = []
         path = list(prompt)
+        part_seed, first = seed, sampling.routes_from
         while True:
             done = len(path) - len(prompt)
-            left = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - done)
-            # the last token of a part was never fed: its row comes with the next part
-            routed = len(path) - 1 if done else sampling.routes_from
-            part, paused = await self._sample(
-                path, left, resumed_seed(seed, done) if done else seed, routed
-            )
+            if done:  # the last token of a part was never fed: its row comes with the next part
+                part_seed, first = resumed_seed(seed, done), len(path) - 1
+            rest = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - done)
+            part, paused = await self._sample(path, rest, part_seed, first)
             if len(part.token_ids):
                 parts.append(part)
                 path += part.token_ids.tolist()
@@ -217,157 +226,181 @@ class VLLMServer:
             self._resumed += 1
 
     async def pause(self, mode: str = "abort") -> None:
-        """Abort every request and take no further ones; those of `generate` wait with their tokens for `resume`."""
+        """Abort every request and admit no further ones.
+
+        Calls of `generate` keep their tokens and wait for `resume`.
+        """
         if mode != "abort":
             raise UsageError(
-                f"pause: vLLM's replies do not say which weights sampled a token, so a request that is kept over an "
-                f"update (mode {mode}) would mix them unseen; use abort, which keeps the tokens and goes on from them"
+                "pause: vLLM's replies do not say which weights sampled a token, so a request that "
+                f"is kept over an update (mode {mode}) would mix them unseen; use abort, which "
+                "keeps the tokens and goes on from them"
             )
-        traffic = self._here()
-        if not traffic.open.is_set():
+        gate = self._request_gate()
+        if not gate.is_open.is_set():
             return
-        traffic.open.clear()
+        gate.is_open.clear()
         self._pauses += 1
         await self.client.post("/pause", params={"mode": "abort"})
-        while (
-            traffic.running
-        ):  # one that was on its way is queued until resume: under other weights than it asked for
+        # A request may arrive after the pause. The server would queue it and run it with newer
+        # weights than it was sent for, so abort it.
+        while gate.running:
             try:
-                async with asyncio.timeout(ABORT_EVERY):
-                    await traffic.idle.wait()
+                async with asyncio.timeout(ABORT_INTERVAL_S):
+                    await gate.all_done.wait()
             except TimeoutError:
                 await self.client.post("/abort_requests", {})
 
     async def resume(self) -> None:
-        """Let requests run again."""
+        """Admit requests again."""
         await self.client.post("/resume")
-        self._here().open.set()
+        self._request_gate().is_open.set()
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Give these tensors to the server. All of the model's must be there, in its shapes.
+        """Load all of the model's tensors into the server.
 
-        TrainingError if what arrives is not what was sent; the engine then has no version and answers nothing.
+        Raises TrainingError if the server receives other tensors. Then the engine has no version
+        and answers no requests.
         """
-        tensors, files = self._names.stream_to_checkpoint(weights), self._files
-        ready = (
-            None
-            if files is None
-            else await asyncio.to_thread(write_weight_files, files, tensors, version)
-        )
-        async with self._between_requests():
-            await self.confirm_weights()
-            async with self._replacing(version):
-                if ready is not None:
-                    await load_weight_files(self.call_workers, *ready, version)
-                else:
-                    call, workers = (
-                        partial(self.call_workers, client=self._once),
-                        self._known.workers,
-                    )
-                    await broadcast_weights(
-                        call, tensors, version, config=self.config, workers=workers
-                    )
+        tensors = self._names.stream_to_checkpoint(weights)
+        if self._files is not None:
+            folder, sums = await asyncio.to_thread(
+                write_weight_files, self._files, tensors, version
+            )
+            async with self._update(version):
+                await load_weight_files(self.call_workers, folder, sums, version)
+            return
+        call = partial(self.call_workers, client=self._client_without_retries)
+        async with self._update(version):
+            workers = self._connected_info.workers
+            await broadcast_weights(call, tensors, version, config=self.config, workers=workers)
 
     def has_initial_checkpoint(self, path: str) -> bool:
-        """Whether it still has the weights it was started with, and they are those of `path` (folder or hub id)."""
-        model = self._known.model
-        same = (
-            Path(model).resolve() == Path(path).resolve() if Path(path).exists() else model == path
-        )
-        return same and self._weights == INITIAL_WEIGHTS_ID
+        """Return whether the server still has its start-up weights, and they come from `path`.
+
+        path: folder or hub id.
+        """
+        model = self._connected_info.model
+        same = model == path
+        if Path(path).exists():
+            same = Path(model).resolve() == Path(path).resolve()
+        return same and self._weights_id == INITIAL_WEIGHTS_ID
 
     def initial_canary(self) -> list[float] | None:
-        """What `remember` was given since the server started. UsageError if it is too late to make one."""
-        known = self._known
-        if known.first_probe is None and known.weights != INITIAL_WEIGHTS_ID:
+        """Return the stored canary, None if none was stored since the server started.
+
+        Raises UsageError if none was stored and the start-up weights are gone.
+        """
+        info = self._connected_info
+        if info.initial_canary is None and info.weights_id != INITIAL_WEIGHTS_ID:
             raise UsageError(
-                f"rollout.engine.url: the vLLM server at {self.client.url} holds weights {known.weights!r}, which "
-                "another program gave it, so that its reload cannot be checked; restart it"
+                f"rollout.engine.url: the vLLM server at {self.client.url} holds weights "
+                f"{info.weights_id!r}, which another program gave it, so that its reload cannot be "
+                "checked; restart it"
             )
-        return known.first_probe
+        return info.initial_canary
 
     async def store_initial_canary(self, canary: list[float]) -> None:
-        """Keep, in the server, a probe of the weights it was started with, for later runs."""
+        """Store a canary of the start-up weights in the server, for later runs."""
         await self.call_workers("onepolicy_remember", canary)
 
     async def load_checkpoint(self, path: str | None, version: int) -> None:
-        """A checkpoint both processes see; None: the one the server was started with. No request may be running."""
-        async with self._replacing(version):
-            await self.call_workers("onepolicy_load", *([] if path is None else [path]))
+        """Load a checkpoint that both processes can read. No request may be running.
+
+        path: None is the checkpoint that the server was started with.
+        """
+        arguments: list[str] = []
+        if path is not None:
+            arguments.append(path)
+        async with self._replace_weights(version):
+            await self.call_workers("onepolicy_load", *arguments)
 
     async def reset_cache(self) -> None:
-        """Forget every cached prefix."""
-        if running := self._here().running:
+        """Drop every cached prefix."""
+        running = self._request_gate().running
+        if running:
             raise RuntimeError(
                 f"reset_cache while {running} requests are running; await them first"
             )
         await self.confirm_weights()
-        await self._drop_caches()
+        await self._reset_prefix_cache()
 
     async def confirm_weights(self) -> None:
-        """EngineLost if the server holds other weights than were given to it: it was restarted, or shared."""
+        """Raise EngineLost if the server has other weights than this run loaded last."""
         found = await read_weights_id(self.client)
-        if found != self._weights:
+        if found != self._weights_id:
             raise EngineLost(
-                f"rollout.engine.url: the vLLM server at {self.client.url} holds weights {found!r}, not this run's "
-                f"{self._weights!r}: it was restarted, or another run uses it; continue from the last checkpoint "
-                "with `onepolicy train --resume RUN`"
+                f"rollout.engine.url: the vLLM server at {self.client.url} holds weights "
+                f"{found!r}, not this run's {self._weights_id!r}: it was restarted, or another run "
+                "uses it; continue from the last checkpoint with `onepolicy train --resume RUN`"
             )
 
     async def call_workers(
         self, method: str, *args: Any, client: EngineClient | None = None
     ) -> list[Any]:
-        """Call a method of rollout/vllm/worker.py on every worker."""
+        """Call a method of rollout/vllm/worker.py on every worker. Return their results."""
         body = {"method": method, "args": list(args)}
         return await (client or self.client).post(
             "/collective_rpc", body, parse=lambda reply: get_field(reply, "results", list)
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call; see run/metric_names.py."""
+        """Return the run's metrics since the last call (run/metric_names.py)."""
         resumed, self._resumed = self._resumed, 0
         return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
 
     @property
-    def _known(self) -> ServerInfo:
-        if self._served is None:
+    def _connected_info(self) -> ServerInfo:
+        if self._server_info is None:
             raise RuntimeError("VLLMServer: await connect() first")
-        return self._served
+        return self._server_info
 
     async def _sample(
         self, path: list[int], sampling: Sampling, seed: int, first: int
     ) -> tuple[Completion, bool]:
-        """One request, when there is room for it and nothing is paused. True: a pause of ours began meanwhile."""
-        async with self._here().admit_request():
+        """Send one request when it is admitted. Return the reply, and whether a pause came."""
+        async with self._request_gate().admit_request():
             if self.version < 0:
                 raise RuntimeError(
                     "the last load_weights failed half-way; load a complete set of weights first"
                 )
-            pauses, known = self._pauses, self._known.reader
-            read = partial(
-                known.parse, prompt=len(path), first=first, sampling=sampling, version=self.version
-            )
+            pauses, version = self._pauses, self.version
+            parser = self._connected_info.reply_parser
 
             def parse(reply: Any) -> Completion:
-                part = read(reply)
+                part = parser.parse(
+                    reply, prompt=len(path), first=first, sampling=sampling, version=version
+                )
                 if not len(part.token_ids) and pauses == self._pauses:
                     raise MalformedReply("no token, and nothing of ours aborted the request")
                 return part
 
-            body = {
-                "token_ids": path,
-                "sampling_params": sampling_params(sampling, seed, first=first, vocab=known.vocab),
-            }
-            most = known.most_bytes(prompt=len(path), sampling=sampling)
-            ask = partial(self.client.post, "/inference/v1/generate", body, max_bytes=most)
-            part = await ask(parse=parse, confirm=self.confirm_weights)
+            params = sampling_params(sampling, seed, first=first, vocab=parser.vocab)
+            part = await self.client.post(
+                "/inference/v1/generate",
+                {"token_ids": path, "sampling_params": params},
+                parse=parse,
+                max_bytes=parser.max_reply_bytes(prompt=len(path), sampling=sampling),
+                confirm=self.confirm_weights,
+            )
             return part, pauses != self._pauses
 
     @asynccontextmanager
-    async def _between_requests(self) -> AsyncIterator[None]:
-        """Paused, unless it was already. After a failure the server stays paused: what it holds is no policy."""
-        traffic = self._here()
-        if not traffic.open.is_set():
+    async def _update(self, version: int) -> AsyncIterator[None]:
+        """Pause the server for weights of `version`."""
+        async with self._paused():
+            await self.confirm_weights()
+            async with self._replace_weights(version):
+                yield
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Pause the server, unless it is paused already.
+
+        After a failure the server stays paused, because its weights belong to no version.
+        """
+        gate = self._request_gate()
+        if not gate.is_open.is_set():
             yield
             return
         try:
@@ -375,33 +408,34 @@ class VLLMServer:
             yield
             await self.resume()
         except BaseException:
-            traffic.open.set()  # whoever waits finds out
+            gate.is_open.set()  # waiting requests then see that the engine has no version
             raise
 
     @asynccontextmanager
-    async def _replacing(self, version: int) -> AsyncIterator[None]:
-        """The server is given weights meanwhile; none of its caches outlives them. No request may be running."""
-        assert not self._here().running
-        self.version = (
-            -1
-        )  # until the last tensor is in, the model is neither the old nor the new one
-        await self._rename(f"onepolicy-{self._run}-{INCOMPLETE}")
+    async def _replace_weights(self, version: int) -> AsyncIterator[None]:
+        """Mark the weights incomplete inside the context, and drop caches at its end.
+
+        No request may be running.
+        """
+        assert not self._request_gate().running
+        self.version = -1  # until the last tensor is loaded
+        await self._set_weights_id(f"onepolicy-{self._run}-{INCOMPLETE}")
         yield
-        await self._drop_caches()
-        await self._rename(f"onepolicy-{self._run}-{version}")
+        await self._reset_prefix_cache()
+        await self._set_weights_id(f"onepolicy-{self._run}-{version}")
         self.version = version
 
-    async def _rename(self, weights: str) -> None:
-        await self.client.post("/update_weight_version", {"new_version": weights})
-        self._weights = weights
+    async def _set_weights_id(self, weights_id: str) -> None:
+        await self.client.post("/update_weight_version", {"new_version": weights_id})
+        self._weights_id = weights_id
 
-    async def _drop_caches(self) -> None:
-        def dropped(reply: Any) -> None:
+    async def _reset_prefix_cache(self) -> None:
+        def check_reset(reply: Any) -> None:
             if not isinstance(reply, dict) or reply.get("success") is not True:
                 raise MalformedReply(f"the prefix cache was not reset: {short_repr(reply)}")
 
-        await self.client.post("/reset_prefix_cache", parse=dropped)
+        await self.client.post("/reset_prefix_cache", parse=check_reset)
 
-    def _here(self) -> RequestGate:
-        self._traffic = for_running_loop(self._traffic, self.config.max_num_seqs)
-        return self._traffic
+    def _request_gate(self) -> RequestGate:
+        self._gate = RequestGate.for_running_loop(self._gate, self.config.max_num_seqs)
+        return self._gate

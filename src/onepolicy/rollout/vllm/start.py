@@ -1,4 +1,4 @@
-"""Start vLLM in this process. The only file that imports it."""
+"""The start of vLLM in this process. Only this file imports vLLM to build an engine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from onepolicy.rollout.vllm.compatibility import (
 )
 from onepolicy.telemetry import OPT_OUT
 
-# In this process, so that weights are handed over without a copy; quiet; nothing sent anywhere.
+# In this process, so that weights are loaded without a copy. No telemetry.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **OPT_OUT}
-_DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}
 OLDEST, NEWEST = (0, 16), (0, 33)
-"""Versions whose Python interface is the one used here. Run: 0.30 on the CPU; the others were read."""
+"""Versions with the Python interface used here. Run: 0.30 on the CPU. Read: the others."""
 
 
 def start_llm_engine(
@@ -41,38 +40,21 @@ def start_llm_engine(
     trust_remote_code: bool,
     quant: QuantFormat | None = None,
 ) -> tuple[Any, RoutePayloadFormat | None]:
-    """vLLM's LLMEngine with the model of `path` loaded and, with routes, how it returns them.
+    """Return vLLM's LLMEngine with the model of `path`, and the format of its routes.
 
-    max_len, top_logprobs: most that a request may ask for. UsageError if vLLM is missing, or of a version or set-up
-    that is refused.
+    The format is None without routes. max_len, top_logprobs: limits of a request. Raises
+    UsageError if vLLM is missing, or if its version or set-up is refused.
     """
     vllm_quant.check_quant_device(quant, cpu=cpu)
-    if importlib.util.find_spec("vllm") is None:
-        raise UsageError(
-            "rollout.engine.kind: vllm is not installed; run `make vllm` (CPU) or pip install 'onepolicy[vllm]' (CUDA)"
-        )
-    os.environ.update(
-        _ENVIRONMENT | {name: value for name, value in _DEFAULTS.items() if name not in os.environ}
-    )
-    import vllm
-    from vllm.platforms import current_platform
-
-    platform = current_platform.device_type
-    if (platform == "cpu") != cpu:
-        raise UsageError(
-            f"rollout.engine.kind: this vllm was built for {platform}, which is not train.device; set train.device to "
-            "it or install the other build"
-        )
-    check_vllm_version(vllm.__version__, cpu=cpu)
-    vllm_quant.check_quant_version(quant, vllm.__version__)
-    found, contract = parse_version(vllm.__version__), None
+    version, platform = _import_vllm(cpu=cpu)
+    vllm_quant.check_quant_version(quant, version)
+    payload_format = None
     if return_routes:
-        contract = payload_format_of(vllm.__version__)
+        payload_format = payload_format_of(version)
+        caching = config.enable_prefix_caching
         check_route_compatibility(
-            Deployment(found, platform, prefix_caching=config.enable_prefix_caching)
+            Deployment(parse_version(version), platform, prefix_caching=caching)
         )
-    if cpu:  # or the first call compiles one comparison with a C++ compiler for 5 to 15 s
-        type(current_platform).simple_compile_backend = "eager"
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -86,17 +68,45 @@ def start_llm_engine(
         trust_remote_code=trust_remote_code,
         quant=quant,
     )
-    if return_routes and found < (0, 22):
+    if return_routes and parse_version(version) < (0, 22):
         arguments["async_scheduling"] = False
-    with _threads_kept(), vllm_quant.name_setting_in_errors(quant):
+    with _keep_set_num_threads(), vllm_quant.name_setting_in_errors(quant):
         llm = LLMEngine.from_engine_args(EngineArgs(**arguments, disable_log_stats=True))
     if config.lm_head == "float32":
         check_head_dtype(llm.apply_model(head_dtypes))
     if return_routes:
         monolithic = any(llm.apply_model(has_monolithic_kernel))
-        resolved = deployment_of(llm.vllm_config, vllm.__version__, platform)
-        check_route_compatibility(dataclasses.replace(resolved, monolithic=monolithic))
-    return llm, contract
+        deployment = deployment_of(llm.vllm_config, version, platform)
+        check_route_compatibility(dataclasses.replace(deployment, monolithic=monolithic))
+    return llm, payload_format
+
+
+def _import_vllm(*, cpu: bool) -> tuple[str, str]:
+    """Import vLLM and return its version and platform.
+
+    Raises UsageError if it is missing, or if its version or platform is refused.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise UsageError(
+            "rollout.engine.kind: vllm is not installed; run `make vllm` (CPU) or pip install "
+            "'onepolicy[vllm]' (CUDA)"
+        )
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import vllm
+    from vllm.platforms import current_platform
+
+    platform = current_platform.device_type
+    if (platform == "cpu") != cpu:
+        raise UsageError(
+            f"rollout.engine.kind: this vllm was built for {platform}, which is not train.device; "
+            "set train.device to it or install the other build"
+        )
+    check_vllm_version(vllm.__version__, cpu=cpu)
+    if cpu:
+        # otherwise the first call compiles one comparison with a C++ compiler for 5 to 15 s
+        type(current_platform).simple_compile_backend = "eager"
+    return vllm.__version__, platform
 
 
 def engine_args(
@@ -110,79 +120,88 @@ def engine_args(
     trust_remote_code: bool,
     quant: QuantFormat | None = None,
 ) -> dict[str, Any]:
-    """vLLM's EngineArgs, in this process and on a server's command line. None: vLLM's own choice."""
-    return (
-        {
-            "model": path,
-            "trust_remote_code": trust_remote_code,
-            "load_format": "safetensors",  # the others that vLLM would try are pickles
-            "skip_tokenizer_init": True,  # token ids in, token ids out
-            "generation_config": "vllm",  # no sampling defaults from the model's folder
-            "dtype": config.dtype,
-            "max_model_len": max_len,
-            "max_num_seqs": config.max_num_seqs,
-            "block_size": config.block_size,
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-            "max_logprobs": top_logprobs,
-            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
-            "hf_overrides": {"head_dtype": "float32"} if config.lm_head == "float32" else {},
-            "enable_return_routed_experts": return_routes,
-            "enforce_eager": cpu,
-            "enable_chunked_prefill": not cpu,  # 0.30.0 cannot rewind a CPU request's generator after half a prompt
-            "use_tqdm_on_load": False,
-            "seed": 0,  # every request brings its own
-        }
-        | vllm_quant.quantization_args(quant)
-    )
+    """Return vLLM's EngineArgs, for this process or for a server's command line.
+
+    None leaves an argument to vLLM.
+    """
+    overrides: dict[str, Any] = {}
+    if config.lm_head == "float32":
+        overrides["head_dtype"] = "float32"
+    return {
+        "model": path,
+        "trust_remote_code": trust_remote_code,
+        "load_format": "safetensors",  # the others that vLLM would try are pickles
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # no sampling defaults from the model's folder
+        "dtype": config.dtype,
+        "max_model_len": max_len,
+        "max_num_seqs": config.max_num_seqs,
+        "block_size": config.block_size,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        "max_logprobs": top_logprobs,
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
+        "hf_overrides": overrides,
+        "enable_return_routed_experts": return_routes,
+        "enforce_eager": cpu,
+        # 0.30.0 cannot rewind a CPU request's random generator after half a prompt
+        "enable_chunked_prefill": not cpu,
+        "use_tqdm_on_load": False,
+        "seed": 0,  # every request brings its own
+    } | vllm_quant.quantization_args(quant)
 
 
 def check_vllm_version(version: str, *, cpu: bool) -> None:
-    """UsageError if this vLLM cannot be an engine in this process, with or without routes."""
+    """Raise UsageError if this vLLM cannot be an engine, with or without routes."""
     found = parse_version(version)
     if cpu and found != CPU:
         raise UsageError(
-            f"rollout.engine.kind: vllm {version}: on the CPU only 0.30 is known to work; `make vllm` installs 0.30.0"
+            f"rollout.engine.kind: vllm {version}: on the CPU only 0.30 is known to work; "
+            "`make vllm` installs 0.30.0"
         )
     if found < OLDEST:
         raise UsageError(
-            f"rollout.engine.kind: vllm {version}: before 0.16 reload_weights takes no tensors, so the engine would "
-            "keep its first weights; use 0.28 to 0.30"
+            f"rollout.engine.kind: vllm {version}: before 0.16 reload_weights takes no tensors, so "
+            "the engine would keep its first weights; use 0.28 to 0.30"
         )
     if found > NEWEST:
         raise UsageError(
-            f"rollout.engine.kind: vllm {version} is newer than any that is known here; use 0.28 to 0.30"
+            f"rollout.engine.kind: vllm {version} is newer than any that is known here; use 0.28 "
+            "to 0.30"
         )
 
 
 def has_monolithic_kernel(model: nn.Module) -> bool:
-    """Whether some MoE layer of a vLLM model leaves the choice of experts to its kernel."""
-    return any(
-        getattr(getattr(m, "quant_method", None), "is_monolithic", False) for m in model.modules()
-    )
+    """Return whether the kernel of some MoE layer of a vLLM model chooses the experts itself."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return any(getattr(method, "is_monolithic", False) for method in methods)
 
 
 def head_dtypes(model: nn.Module) -> list[str]:
-    """In what a vLLM model computes its logits: `head_dtype` of each of its logits processors."""
+    """Return the dtype in which each logits processor of a vLLM model computes the logits."""
     return [
-        str(getattr(m, "head_dtype", None))
-        for m in model.modules()
-        if type(m).__name__ == "LogitsProcessor"
+        str(getattr(module, "head_dtype", None))
+        for module in model.modules()
+        if type(module).__name__ == "LogitsProcessor"
     ]
 
 
 def check_head_dtype(found: list[list[str]]) -> None:
-    """UsageError unless every worker's model (`head_dtypes`) has logits processors, and all compute in float32."""
+    """Raise UsageError unless all workers compute logits in float32.
+
+    found: `head_dtypes` of each worker's model.
+    """
     if any(not each or set(each) != {"torch.float32"} for each in found):
         raise UsageError(
-            f"rollout.engine.lm_head: float32 was asked for, but this vLLM computes the logits in {found}; it needs "
-            "https://github.com/vllm-project/vllm/pull/48390 (0.30 has it). Leave the setting out"
+            "rollout.engine.lm_head: float32 was asked for, but this vLLM computes the logits in "
+            f"{found}; it needs https://github.com/vllm-project/vllm/pull/48390 (0.30 has it). "
+            "Leave the setting out"
         )
 
 
 @contextmanager
-def _threads_kept() -> Iterator[None]:
-    """vLLM's CPU worker replaces torch.set_num_threads by a function that does nothing."""
+def _keep_set_num_threads() -> Iterator[None]:
+    """Restore torch.set_num_threads, which vLLM's CPU worker replaces by an empty function."""
     original = torch.set_num_threads
     try:
         yield

@@ -1,4 +1,4 @@
-"""The learner's tensors into a running vLLM, by its own reload of checkpoint tensors, plus two mends."""
+"""Weight sync to a running vLLM by its own reload, with fixes for two of its bugs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from onepolicy.interfaces import NamedWeights
 
 
 def reload_weights(worker: Any, weights: NamedWeights) -> None:
-    """worker: one of vLLM's. weights: under their checkpoint names, a layer's together; read once."""
+    """Load weights into a vLLM worker.
+
+    weights: under their checkpoint names, those of a layer together; read once.
+    """
     try:
         worker.reload_weights(weights_iterator=iter(weights))
     except BaseException:
@@ -20,10 +23,11 @@ def reload_weights(worker: Any, weights: NamedWeights) -> None:
 
 
 def abort_reload(worker: Any) -> None:
-    """After a reload that broke off: give every layer that it had not finished the tensors it had before.
+    """Restore the old tensors of every layer that a failed reload did not finish.
 
-    vLLM 0.30.0 leaves such layers without any, which ends the engine at the next request, and its next reload would
-    start from the leftovers. What was collected for a layer is dropped first: loading that may be what failed.
+    vLLM 0.30.0 leaves such layers without tensors, which ends the engine at the next request, and
+    its next reload would start from the leftovers. Tensors collected for a layer are dropped first,
+    because loading them may be the failure.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -42,14 +46,12 @@ def abort_reload(worker: Any) -> None:
 def pack_experts(model: nn.Module) -> None:
     """Pack reloaded experts for the CPU kernel, which vLLM 0.30.0 does at the first load only.
 
-    `UnquantizedFusedMoEMethod._setup_kernel` skips it when weights are updated, and the kernel then reads unpacked
-    experts as packed ones: other values, no error.
+    `UnquantizedFusedMoEMethod._setup_kernel` skips it when weights are updated. The kernel then
+    reads unpacked experts as packed ones: wrong values without an error.
     """
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if (
-            kernel is not None
-            and hasattr(module, "w13_weight")
-            and module.w13_weight.device.type == "cpu"
-        ):
+        if kernel is None or not hasattr(module, "w13_weight"):
+            continue
+        if module.w13_weight.device.type == "cpu":
             kernel.fused_experts.process_weights_after_loading(module)

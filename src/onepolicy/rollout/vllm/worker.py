@@ -1,4 +1,4 @@
-"""What runs inside a vLLM server's workers for us: `onepolicy engine serve` names the class on its command line."""
+"""Methods for the workers of a vLLM server. `onepolicy engine serve` passes the class to vLLM."""
 
 from __future__ import annotations
 
@@ -31,53 +31,55 @@ SHAPE_FIELDS = (
     "n_routed_experts",
     "num_experts_per_tok",
 )
-"""Config fields that differ between models whose weights cannot stand in for each other's."""
+"""Config fields that distinguish models with incompatible weights."""
 
 
 def model_shape(text_config: Any) -> dict[str, str | int]:
-    """The model type and SHAPE of a transformers text config, as far as it has them."""
+    """Return the model type and the SHAPE_FIELDS that a transformers text config has."""
     shape = {name: getattr(text_config, name, None) for name in SHAPE_FIELDS}
-    return {"model_type": text_config.model_type} | {
-        k: v for k, v in shape.items() if isinstance(v, int)
-    }
+    sizes = {name: size for name, size in shape.items() if isinstance(size, int)}
+    return {"model_type": text_config.model_type} | sizes
 
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
-    """What a server serves. Sent as JSON."""
+    """The model and settings of a server. Sent as JSON."""
 
-    shape: dict[str, str | int]  # shape_of
-    model: str  # path or hub id it was started with
+    shape: dict[str, str | int]  # of model_shape
+    model: str  # path or hub id of the start-up weights
     dtype: str
     head_dtypes: list[str]  # of the logits, `torch.float32`
     quantization: str | None
-    held: list[dict[str, Any]]  # quant.Held, of the first worker
+    held: list[dict[str, Any]]  # quant.PartTensors, of the first worker
     device: str
     max_len: int
     max_logprobs: int  # -1: no limit
     logprobs_mode: str
     routes: bool
-    deployment: dict[str, Any]  # known_bad.Deployment
-    first_probe: list[float] | None  # what onepolicy_remember was given
+    deployment: dict[str, Any]  # compatibility.Deployment
+    first_probe: list[float] | None  # argument of onepolicy_remember
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its workers, called through /collective_rpc. Names must not clash with a worker's."""
+    """Methods that vLLM adds to its workers. The engine calls them through /collective_rpc.
+
+    Names must not clash with those of vLLM's workers.
+    """
 
     rank: int  # among the server's workers
     device: torch.device
     vllm_config: Any
     reload_weights: Callable[..., None]
     get_model: Callable[[], Any]
-    onepolicy_first_probe: list[float] | None = None
-    onepolicy_own: tuple[str, str | None] | None = None
+    onepolicy_initial_canary: list[float] | None = None
+    onepolicy_start_checkpoint: tuple[str, str | None] | None = None
 
     def onepolicy_describe(self) -> dict[str, Any]:
-        """A Description, as JSON."""
+        """Return the ServerDescription as JSON."""
         config, model = self.vllm_config, self.vllm_config.model_config
         description = ServerDescription(
             shape=model_shape(model.hf_text_config),
-            model=self._onepolicy_own()[0],
+            model=self._onepolicy_start_checkpoint()[0],
             dtype=str(model.dtype).removeprefix("torch."),
             head_dtypes=sorted(set(head_dtypes(self.get_model()))),
             quantization=model.quantization,
@@ -88,7 +90,7 @@ class WorkerExtension:
             logprobs_mode=str(model.logprobs_mode),
             routes=bool(model.enable_return_routed_experts),
             deployment=dataclasses.asdict(self._onepolicy_deployment()),
-            first_probe=self.onepolicy_first_probe,
+            first_probe=self.onepolicy_initial_canary,
         )
         return dataclasses.asdict(description)
 
@@ -101,11 +103,14 @@ class WorkerExtension:
         return dataclasses.replace(deployment, monolithic=has_monolithic_kernel(self.get_model()))
 
     def onepolicy_remember(self, first_probe: list[float]) -> None:
-        """Keep what the weights this server started with answered, for a run that comes when they are long replaced."""
-        self.onepolicy_first_probe = first_probe
+        """Store a canary of the start-up weights for later runs, which find other weights."""
+        self.onepolicy_initial_canary = first_probe
 
     def onepolicy_receive(self, invitation: str, version: int) -> dict[str, str | None]:
-        """Take over what a Sender sends. The problem, None if there is none; a sender that was reached knows it."""
+        """Load the weights of a Sender. Return the problem, or None.
+
+        The sender knows the problem too if it was reached.
+        """
         try:
             with Receiver(
                 invitation, 1 + self.rank, version=version, device=self.device
@@ -116,29 +121,31 @@ class WorkerExtension:
         return {"problem": None}
 
     def onepolicy_load_files(self, folder: str, sent: ChecksumTable) -> dict[str, str | None]:
-        """Take over the safetensors of WeightFiles. How what was read differs from what was sent, None: it does not."""
+        """Load the safetensors of WeightFiles.
+
+        Return the difference between the tensors read and sent, or None.
+        """
         checksums = ChecksumAccumulator()
         reload_weights(self, checksums.add_each(read_weights(folder)))
         return {"difference": describe_difference(sent, checksums.pop_all())}
 
     def onepolicy_load(self, path: str | None = None) -> None:
-        """Take over a checkpoint, by default the one the server was started with. Caches are the caller's business."""
+        """Load a checkpoint, by default that of the start-up. The caller drops all caches."""
         model = self.vllm_config.model_config
-        own = self._onepolicy_own()
+        checkpoint = self._onepolicy_start_checkpoint()
         try:
-            self.reload_weights(weights_path=path or own[0])  # makes the path the model's own
+            # this overwrites model.model with the path
+            self.reload_weights(weights_path=path or checkpoint[0])
         except BaseException:
             abort_reload(self)
             raise
         finally:
-            model.model, model.revision = own
+            model.model, model.revision = checkpoint
         pack_experts(self.get_model())
 
-    def _onepolicy_own(self) -> tuple[str, str | None]:
-        """Path or hub id, and revision, that the server was started with: what it says at the first call."""
-        if self.onepolicy_own is None:
-            self.onepolicy_own = (
-                self.vllm_config.model_config.model,
-                self.vllm_config.model_config.revision,
-            )
-        return self.onepolicy_own
+    def _onepolicy_start_checkpoint(self) -> tuple[str, str | None]:
+        """Return path or hub id, and revision, as vLLM's config has them at the first call."""
+        if self.onepolicy_start_checkpoint is None:
+            model = self.vllm_config.model_config
+            self.onepolicy_start_checkpoint = model.model, model.revision
+        return self.onepolicy_start_checkpoint

@@ -43,7 +43,7 @@ def answers(monkeypatch):
 
     async def load_and_ask(self, weights, version):
         await load(self, weights, version)
-        found[version] = {engine.name: await answers_of(engine) for engine in self._living}
+        found[version] = {engine.name: await answers_of(engine) for engine in self._engines}
 
     monkeypatch.setattr(Replicas, "load_weights", load_and_ask)
     return found

@@ -337,7 +337,11 @@ def test_fatal_requests_are_refused_and_the_server_lives(server, folders, models
         broken / "model.safetensors",
     )
     with pytest.raises(TrainingError, match="exceeds dimension size"):
-        asyncio.run(remote.call_workers("onepolicy_load", str(broken), client=remote._once))
+        asyncio.run(
+            remote.call_workers(
+                "onepolicy_load", str(broken), client=remote._client_without_retries
+            )
+        )
     with pytest.raises(
         TrainingError, match=r"status 409.*no complete set of weights: onepolicy_load has failed"
     ):

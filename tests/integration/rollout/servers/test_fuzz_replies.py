@@ -194,7 +194,7 @@ def test_vllm_nested_replies(inputs: int) -> None:
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_sglang_replies(inputs: int) -> None:
     model = ModelShape(VOCAB, DEPTH, RULES)
-    asked = SGLangRequest(PROMPT, SAMPLING, seed=1, first_row=0, submitted=3, key="k")
+    asked = SGLangRequest(PROMPT, SAMPLING, seed=1, first_row=0, version=3, prefix_key="k")
 
     def make(damage: Damage) -> object:
         reply = sglang_reply()

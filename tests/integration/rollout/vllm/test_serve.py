@@ -17,7 +17,7 @@ from onepolicy.config import TrainingError, UsageError, VLLMEngineConfig
 from onepolicy.config.engine import ServeConfig
 from onepolicy.rollout.servers.token import find_token
 from onepolicy.rollout.vllm import serve
-from onepolicy.rollout.vllm.guard import HOSTS, TOKEN, VOCAB
+from onepolicy.rollout.vllm.guard import HOSTS_VARIABLE, TOKEN_VARIABLE, VOCAB_VARIABLE
 from onepolicy.rollout.vllm.start import engine_args
 from onepolicy.sync import weight_files
 from onepolicy.sync.weight_files import INDEX, WeightFiles
@@ -71,8 +71,8 @@ def test_the_environment_opens_the_endpoints_and_has_the_token(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     found = serve.server_environment("s3cret", hosts=["node-1"], vocab=32, cpu=True)
     assert found["VLLM_SERVER_DEV_MODE"] == "1"
-    assert (found[TOKEN], found["OMP_WAIT_POLICY"]) == ("s3cret", "active")
-    assert (found[HOSTS], found[VOCAB]) == ('["node-1"]', "32")
+    assert (found[TOKEN_VARIABLE], found["OMP_WAIT_POLICY"]) == ("s3cret", "active")
+    assert (found[HOSTS_VARIABLE], found[VOCAB_VARIABLE]) == ('["node-1"]', "32")
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ def test_a_server_without_our_current_extension_is_refused(fake):
         ({"logprobs_mode": "raw_logprobs"}, "returns raw_logprobs"),
         ({"routes": False}, "does not return routes"),
         ({"deployment": {"version": [0, 30], "platform": "cpu", "pipeline": 2}}, "pipeline stages"),
-        ({"max_logprobs": 2}, "returns 1 of the likeliest tokens"),
+        ({"max_logprobs": 2}, "returns 1 of the most likely tokens"),
     ],
 )
 def test_a_server_that_does_not_fit_the_run_is_refused(fake, told, message):

@@ -83,7 +83,7 @@ class BreaksOff:
     def __init__(self, actor):
         self.actor = actor
 
-    def give_up(self):
+    def cancel(self):
         pass
 
     async def send_to(self, receive):

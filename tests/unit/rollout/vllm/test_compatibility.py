@@ -56,7 +56,7 @@ def test_each_row_is_refused_with_its_source_and_only_where_it_holds(row):
     bad, good, source = ROWS[row]
     with pytest.raises(UsageError, match=rf"vllm 0\.\d+ with routes: .*{source}") as refused:
         check_route_compatibility(Deployment(**GOOD | bad))
-    assert INCOMPATIBILITIES[row].why in str(refused.value)
+    assert INCOMPATIBILITIES[row].reason in str(refused.value)
     check_route_compatibility(Deployment(**GOOD | good))
 
 

@@ -7,7 +7,15 @@ import json
 import pytest
 
 from onepolicy.rollout.vllm import guard
-from onepolicy.rollout.vllm.guard import ENDPOINTS, GENERATE, HOSTS, TOKEN, VOCAB, WORKERS, Guard
+from onepolicy.rollout.vllm.guard import (
+    ENDPOINTS,
+    GENERATE,
+    HOSTS_VARIABLE,
+    TOKEN_VARIABLE,
+    VOCAB_VARIABLE,
+    WORKERS,
+    Guard,
+)
 
 RIGHT, WRONG = (b"authorization", b"Bearer s3cret"), (b"authorization", b"Bearer s3crit")
 POSTED = "/resume"
@@ -36,9 +44,9 @@ def ask(monkeypatch):
     guard."""
 
     def started(*hosts):
-        monkeypatch.setenv(TOKEN, "s3cret")
-        monkeypatch.setenv(HOSTS, json.dumps(hosts))
-        monkeypatch.setenv(VOCAB, "32")
+        monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+        monkeypatch.setenv(HOSTS_VARIABLE, json.dumps(hosts))
+        monkeypatch.setenv(VOCAB_VARIABLE, "32")
         app = App()
         guarding = Guard(app)
 
@@ -183,7 +191,7 @@ def test_a_request_arrives_as_it_was_sent(ask, monkeypatch):
     body = generate([0, 31])
     assert ask(GENERATE, body=body) == (200, '{"results": [null]}')
     assert ask.app.seen == [body]
-    monkeypatch.setattr(guard, "LARGEST_BODY", len(body) - 1)
+    monkeypatch.setattr(guard, "MAX_BODY_BYTES", len(body) - 1)
     assert ask(GENERATE, body=body)[0] == 413
     assert ask.app.seen == [body]
 
