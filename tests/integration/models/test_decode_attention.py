@@ -86,7 +86,7 @@ def test_one_sequence_of_one_key_head():
     torch.testing.assert_close(out[0, 0], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_only_whole_blocks_of_the_kv_cache_are_read_as_a_table():
+def test_only_whole_blocks_of_the_cache_are_read_as_a_table():
     def taken(keys, **step):
         view = keys.transpose(2, 3)[:, :, :10]
         where = KVCacheStep(
@@ -97,7 +97,7 @@ def test_only_whole_blocks_of_the_kv_cache_are_read_as_a_table():
     assert taken(torch.zeros(2, 2, 8, 128))
     assert not taken(torch.zeros(2, 2, 8, 100))
     assert not taken(torch.zeros(2, 2, 8, 128, dtype=torch.bfloat16))
-    assert not taken(torch.zeros(2, 2, 128, 8).transpose(2, 3))  # not the KV cache's layout
+    assert not taken(torch.zeros(2, 2, 128, 8).transpose(2, 3))  # not the layout of the KV cache
     assert not taken(torch.zeros(2, 2, 8, 128), view=torch.tensor([1, 0]))  # gathered
     assert not taken(torch.zeros(2, 2, 8, 128), queries=torch.zeros(2, 1, dtype=torch.int64))
 

@@ -139,8 +139,8 @@ def test_the_kv_cache_takes_its_predicted_bytes(name):
         make(name), HFEngineConfig(dtype="bfloat16", max_num_seqs=3), return_routes=True, max_len=40
     )
     run(engine, ragged(prompts(2)))
-    slab = engine.batch.forward.cache
-    found = sum(t.nbytes for t in (*slab.keys.values(), *slab.values.values(), slab.routes))
+    cache = engine.batch.forward.cache
+    found = sum(t.nbytes for t in (*cache.keys.values(), *cache.values.values(), cache.routes))
     own = resolve(TREE, ["rollout.engine.max_num_seqs=3", "rollout.engine.max_len=40"])
     dims = read_dims(DryRunModel(CONFIGS[name], dtype=torch.bfloat16, cpu=True).model, name)
     assert embedded_cache_bytes(dims, own, parse_cluster("1xcpu")) == found

@@ -46,8 +46,8 @@ def test_siblings_are_prefilled_once(name, fed):
         assert torch.equal(sibling.routing.ids[:20], done[0].routing.ids[:20])
         span = sibling.routing.spans[0]
         assert (span.source, span.start, span.length) == ("cache", 0, 20)
-    slab = engine.batch.cache
-    for keys, values in zip(slab.keys.values(), slab.values.values(), strict=True):
+    cache = engine.batch.cache
+    for keys, values in zip(cache.keys.values(), cache.values.values(), strict=True):
         assert torch.equal(keys[:1, :, :, :20].expand(8, -1, -1, -1), keys[:, :, :, :20])
         assert torch.equal(values[:1, :, :20].expand(8, -1, -1, -1), values[:, :, :20])
 

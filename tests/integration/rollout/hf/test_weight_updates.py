@@ -50,7 +50,7 @@ def test_the_same_weights_again_change_no_token():
 
 
 @pytest.mark.parametrize(
-    "family", [make, lambda name: make_recurrent("lfm2_moe")], ids=["slab", "own cache"]
+    "family", [make, lambda name: make_recurrent("lfm2_moe")], ids=["continuous", "static"]
 )
 def test_every_token_and_route_belongs_to_its_version(family):
     models = [family("qwen3_moe") for _ in range(3)]
