@@ -237,8 +237,8 @@ def _no_group_error(player: _GroupPlayer, played: int) -> TrainingError:
     counts, step = player.counts, player.step + 1
     if counts["rollout/groups_dropped"]:
         return TrainingError(
-            f"step {step}: no group has {player.config.smallest_group} episodes that were played to "
-            f"their end; {counts['rollout/episodes_failed']} attempts failed, the last one: "
+            f"step {step}: no group has {player.config.smallest_group} episodes that were played "
+            f"to their end; {counts['rollout/episodes_failed']} attempts failed, the last one: "
             f"{player.last_failure}"
         )
     return TrainingError(

@@ -150,8 +150,8 @@ def get_token_ids(container: Any, name: str, *, vocab: int) -> list[int]:
     for value in values:
         if type(value) is not int or not 0 <= value < vocab:
             raise MalformedReply(
-                f"{name}: {short_repr(value)!r} is no token id in 0..{vocab - 1}; is it this model's "
-                "server?"
+                f"{name}: {short_repr(value)!r} is no token id in 0..{vocab - 1}; is it this "
+                "model's server?"
             )
     return values
 

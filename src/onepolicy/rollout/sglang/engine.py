@@ -34,7 +34,7 @@ from onepolicy.rollout.sglang.generate_api import (
     uses_top_k_or_top_p,
 )
 from onepolicy.rollout.sglang.handshake import (
-    ServerInfo,
+    SGLangServerInfo,
     WeightsId,
     handshake,
     read_weights_id,
@@ -98,7 +98,7 @@ class SGLangEngine:
         self._weights_id = WeightsId()
         self._aborts = self._resumed = 0
         self._gate: RequestGate | None = None
-        self.server_info: ServerInfo | None = None
+        self.server_info: SGLangServerInfo | None = None
 
     async def connect(self) -> None:
         """Connect, and check the server's model, settings and log-probabilities.
@@ -202,7 +202,7 @@ class SGLangEngine:
             raise self._other_weights_error(weights_id)
 
     @property
-    def _connected_info(self) -> ServerInfo:
+    def _connected_info(self) -> SGLangServerInfo:
         if self.server_info is None:
             raise RuntimeError("SGLangEngine: await connect() first")
         return self.server_info

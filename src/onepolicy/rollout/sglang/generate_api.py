@@ -162,8 +162,8 @@ def _check_token_counts(meta: dict, prompt: int, completion: int) -> None:
     counts = get_field(meta, "prompt_tokens", int), get_field(meta, "completion_tokens", int)
     if counts != (prompt, completion):
         raise MalformedReply(
-            f"it counts {short_repr(counts[0])} + {short_repr(counts[1])} tokens, but {prompt} were sent and "
-            f"{completion} came"
+            f"it counts {short_repr(counts[0])} + {short_repr(counts[1])} tokens, but {prompt} "
+            f"were sent and {completion} came"
         )
 
 

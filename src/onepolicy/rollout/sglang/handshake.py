@@ -107,7 +107,7 @@ async def read_weights_id(client: EngineClient) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerInfo:
+class SGLangServerInfo:
     """The properties of a connected server."""
 
     model: str  # path or hub id of its start-up weights
@@ -119,7 +119,7 @@ class ServerInfo:
 
 async def handshake(
     client: EngineClient, hf_config: PreTrainedConfig, config: SGLangConfig, caps: EngineCaps
-) -> ServerInfo:
+) -> SGLangServerInfo:
     """Check the server's model and settings, and lift a pause of an interrupted run.
 
     Raises UsageError if the server does not fit this run.
@@ -137,7 +137,7 @@ async def handshake(
     weights_id = WeightsId()
     if text != DEFAULT_WEIGHTS_ID:
         weights_id = WeightsId.parse(text) or WeightsId(version="0")
-    return ServerInfo(
+    return SGLangServerInfo(
         model=str(info.get("model_path")),
         weights_id=weights_id,
         ranks=info.get("tp_size", 1),

@@ -32,7 +32,7 @@ START_HINT = "start the server with `onepolicy engine serve MODEL`"
 
 
 @dataclass(frozen=True, slots=True)
-class ServerInfo:
+class VLLMServerInfo:
     """The properties of a connected server."""
 
     model: str  # path or hub id of its start-up weights
@@ -51,7 +51,7 @@ async def handshake(
     caps: EngineCaps,
     route_spec: RouteSpec | None,
     quant: QuantFormat | None = None,
-) -> ServerInfo:
+) -> VLLMServerInfo:
     """Check the server's model and settings, and lift a pause of an interrupted run.
 
     Raises UsageError if the server does not fit this run.
@@ -73,7 +73,7 @@ async def handshake(
     sizes: SizeReport | None = None
     if quant is not None:
         sizes = part_sizes(quant, tensors, config.dtype)
-    return ServerInfo(
+    return VLLMServerInfo(
         model=server.model,
         weights_id=await read_weights_id(client),
         initial_canary=server.first_probe,

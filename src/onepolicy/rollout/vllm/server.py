@@ -40,7 +40,7 @@ from onepolicy.rollout.vllm.engine import check_temperature
 from onepolicy.rollout.vllm.generate_api import resumed_seed, sampling_params
 from onepolicy.rollout.vllm.handshake import (
     INITIAL_WEIGHTS_ID,
-    ServerInfo,
+    VLLMServerInfo,
     handshake,
     read_weights_id,
 )
@@ -172,7 +172,7 @@ class VLLMServer:
         self._pauses = 0
         self._resumed = 0
         self._gate: RequestGate | None = None
-        self._server_info: ServerInfo | None = None
+        self._server_info: VLLMServerInfo | None = None
         self._weights_id = ""  # of the weights that were loaded last
 
     async def connect(self) -> None:
@@ -350,7 +350,7 @@ class VLLMServer:
         return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
 
     @property
-    def _connected_info(self) -> ServerInfo:
+    def _connected_info(self) -> VLLMServerInfo:
         if self._server_info is None:
             raise RuntimeError("VLLMServer: await connect() first")
         return self._server_info
