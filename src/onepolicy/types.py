@@ -291,7 +291,7 @@ class Completion:
     first_slot: int = 0
     top_ids: Tensor | None = None  # [n, k] int32, most likely first; k = Sampling.top_logprobs
     top_logp: Tensor | None = None  # [n, k] float32, like `logp`; -inf where sampling is narrowed
-    fingerprint: str | None = None  # of the code that computed `logp` (invariant/fingerprint.py)
+    fingerprint: str | None = None  # of the code that computed `logp`; None: not known
 
 
 def merge_fingerprints(fingerprints: list[frozenset[str]]) -> frozenset[str]:
@@ -316,7 +316,7 @@ class Sample:
     routing: RoutingTrace | None = None
     events: tuple[str, ...] = ()  # of the episode, for statistics: tools called, `malformed` turns
     episode: int | None = None  # index in the group; samples of a rewritten history share it
-    outcome: float | None = None  # reward minus the group's baseline
+    outcome: float | None = None  # reward relative to the group's baseline
     top_ids: Tensor | None = None  # [T, k] int32, most likely tokens; 0 where not trainable
     top_logp_rollout: Tensor | None = None  # [T, k] float32, NaN where not trainable
     fingerprints: frozenset[str] = frozenset()  # of logp_rollout; empty: not known of all of it
