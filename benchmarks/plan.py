@@ -135,7 +135,7 @@ def resizes(peak: PeakMemory) -> Iterator[None]:
 
     def resize(storage: torch.UntypedStorage, size: int) -> object:
         found = own(storage, size)
-        peak.resized(storage)
+        peak.count_resized(storage)
         return found
 
     torch.UntypedStorage.resize_ = resize

@@ -67,7 +67,7 @@ class RaggedColumn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """S consecutive rows with T tokens in total, checked.
+    """A checked block of S consecutive rows with T tokens in total.
 
     Columns are named as in COLUMNS. Optional ones may be missing.
     """

@@ -115,7 +115,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         names=arguments.name,
         routes=not arguments.no_routes,
         extra=arguments.vllm,
-        say=lambda text: console.print(text, highlight=False, soft_wrap=True),
+        log=lambda text: console.print(text, highlight=False, soft_wrap=True),
     )
 
 

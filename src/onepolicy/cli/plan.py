@@ -146,8 +146,10 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
             response=arguments.response_tokens,
             sync_method=arguments.sync,
         )
-        splits = planner.splits(arguments.learners, arguments.tensor_parallel, arguments.engines)
-        options = [planner.option(split) for split in splits]
+        splits = planner.possible_splits(
+            arguments.learners, arguments.tensor_parallel, arguments.engines
+        )
+        options = [planner.evaluate_split(split) for split in splits]
         chosen = best_option(options)
         lines = suggestions(planner, chosen)
     traffic = communication_volume(planner.dims, config, planner.work, chosen.split.learners)

@@ -25,7 +25,7 @@ from onepolicy.verdict.bug_signatures import diagnose_batch
 from onepolicy.verdict.scored_tokens import EXPLAINED
 
 PROMPTS = 8
-HOT = 1.5
+HOT_TEMPERATURE = 1.5
 """The second temperature, beside 1. It is above 1 to sample the tail of the distribution."""
 TOP_K, TOP_P = (1, 2, 3, 5, 10, 20, 40, 50, 64, 100), (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 """Narrower supports that the support check looks for."""
@@ -129,7 +129,7 @@ async def require_correct_logprobs(
     prompts = random_prompts(tokenizer, length)
     await engine.reset_cache()
     plain = await generate_all(engine, prompts, Sampling(1.0, length), range(PROMPTS))
-    hot = await generate_all(engine, prompts, Sampling(HOT, length), range(PROMPTS))
+    hot = await generate_all(engine, prompts, Sampling(HOT_TEMPERATURE, length), range(PROMPTS))
     await engine.reset_cache()
     malformed = find_malformed_logprobs((plain, hot))
     if malformed is not None:
@@ -165,9 +165,9 @@ def check_logprobs(
 ) -> dict[str, CheckResult]:
     """Check that log-probabilities belong to the tokens and the distribution they were drawn from.
 
-    cold: sampled at temperature 1 and scored. warm: sampled at HOT and scored. limits: the largest
-    `upper_quartile_gap` expected of each; None: find only faults with a known signature. A fault
-    fails its own check alone.
+    cold, warm: batches that were sampled at temperature 1 and at HOT_TEMPERATURE, scored. limits:
+    the largest `upper_quartile_gap` expected of each; None: find only faults with a known
+    signature. A fault fails its own check alone.
     """
     name = "log-probabilities"
     fault = _known_fault(cold)
@@ -211,18 +211,19 @@ def _known_fault(cold: TokenBatch) -> CheckResult | None:
 
 
 def check_temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> CheckResult:
-    """Check that tokens and log-probabilities are of temperature HOT.
+    """Check that tokens and log-probabilities are of temperature HOT_TEMPERATURE.
 
     limit: the largest `upper_quartile_gap` expected; None: check the log-probabilities only.
     """
     name = "temperature"
     gaps, untempered_gaps = (
         upper_quartile_gap(warm),
-        upper_quartile_gap(score_at(scorer, warm, 1 / HOT)),
+        upper_quartile_gap(score_at(scorer, warm, 1 / HOT_TEMPERATURE)),
     )
     gap, untempered = float(gaps.mean()), float(untempered_gaps.mean())
     measured = (
-        f"asked for at {HOT}: log-probabilities {gap:.2g} nats off at {HOT}, {untempered:.2g} at 1"
+        f"asked for at {HOT_TEMPERATURE}: log-probabilities {gap:.2g} nats off at "
+        f"{HOT_TEMPERATURE}, {untempered:.2g} at 1"
     )
     if not math.isfinite(gap + untempered):
         fix = (
@@ -241,7 +242,8 @@ def check_temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> 
         return CheckResult(name, False, text, "pass the temperature to the engine")
     mean, error = _mean_surplus(warm)
     if not abs(mean) <= 6 * error + 0.02:  # also if the entropy is NaN
-        text = f"the tokens are {mean:.2g} +- {error:.1g} nats likelier than draws at {HOT}"
+        excess = f"{mean:.2g} +- {error:.1g} nats"
+        text = f"the tokens are {excess} likelier than draws at {HOT_TEMPERATURE}"
         return CheckResult(name, False, text, "sample at the temperature that is asked for")
     return CheckResult(name, True, measured)
 

@@ -25,7 +25,7 @@ from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.replay import MIN_AGREEMENT
 from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.engine_check.checks import (
-    HOT,
+    HOT_TEMPERATURE,
     CheckResult,
     GeneratedBatch,
     check_logprobs,
@@ -89,7 +89,7 @@ async def check_pair(
         stop = Sampling(1.0, length, stop=_stop_tokens(plain))
         stopped = await generate_all(engine, prompts, stop, seeds)
         await engine.reset_cache()
-        hot = await generate_all(engine, prompts, Sampling(HOT, length), seeds)
+        hot = await generate_all(engine, prompts, Sampling(HOT_TEMPERATURE, length), seeds)
     except (UsageError, TrainingError) as error:
         text = f"a request failed: {error}"
         failed = CheckResult("tokens", False, text, "fix the engine's reply")

@@ -25,7 +25,7 @@ def serve_model(
     names: Sequence[str],
     routes: bool,
     extra: Sequence[str],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> int:
     """Serve a model until the server ends, and return its exit status.
 
@@ -54,5 +54,5 @@ def serve_model(
         token_env=token_env,
         names=names,
         extra=extra,
-        log=say,
+        log=log,
     )

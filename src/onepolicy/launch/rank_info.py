@@ -62,7 +62,9 @@ class RankInfo:
         torch.cuda.set_device(device)
         return device
 
-    def join(self, store: dist.Store, device: torch.device, timeout: float) -> DeviceMesh:
+    def join_process_group(
+        self, store: dist.Store, device: torch.device, timeout: float
+    ) -> DeviceMesh:
         """Initialise the default process group and return a mesh over it.
 
         Tensors in host memory use gloo. timeout: seconds that a collective may take.
@@ -85,9 +87,9 @@ def apply_torchrun_ranks(
 ) -> RunConfig:
     """Return the settings with `train.ranks` = ranks, or torchrun's number under torchrun.
 
-    ranks: None leaves the setting unchanged.
-    A resumed run may have another number of processes under torchrun than before. Otherwise, raises
-    UsageError if torchrun's number and a number that is set differ.
+    ranks: None leaves the setting unchanged. A resumed run may have another number of processes
+    under torchrun than before. Otherwise, raises UsageError if torchrun's number and a number that
+    is set differ.
     """
     rank_info = RankInfo.from_environment()
     requested = config.train.ranks if ranks is None else ranks

@@ -78,7 +78,7 @@ def _handle_messages(rank_info: RankInfo, store: dist.Store, channel: Channel) -
     learner: RankLearner | None = None
     try:
         device = rank_info.select_device(settings["device"])
-        mesh = rank_info.join(store, device, timeout)
+        mesh = rank_info.join_process_group(store, device, timeout)
         while True:
             message = channel.receive(None)
             command = message.header.get("do")

@@ -47,7 +47,7 @@ def started_rank_processes(
         rank_group = RankGroup(channels, limit=timeout)
         try:
             rank_group.broadcast(Message({"limit": timeout, "device": config.train.device}))
-            mesh = rank_info.join(launched.store, device, timeout)
+            mesh = rank_info.join_process_group(launched.store, device, timeout)
             yield DistributedContext(device, mesh, rank_group)
             rank_group.broadcast(Message({"do": "stop"}))
         except KeyboardInterrupt:

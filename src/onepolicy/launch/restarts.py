@@ -95,7 +95,7 @@ def supervise(
     first: list[str],
     resume: list[str],
     restarts: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
 ) -> int:
     """Run the command `first`, and after every crash `resume`, at most `restarts` times.
@@ -111,11 +111,11 @@ def supervise(
             with suppress(OSError):
                 (out / BEGUN).unlink(missing_ok=True)
         command = resume if restart and has_folder else first
-        status = _run([sys.executable, "-m", "onepolicy", *command])
+        status = _run_command([sys.executable, "-m", "onepolicy", *command])
         if status == 0:
             return 0
         if status in FINAL_STATUSES:
-            say(f"{out}: ended by {FINAL_STATUSES[status]}; not restarted")
+            log(f"{out}: ended by {FINAL_STATUSES[status]}; not restarted")
             return status
         step = step_begun(out)
         history.record(step, newest_checkpoint(out))
@@ -123,12 +123,12 @@ def supervise(
         crash = f"{out}: ended by {_describe_status(status)} {where}"
         reason = history.reason_to_give_up()
         if reason is not None:
-            say(f"{crash}{reason}; not restarted")
+            log(f"{crash}{reason}; not restarted")
             break
         if restart == restarts:
-            say(f"{crash}; all {restarts} restarts are used up (--restarts)")
+            log(f"{crash}; all {restarts} restarts are used up (--restarts)")
             break
-        say(f"{crash}; restart {restart + 1} of {restarts} in {history.wait_s:g} s")
+        log(f"{crash}; restart {restart + 1} of {restarts} in {history.wait_s:g} s")
         pause(history.wait_s)
     return max(status, 1)
 
@@ -157,7 +157,7 @@ def newest_checkpoint(out: Path) -> int:
     return max(steps, default=0)
 
 
-def _run(command: list[str]) -> int:
+def _run_command(command: list[str]) -> int:
     """Run a command and return its exit status; -N if signal N ended it.
 
     SIGTERM and SIGINT are passed on to it. After signal N the status is 128 + N, unless the command

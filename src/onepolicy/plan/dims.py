@@ -92,7 +92,7 @@ class Dims:
     def attention_flops(self, length: float) -> float:
         """Return the FLOPs of causal attention in the forward of one sequence.
 
-        A multiply-add is 2 FLOPs. On average a token attends to half of the tokens in its window.
+        A multiply-add is 2 FLOPs. Token t attends to min(t, window) tokens.
         """
         flops = 0.0
         for layer in self.attention:

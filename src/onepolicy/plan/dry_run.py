@@ -46,7 +46,7 @@ class PeakMemory(TorchDispatchMode):
     """The most bytes of tensor storage, made inside the block, that are alive at once."""
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:
-        """existing: tensors whose storages do not count."""
+        """Count no storage of the tensors in `existing`."""
         super().__init__()
         self.existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self.alive: dict[int, int] = {}  # storage -> bytes
@@ -72,7 +72,7 @@ class PeakMemory(TorchDispatchMode):
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._drop, key)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def count_resized(self, storage: torch.UntypedStorage) -> None:
         """Count the new size of a storage that has been resized."""
         key = storage._cdata
         if key in self.alive:

@@ -31,7 +31,7 @@ class EngineWeights:
     embedding: float  # of these in the input embedding, of which a token reads one row
     converted: float = 0.0  # parameters that are converted to floats at every use
 
-    def read(self, touched: float, *, converts: bool) -> float:
+    def bytes_read(self, touched: float, *, converts: bool) -> float:
         """Return the bytes that one forward reads. touched: share of the routed experts it uses.
 
         converts: the device converts quantised weights, of all experts of a layer.

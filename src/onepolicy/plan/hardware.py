@@ -49,7 +49,7 @@ class Cluster:
     def per_node(self) -> int:
         return int(self["per_node"])
 
-    def collective(self, devices: int) -> float:
+    def collective_bandwidth(self, devices: int) -> float:
         """Return the bytes per second of a large collective, per device.
 
         Inside a node it uses the links, between nodes all network adapters of a node.
@@ -59,7 +59,7 @@ class Cluster:
             speed = min(speed, self["network"] * self.per_node)
         return speed * self["link_efficiency"]
 
-    def point_to_point(self) -> float:
+    def point_to_point_bandwidth(self) -> float:
         """Return the bytes per second from a learner to an engine's device.
 
         If there are several nodes, the engine is in another one.

@@ -125,7 +125,11 @@ class Planner:
         response: int | None = None,
         sync_method: str | None = None,
     ) -> None:
-        """model: config.model with its path resolved. sync_method: None means the engine's own."""
+        """Build the model of fake tensors and compute the work of a step.
+
+        model: config.model with its path resolved. prompt, response: tokens; see `step_work`.
+        sync_method: None means the engine's own.
+        """
         _check_plannable(config, cluster)
         self.config, self.cluster = config, cluster
         self._hf_config = read_hf_config(model)
@@ -135,7 +139,7 @@ class Planner:
         self.work: StepWork = step_work(config, self.dims.context, prompt=prompt, response=response)
         self.sync_method = sync_method or default_sync_method(config)
 
-    def splits(
+    def possible_splits(
         self,
         learners: int | None = None,
         tensor_parallel: int | None = None,
@@ -144,15 +148,15 @@ class Planner:
         """Return the splits to choose from. See `possible_splits`."""
         return possible_splits(self.config, self.cluster, learners, tensor_parallel, engines)
 
-    def option(self, split: DeviceSplit, config: RunConfig | None = None) -> PlanOption:
+    def evaluate_split(self, split: DeviceSplit, config: RunConfig | None = None) -> PlanOption:
         """Compute memory and times of a split. config: settings to use instead of the recipe's."""
         config = config or self.config
         dims, cluster, work, learners = self.dims, self.cluster, self.work, split.learners
-        engine = self.engine(split.tensor_parallel)
+        engine = self.engine_device_memory(split.tensor_parallel)
         engine_devices = {"engines": split.engines, "tensor_parallel": split.tensor_parallel}
         return PlanOption(
             split=split,
-            learner=self.learner(learners, config),
+            learner=self.learner_rank_memory(learners, config),
             engine=engine,
             rollout=rollout_time(
                 dims,
@@ -175,7 +179,7 @@ class Planner:
             overlaps=config.rollout.overlaps and not in_process(config),
         )
 
-    def engine(self, tensor_parallel: int) -> EngineMemory:
+    def engine_device_memory(self, tensor_parallel: int) -> EngineMemory:
         """Compute the memory of an engine's device."""
         return engine_memory(
             self.dims, self.config, self.cluster, self.work, self.weights, tensor_parallel
@@ -190,7 +194,7 @@ class Planner:
         budget = self.config.train.tokens_per_micro_batch
         return sum(self.work.fullest_micro_batch(budget, ranks).slots)
 
-    def learner(self, ranks: int, config: RunConfig) -> LearnerMemory:
+    def learner_rank_memory(self, ranks: int, config: RunConfig) -> LearnerMemory:
         """Compute the memory of one of `ranks` learner ranks."""
         budget = config.train.tokens_per_micro_batch
         fullest = self.work.fullest_micro_batch(budget, ranks)

@@ -66,8 +66,8 @@ def step_work(
 ) -> StepWork:
     """Compute the work of one step of a recipe.
 
-    prompt: tokens; None: 512, or what the context leaves. response: tokens; None:
-    rollout.sampling.max_tokens. Raises UsageError if they exceed the longest sequence.
+    prompt: tokens (None: 512, or as many as the context leaves). response: tokens (None:
+    rollout.sampling.max_tokens). Raises UsageError if they exceed the longest sequence.
     """
     rollout = config.rollout
     longest = rollout.engine.max_len or context

@@ -35,14 +35,14 @@ def suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
 
 
 def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
-    """Suggest settings of train, one on top of the other until the learner fits, then devices."""
+    """Suggest settings of train until the learner fits with all of them, then more devices."""
     split, lines, config = chosen.split, [], planner.config
     for name, value in (("activation_checkpointing", True), ("fsdp_param_dtype", "bfloat16")):
         changed = _with_train_setting(config, name, value, ranks=split.learners)
         if changed is None:
             continue
-        option = planner.option(split, changed)
-        if option.learner_used < 0.98 * planner.option(split, config).learner_used:
+        option = planner.evaluate_split(split, changed)
+        if option.learner_used < 0.98 * planner.evaluate_split(split, config).learner_used:
             lines.append(f"{_setting(name, value, split, config)}: {_verdict(option)}")
             config = changed
             if option.learner_fits:
@@ -103,7 +103,7 @@ def _smaller_micro_batch(
     for samples in range(samples_now - 1, 0, -1):
         changed = _with_train_setting(config, "tokens_per_micro_batch", samples * slots)
         assert changed is not None
-        option = planner.option(split, changed)
+        option = planner.evaluate_split(split, changed)
         found = samples * slots, option
         if option.learner_fits:
             break
@@ -114,7 +114,7 @@ def _enough_ranks(planner: Planner, split: DeviceSplit, config: RunConfig) -> in
     """Return the smallest number of ranks whose learner fits; None if no number does."""
 
     def fits(ranks: int) -> bool:
-        return planner.learner(ranks, config).total <= planner.room
+        return planner.learner_rank_memory(ranks, config).total <= planner.room
 
     too_few, enough = split.learners, 2 * split.learners
     while not fits(enough):
@@ -132,7 +132,7 @@ def _enough_ranks(planner: Planner, split: DeviceSplit, config: RunConfig) -> in
 
 def _unsharded_memory(planner: Planner, config: RunConfig) -> str:
     """Describe the memory of a rank that more ranks do not reduce."""
-    memory = planner.learner(MAX_DEVICES, config)
+    memory = planner.learner_rank_memory(MAX_DEVICES, config)
     working = memory.activations + memory.logits
     device = (memory.gathered + working) / planner.room_share
     layer = format_count(planner.dims.largest_layer)
@@ -156,7 +156,7 @@ def _engine_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
     for size in ENGINE_SIZES:
         if size <= chosen.split.tensor_parallel:
             continue
-        memory = planner.engine(size)
+        memory = planner.engine_device_memory(size)
         if memory.sequences >= 1:
             return [
                 f"engines of {size} devices (tensor parallel): {memory.sequences} sequences fit in "

@@ -107,7 +107,7 @@ def decode_step_time(
     An engine reads all weights but the routed experts that no token of the batch is expected to
     use.
     """
-    read = weights.read(dims.touched_share(batch), converts=cluster.is_cpu)
+    read = weights.bytes_read(dims.touched_share(batch), converts=cluster.is_cpu)
     speed = cluster["bandwidth"] * cluster["decode_efficiency"]
     cache = sequence_cache_bytes(dims, config, cluster, context, tensor_parallel)
     flops = batch * (2 * dims.multiplied + dims.decode_flops(context)) / tensor_parallel
@@ -128,7 +128,7 @@ def _all_reduce_seconds(
         return 0.0
     itemsize = BYTES[config.rollout.engine.dtype]
     sent = 2 * (tensor_parallel - 1) / tensor_parallel * batch * dims.hidden * itemsize
-    one = cluster["collective_latency"] + sent / cluster.collective(tensor_parallel)
+    one = cluster["collective_latency"] + sent / cluster.collective_bandwidth(tensor_parallel)
     return 2 * dims.layers * one
 
 
@@ -239,7 +239,7 @@ def learning_time(
     compute = slowdown * _forward_flops(dims, work) / speed
     micro_batches = work.micro_batches(train.tokens_per_micro_batch, ranks)
     launch = slowdown * micro_batches * dims.layers * cluster["train_overhead"]
-    bandwidth = cluster.collective(ranks) if ranks > 1 else 1.0
+    bandwidth = cluster.collective_bandwidth(ranks) if ranks > 1 else 1.0
     # seconds to gather one byte of every parameter, in all micro-batches
     byte_gather = dims.total * (ranks - 1) / ranks * micro_batches / bandwidth
     itemsize = BYTES[gather_dtype(config)]
@@ -293,7 +293,7 @@ def sync_seconds(
     model_bytes = dims.total * BYTES[config.model.dtype]
     gather = 0.0
     if ranks > 1:
-        gather = model_bytes / cluster.collective(ranks)
+        gather = model_bytes / cluster.collective_bandwidth(ranks)
     if sync_method == "memory":
         return gather + (model_bytes + weights.total) / cluster["bandwidth"]
     sent = dims.total * BYTES[sent_dtype(config)]
@@ -304,7 +304,7 @@ def sync_seconds(
         "files": written * (1 + nodes),
         "gloo": broadcast,
         "stream": written + broadcast,
-        "nccl": sent / cluster.point_to_point(),
+        "nccl": sent / cluster.point_to_point_bandwidth(),
     }
     return gather + seconds[sync_method]
 

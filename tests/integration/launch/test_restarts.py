@@ -45,7 +45,7 @@ def run(monkeypatch, tmp_path):
                 (out / supervise.BEGUN).write_text(str(step))
             return status
 
-        monkeypatch.setattr(supervise, "_run", end)
+        monkeypatch.setattr(supervise, "_run_command", end)
         status = supervise.supervise(out, FIRST, RESUME, restarts, texts.append, waits.append)
         assert not left
         return status, commands, waits, texts
@@ -165,7 +165,7 @@ def test_a_damaged_run_folder_does_not_end_the_supervision(tmp_path, monkeypatch
         (tmp_path / supervise.BEGUN).mkdir(exist_ok=True)
         return statuses.pop(0)
 
-    monkeypatch.setattr(supervise, "_run", damaged)
+    monkeypatch.setattr(supervise, "_run_command", damaged)
     assert supervise.supervise(tmp_path, FIRST, RESUME, 5, lambda _: None, lambda _: None) == 0
 
 
@@ -186,7 +186,7 @@ def test_sigterm_ends_the_run_and_its_supervision(tmp_path):
 
     terminating = threading.Thread(target=terminate)
     terminating.start()
-    assert supervise._run([sys.executable, "-c", code]) == 143  # 0 had it slept to its end
+    assert supervise._run_command([sys.executable, "-c", code]) == 143  # 0 had it slept to its end
     terminating.join()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -199,7 +199,10 @@ def test_a_signal_during_a_process_start_reaches_the_process(monkeypatch):
         return popen(command)
 
     monkeypatch.setattr(supervise.subprocess, "Popen", start)
-    assert supervise._run([sys.executable, "-c", f"import time; time.sleep({10 * LIMIT_S})"]) == 143
+    assert (
+        supervise._run_command([sys.executable, "-c", f"import time; time.sleep({10 * LIMIT_S})"])
+        == 143
+    )
 
 
 CTRL_C = '''
@@ -218,7 +221,7 @@ while not came:
 # Under load this may miss it, but never sees a false one.
 time.sleep(0.5)
 raise SystemExit(1)"""
-print(restarts._run([sys.executable, "-c", code]))
+print(restarts._run_command([sys.executable, "-c", code]))
 '''
 
 
@@ -250,8 +253,8 @@ def test_ctrl_c_reaches_the_run_once(how):
 
 def test_the_signal_that_ended_a_run_is_its_status():
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert supervise._run([sys.executable, "-c", code]) == -signal.SIGKILL
-    assert supervise._run([sys.executable, "-c", "raise SystemExit(3)"]) == 3
+    assert supervise._run_command([sys.executable, "-c", code]) == -signal.SIGKILL
+    assert supervise._run_command([sys.executable, "-c", "raise SystemExit(3)"]) == 3
 
 
 def test_settings_that_cannot_take_effect(capsys, monkeypatch, tmp_path):

@@ -54,7 +54,7 @@ def test_every_recipe_is_tested():
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b_8gpu.toml", *LARGE])
 def test_a_recipe_fits_its_cluster(name):
     made = planned(name)
-    options = [made.option(split) for split in made.splits()]
+    options = [made.evaluate_split(split) for split in made.possible_splits()]
     chosen = best_option(options)
     assert chosen.fits
     assert chosen.seconds == min(option.seconds for option in options if option.fits)

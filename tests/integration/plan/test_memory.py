@@ -222,7 +222,7 @@ def planner(cluster, *overrides):
 @pytest.mark.slow
 def test_a_recipe_that_does_not_fit_gets_suggestions():
     made = planner("64xH100", "train.tokens_per_micro_batch=65536")
-    options = [made.option(split) for split in made.splits(learners=32)]
+    options = [made.evaluate_split(split) for split in made.possible_splits(learners=32)]
     chosen = best_option(options)
     assert not chosen.learner_fits
     lines = suggestions(made, chosen)

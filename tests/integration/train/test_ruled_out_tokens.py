@@ -9,7 +9,7 @@ import torch
 from onepolicy.config import UsageError
 from onepolicy.correct.current_policy import centered_score
 from onepolicy.correct.presets import preset
-from onepolicy.engine_check.checks import HOT, check_support, check_temperature
+from onepolicy.engine_check.checks import HOT_TEMPERATURE, check_support, check_temperature
 from onepolicy.models import prepare
 from onepolicy.train.forward import entropy_of
 from support.learner_steps import batch_of, learner_of, one_step
@@ -120,7 +120,7 @@ def test_a_family_that_packs_wrongly_is_refused_with_any_head(monkeypatch):
 def sound():
     """Return a learner and a batch in which the engine agrees with it on every token."""
     learner = learner_of("replay.mode=off")
-    batch = learner.scorer.score(batch_of(HOT).replace(routing=None), replay=False)
+    batch = learner.scorer.score(batch_of(HOT_TEMPERATURE).replace(routing=None), replay=False)
     return learner, batch.replace(logp_rollout=batch.logp_old)
 
 

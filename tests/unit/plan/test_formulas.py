@@ -266,11 +266,11 @@ def test_another_engine_evaluates_unquantised_weights():
 
 
 def test_weights_read_by_a_forward():
-    assert WEIGHTS.read(0.25, converts=True) == 4000 - 1000 - 1600 * 0.75
+    assert WEIGHTS.bytes_read(0.25, converts=True) == 4000 - 1000 - 1600 * 0.75
     codes = EngineWeights(total=2500, routed=800, embedding=1000, converted=900)
-    assert codes.read(0.25, converts=False) == 2500 - 1000 - 800 * 0.75
+    assert codes.bytes_read(0.25, converts=False) == 2500 - 1000 - 800 * 0.75
     assert (
-        codes.read(0.25, converts=True) == 2500 - 1000 + 8 * 900
+        codes.bytes_read(0.25, converts=True) == 2500 - 1000 + 8 * 900
     )  # all experts of a layer, whatever is met
 
 
@@ -374,9 +374,9 @@ def test_ranks_wait_for_layers_where_they_compute_little():
 
 
 def test_collectives_between_nodes_use_all_adapters():
-    assert cluster(8).collective(8) == 25
-    assert cluster(16).collective(16) == 40 * 0.5
-    assert cluster(16).collective(8) == 25
+    assert cluster(8).collective_bandwidth(8) == 25
+    assert cluster(16).collective_bandwidth(16) == 40 * 0.5
+    assert cluster(16).collective_bandwidth(8) == 25
 
 
 RAY = {"kind": "ray", "replicas": 3, "gpus_per_replica": 0.5}

@@ -37,7 +37,7 @@ def convert(source: Path | str, folder: Path | str) -> int:
         rollout = _whole_number(path, "rollout_id", loaded.get("rollout_id", 0))
         rank = _whole_number(path, "rank", loaded.get("rank", 0))
         rows = []
-        for number, sample in enumerate(samples(path, loaded)):
+        for number, sample in enumerate(iterate_samples(path, loaded)):
             index = _whole_number(path, "sample_index", sample.get("sample_index", number))
             # Other pipeline stages have no log_probs.
             if "log_probs" in sample and (rollout, index) not in seen:
@@ -52,7 +52,7 @@ def convert(source: Path | str, folder: Path | str) -> int:
     return written
 
 
-def samples(path: Path, loaded: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def iterate_samples(path: Path, loaded: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield one dict per sample, from slime's list (format_version 2) or miles' columns."""
     if not ({"samples", "rollout_data"} & loaded.keys()):
         raise UsageError(

@@ -40,7 +40,9 @@ def export(trainer: Any, folder: Path | str) -> None:
             rank = trainer.accelerator.process_index
             count = len(generation["completion_ids"])
             own_rewards = rewards[0][rank * count : (rank + 1) * count].tolist()
-            write_step(folder, step, rows(trainer, generation, step, own_rewards), rank=rank)
+            write_step(
+                folder, step, generation_rows(trainer, generation, step, own_rewards), rank=rank
+            )
         return generation
 
     trainer._calculate_rewards = calculate_rewards
@@ -48,7 +50,7 @@ def export(trainer: Any, folder: Path | str) -> None:
 
 
 @torch.no_grad()
-def rows(
+def generation_rows(
     trainer: Any, generation: dict[str, Any], step: int, rewards: list[float]
 ) -> list[dict[str, Any]]:
     """Score a generation and return its rows. Raises UsageError without log-probabilities."""

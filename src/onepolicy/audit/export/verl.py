@@ -36,10 +36,10 @@ def export(batch: Any, folder: Path | str, step: int) -> Path:
 
     Raises UsageError if one of NEEDED is missing.
     """
-    return write_step(folder, step, rows(batch, step))
+    return write_step(folder, step, batch_rows(batch, step))
 
 
-def rows(batch: Any, step: int) -> list[dict[str, Any]]:
+def batch_rows(batch: Any, step: int) -> list[dict[str, Any]]:
     """Return the rows of a DataProto."""
     tensors, extra = batch.batch, batch.non_tensor_batch
     for name in NEEDED:

@@ -209,8 +209,8 @@ def contract_from_json(fields: dict[str, Any]) -> NumericsContract:
 def _get_at_start(name: str, reference: Any, timeout: float) -> Any:
     """Wait for the reply of process `name` while the run starts.
 
-    Raises ServiceUnavailable if there is none within `timeout` seconds, TrainingError if the process has
-    ended.
+    Raises ServiceUnavailable if there is none within `timeout` seconds, TrainingError if the
+    process has ended.
     """
     try:
         return ray.get(reference, timeout=timeout)

@@ -145,7 +145,10 @@ def check_address(address: str, auth: str) -> None:
 
 
 def _check_port_answers(address: str) -> None:
-    """Raise ServiceUnavailable if nothing listens at host:port. Ray itself would retry for many minutes."""
+    """Raise ServiceUnavailable if nothing listens at host:port.
+
+    Ray itself would retry for many minutes.
+    """
     if address == "auto":
         return
     host, _, port = address.rpartition(":")

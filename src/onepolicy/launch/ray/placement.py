@@ -42,11 +42,8 @@ class ResourceRequest:
         rank = _bundle(config.train.threads or 1, rank_gpus)
         replica = _bundle(cluster.cpus_per_replica, replica_gpus)
         other_ranks = max(config.train.ranks - 1, 0)
-        return cls(
-            driver=rank if cuda else None,
-            ranks=(rank,) * other_ranks,
-            replicas=(replica,) * cluster.replicas,
-        )
+        driver = rank if cuda else None
+        return cls(driver, (rank,) * other_ranks, (replica,) * cluster.replicas)
 
     @property
     def bundles(self) -> list[Bundle]:

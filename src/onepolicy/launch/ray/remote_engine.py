@@ -56,9 +56,9 @@ class RemoteEngine:
     def __init__(
         self, name: str, actor: Any, settings: str, caps: EngineCaps, config: RayCluster, host: str
     ) -> None:
-        """host: address of this machine as the replica sees it.
+        """Connect to an engine that has been built.
 
-        caps: those of the engine that was built.
+        caps: those of that engine. host: address of this machine as the replica sees it.
         """
         self.name, self.caps, self.version = name, caps, 0
         self._actor, self._settings, self._config, self._host = actor, settings, config, host
@@ -174,7 +174,7 @@ class RemoteEngine:
         numbers = [number for number in self._unsent if number in self._pending]
         requests = {number: self._pending[number][0] for number in numbers}
         data = encode_requests(requests)
-        await self._call("submit", incarnation, data, limit=self._config.reply_timeout)
+        await self._call("submit_requests", incarnation, data, limit=self._config.reply_timeout)
         if incarnation == self._incarnation:  # else the new process has none of these requests
             self._unsent = [
                 number
@@ -185,7 +185,7 @@ class RemoteEngine:
     async def _collect_replies(self, incarnation: int) -> None:
         limit, acknowledged = self._config.reply_timeout, list(self._unacknowledged)
         timeout = min(COLLECT_TIMEOUT_S, limit / 2)
-        data = await self._call("collect", incarnation, timeout, acknowledged, limit=limit)
+        data = await self._call("collect_replies", incarnation, timeout, acknowledged, limit=limit)
         replies = decode_replies(data)
         self._unacknowledged = list(replies)
         self._resolve_futures(replies)
@@ -306,7 +306,7 @@ class RemoteEngine:
         try:
             if self._config.sync == "disk":
                 files = written.folder, written.version, written.key, written.sums
-                return await self._call("load", *files, limit=limit)
+                return await self._call("load_weight_files", *files, limit=limit)
             receive = partial(self._receive, written.version)
             if shared is not None:
                 return await shared.send_to(receive)
@@ -317,16 +317,16 @@ class RemoteEngine:
 
     async def _receive(self, version: int, invitation: str, rank: int) -> int:
         # The broadcast has a time limit of its own.
-        return await self._call("receive", invitation, rank, version, limit=math.inf)
+        return await self._call("receive_weights", invitation, rank, version, limit=math.inf)
 
     async def _call(self, method: str, *args: Any, limit: float) -> Any:
         """Call a method of the actor.
 
         Raises one of PROCESS_LOST, or the error that the method raised. limit: seconds. While
-        weights are loaded, which has a limit of its own, submit and collect may wait longer.
+        weights are loaded, which has a limit of its own, requests and replies may wait longer.
         """
         reply = asyncio.ensure_future(getattr(self._actor, method).remote(*args))
-        waits_for_loading = method in ("submit", "collect")
+        waits_for_loading = method in ("submit_requests", "collect_replies")
         try:
             return await wait_for_reply(
                 reply, limit, lambda: waits_for_loading and self._loading > 0

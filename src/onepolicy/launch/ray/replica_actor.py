@@ -55,8 +55,8 @@ class ReplicaProcess:
         """Build the engine with the model's own weights and return its description as JSON.
 
         If there is an engine already, keep it and drop its requests. incarnation: the driver's
-        counter of builds. Messages with another number from now on were sent before this build, and
-        raise NotBuilt.
+        counter of builds. A later message with another number was sent before this build. It raises
+        NotBuilt.
         """
         if incarnation < self._incarnation:
             raise NotBuilt
@@ -70,7 +70,7 @@ class ReplicaProcess:
             self._engine = build_engine(json.loads(settings))
         return json.dumps(describe_engine(self._engine))
 
-    async def submit(self, incarnation: int, data: bytes) -> None:
+    async def submit_requests(self, incarnation: int, data: bytes) -> None:
         """Start the requests of one message together, in their order."""
         from onepolicy.launch.ray.wire import decode_requests
 
@@ -80,7 +80,9 @@ class ReplicaProcess:
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def collect(self, incarnation: int, timeout: float, acknowledged: list[int]) -> bytes:
+    async def collect_replies(
+        self, incarnation: int, timeout: float, acknowledged: list[int]
+    ) -> bytes:
         """Return all replies as soon as there is one, or none after `timeout` seconds.
 
         A reply is kept, and returned again, until it is in `acknowledged`, because a returned
@@ -98,7 +100,9 @@ class ReplicaProcess:
                     await self._has_reply.wait()
         return encode_replies(self._replies)
 
-    async def load(self, folder: str, version: int, key: bytes, sums: ChecksumTable) -> int:
+    async def load_weight_files(
+        self, folder: str, version: int, key: bytes, sums: ChecksumTable
+    ) -> int:
         """Load weights from files that this process can read, and return their version.
 
         sums: checksums of the tensors under `key`. Raises TrainingError if the files have others.
@@ -118,7 +122,7 @@ class ReplicaProcess:
             )
         return engine.version
 
-    async def receive(self, invitation: str, rank: int, version: int) -> int:
+    async def receive_weights(self, invitation: str, rank: int, version: int) -> int:
         """Receive the weights of a sync.broadcast.Sender as `rank`. Return their version."""
         from onepolicy.sync.broadcast import Receiver
 

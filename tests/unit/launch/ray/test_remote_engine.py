@@ -128,7 +128,7 @@ def test_requests_of_one_moment_start_together_and_in_order(engines):
         again = await asked(engine, [40])  # by an exchange of its own
         assert [c.token_ids.tolist() for c in done + again] == [[n] * 3 for n in [*range(20), 40]]
         assert engines[0].started == [100 + n for n in [*range(20), 40]]
-        assert actor.calls.count("submit") == 2
+        assert actor.calls.count("submit_requests") == 2
         assert engine.take_metrics() == {}
 
     asyncio.run(run())
@@ -314,12 +314,15 @@ def test_an_answer_is_repeated_until_its_arrival_is_known(engines):
     async def run():
         process = replica_actor.ReplicaProcess()
         await process.build("{}", 0)
-        await process.submit(
+        await process.submit_requests(
             0, encode_requests({7: GenerateRequest(torch.tensor([1]), Sampling(1.0, 1), 0)})
         )
-        first, second = await process.collect(0, 5, []), await process.collect(0, 5, [])
+        first, second = (
+            await process.collect_replies(0, 5, []),
+            await process.collect_replies(0, 5, []),
+        )
         assert list(decode_replies(first)) == list(decode_replies(second)) == [7]
-        assert decode_replies(await process.collect(0, 0.01, [7])) == {}
+        assert decode_replies(await process.collect_replies(0, 0.01, [7])) == {}
 
     asyncio.run(run())
 
@@ -329,11 +332,11 @@ def test_messages_from_before_a_rebuild_are_refused(engines):
         process = replica_actor.ReplicaProcess()
         await process.build("{}", 2)
         with pytest.raises(replica_actor.NotBuilt):
-            await process.submit(
+            await process.submit_requests(
                 1, encode_requests({7: GenerateRequest(torch.tensor([1]), Sampling(1.0, 1), 0)})
             )
         with pytest.raises(replica_actor.NotBuilt):
-            await process.collect(1, 0.01, [])
+            await process.collect_replies(1, 0.01, [])
         with pytest.raises(replica_actor.NotBuilt):  # it would drop what was asked since
             await process.build("{}", 1)
         assert not engines[0].started
