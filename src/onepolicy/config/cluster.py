@@ -1,4 +1,4 @@
-"""Where the processes of a run are: on this machine, or where Ray places them."""
+"""The processes of a run: on this machine, or placed by Ray."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RayCluster(Frozen):
     placement: Literal["pack", "spread"] = "pack"
     """Place replicas and ranks on as few nodes as possible, or on as many."""
     sync: Literal["stream", "disk"] = "stream"
-    """How a step's weights reach the replicas: over the network, or as files in sync_dir."""
+    """Transport of a step's weights to the replicas: over the network, or as files in sync_dir."""
     sync_dir: str | None = None
     """Folder for a step's weights, two versions for a while. Replicas on other machines need one
     that all nodes see with sync = disk. Unset: the system's temporary folder, which often is

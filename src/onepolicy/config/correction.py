@@ -1,4 +1,4 @@
-"""How rollout/trainer mismatch is corrected: one ratio, one weight, and gates that reject."""
+"""Corrections of the rollout/trainer mismatch: one ratio, one weight, and gates that reject."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Gate(Bounds):
     ]
     """Number that is compared with the bounds (docs/corrections.md has the formulas)."""
     aggregate: Literal["none", "mean", "sum", "max", "min", "budget"] = "none"
-    """How the statistic of a turn or sequence is summed up. budget (M2PO): reject the largest
+    """Aggregate of the statistic over a turn or sequence. budget (M2PO): reject the largest
     values of the step until the mean of the rest is at most `high`."""
     scope: Literal["token", "turn", "sequence"] = "token"
     """Unit that is accepted or rejected as one."""
@@ -311,7 +311,8 @@ class CorrectionConfig(Frozen):
     @model_validator(mode="after")
     def _check_gates(self) -> Self:
         labels = [gate.label for gate in self.gates]
-        if repeated := {label for label in labels if labels.count(label) > 1}:
+        repeated = {label for label in labels if labels.count(label) > 1}
+        if repeated:
             raise ValueError(
                 f"correction.gates: {', '.join(repeated)} is there twice; merge the bounds into "
                 "one gate"

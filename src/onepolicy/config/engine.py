@@ -100,7 +100,7 @@ class ServerEngineConfig(Frozen):
     """Seconds that a run waits for a lost server after the retries, and a resumed run for its
     server. Then it sends the weights and samples the step again. 0: the run ends. Unset: 300."""
     sync: Literal["gloo", "nccl", "disk"] = "gloo"
-    """How weights reach the server: broadcast from host memory, from the GPU, or files in
+    """Transport of weights to the server: broadcast from host memory, from the GPU, or files in
     sync_dir."""
     sync_dir: str | None = None
     """With sync = disk: a folder that server and trainer both see. Unset: the temporary folder."""

@@ -56,7 +56,7 @@ class OptimConfig(Frozen):
 
 
 class TrainConfig(Frozen):
-    """Where and how the trainer computes."""
+    """Device, precision and memory of the trainer."""
 
     device: str = "auto"
     """Torch device: cpu, cuda or cuda:N. auto: cuda if there is one, else cpu."""

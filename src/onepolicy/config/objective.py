@@ -126,7 +126,7 @@ class ObjectiveConfig(Frozen):
         "sequence-mean-token-sum",
         "sequence-mean-token-constant",
     ] = "token-mean"
-    """How slots become one scalar. Denominators count the whole optimiser step before rejection."""
+    """Mean or sum that makes one scalar. Denominators count the optimiser step before rejection."""
     reduction_length: Tokens | None = None
     """Constant of sequence-mean-token-constant [tokens]. Unset: rollout.sampling.max_tokens."""
     kl: KLConfig = KLConfig()

@@ -1,4 +1,4 @@
-"""How the rollout engine's weights are quantised. The trainer's never are."""
+"""Quantisation of the rollout engine's weights. The trainer's are never quantised."""
 
 from __future__ import annotations
 

@@ -20,13 +20,14 @@ from onepolicy.config.run import RunConfig
 INTRODUCTION = """\
 # Settings
 
-Written by `python -m onepolicy.config.reference` from the models in `src/onepolicy/config/`, where every setting has its
-description; a test compares this page with them.
+Written by `python -m onepolicy.config.reference` from the models in `src/onepolicy/config/`, where
+every setting has its description; a test compares this page with them.
 
-A recipe is a TOML file: a setting `section.key` of this page is `key` in the table `[section]`. Any setting can be changed on the
-command line as `section.key=value`. `onepolicy config RECIPE` prints all effective settings of a recipe with these descriptions.
-*Unset* is the absence of a setting: leave it out. Settings that contradict each other are an error; one that changes nothing beside
-the others is named in one line on stderr.
+A recipe is a TOML file: a setting `section.key` of this page is `key` in the table `[section]`. Any
+setting can be changed on the command line as `section.key=value`. `onepolicy config RECIPE` prints
+all effective settings of a recipe with these descriptions. *Unset* is the absence of a setting:
+leave it out. Settings that contradict each other are an error; one that changes nothing beside the
+others is named in one line on stderr.
 """
 COMMANDS: tuple[tuple[str, type[Frozen], str], ...] = (
     (
@@ -46,7 +47,7 @@ class Section(NamedTuple):
 
     path: str  # dotted; empty for the top
     variants: list[type[Frozen]]
-    default: object  # its value if it is not set, or None
+    default: object  # its value if it is not set
     is_list: bool  # entries of a list are such sections
 
 
@@ -97,8 +98,7 @@ def _inner_sections(section: Section) -> list[Section]:
             classes = classes_of(field.annotation)
             if classes:
                 path = f"{section.path}.{name}".removeprefix(".")
-                default = None if field.is_required() else field.default
-                inner[path] = Section(path, classes, default, _is_list(field.annotation))
+                inner[path] = Section(path, classes, field.default, _is_list(field.annotation))
     return list(inner.values())
 
 
@@ -164,10 +164,12 @@ def _settings_table(section: Section, variant_key: str | None) -> list[str]:
     for row, chosen_by in rows.items():
         cells = list(row)
         if variant_key is not None:
-            every = len(chosen_by) == len(section.variants)
-            cells.insert(1, "all" if every else ", ".join(chosen_by))
+            chosen = ", ".join(chosen_by)
+            if len(chosen_by) == len(section.variants):
+                chosen = "all"
+            cells.insert(1, chosen)
         lines.append(f"| {' | '.join(cells)} |")
-    return lines if rows else []
+    return lines
 
 
 def _row(variant: type[Frozen], name: str, section: Section) -> tuple[str, ...]:
@@ -239,7 +241,9 @@ def _range(node: dict[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else str(value)
+    if value == int(value):
+        return str(int(value))
+    return str(value)
 
 
 def _link(path: str) -> str:

@@ -32,7 +32,7 @@ class RolloutReplay(Frozen):
     """Settings of the modes that use the rollout's experts, in scoring and in the update."""
 
     source: Literal["engine", "reprefill"] = "engine"
-    """Who records the routes: the engine while it samples, or a forward over the finished
+    """Recorder of the routes: the engine while it samples, or a forward over the finished
     samples by a second copy of the model (for engines that return none; it may differ from the
     engine's)."""
     missing: Literal["error", "native"] = "error"

@@ -1,4 +1,4 @@
-"""How completions are sampled, and how a policy is evaluated."""
+"""Sampling of completions, and evaluation of a policy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALLEST_GROUP = 2
 
 
 class SamplingConfig(Frozen):
-    """How training samples are drawn."""
+    """Sampling parameters of training."""
 
     temperature: PositiveFloat = 1.0
     """Sampling temperature of training, which the trainer's log-probabilities have too."""
@@ -40,7 +40,9 @@ class SamplingConfig(Frozen):
 
 
 def _off(value: Any) -> Any:
-    return None if value == "off" else value
+    if value == "off":
+        return None
+    return value
 
 
 class RolloutConfig(Frozen):
@@ -55,7 +57,7 @@ class RolloutConfig(Frozen):
     group_size: SmallCount = 8
     """Completions per prompt (GRPO's G)."""
     sampling: SamplingConfig = SamplingConfig()
-    """How training samples are drawn."""
+    """Sampling parameters of training."""
     max_staleness: Annotated[
         Annotated[int, Field(strict=True, ge=0, le=2**16)] | None, BeforeValidator(_off)
     ] = None

@@ -34,7 +34,7 @@ class LogConfig(Frozen):
 
 
 class CheckpointConfig(Frozen):
-    """When a run can be resumed from."""
+    """Checkpoints, which a run can be resumed and forked from."""
 
     every: Count = 10
     """Steps between checkpoints. The last step is always saved."""
@@ -83,15 +83,15 @@ class RunConfig(Frozen):
     optim: OptimConfig = OptimConfig()
     """AdamW with gradient clipping."""
     train: TrainConfig = TrainConfig()
-    """Where and how the trainer computes."""
+    """Device, precision and memory of the trainer."""
     cluster: ClusterConfig = LocalCluster()
-    """Where the processes of the run are. Without a kind: local."""
+    """The processes of the run: on this machine, or placed by Ray. Without a kind: local."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out problems."""
     log: LogConfig = LogConfig()
     """Files that a run writes for people."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When a run can be resumed from."""
+    """Checkpoints, which a run can be resumed and forked from."""
 
     @model_validator(mode="before")
     @classmethod
