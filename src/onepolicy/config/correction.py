@@ -229,17 +229,17 @@ class CorrectionConfig(Frozen):
 
     @property
     def rejects(self) -> bool:
-        """Whether some slots may be rejected although their ratio is finite."""
+        """True if some slots may be rejected although their ratio is finite."""
         return bool(self.gates) or self.weight.rejects
 
     @property
     def scales(self) -> bool:
-        """Whether all weights get a factor that depends on the whole step."""
+        """True if all weights get a factor that depends on the whole step."""
         return self.normalise == "self" or self.denominator == "kept"
 
     @property
     def live(self) -> bool:
-        """Whether some part needs the current policy, so that the loss must evaluate it."""
+        """True if some part needs the current policy, so that the loss must evaluate it."""
         return self.ratio == "new/rollout" or any(map(self._needs_current_policy, self.gates))
 
     @property

@@ -45,12 +45,12 @@ class KLConfig(Frozen):
 
     @property
     def in_reward(self) -> bool:
-        """Whether the KL is subtracted from rewards."""
+        """True if the KL is subtracted from rewards."""
         return self.coef > 0 and self.where == "reward"
 
     @property
     def in_loss(self) -> bool:
-        """Whether the KL is a term of the loss."""
+        """True if the KL is a term of the loss."""
         return self.coef > 0 and self.where == "loss"
 
     @model_validator(mode="after")
@@ -148,7 +148,7 @@ class ObjectiveConfig(Frozen):
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic is trained."""
+        """True if a critic is trained."""
         return self.baseline == "critic"
 
     @property

@@ -73,7 +73,7 @@ class RolloutConfig(Frozen):
 
     @property
     def overlaps(self) -> bool:
-        """Whether sampling goes on while the trainer learns, so that tokens may be of older
+        """True if sampling goes on while the trainer learns, so that tokens may be of older
         weights."""
         return bool(self.max_staleness)
 

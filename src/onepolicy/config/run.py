@@ -123,10 +123,10 @@ class RunConfig(Frozen):
 
     @property
     def scores_old(self) -> bool:
-        """Whether the trainer scores a batch before the update."""
+        """True if the trainer scores a batch before the update."""
         return self.correction.ratio == "old/rollout"
 
     @property
     def reuses_scoring_forward(self) -> bool:
-        """Whether the update uses the graph of a scoring forward."""
+        """True if the update uses the graph of a scoring forward."""
         return self.train.reuse_scoring_forward and self.scores_old

@@ -52,7 +52,8 @@ def routing_disagreement(
     _check_comparable(a, b)
     if segment is not None and (not isinstance(segment, Tensor) or segment.shape != (len(a),)):
         raise UsageError(
-            f"routing_disagreement: segment is {describe_argument(segment)}, expected whole numbers [{len(a)}]"
+            f"routing_disagreement: segment is {describe_argument(segment)}, expected whole "
+            f"numbers [{len(a)}]"
         )
     compared = (a.valid & b.valid).nonzero()[:, 0]
     n, layers, device = len(compared), len(a.layers), compared.device

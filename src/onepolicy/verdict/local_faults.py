@@ -389,8 +389,8 @@ def unlike_parts(pairs: Pairs) -> list[str]:
     if rows is not None and bool(rows.strange(CHANCE).any()):
         strange = int(rows.strange(CHANCE).sum())
         out.append(
-            f"in {strange} of {count} rows the two sides do not follow each other as they do in the "
-            "others"
+            f"in {strange} of {count} rows the two sides do not follow each other as they do in "
+            "the others"
         )
     values = rank.values[rank.open]
     contrast = _contrast_of_places(places(pairs)[rank.open], values)

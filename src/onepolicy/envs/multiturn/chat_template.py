@@ -130,7 +130,8 @@ class TemplateDialogue:
             )
         if self.fork and not rewritten:
             LOG.warning(
-                "task.history: fork has no effect, the chat template keeps earlier turns as they were"
+                "task.history: fork has no effect, the chat template keeps earlier turns as they "
+                "were"
             )
             self.fork = False
 
