@@ -44,7 +44,7 @@ def config_of(folder, overrides, count):
 
 
 def learner_on(others, folder, overrides):
-    config = config_of(folder, overrides, 0 if others is None else others.rank_group.ranks)
+    config = config_of(folder, overrides, 0 if others is None else others.rank_group.world_size)
     return build_learner(config, config.model, others)
 
 

@@ -103,7 +103,7 @@ class RolloutPrefetcher:
         return result
 
     async def _train_in_thread(self, step: int, rollouts: Rollouts, timer: StepTimer) -> StepResult:
-        """Train in a thread. torch releases the interpreter, so the event loop goes on sampling."""
+        """Train in a thread. torch releases the interpreter, so the event loop can sample."""
         try:
             return await asyncio.to_thread(
                 train_on_rollouts, self.components, step, rollouts, timer

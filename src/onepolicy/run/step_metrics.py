@@ -191,7 +191,7 @@ def save_counterfactual(
 
 
 def _route_tensors(batch: TokenBatch) -> dict[str, Tensor]:
-    """Return the routes of the first trainable slots; -1 stands for a route that was not recorded.
+    """Return the routes of the first trainable slots; -1 where no route was recorded.
 
     routes_trainer is the trainer's own choice in the forward that replayed routes_rollout.
     """

@@ -126,5 +126,5 @@ def _note_resume(run: Path, origin: RunOrigin, fingerprint: str, progress: Progr
     if difference is not None:
         progress.note(
             "the run began on another build or processor, which may compute other bits "
-            f"(here, there): {difference}"
+            f"(now, then): {difference}"
         )

@@ -285,7 +285,7 @@ def _close_oldest(pending: list[PendingConnection]) -> list[PendingConnection]:
 
 
 def _listening_address(host: str) -> str:
-    """Return the address to listen on; "" stands for all interfaces.
+    """Return the address to listen on; "" means all interfaces.
 
     Debian maps a machine's own name to a loopback address that no other machine reaches. The driver
     then listens on all interfaces.

@@ -62,7 +62,7 @@ def assign_micro_batches(batch: TokenBatch, budget: int, ranks: int) -> list[lis
 def _balance(lengths: list[int], count: int, budget: int) -> list[list[int]] | None:
     """Put the samples into `count` bins with about the same number of slots.
 
-    The longest sample comes first, and each goes into the emptiest bin. None if a bin of several
+    Each sample is put into the emptiest bin, the longest sample first. None if a bin of several
     samples would exceed `budget`.
     """
     bins: list[list[int]] = [[] for _ in range(count)]

@@ -33,13 +33,13 @@ from onepolicy.types import RoutingTrace, TokenBatch
 class RankDispatcher:
     """A dispatcher of commands to all ranks, the driver's own included, at the same time."""
 
-    def __init__(self, rank_0: RankLearner, others: RankGroup) -> None:
-        self.rank_0, self.others = rank_0, others
+    def __init__(self, rank_0: RankLearner, other_ranks: RankGroup) -> None:
+        self.rank_0, self.other_ranks = rank_0, other_ranks
 
     def divide(self, batch: TokenBatch) -> list[RankBatch]:
         """Divide the batch over the ranks."""
         budget = self.rank_0.config.train.tokens_per_micro_batch
-        return divide_batch(batch, budget, self.others.ranks)
+        return divide_batch(batch, budget, self.other_ranks.world_size)
 
     def run_on_batches(
         self, command: str, batches: list[RankBatch], about: dict[str, Any]
@@ -52,18 +52,18 @@ class RankDispatcher:
             batch_message({"do": command, "rounds": each.rounds, **about}, each.batch)
             for each in batches
         ]
-        self.others.send(messages[1:])
-        with self.others.attribute_failures():
+        self.other_ranks.send(messages[1:])
+        with self.other_ranks.attribute_failures():
             answer = self.rank_0.handle(messages[0])
-            return [answer, *self.others.recv()]
+            return [answer, *self.other_ranks.recv()]
 
     def run_on_folder(self, command: str, folder: Path) -> None:
         """Run a command about a checkpoint's folder."""
         message = Message({"do": command, "folder": str(folder)})
-        self.others.broadcast(message)
-        with self.others.attribute_failures():
+        self.other_ranks.broadcast(message)
+        with self.other_ranks.attribute_failures():
             self.rank_0.handle(message)
-            self.others.recv()
+            self.other_ranks.recv()
 
     def score(self, batch: TokenBatch, how: str) -> TokenBatch:
         """Score the batch. how: see `rank.ScoreCommand`."""
@@ -129,19 +129,19 @@ class ShardedScorer:
 
     def logits(self, micro: TokenBatch, slots: Tensor) -> Tensor:
         """Return logits like `PolicyScorer.logits`. All ranks compute them together."""
-        others = self._dispatcher.others
-        others.broadcast(batch_message({"do": "logits"}, micro))
-        with others.attribute_failures():
+        other_ranks = self._dispatcher.other_ranks
+        other_ranks.broadcast(batch_message({"do": "logits"}, micro))
+        with other_ranks.attribute_failures():
             logits = self._scorer.logits(micro, slots)
-            others.recv()
+            other_ranks.recv()
         return logits
 
 
 class ShardedLearner:
     """The Learner of a run on several ranks."""
 
-    def __init__(self, rank_0: RankLearner, others: RankGroup) -> None:
-        self.rank_0, self.dispatcher = rank_0, RankDispatcher(rank_0, others)
+    def __init__(self, rank_0: RankLearner, other_ranks: RankGroup) -> None:
+        self.rank_0, self.dispatcher = rank_0, RankDispatcher(rank_0, other_ranks)
         self.scorer = ShardedScorer(self.dispatcher)
         self.fingerprint = rank_0.fingerprint
 
@@ -226,18 +226,18 @@ class ShardedLearner:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield one tensor at a time. Each is gathered when it is asked for."""
-        others = self.dispatcher.others
-        others.broadcast(Message({"do": "weights"}))
+        other_ranks = self.dispatcher.other_ranks
+        other_ranks.broadcast(Message({"do": "weights"}))
         gathered = self.rank_0.named_weights()
         try:
             # `yield from` would close the generator if the caller stops early
             for item in gathered:  # noqa: UP028
                 yield item
         finally:
-            with others.attribute_failures():
+            with other_ranks.attribute_failures():
                 for _ in gathered:  # the other ranks gather all tensors, so rank 0 must too
                     pass
-                others.recv()
+                other_ranks.recv()
 
     def save(self, folder: Path, finish: Callable[[], None]) -> None:
         """Write the checkpoint into `folder` in the background, then call `finish` there."""

@@ -26,8 +26,8 @@ ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (UsageError, TrainingError, RoutingError)
 }
 WAKE = signal.SIGUSR1
-"""Interrupts the driver's main thread like Ctrl-C. A script ignores SIGINT in what it starts with
-`&`, so SIGINT itself would not do."""
+"""Interrupts the driver's main thread like Ctrl-C. SIGINT itself would not do: a process that a
+shell script starts with `&` ignores it."""
 REPORT_TIMEOUT_S = 3.0
 """Time for another rank's error report, and for the driver to fail by itself after a lost rank."""
 STUCK_TIMEOUT_S = 30.0
@@ -62,7 +62,8 @@ class RankGroup:
         self._watcher.start()
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
+        """Number of ranks, the driver included."""
         return len(self.channels) + 1
 
     def send(self, messages: Sequence[Message]) -> None:
