@@ -86,9 +86,8 @@ class Gap:
         Mismatch of any size has E[rho] = 1: both sides are distributions over the same tokens.
         """
         slack = RHO_SLACK[0] + RHO_SLACK[1] * self.k3
-        if not math.isfinite(self.mean_rho):
-            return ""
-        if abs(self.mean_rho - 1) <= max(6 * self.mean_rho_error, slack):
+        far = abs(self.mean_rho - 1) > max(6 * self.mean_rho_error, slack)  # false for NaN
+        if not far or not math.isfinite(self.mean_rho):
             return ""
         number = f"{self.mean_rho:.4f} +- {self.mean_rho_error:.2g}"
         return f"mean rho is {number}; under mismatch alone it is 1"

@@ -193,7 +193,7 @@ import sys; sys.path.insert(0, {str(SOURCE)!r})
 from pathlib import Path
 from onepolicy.config import UsageError
 from onepolicy.config.output_paths import check_new_run_folder, check_resumable
-for check, path in ((check_new, {str(tmp_path / "new")!r}), (check_resumable, {str(run)!r})):
+for check, path in ((check_new_run_folder, {str(tmp_path / "new")!r}), (check_resumable, {str(run)!r})):
     try: check(Path(path))
     except UsageError as error: print(error)
 """

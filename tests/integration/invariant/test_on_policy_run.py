@@ -20,7 +20,7 @@ from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.invariant.numerics_contract import require_same_contract
 from onepolicy.measure.bitwise import measure_bitwise
 from onepolicy.models import experts as fast_experts
-from onepolicy.report.bitwise import HELD, said, summary
+from onepolicy.report.bitwise import HELD, first_difference, summary
 from onepolicy.run import run_folder
 from onepolicy.run.step import rl_step
 from support.metrics import rows
@@ -165,7 +165,7 @@ def test_a_fault_of_one_layer_stops_the_run_and_is_located(recipe):
     assert found.first.layer == 1
     assert found.first.operator == "model.layers.1.mlp.experts (Qwen3MoeExperts)"
     assert 0 < found.first.largest < 1e-4
-    assert "model.layers.1.mlp.experts (Qwen3MoeExperts), off by up to" in said(
+    assert "model.layers.1.mlp.experts (Qwen3MoeExperts), off by up to" in first_difference(
         asdict(found) | {"holds": found.holds}
     )
 

@@ -95,7 +95,7 @@ def test_files_where_folders_belong(copy, capsys):
         shutil.rmtree(copy / name, ignore_errors=True)
         (copy / name).write_text("")
         assert main(commands(copy)["resume"]) == 2
-        assert f"{copy / name}: not a folder" in capsys.readouterr().err
+        assert f"{copy / name}: must be a folder" in capsys.readouterr().err
         (copy / name).unlink()
     (copy / "checkpoints" / "step_99999").mkdir(parents=True)
     assert main(commands(copy)["resume"]) == 2

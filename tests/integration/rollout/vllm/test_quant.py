@@ -69,7 +69,7 @@ def test_a_server_is_started_with_the_same_arguments():
         ),
         (
             ['rollout.quant={format="int8", activations="static"}'],
-            r"rollout\.quant\.activations: vLLM's int8 leaves",
+            r"rollout\.quant\.activations: static, but vLLM's int8 leaves",
         ),
         (
             ["rollout.quant=fp8", "rollout.engine.dtype=float32"],

@@ -295,7 +295,7 @@ def test_an_interrupted_write_leaves_the_version_before(tmp_path, monkeypatch):
         TrainingError,
         match=r"^cluster\.sync_dir: .* set cluster\.sync_dir to a folder with room",
     ):
-        WeightFiles(str(tmp_path), "cluster.sync_dir").write(weights(2), 2)
+        WeightFiles(str(tmp_path), "cluster.sync_dir").write_version(weights(2), 2)
 
 
 def test_folders_of_ended_processes_are_removed(tmp_path):
