@@ -193,7 +193,8 @@ import sys; sys.path.insert(0, {str(SOURCE)!r})
 from pathlib import Path
 from onepolicy.config import UsageError
 from onepolicy.config.output_paths import check_new_run_folder, check_resumable
-for check, path in ((check_new_run_folder, {str(tmp_path / "new")!r}), (check_resumable, {str(run)!r})):
+new, old = {str(tmp_path / "new")!r}, {str(run)!r}
+for check, path in ((check_new_run_folder, new), (check_resumable, old)):
     try: check(Path(path))
     except UsageError as error: print(error)
 """
