@@ -84,7 +84,7 @@ def test_probabilities_and_routes_belong_to_their_tokens(remote, models):
         logp = torch.log_softmax(logits / 0.5, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
         torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
         assert len(done.token_ids) == sampling.max_tokens
-        check_completion(done, prompt, remote._routes, "sample")
+        check_completion(done, prompt, remote._route_spec, "sample")
         agreeing.append(
             (done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean()
         )
@@ -261,7 +261,7 @@ def check_interrupted(remote, models, before, after):
     ):
         total, kept = len(done.token_ids), int((done.version == before).sum())
         assert done.version.tolist() == [before] * kept + [after] * (total - kept)
-        check_completion(done, prompt, remote._routes, "sample")
+        check_completion(done, prompt, remote._route_spec, "sample")
         first, second = (stock(model, prompt, done.token_ids) for model in models)
         logits = torch.cat(
             [first[0][:kept], second[0][kept:]]
