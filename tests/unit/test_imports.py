@@ -22,7 +22,7 @@ measure plan
 run
 engine_check
 launch
-build
+build integrations
 audit rollout train envs tiny
 report invariant sync
 replay models
@@ -38,6 +38,7 @@ RANK = {
 }
 FACTORY = r"onepolicy(\.\w+)+:\w+"
 ONLY_TORCH = {"divergence", "correct", "objective", "verdict"}
+LIBRARY = {*ONLY_TORCH, "replay", "audit"}
 LIGHT = {"torch", "numpy", "pydantic", "onepolicy"} | set(sys.stdlib_module_names)
 
 
@@ -125,6 +126,19 @@ def test_is_imported_in_one_folder_only(package, folder):
         if module.split(".")[0] == package
     }
     assert users == {folder}
+
+
+def test_integrations_stand_on_the_library_only():
+    """They run with a trainer's versions of torch and transformers, so nothing of ours that
+    trains."""
+    used = {
+        module.split(".")[1]
+        for path in FILES
+        if folder_of(path) == "integrations"
+        for module in imports(path)
+        if module.startswith("onepolicy.")
+    }
+    assert used <= {"integrations", "types", "config", "files"} | LIBRARY
 
 
 def test_direction_test_sees_a_wrong_import(tmp_path):

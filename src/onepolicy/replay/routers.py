@@ -67,6 +67,18 @@ class Routers:
     def __hash__(self) -> int:
         return hash((id(self._model), self.layers))
 
+    @property
+    def model(self) -> nn.Module:
+        """The bound model, inside wrappers that do not show its config."""
+        bound: nn.Module = self._model
+        return bound
+
+    @property
+    def depth(self) -> int:
+        """The number of the model's decoder layers."""
+        layers: int = self._model.config.get_text_config().num_hidden_layers
+        return layers
+
     @contextmanager
     def record(self, *, weights: bool = False) -> Iterator[RouteRecorder]:
         """Record the routes of every forward in this context.
@@ -194,11 +206,10 @@ class Routers:
         Raises:
             UsageError: as of `axes.trace_from`.
         """
-        depth = self._model.config.get_text_config().num_hidden_layers
         return trace_from(
             ids,
             layers=self.layers,
-            depth=depth,
+            depth=self.depth,
             num_experts=self.num_experts,
             axis=axis,
             valid=valid,

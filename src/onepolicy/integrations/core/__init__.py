@@ -1,0 +1,1 @@
+"""Parts that the adapters of all trainers share. They need torch and the library, no trainer."""

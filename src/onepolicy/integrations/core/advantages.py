@@ -1,0 +1,83 @@
+"""Corrections as factors on the advantages, for trainers without a hook in the loss.
+
+Every surrogate in use (PPO's clip, dual clip, clip-higher, GSPO, CISPO, SAPO, REINFORCE) is linear
+in the advantage as long as its sign stays. So an advantage times a weight w >= 0 is the policy loss
+times w, whatever the trainer's loss looks like. KL and entropy terms stay as they are. A rejected
+slot has w = 0, and the trainer's mask and denominator stay: the others do not become louder.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepolicy.config import CorrectionConfig, UsageError
+from onepolicy.correct.presets import check_config, preset
+from onepolicy.correct.weights import reweight
+
+
+class WeightedAdvantages(NamedTuple):
+    """The advantages of a step with their correction."""
+
+    advantages: Tensor  # [B, T], the weight multiplied in; 0 where not kept
+    weight: Tensor  # [B, T] float32
+    keep: Tensor  # [B, T] bool
+    report: dict[str, float]  # `correction/...`; empty if the mask selects nothing
+
+
+def fixed_correction(correction: str | CorrectionConfig) -> CorrectionConfig:
+    """Return a correction whose weights do not need the policy that is being trained.
+
+    Raises:
+        UsageError: no correction has the name, or it needs the ratio of the new policy, which
+            exists only in the trainer's loss.
+    """
+    config = correction
+    if isinstance(correction, str):
+        config = preset(correction)
+    check_config("correction", config)
+    assert isinstance(config, CorrectionConfig)
+    if config.live:
+        raise UsageError(
+            f"correction {config.name} needs the ratio of the policy that is being trained, which "
+            "exists only in the loss; weights on the advantages cannot express it. Choose a fixed "
+            "one (tis, mis, icepop, ...) or the trainer's loss hook"
+        )
+    return config
+
+
+@torch.no_grad()
+def weighted_advantages(
+    advantages: Tensor,  # [B] or [B, T] floating
+    logp_old: Tensor,  # [B, T] float32, trainer before the update
+    logp_rollout: Tensor,  # [B, T] float32, rollout engine
+    mask: Tensor,  # [B, T] bool, the sampled tokens
+    correction: CorrectionConfig,
+    *,
+    turn: Tensor | None = None,  # [B, T] int64, turn of each token
+) -> WeightedAdvantages:
+    """Return the advantages [B, T] times the correction's weight of each token.
+
+    Call it once per step on all samples: self-normalisation and budgets count over the step.
+
+    Raises:
+        UsageError: shapes do not fit together, or as of `onepolicy.reweight`.
+    """
+    if advantages.dim() == 1:
+        advantages = advantages[:, None].expand_as(mask)
+    if advantages.shape != mask.shape:
+        raise UsageError(
+            f"weighted_advantages: advantages are {list(advantages.shape)} and the mask "
+            f"{list(mask.shape)}; give [B] or the shape of the mask"
+        )
+    if not mask.any():
+        nothing = torch.zeros_like(logp_old)
+        return WeightedAdvantages(advantages * 0, nothing, torch.zeros_like(mask), {})
+    applied = reweight(logp_old, logp_rollout, mask, correction, turn=turn, advantage=advantages)
+    # A rejected slot may hold an advantage that is not finite.
+    corrected = torch.where(applied.keep, advantages * applied.weight, 0.0)
+    return WeightedAdvantages(
+        corrected.to(advantages.dtype), applied.weight, applied.keep, applied.report
+    )

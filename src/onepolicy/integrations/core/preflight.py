@@ -1,0 +1,58 @@
+"""Checks of a trainer's settings before its first step, in one readable report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from onepolicy.config import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSetting:
+    """One requirement, the trainer's setting, and the change that meets it."""
+
+    name: str
+    met: bool
+    found: str
+    fix: str
+
+
+@dataclass(slots=True)
+class Preflight:
+    """The requirements of onepolicy on one trainer. `str()` gives the report.
+
+    preflight = Preflight("TRL")
+    preflight.require("router loss off", coef == 0, found=f"coef {coef}", fix="set it to 0.0")
+    preflight.note("an aligned step has no scoring forward; onepolicy adds one")
+    preflight.finish()
+    """
+
+    trainer: str
+    checks: list[CheckedSetting] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def require(self, name: str, met: bool, *, found: str, fix: str) -> None:
+        """Add a requirement."""
+        self.checks.append(CheckedSetting(name, met, found, fix))
+
+    def note(self, text: str) -> None:
+        """Add a line that needs no change."""
+        self.notes.append(text)
+
+    def finish(self) -> None:
+        """Raise UsageError that names every requirement that is not met."""
+        failed = [check for check in self.checks if not check.met]
+        if failed:
+            lines = [f"  {check.name}: {check.found}; {check.fix}" for check in failed]
+            raise UsageError(
+                "\n".join([f"{self.trainer} cannot run with onepolicy as set:", *lines])
+            )
+
+    def __str__(self) -> str:
+        lines = [f"onepolicy in {self.trainer}"]
+        for check in self.checks:
+            mark = "no"
+            if check.met:
+                mark = "ok"
+            lines.append(f"  {mark:<4}{check.name}: {check.found}")
+        return "\n".join([*lines, *(f"  note {text}" for text in self.notes)])
