@@ -1,5 +1,4 @@
-"""The base class of every config section, bounds of numbers, and the errors the command line
-prints."""
+"""The base class of config sections, bounds of numbers, and errors for the command line."""
 
 from __future__ import annotations
 

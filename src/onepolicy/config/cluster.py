@@ -11,7 +11,7 @@ from onepolicy.config.base import LARGEST_FLOAT, LARGEST_INT, Frozen, PositiveFl
 
 
 class LocalCluster(Frozen):
-    """This machine: engine and learner in this process, ranks started by it or by torchrun."""
+    """One machine: engine and learner in this process, ranks started by it or by torchrun."""
 
     kind: Literal["local"] = "local"
     """Engine and learner in this process. It or torchrun starts other ranks."""

@@ -73,8 +73,7 @@ class RolloutConfig(Frozen):
 
     @property
     def overlaps(self) -> bool:
-        """True if sampling goes on while the trainer learns, so that tokens may be of older
-        weights."""
+        """True if sampling goes on while the trainer learns: tokens may be of older weights."""
         return bool(self.max_staleness)
 
     @property

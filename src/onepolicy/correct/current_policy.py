@@ -68,12 +68,11 @@ def live_weights(
     turn: Layout | None = None,  # int64
     advantage: Layout | None = None,  # float32
 ) -> Live[Any]:
-    """Return weights and gates of rho = exp(logp_new - logp_rollout) for one micro-batch of whole
-    samples.
+    """Return weights and gates of rho = exp(logp_new - logp_rollout) for one micro-batch.
 
-    The loss is -weight * advantage * logp_new; weights carry no gradient. Denominators stay those
-    of `reweight`. An empty mask gives empty sums. Raises UsageError if the config is not a
-    `live_part`.
+    The micro-batch has whole samples. The loss is -weight * advantage * logp_new; weights carry no
+    gradient. Denominators stay those of `reweight`. An empty mask gives empty sums. Raises
+    UsageError if the config is not a `live_part`.
     """
     check_config("live_weights", config)
     if config.ratio != "new/rollout":

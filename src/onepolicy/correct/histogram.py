@@ -1,6 +1,4 @@
-"""Histograms of log rho over fixed bins: they add up over micro-batches and ranks, and give
-quantiles.
-"""
+"""Histograms of log rho over fixed bins, which add up over parts and give quantiles."""
 
 from __future__ import annotations
 

@@ -18,10 +18,9 @@ QUANTILES = (0.01, 0.5, 0.99)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """Sums over slots; `combine` adds them up, and any split of a batch gives the sums of the
-    whole.
+    """Sums over slots, which `combine` adds up.
 
-    Scalars are float64 tensors.
+    Any split of a batch gives the sums of the whole. Scalars are float64 tensors.
     """
 
     slots: Tensor  # number of trainable slots, before any rejection

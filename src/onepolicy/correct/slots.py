@@ -197,9 +197,7 @@ class Fields(NamedTuple):
         return 1 + int(torch.stack(largest).amax())
 
     def numbered(self) -> tuple[Fields, _Extent]:
-        """Renumber sequences and turns whose ids exceed the number of slots; return their numbers
-        too.
-        """
+        """Renumber sequences and turns with ids above the number of slots, and count them."""
         fields, limit = self, max(1, len(self.mask))
         sequences, turns = self.extent("segment"), max(1, self.extent("turn"))
         if sequences > limit:

@@ -85,10 +85,10 @@ def _prob_diff(slots: Slots) -> Tensor:
 
 
 def _binary_kl(slots: Slots, logp: Tensor, logp_other: Tensor) -> Tensor:
-    """Return [n] float64: KL(Bernoulli(p) || Bernoulli(other)), the sampled token against all
-    others.
+    """Return KL(Bernoulli(p) || Bernoulli(other)), [n] float64.
 
-    It is NaN where the ratio is not finite, which PROBABILITY_MARGIN would hide.
+    The two outcomes are the sampled token and all others. It is NaN where the ratio is not finite,
+    which PROBABILITY_MARGIN would hide.
     """
     p, q = (
         x.double().exp().clamp(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN)
@@ -251,11 +251,11 @@ def budget_edges(config: CorrectionConfig, parts: Callable[[], Iterable[Slots]])
 
 
 def budget_edge(values: Tensor, budget: float) -> Tensor:
-    """Return the largest of [n] values >= 0 that stays within the budget (M2PO), a scalar; -1 if
-    none does.
+    """Return the largest of [n] values >= 0 that stays within the budget (M2PO).
 
-    The largest values are dropped until the mean of the rest is at most `budget`. Equal values are
-    dropped together, and values that are not finite are always dropped.
+    The result is a scalar, -1 if no value stays. The largest values are dropped until the mean of
+    the rest is at most `budget`. Equal values are dropped together, and values that are not finite
+    are always dropped.
     """
     ordered = values.masked_fill(~values.isfinite(), torch.inf).sort().values
     means = ordered.cumsum(0).div_(torch.arange(1, len(ordered) + 1, device=values.device))

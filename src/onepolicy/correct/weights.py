@@ -87,14 +87,13 @@ def reweight(
     advantage: Layout | None = None,  # float32, for gates that look at its sign
     average: Average = "slots",
 ) -> Applied[Any]:
-    """Return weight and rejection of every slot's surrogate, from rho = exp(logp_old -
-    logp_rollout).
+    """Return weight and rejection of every slot's surrogate.
 
-    The weight is rho of the slot, or of its turn or sequence, within the weight's bounds. Gates
-    reject slots on top (settings section `correction`; presets are in config/corrections.toml). A
-    slot whose log-ratio is not finite is rejected with every unit it belongs to. `normalise = self`
-    and `denominator = kept` are factors on all weights, so the denominator stays the original
-    count.
+    They come from rho = exp(logp_old - logp_rollout). The weight is rho of the slot, or of its turn
+    or sequence, within the weight's bounds. Gates reject slots on top (settings section
+    `correction`; presets are in config/corrections.toml). A slot whose log-ratio is not finite is
+    rejected with every unit it belongs to. `normalise = self` and `denominator = kept` are factors
+    on all weights, so the denominator stays the original count.
 
     Raises UsageError if the mask is empty, if too many slots are not finite, or if the config needs
     the policy that is being trained, which only the loss has (`live_weights`).

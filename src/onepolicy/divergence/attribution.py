@@ -80,9 +80,7 @@ class Waterfall:
 
 
 def waterfall(start: Level, steps: Sequence[Level]) -> Waterfall:
-    """Return the waterfall from `start`, both sides as they are, over steps with one more change
-    each.
-    """
+    """Return the waterfall from `start`, both sides as they are, over steps of one more change."""
     kept = bootstrap([(level.terms, level.sequence) for level in (start, *steps)])
     removed = kept[:, :-1] - kept[:, 1:]
     bars = [

@@ -49,9 +49,7 @@ class Distances:
         return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))
 
     def above(self, edges: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Return lower and upper bounds of the share of slots whose total variation exceeds each
-        edge.
-        """
+        """Return lower and upper bounds of the share of slots that vary more than each edge."""
         at = torch.tensor(edges, dtype=torch.float64)
         low, high = (
             (values[:, None] > at).double().mean(0).tolist()

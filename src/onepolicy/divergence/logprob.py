@@ -16,11 +16,10 @@ from onepolicy.layout import Layout, flatten_arguments, slot_index
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mismatch:
-    """Statistics of rho = pi_trainer / pi_rollout over n tokens sampled by the rollout engine (l =
-    log rho, nats).
+    """Statistics of rho = pi_trainer / pi_rollout over n tokens that the rollout engine sampled.
 
-    k1 and k3 both estimate KL(rollout || trainer) without bias; k3 is never negative and far less
-    noisy.
+    l = log rho, in nats. k1 and k3 both estimate KL(rollout || trainer) without bias; k3 is never
+    negative and far less noisy.
     """
 
     tokens: int  # n

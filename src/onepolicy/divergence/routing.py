@@ -13,11 +13,10 @@ from onepolicy.types import RoutingTrace, describe_argument
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingDisagreement:
-    """Shares of routers with different experts (R3 paper, section 3.2), over n slots valid in both
-    traces.
+    """Shares of routers with different experts, over n slots valid in both traces.
 
-    A router is one (slot, layer) pair. It differs if its two sets of K experts differ, in any
-    order.
+    See the R3 paper, section 3.2. A router is one (slot, layer) pair. It differs if its two sets of
+    K experts differ, in any order.
     """
 
     slots: int  # n

@@ -1,6 +1,4 @@
-"""`onepolicy measure --numerics on-policy`: log-probabilities that differ in a bit, and the first
-one.
-"""
+"""`onepolicy measure --numerics on-policy`: the log-probabilities that differ in a bit."""
 
 from __future__ import annotations
 

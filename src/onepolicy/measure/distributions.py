@@ -69,9 +69,7 @@ def without_top(batch: TokenBatch) -> TokenBatch:
 def compare(
     native: TokenBatch, replayed: TokenBatch | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return the JSON-ready comparison for report/causes.py of two scorings of a batch with
-    top_ids.
-    """
+    """Return the comparison of two scorings of a batch with top_ids, as JSON has it."""
     both = {"without_replay": distances_of(native)}
     if replayed is not None:
         both["with_replay"] = distances_of(replayed)

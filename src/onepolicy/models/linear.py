@@ -47,7 +47,7 @@ class CPULinear(nn.Linear):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear`. x [..., I], weight [O, I], bias [O] -> [..., O]"""
+    """Return `F.linear`. x [..., I], weight [O, I], bias [O] -> [..., O]."""
     if torch.is_autocast_enabled("cpu") or not _onednn_is_faster(x, len(weight)):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
@@ -66,7 +66,7 @@ def matmul_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def transposed_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """Return x.T @ y without a graph: the gradient of a weight. x [M, I], y [M, O] -> [I, O]"""
+    """Return x.T @ y without a graph: the gradient of a weight. x [M, I], y [M, O] -> [I, O]."""
     if not _onednn_is_faster(x, y.shape[1]):
         return x.T @ y
     if x.shape[1] <= y.shape[1]:

@@ -72,7 +72,7 @@ def prepare_for_training(
 
 
 def _ruled_out(logits: Tensor) -> Tensor:
-    """Return which tokens the head rules out, by -inf or a very low logit. [n, V] -> [n, V] bool
+    """Return which tokens the head rules out, by -inf or a very low logit. [n, V] -> [n, V] bool.
 
     Such a logit would dominate the standard deviation of all logits.
     """

@@ -125,9 +125,7 @@ REPEATED = {  # metric -> (name, description of the repetition)
 
 
 def fall_figure(tree: Tree) -> Figure:
-    """Draw the waterfall: the gap, the part that each change removes (to the left), and the
-    remainder.
-    """
+    """Draw the waterfall: the gap, the part that each change removes, and the remainder."""
     fall = tree["waterfall"]
     total, steps = fall["total"], fall["bars"]
     left = _remainder(fall)
@@ -331,9 +329,7 @@ def _bar(
     spans: list[Tree],
     unit: float,
 ) -> Spec:
-    """Draw horizontal bars from `starts` over the estimates `spans`, with intervals at the far
-    ends.
-    """
+    """Draw horizontal bars from `starts` over the estimates `spans`, with their intervals."""
     up = [(each["high"] - each["value"]) / unit * shows_interval(each) for each in spans]
     down = [(each["value"] - each["low"]) / unit * shows_interval(each) for each in spans]
     error = {

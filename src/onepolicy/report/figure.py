@@ -42,9 +42,7 @@ LAYOUT: Spec = {
 
 @dataclass(frozen=True)
 class LineStyle:
-    """A colour with a second sign (dash, marker, fill pattern), so that no reader depends on
-    colour.
-    """
+    """A colour with a second sign (dash, marker, fill), for readers who do not see colours."""
 
     color: str
     dash: str

@@ -1,6 +1,4 @@
-"""One run folder -> RUN/report.html: a single file that needs no network, no server and no other
-file.
-"""
+"""The page of a run, RUN/report.html: one file that needs no network, server or other file."""
 
 from __future__ import annotations
 

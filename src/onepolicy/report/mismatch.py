@@ -165,9 +165,7 @@ def k3(run: Run) -> Figure | Absent:
 
 
 def _k3_title(run: Run, values: list[float]) -> str:
-    """Return the title from the summary, as the verdict is; from the curve if the summary has no
-    numbers.
-    """
+    """Return the title from the summary, or from the curve if the summary has no numbers."""
     found = next((entry for entry in compared(run.summary) if entry.metric == "mismatch/k3"), None)
     if found is None:
         return f"k3 {course(values, 'nats')}"

@@ -67,9 +67,7 @@ def _learning(summary: Tree) -> str:
 
 
 def _course(summary: Tree) -> tuple[str, float, float] | None:
-    """Return name, first and last value of the evaluations, or of the rewards without two
-    evaluations.
-    """
+    """Return name, first and last value of the evaluations; of the rewards if there are none."""
     first, last = summary.get("eval_first"), summary.get("eval_last")
     if first is not None and last is not None and first["step"] < last["step"]:
         name = (summary.get("score") or "score").removeprefix("eval/")

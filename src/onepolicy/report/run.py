@@ -36,11 +36,11 @@ _PROBE_NAME = re.compile(r"step_([0-9]+)\.safetensors")
 
 @dataclass(frozen=True)
 class Probe:
-    """Tensors of one probe step (n trainable tokens, T slots, L MoE layers, S sequences, K experts
-    per token).
+    """Tensors of one probe step.
 
-    `logp_rollout`, `logp_trainer` [n] are always there; with a suffix `_native` the same batch
-    scored without replay.
+    n trainable tokens, T slots, L MoE layers, S sequences, K experts per token. `logp_rollout`,
+    `logp_trainer` [n] are always there; with a suffix `_native` the same batch scored without
+    replay.
     """
 
     path: Path

@@ -267,8 +267,7 @@ def no_signal(summary: Tree) -> str:
 
 @dataclass(frozen=True)
 class Compared:
-    """Means of one quantity: over all steps as trained, and over the probe steps with and without
-    replay.
+    """Means of one quantity, over all steps as trained, and over probe steps without replay too.
 
     None means that it was not measured.
     """

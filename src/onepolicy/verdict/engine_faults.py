@@ -229,9 +229,7 @@ def _describe_base(factor: float) -> str:
 
 
 def _by_entropy(pairs: Pairs) -> float:
-    """Return the share of the squares of log rho that entropy and one log-probability explain
-    together.
-    """
+    """Return the share of log rho's squares that entropy and one log-probability explain."""
     assert pairs.entropy is not None
     log_ratio = pairs.old - pairs.rollout
     bins = max(1, min(BINS, len(log_ratio) // 40))

@@ -77,11 +77,11 @@ class MathGrader:
         self._timeouts = self._skipped = 0  # since the last take_metrics
 
     def grade(self, response: str, answer: str, prefix: str = "") -> float:
-        """Return 1 if the response's answer equals the reference mathematically, else 0.
+        r"""Return 1 if the response's answer equals the reference mathematically, else 0.
 
         An unreadable response earns 0. So does a response that takes too long, and every response
         after MAX_TIMEOUTS of these in a step. Without a prefix math-verify searches for the answer:
-        a \\boxed{} first, then LaTeX, then the last number.
+        a \boxed{} first, then LaTeX, then the last number.
         """
         text = extract_answer(response, prefix)
         if text is None:
@@ -158,9 +158,9 @@ class MathGrader:
 
 
 def mark_as_latex(answer: str) -> str:
-    """Return the answer in $...$ unless it is marked as LaTeX already.
+    r"""Return the answer in $...$ unless it is marked as LaTeX already.
 
-    math-verify reads a bare 2\\sqrt{3} as 2.
+    math-verify reads a bare 2\sqrt{3} as 2.
     """
     if "$" in answer or "\\boxed" in answer:
         return answer

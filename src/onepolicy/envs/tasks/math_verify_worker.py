@@ -56,9 +56,9 @@ def compare_answers(question: dict[str, str]) -> dict[str, bool]:
 
 
 def leading_relation(found: list[Any]) -> str:
-    """Return the relation other than = that the text begins with, or an empty string.
+    r"""Return the relation other than = that the text begins with, or an empty string.
 
-    math-verify reads \\ne 5 and > 5 as 5.
+    math-verify reads \ne 5 and > 5 as 5.
     """
     text = next((each for each in found if isinstance(each, str)), "")
     return next((name for name, pattern in RELATIONS.items() if pattern.match(text)), "")

@@ -21,7 +21,7 @@ MIN_INT_MM_ROWS = 17
 
 
 def int8_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight, exactly. x [N, in] int8, weight [in, out] int8 -> [N, out] int32"""
+    """Return x @ weight, exactly. x [N, in] int8, weight [in, out] int8 -> [N, out] int32."""
     if x.device.type == "cpu" or len(x) >= MIN_INT_MM_ROWS:
         return torch._int_mm(x, weight)
     return padded_int8_product(x, weight)

@@ -66,7 +66,7 @@ class ExpertRows:
         return cls(order // top_k, expert[order], weight[order], counts, back, top_k)
 
     def sum(self, out: Tensor) -> Tensor:
-        """Return each token's weighted sum of its rows. out [R, H] -> [N, H]"""
+        """Return each token's weighted sum of its rows. out [R, H] -> [N, H]."""
         out = out * self.weight
         if self.back is None:
             return out.view(-1, self.top_k, out.shape[1]).sum(1)
@@ -99,7 +99,7 @@ class Int8Matrices:
         self.codes = torch.cat([rows, unit], 1)
 
     def __call__(self, x: Tensor, scale: Tensor, rows: ExpertRows) -> Tensor:
-        """Multiply every row by its expert's weight. x [R, in] int8, scale [R, 1] -> [R, out]"""
+        """Multiply every row by its expert's weight. x [R, in] int8, scale [R, 1] -> [R, out]."""
         if rows.counts is None:
             product = self.by_rows(x, rows.expert)
         else:
@@ -158,7 +158,7 @@ class E4M3Matrices:
         return codes.view(torch.int8), scale  # e4m3 cannot be indexed
 
     def __call__(self, x: Tensor, scale: Tensor, rows: ExpertRows) -> Tensor:
-        """Multiply every row by its expert's weight. x [R, in], scale [R, 1], sorted -> [R, out]"""
+        """Multiply sorted rows by their expert's weight. x [R, in], scale [R, 1] -> [R, out]."""
         assert rows.counts is not None
         parts = zip(
             x.split(rows.counts),
@@ -302,7 +302,7 @@ class QuantLinear(nn.Module):
         raise NotImplementedError
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T in floating point. x [N, in] -> [N, out]"""
+        """Return x @ weight.T in floating point. x [N, in] -> [N, out]."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class DistributedContext:
-    """This process's place among a run's ranks."""
+    """The place of this process among a run's ranks."""
 
     device: torch.device  # of this process
     mesh: DeviceMesh
