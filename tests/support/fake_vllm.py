@@ -188,7 +188,7 @@ class FakeVLLM:
                 "logprobs_mode": "processed_logprobs",
                 "routes": True,
                 "deployment": {"version": [0, 30], "platform": "cpu"},
-                "first_probe": self.probe,
+                "initial_canary": self.probe,
             }
             return {"results": [truth | self.told]}
         if name == "onepolicy_remember":

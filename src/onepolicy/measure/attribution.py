@@ -68,7 +68,7 @@ def explain(scorer: PolicyScorer, native: TokenBatch) -> Explained:
         # Rounded weights flatten a distribution a little, as a temperature would.
         rescorer, fitted = plain, aligned
     narrowed, remaining = aligned, k3_of(fitted)
-    if remaining < HARMLESS_KL:
+    if not remaining >= HARMLESS_KL:  # also if it is NaN
         return Explained(native, shift, aligned, narrowed, fitted, rescorer)
     starts = [(plain, aligned)]
     if rescorer.factor != 1:
@@ -198,7 +198,7 @@ def _ablations(
         )
         head = score(variant_scorer(same, model=exact_head))
         how = (
-            f"k3 that a {engine.dtype} forward loses to the trainer with "
+            f"fall of k3 between a {engine.dtype} forward and the trainer, with "
             "rollout.engine.lm_head=float32"
         )
         nats = excess(packed, head, trainer, mask, segment)

@@ -91,8 +91,9 @@ def measure_model(
         del parts  # memory may not hold two engines
         gc.collect()
         parts, _ = build_measure_components(dense_config)
-        names = {"tiny": "random dense model"}
-        dense_name = names.get(str(dense), str(dense))
+        dense_name = str(dense)
+        if dense == "tiny":
+            dense_name = "random dense model"
         return dataclasses.replace(found, dense=(dense_name, asyncio.run(score_rollouts(parts))))
 
 

@@ -83,7 +83,7 @@ def plan_tree(
         "work": asdict(planner.work),
         "chosen": _option_tree(chosen),
         "options": [_option_tree(option) for option in sorted(options, key=_rank_option)],
-        "mends": lines,
+        "suggestions": lines,
         "traffic": asdict(volume),
         "sync": planner.sync_method,
         "constants": {name: asdict(constant) for name, constant in constants},

@@ -50,7 +50,7 @@ def _learning(summary: Tree) -> str:
         return crashed
     name, first, last = course
     change = last - first
-    if abs(change) < LEAST_CHANGE * max(1.0, abs(first), abs(last)):
+    if not abs(change) >= LEAST_CHANGE * max(1.0, abs(first), abs(last)):  # also if it is NaN
         result, curve = "the policy hardly changed", f"{name} stayed near {number(last)}"
     elif change > 0:
         result, curve = "the policy learnt", f"{name} rose from {number(first)} to {number(last)}"

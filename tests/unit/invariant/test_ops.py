@@ -101,7 +101,7 @@ def test_a_row_of_linear_is_the_same_on_any_number_of_threads(rows, terms, colum
 
 
 def test_large_products_take_another_kernel_and_agree():
-    """oneDNN begins at `linear.ENOUGH` multiplications. The same rows alone use MKL."""
+    """oneDNN begins at `linear.MIN_MULTIPLICATIONS`. The same rows alone use MKL."""
     x, weight = normal(700, 128), normal(256, 128, seed=1)
     assert torch.equal(ops.linear(x, weight)[200:216], ops.linear(x[200:216], weight))
     assert torch.equal(ops.linear(x, weight)[:40], chains(x[:40], weight.T))

@@ -127,6 +127,11 @@ SMALL = (
             f"and it did not crash; {SMALL}",
         ),
         (
+            {"eval_last": {"step": 120, "value": math.nan}},
+            f"The policy hardly changed: held-out greedy stayed near \u2013, "
+            f"and it did not crash; {SMALL}",
+        ),
+        (
             {"eval_last": {"step": 120, "value": 0.3}},
             f"The policy got worse: held-out greedy fell from 0.5 to 0.3, "
             f"and it did not crash; {SMALL}",

@@ -134,8 +134,8 @@ class TextArena(MultiTurnEnvironment):
             episode.events.append("move")
             with as_episode_error(self.config.game):
                 reply, over = game.step(strip_thoughts(text))
-                if over:
-                    return scale_return(game.result, self.config.returns)
+            if over:
+                return scale_return(game.result, self.config.returns)
             episode.add_replies([reply])
             text = await episode.sample_turn()
         return 0.0

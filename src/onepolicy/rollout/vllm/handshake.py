@@ -76,7 +76,7 @@ async def handshake(
     return VLLMServerInfo(
         model=server.model,
         weights_id=await read_weights_id(client),
-        initial_canary=server.first_probe,
+        initial_canary=server.initial_canary,
         top_logprobs=_max_top_logprobs(server.max_logprobs, vocab),
         workers=workers,
         reply_parser=ReplyParser(

@@ -57,7 +57,7 @@ class ServerDescription:
     logprobs_mode: str
     routes: bool
     deployment: dict[str, Any]  # compatibility.Deployment
-    first_probe: list[float] | None  # argument of onepolicy_remember
+    initial_canary: list[float] | None  # argument of onepolicy_remember
 
 
 class WorkerExtension:
@@ -90,7 +90,7 @@ class WorkerExtension:
             logprobs_mode=str(model.logprobs_mode),
             routes=bool(model.enable_return_routed_experts),
             deployment=dataclasses.asdict(self._onepolicy_deployment()),
-            first_probe=self.onepolicy_initial_canary,
+            initial_canary=self.onepolicy_initial_canary,
         )
         return dataclasses.asdict(description)
 
@@ -102,9 +102,9 @@ class WorkerExtension:
         )
         return dataclasses.replace(deployment, monolithic=has_monolithic_kernel(self.get_model()))
 
-    def onepolicy_remember(self, first_probe: list[float]) -> None:
+    def onepolicy_remember(self, initial_canary: list[float]) -> None:
         """Store a canary of the start-up weights for later runs, which find other weights."""
-        self.onepolicy_initial_canary = first_probe
+        self.onepolicy_initial_canary = initial_canary
 
     def onepolicy_receive(self, invitation: str, version: int) -> dict[str, str | None]:
         """Load the weights of a Sender. Return the problem, or None.
