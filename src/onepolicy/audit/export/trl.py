@@ -3,10 +3,13 @@
     export(trainer, "dump")   # before trainer.train(); then `onepolicy audit dump`
 
 TRL's own completions_NNNNN.parquet has text and rewards, no tokens and no log-probabilities.
+`onepolicy.integrations.trl.attach(trainer, dump="dump")` writes the same rows with the routes of
+both sides, and needs no forward of its own where TRL scores. Use one of the two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +27,53 @@ def export(trainer: Any, folder: Path | str) -> None:
     current weights, so that an audit can distinguish another temperature from mismatch. The first
     generation raises UsageError if it has no log-probabilities.
     """
-    generate, reward = trainer._generate_and_score_completions, trainer._calculate_rewards
-    rewards: list[Tensor] = []  # the last one, of all processes
-
-    def calculate_rewards(*args: Any, **kwargs: Any) -> Tensor:
-        by_function: Tensor = reward(*args, **kwargs)
-        weights = trainer.reward_weights.to(by_function.device)
-        rewards[:] = [(by_function * weights).nansum(1)]
-        return by_function
+    generate, dump = trainer._generate_and_score_completions, StepDump(trainer, folder)
 
     def generate_and_score(inputs: Any) -> dict[str, Any]:
         step = trainer.state.global_step
         generation: dict[str, Any] = generate(inputs)
         if trainer.model.training:
-            rank = trainer.accelerator.process_index
-            count = len(generation["completion_ids"])
-            own_rewards = rewards[0][rank * count : (rank + 1) * count].tolist()
-            write_step(
-                folder, step, generation_rows(trainer, generation, step, own_rewards), rank=rank
-            )
+            rewards = dump.rewards(len(generation["completion_ids"]))
+            dump.write(step, generation_rows(trainer, generation, step, rewards))
         return generation
 
-    trainer._calculate_rewards = calculate_rewards
     trainer._generate_and_score_completions = generate_and_score
+
+
+class StepDump:
+    """The dump of one process of a trainer, and the rewards that its rows hold."""
+
+    def __init__(self, trainer: Any, folder: Path | str) -> None:
+        """Watch the trainer's rewards from now on."""
+        self._trainer, self._folder = trainer, folder
+        self._rewards: Tensor | None = None  # the last ones, of all processes
+        self._step = -1
+        self._rows: list[dict[str, Any]] = []  # of this step so far
+        reward = trainer._calculate_rewards
+
+        def calculate_rewards(*args: Any, **kwargs: Any) -> Tensor:
+            by_function: Tensor = reward(*args, **kwargs)
+            weights = trainer.reward_weights.to(by_function.device)
+            self._rewards = (by_function * weights).nansum(1)
+            return by_function
+
+        trainer._calculate_rewards = calculate_rewards
+
+    def rewards(self, count: int) -> list[float]:
+        """Return the rewards of this process's `count` samples."""
+        assert self._rewards is not None, "TRL calculates rewards in every generation"
+        rank = self._trainer.accelerator.process_index
+        own: list[float] = self._rewards[rank * count : (rank + 1) * count].tolist()
+        return own
+
+    def write(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Write the rows of a generation. Those of one optimiser step share a file."""
+        if step != self._step:
+            self._step, self._rows = step, []
+        self._rows += rows
+        if self._rows:
+            rank = self._trainer.accelerator.process_index
+            write_step(self._folder, step, self._rows, rank=rank)
 
 
 @torch.no_grad()
@@ -69,20 +96,34 @@ def generation_rows(
         trainer.args.per_device_train_batch_size,
         compute_entropy=True,
     )[:2]
-    mask = completion_mask.bool()
+    columns = {"logp_rollout": logp_rollout, "logp_trainer": logp_trainer, "entropy": entropy}
+    return response_rows(generation, columns, step, rewards)
+
+
+def response_mask(generation: Mapping[str, Any]) -> Tensor:
+    """Return [B, T] bool: the tokens that the policy sampled, without tool output and padding."""
+    mask: Tensor = generation["completion_mask"].bool()
     tool_mask = generation.get("tool_mask")
     if tool_mask is not None:
         mask = mask & tool_mask.bool()
-    mask = mask & logp_rollout.isfinite()  # TRL sets NaN for tokens that vLLM could not score
-    columns = {
-        "tokens": ids,
-        "mask": mask,
-        "logp_rollout": logp_rollout,
-        "logp_trainer": logp_trainer,
-        "entropy": entropy,
-    }
-    listed = {name: value.cpu().tolist() for name, value in columns.items()}
-    lengths = completion_mask.sum(1).tolist()
+    return mask
+
+
+def response_rows(
+    generation: Mapping[str, Any],  # prompts padded left, completions right
+    columns: Mapping[str, Tensor],  # [B, T] float32 each, by their names in the schema
+    step: int,
+    rewards: list[float],  # of the B samples
+) -> list[dict[str, Any]]:
+    """Return a row for each sample whose completion is not masked out altogether.
+
+    A token without a finite sampling log-probability is not part of the mask: TRL sets NaN for
+    tokens that vLLM could not score.
+    """
+    known = columns["logp_rollout"].isfinite()
+    given = {"tokens": generation["completion_ids"], "mask": response_mask(generation) & known}
+    listed = {name: value.cpu().tolist() for name, value in {**given, **columns}.items()}
+    lengths = generation["completion_mask"].sum(1).tolist()
     return [
         {name: value[i][:length] for name, value in listed.items()}
         | {"step": step, "reward": rewards[i]}
