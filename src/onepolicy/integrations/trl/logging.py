@@ -1,0 +1,28 @@
+"""Metrics in TRL's own log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LARGEST = ("max_dlogp", "max_dp", "weight_max", "ratio_max")
+"""Last parts of names whose value over ranks is the largest. Of others it is the mean."""
+
+
+class TrlLog:
+    """The numbers that `trainer.log` averages and reports."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Add numbers of this process. All processes must call it as often."""
+        from accelerate.utils import gather_object
+
+        of_ranks: list[dict[str, float]] = gather_object([metrics])
+        names = sorted({name for one in of_ranks for name in one})
+        for name in names:
+            values = [one[name] for one in of_ranks if name in one]
+            value = sum(values) / len(values)
+            if name.rpartition("/")[2] in LARGEST:
+                value = max(values)
+            self._trainer._metrics["train"][name].append(value)

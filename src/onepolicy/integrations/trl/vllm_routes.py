@@ -1,0 +1,114 @@
+"""Routes of TRL's two vLLM modes, which TRL itself neither asks for nor keeps.
+
+Colocate: TRL builds `LLM(...)` from a fixed list of arguments in the trainer's constructor, so the
+name is replaced while the trainer is built. Server: start it with --enable-return-routed-experts;
+the routes come with every reply of /v1/completions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from onepolicy.config import UsageError
+from onepolicy.integrations.trl.route_book import RouteBook
+
+COMPLETIONS = ("/v1/completions", "/inference/v1/generate")
+
+
+@contextmanager
+def routed_vllm() -> Iterator[None]:
+    """Make every `LLM` that TRL builds in this context return its routes.
+
+        with op_trl.routed_vllm():
+            trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, vllm_mode="colocate"))
+        op_trl.attach(trainer)
+
+    Raises:
+        UsageError: vLLM is not installed.
+    """
+    from trl.generation import vllm_generation
+
+    original = getattr(vllm_generation, "LLM", None)
+    if original is None:
+        raise UsageError("routed_vllm: TRL found no vLLM; pip install 'trl[vllm]'")
+    vllm_generation.LLM = functools.partial(original, enable_return_routed_experts=True)
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = original
+
+
+def returns_routes(llm: Any) -> bool:
+    """Return whether a vLLM `LLM` was built to return routes."""
+    config = llm.llm_engine.model_config
+    return bool(getattr(config, "enable_return_routed_experts", False))
+
+
+def watch_colocated(llm: Any, book: RouteBook) -> None:
+    """Put the routes of every later `llm.generate` into the book."""
+    original = llm.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        outputs = original(*args, **kwargs)
+        for request in outputs:
+            for output in request.outputs:
+                routes = getattr(output, "routed_experts", None)
+                book.add(request.prompt_token_ids, output.token_ids, routes=routes)
+        return outputs
+
+    llm.generate = generate
+
+
+def watch_client(client: Any, book: RouteBook) -> None:
+    """Put the routes of every later reply to TRL's VLLMClient into the book."""
+    original = client._post
+
+    def post(url: str, **kwargs: Any) -> dict[str, Any]:
+        reply: dict[str, Any] = original(url, **kwargs)
+        if url.endswith(COMPLETIONS):
+            for choice in reply["choices"]:
+                _add_choice(book, choice, kwargs["json"])
+        return reply
+
+    client._post = post
+
+
+def _add_choice(book: RouteBook, choice: Mapping[str, Any], request: Mapping[str, Any]) -> None:
+    """Add one completion. With images the server does not repeat the prompt's tokens."""
+    prompt = choice.get("prompt_token_ids", request.get("token_ids"))
+    if prompt is not None:
+        book.add(prompt, choice["token_ids"], routes=choice.get("routed_experts"))
+
+
+def watch_generation(generation: Any, book: RouteBook) -> None:
+    """Add the log-probabilities of every later call of TRL's VLLMGeneration to the book.
+
+    In server mode only the main process talks to the server; the others get its routes here.
+    """
+    original = generation.generate
+    is_server = generation.mode == "server"
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if is_server and generation.accelerator.num_processes > 1:
+            _share_entries(generation.accelerator, book)
+        prompts, completions, logprobs = made[:3]
+        if logprobs is not None:
+            for prompt, completion, values in zip(prompts, completions, logprobs, strict=True):
+                book.add(prompt, completion, logp=[value[0] for value in values])
+        return made
+
+    generation.generate = generate
+
+
+def _share_entries(accelerator: Any, book: RouteBook) -> None:
+    """Send the main process's paths to all others."""
+    from accelerate.utils import broadcast_object_list
+
+    entries = [book.entries()]
+    broadcast_object_list(entries, from_process=0)
+    if not accelerator.is_main_process:
+        book.extend(entries[0])
