@@ -6,7 +6,7 @@ SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
-.PHONY: help train train-agent train-agent-vllm system lint types unit check test test-slow test-envs vllm test-vllm sglang test-sglang clean
+.PHONY: help train train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl vllm test-vllm sglang test-sglang clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -48,6 +48,14 @@ $(ENVS)/.ready: $(VENV)/.dev tests/support/envs/requirements.txt
 	$(ENVS)/bin/pip install -q --no-warn-conflicts -r tests/support/envs/requirements.txt
 	touch $@
 
+# TRL, in which the adapter trains, likewise; with our transformers, accelerate and peft.
+TRL := .venv-trl
+$(TRL)/.ready: $(VENV)/.dev tests/support/trl/requirements.txt
+	@echo "Making $(TRL): TRL, in which the adapter of onepolicy trains"
+	$(call borrowing,$(TRL))
+	$(TRL)/bin/pip install -q --no-warn-conflicts --no-deps -r tests/support/trl/requirements.txt
+	touch $@
+
 train: $(VENV)/.train ## make the tiny policy, train it with GRPO + R3, write a report
 	$(BIN)/onepolicy make-policy
 	$(BIN)/onepolicy train $(RECIPE)
@@ -72,7 +80,7 @@ system: ## system programs that tests drive, installed as root or by sudo; else 
 # A test process a core, one thread each. vLLM takes torch's threads over for its process, so its tests have one of their
 # own: one engine for all of them. The environments' tests run beside it.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal
-FAST := not slow and not gpu and not vllm and not envs
+FAST := not slow and not gpu and not vllm and not envs and not trl
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -86,9 +94,9 @@ unit: $(VENV)/.dev
 check: $(VENV)/.dev ## lint, types, unit tests in under a minute; needs neither vLLM nor the oracles
 	@$(MAKE) --no-print-directory -j2 -O lint types unit
 
-test: system $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(VENV)/.vllm lint types ## lint, types, fast tests
+test: system $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(TRL)/.ready $(VENV)/.vllm lint types ## lint, types, fast tests
 	$(PARALLEL) -m "$(FAST)"
-	$(MAKE) --no-print-directory -j2 -O test-envs test-vllm
+	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm
 
 test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "slow and not vllm and not sglang and not ray" --timeout 7200
@@ -112,6 +120,9 @@ test-vllm: $(VENV)/.vllm ## only the tests that need it
 test-envs: $(ENVS)/.ready ## the environments of other packages, played
 	PYTHONPATH=src $(ENVS)/bin/python -m pytest tests/e2e/envs
 
+test-trl: $(TRL)/.ready ## the adapter of TRL, in TRL's trainers
+	PYTHONPATH=src TRL_EXPERIMENTAL_SILENCE=1 OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/e2e/integrations/trl
+
 # SGLang pins what clashes with ours, so it gets a venv of its own; on a CPU it starts with the shim of tests/support/sglang_server.
 $(SGLANG)/.ready: tests/support/sglang_server/requirements.txt tests/support/sglang_server/requirements-no-deps.txt
 	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
@@ -125,4 +136,4 @@ test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## the tests that need it
 	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
 
 clean: ## remove the venvs and caches (runs/ stays)
-	rm -rf $(VENV) $(ORACLE) $(ENVS) $(SGLANG) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) $(ENVS) $(TRL) $(SGLANG) .pytest_cache .ruff_cache .mypy_cache .hypothesis
