@@ -6,7 +6,7 @@ SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
-.PHONY: help train train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl vllm test-vllm sglang test-sglang clean
+.PHONY: help train train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl vllm test-vllm sglang test-sglang clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -56,6 +56,15 @@ $(TRL)/.ready: $(VENV)/.dev tests/support/trl/requirements.txt
 	$(TRL)/bin/pip install -q --no-warn-conflicts --no-deps -r tests/support/trl/requirements.txt
 	touch $@
 
+# verl, in which onepolicy is tested as its plugin, likewise.
+VERL := .venv-verl
+$(VERL)/.ready: $(VENV)/.dev tests/support/verl/requirements.txt tests/support/verl/requirements-no-deps.txt
+	@echo "Making $(VERL): verl, inside which onepolicy is tested"
+	$(call borrowing,$(VERL))
+	$(VERL)/bin/pip install -q --no-warn-conflicts -r tests/support/verl/requirements.txt
+	$(VERL)/bin/pip install -q --no-deps -r tests/support/verl/requirements-no-deps.txt
+	touch $@
+
 train: $(VENV)/.train ## make the tiny policy, train it with GRPO + R3, write a report
 	$(BIN)/onepolicy make-policy
 	$(BIN)/onepolicy train $(RECIPE)
@@ -80,7 +89,7 @@ system: ## system programs that tests drive, installed as root or by sudo; else 
 # A test process a core, one thread each. vLLM takes torch's threads over for its process, so its tests have one of their
 # own: one engine for all of them. The environments' tests run beside it.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal
-FAST := not slow and not gpu and not vllm and not envs and not trl
+FAST := not slow and not gpu and not vllm and not envs and not trl and not verl
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -94,12 +103,13 @@ unit: $(VENV)/.dev
 check: $(VENV)/.dev ## lint, types, unit tests in under a minute; needs neither vLLM nor the oracles
 	@$(MAKE) --no-print-directory -j2 -O lint types unit
 
-test: system $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(TRL)/.ready $(VENV)/.vllm lint types ## lint, types, fast tests
+test: system $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(TRL)/.ready $(VERL)/.ready $(VENV)/.vllm lint types ## lint, types, fast tests
 	$(PARALLEL) -m "$(FAST)"
-	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm
+	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm test-verl
 
-test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "slow and not vllm and not sglang and not ray" --timeout 7200
+test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready $(VERL)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "slow and not vllm and not sglang and not ray and not verl" --timeout 7200
+	PYTHONPATH=src $(VERL)/bin/python -m pytest -m slow --timeout 1800 tests/e2e/integrations/verl
 	$(BIN)/pytest -m "ray and not vllm and not gpu" --timeout 1800
 	$(BIN)/pytest -m "slow and vllm and not ray" --timeout 7200
 	$(BIN)/pytest -m "ray and vllm and not gpu" --timeout 1800
@@ -123,6 +133,9 @@ test-envs: $(ENVS)/.ready ## the environments of other packages, played
 test-trl: $(TRL)/.ready ## the adapter of TRL, in TRL's trainers
 	PYTHONPATH=src TRL_EXPERIMENTAL_SILENCE=1 OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/e2e/integrations/trl
 
+test-verl: $(VERL)/.ready ## onepolicy as a plugin of verl
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -m "not slow" tests/e2e/integrations/verl
+
 # SGLang pins what clashes with ours, so it gets a venv of its own; on a CPU it starts with the shim of tests/support/sglang_server.
 $(SGLANG)/.ready: tests/support/sglang_server/requirements.txt tests/support/sglang_server/requirements-no-deps.txt
 	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
@@ -136,4 +149,4 @@ test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## the tests that need it
 	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
 
 clean: ## remove the venvs and caches (runs/ stays)
-	rm -rf $(VENV) $(ORACLE) $(ENVS) $(TRL) $(SGLANG) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) $(ENVS) $(TRL) $(VERL) $(SGLANG) .pytest_cache .ruff_cache .mypy_cache .hypothesis

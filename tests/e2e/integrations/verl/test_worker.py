@@ -1,0 +1,229 @@
+"""verl's TrainingWorker with our engine, on gloo: the rollout's routes in scoring and update."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.verl
+
+LAYOUTS = {
+    "fsdp2 packed": {},
+    "fsdp2 padded": {"packed": False},
+    "fsdp2 packed, checkpointing": {"checkpointing": True},
+    "fsdp2 padded, checkpointing": {"packed": False, "checkpointing": True},
+    "fsdp2 packed in buckets": {"bucket": 64},
+    "fsdp1 packed": {"strategy": "fsdp", "checkpointing": True},
+    "fsdp1 padded": {"strategy": "fsdp", "packed": False},
+}
+
+
+@pytest.fixture(scope="module")
+def verl():
+    """Return the helpers that import verl."""
+    from support.verl import worker
+
+    return worker
+
+
+@pytest.fixture(scope="module")
+def model(verl, tmp_path_factory):
+    return verl.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def rollout(verl, model):
+    return verl.sample(model)
+
+
+@pytest.fixture(scope="module")
+def workers(verl, model):
+    """Return worker(name of a layout); each is built once."""
+    built = {}
+
+    def worker(name):
+        if name not in built:
+            built[name] = verl.make_worker(model, **LAYOUTS[name])
+        built[name].engine.expects_routes = None
+        return built[name]
+
+    return worker
+
+
+@pytest.fixture
+def fresh(verl, model):
+    """Return a worker that a test may train, or break."""
+    return lambda **settings: verl.make_worker(model, **settings)
+
+
+def k3(logp, rollout):
+    log_rho = (logp - rollout.logp)[rollout.mask].double()
+    return (log_rho.expm1() - log_rho).mean().item()
+
+
+def advantages(rollout):
+    return torch.randn(rollout.logp.shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_verl_chooses_our_engine_by_its_vendor(workers):
+    from onepolicy.integrations.verl.engine import ReplayingFSDPEngine
+
+    assert type(workers("fsdp2 packed").engine) is ReplayingFSDPEngine
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replay_closes_the_gap_in_every_layout(verl, workers, rollout, layout):
+    worker = workers(layout)
+    native = k3(verl.score(worker, rollout.batch(routed_experts=None)), rollout)
+    worker.engine.expects_routes = None
+    replayed = k3(verl.score(worker, rollout.batch()), rollout)
+    assert replayed < native / 3
+
+
+def test_all_layouts_score_and_train_alike(verl, fresh, rollout):
+    """The same gradient, and a ratio of exactly 1 in the update."""
+    norms, scores = {}, {}
+    for layout, settings in LAYOUTS.items():
+        worker = fresh(**settings)
+        scores[layout] = verl.score(worker, rollout.batch())
+        metrics = verl.update(worker, rollout.batch(), scores[layout], advantages(rollout))
+        assert metrics["actor/ppo_kl"] == [0.0], layout
+        norms[layout] = metrics["grad_norm"][0]
+    reference = norms["fsdp2 packed"]
+    assert reference > 0.1
+    for layout, norm in norms.items():
+        assert norm == pytest.approx(reference, rel=1e-4), layout
+        torch.testing.assert_close(scores[layout], scores["fsdp2 packed"], rtol=1e-4, atol=1e-4)
+
+
+def test_an_update_without_replay_is_another_policy(verl, fresh, rollout):
+    worker = fresh()
+    old = verl.score(worker, rollout.batch())
+    worker.engine.expects_routes = False
+    batch = rollout.batch(routed_experts=None)
+    metrics = verl.update(worker, batch, old, advantages(rollout))
+    assert metrics["actor/ppo_kl"][0] != 0.0
+
+
+def test_metrics_of_the_update_come_as_sums(verl, fresh, rollout):
+    from onepolicy.integrations.verl.metrics import finish_update_metrics
+
+    worker = fresh()
+    old = verl.score(worker, rollout.batch())
+    reported = verl.update(worker, rollout.batch(), old, advantages(rollout))
+    metrics = {f"actor/{name.removeprefix('actor/')}": v[0] for name, v in reported.items()}
+    slots = int(rollout.tensors["attention_mask"].sum()) - len(rollout.logp)
+    assert metrics["actor/onepolicy/replay_slots"] == slots
+    finish_update_metrics(metrics)
+    assert 0 < metrics["routing/routers"] <= metrics["routing/tokens"] < 0.5
+    assert 0.5 < metrics["routing/agreement"] < 1
+    assert metrics["replay/native_rows"] == 0
+    assert metrics["replay/missing_samples"] == 0
+    assert not [name for name in metrics if "onepolicy/" in name]
+
+
+def test_shifted_routes_stop_the_first_scoring(verl, fresh, rollout):
+    routes = rollout.tensors["routed_experts"].roll(1, dims=1)
+    with pytest.raises(RuntimeError, match="one row late"):
+        verl.score(fresh(), rollout.batch(routed_experts=routes))
+
+
+def test_a_dropped_field_is_named(verl, fresh, rollout):
+    worker = fresh()
+    verl.score(worker, rollout.batch())
+    with pytest.raises(RuntimeError, match="no field routed_experts"):
+        verl.score(worker, rollout.batch(routed_experts=None))
+
+
+def test_a_batch_without_routes_is_verls_own(verl, fresh, rollout):
+    """R2 and dense runs: nothing is replayed, nothing is reported."""
+    worker = fresh()
+    old = verl.score(worker, rollout.batch(routed_experts=None))
+    batch = rollout.batch(routed_experts=None)
+    metrics = verl.update(worker, batch, old, advantages(rollout))
+    assert worker.engine.expects_routes is False
+    assert not [name for name in metrics if name.startswith("onepolicy/")]
+
+
+def test_empty_routes_are_named(verl, fresh, rollout):
+    zeros = torch.zeros_like(rollout.tensors["routed_experts"])
+    with pytest.raises(RuntimeError, match="the rollout returned no routes"):
+        verl.score(fresh(), rollout.batch(routed_experts=zeros))
+
+
+def test_synthetic_samples_are_routed_natively(verl, fresh, rollout):
+    """verl fills a batch up with samples of zero routes and an empty mask."""
+    routes = rollout.tensors["routed_experts"].clone()
+    mask = rollout.tensors["response_mask"].clone()
+    routes[2:], mask[2:] = 0, 0
+    worker = fresh()
+    old = verl.score(worker, rollout.batch(routed_experts=routes, response_mask=mask))
+    batch = rollout.batch(routed_experts=routes, response_mask=mask)
+    metrics = verl.update(worker, batch, old, advantages(rollout))
+    tokens = rollout.tensors["attention_mask"].sum(1)
+    assert metrics["onepolicy/replay_samples"] == [2.0]
+    assert metrics["onepolicy/replay_missing"] == [0.0]
+    assert metrics["onepolicy/replay_rows"] == [float((tokens[:2] - 1).sum())]
+
+
+def test_rows_after_the_last_turn_are_routed_natively(verl, fresh, rollout):
+    routes = rollout.tensors["routed_experts"].clone()
+    routes[:, -4:] = 0
+    metrics = verl.update(
+        fresh(), rollout.batch(routed_experts=routes), rollout.logp, advantages(rollout)
+    )
+    assert 0 < metrics["onepolicy/replay_valid"][0] < metrics["onepolicy/replay_rows"][0]
+
+
+def test_a_router_loss_is_refused(verl, tmp_path, rollout):
+    folder = verl.save_model(tmp_path / "aux", output_router_logits=True)
+    with pytest.raises(ValueError, match="output_router_logits=True"):
+        verl.score(verl.make_worker(folder), rollout.batch())
+
+
+def test_the_reference_routes_itself(verl, model, rollout):
+    """With LoRA the reference is the actor without its adapters, scored from the same batch."""
+    worker = verl.make_worker(model, lora_rank=4, lora_alpha=8, target_modules=["q_proj"])
+    reference = verl.score(worker, rollout.batch(), no_lora_adapter=True)
+    native = verl.score(worker, rollout.batch(routed_experts=None), no_lora_adapter=True)
+    assert torch.equal(reference, native)
+    replayed = verl.score(worker, rollout.batch())
+    assert not torch.equal(reference, replayed)
+    assert k3(replayed, rollout) < k3(reference, rollout)
+
+
+def test_scoring_returns_the_routers_own_choice_for_dumps(verl, fresh, rollout):
+    from onepolicy.integrations.verl.routes import NATIVE_ROUTES
+
+    own = {}
+    for packed in (True, False):
+        worker = fresh(packed=packed)
+        worker.engine.keeps_native = True
+        batch = rollout.batch()
+        own[packed] = verl.scored(worker, batch)[NATIVE_ROUTES]
+    lengths = rollout.tensors["attention_mask"].sum(1)
+    assert own[True].offsets().diff().tolist() == lengths.tolist()
+    for packed, padded in zip(own[True].unbind(), own[False].unbind(), strict=True):
+        assert torch.equal(packed, padded)
+        assert packed.min() >= 0
+
+
+def test_live_corrections_in_the_loss(verl, fresh, rollout):
+    """pg-tis: the gradient of -min(rho, 2) A log p, with the denominator of verl's token mean."""
+    from onepolicy.correct.presets import preset
+    from onepolicy.integrations.verl import policy_loss
+
+    policy_loss.configure(preset("pg-tis"))
+    try:
+        worker = fresh(loss_mode="onepolicy")
+        adv = advantages(rollout)
+        metrics = verl.update(worker, rollout.batch(), rollout.logp, adv)
+    finally:
+        policy_loss.configure(None)
+    logp = verl.score(fresh(), rollout.batch())
+    rho = (logp - rollout.logp).exp().clamp(max=2)
+    expected = -(rho * adv * logp)[rollout.mask].mean()
+    assert metrics["actor/pg_loss"][0] == pytest.approx(expected.item(), rel=1e-4)
+    found = k3(logp, rollout)
+    live = {name.removeprefix("onepolicy/live_"): value for name, value in metrics.items()}
+    assert live["k3"][0] / live["compared"][0] == pytest.approx(found, rel=1e-4)
