@@ -230,7 +230,7 @@ def test_a_recipe_that_does_not_fit_gets_suggestions():
     changed = planner(
         "64xH100", "train.tokens_per_micro_batch=65536", "train.activation_checkpointing=true"
     )
-    option = changed.option(chosen.split)
+    option = changed.evaluate_split(chosen.split)
     assert f"{option.learner_used / 1e9:.1f} of" in lines[0]
     assert option.learner_fits == lines[0].endswith(", fits")
 
