@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepolicy.config import UsageError
+from onepolicy.replay.private_names import current_graph_task_id
 
 # Elementwise operators whose vector kernel and scalar kernel differ in the last bit (measured).
 # `ops` has versions without this difference.
@@ -80,7 +81,7 @@ class StrictMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = current_graph_task_id() != -1
         if getattr(_invariant_calls, "depth", 0) or in_backward or _is_known(func, args, kwargs):
             return func(*args, **kwargs)
         # Inference mode does not decompose operators before it dispatches them.

@@ -18,7 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch.utils import checkpoint
+from onepolicy.replay.private_names import (
+    CHECKPOINT_FORWARD,
+    CHECKPOINT_GENERATOR,
+    CHECKPOINT_MODULE,
+    patch_checkpoints,
+)
 
 Replay = Callable[[], AbstractContextManager[None]]
 
@@ -30,14 +35,9 @@ class _OpenReplays(threading.local):
         self.open: list[Replay] = []
 
 
-_GENERATOR = "_checkpoint_without_reentrant_generator"
-_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"  # imports the generator by name
 _thread = _OpenReplays()
 _lock = threading.Lock()
 _users = 0  # open replays of all threads
-# The class is patched, so that code that imported the class by name is covered too.
-_forward: Any = checkpoint.CheckpointFunction.forward
-_generator: Any = getattr(checkpoint, _GENERATOR)
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def carry_into_recomputes(replay: Replay) -> Iterator[None]:
     global _users
     with _lock:
         _users += 1
-        _patch(_carrying_forward, _carrying_generator)
+        patch_checkpoints(_carrying_forward, _carrying_generator)
     try:
         with _opened(replay):
             yield
@@ -57,7 +57,7 @@ def carry_into_recomputes(replay: Replay) -> Iterator[None]:
         with _lock:
             _users -= 1
             if not _users:
-                _patch(_forward, _generator)
+                patch_checkpoints(CHECKPOINT_FORWARD, CHECKPOINT_GENERATOR)
 
 
 def called_by_checkpoint() -> bool:
@@ -68,16 +68,9 @@ def called_by_checkpoint() -> bool:
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_globals is checkpoint.__dict__:
+        if frame.f_globals is CHECKPOINT_MODULE.__dict__:
             return True
     return False
-
-
-def _patch(forward: Callable[..., Any], generator: Callable[..., Any]) -> None:
-    checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
-    for module in (checkpoint, sys.modules.get(_COMPOSABLE)):
-        if module is not None:
-            setattr(module, _GENERATOR, generator)
 
 
 @contextmanager
@@ -105,8 +98,8 @@ def _inside(replay: Replay, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _carrying_forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return _forward(ctx, _inside_open_replays(function), *args)
+    return CHECKPOINT_FORWARD(ctx, _inside_open_replays(function), *args)
 
 
 def _carrying_generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _generator(_inside_open_replays(function), *args, **kwargs)
+    return CHECKPOINT_GENERATOR(_inside_open_replays(function), *args, **kwargs)

@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
 from onepolicy.replay.alignment import MIN_ROWS, check_alignment, check_captured
@@ -29,6 +26,7 @@ from onepolicy.replay.checks import (
 )
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.layers import Router, decoder_layer, find_routers
+from onepolicy.replay.private_names import check_private_names, is_dtensor, is_fsdp_module
 from onepolicy.replay.topk_hook import override_attribute
 from onepolicy.types import RoutingTrace
 
@@ -104,14 +102,12 @@ class Routers:
         Raises:
             RoutingError: the model is being recorded or replayed already. Also when the context is
                 left, unless every router ran once per forward on the same rows.
-            UsageError: `weights` under transformers' `ep_router`, where a rank has the combine
-                weights of its own experts only.
+            UsageError: `weights` where a block selects the experts itself and returns no combine
+                weights, or under transformers' `ep_router`, where a rank has the combine weights of
+                its own experts only.
         """
-        if weights and masks_combine_weights(self._model):
-            raise UsageError(
-                "record(weights=True): under transformers' ep_router a rank has the combine "
-                "weights of its own experts only; record on a model without expert parallelism"
-            )
+        if weights:
+            self._check_weights_are_returned()
         tape = RouteRecorder(self._routers, weights=weights)
         forwards = [(recorder.router.module, recorder.__call__) for recorder in tape.recorders]
         with (
@@ -245,6 +241,22 @@ class Routers:
         """Check the next trace of every source again."""
         self._unchecked.clear()
 
+    def _check_weights_are_returned(self) -> None:
+        if masks_combine_weights(self._model):
+            raise UsageError(
+                "record(weights=True): under transformers' ep_router a rank has the combine "
+                "weights of its own experts only; record on a model without expert parallelism"
+            )
+        for router in self._routers:
+            if hasattr(router.module, "experts"):
+                raise UsageError(
+                    f"record(weights=True): layer {router.layer}: {type(router.module).__name__} "
+                    "of this transformers selects experts in the block and returns no combine "
+                    "weights; record the experts alone, without weights=True (in a recipe: "
+                    "replay.mode=r3), or install a transformers whose model has a router module "
+                    "(docs/reference/versions.md)"
+                )
+
     def _check_arguments(self, trace: RoutingTrace, soft: float | None, weights: bool) -> None:
         if not isinstance(trace, RoutingTrace):
             raise UsageError(
@@ -321,9 +333,10 @@ def bind_routers(model: nn.Module) -> Routers:
 
     Raises:
         UsageError: the model is dense, contains several models, or is sharded in a way that replay
-            does not support.
+            does not support. Or this torch lacks a name that replay needs (private_names.py).
         RoutingError: a block has experts but no router that can be replayed.
     """
+    check_private_names()
     inner = _transformers_model(model)
     routers = find_routers(inner)
     refuse_unknown_sharding(inner, routers, wrapper=model)
@@ -350,13 +363,10 @@ def refuse_unknown_sharding(
             "may see a part of the sequence; take it out of the plan"
         )
     managed = {
-        part
-        for module in wrapper.modules()
-        if isinstance(module, FSDPModule)
-        for part in module.modules()
+        part for module in wrapper.modules() if is_fsdp_module(module) for part in module.modules()
     }
     for router in routers:
-        sharded = [name for name, p in router.module.named_parameters() if isinstance(p, DTensor)]
+        sharded = [name for name, p in router.module.named_parameters() if is_dtensor(p)]
         if sharded and router.module not in managed:
             raise UsageError(
                 f"layer {router.layer}: {sharded[0]} of {router.path!r} is a DTensor that FSDP2 "
@@ -429,6 +439,9 @@ def _transformers_model(model: nn.Module) -> nn.Module:
         raise UsageError(f"bind_routers: expected a model, got {type(model).__name__}")
     if hasattr(model, "config"):
         return model
+    # Not at the top: a vLLM server imports this file, and brings a transformers of its own.
+    from transformers import PreTrainedModel
+
     inner = {
         path: module
         for path, module in model.named_modules()

@@ -26,6 +26,7 @@ from onepolicy.replay.modes import (
     replace_combine_weights,
     soften,
 )
+from onepolicy.replay.private_names import current_graph_task_id
 from onepolicy.replay.recompute import called_by_checkpoint
 
 _TOPK = (torch.topk, torch.Tensor.topk)
@@ -39,7 +40,7 @@ def in_backward() -> bool:
 
     A router that is called from a backward is part of an activation recompute.
     """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and current_graph_task_id() != -1
 
 
 @contextmanager

@@ -1,0 +1,140 @@
+"""Names of torch and transformers that are not public stand in one file."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from onepolicy import UsageError
+from onepolicy.replay import private_names
+from support.paths import ROOT
+
+PACKAGE = ROOT / "src" / "onepolicy"
+CORE = (
+    "replay",
+    "correct",
+    "divergence",
+    "objective",
+    "verdict",
+    "audit",
+    "integrations",
+    "config",
+    "layout.py",
+    "types.py",
+    "interfaces.py",
+    "files.py",
+    "telemetry.py",
+    "__init__.py",
+)
+"""The library: it runs on versions that the trainer does not."""
+OF_PYTHON = {"_getframe", "_replace", "_asdict", "_fields"}
+OF_TRAINERS = ("integrations", "audit/export")
+"""These folders use names of the trainers that they are for."""
+
+
+def core_files() -> list[Path]:
+    files: list[Path] = []
+    for name in CORE:
+        path = PACKAGE / name
+        files += path.rglob("*.py") if path.is_dir() else [path]
+    return sorted(path for path in files if path.exists())
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names() -> set[str]:
+    """Return every private name that the package itself defines."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node) == f"self.{node.attr}":
+                found.add(node.attr)
+    return {name for name in found if is_private(name)}
+
+
+def foreign_private_names(code: str, own: set[str]) -> list[str]:
+    """Return the private names of other packages that this code reads, sets, imports or looks
+    up by a string."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute):
+            found.append(node.attr)
+        elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("onepolicy"):
+            found += [*str(node.module).split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            found += [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id in ("getattr", "setattr", "hasattr") and len(node.args) > 1:
+                name = node.args[1]
+                found += [name.value] if isinstance(name, ast.Constant) else []
+        elif isinstance(node, ast.Constant) and str(node.value).startswith(("torch.", "transform")):
+            found += str(node.value).split(".")
+    return [name for name in found if is_private(name) and name not in own | OF_PYTHON]
+
+
+def of_torch_or_transformers(code: str) -> list[str]:
+    """Return dotted private names such as torch._C that this code reads."""
+    attributes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)]
+    dotted = [ast.unparse(node) for node in attributes]
+    return [
+        name
+        for name in dotted
+        if name.startswith(("torch.", "transformers.")) and any(map(is_private, name.split(".")))
+    ]
+
+
+@pytest.mark.parametrize("path", core_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_are_in_one_file(path: Path) -> None:
+    where = str(path.relative_to(PACKAGE))
+    if where == "replay/private_names.py":
+        return
+    code = path.read_text()
+    assert not of_torch_or_transformers(code)
+    if not where.startswith(OF_TRAINERS):
+        assert not foreign_private_names(code, own_names())
+
+
+def test_the_test_sees_private_names() -> None:
+    code = """
+import torch._dynamo
+from torch.utils.checkpoint import _one
+torch._C._two()
+getattr(model, "_three")
+name = "torch.distributed._four"
+model._five = 1
+self._own
+"""
+    found = foreign_private_names(code, {"_own"})
+    assert set(found) == {"_dynamo", "_one", "_C", "_two", "_three", "_four", "_five"}
+    assert of_torch_or_transformers(code) == ["torch._C._two", "torch._C"]
+
+
+def test_the_one_file_has_a_row_for_each() -> None:
+    text = private_names.__doc__ or ""
+    code = Path(str(private_names.__file__)).read_text().replace(text, "")
+    own = own_names()
+    used = {name for name in foreign_private_names(code, own) if name != "_C"}
+    assert used == {"_current_graph_task_id", "_composable"}
+    for name in (*used, private_names._GENERATOR):
+        assert name in text
+
+
+@pytest.mark.parametrize("name", ["_GRAPH_TASK_ID", "CHECKPOINT_FORWARD", "CHECKPOINT_GENERATOR"])
+def test_a_torch_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(private_names, name, None)
+    with pytest.raises(UsageError, match=rf"torch {torch.__version__[:4]}.* has no torch\.\w+"):
+        private_names.check_private_names()
+
+
+def test_this_torch_has_all_names() -> None:
+    private_names.check_private_names()
+    assert private_names.current_graph_task_id() == -1
