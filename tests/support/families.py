@@ -13,11 +13,14 @@ import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,26 @@ class Family:
         """Return a model with random weights, decided routers, and selection biases that change
         choices."""
         torch.manual_seed(seed)
-        config, options = self.config(**changes), {"dtype": dtype}
-        if experts is not None:
-            options["experts_implementation"] = experts
+        config, options = self.config(**changes), model_options(dtype, experts)
         if self.model_type == "mistral4":  # has a causal LM class that the auto class does not know
             model = transformers.Mistral4ForCausalLM._from_config(config, **options)
         else:
             model = AutoModelForCausalLM.from_config(config, **options)
         perturb(model)
         return model.train(self.train)
+
+
+def model_options(dtype: torch.dtype, experts: str | None = None) -> dict[str, Any]:
+    """Return the arguments of `from_config` as the installed transformers takes them.
+
+    experts: the kind of experts; before 5.0 there is one, a loop over modules.
+    """
+    release = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if release < (4, 56):
+        return {"torch_dtype": dtype}
+    if release < (5, 0) or experts is None:
+        return {"dtype": dtype}
+    return {"dtype": dtype, "experts_implementation": experts}
 
 
 def perturb(model: PreTrainedModel) -> None:

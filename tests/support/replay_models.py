@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from onepolicy.types import RoutingTrace, id_dtype
-from support.families import TABLE, perturb
+from support.families import TABLE, model_options, perturb
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: TABLE["qwen3_moe"].config(mlp_only_layers=[], norm_topk_prob=True),
@@ -40,7 +44,7 @@ def build(
     for name, value in changes.items():
         setattr(config, name, value)
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager", experts_implementation=experts
+        config, attn_implementation="eager", **model_options(torch.float32, experts)
     )
     perturb(model)
     return model.train()

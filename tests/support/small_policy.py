@@ -7,8 +7,6 @@ import torch
 
 from onepolicy.cli import main
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
-from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
 from support.small_recipe import write_recipe
 
 SMALL = PolicyConfig(
@@ -28,6 +26,9 @@ SMALL = PolicyConfig(
 def policy(tmp_path_factory):
     """Return the folder of a 3-layer MoE with its tokenizer, warmed up just enough to write
     responses."""
+    from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
+    from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
+
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(task_alphabet(SMALL.task))
     model = make_model(SMALL, len(tokenizer))

@@ -1,9 +1,10 @@
 """The routers of a model: the modules that select experts, and the decoder layer of each.
 
-A router is recognised by the whole-number attributes `top_k` and `num_experts`. If a block and its
-gate both have them, the gate counts. A family that keeps them elsewhere has a line in a table
-below; nothing else depends on class names. A wrong guess raises as soon as the router runs, because
-a router must select `top_k` experts exactly once.
+A router is recognised by the whole-number attributes `top_k` and `num_experts` (or, in older
+transformers, `n_routed_experts`). If a block and its gate both have them, the gate counts, unless
+the block has the method that selects (`route_tokens_to_experts`). A family that keeps its numbers
+elsewhere has a line in a table below; nothing else depends on class names. A wrong guess raises as
+soon as the router runs, because a router must select `top_k` experts exactly once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from onepolicy.replay.checks import RoutingError
 
 # class -> attribute -> the path at which this class keeps it
 _ATTRIBUTE_PATHS = {
+    "DeepseekV2Moe": {"num_experts": "config.n_routed_experts"},  # transformers 5.0 to 5.12
     "DbrxFFN": {"num_experts": "experts.num_experts"},  # the block selects
     "Gemma4TextRouter": {"top_k": "config.top_k_experts", "num_experts": "config.num_experts"},
     "LongcatFlashTopkRouter": {
@@ -27,6 +29,10 @@ _ATTRIBUTE_PATHS = {
     },
     "ZayaRouter": {"num_experts": "num_router_classes"},  # with the class that skips the experts
 }
+# What older transformers call these numbers
+_SYNONYMS = {"num_experts": ("n_routed_experts",), "num_group": ("n_group",)}
+# The method of a block that selects experts itself. Its gate only scores them.
+_SELECTS = "route_tokens_to_experts"
 # Experts are looked up by token id. They are the same in every engine: there is nothing to replay.
 _BY_TOKEN_ID = ("DeepseekV4HashRouter",)
 # One router for the MLP and one for the attention: two columns, in module order
@@ -72,6 +78,8 @@ def find_routers(model: nn.Module) -> tuple[Router, ...]:
         for path, module in model.named_modules()
         if _is_router(module) and not _in_mtp_head(path, model)
     ]
+    selecting = [path for path in paths if hasattr(model.get_submodule(path), _SELECTS)]
+    paths = [path for path in paths if not any(path.startswith(f"{up}.") for up in selecting)]
     inner_paths = [path for path in paths if not _contains_any(path, paths)]
     described = {_peft_wrapper(path, model): path for path in inner_paths}
     routers = [_describe(path, model, copy) for path, copy in described.items()]
@@ -159,13 +167,13 @@ def decoder_layer(model: nn.Module, router: Router) -> nn.Module:
 
 
 def _int_attribute(module: nn.Module, name: str) -> int:
-    """Return a module's `top_k` or `num_experts`, 0 if it has none."""
+    """Return a module's `top_k`, `num_experts` or `num_group`, 0 if it has none."""
     path = _ATTRIBUTE_PATHS.get(type(module).__name__, {}).get(name)
-    if path is None:
-        value = getattr(module, name, None)
+    if path is not None:
+        values = [attrgetter(path)(module)]
     else:
-        value = attrgetter(path)(module)
-    return value if isinstance(value, int) else 0
+        values = [getattr(module, each, None) for each in (name, *_SYNONYMS.get(name, ()))]
+    return next((value for value in values if isinstance(value, int)), 0)
 
 
 def _is_router(module: nn.Module) -> bool:
@@ -208,7 +216,7 @@ def _describe(path: str, model: nn.Module, copy: str) -> Router:
     module, layer = model.get_submodule(copy), decoder_index(path)
     if layer is None:
         raise RoutingError(f"router {path!r} is not inside a numbered decoder layer")
-    groups = getattr(module, "num_group", None) or 0
+    groups = _int_attribute(module, "num_group")
     return Router(
         path,
         layer,

@@ -1,0 +1,171 @@
+"""Record and replay of the best-known families, on any torch and transformers that the library
+takes. `make test-versions` runs this on old and new ones, for docs/reference/versions.md.
+
+Nothing in here depends on how a version stores its experts or where its blocks select them: which
+experts computed a token is read from the gradients of a loss on that token.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from onepolicy import RoutingError, UsageError, bind_routers
+from onepolicy.replay import Routers
+from onepolicy.types import RoutingTrace
+from support.families import TABLE
+from support.replay_models import loss_and_grads, random_trace, same_bits
+
+FAMILIES = {
+    "Qwen3-MoE": ("qwen3_moe", {}),
+    "Qwen2-MoE": ("qwen2_moe", {"decoder_sparse_step": 1}),
+    "Mixtral": ("mixtral", {}),
+    "OLMoE": ("olmoe", {}),
+    "gpt-oss": ("gpt_oss", {}),
+    "DeepSeek-V2, groups": ("deepseek_v2", {}),
+    "DeepSeek-V2, greedy": ("deepseek_v2", {"topk_method": "greedy"}),
+    "DeepSeek-V3": ("deepseek_v3", {}),
+    "GLM-4.5": ("glm4_moe", {}),
+}
+ROWS = 14
+TOKENS = 1 + torch.arange(ROWS).view(2, 7)  # all different
+
+
+@cache
+def routers_of(family: str) -> Routers:
+    model_type, changes = FAMILIES[family]
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {model_type} yet")
+    model = TABLE[model_type].model(**changes)
+    try:
+        model(input_ids=TOKENS)
+    except AttributeError as error:  # before anything is bound
+        pytest.skip(f"its own forward fails: {error}")
+    return bind_routers(model)
+
+
+def recorded(routers: Routers) -> tuple[RoutingTrace, Tensor, dict[str, Tensor]]:
+    """Return the model's own routes, logits and gradients."""
+    with routers.record() as tape:
+        logits, grads = loss_and_grads(routers._model, TOKENS)
+    return tape.trace(), logits, grads
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_own_routes_keep_every_bit(family: str) -> None:
+    routers = routers_of(family)
+    own, plain, plain_grads = recorded(routers)
+    assert (own.ids != own.ids[:1]).any()
+    with routers.replay(own):
+        logits, grads = loss_and_grads(routers._model, TOKENS)
+    assert torch.equal(logits, plain)
+    assert same_bits(grads, plain_grads)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recompute_uses_the_routes_of_its_forward(family: str, reentrant: bool) -> None:
+    routers = routers_of(family)
+    model = routers._model
+    other = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    with routers.replay(other, check=False):
+        logits, grads = loss_and_grads(model, TOKENS)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()  # or a reentrant checkpoint has no gradient
+    try:
+        with routers.replay(other, check=False):
+            again, recomputed = loss_and_grads(model, TOKENS)
+    finally:
+        model.gradient_checkpointing_disable()
+        model.disable_input_require_grads()
+    assert torch.equal(again, logits)
+    assert same_bits(recomputed, grads)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forced_experts_and_only_they_get_gradients(family: str) -> None:
+    """A loss on one token reaches the last MoE layer through that token alone."""
+    routers = routers_of(family)
+    model = routers._model
+    forced = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    for token in (0, 5, 13):
+        model.zero_grad(set_to_none=True)
+        with routers.replay(forced, check=False):
+            logits = model(input_ids=TOKENS, use_cache=False).logits
+        logits.flatten(0, 1)[token].square().sum().backward()
+        assert experts_with_gradient(model, routers) == set(forced.ids[token, -1].tolist())
+        gate = gate_of(routers)
+        assert gate.weight.grad is not None
+        assert (gate.weight.grad != 0).any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_without_routes_take_the_routers_own(family: str) -> None:
+    routers = routers_of(family)
+    own, plain, _ = recorded(routers)
+    other = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    missing = torch.arange(ROWS) % 3 == 0
+    ids = torch.where(missing[:, None, None], other.ids, own.ids)
+    trace = RoutingTrace(ids, ~missing, own.layers, own.num_experts)
+    with routers.replay(trace, native=True) as replayed:
+        logits = routers._model(input_ids=TOKENS, use_cache=False).logits
+    assert torch.equal(logits, plain)
+    assert torch.equal(replayed.native().ids, own.ids)
+    routers.self_test()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_combine_weights_are_replayed_or_refused_with_the_reason(family: str) -> None:
+    routers = routers_of(family)
+    model = routers._model
+    if hasattr(routers._routers[0].module, "experts"):
+        with (
+            pytest.raises(UsageError, match="selects experts in the block"),
+            routers.record(weights=True),
+        ):
+            raise AssertionError("recorded")
+        return
+    if family == "gpt-oss" and transformers.__version__ < "5":
+        with (
+            pytest.raises(RoutingError, match=r"GptOssTopKRouter.*cannot be recorded"),
+            routers.record(weights=True),
+        ):
+            model(input_ids=TOKENS)
+        return
+    with routers.record(weights=True) as tape:
+        plain = model(input_ids=TOKENS, use_cache=False).logits
+    with routers.replay(tape.trace(), weights=True):
+        logits = model(input_ids=TOKENS, use_cache=False).logits
+    assert torch.equal(logits, plain)
+
+
+def block_of(routers: Routers) -> nn.Module:
+    """Return the last MoE block."""
+    router = routers._routers[-1]
+    if hasattr(router.module, "experts"):
+        return router.module
+    return routers._model.get_submodule(router.path.rpartition(".")[0])
+
+
+def gate_of(routers: Routers) -> nn.Module:
+    block = block_of(routers)
+    return getattr(block, "gate", None) or block.router
+
+
+def experts_with_gradient(model: PreTrainedModel, routers: Routers) -> set[int]:
+    """Return the experts of the last MoE layer with a gradient other than zero."""
+    experts = block_of(routers).experts
+    if isinstance(experts, nn.ModuleList):
+        grads = [
+            expert.down_proj if hasattr(expert, "down_proj") else expert.w2 for expert in experts
+        ]
+        weights = [linear.weight.grad for linear in grads]
+    else:
+        weights = list(experts.down_proj.grad)
+    return {e for e, grad in enumerate(weights) if grad is not None and (grad != 0).any()}
