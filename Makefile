@@ -16,7 +16,7 @@ $(VENV)/.train: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11+ needed, this is {sys.version.split()[0]}; make PYTHON=python3.11"'
 	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[report,envs,server]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,report,envs,server]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.train

@@ -67,9 +67,10 @@ def test_the_library_needs_the_core_only(core_python: Path, tmp_path: Path) -> N
     """The README's example binds, records, replays, measures and reweights."""
     groups = PROJECT["optional-dependencies"].values()
     extras = {Requirement(line).name.replace("-", "_") for group in groups for line in group} - {
-        "onepolicy"
+        "onepolicy",
+        *(Requirement(line).name for line in PROJECT["dependencies"]),  # in the extra train too
     }
-    assert {"plotly", "ray", "vllm"} <= extras
+    assert {"plotly", "ray", "vllm", "tomlkit"} <= extras
     brought = {name.replace("-", "_") for name in closure(PROJECT["dependencies"])} & extras
     assert brought <= {"httpx2", "jinja2"}  # huggingface_hub 2 and torch need them
     extras -= brought
@@ -82,3 +83,20 @@ def test_the_library_needs_the_core_only(core_python: Path, tmp_path: Path) -> N
     assert run.returncode == 0, run.stderr
     assert "k3 with replay" in run.stdout
     assert str(core_python) != sys.executable
+
+
+def test_a_command_of_the_trainer_names_the_missing_extra(
+    core_python: Path, tmp_path: Path
+) -> None:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    run = subprocess.run(
+        [core_python, "-m", "onepolicy", "config", str(ROOT / "recipes" / "quickstart.toml")],
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 2, run.stderr
+    assert "this command needs tomlkit>=0.13 (not installed); pip install 'onepolicy[train]'" in (
+        run.stderr
+    )

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onepolicy.cli.parser import Parser
+from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import Frozen, RunConfig, UsageError, printable
 from onepolicy.config.idle import Idle, describe_idle
 from onepolicy.config.renamed import rename_overrides
@@ -112,8 +113,10 @@ class _StderrHandler(logging.Handler):
 def prepare_process(threads: int | None) -> None:
     """Set everything that torch reads when it is imported, then import transformers.
 
-    OpenMP threads must not spin: that starves every other process of the machine.
+    OpenMP threads must not spin: that starves every other process of the machine. Raises UsageError
+    if the extra `train` is not installed.
     """
+    check_train_extra()
     logger = logging.getLogger("onepolicy")
     logger.setLevel(logging.INFO)
     if not logger.handlers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from onepolicy.cli.common import Commands, add_command, warn_idle
+from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.idle import idle_settings
 
@@ -40,6 +41,7 @@ def _settings(recipe: str, overrides: list[str]) -> str:
         if len(overrides) > 1:
             raise UsageError(f"config {recipe}: one name, not {' '.join(overrides)}")
         return _presets(recipe, *overrides)
+    check_train_extra(["tomlkit>=0.13"])
     from onepolicy.config.as_toml import as_toml
 
     config = load(recipe, overrides)
