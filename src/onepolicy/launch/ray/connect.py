@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -59,6 +60,8 @@ def open_ray_launcher(config: RunConfig, progress: Progress) -> Iterator[Launche
 
 @contextmanager
 def _connected(cluster: RayCluster) -> Iterator[None]:
+    if cluster.address is None:
+        _refuse_imported_ray()
     prepare_environment(own=cluster.address is None)
     if cluster.address is not None:
         check_address(cluster.address, cluster.auth)
@@ -94,6 +97,19 @@ def _connected(cluster: RayCluster) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _refuse_imported_ray() -> None:
+    """Raise UsageError if this process imported Ray before it asks for a token.
+
+    Ray reads at its import whether connections need a token. The driver could then not talk to the
+    Ray that it starts.
+    """
+    if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
+        raise UsageError(
+            "cluster.kind: this process has imported ray, which has read its environment; start "
+            "the run in a process that has not, or set RAY_AUTH_MODE=token before the import"
+        )
 
 
 @contextmanager

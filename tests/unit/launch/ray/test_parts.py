@@ -71,6 +71,15 @@ def test_a_ray_that_everybody_can_command_is_refused(monkeypatch):
     connect.check_address("10.0.0.1:6379", "token")
 
 
+def test_a_process_that_imported_ray_before_does_not_start_one(monkeypatch):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with (
+        pytest.raises(UsageError, match="this process has imported ray"),
+        connect.open_ray_launcher(settings(), print),
+    ):
+        pass
+
+
 def settings(*overrides) -> RunConfig:
     return resolve(BASE, ["cluster.kind=ray", *overrides])
 
