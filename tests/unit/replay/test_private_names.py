@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,8 @@ def of_torch_or_transformers(code: str) -> list[str]:
     return [
         name
         for name in dotted
-        if name.startswith(("torch.", "transformers.")) and any(map(is_private, name.split(".")))
+        if re.fullmatch(r"(torch|transformers)(\.\w+)+", name)
+        and any(map(is_private, name.split(".")))
     ]
 
 
@@ -111,7 +113,7 @@ torch._C._two()
 getattr(model, "_three")
 name = "torch.distributed._four"
 model._five = 1
-self._own
+torch.cat(self._own)
 """
     found = foreign_private_names(code, {"_own"})
     assert set(found) == {"_dynamo", "_one", "_C", "_two", "_three", "_four", "_five"}
