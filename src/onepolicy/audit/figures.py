@@ -42,6 +42,7 @@ StyledResult = tuple[AuditResult, LineStyle]
 
 def audit_figures(results: Sequence[AuditResult]) -> list[Figure | Absent]:
     """Return all figures of one or two dumps, or why a figure is absent."""
+    assert len(results) <= 2, "a third result has no line style"
     styled = list(zip(results, (NEUTRAL, SECOND), strict=False))
     return [
         *map(row_heatmap, results),

@@ -142,11 +142,11 @@ def _replay_of_single_turns(
 def _correction(correction: CorrectionConfig, objective: ObjectiveConfig) -> Iterator[Idle]:
     usual = correction.of_preset()
     if not correction.rejects:
-        reason = "correction: no gate or weight bound rejects anything"
+        reason = "correction: no gate or weight bound rejects a slot whose ratio is finite"
         names = ("denominator", "protect")
         yield from _set_among(names, correction, "correction.", reason, usual)
     if correction.weight.level == "none" and not correction.gates:
-        reason = "correction.weight.level = none: all weights are 1"
+        reason = "correction.weight.level = none: all weights of slots with a finite ratio are 1"
         yield from _set_among(("normalise",), correction, "correction.", reason, usual)
     if correction.centering != "head":
         reason = f"correction.centering = {correction.centering}"

@@ -64,12 +64,12 @@ def weights(run):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("replay", ["r3", "off"])
-@pytest.mark.parametrize("mini_steps", [1, 2])
-def test_every_step_is_exact(train, dtype, replay, mini_steps):
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_every_step_is_exact(train, dtype, replay, minibatches):
     settings = (
         f"model.dtype={dtype}",
         f"replay.mode={replay}",
-        f"objective.num_minibatches={mini_steps}",
+        f"objective.num_minibatches={minibatches}",
     )
     assert len(exact(train("-".join(settings), *settings))) == STEPS
 

@@ -91,7 +91,7 @@ def test_replay_acts_in_score_and_update_and_keeps_native_routes():
     assert any(not torch.equal(replayed[n], native[n]) for n in native)
 
 
-def test_mini_steps_move_the_policy_between_them():
+def test_minibatches_move_the_policy_between_them():
     _, one, _ = one_step(learner_of(), batch_of())
     _, two, _ = one_step(learner_of("objective.num_minibatches=2"), batch_of())
     assert one["train/ratio_dev"] == 0.0

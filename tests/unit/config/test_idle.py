@@ -53,9 +53,9 @@ def idle(*overrides: str) -> dict[str, str]:
         ),
         (["replay.mode=r2"], "replay.mode", SINGLE),
         (["replay.duplicate_routes=newest"], "replay.duplicate_routes", "task.kind = chain"),
-        (["correction.denominator=kept"], "correction.denominator", "rejects anything"),
-        (['correction.protect=["kl"]'], "correction.protect", "rejects anything"),
-        (["correction.normalise=self"], "correction.normalise", "all weights are 1"),
+        (["correction.denominator=kept"], "correction.denominator", "whose ratio is finite"),
+        (['correction.protect=["kl"]'], "correction.protect", "whose ratio is finite"),
+        (["correction.normalise=self"], "correction.normalise", "with a finite ratio are 1"),
         (["correction.head_size=5"], "correction.head_size", "correction.centering = none"),
         (
             ["correction.preset=icepop", 'correction.protect=["kl", "entropy"]'],

@@ -52,7 +52,7 @@ def test_the_recipe():
     )
 
 
-def test_bypass_and_mini_steps_are_accepted():
+def test_bypass_and_minibatches_are_accepted():
     """With the rollout as behaviour policy, the run leaves out a scoring that could find
     nothing."""
     config = resolve(

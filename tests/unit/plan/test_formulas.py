@@ -136,7 +136,7 @@ def test_micro_batches_hold_whole_samples():
     assert WORK.micro_batches(1000, 8) == 1
 
 
-def test_a_group_prefills_its_prompt_once_with_prefix_reuse():
+def test_a_group_prefills_its_prompt_once_with_prefix_caching():
     assert WORK.prefilled == 12
     assert dataclasses.replace(WORK, shared=False).prefilled == 48
 

@@ -88,7 +88,7 @@ def test_micro_batches_partition_and_respect_the_budget(lengths, budget):
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
-def test_mini_steps_keep_groups_whole(parts, groups_per_part, size):
+def test_minibatches_keep_groups_whole(parts, groups_per_part, size):
     groups = [
         Group(g, tuple(sample(3, routed=False) for _ in range(size)))
         for g in range(parts * groups_per_part)
@@ -98,6 +98,6 @@ def test_mini_steps_keep_groups_whole(parts, groups_per_part, size):
     assert all(len(part) == groups_per_part * size for part in chosen)
 
 
-def test_fewer_groups_than_mini_steps_take_fewer():
+def test_fewer_groups_than_minibatches_take_fewer():
     groups = [Group(g, (sample(3, routed=False),)) for g in range(2)]
     assert minibatches(pack(groups), 3) == [[0], [1]]

@@ -28,7 +28,7 @@ from onepolicy.types import (
 class TensorFormat:
     """The expected form of one tensor of a Completion, which has a row per token."""
 
-    kind: str  # of its numbers, as kind_of says
+    kind: str  # of its numbers, as number_kind says
     dims: int
     required: bool
 
