@@ -26,9 +26,9 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 
 from onepolicy.integrations.verl import engine
 from onepolicy.replay.routers import bind_routers
+from support.families import TABLE
 from support.verl import platform  # noqa: F401 (makes the CPU verl's device)
 
-VOCABULARY = 64
 PROMPT, RESPONSE = 6, 24  # columns
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
@@ -36,7 +36,7 @@ FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 def save_model(folder: Path, **changes) -> Path:
     """Save a Qwen3-MoE with 3 layers of 16 experts, the first of them dense."""
     config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
         moe_intermediate_size=24,
@@ -62,6 +62,14 @@ def save_model(folder: Path, **changes) -> Path:
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.mul_(12)
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_family(folder: Path, name: str) -> Path:
+    """Save the tiny model of another MoE family."""
+    model = TABLE[name].model()
+    model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
     return folder
 
@@ -160,14 +168,16 @@ def sample(folder: Path, *, samples: int = 8, seed: int = 0) -> Rollout:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     routers = bind_routers(model)
     random = torch.Generator().manual_seed(seed)
-    depth, top_k = model.config.num_hidden_layers, model.config.num_experts_per_tok
+    vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.zeros(samples, PROMPT + RESPONSE, dtype=torch.int64)
     attention = torch.zeros_like(tokens)
-    routes = torch.zeros(samples, PROMPT + RESPONSE, depth, top_k, dtype=torch.int16)
+    routes = torch.zeros(
+        samples, PROMPT + RESPONSE, routers.depth, routers.top_k, dtype=torch.int16
+    )
     logp = torch.zeros(samples, RESPONSE)
     for i in range(samples):
         prompt, response = 3 + i % 3, RESPONSE - 3 * (i % 3)
-        path = torch.randint(3, VOCABULARY, (1, prompt + response), generator=random)
+        path = torch.randint(3, vocabulary, (1, prompt + response), generator=random)
         with routers.record() as tape:
             logits = model(input_ids=path[:, :-1], use_cache=False).logits.float()
         scored = logits.log_softmax(-1).gather(-1, path[:, 1:, None])[0, :, 0]

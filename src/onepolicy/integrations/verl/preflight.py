@@ -32,7 +32,7 @@ def check_config(config: Any, settings: Settings, environment: Mapping[str, str]
         report.require(
             "something to dump",
             not _bypasses(config),
-            found=f"trainer.onepolicy.dump with {SECTION}.bypass_mode=true",
+            found=f"{SECTION}.bypass_mode={_bypasses(config)}",
             fix="bypass mode scores no batch, so a dump has no trainer side; leave one out",
         )
     for name in ("top_p", "top_k"):
@@ -117,7 +117,7 @@ def _check_correction(report: Preflight, config: Any, settings: Settings) -> Non
     report.require(
         "sampler's log-probabilities for score centering",
         correction.centering == "none",
-        found=f"correction {correction.name}",
+        found=f"centering={correction.centering}",
         fix="verl's batches carry no likeliest tokens of the sampler; choose another correction",
     )
     if settings.live is not None:
@@ -131,7 +131,7 @@ def _check_fixed(report: Preflight, config: Any, correction: CorrectionConfig) -
     report.require(
         f"a scored batch for {correction.name}",
         not _bypasses(config),
-        found=f"{SECTION}.bypass_mode=true",
+        found=f"{SECTION}.bypass_mode={_bypasses(config)}",
         fix="set it to false: its weights compare the trainer's score with the rollout's",
     )
     report.require(
@@ -147,7 +147,7 @@ def _check_fixed(report: Preflight, config: Any, correction: CorrectionConfig) -
     report.require(
         f"gates of {correction.name} that need no advantage",
         all(gate.when == "always" for gate in correction.gates),
-        found="a gate with `when`",
+        found=f"{len(correction.gates)} gates, when={[gate.when for gate in correction.gates]}",
         fix="verl computes advantages after the correction; leave `when` out",
     )
 
@@ -166,7 +166,7 @@ def _check_live(report: Preflight, config: Any, correction: CorrectionConfig) ->
     report.require(
         f"{correction.name} against the rollout alone",
         fixed.weight.level == "none" and not fixed.gates,
-        found="a weight or gate of old/rollout beside one of new/rollout",
+        found=f"weight.level={fixed.weight.level} and {len(fixed.gates)} gates of old/rollout",
         fix="with bypass_mode there is no old policy; give one of the two",
     )
 

@@ -141,11 +141,11 @@ BAD = [
         OURS,
         "rollout_correction=null",
     ),
-    ({"correction": "tis"}, {BYPASS: True}, OURS, "bypass_mode=true; set it to false"),
+    ({"correction": "tis"}, {BYPASS: True}, OURS, "bypass_mode=True; set it to false"),
     ({"correction": "tis"}, {LOSS: "geo_mean"}, OURS, "GMPO"),
     ({"correction": "tis"}, {LOSS: "onepolicy"}, OURS, "loss_mode=onepolicy"),
     ({"correction": "pg-tis"}, {}, OURS, "loss_mode=onepolicy and"),
-    ({"correction": "pg-tis"}, {LOSS: "onepolicy"}, OURS, "bypass_mode=True|bypass_mode=true"),
+    ({"correction": "pg-tis"}, {LOSS: "onepolicy"}, OURS, "bypass_mode=False; it needs"),
     (
         {"correction": "score-centering"},
         {LOSS: "onepolicy", BYPASS: True},

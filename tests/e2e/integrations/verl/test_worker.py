@@ -96,6 +96,19 @@ def test_all_layouts_score_and_train_alike(verl, fresh, rollout):
         torch.testing.assert_close(scores[layout], scores["fsdp2 packed"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "gpt_oss"])
+def test_other_families(verl, tmp_path, family):
+    """Padded: on a CPU, transformers packs no attention with sliding windows (gpt-oss)."""
+    model = verl.save_family(tmp_path / family, family)
+    rollout, worker = verl.sample(model), verl.make_worker(model, packed=False, checkpointing=True)
+    native = k3(verl.score(worker, rollout.batch(routed_experts=None)), rollout)
+    worker.engine.expects_routes = None
+    old = verl.score(worker, rollout.batch())
+    assert k3(old, rollout) < native
+    metrics = verl.update(worker, rollout.batch(), old, advantages(rollout))
+    assert metrics["actor/ppo_kl"] == [0.0]
+
+
 def test_an_update_without_replay_is_another_policy(verl, fresh, rollout):
     worker = fresh()
     old = verl.score(worker, rollout.batch())
