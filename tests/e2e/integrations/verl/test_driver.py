@@ -77,13 +77,6 @@ def test_rejection_leaves_the_mask_alone(data_proto, verls_correction):
     assert report["correction/rejected"] == pytest.approx(1 - kept.sum().item() / before.sum())
 
 
-def test_turns_are_runs_of_sampled_tokens():
-    from onepolicy.integrations.verl.batches import turns_of
-
-    mask = torch.tensor([[1, 1, 0, 0, 1, 0, 1], [0, 1, 1, 1, 0, 0, 0]]).bool()
-    assert turns_of(mask).tolist() == [[0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0, 0]]
-
-
 def config(**changes):
     """Return the parts of verl's real default configuration that are looked at, with changes."""
     from hydra import compose, initialize_config_module
@@ -192,14 +185,6 @@ def test_a_configuration_that_does_not(section, changes, environment, said):
     report = check_config(config(**changes), read_settings(section), environment)
     with pytest.raises(UsageError, match=said):
         report.finish()
-
-
-@pytest.mark.parametrize("name", ["vespo", "gmpo", "tsi"])
-def test_no_correction_of_that_name(name):
-    from onepolicy.integrations.verl.settings import read_settings
-
-    with pytest.raises(UsageError, match=f"none is called '{name}'"):
-        read_settings({"correction": name})
 
 
 def test_the_trainer_checks_before_it_builds_and_keeps_verls_mode():

@@ -1,4 +1,4 @@
-"""The plugin in verl's processes: cheap, and without effect for who did not ask for it."""
+"""The plugin in verl's processes: without effect for who did not ask for it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ import pytest
 from support.paths import ROOT
 
 pytestmark = pytest.mark.verl
-LOADED = """
-import sys
-import onepolicy.integrations.verl  # as verl's entry point does
-assert not {"torch", "transformers", "verl", "pydantic"} & set(sys.modules), "it loads something"
-"""
 UNASKED = """
 import sys, os
 os.environ.pop("VERL_ENGINE_VENDOR", None)
@@ -68,7 +63,7 @@ def run(code):
     )
 
 
-@pytest.mark.parametrize("code", [LOADED, UNASKED, ASKED], ids=["cheap", "unasked", "asked"])
+@pytest.mark.parametrize("code", [UNASKED, ASKED], ids=["unasked", "asked"])
 def test_plugin(code):
     done = run(code)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -17,6 +17,8 @@ LAYOUTS = {
     "fsdp1 padded": {"strategy": "fsdp", "packed": False},
 }
 
+FAMILIES = ["mixtral", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v3", "glm4_moe"]
+
 
 @pytest.fixture(scope="module")
 def verl():
@@ -96,7 +98,7 @@ def test_all_layouts_score_and_train_alike(verl, fresh, rollout):
         torch.testing.assert_close(scores[layout], scores["fsdp2 packed"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_other_families(verl, tmp_path, family):
     """Padded: on a CPU, transformers packs no attention with sliding windows (gpt-oss)."""
     model = verl.save_family(tmp_path / family, family)

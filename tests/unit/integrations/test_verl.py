@@ -1,0 +1,108 @@
+"""Parts of the adapter of verl that need no verl."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onepolicy.config import UsageError
+from onepolicy.integrations.verl.batches import turns_of
+from onepolicy.integrations.verl.metrics import finish_update_metrics, replay_sums
+from onepolicy.integrations.verl.settings import read_settings
+from onepolicy.types import RoutingTrace
+
+
+def trace(ids, valid=None):
+    ids = torch.tensor(ids, dtype=torch.uint8)
+    if valid is None:
+        valid = [True] * len(ids)
+    return RoutingTrace(ids, torch.tensor(valid), (0, 2), 8)
+
+
+def as_verl_reports(parts):
+    """Return the average over ranks, micro-batches and minibatches under verl's prefix."""
+    return {f"actor/{name}": np.mean([part[name] for part in parts]) for name in parts[0]}
+
+
+def test_shares_by_hand():
+    """Three rows of two routers: one is not valid, and of the other four routers one differs by one
+    of its two experts."""
+    replayed = trace([[[1, 2], [3, 4]], [[1, 2], [3, 4]], [[0, 0], [0, 0]]], [True, True, False])
+    native = trace([[[2, 1], [3, 4]], [[1, 5], [3, 4]], [[6, 7], [6, 7]]])
+    sums = replay_sums(replayed, native, samples=2, missing=1, rows=3)
+    metrics = as_verl_reports([sums])
+    finish_update_metrics(metrics)
+    assert metrics == {
+        "routing/routers": 0.25,
+        "routing/tokens": 0.5,
+        "routing/agreement": 7 / 8,
+        "replay/missing_samples": 0.5,
+        "replay/native_rows": pytest.approx(1 / 3),
+    }
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 9))
+def test_averaged_sums_are_the_shares_of_the_whole(lengths, seed):
+    """verl averages micro-batches of different sizes without weights."""
+    random = torch.Generator().manual_seed(seed)
+    pairs = [torch.randint(0, 3, (2, n, 2, 2), generator=random).tolist() for n in lengths]
+    parts = [replay_sums(trace(a), trace(b), samples=1, missing=0, rows=len(a)) for a, b in pairs]
+    whole = replay_sums(
+        RoutingTrace.concat([trace(a) for a, _ in pairs]),
+        RoutingTrace.concat([trace(b) for _, b in pairs]),
+        samples=len(pairs),
+        missing=0,
+        rows=sum(lengths),
+    )
+    found, expected = as_verl_reports(parts), as_verl_reports([whole])
+    finish_update_metrics(found)
+    finish_update_metrics(expected)
+    assert found == pytest.approx(expected)
+
+
+def test_a_step_without_replay_has_no_shares():
+    metrics = {"actor/pg_loss": 1.0}
+    finish_update_metrics(metrics)
+    assert metrics == {"actor/pg_loss": 1.0}
+
+
+def test_turns_are_runs_of_sampled_tokens():
+    mask = torch.tensor([[1, 1, 0, 0, 1, 0, 1], [0, 1, 1, 1, 0, 0, 0]]).bool()
+    assert turns_of(mask).tolist() == [[0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0, 0]]
+
+
+def test_settings():
+    changed = read_settings({"correction": {"preset": "tis", "weight": {"high": 3.0}}, "dump": "d"})
+    assert changed.fixed is not None
+    assert changed.fixed.weight.high == 3.0
+    assert changed.live is None
+    live = read_settings({"correction": "opsm"})
+    assert live.fixed is None
+    assert live.live is not None
+    assert read_settings(None).correction is None
+
+
+@pytest.mark.parametrize("name", ["vespo", "gmpo", "tsi"])
+def test_no_correction_of_that_name(name):
+    with pytest.raises(UsageError, match=f"none is called '{name}'"):
+        read_settings({"correction": name})
+
+
+def test_an_unknown_setting_is_answered_with_the_nearest():
+    with pytest.raises(UsageError, match="did you mean correction"):
+        read_settings({"corection": "tis"})
+
+
+def test_the_plugin_loads_nothing():
+    """verl imports it in every process, whether the run wants onepolicy or not."""
+    code = (
+        "import sys, onepolicy.integrations.verl; "
+        "assert not {'torch', 'transformers', 'verl', 'pydantic'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
