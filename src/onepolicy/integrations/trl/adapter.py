@@ -174,6 +174,12 @@ class TrlAdapter:
     def _check_routes(self, traces: list[Trace]) -> None:
         if any(trace is not None and trace.valid.any() for trace in traces):
             return
+        if any(trace is not None for trace in traces):
+            raise UsageError(
+                f"TRL: no row of the routes of {len(traces)} samples was captured (they are zeros, "
+                "or marked as missing), so there is nothing to replay; the engine's MoE kernels do "
+                "not record: on vLLM's CPU build give op_trl.routed_vllm(enforce_eager=True)"
+            )
         fix = f'return them from the rollout_func, under the key "{ROUTES}"'
         if self._trainer.use_vllm:
             fix = "build the trainer inside op_trl.routed_vllm()"

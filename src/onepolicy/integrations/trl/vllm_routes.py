@@ -19,12 +19,16 @@ COMPLETIONS = ("/v1/completions", "/inference/v1/generate")
 
 
 @contextmanager
-def routed_vllm() -> Iterator[None]:
+def routed_vllm(**arguments: Any) -> Iterator[None]:
     """Make every `LLM` that TRL builds in this context return its routes.
 
         with op_trl.routed_vllm():
             trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, vllm_mode="colocate"))
         op_trl.attach(trainer)
+
+    Args:
+        arguments: more arguments of `LLM`, for which TRL has no setting. The CPU build of vLLM
+            records routes with `enforce_eager=True` only.
 
     Raises:
         UsageError: vLLM is not installed.
@@ -34,7 +38,9 @@ def routed_vllm() -> Iterator[None]:
     original = getattr(vllm_generation, "LLM", None)
     if original is None:
         raise UsageError("routed_vllm: TRL found no vLLM; pip install 'trl[vllm]'")
-    vllm_generation.LLM = functools.partial(original, enable_return_routed_experts=True)
+    vllm_generation.LLM = functools.partial(
+        original, enable_return_routed_experts=True, **arguments
+    )
     try:
         yield
     finally:

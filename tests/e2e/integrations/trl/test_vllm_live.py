@@ -1,0 +1,45 @@
+"""GRPOTrainer with the CPU build of vLLM 0.30.0 in its process, live."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.paths import ROOT
+
+pytestmark = [pytest.mark.trl, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("colocate")
+    path = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests")))
+    script = ROOT / "tests" / "support" / "trl" / "colocate.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "log.json").read_text())
+
+
+def test_every_row_is_routed_and_k3_falls(log):
+    assert len(log) == 3
+    for row in log:
+        assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
+        assert row["mismatch/k3"] < row["mismatch_native/k3"]
+        assert 0.9 < row["routing/agreement"] < 1
+
+
+def test_trls_log_probabilities_are_those_that_were_measured(log):
+    for row in log:
+        assert row["mismatch/mean_dlogp"] == pytest.approx(
+            row["sampling/sampling_logp_difference/mean"], rel=1e-3
+        )
