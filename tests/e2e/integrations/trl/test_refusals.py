@@ -9,7 +9,7 @@ import torch
 import onepolicy.integrations.trl as op_trl
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import MisalignedRoutesError
-from support.trl.tiny import CopySampler, as_vllm, make_trainer, parameters, train
+from support.trl.tiny import CopySampler, as_vllm, make_trainer, parameters, tiny_moe, train
 
 pytestmark = pytest.mark.trl
 
@@ -129,10 +129,41 @@ def test_continuous_batching_shows_no_routes(tmp_path):
 
 
 def test_other_trainers():
-    class AsyncGRPOTrainer:
-        pass
-
+    asynchronous = pytest.importorskip("trl.experimental.async_grpo")
     with pytest.raises(UsageError, match=r"AsyncGRPOTrainer.*as a tree"):
-        op_trl.attach(AsyncGRPOTrainer())
+        op_trl.attach(object.__new__(asynchronous.AsyncGRPOTrainer))
     with pytest.raises(UsageError, match="object; use GRPOTrainer or RLOOTrainer"):
         op_trl.attach(object())
+
+
+def test_gmpo_is_replayed_and_not_corrected(tmp_path):
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    given = make_trainer(tmp_path)
+    settings = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 12,
+        "max_steps": 1,
+        "router_aux_loss_coef": 0.0,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "logging_steps": 1,
+    }
+    trainer = GMPOTrainer(
+        model=tiny_moe(),
+        reward_funcs=given.reward_funcs,
+        args=GMPOConfig(**settings),
+        train_dataset=given.train_dataset,
+        processing_class=given.processing_class,
+        rollout_func=CopySampler(),
+    )
+    with pytest.raises(UsageError, match="tis in loss"):
+        op_trl.attach(trainer, correction="tis")
+    op_trl.attach(trainer, native_every=1)
+    (row,) = train(trainer)
+    assert row["mismatch/k3"] < row["mismatch_native/k3"]
