@@ -1,0 +1,52 @@
+"""GRPOTrainer in two processes, DDP on gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from onepolicy.audit.run import audit
+from support.paths import ROOT
+
+pytestmark = [pytest.mark.trl, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("ranks")
+    path = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests")))
+    script = ROOT / "tests" / "support" / "trl" / "two_ranks.py"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, str(script), str(made)],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return made
+
+
+def test_every_rank_replays_its_own_samples(folder):
+    for row in json.loads((folder / "log.json").read_text()):
+        assert row["mismatch/k3"] < row["mismatch_native/k3"]
+        assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
+        assert 0.9 < row["routing/agreement"] < 1
+        assert row["correction/weight_mean"] == pytest.approx(1, abs=0.05)
+
+
+def test_ranks_stay_equal(folder):
+    one, other = (torch.load(folder / f"parameters_{rank}.pt") for rank in range(2))
+    assert torch.equal(one, other)
+
+
+def test_every_rank_dumps_its_own_samples(folder):
+    names = sorted(path.name for path in (folder / "dump").iterdir())
+    assert names == [f"step_0000{step}_{rank}.parquet" for step in range(3) for rank in range(2)]
+    found = audit(folder / "dump", {})
+    assert found.verdict.action == "nothing"
