@@ -6,7 +6,8 @@
 Several trainers of equal models take turns, one step each, so that other work on the machine meets
 all of them. All get the same 64 samples of 75 new tokens from a function that has them ready, so a
 step is TRL's scoring and update alone: the smallest base that the adapter can be divided by.
-Attached means: R3, TIS, metrics, and a dump with the routes of both sides.
+CPU seconds are those of the trainer's own thread, so they say all with one thread only. Attached
+means: R3, TIS, metrics, and a dump with the routes of both sides.
 """
 
 from __future__ import annotations
@@ -122,13 +123,15 @@ class InTurn(TrainerCallback):
     def __init__(self, before: threading.Semaphore, after: threading.Semaphore) -> None:
         self.before, self.after = before, after
         self.seconds: list[float] = []
+        self.cpu: list[float] = []  # of this trainer's thread
 
     def on_step_begin(self, *_: object, **__: object) -> None:
         self.before.acquire()
-        self.begun = time.perf_counter()
+        self.begun = time.perf_counter(), time.thread_time()
 
     def on_step_end(self, *_: object, **__: object) -> None:
-        self.seconds.append(time.perf_counter() - self.begun)
+        self.seconds.append(time.perf_counter() - self.begun[0])
+        self.cpu.append(time.thread_time() - self.begun[1])
         self.after.release()
 
 
@@ -163,8 +166,8 @@ def make_trainer(folder: str, rollouts: dict[str, list], scores: bool) -> GRPOTr
     return trainer
 
 
-def run(folder: str) -> dict[str, list[float]]:
-    """Return each case's seconds per counted step."""
+def run(folder: str) -> dict[str, InTurn]:
+    """Return each case with its seconds per step, the warm-up first."""
     torch.set_num_threads(args.threads)
     rollouts, turns, threads = sample(), {}, []
     batons = [threading.Semaphore(0) for _ in CASES]
@@ -183,20 +186,26 @@ def run(folder: str) -> dict[str, list[float]]:
     batons[0].release()
     for thread in threads:
         thread.join()
-    return {name: turn.seconds[1:] for name, turn in turns.items()}
+    return turns
+
+
+def ratios(one: list[float], other: list[float]) -> str:
+    low, middle, high = statistics.quantiles(
+        [a / b for a, b in zip(one[1:], other[1:], strict=True)], n=4
+    )
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        seconds = run(folder)
-    for name, values in seconds.items():
-        print(f"{statistics.median(values):6.2f} s  {name}")
-    for one, other in PAIRS:
-        ratios = [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
-        low, *_, high = statistics.quantiles(ratios, n=4)
-        print(
-            f"{statistics.median(ratios):6.3f}    {one} / {other}, quartiles {low:.3f} {high:.3f}"
-        )
+        turns = run(folder)
+    for name, turn in turns.items():
+        print(f"{statistics.median(turn.seconds[1:]):6.2f} s a step: {name}")
+    print("ratios, step by step: median and quartiles, of seconds; of CPU seconds")
+    for name, base in PAIRS:
+        one, other = turns[name], turns[base]
+        wall, cpu = ratios(one.seconds, other.seconds), ratios(one.cpu, other.cpu)
+        print(f"{wall}; {cpu}  {name} / {base}")
 
 
 if __name__ == "__main__":
