@@ -76,6 +76,8 @@ def save_family(folder: Path, name: str) -> Path:
 
 def open_process_group() -> None:
     """Open the group of this one process, and set what verl's Worker reads of its launcher."""
+    if distributed.is_initialized():
+        return
     os.environ |= {
         "WORLD_SIZE": "1",
         "RANK": "0",
@@ -83,8 +85,7 @@ def open_process_group() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
     }
-    if not distributed.is_initialized():
-        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 
 
 def make_worker(
@@ -152,6 +153,10 @@ class Rollout:
     logp: Tensor  # [B, RESPONSE]
     mask: Tensor  # [B, RESPONSE] bool
 
+    def part(self, samples: slice) -> Rollout:
+        tensors = {name: value[samples] for name, value in self.tensors.items()}
+        return Rollout(tensors, self.logp[samples], self.mask[samples])
+
     def batch(self, **replaced) -> TensorDict:
         """Return the batch without padding, as verl's workers take it; None drops a field."""
         tensors = {
@@ -213,12 +218,20 @@ def scored(worker: TrainingWorker, batch: TensorDict, **settings) -> TensorDict:
     return worker.infer_batch(batch)
 
 
-def update(worker: TrainingWorker, batch: TensorDict, old: Tensor, advantages: Tensor, **extra):
-    """Take one optimiser step on the whole batch, and return its metrics."""
+def update(
+    worker: TrainingWorker,
+    batch: TensorDict,
+    old: Tensor,
+    advantages: Tensor,
+    *,
+    samples: int | None = None,
+):
+    """Take one optimiser step, and return its metrics.
+
+    samples: of all ranks; None if this is the only one.
+    """
     batch["old_log_probs"], batch["advantages"] = old.clone(), advantages.clone()
-    for name, value in extra.items():
-        batch[name] = value
-    samples = len(old)
+    samples = samples or len(old)
     tu.assign_non_tensor(
         batch,
         temperature=1.0,

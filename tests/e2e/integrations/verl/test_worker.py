@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from support.paths import ROOT
+
 pytestmark = pytest.mark.verl
 
-LAYOUTS = {
-    "fsdp2 packed": {},
-    "fsdp2 padded": {"packed": False},
-    "fsdp2 packed, checkpointing": {"checkpointing": True},
-    "fsdp2 padded, checkpointing": {"packed": False, "checkpointing": True},
-    "fsdp2 packed in buckets": {"bucket": 64},
-    "fsdp1 packed": {"strategy": "fsdp", "checkpointing": True},
-    "fsdp1 padded": {"strategy": "fsdp", "packed": False},
-}
-
+LAYOUTS = [
+    "fsdp2 packed",
+    "fsdp2 padded",
+    "fsdp2 packed, checkpointing",
+    "fsdp2 padded, checkpointing",
+    "fsdp2 packed in buckets",
+    "fsdp1 packed",
+    "fsdp1 padded",
+]
 FAMILIES = ["mixtral", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v3", "glm4_moe"]
 
 
@@ -26,6 +32,15 @@ def verl():
     from support.verl import worker
 
     return worker
+
+
+@pytest.fixture(scope="module")
+def settings_of():
+    """Return {layout: settings of its worker}."""
+    from support.verl.gap import LAYOUTS as settings
+
+    assert list(settings) == LAYOUTS
+    return settings
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +54,13 @@ def rollout(verl, model):
 
 
 @pytest.fixture(scope="module")
-def workers(verl, model):
+def workers(verl, model, settings_of):
     """Return worker(name of a layout); each is built once."""
     built = {}
 
     def worker(name):
         if name not in built:
-            built[name] = verl.make_worker(model, **LAYOUTS[name])
+            built[name] = verl.make_worker(model, **settings_of[name])
         built[name].engine.expects_routes = None
         return built[name]
 
@@ -82,10 +97,10 @@ def test_replay_closes_the_gap_in_every_layout(verl, workers, rollout, layout):
     assert replayed < native / 3
 
 
-def test_all_layouts_score_and_train_alike(verl, fresh, rollout):
+def test_all_layouts_score_and_train_alike(verl, fresh, rollout, settings_of):
     """The same gradient, and a ratio of exactly 1 in the update."""
     norms, scores = {}, {}
-    for layout, settings in LAYOUTS.items():
+    for layout, settings in settings_of.items():
         worker = fresh(**settings)
         scores[layout] = verl.score(worker, rollout.batch())
         metrics = verl.update(worker, rollout.batch(), scores[layout], advantages(rollout))
@@ -96,6 +111,27 @@ def test_all_layouts_score_and_train_alike(verl, fresh, rollout):
     for layout, norm in norms.items():
         assert norm == pytest.approx(reference, rel=1e-4), layout
         torch.testing.assert_close(scores[layout], scores["fsdp2 packed"], rtol=1e-4, atol=1e-4)
+
+
+def test_two_ranks_are_one(verl, fresh, model, rollout, tmp_path):
+    """The gradient of both ranks' samples, and sums that average to the same shares."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-W", "ignore", "-m", "support.verl.ranks"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), model, tmp_path], env=environment)
+        for rank in range(2)
+    ]
+    assert [rank.wait(600) for rank in ranks] == [0, 0]
+    found = json.loads((tmp_path / "0.json").read_text())
+    worker = fresh()
+    old = verl.score(worker, rollout.batch())
+    expected = verl.update(worker, rollout.batch(), old, advantages(rollout))
+    assert found["actor/ppo_kl"] == 0.0
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"][0], rel=1e-4)
+    for name in ("differing", "agreeing", "differing_slots", "valid"):
+        share = found[f"onepolicy/replay_{name}"] / found["onepolicy/replay_routers"]
+        alone = expected[f"onepolicy/replay_{name}"][0] / expected["onepolicy/replay_routers"][0]
+        assert share == pytest.approx(alone)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
