@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from verl.plugin.platform import PlatformBase, PlatformRegistry, set_platform
+from verl.utils.flops_counter import FlopsCounter
 
 
 def _nothing(*args, **kwargs):
@@ -117,5 +118,18 @@ def _shard_without_broadcast(init):
     return sharded
 
 
+def _open_gloo_once(init):
+    """verl asks for one backend for the CPU and one for its device, which are the same here."""
+
+    def opened(backend=None, *args, **kwargs):
+        if backend == "cpu:gloo,cpu:gloo":
+            backend = "gloo"
+        return init(backend, *args, **kwargs)
+
+    return opened
+
+
+FlopsCounter.estimate_flops = lambda *args, **kwargs: (0.0, 1.0)  # it knows no CPU
+torch.distributed.init_process_group = _open_gloo_once(torch.distributed.init_process_group)
 FullyShardedDataParallel.__init__ = _shard_without_broadcast(FullyShardedDataParallel.__init__)
 set_platform(CPUPlatform())

@@ -130,7 +130,6 @@ def make_worker(
         )
     )
     worker.reset()
-    worker.flops_counter = None
     worker.set_loss_fn(partial(ppo_loss, config=actor_config(strategy, loss_mode)))
     return worker
 

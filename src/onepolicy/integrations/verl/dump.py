@@ -31,14 +31,17 @@ def write_batch(
     routers: ModelRouters | None,
     folder: Path,
     step: int,
+    *,
+    part: int = 0,
 ) -> Path:
-    """Write one step's batch to FOLDER/step_00012_0.parquet.
+    """Write a batch to FOLDER/step_00012_0.parquet.
 
     Args:
         data: TensorDict of FIELDS, nested. Routes may be missing.
         tags: verl's tags of the samples. Those that it made up to fill the batch are left out.
         routers: the model's routers; None without routes.
         folder, step: where to write, and the number of the step.
+        part: number of the batch in the step. A separate asynchronous trainer has several.
     """
     real = [i for i, tag in enumerate(tags) if not tag.get("is_padding", False)]
     rows = batch_rows(_padded(data, tags, real), step)
@@ -51,7 +54,7 @@ def write_batch(
             [_native_trace(native[i], routers) for i in real],
             [prompts[i] for i in real],
         )
-    return write_step(folder, step, rows)
+    return write_step(folder, step, rows, rank=part)
 
 
 def _padded(data: Any, tags: Sequence[Mapping[str, Any]], real: list[int]) -> DataProto:

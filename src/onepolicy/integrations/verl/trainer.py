@@ -48,6 +48,7 @@ class OnePolicyMixin:
 
     config: Any
     global_steps: int
+    local_trigger_step: int
     actor_rollout_wg: Any
 
     def __init__(self, config: Any) -> None:
@@ -99,9 +100,10 @@ class OnePolicyMixin:
                 padded["old_log_probs"], padded["rollout_log_probs"], padded["response_mask"]
             )
         )
-        if self.onepolicy.dump is not None:
-            folder, step = self.onepolicy.dump, self.global_steps
-            write_batch(data, batch.tags, self._routers, folder, step)
+        folder, step = self.onepolicy.dump, self.global_steps
+        if folder is not None:
+            part = self.local_trigger_step
+            write_batch(data, batch.tags, self._routers, folder, step, part=part)
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
