@@ -181,10 +181,10 @@ class TrlAdapter:
                 "not record: on vLLM's CPU build give op_trl.routed_vllm(enforce_eager=True)"
             )
         fix = f'return them from the rollout_func, under the key "{ROUTES}"'
-        if self._trainer.use_vllm:
-            fix = "build the trainer inside op_trl.routed_vllm()"
-            if self._trainer.vllm_mode == "server":
-                fix = "start the server with --enable-return-routed-experts"
+        if getattr(self._trainer, "rollout_func", None) is None and self._trainer.use_vllm:
+            fix = "start the server with --enable-return-routed-experts"
+            if self._trainer.vllm_mode == "colocate":
+                fix = "build the trainer inside op_trl.routed_vllm()"
         raise UsageError(
             f"TRL: none of the {len(traces)} samples of a generation came with routes, so there is "
             f'nothing to replay; {fix}, or attach with replay="off"'
