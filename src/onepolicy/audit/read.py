@@ -169,7 +169,8 @@ def _ragged_from_arrow(pa: Any, path: Path, first: int, name: str, column: Any) 
             f"{path}: row {first}, column {name}: holds {column.type}; "
             "expected numbers or lists of them"
         )
-    dtype = column.type.to_pandas_dtype()
+    # Not to_pandas_dtype(): pyarrow 18 needs pandas for it.
+    dtype = pa.array([], column.type).to_numpy(zero_copy_only=False).dtype
     if column.null_count:  # of entries, which become NaN
         dtype = np.float64
     return RaggedColumn(column.to_numpy(zero_copy_only=False).astype(dtype), lengths)

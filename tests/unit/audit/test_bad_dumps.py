@@ -354,7 +354,7 @@ arrow_values = st.sampled_from(
         pa.array([[1, 2], [3, 4]], pa.list_(pa.uint64(), 2)),
         pa.array([2**60, -(2**60)]),
         pa.array(["x", "y"]).dictionary_encode(),
-        pa.array([[0.5, 1.5], [2.5]], pa.list_(pa.float16())),
+        pa.array([list(np.float16([0.5, 1.5])), [np.float16(2.5)]], pa.list_(pa.float16())),
         pa.array([b"1", b"2"]),
     ]
 )
