@@ -6,7 +6,7 @@ SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
-.PHONY: help train train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl vllm test-vllm sglang test-sglang clean
+.PHONY: help train train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl vllm test-vllm sglang test-sglang test-versions test-versions-fast clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -105,7 +105,7 @@ check: $(VENV)/.dev ## lint, types, unit tests in under a minute; needs neither 
 
 test: system $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(TRL)/.ready $(VERL)/.ready $(VENV)/.vllm lint types ## lint, types, fast tests
 	$(PARALLEL) -m "$(FAST)"
-	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm test-verl
+	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm test-verl test-versions-fast
 
 test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready $(VERL)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "slow and not vllm and not sglang and not ray and not verl" --timeout 7200
@@ -136,6 +136,15 @@ test-trl: $(TRL)/.ready ## the adapter of TRL, in TRL's trainers
 test-verl: $(VERL)/.ready ## onepolicy as a plugin of verl
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -m "not slow" tests/e2e/integrations/verl
 
+# The library on old and new versions of torch and transformers: a venv each, tests/support/versions/cells.toml.
+VERSIONS := PYTHONPATH=tests $(BIN)/python -m support.versions.cells
+test-versions: $(VENV)/.dev ## the library on torch 2.6 to 2.15, transformers 4.51 to 5.23; 9 GB of venvs
+	$(VERSIONS) run
+	$(VERSIONS) page
+
+test-versions-fast: $(VENV)/.dev ## a part of it on one transformers 4 and one 5
+	$(VERSIONS) fast
+
 # SGLang pins what clashes with ours, so it gets a venv of its own; on a CPU it starts with the shim of tests/support/sglang_server.
 $(SGLANG)/.ready: tests/support/sglang_server/requirements.txt tests/support/sglang_server/requirements-no-deps.txt
 	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
@@ -149,4 +158,4 @@ test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## the tests that need it
 	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
 
 clean: ## remove the venvs and caches (runs/ stays)
-	rm -rf $(VENV) $(ORACLE) $(ENVS) $(TRL) $(VERL) $(SGLANG) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) $(ENVS) $(TRL) $(VERL) $(SGLANG) .venv-versions .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -19,7 +19,6 @@ from torch import Tensor
 import onepolicy as op
 import onepolicy.correct.slots as slots_module
 from onepolicy.config.correction import correction_presets
-from onepolicy.plan.dry_run import PeakMemory
 from onepolicy.types import RoutingTrace
 from support.paths import ROOT
 
@@ -103,6 +102,8 @@ def test_infinite_values_are_named_with_their_place() -> None:
 @pytest.mark.parametrize("name", ["seq-tis", "k3-rs", "turn", "opsm"])
 def test_memory_depends_on_the_number_of_segments(name: str, largest: int) -> None:
     """The weights are those with ids 0, 1, .., and no array is as long as the largest id."""
+    from onepolicy.plan.dry_run import PeakMemory
+
     config = op.preset("seq-tis", weight={"level": "turn"}) if name == "turn" else op.preset(name)
     live = config.live_part
     fields = [torch.cat(x) for x in (OLD, ROLLOUT, MASK)]

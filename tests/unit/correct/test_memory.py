@@ -9,13 +9,14 @@ import onepolicy.correct.slots as slots_module
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
-from onepolicy.plan.dry_run import PeakMemory
 
 
 @pytest.mark.parametrize("name", ["mis", "trm", "m2po", "pg-tis"])
 def test_less_than_ten_fields_of_the_batch(name):
     """The memory is in [T] float32 fields, with T many times a chunk. The returned weight and keep
     are 1.25 fields."""
+    from onepolicy.plan.dry_run import PeakMemory
+
     count, config = 40_000, preset(name)
     rollout = -torch.rand(count) * 3
     old = rollout + 0.05 * torch.randn(count)

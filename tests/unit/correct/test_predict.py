@@ -15,7 +15,6 @@ from onepolicy.correct.predict import predict, warning
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
 from onepolicy.interfaces import Progress
-from onepolicy.run import train
 
 
 @pytest.mark.parametrize(
@@ -107,6 +106,8 @@ class Notes(Progress):
 def test_a_run_reports_it_before_it_loads_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from onepolicy.run import train
+
     monkeypatch.setattr(train, "build_components", lambda *_: None)
     tree = {
         "out": str(tmp_path / "run"),

@@ -23,7 +23,6 @@ from onepolicy.objective.advantages import (
 )
 from onepolicy.objective.gae import gae, returns_to_go, value_loss
 from onepolicy.rollout import collect as collecting
-from onepolicy.run.step import rollout_metrics
 from onepolicy.types import Group, Sample
 from support.objective_batches import batch, group
 
@@ -294,6 +293,8 @@ APART = [[0.0, 1.0], [1.0, 1.00001], [1e6, 1e6 + 1], [0.0, 1e-9], [-1e-6, 1e-6],
 @pytest.mark.parametrize("rewards", ROUNDED)
 @pytest.mark.parametrize("preset", ["grpo", "dr-grpo", "rloo"])
 def test_rewards_that_differ_by_rounding_are_no_signal(rewards: list[float], preset: str) -> None:
+    from onepolicy.run.step import rollout_metrics
+
     made = group(rewards)
     assert not has_signal(made)
     assert values(compute_outcomes([made], ObjectiveConfig(preset=preset))) == [0.0] * len(rewards)
@@ -305,6 +306,8 @@ def test_rewards_that_differ_by_rounding_are_no_signal(rewards: list[float], pre
 
 @pytest.mark.parametrize("rewards", APART)
 def test_rewards_that_differ_by_more_are_a_signal(rewards: list[float]) -> None:
+    from onepolicy.run.step import rollout_metrics
+
     made = group(rewards)
     assert has_signal(made)
     assert any(values(compute_outcomes([made], ObjectiveConfig(preset="dr-grpo"))))
