@@ -81,6 +81,10 @@ _TRAIN = {
     "train/entropy": "mean entropy of the trainer's distribution on trainable slots [nats]",
     "train/loss": "value of the objective, mean over minibatches, weighted by their slots [1]",
     "train/grad_norm": "gradient norm before clipping, largest of the minibatches [1]",
+    "train/halved_gradient": (
+        "part of the tokens with p_trainer < p_rollout / 2 in the gradient, the sum of |advantage| "
+        "(1 - p_trainer) weight over kept tokens [share]"
+    ),
     "train/updates_skipped": (
         "updates skipped because their gradients were not finite (optim.max_skipped) [1]"
     ),

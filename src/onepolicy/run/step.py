@@ -22,7 +22,7 @@ from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.run.hooks import build_hooks
 from onepolicy.run.recovery import retry_on_engine_loss
 from onepolicy.run.result import Rollouts, StepResult, StepTimer
-from onepolicy.run.step_metrics import mismatch_metrics
+from onepolicy.run.step_metrics import gradient_metrics, mismatch_metrics
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample, TokenBatch
@@ -108,7 +108,8 @@ def train_on_rollouts(
         metrics, scored = learner.step(batch)
     if scored is not None:  # bypass: the first minibatch was scored in the update itself
         result.batch = scored
-    result.metrics |= metrics | mismatch_metrics(result.batch) | rollout_metrics(groups)
+    result.metrics |= metrics | mismatch_metrics(result.batch) | gradient_metrics(result.batch)
+    result.metrics |= rollout_metrics(groups)
     for hook in hooks:
         hook.after_update(result, step)
     return result

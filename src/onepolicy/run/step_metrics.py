@@ -6,6 +6,7 @@ Everything here only reads the batch, so nothing can change training.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -36,6 +37,29 @@ def mismatch_metrics(batch: TokenBatch) -> dict[str, float]:
     if batch.gate_mass is not None:
         metrics |= replay_metrics(batch)
     return metrics
+
+
+def gradient_metrics(batch: TokenBatch) -> dict[str, float]:
+    """Return train/halved_gradient of a batch that was trained on; {} if it had no gradient.
+
+    It is the part of tokens with p_trainer < p_rollout / 2 in the sum of |advantage|
+    (1 - p_trainer) weight over kept tokens. That product is the gradient of a token's term with
+    respect to its own logit, d log p_i / d logit_i = 1 - p_i, and bounds that of every other one.
+    """
+    if batch.logp_old is None or batch.advantage is None:
+        return {}
+    keep = batch.trainable
+    if batch.keep is not None:
+        keep = batch.keep
+    logp_trainer = batch.logp_old[keep]
+    bound = batch.advantage[keep].abs() * -torch.expm1(logp_trainer)
+    if batch.weight is not None:
+        bound = bound * batch.weight[keep]
+    total = float(bound.sum())
+    if not 0 < total < math.inf:  # also if it is NaN
+        return {}
+    halved = logp_trainer < batch.logp_rollout[keep] - math.log(2)
+    return {"train/halved_gradient": float(bound[halved].sum()) / total}
 
 
 def metrics_per_turn(batch: TokenBatch) -> dict[str, float]:
