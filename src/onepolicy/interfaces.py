@@ -6,6 +6,7 @@ Every implementation of one of these protocols can be replaced. Nothing else is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -122,6 +123,15 @@ class CalibratedEngine(Protocol):
 
     @property
     def static_scales(self) -> StaticScales | None: ...
+
+
+@runtime_checkable
+class PressedEngine(Protocol):
+    """An engine whose routers may be under artificial pressure (rollout.pressure)."""
+
+    def without_pressure(self) -> AbstractContextManager[None]:
+        """Return a context in which there is none. The caller resets the cache in it."""
+        ...
 
 
 @runtime_checkable

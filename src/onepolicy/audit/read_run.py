@@ -16,6 +16,7 @@ from onepolicy.audit.arrays import as_numpy, check_plain_tensor
 from onepolicy.audit.schema import Array, Block, RaggedColumn
 from onepolicy.audit.validate import checked_block
 from onepolicy.config import UsageError
+from onepolicy.config.json_shapes import RunInfo, read_json_object
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.invariant.fingerprint import difference_reason
 
@@ -37,6 +38,16 @@ def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
         block = checked_block(str(path), 0, _read_probe(path, step), number / len(probes))
         yield Block(first, block.lengths, block.columns, block.done)
         first += len(block.lengths)
+
+
+def describe_pressure(folder: Path) -> str | None:
+    """Return what a run of ours says of its rollout.pressure; None if it had none."""
+    about = folder / "run.json"
+    if not (is_run_folder(folder) and about.is_file()):
+        return None
+    info = read_json_object(about, RunInfo, "delete it, or copy the whole run folder again")
+    pressure: str | None = info.get("pressure")
+    return pressure
 
 
 class BitComparison(NamedTuple):

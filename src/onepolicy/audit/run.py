@@ -18,7 +18,12 @@ from rich.progress import (
 
 from onepolicy.audit.accumulator import accumulate_dump
 from onepolicy.audit.assessment import AuditResult, assess
-from onepolicy.audit.read_run import claims_equality, describe_bit_equality, is_run_folder
+from onepolicy.audit.read_run import (
+    claims_equality,
+    describe_bit_equality,
+    describe_pressure,
+    is_run_folder,
+)
 from onepolicy.audit.report import print_audit, write_report
 from onepolicy.config import UsageError
 
@@ -69,6 +74,11 @@ def run_audit(
     written = []
     if out is not None:
         written = write_report(out, results, png=png)
+    for path, label in zip(paths, labels, strict=True):
+        pressure = describe_pressure(path)
+        if pressure is not None:
+            text = f"{label}: not a real engine: {pressure}"
+            console.print(text, style="bold red", highlight=False, markup=False, soft_wrap=True)
     print_audit(console, results)
     for path, label in zip(paths, labels, strict=True):
         if is_run_folder(path):

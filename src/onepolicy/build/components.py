@@ -115,7 +115,7 @@ class Components(SamplingComponents):
 
     learner: Learner
     evaluator: RolloutEngine | None = None
-    """An unquantised engine that gets the learner's weights before each evaluation."""
+    """A clean engine that gets the learner's weights before each evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,24 +224,29 @@ def build_reprefill(config: RunConfig, model: ModelConfig, device: torch.device)
 def build_evaluator(
     config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
 ) -> RolloutEngine | None:
-    """Build an embedded engine with unquantised weights, if evaluations need one."""
-    if config.rollout.quant is None or config.eval.quantised or not config.eval.every:
+    """Build an embedded engine without quantisation and pressure, if evaluations need one."""
+    rollout = config.rollout
+    quantised = rollout.quant is not None and not config.eval.quantised
+    if not config.eval.every or not (quantised or rollout.pressure is not None):
         return None
-    return build_unquantised_engine(config, model, device, max_len)
+    return build_clean_engine(config, model, device, max_len)
 
 
-def build_unquantised_engine(
+def build_clean_engine(
     config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
 ) -> RolloutEngine:
-    """Build an embedded engine with the settings of the run's engine except rollout.quant."""
+    """Build an embedded engine with the settings of the run's engine.
+
+    Except rollout.quant and rollout.pressure.
+    """
     engine = config.rollout.engine
-    unquantised = HFEngineConfig(
+    clean = HFEngineConfig(
         dtype=engine.dtype,
         lm_head=engine.lm_head,
         max_num_seqs=engine.max_num_seqs,
         max_len=engine.max_len,
     )
-    return build_engine(EngineSpec(model, unquantised, device, max_len))
+    return build_engine(EngineSpec(model, clean, device, max_len))
 
 
 def build_engine_and_scorer(config: RunConfig, model: ModelConfig, max_len: int) -> EngineAndScorer:
@@ -292,6 +297,7 @@ def _build_engine_for(
         combine_weights=isinstance(config.replay, WeightsReplay),
         numerics=config.numerics,
         quant=config.rollout.quant,
+        pressure=config.rollout.pressure,
     )
     engine = build(spec)
     if config.numerics == ON_POLICY:
@@ -301,8 +307,12 @@ def _build_engine_for(
 
 
 def check_replayable(config: RunConfig, model: ModelConfig) -> None:
-    """Raise UsageError if replay.mode cannot replay this model."""
+    """Raise UsageError if this model cannot be replayed, or not be put under pressure."""
     hf_config = read_config(model)
+    if config.rollout.pressure is not None:
+        from onepolicy.rollout.hf.pressure import check_pressure
+
+        check_pressure(config.rollout.pressure, hf_config)
     if config.replay.mode != "off":
         require_moe(hf_config, config.replay.mode)
     refuse_router_loss(hf_config)

@@ -14,6 +14,10 @@ from onepolicy.replay.checks import is_moe
 def measure_config(tree: dict[str, Any], overrides: list[str], path: str | None) -> RunConfig:
     """Return the settings of `measure_settings`, without replay if the model is dense."""
     tree, config = measure_settings(tree, overrides, path)
+    if config.rollout.pressure is not None:
+        from onepolicy.rollout.hf.pressure import check_pressure
+
+        check_pressure(config.rollout.pressure, read_config(resolve_model(config.model)))
     if not is_moe(read_config(resolve_model(config.model))):
         return resolve(tree | {"replay": {"mode": "off"}}, overrides)
     if not isinstance(config.replay, RolloutReplay):

@@ -98,6 +98,11 @@ def _add_comparisons(measure: Parser) -> None:
         help="quantise the engine's weights: int8, fp8, fp8-weight or simulated",
     )
     measure.add_argument(
+        "--pressure",
+        metavar="SCALE",
+        help="noise on the embedded engine's routers, to calibrate a study (rollout.pressure)",
+    )
+    measure.add_argument(
         "--numerics",
         choices=get_args(Numerics),
         help="on-policy: how many log-probabilities differ in any bit, where first",
@@ -152,6 +157,10 @@ def _model_and_overrides(arguments: argparse.Namespace) -> tuple[str | None, lis
         overrides = [*engine_overrides(arguments.engine), *overrides]
     if arguments.quant:
         overrides = [f"rollout.quant.format={arguments.quant}", *overrides]
+    if arguments.pressure:
+        scale = f"rollout.pressure.scale={arguments.pressure}"
+        # last, because a replay.mode drops it: the guard would refuse the routes of pressure
+        overrides = [scale, *overrides, "replay.min_agreement=0"]
     if arguments.numerics:
         overrides = [f"numerics={arguments.numerics}", *overrides]
     model = arguments.model

@@ -13,6 +13,7 @@ from onepolicy.config.engine import (
 from onepolicy.config.load import apply_override, load, read_recipe, resolve
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.objective import ObjectiveConfig
+from onepolicy.config.pressure import RoutingPressure
 from onepolicy.config.quant import Fp8, Fp8Weight, Int8, QuantFormat, Simulated
 from onepolicy.config.replay import (
     R2,
@@ -75,6 +76,7 @@ __all__ = [
     "ReplayOff",
     "RolloutConfig",
     "RolloutReplay",
+    "RoutingPressure",
     "RunConfig",
     "SGLangConfig",
     "SamplingConfig",

@@ -70,6 +70,7 @@ def idle_settings(run: RunConfig) -> list[Idle]:
         *_train(run.train, run.correction),
         *_cluster(run.cluster),
         *_evaluation(run.eval, run.rollout),
+        *_pressure(run.rollout),
     ]
     unique: dict[str, Idle] = {}
     for idle in found:
@@ -266,3 +267,10 @@ def _evaluation(evaluation: EvalConfig, rollout: RolloutConfig) -> Iterator[Idle
         yield from _set_among(names, evaluation, "eval.", "eval.k = 0 samples nothing")
     if rollout.quant is None:
         yield from _set_among(("quantised",), evaluation, "eval.", "rollout.quant is unset")
+
+
+def _pressure(rollout: RolloutConfig) -> Iterator[Idle]:
+    pressure = rollout.pressure
+    if pressure is not None and not pressure.scale:
+        reason = "the engine's routers choose as without rollout.pressure"
+        yield Idle("rollout.pressure.scale", pressure.scale, reason)

@@ -59,6 +59,7 @@ class Summary(Shape):
     parent: Parent | None = None
     replay: Text | None = None
     correction: Text | None = None
+    pressure: Text | None = None
     objective: Text | None = None
     score: Text | None = None
     reward_first: Number | None = None
@@ -90,6 +91,7 @@ class RunInfo(Shape):
     versions: dict[str, Any] = {}
     fingerprint: dict[str, Any] | None = None
     quant: dict[str, Any] | None = None
+    pressure: Text | None = None
 
 
 class CheckpointState(Shape):

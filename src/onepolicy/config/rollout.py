@@ -20,6 +20,7 @@ from onepolicy.config.engine import (
     SGLangConfig,
     check_vllm_quant,
 )
+from onepolicy.config.pressure import PressureConfig
 from onepolicy.config.quant import QuantConfig
 
 LARGEST_STEP = 2**22  # samples
@@ -52,6 +53,9 @@ class RolloutConfig(Frozen):
     """Engine that samples. Without a kind: hf."""
     quant: QuantConfig = None
     """Format of the engine's weights, made at every weight sync. Unset or off: unquantised."""
+    pressure: PressureConfig = None
+    """Artificial noise on the engine's routers, for studies (docs/pressure.md). Evaluation never
+    has it. Unset or off: none."""
     prompts_per_step: LargeCount = 8
     """Prompts of a step."""
     group_size: SmallCount = 8

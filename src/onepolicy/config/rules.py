@@ -14,6 +14,7 @@ from onepolicy.config.engine import EngineConfig, HFEngineConfig, ServerEngineCo
 from onepolicy.config.model import ModelConfig, TrainConfig
 from onepolicy.config.numerics import ON_POLICY, Numerics
 from onepolicy.config.objective import GROUP_BASELINES, ObjectiveConfig
+from onepolicy.config.pressure import RoutingPressure
 from onepolicy.config.quant import Int8
 from onepolicy.config.replay import R2, ReplayConfig, RolloutReplay, WeightsReplay
 from onepolicy.config.rollout import RolloutConfig
@@ -55,6 +56,8 @@ def check_sections(run: Sections) -> None:
     if run.numerics == ON_POLICY:
         _check_on_policy_engine(run.model, run.rollout)
         _check_on_policy_trainer(run.train, run.replay)
+    if run.rollout.pressure is not None:
+        _check_pressure(run.rollout.pressure, run)
     if run.rollout.overlaps:
         _check_stale_engine(run.rollout, run.cluster)
         _check_stale_routes(run.rollout, run.replay, run.numerics)
@@ -191,6 +194,42 @@ def _check_on_policy_trainer(train: TrainConfig, replay: ReplayConfig) -> None:
         raise ValueError(
             "replay.source: reprefill is for engines that return no routes; with numerics = "
             "on-policy the embedded engine's own are exact, set it to engine"
+        )
+
+
+def _check_pressure(pressure: RoutingPressure, run: Sections) -> None:
+    """Refuse settings under which an engine cannot be pressed, or its routes not be used."""
+    name, rollout, replay = f"rollout.pressure: {pressure.kind}", run.rollout, run.replay
+    if not isinstance(rollout.engine, HFEngineConfig):
+        raise ValueError(
+            f"{name} is noise on the routers of the embedded engine, but rollout.engine.kind = "
+            f"{rollout.engine.kind}; use hf, or leave it out"
+        )
+    if isinstance(run.cluster, RayCluster):
+        raise ValueError(
+            f"{name} is for an engine in this process; set cluster.kind = local, or leave it out"
+        )
+    if run.numerics == ON_POLICY:
+        raise ValueError(
+            f"{name} makes engine and trainer differ, but with numerics = on-policy they are equal "
+            "to the bit; leave it out, or set numerics to fast"
+        )
+    if rollout.quant is not None:
+        raise ValueError(
+            f"{name} on an engine of rollout.quant = {rollout.quant.format} would mix two gaps; "
+            "leave one out"
+        )
+    if not isinstance(replay, RolloutReplay):
+        return
+    if replay.source == "reprefill":
+        raise ValueError(
+            f"{name}, but replay.source = reprefill records the routes of a copy without it; set "
+            "replay.source to engine"
+        )
+    if replay.min_agreement:
+        raise ValueError(
+            f"replay.min_agreement: {replay.min_agreement} refuses routes that the trainer would "
+            "not choose, and rollout.pressure makes such routes on purpose; set it to 0"
         )
 
 

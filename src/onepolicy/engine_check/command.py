@@ -66,6 +66,11 @@ def run_engine_check(tree: dict[str, Any], overrides: list[str]) -> list[CheckRe
         name: section for name, section in tree.items() if name not in ("objective", "correction")
     }
     config = measure_config(tree, overrides, None)
+    if config.rollout.pressure is not None:
+        raise UsageError(
+            "rollout.pressure: engine check asks if an engine is right, and pressure makes it "
+            "wrong on purpose; leave it out"
+        )
     model = resolve_model(config.model)
     tokenizer, max_len = load_tokenizer_and_max_len(config, model)
     return asyncio.run(

@@ -64,8 +64,10 @@ def explain(scorer: PolicyScorer, native: TokenBatch) -> Explained:
     shift, aligned = realigned(native)
     plain = Rescorer(scorer)
     rescorer, fitted = fit_temperature(plain, aligned)
-    if scorer.config.rollout.quant is not None and k3_of(fitted) >= EXPLAINED * k3_of(aligned):
-        # Rounded weights flatten a distribution a little, as a temperature would.
+    rollout = scorer.config.rollout
+    flattens = rollout.quant is not None or rollout.pressure is not None
+    if flattens and k3_of(fitted) >= EXPLAINED * k3_of(aligned):
+        # Rounded weights and other experts flatten a distribution a little, as a temperature would.
         rescorer, fitted = plain, aligned
     narrowed, remaining = aligned, k3_of(fitted)
     if not remaining >= HARMLESS_KL:  # also if it is NaN

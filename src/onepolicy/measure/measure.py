@@ -240,6 +240,10 @@ async def score_rollouts(parts: MeasureComponents, say: Say = lambda text: None)
         if replayed is not None:
             replayed = without_top(replayed)
     explained, diagnosis = explain(scorer, native), diagnose_batch(native)
+    if parts.config.rollout.pressure is not None and replayed is not None:
+        # Noise on routes has many marks of bugs. A bug beside it stays where they are replayed.
+        beside = diagnose_batch(replayed)
+        diagnosis = Diagnosis(diagnosis.gap, beside.findings, beside.marks)
     return ScoredRollouts(groups, native, replayed, routes, explained, diagnosis, top)
 
 

@@ -68,11 +68,15 @@ def to_tree(found: Measurement) -> dict[str, Any]:
     scored, dense = found.scored, None
     if found.dense is not None:
         dense = found.dense[0]
+    pressure = None
+    if found.config.rollout.pressure is not None:
+        pressure = found.config.rollout.pressure.describe()
     return {
         "model": found.model,
         "dense": dense,
         "tokens": scored.found.tokens,
         "sequences": scored.native.num_samples,
+        "pressure": pressure,
         "temperature_factor": scored.explained.rescorer.factor,
         "verdict": dataclasses.asdict(found.verdict),
         "waterfall": dataclasses.asdict(found.waterfall),

@@ -160,6 +160,41 @@ class TopkRecorder(TopkHook):
         return out
 
 
+class TopkAnswer(TopkHook):
+    """A hook that answers one router's top-k with given experts, without running it.
+
+    It has nothing of a replay's checks: the experts are those of another top-k of the same router.
+    """
+
+    def __init__(self, router: Router) -> None:
+        super().__init__(router)
+        self._ids = _NO_TENSOR  # [N, K] int64 while the router runs
+        self._selected = 0  # experts per token that this forward has selected
+
+    def run(self, ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the router on these arguments with the experts `ids` [N, K] int64.
+
+        The router gets `ids` itself, so that a recorder finds the same tensor in its output.
+        """
+        self._ids, self._selected = ids, 0
+        try:
+            with self:
+                out = self.forward(*args, **kwargs)
+        finally:
+            self._ids = _NO_TENSOR
+        self._check_one_selection(self._selected)
+        return out
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        scores, k, width = _topk_operands(self.router, func, args, kwargs)
+        if k and width == self.router.num_experts:
+            self._selected += k
+            return _select(func, scores, self._ids)
+        if k and width == self.router.num_groups:
+            return _select(func, scores, _groups_of(self._ids, self.router))
+        return func(*args, **(kwargs or {}))
+
+
 class TopkReplayer(TopkHook):
     """A hook that makes one router select given experts in one forward and its recomputes.
 
@@ -388,7 +423,9 @@ def _flat(x: Tensor) -> Tensor:
 
 def _select(func: Any, scores: Tensor, ids: Tensor) -> Any:
     """Return the result of `func` as if it had selected these ids [T, k]."""
-    ids = ids.view(*scores.shape[:-1], ids.shape[1])
+    shape = (*scores.shape[:-1], ids.shape[1])
+    if ids.shape != shape:
+        ids = ids.view(shape)
     values = scores.gather(-1, ids)
     if func in _MAX:
         return torch.return_types.max((values, ids))

@@ -66,6 +66,7 @@ def write_report(run: Path) -> Path:
         name=run.resolve().name,
         facts=_facts(loaded),
         tiles=_tiles(loaded),
+        pressure=loaded.summary.get("pressure"),
         outcome=outcome(loaded.summary),
         failed=failed(loaded.summary),
         sentences=[*why, " ".join(story), replay],

@@ -82,7 +82,11 @@ def summary(tree: Tree) -> list[RenderableType]:
     """Return the verdict, and tables of scorings, waterfall, single changes and breakdowns."""
     verdict = tree["verdict"]
     style = COLORS.get(verdict["action"], "bold yellow")
-    parts: list[RenderableType] = [Text(powers(verdict["sentence"]), style=style)]
+    parts: list[RenderableType] = []
+    if tree.get("pressure"):
+        parts.append(Text(f"Not a real engine: {tree['pressure']}.", style="bold red"))
+        parts.append(Text(calibration(tree)))
+    parts.append(Text(powers(verdict["sentence"]), style=style))
     if verdict["setting"]:
         parts.append(Text(f"Set: {verdict['setting']}"))
     parts += [Text(powers(f"Because {text}.")) for text in verdict["basis"]]
@@ -115,6 +119,21 @@ def describe_prediction(would: Tree) -> str:
         f"{correction} would keep {would['keep']:.2%} of the slots and multiply a step by "
         f"{would['attenuation']:.4f}, if log ratios were normal with this k3 ({would['kl']:.2g}) "
         f"over {would['length']} tokens."
+    )
+
+
+def calibration(tree: Tree) -> str:
+    """Return the size of the gap that rollout.pressure makes, in a sentence."""
+    metrics = tree["metrics"]
+    plain, replayed = metrics["without_replay"], metrics.get("with_replay", {})
+    routers, tokens, f2 = (
+        number(plain.get(key), share=True)
+        for key in ("routing/routers", "routing/tokens", "mismatch/f2")
+    )
+    without, within = (nats(each.get("mismatch/k3")) for each in (plain, replayed))
+    return (
+        f"Calibration: {routers} of routers differ, {tokens} of tokens have such a router, F(2) is "
+        f"{f2}; k3 is {without} nats a token without replay and {within} with it."
     )
 
 
@@ -248,6 +267,7 @@ def write_report(out: Path, *, png: bool = False) -> Path:
         badge=BADGES[tree["verdict"]["action"]],
         facts=facts(tree),
         tiles=tiles(tree),
+        calibration=calibration(tree),
         sections=sections,
         tables=[
             ("Both scorings", comparison_header(tree), comparison(tree)),

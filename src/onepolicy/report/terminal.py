@@ -61,7 +61,10 @@ Cell = str | list[tuple[str, str]]  # text, or parts of it with their styles
 
 
 def _rows(summary: Tree) -> list[tuple[str, Cell]]:
-    rows = [("verdict", _verdict_cell(summary))]
+    rows: list[tuple[str, Cell]] = []
+    if summary.get("pressure"):
+        rows.append(("not a real engine", [(summary["pressure"], "bold red")]))
+    rows.append(("verdict", _verdict_cell(summary)))
     idle, parent = unlearnt(summary), summary.get("parent")
     if idle is not None:
         rows.append(("why", "\n".join(idle.why)))

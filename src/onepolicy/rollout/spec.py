@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onepolicy.config import EngineConfig, ModelConfig, QuantFormat
+from onepolicy.config import EngineConfig, ModelConfig, QuantFormat, RoutingPressure
 from onepolicy.config.numerics import Numerics
 from onepolicy.replay.checks import RouteSpec
 
@@ -23,3 +23,4 @@ class EngineSpec:
     combine_weights: bool = False  # return the combine weights of those experts too
     numerics: Numerics = "fast"
     quant: QuantFormat | None = None  # of the engine's weights, now and after every sync
+    pressure: RoutingPressure | None = None  # noise on the embedded engine's routers, for studies

@@ -54,7 +54,7 @@ def _build_engine(config: RunConfig, model: ModelConfig, max_len: int) -> Rollou
     device = parse_device(config.train.device)
     quant = config.rollout.quant
     if quant is not None and not config.eval.quantised:
-        return components.build_unquantised_engine(config, model, device, max_len)
+        return components.build_clean_engine(config, model, device, max_len)
     spec = EngineSpec(
         model, config.rollout.engine, device, max_len, numerics=config.numerics, quant=quant
     )

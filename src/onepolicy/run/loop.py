@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.build.calibrate import calibrate
 from onepolicy.build.components import Components
+from onepolicy.config import RolloutReplay
 from onepolicy.config.stored_config import BEGUN
 from onepolicy.envs.multiturn.tokenization import decode_tokens
 from onepolicy.files import write_text_atomically
-from onepolicy.interfaces import Progress
+from onepolicy.interfaces import PressedEngine, Progress, RolloutEngine
 from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.run import run_folder
 from onepolicy.run.evaluate import evaluate, num_eval_episodes
@@ -88,9 +89,10 @@ class TrainingLoop:
         components, engine = self.components, self.components.engine
         advance = self.progress.phase("engine warm-up and sync check", 1)
         await calibrate(self.config, engine, components.environment, components.stop, self.folder)
-        await checked_push(self.learner, engine, vocab=self.learner.scorer.vocab_size)
-        await push_weights(self.learner, *components.samplers[1:])
-        await require_correct_logprobs(engine, self.learner.scorer, self.tokenizer, self.config)
+        with _without_pressure(engine):
+            await checked_push(self.learner, engine, vocab=self.learner.scorer.vocab_size)
+            await push_weights(self.learner, *components.samplers[1:])
+            await require_correct_logprobs(engine, self.learner.scorer, self.tokenizer, self.config)
         advance()
         if not engine.caps.seeded:
             self.progress.note(
@@ -140,7 +142,14 @@ class TrainingLoop:
         return await prefetcher.run_step(step, advance=advance)
 
     def _note_bug_signatures(self, result: StepResult) -> None:
-        """Report if the ratio of engine and trainer in the first step looks like a bug."""
+        """Report if the ratio of engine and trainer in the first step looks like a bug.
+
+        Under rollout.pressure only with the routes replayed: noise on routes has many marks of
+        bugs.
+        """
+        replayed = isinstance(self.config.replay, RolloutReplay)
+        if self.config.rollout.pressure is not None and not replayed:
+            return
         from onepolicy.verdict.bug_signatures import diagnose_batch
 
         found = diagnose_batch(result.batch)
@@ -214,6 +223,17 @@ class TrainingLoop:
     def _save_checkpoint(self, step: int) -> None:
         extra = {"parent": self.origin.parent}
         checkpoint.save(self.folder, self.learner, self.tokenizer, step=step, extra=extra)
+
+
+def _without_pressure(engine: RolloutEngine) -> AbstractContextManager[None]:
+    """Return a context in which the engine's routers are as the trainer's.
+
+    The checks at the start ask if the engine is right, and rollout.pressure makes it wrong on
+    purpose.
+    """
+    if isinstance(engine, PressedEngine):
+        return engine.without_pressure()
+    return nullcontext()
 
 
 def write_samples(

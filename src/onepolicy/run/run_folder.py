@@ -81,10 +81,14 @@ def _about(config: RunConfig, origin: RunOrigin, fingerprint: str) -> Json:
     kl_reference = None
     if kl.coef:
         kl_reference = kl.reference or config.model.path
+    pressure = None
+    if config.rollout.pressure is not None:
+        pressure = config.rollout.pressure.describe()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "parent": origin.parent,
         "kl_reference": kl_reference,
+        "pressure": pressure,
         "versions": {
             "onepolicy": onepolicy.__version__,
             "torch": torch.__version__,

@@ -105,6 +105,8 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
         "objective": config.objective.name,
         "time": {part: _mean(train, f"time/{part}", absent=0.0) for part in TIMES},
     }
+    if config.rollout.pressure is not None:
+        summary["pressure"] = config.rollout.pressure.describe()
     skipped = sum(row.get("train/updates_skipped") or 0.0 for row in train)
     if skipped:
         summary["updates_skipped"] = skipped

@@ -40,6 +40,7 @@ def start_run(
     correction_warning = warning(config.correction, tokens, turns=turns)
     if correction_warning is not None:
         progress.note(correction_warning)
+    _note_pressure(config, progress)
     with started_ranks(config, launcher.launch_ranks) as ranks:
         components, tokenizer = build_components(
             config, origin.weights, ranks, launcher.build_engine
@@ -61,6 +62,12 @@ def _refuse_prompts(config: RunConfig) -> None:
             "task.kind: prompts have no answers, so nothing can be learned from them; give "
             "another task"
         )
+
+
+def _note_pressure(config: RunConfig, progress: Progress) -> None:
+    """Report that the engine is under pressure, before anything else of the run."""
+    if config.rollout.pressure is not None:
+        progress.note(f"WARNING: {config.rollout.pressure.describe()}")
 
 
 def _check_steps_left(config: RunConfig, origin: RunOrigin) -> None:
@@ -101,6 +108,7 @@ def resume_run(
             )
         if all_steps_done:
             return write_summary(config, run, origin.parent)
+        _note_pressure(config, progress)
         asyncio.run(wait_for_server(config, progress.note))
         with started_ranks(config, launcher.launch_ranks) as ranks:
             components, tokenizer = build_components(

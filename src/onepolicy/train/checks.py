@@ -108,12 +108,15 @@ def _check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
     )
 
 
-def check_routes(scored: TokenBatch, replay: ReplayConfig, version: int) -> TokenBatch:
+def check_routes(
+    scored: TokenBatch, replay: ReplayConfig, version: int, *, pressed: bool = False
+) -> TokenBatch:
     """Return the same batch after checking that its routes are those of its tokens and weights.
 
     Routes that are only measured are checked too. Each router that has collapsed gives one warning.
-    version: of the weights that scored the batch. Raises RoutingError; if older weights sampled the
-    batch, the error gives their age.
+    version: of the weights that scored the batch. pressed: rollout.pressure makes the engine choose
+    otherwise, so routes that are only measured are not refused. Raises RoutingError; if older
+    weights sampled the batch, the error gives their age.
     """
     native = scored.routing_native
     if scored.routing is None or native is None:
@@ -124,8 +127,8 @@ def check_routes(scored: TokenBatch, replay: ReplayConfig, version: int) -> Toke
     least = MIN_AGREEMENT
     if isinstance(replay, RolloutReplay):
         least = replay.min_agreement
-    elif age > 0:
-        least = 0.0  # older weights may have chosen other routes, and these are only measured
+    elif age > 0 or pressed:
+        least = 0.0  # other weights may have chosen other routes, and these are only measured
     try:
         collapsed = check_captured(scored.routing, native, scored.cu_seqlens, least=least)
         if isinstance(replay, RolloutReplay) and least > 0:

@@ -119,7 +119,8 @@ class PolicyScorer:
 
     def check_scored_routes(self, scored: TokenBatch) -> TokenBatch:
         """Return the same batch. Raises RoutingError if its routes are not those of its tokens."""
-        return check_routes(scored, self.config.replay, self.version)
+        pressed = self.config.rollout.pressure is not None
+        return check_routes(scored, self.config.replay, self.version, pressed=pressed)
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         """Return the sample indices of each forward."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
-from onepolicy.config import HFEngineConfig, QuantFormat, UsageError
+from onepolicy.config import HFEngineConfig, QuantFormat, RoutingPressure, UsageError
 from onepolicy.config.numerics import Numerics
 from onepolicy.interfaces import EngineCaps, NamedWeights, StaticScales, WeightSizes
 from onepolicy.invariant.fingerprint import compute_fingerprint
@@ -30,6 +31,7 @@ from onepolicy.types import Completion, Sampling
 if TYPE_CHECKING:
     from onepolicy.models.fp32_head import Fp32Head
     from onepolicy.models.quant.quantise import QuantisedModel, QuantisedWeight
+    from onepolicy.rollout.hf.pressure import Pressure
 
 KV_CACHE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # rotary frequencies that depend on the longest sequence of the batch
@@ -50,6 +52,7 @@ def build(spec: EngineSpec) -> HFEngine:
         combine_weights=spec.combine_weights,
         numerics=spec.numerics,
         quant=spec.quant,
+        pressure=spec.pressure,
     )
 
 
@@ -69,13 +72,14 @@ class HFEngine:
         combine_weights: bool = False,
         numerics: Numerics = "fast",
         quant: QuantFormat | None = None,
+        pressure: RoutingPressure | None = None,
     ) -> None:
         """Take over the model.
 
         return_routes: return the experts of every token (MoE models only). combine_weights: return
         their combine weights as well. max_len: prompt + completion tokens. numerics: "on-policy"
         computes the same bits as a learner with the same weights, dtype and numerics. quant:
-        format of the engine's weights, now and after every sync.
+        format of the engine's weights, now and after every sync. pressure: noise on its routers.
         """
         context = int(model.config.get_text_config().max_position_embeddings)
         if not 2 <= max_len <= context:
@@ -96,6 +100,9 @@ class HFEngine:
         device = next(model.parameters()).device
         decode_experts.use_decode_experts(model, device)
         linear.use_onednn_linear(model, device)
+        self._pressure: Pressure | None = None
+        if pressure is not None:
+            self._pressure = _install_pressure(model, pressure)
         routers: Routers | None = None
         if return_routes:
             routers = bind_routers(model)
@@ -154,6 +161,8 @@ class HFEngine:
             raise UsageError(
                 f"load_weights: {len(missing)} tensors are missing, first {missing[0]!r}"
             )
+        if self._pressure is not None:
+            self._pressure.refresh(version)
         self.version = version
 
     def _copy_weights(self, weights: NamedWeights) -> list[str]:
@@ -189,6 +198,12 @@ class HFEngine:
         if self.quantised is not None:
             self.quantised.reset_statistics()
 
+    def without_pressure(self) -> AbstractContextManager[None]:
+        """Return a context without the noise of rollout.pressure. Reset the cache in it."""
+        if self._pressure is None:
+            return nullcontext()
+        return self._pressure.lifted()
+
     @property
     def static_scales(self) -> StaticScales | None:
         """Activation scales to calibrate, if rollout.quant asks for static ones."""
@@ -209,6 +224,14 @@ def _install_fp32_head(model: PreTrainedModel, dtype: torch.dtype) -> Fp32Head:
     return fp32_head.install_fp32_head(
         model.eval(), dtype, field="rollout.engine.lm_head", copy=True
     )
+
+
+def _install_pressure(model: PreTrainedModel, settings: RoutingPressure) -> Pressure:
+    from onepolicy.rollout.hf.pressure import Pressure
+
+    pressure = Pressure(model, settings)
+    pressure.refresh(0)
+    return pressure
 
 
 def _check_shape(name: str, given: Sequence[int], expected: Sequence[int]) -> None:

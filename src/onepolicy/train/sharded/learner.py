@@ -104,6 +104,11 @@ def _check_rows(name: str, rows: Tensor, merged: Tensor, count: int) -> None:
         )
 
 
+def _checked_routes(scored: TokenBatch, config: RunConfig, version: int) -> TokenBatch:
+    pressed = config.rollout.pressure is not None
+    return check_routes(scored, config.replay, version, pressed=pressed)
+
+
 class ShardedScorer:
     """The Scorer of a run on several ranks."""
 
@@ -122,7 +127,7 @@ class ShardedScorer:
         if not replay:
             return self._dispatcher.score(batch, "native")
         scored = self._dispatcher.score(batch, "again")
-        return check_routes(scored, self._scorer.config.replay, self.version)
+        return _checked_routes(scored, self._scorer.config, self.version)
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         return micro_batches(batch, self._scorer.config.train.tokens_per_micro_batch)
@@ -171,7 +176,7 @@ class ShardedLearner:
         scored = self.dispatcher.score(batch, "score")
         if not self.config.scores_old:
             return scored
-        return check_routes(scored, self.config.replay, self.version)
+        return _checked_routes(scored, self.config, self.version)
 
     def step(self, batch: TokenBatch) -> Update:
         """Train on a scored batch, one optimiser step per minibatch, like `LocalLearner.step`."""
@@ -193,7 +198,7 @@ class ShardedLearner:
             seconds += max(reply["seconds"] for reply in replies)
             if index == 0 and not self.config.scores_old:
                 merged = self.dispatcher.merge_scores(minibatch, batches, answers)
-                scored = check_routes(merged, self.config.replay, self.version)
+                scored = _checked_routes(merged, self.config, self.version)
         rank_0.scoring.seconds = seconds
         rank_0.version += 1
         return Update(rank_0.metrics(batch, sums, norms), scored)

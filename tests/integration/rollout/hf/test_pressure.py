@@ -1,0 +1,223 @@
+"""Routing pressure: noise changes the engine's routes and nothing else, and replaying them undoes
+it."""
+
+import asyncio
+import copy
+
+import pytest
+import torch
+
+from onepolicy.config import HFEngineConfig, RoutingPressure, UsageError
+from onepolicy.divergence.logprob import mismatch
+from onepolicy.replay.routers import bind_routers
+from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.rollout.hf.pressure import Pressure, check_pressure
+from support.engine_runs import prompts, ragged, run
+from support.families import TABLE
+from support.models import CONFIGS, MOE, make
+
+REFUSED = {
+    "phimoe": "PhimoeTopKRouter selects expert after expert with one max each",
+    "inkling_text": "InklingTopkRouter .* has 0 weights with a row per expert",
+}
+NO_COMBINE_WEIGHTS = ("dbrx", "jamba", "jetmoe", "llama4_text")
+"""Families whose combine weights cannot be recorded."""
+REQUESTS = ragged(prompts(6))
+
+
+def pressed_engine(name="qwen3_moe", *, combine_weights=False, **settings):
+    config = HFEngineConfig(dtype="float32", max_num_seqs=4)
+    return HFEngine(
+        make(name),
+        config,
+        return_routes=True,
+        max_len=64,
+        combine_weights=combine_weights,
+        pressure=RoutingPressure(**settings) if settings else None,
+    )
+
+
+def same(a, b):
+    """Return whether tokens, log-probabilities, routes and combine weights are equal to the bit."""
+    return all(
+        torch.equal(x.token_ids, y.token_ids)
+        and torch.equal(x.logp, y.logp)
+        and torch.equal(x.routing.ids, y.routing.ids)
+        and (x.routing.weights is None or torch.equal(x.routing.weights, y.routing.weights))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@torch.no_grad()
+def k3(model, done, replay=None):
+    """Return k3 of the completions against this model. replay: arguments of `Routers.replay`."""
+    trainer, rollout = [], []
+    for (prompt, _, _), completion in zip(REQUESTS, done, strict=True):
+        path = torch.tensor([[*prompt, *completion.token_ids.tolist()]])[:, :-1]
+        if replay is None:
+            logits = model(input_ids=path, use_cache=False).logits
+        else:
+            with bind_routers(model).replay(completion.routing, check=False, **replay):
+                logits = model(input_ids=path, use_cache=False).logits
+        logp = torch.log_softmax(logits[0, len(prompt) - 1 :], -1)
+        trainer.append(logp.gather(-1, completion.token_ids.long()[:, None])[:, 0])
+        rollout.append(completion.logp)
+    logp = torch.cat(trainer)
+    return mismatch(logp, torch.cat(rollout), torch.ones(len(logp), dtype=torch.bool)).k3
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("name", MOE)
+def test_scale_0_is_no_pressure_to_the_bit(name, weights):
+    plain = run(pressed_engine(name, combine_weights=True), REQUESTS)
+    engine = pressed_engine(name, combine_weights=True, scale=0.0, weights=weights)
+    assert same(run(engine, REQUESTS), plain)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_replay_undoes_pressure_on_the_choice(name):
+    model, done = make(name), run(pressed_engine(name, scale=1.0), REQUESTS)
+    assert k3(model, done) > 1e-4
+    assert k3(model, done, {}) < 1e-9
+
+
+def test_pressure_on_the_weights_needs_the_weights():
+    model = make("qwen3_moe")
+    done = run(pressed_engine(scale=1.0, weights=True, combine_weights=True), REQUESTS)
+    assert k3(model, done, {}) > 1e-4
+    assert k3(model, done, {"weights": True}) < 1e-9
+
+
+def inputs(model):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, model.config.get_text_config().vocab_size, (2, 9), generator=generator)
+
+
+@torch.no_grad()
+def recorded(model, tokens, *, weights=False):
+    with bind_routers(model).record(weights=weights) as tape:
+        logits = model(input_ids=tokens, use_cache=False).logits
+    return logits, tape.trace()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [name for name in TABLE if name not in REFUSED])
+def test_every_family_is_pressed_where_it_chooses(family):
+    """A pressed forward has the bits of a clean one that replays its routes, and with scale = 0
+    those of a clean one."""
+    clean = TABLE[family].model().eval()
+    tokens = inputs(clean)
+    logits, trace = recorded(clean, tokens)
+    for weights in {False, family not in NO_COMBINE_WEIGHTS}:
+        idle, pressed = copy.deepcopy(clean), copy.deepcopy(clean)
+        Pressure(idle, RoutingPressure(scale=0, weights=weights)).refresh(0)
+        same_logits, same_trace = recorded(idle, tokens)
+        assert torch.equal(same_logits, logits)
+        assert torch.equal(same_trace.ids, trace.ids)
+        pressure = Pressure(pressed, RoutingPressure(scale=2.0, weights=weights))
+        pressure.refresh(0)
+        state = {name: tensor.clone() for name, tensor in pressed.state_dict().items()}
+        other_logits, other = recorded(pressed, tokens, weights=weights)
+        assert not torch.equal(other.ids, trace.ids)
+        with bind_routers(clean).replay(other, weights=weights, check=False):
+            replayed = clean(input_ids=tokens, use_cache=False).logits
+        assert torch.equal(replayed, other_logits)
+        assert all(torch.equal(state[name], x) for name, x in clean.state_dict().items())
+        with pressure.lifted():
+            assert torch.equal(recorded(pressed, tokens)[0], logits)
+        assert torch.equal(recorded(pressed, tokens)[0], other_logits)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_other_families_are_refused_by_name(family):
+    with pytest.raises(UsageError, match=rf"rollout\.pressure: {REFUSED[family]}"):
+        Pressure(TABLE[family].model().eval(), RoutingPressure(scale=1))
+
+
+@torch.no_grad()
+def test_noise_is_of_the_size_that_is_set():
+    """scale times the rms of the row, element by element; other rows and layers have other
+    noise."""
+    model = make("qwen3_moe")
+    pressure = Pressure(model, RoutingPressure(scale=0.5, seed=3))
+    pressure.refresh(0)
+    noise = []
+    for router in pressure._pressed.values():
+        weight = router._weight
+        rms = weight.square().mean(1, keepdim=True).sqrt()
+        noise.append((router._noisy - weight) / (0.5 * rms))
+    flat = torch.stack(noise).flatten()
+    assert flat.mean().abs() < 4 / len(flat) ** 0.5
+    assert flat.std() == pytest.approx(1, abs=0.1)
+    assert len({round(float(each[0, 0]), 3) for each in noise}) == len(noise)
+
+
+@torch.no_grad()
+def noisy_weights(settings, versions):
+    pressure = Pressure(make("qwen3_moe"), settings)
+    found = []
+    for version in versions:
+        pressure.refresh(version)
+        found.append(torch.cat([each._noisy for each in pressure._pressed.values()]))
+    return found
+
+
+def test_redraw_depends_on_seed_and_version_only():
+    drawn = noisy_weights(RoutingPressure(scale=1, redraw="sync"), [0, 1, 2, 1])
+    assert torch.equal(drawn[1], drawn[3])
+    assert len({float(each[0, 0]) for each in drawn}) == 3
+    (again,) = noisy_weights(RoutingPressure(scale=1, redraw="sync"), [2])
+    assert torch.equal(again, drawn[2])
+    once = noisy_weights(RoutingPressure(scale=1), [0, 1])
+    assert torch.equal(once[0], once[1])
+    assert torch.equal(once[0], drawn[0])
+    (other,) = noisy_weights(RoutingPressure(scale=1, seed=1), [0])
+    assert not torch.equal(other, once[0])
+
+
+def test_some_layers():
+    """Layer 1 has the noise that it has when all have it; the others choose as without."""
+    every = Pressure(make("qwen3_moe"), RoutingPressure(scale=1))
+    some = Pressure(make("qwen3_moe"), RoutingPressure(scale=1, layers=(1,)))
+    every.refresh(0)
+    some.refresh(0)
+    assert list(some._pressed) == [1]
+    assert torch.equal(some._pressed[1]._noisy, every._pressed[1]._noisy)
+    plain = run(pressed_engine(), REQUESTS)
+    done = run(pressed_engine(scale=1.0, layers=(2,)), REQUESTS)
+    first = min(len(done[5].routing), len(plain[5].routing))  # the prompt is the same at least
+    assert torch.equal(done[5].routing.ids[:3, :2], plain[5].routing.ids[:3, :2])
+    assert not torch.equal(done[5].routing.ids[:first, 2], plain[5].routing.ids[:first, 2])
+
+
+def test_a_sync_presses_the_new_weights():
+    """The engine that got other weights is the one that was built with them."""
+    engine, other = pressed_engine(scale=1.0), make("qwen3_moe", seed=1)
+    asyncio.run(engine.load_weights(other.state_dict().items(), 1))
+    config = HFEngineConfig(dtype="float32", max_num_seqs=4)
+    built = HFEngine(
+        other, config, return_routes=True, max_len=64, pressure=RoutingPressure(scale=1.0)
+    )
+    router, expected = engine._pressure._pressed[0], built._pressure._pressed[0]
+    assert torch.equal(router._noisy, expected._noisy)
+    assert torch.equal(router._weight, expected._weight)
+
+
+def test_a_recorder_takes_the_short_way():
+    """The router's output holds the very ids that were selected, so that a decode loop needs no
+    function mode around every step."""
+    model = make("qwen3_moe")
+    Pressure(model, RoutingPressure(scale=1)).refresh(0)
+    with torch.no_grad(), bind_routers(model).record() as tape:
+        for _ in range(2):
+            model(input_ids=inputs(model), use_cache=False)
+    assert [recorder._position for recorder in tape.recorders] == [2, 2, 2]
+
+
+def test_models_that_cannot_be_pressed_are_refused_without_weights():
+    with pytest.raises(UsageError, match=r"model_type='qwen3' has no routed experts"):
+        check_pressure(RoutingPressure(scale=1), CONFIGS["qwen3_dense"])
+    with pytest.raises(UsageError, match=r"layers: \[0\] are no MoE layers .* in \[1, 2\]"):
+        check_pressure(RoutingPressure(scale=1, layers=(0, 1)), CONFIGS["deepseek_v3"])
+    with pytest.raises(UsageError, match=r"layers: \[7\] are no MoE layers"):
+        Pressure(make("qwen3_moe"), RoutingPressure(scale=1, layers=(7,)))
