@@ -409,15 +409,8 @@ def test_a_run_resumes_after_the_death_of_its_server(folders, tmp_path, capfd, m
         with pytest.raises(UsageError, match=r"/version; got status 401"):
             connect(server, folders[0])
         remote = connect(server, folders[0], retries=1, token_env="ENGINE_TOKEN")
-        assert (
-            main(
-                [
-                    "train",
-                    str(recipe(tmp_path, folders[0], server, 'engine.token_env = "ENGINE_TOKEN"')),
-                ]
-            )
-            == 0
-        )
+        more = 'engine.token_env = "ENGINE_TOKEN"\n engine.recovery_timeout_s = 5'
+        assert main(["train", str(recipe(tmp_path, folders[0], server, more))]) == 0
 
         async def dies():
             ended = []
