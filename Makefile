@@ -107,9 +107,8 @@ test: system $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(TRL)/.ready $(VERL)/
 	$(PARALLEL) -m "$(FAST)"
 	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm test-verl test-versions-fast
 
-test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready $(VERL)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
+test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "slow and not vllm and not sglang and not ray and not verl" --timeout 7200
-	PYTHONPATH=src $(VERL)/bin/python -m pytest -m slow --timeout 1800 tests/e2e/integrations/verl
 	$(BIN)/pytest -m "ray and not vllm and not gpu" --timeout 1800
 	$(BIN)/pytest -m "slow and vllm and not ray" --timeout 7200
 	$(BIN)/pytest -m "ray and vllm and not gpu" --timeout 1800
