@@ -62,8 +62,7 @@ def page() -> str:
     fast = " and ".join(f"`{name}`" for name in cells if cells[name].get("fast"))
     parts = [
         _HEAD.format(torch=oldest["torch"], transformers=oldest["transformers"], fast=fast),
-        *(_row(name, found) for name, found in results.items()),
-        *(f"| `{name}` | not run yet |\n" for name in cells if name not in results),
+        *(_row(name, results.get(name)) for name in cells),
         _FAMILIES,
         _families(results),
         _REFUSED,
@@ -81,7 +80,9 @@ def _read(name: str) -> dict[str, Any]:
     return found
 
 
-def _row(name: str, found: dict[str, Any]) -> str:
+def _row(name: str, found: dict[str, Any] | None) -> str:
+    if found is None:
+        return f"| `{name}` | not run yet |{' |' * 7}\n"
     versions = [found[key] for key in ("python", "torch", "transformers", "numpy", "pydantic")]
     counts = [found["passed"], sum(found["skipped"].values()), len(found["failed"])]
     return f"| `{name}` | {' | '.join(map(str, [*versions, *counts]))} |\n"
