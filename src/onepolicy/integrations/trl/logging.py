@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from onepolicy.integrations.trl.ranks import gather_json
+
 LARGEST = ("max_dlogp", "max_dp", "weight_max", "ratio_max")
 """Last parts of names whose value over ranks is the largest. Of others it is the mean."""
 
@@ -16,9 +18,7 @@ class TrlLog:
 
     def add(self, metrics: dict[str, float]) -> None:
         """Add numbers of this process. All processes must call it as often."""
-        from accelerate.utils import gather_object
-
-        of_ranks: list[dict[str, float]] = gather_object([metrics])
+        of_ranks: list[dict[str, float]] = gather_json(self._trainer.accelerator, metrics)
         names = sorted({name for one in of_ranks for name in one})
         for name in names:
             values = [one[name] for one in of_ranks if name in one]

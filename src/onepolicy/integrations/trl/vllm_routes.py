@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from onepolicy.config import UsageError
-from onepolicy.integrations.trl.route_book import RouteBook
+from onepolicy.integrations.trl.ranks import gather_json
+from onepolicy.integrations.trl.route_book import RouteBook, SampledPath
 
 COMPLETIONS = ("/v1/completions", "/inference/v1/generate")
 
@@ -112,9 +113,9 @@ def watch_generation(generation: Any, book: RouteBook) -> None:
 
 def _share_entries(accelerator: Any, book: RouteBook) -> None:
     """Send the main process's paths to all others."""
-    from accelerate.utils import broadcast_object_list
-
-    entries = [book.entries()]
-    broadcast_object_list(entries, from_process=0)
+    own = None
+    if accelerator.is_main_process:
+        own = [(path.tokens, path.prompt, path.routes) for path in book.entries()]
+    entries = gather_json(accelerator, own)[0]
     if not accelerator.is_main_process:
-        book.extend(entries[0])
+        book.extend([SampledPath(tuple(tokens), *rest) for tokens, *rest in entries])
