@@ -284,7 +284,9 @@ def test_many_simultaneous_processes_share_no_folder(tmp_path):
 
 
 @pytest.mark.parametrize("restarts", [[], ["--restarts=1"]])
-def test_a_starting_run_holds_its_folder(tmp_path, monkeypatch, capsys, restarts):
+def test_a_starting_run_holds_its_folder(tmp_path, tmp_path_factory, monkeypatch, capsys, restarts):
+    model = tmp_path_factory.mktemp("model")  # the tiny policy may not have been made yet
+    (model / "config.json").write_text('{"model_type": "qwen3_moe"}')
     recipe = tmp_path / "r.toml"
     recipe.write_text(
         RECIPE.read_text().replace(
@@ -297,14 +299,14 @@ def test_a_starting_run_holds_its_folder(tmp_path, monkeypatch, capsys, restarts
         place = arguments[0] if restarts else arguments[0].out
         starts.append(Path(place).name)
         if len(starts) < 3:
-            main(["train", str(recipe), *restarts])
+            main(["train", str(recipe), f"model.path={model}", *restarts])
         raise UsageError("enough")
 
     monkeypatch.setattr(
         "onepolicy.launch.restarts.supervise" if restarts else "onepolicy.run.train.start_run",
         start,
     )
-    assert main(["train", str(recipe), *restarts]) == 2
+    assert main(["train", str(recipe), f"model.path={model}", *restarts]) == 2
     assert starts == ["r", "r-2", "r-3"]
     assert os.listdir(tmp_path) == ["r.toml"]
 
