@@ -41,6 +41,13 @@ def id_dtype(num_experts: int) -> torch.dtype:
     return torch.uint16
 
 
+def index_ids(ids: Tensor, index: Tensor | slice) -> Tensor:
+    """Return `ids[index]`. Torch 2.6 cannot index uint16 with tensors or lists."""
+    if ids.dtype == torch.uint16:
+        return ids.view(torch.int16)[index].view(torch.uint16)
+    return ids[index]
+
+
 @dataclass(frozen=True, slots=True)
 class RouteSpan:
     """The source of `length` routing rows from `start` on, and the version of the model weights."""
@@ -182,7 +189,7 @@ class RoutingTrace:
 
     def at(self, slots: Tensor | slice) -> RoutingTrace:
         """Return the rows `slots` (index [n] int64 or slice), without spans."""
-        selected = self._map_tensors(lambda tensor: tensor[slots])
+        selected = self._map_tensors(lambda tensor: index_ids(tensor, slots))
         source = self.origin.source.removesuffix(_SELECTED_ROWS)
         if not isinstance(slots, slice):
             source += _SELECTED_ROWS

@@ -17,7 +17,7 @@ from onepolicy.config import UsageError
 from onepolicy.config.replay import MIN_AGREEMENT
 from onepolicy.divergence.routing import routing_agreement
 from onepolicy.replay.checks import MisalignedRoutesError, constant_layers
-from onepolicy.types import RoutingTrace
+from onepolicy.types import RoutingTrace, index_ids
 
 WINDOW = 16  # rows per window
 MIN_ROWS = 8  # a window with fewer valid rows is not tested
@@ -105,7 +105,7 @@ def check_captured(
     for sample, column in constant.nonzero().tolist():
         rows = slice(*bounds[sample : sample + 2].tolist())
         layer, captured = routing.layers[column], _cut_rows(routing, rows)
-        experts = captured.ids[captured.valid][0, column].tolist()
+        experts = index_ids(captured.ids, captured.valid)[0, column].tolist()
         agreement = _column_agreement(captured, _cut_rows(native, rows), column, column)
         if agreement < least:
             where = f"in all {int(captured.valid.sum())} rows of sample {sample} of the batch"
@@ -352,9 +352,11 @@ def _column_agreement(
     replayed: RoutingTrace, native: RoutingTrace, column: int, native_column: int
 ) -> float:
     """Return the mean agreement of one layer's replayed routes with a layer's native routes."""
-    routes = RoutingTrace(replayed.ids[:, [column]], replayed.valid, (0,), replayed.num_experts)
+    routes = RoutingTrace(
+        replayed.ids[:, column : column + 1], replayed.valid, (0,), replayed.num_experts
+    )
     own_choice = RoutingTrace(
-        native.ids[:, [native_column]], native.valid, (0,), native.num_experts
+        native.ids[:, native_column : native_column + 1], native.valid, (0,), native.num_experts
     )
     return float(routing_agreement(routes, own_choice).mean())
 

@@ -1,13 +1,15 @@
 """The names of torch that record and replay use although torch does not document them.
 
 Each was tried on every torch of docs/reference/versions.md. They are looked up when this file is
-imported, which never fails; `check_private_names` raises where one is missing.
+imported, which never fails; `check_private_names` raises where one is missing, and
+`recompute.check_checkpoints` where torch no longer calls one.
 
 | name of torch | used for | where it is missing |
 |---|---|---|
 | `_C._current_graph_task_id` | to tell a recompute from a forward | `bind_routers` raises |
 | `utils.checkpoint.CheckpointFunction.forward` | reentrant checkpoints | `bind_routers` raises |
-| `utils.checkpoint._checkpoint_without_reentrant_generator` | the others | `bind_routers` raises |
+| `utils.checkpoint._checkpoint_without_reentrant_generator`, since 2.15 only a shim around
+`_checkpoint_without_reentrant_generator_impl` | the others | `bind_routers` raises |
 | `distributed._composable.checkpoint_activation` | composable checkpoints, which import that
 generator by name | its checkpoints do not exist either |
 
@@ -30,7 +32,10 @@ from torch.utils import checkpoint
 
 from onepolicy.config import UsageError
 
-_GENERATOR = "_checkpoint_without_reentrant_generator"
+_SHIM = "_checkpoint_without_reentrant_generator"
+_GENERATOR = f"{_SHIM}_impl"
+if not hasattr(checkpoint, _GENERATOR):  # before torch 2.15
+    _GENERATOR = _SHIM
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 _GRAPH_TASK_ID: Any = getattr(torch._C, "_current_graph_task_id", None)
 _FUNCTION: Any = getattr(checkpoint, "CheckpointFunction", None)

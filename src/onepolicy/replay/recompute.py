@@ -16,8 +16,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
+import torch
+
+from onepolicy.config import UsageError
 from onepolicy.replay.private_names import (
     CHECKPOINT_FORWARD,
     CHECKPOINT_GENERATOR,
@@ -58,6 +62,31 @@ def carry_into_recomputes(replay: Replay) -> Iterator[None]:
             _users -= 1
             if not _users:
                 patch_checkpoints(CHECKPOINT_FORWARD, CHECKPOINT_GENERATOR)
+
+
+@cache
+def check_checkpoints() -> None:
+    """Raise UsageError unless both kinds of torch's checkpoints run what carries a replay.
+
+    A later torch may have the private names, and make its checkpoints without them.
+    """
+    for reentrant in (False, True):
+        entered: list[bool] = []
+
+        @contextmanager
+        def replay(entered: list[bool] = entered) -> Iterator[None]:
+            entered.append(True)
+            yield
+
+        with torch.enable_grad(), carry_into_recomputes(replay):
+            one = torch.ones(1, device="cpu", requires_grad=True)
+            CHECKPOINT_MODULE.checkpoint(torch.sin, one, use_reentrant=reentrant).backward()
+        if not entered:
+            raise UsageError(
+                f"torch {torch.__version__} makes checkpoints (use_reentrant={reentrant}) in a new "
+                "way, so a recompute would silently use other experts than its forward; install a "
+                "torch of docs/reference/versions.md"
+            )
 
 
 def called_by_checkpoint() -> bool:

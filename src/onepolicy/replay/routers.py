@@ -27,6 +27,7 @@ from onepolicy.replay.checks import (
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.layers import Router, decoder_layer, find_routers
 from onepolicy.replay.private_names import check_private_names, is_dtensor, is_fsdp_module
+from onepolicy.replay.recompute import check_checkpoints
 from onepolicy.replay.topk_hook import override_attribute
 from onepolicy.types import RoutingTrace
 
@@ -337,6 +338,7 @@ def bind_routers(model: nn.Module) -> Routers:
         RoutingError: a block has experts but no router that can be replayed.
     """
     check_private_names()
+    check_checkpoints()
     inner = _transformers_model(model)
     routers = find_routers(inner)
     refuse_unknown_sharding(inner, routers, wrapper=model)

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from onepolicy import RoutingError, UsageError, bind_routers
+from onepolicy import RoutingError, UsageError, bind_routers, pad_routes, unpad_routes
 from onepolicy.replay import Routers
 from onepolicy.types import RoutingTrace
 from support.families import TABLE
@@ -23,6 +23,7 @@ from support.replay_models import loss_and_grads, random_trace, same_bits
 
 FAMILIES = {
     "Qwen3-MoE": ("qwen3_moe", {}),
+    "Qwen3-MoE, 300 experts": ("qwen3_moe", {"num_experts": 300}),  # ids are uint16
     "Qwen2-MoE": ("qwen2_moe", {"decoder_sparse_step": 1}),
     "Mixtral": ("mixtral", {}),
     "OLMoE": ("olmoe", {}),
@@ -58,7 +59,7 @@ def recorded(routers: Routers) -> tuple[RoutingTrace, Tensor, dict[str, Tensor]]
 def test_own_routes_keep_every_bit(family: str) -> None:
     routers = routers_of(family)
     own, plain, plain_grads = recorded(routers)
-    assert (own.ids != own.ids[:1]).any()
+    assert (own.ids.int() != own.ids[:1].int()).any()
     with routers.replay(own):
         logits, grads = loss_and_grads(routers._model, TOKENS)
     assert torch.equal(logits, plain)
@@ -108,13 +109,32 @@ def test_rows_without_routes_take_the_routers_own(family: str) -> None:
     own, plain, _ = recorded(routers)
     other = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
     missing = torch.arange(ROWS) % 3 == 0
-    ids = torch.where(missing[:, None, None], other.ids, own.ids)
+    ids = torch.where(missing[:, None, None], other.ids.int(), own.ids.int()).to(own.ids.dtype)
     trace = RoutingTrace(ids, ~missing, own.layers, own.num_experts)
     with routers.replay(trace, native=True) as replayed:
         logits = routers._model(input_ids=TOKENS, use_cache=False).logits
     assert torch.equal(logits, plain)
     assert torch.equal(replayed.native().ids, own.ids)
     routers.self_test()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_routes_are_found_and_samples_are_laid_out(family: str) -> None:
+    """Rows are selected, padded and taken back, and rows that came one late are refused."""
+    routers = routers_of(family)
+    own, plain, _ = recorded(routers)
+    mask = torch.ones_like(TOKENS)
+    parts = unpad_routes(own, mask)
+    padded = pad_routes(parts, mask)
+    assert padded.at(torch.arange(ROWS)) == own.at(torch.arange(ROWS))
+    rows = [trace.ids.tolist() for trace in parts]
+    assert [row for part in rows for row in part] == own.ids.tolist()
+    with routers.replay(padded):
+        logits = routers._model(input_ids=TOKENS, use_cache=False).logits
+    assert torch.equal(logits, plain)
+    late = own.at(torch.arange(ROWS).roll(1))
+    with pytest.raises(RoutingError, match=r"late|early|agree"), routers.replay(late):
+        routers._model(input_ids=TOKENS, use_cache=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

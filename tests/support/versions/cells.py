@@ -2,6 +2,7 @@
 
 python -m support.versions.cells make            # every cell's venv
 python -m support.versions.cells run [NAME ...]  # its tests; writes results/NAME.json
+python -m support.versions.cells quick [NAME ..] # the fast tests; writes it too
 python -m support.versions.cells fast            # a few tests in the cells marked fast
 python -m support.versions.cells page            # docs/reference/versions.md
 """
@@ -69,11 +70,10 @@ def interpreter_of(release: str | None) -> str:
     raise SystemExit(f"no Python {release} on the PATH or in pyenv; install one")
 
 
-def run(name: str, *, fast: bool = False) -> int:
-    """Run a cell's tests, or the fast ones. Return pytest's exit status."""
-    kind, results = "fast", []
-    if not fast:
-        kind = CELLS[name]["tests"]
+def run(name: str, kind: str, *, write: bool) -> int:
+    """Run these tests of cells.toml in a cell. Return pytest's exit status."""
+    results = []
+    if write:
         results = ["--results", FOLDER / "results" / f"{name}.json"]
     environment = {
         **os.environ,
@@ -82,7 +82,7 @@ def run(name: str, *, fast: bool = False) -> int:
     }
     environment.pop("CI", None)  # skips are counted, and are the point
     print(f"{name}:", flush=True)
-    command = [make(name), "-m", "pytest", "-p", "support.versions.plugin", "--cell", name]
+    command = [make(name), "-m", "pytest", "-p", "support.versions.plugin", "--tests", kind]
     options = ["-p", "no:cacheprovider", "-m", "not slow", "-W", "ignore", "--tb=short", *results]
     return subprocess.run(
         [*command, *options, *TABLE["tests"][kind]], cwd=ROOT, env=environment
@@ -97,9 +97,11 @@ def main(words: list[str]) -> int:
             make(name)
         return 0
     if command == "fast":
-        return max(run(name, fast=True) for name in FAST)
+        return max(run(name, "fast", write=False) for name in FAST)
     if command == "run":
-        return max(run(name) for name in names or CELLS)
+        return max(run(name, CELLS[name]["tests"], write=True) for name in names or CELLS)
+    if command == "quick":
+        return max(run(name, "fast", write=True) for name in names or CELLS)
     assert command == "page", command
     DOCS.write_text(page(), encoding="utf-8")
     return 0

@@ -26,11 +26,12 @@ Each row is a venv in which the library's tests ran on a CPU, some minutes a row
 `PYTHONPATH=tests python -m support.versions.cells page` writes this page from the results of that
 run (`tests/support/versions/results/`); a test compares them. `make test` runs a part of the tests
 in {fast}.
+The column *tests* names the folders and files of `tests/support/versions/cells.toml` that ran.
 
 ## What ran
 
-| cell | Python | torch | transformers | numpy | pydantic | passed | skipped | failed |
-|---|---|---|---|---|---|---|---|---|
+| cell | Python | torch | transformers | numpy | pydantic | tests | passed | skipped | failed |
+|---|---|---|---|---|---|---|---|---|---|
 """
 _FAMILIES = """
 ## Model families
@@ -82,8 +83,9 @@ def _read(name: str) -> dict[str, Any]:
 
 def _row(name: str, found: dict[str, Any] | None) -> str:
     if found is None:
-        return f"| `{name}` | not run yet |{' |' * 7}\n"
-    versions = [found[key] for key in ("python", "torch", "transformers", "numpy", "pydantic")]
+        return f"| `{name}` | not run yet |{' |' * 8}\n"
+    keys = ("python", "torch", "transformers", "numpy", "pydantic", "tests")
+    versions = [found[key] for key in keys]
     counts = [found["passed"], sum(found["skipped"].values()), len(found["failed"])]
     return f"| `{name}` | {' | '.join(map(str, [*versions, *counts]))} |\n"
 

@@ -1,7 +1,7 @@
 """A pytest plugin of a version cell: it skips by name, with the reason, what the cell's versions
 lack, and writes the results as JSON.
 
-`python -m pytest -p support.versions.plugin --cell NAME --results FILE ...`
+`python -m pytest -p support.versions.plugin --tests KIND --results FILE ...`
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ PROBE = "tests/integration/replay/test_versions.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cell", required=True)
+    parser.addoption("--tests", required=True)
     parser.addoption("--results", type=Path)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Cell(config.getoption("--results")))
+    config.pluginmanager.register(Cell(config.getoption("--tests"), config.getoption("--results")))
 
 
 class Cell:
-    def __init__(self, results: Path | None) -> None:
-        self._results = results
+    def __init__(self, tests: str, results: Path | None) -> None:
+        self._tests, self._results = tests, results
         rows = tomllib.loads(SKIPS.read_text(encoding="utf-8"))["skip"]
         self._skips = [row for row in rows if any(map(_is_installed, row["where"]))]
         self._outcomes: dict[str, tuple[str, str]] = {}  # test -> outcome, reason of a skip
@@ -71,6 +71,7 @@ class Cell:
         return {
             "python": platform.python_version(),
             **{name: version(name) for name in PACKAGES},
+            "tests": self._tests,
             "passed": outcomes["passed"],
             "failed": sorted(name for name, (got, _) in self._outcomes.items() if got == "failed"),
             "skipped": dict(sorted(skipped.items())),

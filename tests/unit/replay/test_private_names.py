@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onepolicy import UsageError
-from onepolicy.replay import private_names
+from onepolicy.replay import private_names, recompute
 from support.paths import ROOT
 
 PACKAGE = ROOT / "src" / "onepolicy"
@@ -128,7 +128,7 @@ def test_the_one_file_has_a_row_for_each() -> None:
     own = own_names()
     used = {name for name in foreign_private_names(code, own) if name != "_C"}
     assert used == {"_current_graph_task_id", "_composable"}
-    for name in (*used, private_names._GENERATOR):
+    for name in (*used, private_names._GENERATOR, private_names._SHIM):
         assert name in text
 
 
@@ -137,6 +137,14 @@ def test_a_torch_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch, name
     monkeypatch.setattr(private_names, name, None)
     with pytest.raises(UsageError, match=rf"torch {torch.__version__[:4]}.* has no torch\.\w+"):
         private_names.check_private_names()
+
+
+def test_a_torch_whose_checkpoints_pass_us_by_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.15 kept the old name, and called another function."""
+    recompute.check_checkpoints.__wrapped__()
+    monkeypatch.setattr(recompute, "patch_checkpoints", lambda *_: None)
+    with pytest.raises(UsageError, match=r"torch .* makes checkpoints \(use_reentrant=False\)"):
+        recompute.check_checkpoints.__wrapped__()
 
 
 def test_this_torch_has_all_names() -> None:

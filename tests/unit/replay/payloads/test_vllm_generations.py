@@ -16,7 +16,7 @@ import pytest
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import RouteSpec, check_completion
 from onepolicy.replay.payloads.vllm import PAYLOAD_FORMATS, payload_format_of, request_trace
-from onepolicy.types import Completion
+from onepolicy.types import Completion, index_ids
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("vllm-*.json"))
 CASES = [(path, request) for path in FIXTURES for request in ("first", "again")]
@@ -62,7 +62,7 @@ def check(made, request, got):
         request["cached"] if made["version"] == "0.21.0" else 0
     )  # it records no row for a cached token
     assert got.valid.tolist() == [False] * missing + [True] * (len(chosen) - missing)
-    assert got.ids[got.valid].tolist() == chosen[missing:].tolist()
+    assert index_ids(got.ids, got.valid).tolist() == chosen[missing:].tolist()
     assert (got.layers, got.num_experts) == (tuple(made["layers"]), made["num_experts"])
     sources = {
         "cache": request["cached"],
