@@ -42,6 +42,10 @@ WANTED = {
         "dppo-tv",
     ),
     *(
+        "miles-moe",
+        "miles-moe-bn",
+        "miles-moe-wide",
+        "miles-moe-tis",
         "kpop",
         "flash-reinforce",
         "m2po",

@@ -78,6 +78,15 @@ B0 = {
     "trl-default": (preset("trl-default"), 0.666667, 0.5, 1.0, 0.6667),
     "seq-mask-tis": (preset("seq-mask-tis"), 1.041667, 0.78125, 1.5625, 0.3604),
     "geo-rs-token-tis": (preset("geo-rs-token-tis"), 0.708333, 0.53125, 1.0625, 0.4966),
+    "miles-moe": (preset("miles-moe"), 0.666667, 0.5, 1.0, 0.5926),
+    "miles-moe-wide without snis": (
+        preset("miles-moe-wide", normalise="none"),
+        0.75,
+        0.5625,
+        1.125,
+        0.54,
+    ),
+    "miles-moe-tis": (preset("miles-moe-tis"), 1.166667, 1.25, 1.166667, 0.9074),
     "k3-rs .5": (
         preset(
             "k3-rs",
