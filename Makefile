@@ -4,7 +4,6 @@ CORES := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
 VENV := .venv
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
-RECIPE ?= recipes/quickstart.toml
 
 .PHONY: help train train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl vllm test-vllm sglang test-sglang test-versions test-versions-fast clean
 help: ## this text
@@ -65,9 +64,15 @@ $(VERL)/.ready: $(VENV)/.dev tests/support/verl/requirements.txt tests/support/v
 	$(VERL)/bin/pip install -q --no-deps -r tests/support/verl/requirements-no-deps.txt
 	touch $@
 
-train: $(VENV)/.train ## make the tiny policy, train it with GRPO + R3, write a report
-	$(BIN)/onepolicy make-policy
-	$(BIN)/onepolicy train $(RECIPE)
+# An uncertain policy with one expert of 8 a token: an expert that differs changes its answer.
+ONE_OF_EIGHT := runs/policies/one_of_eight
+$(ONE_OF_EIGHT): | $(VENV)/.train
+	$(BIN)/onepolicy make-policy --out $(ONE_OF_EIGHT) task.kind=chain task.ops=4 layers=3 hidden_size=64 heads=2 kv_heads=1 \
+	  head_dim=32 experts=8 top_k=1 expert_size=96 max_len=128 mistakes=0.25 mistakes_from=0.6 steps=1000 \
+	  tokens_per_step=768 lr=3e-3
+
+train: $(ONE_OF_EIGHT) ## make a policy, train it without and with replay side by side, draw what differs
+	$(BIN)/onepolicy compare recipes/routing_gap.toml
 
 AGENT := runs/policies/agent_products
 $(AGENT): | $(VENV)/.train
@@ -103,7 +108,13 @@ unit: $(VENV)/.dev
 check: $(VENV)/.dev ## lint, types, unit tests in under a minute; needs neither vLLM nor the oracles
 	@$(MAKE) --no-print-directory -j2 -O lint types unit
 
-test: system $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(TRL)/.ready $(VERL)/.ready $(VENV)/.vllm lint types ## lint, types, fast tests
+.PHONY: venvs
+venvs: $(ORACLE)/.ready $(ENVS)/.ready $(TRL)/.ready $(VERL)/.ready # each borrows from .venv and changes only itself
+
+test: system $(VENV)/.dev ## lint, types, fast tests
+	$(MAKE) --no-print-directory -j3 venvs
+	$(MAKE) --no-print-directory -j2 $(VENV)/.vllm lint
+	$(MAKE) --no-print-directory types
 	$(PARALLEL) -m "$(FAST)"
 	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm test-verl test-versions-fast
 

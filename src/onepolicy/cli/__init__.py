@@ -1,4 +1,4 @@
-"""The command line: train, eval, make-policy, measure, audit, engine, plan, config.
+"""The command line: train, compare, eval, make-policy, measure, audit, engine, plan, config.
 
 Bad input ends with a message and exit status 2.
 """
@@ -10,6 +10,7 @@ import errno
 import sys
 
 from onepolicy.cli.audit import add_audit
+from onepolicy.cli.compare import add_compare
 from onepolicy.cli.engine import add_engine
 from onepolicy.cli.evaluate import add_eval
 from onepolicy.cli.interrupts import report_interrupt, report_sigterm
@@ -22,7 +23,7 @@ from onepolicy.cli.streams import tolerant_streams
 from onepolicy.cli.train import add_train
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError, printable
 
-RESULT_IN_FILES = ("train", "make-policy")
+RESULT_IN_FILES = ("train", "compare", "make-policy")
 """Commands whose exit status does not depend on stdout: their results are files."""
 EXIT_CODES = """\
 exit codes:
@@ -135,6 +136,7 @@ def build_parser() -> Parser:
         title="commands", required=True, metavar="COMMAND", dest="command"
     )
     add_train(commands)
+    add_compare(commands)
     add_eval(commands)
     add_make_policy(commands)
     add_measure(commands)

@@ -99,7 +99,7 @@ def test_options_values_and_abbreviations_are_no_mistakes():
         (
             ["frobnicate"],
             "'frobnicate' is no command; "
-            "there are train, eval, make-policy, measure, audit, engine, ",
+            "there are train, compare, eval, make-policy, measure, audit, ",
         ),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else None,
