@@ -1,0 +1,160 @@
+"""Print the tables of docs/evidence.md from runs.jsonl.
+
+python benchmarks/evidence/tables.py main                    # needs scipy, of the extra dev
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from run import PLAN, RESULTS, finished_runs
+from scipy.stats import binomtest, wilcoxon
+
+Line = dict[str, Any]
+Arms = dict[str, dict[int, Line]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("studies", nargs="*", default=list(PLAN["study"]), metavar="STUDY")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--seeds", action="store_true", help="every run, a line each")
+    options = parser.parse_args()
+    lines = finished_runs(options.results)
+    for study in options.studies:
+        arms = by_arm(line for line in lines if line["study"] == study)
+        if arms:
+            print(f"\n### {study}\n{table(arms)}\n\n{tests(arms)}")
+        if options.seeds:
+            print(every_run(arms))
+
+
+def by_arm(lines: Iterable[Line]) -> Arms:
+    """Return arm -> seed -> line, in the order of plan.toml."""
+    found: Arms = {arm: {} for arm in PLAN["arms"]}
+    for line in lines:
+        found[line["arm"]][line["seed"]] = line
+    return {arm: runs for arm, runs in found.items() if runs}
+
+
+def fails(line: Line) -> bool:
+    """Return whether the run failed: it ended early, or learnt nothing.
+
+    It learnt nothing if its last sampled held-out accuracy is not above that of the start.
+    """
+    return line["error"] is not None or line["sampled"][-1] <= line["sampled"][0]
+
+
+def table(arms: Arms) -> str:
+    """Return a row for every arm."""
+    rows = [
+        "| arm | runs | fail | held-out, start | held-out, end: mean ± sd (lowest) | "
+        "k3, first → last tenth | routers | entropy, last | spikes a run, median (most) | "
+        "largest norm, median (most) | halved gradient, first → last |",
+        "|" + " --- |" * 11,
+    ]
+    for arm, runs in arms.items():
+        lines = list(runs.values())
+        whole = [line for line in lines if line["error"] is None]
+        ends = [line["sampled"][-1] for line in whole]
+        if not whole:
+            rows.append(f"| {arm} | {len(lines)} | {len(lines)} |" + " |" * 8)
+            continue
+        rows.append(
+            f"| {arm} | {len(lines)} | {sum(map(fails, lines))} | "
+            f"{statistics.fmean(line['sampled'][0] for line in whole):.3f} | "
+            f"{statistics.fmean(ends):.3f} ± {spread(ends):.3f} ({min(ends):.3f}) | "
+            f"{curve(whole, 'k3', 0)} → {curve(whole, 'k3', -1)} | {curve(whole, 'routers', -1)} | "
+            f"{curve(whole, 'entropy', -1)} | {middle([line['spikes'] for line in lines])} | "
+            f"{middle([line['largest_norm'] for line in lines])} | "
+            f"{curve(whole, 'halved', 0)} → {curve(whole, 'halved', -1)} |"
+        )
+    return "\n".join(rows)
+
+
+def spread(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return float("nan")
+    return statistics.stdev(values)
+
+
+def middle(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.3g} ({max(values):.3g})"
+
+
+def curve(lines: Sequence[Line], name: str, block: int) -> str:
+    """Return the median over runs of a curve's block."""
+    found = [line["curves"][name][block] for line in lines]
+    measured = [value for value in found if value is not None]
+    if not measured:
+        return ""
+    return f"{statistics.median(measured):.2g}"
+
+
+def tests(arms: Arms) -> str:
+    """Return the paired tests of every arm against recompute and against control."""
+    rows = [
+        "| against | arm | pairs | fail only there / only here | exact McNemar | "
+        "end, here - there | Wilcoxon |",
+        "|" + " --- |" * 7,
+    ]
+    for base in ("recompute", "control"):
+        for arm in arms:
+            if base in arms and arm != base:
+                rows.append(paired(base, arm, arms[base], arms[arm]))
+    return "\n".join(rows)
+
+
+def paired(base: str, arm: str, there: dict[int, Line], here: dict[int, Line]) -> str:
+    """Return the row of two arms over the seeds that both have."""
+    seeds = sorted(set(there) & set(here))
+    only_there = sum(fails(there[seed]) and not fails(here[seed]) for seed in seeds)
+    only_here = sum(fails(here[seed]) and not fails(there[seed]) for seed in seeds)
+    gaps = [
+        here[seed]["sampled"][-1] - there[seed]["sampled"][-1]
+        for seed in seeds
+        if here[seed]["error"] is None and there[seed]["error"] is None
+    ]
+    return (
+        f"| {base} | {arm} | {len(seeds)} | {only_there} / {only_here} | "
+        f"{mcnemar(only_there, only_here):.2g} | {statistics.fmean(gaps):+.3f} ± "
+        f"{spread(gaps):.3f} | {signed_rank(gaps):.2g} |"
+    )
+
+
+def mcnemar(only_there: int, only_here: int) -> float:
+    """Return the two-sided exact p of the discordant pairs."""
+    discordant = only_there + only_here
+    if not discordant:
+        return 1.0
+    return float(binomtest(only_there, discordant, 0.5).pvalue)
+
+
+def signed_rank(gaps: Sequence[float]) -> float:
+    if not any(gaps):
+        return 1.0
+    return float(wilcoxon(gaps).pvalue)
+
+
+def every_run(arms: Arms) -> str:
+    rows = ["\n| arm | seed | held-out | k3 by tenths | largest norm | spikes | fails |"]
+    rows.append("|" + " --- |" * 7)
+    for arm, runs in arms.items():
+        for seed, line in sorted(runs.items()):
+            held_out = ", ".join(f"{value:.3f}" for value in line["sampled"])
+            k3 = ", ".join(f"{value:.1e}" for value in line["curves"]["k3"] if value is not None)
+            rows.append(
+                f"| {arm} | {seed} | {held_out} | {k3} | {line['largest_norm']} | "
+                f"{line['spikes']} | {fails(line)} |"
+            )
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()
