@@ -109,16 +109,35 @@ def check_completion(
         UsageError: there is not one row per token that was fed, `check_trace` refuses the trace, or
             rows repeat over all layers while the tokens change.
     """
-    trace, first = completion.routing, completion.first_slot
+    trace = completion.routing
     if trace is None or route_spec is None:
         return
     tokens = torch.tensor([*prompt_ids, *completion.token_ids.tolist()])
+    check_path(trace, tokens, route_spec, name, first_slot=completion.first_slot)
+
+
+def check_path(
+    trace: RoutingTrace,
+    tokens: Tensor,  # [N] integer
+    route_spec: RouteSpec,
+    name: str,
+    *,
+    first_slot: int = 0,
+) -> None:
+    """Raise if the routes cannot be those of a path of tokens, without a model to ask.
+
+    The routes begin at slot `first_slot`. `name` is the sample's, for messages.
+
+    Raises:
+        UsageError: there is not one row per token that was fed, `check_trace` refuses the trace, or
+            rows repeat over all layers while the tokens change.
+    """
     slots = len(tokens) - 1
-    if first + len(trace) != slots:
+    if first_slot + len(trace) != slots:
         raise UsageError(
-            f"{name}: the engine returned {len(trace)} routing rows from slot {first} on, but "
-            f"{slots + 1} tokens have {slots} slots; it must return {slots - first} rows, one per "
-            "token it fed (never the last one)"
+            f"{name}: the engine returned {len(trace)} routing rows from slot {first_slot} on, but "
+            f"{slots + 1} tokens have {slots} slots; it must return {slots - first_slot} rows, one "
+            "per token it fed (never the last one)"
         )
     trace = trace.to("cpu")
     check_trace(
@@ -128,7 +147,7 @@ def check_completion(
         top_k=route_spec.top_k,
         name=name,
     )
-    _check_stuck(trace, tokens[first:-1], name)
+    _check_stuck(trace, tokens[first_slot:-1], name)
 
 
 def fill_missing_routes(sample: Sample, route_spec: RouteSpec | None, name: str) -> Sample:

@@ -8,7 +8,7 @@ import torch
 
 import onepolicy as op
 from onepolicy.config import UsageError
-from onepolicy.integrations.trl.correction import turns
+from onepolicy.integrations.core.advantages import turns_of
 from onepolicy.integrations.trl.route_book import RouteBook
 from onepolicy.types import RoutingTrace
 from support.replay_models import build
@@ -89,5 +89,5 @@ def test_a_payload_of_another_model(routers):
 
 def test_turns_are_runs_of_sampled_tokens():
     mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0], [1, 0, 1, 1, 0, 0, 0]]).bool()
-    assert turns(mask)[mask].tolist() == [0, 0, 1, 0, 1, 1]
-    assert turns(mask).min() == 0
+    assert turns_of(mask)[mask].tolist() == [0, 0, 1, 0, 1, 1]
+    assert turns_of(mask).min() == 0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import UsageError
-from onepolicy.integrations.verl.batches import turns_of
+from onepolicy.integrations.core.advantages import turns_of
 from onepolicy.integrations.verl.metrics import finish_update_metrics, replay_sums
 from onepolicy.integrations.verl.settings import read_settings
 from onepolicy.types import RoutingTrace

@@ -34,11 +34,8 @@ def fixed_correction(correction: str | CorrectionConfig) -> CorrectionConfig:
         UsageError: no correction has the name, or it needs the ratio of the new policy, which
             exists only in the trainer's loss.
     """
-    config = correction
-    if isinstance(correction, str):
-        config = preset(correction)
-    check_config("correction", config)
-    assert isinstance(config, CorrectionConfig)
+    config = named_correction(correction)
+    assert config is not None
     if config.live:
         raise UsageError(
             f"correction {config.name} needs the ratio of the policy that is being trained, which "
@@ -46,6 +43,34 @@ def fixed_correction(correction: str | CorrectionConfig) -> CorrectionConfig:
             "one (tis, mis, icepop, ...) or the trainer's loss hook"
         )
     return config
+
+
+def named_correction(correction: str | CorrectionConfig | None) -> CorrectionConfig | None:
+    """Return a correction by its name, or None for none. Raises UsageError for an unknown name."""
+    if correction is None:
+        return None
+    config: object = correction
+    if isinstance(correction, str):
+        config = preset(correction)
+    check_config("correction", config)
+    assert isinstance(config, CorrectionConfig)
+    return config
+
+
+def needs_whole_step(config: CorrectionConfig) -> bool:
+    """Return whether a weight depends on other samples of the step."""
+    return config.scales or any(gate.aggregate == "budget" for gate in config.gates)
+
+
+def turns_of(mask: Tensor) -> Tensor:  # [B, T] bool -> [B, T] int64
+    """Return the turn of each response token, from 0 on.
+
+    A turn is a run of sampled tokens; tool output lies between the runs. The other tokens have the
+    number of the turn before them, and 0 before the first.
+    """
+    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    starts = mask & ~before
+    return (starts.cumsum(1) - 1).clamp(min=0)
 
 
 @torch.no_grad()

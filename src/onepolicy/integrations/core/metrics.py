@@ -15,6 +15,9 @@ from onepolicy.divergence.routing import routing_agreement, routing_disagreement
 from onepolicy.integrations.core.layout import fit
 from onepolicy.types import RoutingTrace
 
+LARGEST = ("max_dlogp", "max_dp", "weight_max", "ratio_max")
+"""Last parts of names whose value over ranks is the largest. Of others it is the mean."""
+
 
 def mismatch_metrics(
     logp_old: Tensor,  # [B, T] float32, trainer before the update

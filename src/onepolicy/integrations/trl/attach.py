@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.config import CorrectionConfig
+from onepolicy.integrations.core.advantages import named_correction
 from onepolicy.integrations.core.armed import ArmedReplay
 from onepolicy.integrations.core.preflight import Preflight
 from onepolicy.integrations.trl.adapter import TrlAdapter
-from onepolicy.integrations.trl.correction import named_correction
 from onepolicy.integrations.trl.preflight import MARK, check_trainer
 from onepolicy.integrations.trl.settings import Replay, Scoring, TrlSettings
 

@@ -17,28 +17,10 @@ from torch import Tensor
 
 from onepolicy.config import CorrectionConfig
 from onepolicy.correct.current_policy import live_weights
-from onepolicy.correct.presets import check_config, preset
 from onepolicy.correct.report import report
-from onepolicy.integrations.core.advantages import weighted_advantages
+from onepolicy.integrations.core.advantages import turns_of, weighted_advantages
 
 OLD, RATIO = "old_per_token_logps", "importance_sampling_ratio"
-
-
-def named_correction(correction: str | CorrectionConfig | None) -> CorrectionConfig | None:
-    """Return a correction by its name, or None for none. Raises UsageError for an unknown name."""
-    if correction is None:
-        return None
-    config: object = correction
-    if isinstance(correction, str):
-        config = preset(correction)
-    check_config("correction", config)
-    assert isinstance(config, CorrectionConfig)
-    return config
-
-
-def needs_whole_step(config: CorrectionConfig) -> bool:
-    """Return whether a weight depends on other samples of the step."""
-    return config.scales or any(gate.aggregate == "budget" for gate in config.gates)
 
 
 def has_one_weight_a_sequence(config: CorrectionConfig) -> bool:
@@ -65,7 +47,7 @@ def correct_generation(
         logp_rollout,
         mask,
         config.fixed_part,
-        turn=turns(mask),
+        turn=turns_of(mask),
     )
     generation["advantages"] = applied.advantages
     if "old_logps" in generation:  # RLOO
@@ -93,7 +75,7 @@ def correct_micro_batch(
     if advantages.dim() == 1:
         advantages = advantages[:, None].expand_as(mask)
     live = live_weights(
-        logp_new, logp_rollout, mask, part, turn=turns(mask), advantage=advantages.float()
+        logp_new, logp_rollout, mask, part, turn=turns_of(mask), advantage=advantages.float()
     )
     inputs["advantages"] = torch.where(live.keep, advantages * live.weight, 0.0)
     if config.surrogate == "pg":
@@ -107,15 +89,6 @@ def correct_micro_batch(
         return metrics
     gates = "correction/rejected/"
     return {f"{name}.new": value for name, value in metrics.items() if name.startswith(gates)}
-
-
-def turns(mask: Tensor) -> Tensor:
-    """Return [B, T] int64: the number of the run of sampled tokens, 0 before the first one ends.
-
-    Tool output lies between the runs.
-    """
-    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
-    return ((mask & ~before).long().cumsum(1) - 1).clamp(min=0)
 
 
 def rollout_logps(batch: Mapping[str, Any]) -> Tensor | None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from onepolicy.integrations.core.metrics import LARGEST
 from onepolicy.integrations.trl.ranks import gather_json
-
-LARGEST = ("max_dlogp", "max_dp", "weight_max", "ratio_max")
-"""Last parts of names whose value over ranks is the largest. Of others it is the mean."""
 
 
 class TrlLog:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from onepolicy.config import CorrectionConfig
+from onepolicy.integrations.core.advantages import needs_whole_step
 from onepolicy.integrations.core.preflight import Preflight
-from onepolicy.integrations.trl.correction import has_one_weight_a_sequence, needs_whole_step
+from onepolicy.integrations.trl.correction import has_one_weight_a_sequence
 from onepolicy.integrations.trl.settings import TrlSettings
 from onepolicy.integrations.trl.vllm_routes import returns_routes
 

@@ -16,55 +16,19 @@ docs/verl.md has the settings.
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import logging
 import os
-import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from types import ModuleType
+
+from onepolicy.integrations.core.on_import import after_import
 
 VENDOR = "onepolicy"
 VENDOR_VARIABLE = "VERL_ENGINE_VENDOR"
-
-
 REGISTRATIONS = {
     "verl.workers.engine": f"{__name__}.engine",
     "verl.trainer.ppo.v1": f"{__name__}.trainer",
     "verl.trainer.ppo.core_algos": f"{__name__}.policy_loss",
 }
 """Module of verl -> module here that registers with it when it is imported."""
-
-
-class _Registering(Loader):
-    """A loader that registers with a module of verl as soon as the module has run."""
-
-    def __init__(self, loader: Loader, name: str) -> None:
-        self._loader, self._name = loader, name
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
-        assert spec is not None
-        module.__loader__ = spec.loader = self._loader
-        self._loader.exec_module(module)
-        register(self._name)
-
-
-class _Waiting(MetaPathFinder):
-    """Finds the modules of REGISTRATIONS as Python does, and wraps their loader."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in REGISTRATIONS:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Registering(spec.loader, fullname)
-        return spec
 
 
 def register(name: str) -> None:
@@ -81,12 +45,5 @@ def register(name: str) -> None:
         logging.getLogger(__name__).warning("onepolicy is not registered with %s: %s", name, error)
 
 
-def _register_now_or_later() -> None:
-    for name in REGISTRATIONS:
-        if name in sys.modules:
-            register(name)
-    if not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Waiting())
-
-
-_register_now_or_later()
+for _name in REGISTRATIONS:
+    after_import(_name, lambda module: register(module.__name__))

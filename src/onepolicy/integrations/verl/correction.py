@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from onepolicy.config import CorrectionConfig
 from onepolicy.correct.weights import reweight
-from onepolicy.integrations.verl.batches import turns_of
+from onepolicy.integrations.core.advantages import turns_of
 
 Average = Literal["slots", "sequences"]
 

@@ -17,7 +17,7 @@ from verl.trainer.ppo import core_algos
 
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.correct.current_policy import live_weights
-from onepolicy.integrations.verl.batches import turns_of
+from onepolicy.integrations.core.advantages import turns_of
 from onepolicy.integrations.verl.metrics import LIVE
 
 NAME = "onepolicy"

@@ -12,6 +12,8 @@ from onepolicy.config.correction import correction_presets
 from onepolicy.integrations.trl.adapter import SAMPLED
 from support.trl.tiny import CopySampler, as_vllm, make_trainer, parameters, tiny_moe, train
 
+capability = pytest.mark.capability
+
 pytestmark = pytest.mark.trl
 REFUSED = {"score-centering", "score-centering-tis"}
 
@@ -39,6 +41,7 @@ def relative(one, other):
     return float((one - other).norm() / other.norm())
 
 
+@capability("TRL", "fixed corrections", how="live")
 @pytest.mark.parametrize(
     ("correction", "own"),
     [
@@ -108,6 +111,7 @@ def gradient_and_batch(folder, correction):
     return before - parameters(trainer), before, seen[0]
 
 
+@capability("TRL", "live corrections", how="live")
 @pytest.mark.parametrize("correction", ["ppo-is", "pg-tis", "cispo-rollout"])
 def test_live_presets_by_hand(tmp_path, correction):
     gradient, before, inputs = gradient_and_batch(tmp_path, correction)

@@ -10,6 +10,8 @@ import onepolicy.integrations.trl as op_trl
 from onepolicy.audit.run import audit
 from support.trl.tiny import CopySampler, make_trainer, train
 
+capability = pytest.mark.capability
+
 pytestmark = pytest.mark.trl
 
 
@@ -19,6 +21,7 @@ def dumped(folder, *, change=None, **settings):
     return train(trainer), audit(folder / "dump", {})
 
 
+@capability("TRL", "dump", how="live")
 def test_audit_sees_replay_and_routes(tmp_path):
     log, found = dumped(tmp_path, native_every=1)
     assert found.verdict.action == "nothing"

@@ -11,6 +11,8 @@ from onepolicy.config import UsageError
 from onepolicy.replay.checks import MisalignedRoutesError
 from support.trl.tiny import CopySampler, as_vllm, make_trainer, parameters, tiny_moe, train
 
+capability = pytest.mark.capability
+
 pytestmark = pytest.mark.trl
 
 
@@ -25,6 +27,7 @@ def stops_untrained(trainer, error, match):
     assert torch.equal(before, parameters(trainer))
 
 
+@capability("TRL", "detector", how="live")
 @pytest.mark.parametrize("scoring", ["always", "training-forward"])
 def test_routes_one_row_late(tmp_path, scoring):
     trainer = make_trainer(tmp_path, sampler=CopySampler(change=one_row_late))
@@ -79,6 +82,7 @@ def test_settings(tmp_path, changes, settings, match):
     assert trainer._compute_loss.__self__ is trainer  # nothing was changed
 
 
+@capability("TRL", "preflight", how="live")
 def test_all_mistakes_are_named_at_once(tmp_path):
     trainer = make_trainer(
         tmp_path, sampler=CopySampler(), router_aux_loss_coef=0.1, loss_type="vespo"

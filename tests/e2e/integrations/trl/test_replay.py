@@ -11,9 +11,13 @@ import onepolicy.integrations.trl as op_trl
 from onepolicy.integrations.trl.adapter import ROUTES, SAMPLED
 from support.trl.tiny import CopySampler, make_trainer, parameters, tiny_moe, train
 
+capability = pytest.mark.capability
+
 pytestmark = pytest.mark.trl
 
 
+@capability("TRL", "measured", how="live")
+@capability("TRL", "R3", how="live")
 def test_k3_falls_on_every_step(tmp_path, capsys):
     trainer = make_trainer(tmp_path, sampler=CopySampler())
     op_trl.attach(trainer, native_every=1)

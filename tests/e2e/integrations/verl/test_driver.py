@@ -11,6 +11,8 @@ from onepolicy.audit.read import read_dump
 from onepolicy.config import UsageError
 from onepolicy.correct.presets import preset
 
+capability = pytest.mark.capability
+
 pytestmark = pytest.mark.verl
 B, R = 6, 9
 
@@ -44,6 +46,7 @@ def verls_correction():
     return compute_rollout_correction_and_add_to_batch
 
 
+@capability("verl", "fixed corrections", how="live")
 def test_tis_is_verls_own_token_tis(data_proto, verls_correction):
     from onepolicy.integrations.verl.correction import correct_batch
 
@@ -177,6 +180,7 @@ def test_a_configuration_that_fits(section, changes, environment):
     assert "onepolicy in verl" in str(report)
 
 
+@capability("verl", "preflight", how="live")
 @pytest.mark.parametrize(("section", "changes", "environment", "said"), BAD)
 def test_a_configuration_that_does_not(section, changes, environment, said):
     from onepolicy.integrations.verl.preflight import check_config
@@ -239,6 +243,7 @@ def test_the_loss_refuses_what_it_was_not_given():
         policy_loss.configure(None)
 
 
+@capability("verl", "dump", how="live")
 def test_a_step_as_a_dump(tmp_path):
     """Two samples of 2 + 3 and 1 + 2 tokens, and one that verl made up to fill the batch."""
     from tensordict import TensorDict

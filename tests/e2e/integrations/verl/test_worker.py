@@ -12,6 +12,8 @@ import torch
 
 from support.paths import ROOT
 
+capability = pytest.mark.capability
+
 pytestmark = pytest.mark.verl
 
 LAYOUTS = [
@@ -88,6 +90,7 @@ def test_verl_chooses_our_engine_by_its_vendor(workers):
     assert type(workers("fsdp2 packed").engine) is ReplayingFSDPEngine
 
 
+@capability("verl", "R3", how="live")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replay_closes_the_gap_in_every_layout(verl, workers, rollout, layout):
     worker = workers(layout)
@@ -156,6 +159,7 @@ def test_an_update_without_replay_is_another_policy(verl, fresh, rollout):
     assert metrics["actor/ppo_kl"][0] != 0.0
 
 
+@capability("verl", "measured", how="live")
 def test_metrics_of_the_update_come_as_sums(verl, fresh, rollout):
     from onepolicy.integrations.verl.metrics import finish_update_metrics
 
@@ -173,6 +177,7 @@ def test_metrics_of_the_update_come_as_sums(verl, fresh, rollout):
     assert not [name for name in metrics if "onepolicy/" in name]
 
 
+@capability("verl", "detector", how="live")
 def test_shifted_routes_stop_the_first_scoring(verl, fresh, rollout):
     routes = rollout.tensors["routed_experts"].roll(1, dims=1)
     with pytest.raises(RuntimeError, match="one row late"):
@@ -259,6 +264,7 @@ def test_scoring_returns_the_routers_own_choice_for_dumps(verl, fresh, rollout):
         assert packed.min() >= 0
 
 
+@capability("verl", "live corrections", how="live")
 def test_live_corrections_in_the_loss(verl, fresh, rollout):
     """pg-tis: the gradient of -min(rho, 2) A log p, with the denominator of verl's token mean."""
     from onepolicy.correct.presets import preset

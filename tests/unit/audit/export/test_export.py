@@ -17,6 +17,8 @@ from onepolicy.cli import main
 from onepolicy.config import UsageError
 from support.audit_dumps import gaussian_rows, write_jsonl
 
+capability = pytest.mark.capability
+
 
 def test_a_folder_is_one_dump(tmp_path):
     rows = [gaussian_rows(1e-3, rows=4, seed=step, step=step) for step in range(3)]
@@ -81,6 +83,7 @@ def _samples(count, seed=0):
         yield made
 
 
+@capability("slime", "dump", how="contract")
 def test_slime_training_dump(tmp_path):
     for rollout in range(2):
         samples = list(_samples(10, rollout))
@@ -113,6 +116,7 @@ def test_slime_training_dump(tmp_path):
     assert found.verdict.setting == "correction.preset=tis"
 
 
+@capability("miles", "dump", how="contract")
 def test_miles_training_dump_leaves_copies_out(tmp_path):
     columns = {}
     for sample in _samples(6):

@@ -1,0 +1,171 @@
+"""The two hooks of slime that see log-probabilities. miles calls the second one too.
+
+| hook | sees | corrections |
+|---|---|---|
+| `step`, --rollout-data-postprocess-path | this rank's samples, before the update | fixed ones |
+| `tis`, --custom-tis-function-path | one micro-batch, in the loss | of a token or a sequence |
+
+Both hand on the trainer's masks: a rejected token weighs 0, and the others do not become louder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepolicy.audit.export import write_step
+from onepolicy.config import UsageError
+from onepolicy.correct.weights import reweight
+from onepolicy.integrations.core.dump import dump_row
+from onepolicy.integrations.core.settings import Settings, read_settings
+from onepolicy.integrations.core.step import (
+    measure_and_correct,
+    padded,
+    token_metrics,
+    unpadded,
+)
+from onepolicy.integrations.slime.metrics import over_ranks
+from onepolicy.integrations.slime.preflight import check_step, check_tis
+
+
+class Batch(NamedTuple):
+    """The whole responses of a rank's samples, one tensor [T_i] each."""
+
+    logp_old: list[Tensor]  # float32
+    logp_rollout: list[Tensor]  # float32
+    masks: list[Tensor]  # bool
+
+
+TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
+
+
+def settings_of(args: Any) -> Settings:
+    """Return the table `onepolicy` of the file of --custom-config-path."""
+    return read_settings(getattr(args, "onepolicy", None), "onepolicy in --custom-config-path")
+
+
+def step(args: Any, rollout_id: int = 0, rollout_data: Any = None, **_: Any) -> None:
+    """Measure, correct and dump a rollout, in place. slime's --rollout-data-postprocess-path.
+
+    The advantages get the correction's weights, and `rollout_data` the metrics that slime then
+    logs as `rollout/mismatch/k3` and so on.
+
+    Raises UsageError with every setting that does not fit.
+    """
+    if rollout_data is None:
+        raise UsageError(
+            "onepolicy.integrations.slime.step: this trainer hands its hook no data, as miles "
+            "does; use --custom-tis-function-path onepolicy.integrations.miles.tis"
+        )
+    if not rollout_data.get("advantages"):
+        return  # not the last pipeline stage
+    settings = settings_of(args)
+    check_step(args, settings, rollout_data).finish()
+    whole = _gatherer(args, rollout_data)
+    batch = Batch(
+        whole("log_probs"),
+        whole("rollout_log_probs"),
+        [mask.bool() for mask in rollout_data["loss_masks"]],
+    )
+    old, rollout, mask = (padded(rows) for rows in batch)
+    found = measure_and_correct(
+        padded(whole("advantages")), old, rollout, mask.to(old.device), settings.correction
+    )
+    if settings.correction is not None:
+        corrected = unpadded(found.advantages, batch.logp_old)
+        rollout_data["advantages"] = _own_part(args, corrected, rollout_data)
+    rollout_data.update(over_ranks(found.metrics, int(mask.sum()), settings.correction))
+    if settings.dump is not None and _writes_dump(args):
+        _dump(settings, rollout_id, rollout_data, batch)
+
+
+def tis(
+    args: Any,
+    *,
+    pg_loss: Tensor,  # [N], concatenated samples
+    train_log_probs: list[Tensor],  # of each sample
+    rollout_log_probs: list[Tensor],
+    loss_masks: list[Tensor],
+    **_: Any,
+) -> TisResult:
+    """Apply the correction to one micro-batch's policy loss. The TIS hook of slime and miles.
+
+    Without --use-tis (that is, with --get-mismatch-metrics alone) the loss stays as it is: both
+    trainers take what a hook returns in either case.
+
+    Returns:
+        The loss [N], the masks as they were, and metrics [N] of each token.
+
+    Raises UsageError with every setting that does not fit.
+    """
+    settings = settings_of(args)
+    old = [logp.detach().float() for logp in train_log_probs]
+    rollout = [logp.detach().float() for logp in rollout_log_probs]
+    masks = [mask.bool().to(logp.device) for mask, logp in zip(loss_masks, old, strict=True)]
+    check_tis(args, settings, old, masks).finish()
+    metrics = token_metrics(torch.cat(old), torch.cat(rollout))
+    if settings.correction is None or not args.use_tis:
+        return pg_loss, loss_masks, metrics
+    weights, keep = [torch.zeros_like(logp) for logp in old], masks
+    if any(mask.any() for mask in masks):
+        applied = reweight(old, rollout, masks, settings.correction)
+        weights, keep = applied.weight, applied.keep
+    weight, kept = torch.cat(weights), torch.cat(keep)
+    metrics["correction/weight_mean"] = weight
+    metrics["correction/rejected"] = (~kept & torch.cat(masks)).float()
+    return torch.where(kept, pg_loss * weight, 0.0), loss_masks, metrics
+
+
+def _gatherer(args: Any, data: MutableMapping[str, Any]) -> Callable[[str], list[Tensor]]:
+    """Return a function that gives a field's values of whole responses, float32 [T_i] each."""
+    if getattr(args, "context_parallel_size", 1) == 1:
+        return lambda name: [row.detach().float() for row in data[name]]
+    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
+
+    lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
+
+    @torch.no_grad()
+    def gather(name: str) -> list[Tensor]:
+        rows = zip(data[name], lengths, strict=True)
+        return [all_gather_with_cp(row, *length).float() for row, length in rows]
+
+    return gather
+
+
+def _own_part(args: Any, rows: list[Tensor], data: MutableMapping[str, Any]) -> list[Tensor]:
+    """Return the slices of whole responses that this rank of context parallelism holds."""
+    if getattr(args, "context_parallel_size", 1) == 1:
+        return rows
+    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+
+    lengths = zip(data["total_lengths"], data["response_lengths"], strict=True)
+    return [slice_log_prob_with_cp(row, *size) for row, size in zip(rows, lengths, strict=True)]
+
+
+def _writes_dump(args: Any) -> bool:
+    """Return whether this rank's copy of the samples is the one to write."""
+    if not torch.distributed.is_initialized():
+        return True
+    from megatron.core import mpu
+
+    return not (mpu.get_tensor_model_parallel_rank() or mpu.get_context_parallel_rank())
+
+
+def _dump(settings: Settings, rollout_id: int, data: Mapping[str, Any], batch: Batch) -> None:
+    """Write this rank's samples for `onepolicy audit`."""
+    assert settings.dump is not None
+    rewards = data.get("rewards")
+    rows = []
+    for i, mask in enumerate(batch.masks):
+        tokens = torch.as_tensor(data["tokens"][i])[-len(mask) :]
+        row = dump_row(tokens, mask, batch.logp_rollout[i], batch.logp_old[i], step=rollout_id)
+        if rewards is not None:
+            row["reward"] = float(rewards[i])
+        rows.append(row)
+    rank = 0
+    if torch.distributed.is_initialized():
+        rank = torch.distributed.get_rank()
+    write_step(settings.dump, rollout_id, rows, rank=rank)

@@ -1,0 +1,100 @@
+"""Checks of slime's and miles' arguments, at a hook's first call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from onepolicy.config import CorrectionConfig
+from onepolicy.integrations.core.advantages import needs_whole_step
+from onepolicy.integrations.core.preflight import Preflight
+from onepolicy.integrations.core.settings import Settings
+
+MEASURE = "--get-mismatch-metrics --custom-tis-function-path onepolicy.integrations.slime.tis"
+
+
+def check_step(args: Any, settings: Settings, data: Mapping[str, Any]) -> Preflight:
+    """Return the report of a whole-step hook."""
+    report = Preflight("slime")
+    report.require(
+        "the rollout's log-probabilities",
+        bool(data.get("rollout_log_probs")),
+        found="rollout_data has no rollout_log_probs",
+        fix="let the rollout function return them; without them there is nothing to measure",
+    )
+    report.require(
+        "the trainer's log-probabilities",
+        bool(data.get("log_probs")),
+        found="rollout_data has no log_probs",
+        fix=f"with one update per rollout slime scores only if asked to: add {MEASURE}",
+    )
+    if settings.correction is None:
+        return report
+    _check_correction(report, settings.correction)
+    report.require(
+        f"correction {settings.correction.name} alone",
+        not args.use_tis,
+        found="--use-tis",
+        fix="two corrections would weigh every token twice; leave --use-tis out",
+    )
+    ranks = getattr(args, "data_parallel_size", 1)
+    report.require(
+        f"all samples of the step for {settings.correction.name}",
+        ranks == 1 or not needs_whole_step(settings.correction),
+        found=f"{ranks} data-parallel ranks",
+        fix="it counts over the whole step and this hook has one rank's samples; choose another "
+        "correction",
+    )
+    return report
+
+
+def check_tis(
+    args: Any, settings: Settings, logps: Sequence[Tensor], masks: Sequence[Tensor]
+) -> Preflight:
+    """Return the report of a TIS hook."""
+    report = Preflight("slime or miles")
+    report.require(
+        "whole responses in the loss",
+        all(logp.shape == mask.shape for logp, mask in zip(logps, masks, strict=True)),
+        found="log-probabilities of other lengths than the masks",
+        fix="with context parallelism a micro-batch holds slices; run with "
+        "--context-parallel-size 1, or in slime with "
+        "--rollout-data-postprocess-path onepolicy.integrations.slime.step",
+    )
+    if settings.correction is None:
+        report.require(
+            "a correction for --use-tis",
+            not args.use_tis,
+            found="--use-tis without onepolicy.correction in --custom-config-path",
+            fix="name one (tis, icepop, ...), or measure only: --get-mismatch-metrics",
+        )
+        return report
+    if not args.use_tis:
+        return report
+    _check_correction(report, settings.correction)
+    report.require(
+        f"one micro-batch for {settings.correction.name}",
+        not needs_whole_step(settings.correction),
+        found="a hook in the loss",
+        fix="it counts over the whole step; in slime use --rollout-data-postprocess-path "
+        "onepolicy.integrations.slime.step, or choose another correction",
+    )
+    report.require(
+        f"gates of {settings.correction.name} that need no advantage",
+        all(gate.when == "always" for gate in settings.correction.gates),
+        found="a gate for one sign of the advantage",
+        fix="the hook is handed no advantages; leave `when` out",
+    )
+    return report
+
+
+def _check_correction(report: Preflight, correction: CorrectionConfig) -> None:
+    report.require(
+        f"a correction without the new policy, not {correction.name}",
+        not correction.live,
+        found=f"{correction.name} needs the ratio of the policy that is being trained",
+        fix="neither hook is handed it; choose a fixed one (tis, icepop, geo-rs, ...). ppo-is is "
+        "--use-rollout-logprobs, opsm is --use-opsm",
+    )

@@ -1,0 +1,95 @@
+"""The table of trainers and capabilities in docs/trainers.md, from the tests that show them.
+
+A test says so with `@capability("miles", "R3", how="contract")`, where `capability` is
+`pytest.mark.capability`. `PYTHONPATH=tests python -m support.capabilities` writes the table anew.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from support.paths import ROOT
+
+PAGE = ROOT / "docs" / "trainers.md"
+START, END = "<!-- capabilities -->", "<!-- end of capabilities -->"
+TRAINERS = {
+    "TRL": "trl.md",
+    "verl": "verl.md",
+    "Megatron": "megatron.md",
+    "SkyRL": "skyrl.md",
+    "prime-rl": "prime_rl.md",
+    "slime": "slime_miles.md",
+    "miles": "slime_miles.md",
+    "OpenRLHF": "openrlhf.md",
+}
+CAPABILITIES = (
+    "measured",
+    "fixed corrections",
+    "live corrections",
+    "R3",
+    "detector",
+    "dump",
+    "preflight",
+)
+HOW = ("live", "contract")  # the first is the stronger
+NONE = "-"
+OWN = {("slime", "R3"), ("SkyRL", "R3"), ("prime-rl", "R3")}
+"""What a trainer does itself, on some of its backends; a test of ours goes before it."""
+
+
+def marks():
+    """Return (trainer, capability, how) of every decorated test."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        source = path.read_text(encoding="utf-8")
+        if "@capability(" not in source:
+            continue
+        for node in ast.walk(ast.parse(source)):
+            found += [_mark(d) for d in getattr(node, "decorator_list", []) if _is_mark(d)]
+    return found
+
+
+def _is_mark(decorator):
+    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "capability"
+
+
+def _mark(decorator):
+    trainer, name = map(ast.literal_eval, decorator.args)
+    (how,) = [ast.literal_eval(k.value) for k in decorator.keywords if k.arg == "how"]
+    assert trainer in TRAINERS, trainer
+    assert name in CAPABILITIES, name
+    assert how in HOW, how
+    return trainer, name, how
+
+
+def table():
+    """Return the lines of the table."""
+    known = set(marks())
+    lines = [
+        "| trainer | " + " | ".join(CAPABILITIES) + " |",
+        "|---" * (len(CAPABILITIES) + 1) + "|",
+    ]
+    for trainer, page in TRAINERS.items():
+        cells = [_cell(known, trainer, name) for name in CAPABILITIES]
+        if any(cell in HOW for cell in cells):
+            lines.append(f"| [{trainer}]({page}) | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _cell(known, trainer, name):
+    for how in HOW:
+        if (trainer, name, how) in known:
+            return how
+    return "own" if (trainer, name) in OWN else NONE
+
+
+def page():
+    """Return docs/trainers.md with the table of now."""
+    text = PAGE.read_text(encoding="utf-8")
+    head, _, rest = text.partition(START)
+    _, _, tail = rest.partition(END)
+    return "\n".join([head + START, *table(), END + tail])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
