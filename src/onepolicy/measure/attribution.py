@@ -214,7 +214,8 @@ def trainer_precision(
     """Measure the nats that bfloat16 in the trainer adds to the gap.
 
     Its float32 weights are scored with and without autocast; bfloat16 weights are scored against a
-    float32 forward of them.
+    float32 forward of them. Where replay has combine weights too, both replay the experts alone:
+    float32 weights do not go into a bfloat16 router.
     """
     scorer, config = rescorer.scorer, rescorer.scorer.config
 
@@ -222,13 +223,15 @@ def trainer_precision(
         return logp_of(rescorer.with_scorer(other)(batch, replay=replay))
 
     if config.model.dtype == "float32":
-        low, high = (variant_scorer(scorer, autocast=name) for name in ("bfloat16", "off"))
+        low, high = (
+            variant_scorer(scorer, experts_only=True, autocast=name) for name in ("bfloat16", "off")
+        )
         how = "nats that bf16 autocast in the trainer adds to the gap, against float32"
     else:
-        low = variant_scorer(scorer)
+        low = variant_scorer(scorer, experts_only=True)
         exact = load_model(model, torch.float32, scorer.device)
         prepare_for_training(exact, scorer.device)
-        high = variant_scorer(scorer, model=exact, autocast="off")
+        high = variant_scorer(scorer, model=exact, experts_only=True, autocast="off")
         how = (
             "nats that the trainer's bfloat16 weights and activations add to the gap, against a "
             "float32 forward of them"

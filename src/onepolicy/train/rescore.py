@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.config import RolloutReplay
+from onepolicy.config import R3, RolloutReplay, WeightsReplay
 from onepolicy.divergence.logprob import Mismatch, mismatch
 from onepolicy.interfaces import Scorer
 from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_top_k_top_p
@@ -88,16 +88,21 @@ def score_at(
     return scorer.score(at_factor, replay=replay).replace(temperature=batch.temperature)
 
 
-def variant_scorer(scorer: PolicyScorer, *, model: Any = None, **train: Any) -> PolicyScorer:
+def variant_scorer(
+    scorer: PolicyScorer, *, model: Any = None, experts_only: bool = False, **train: Any
+) -> PolicyScorer:
     """Return a scorer with other train settings, or of another model.
 
-    It accepts any routes, however little they agree with the trainer's own.
+    It accepts any routes, however little they agree with the trainer's own. experts_only: it
+    replays no combine weights, which a router of lower precision cannot hold.
     """
     config = scorer.config
     settings = config.train.model_copy(update={"activation_checkpointing": False, **train})
     replay = config.replay
     if isinstance(replay, RolloutReplay):
         replay = replay.model_copy(update={"min_agreement": 0.0})
+        if experts_only and isinstance(replay, WeightsReplay):
+            replay = R3(min_agreement=0.0)
     routers = scorer.routers
     if model is not None and routers is not None:
         routers = bind_routers(model)

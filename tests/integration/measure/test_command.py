@@ -325,6 +325,13 @@ def test_a_trainer_in_bfloat16(policy):
     assert "bfloat16 weights" in trainer.how
 
 
+def test_float32_combine_weights_beside_a_bfloat16_ablation(policy):
+    """A router in bfloat16 cannot hold the engine's float32 combine weights; its experts it can."""
+    found = measured(policy, "rollout.engine.dtype=float32", "replay.mode=weights")
+    (trainer,) = (each for each in found.ablations if each.name == "trainer in bfloat16")
+    assert trainer.nats.value > 0
+
+
 @pytest.mark.slow
 def test_a_random_dense_model_has_as_many_parameters():
     config = PolicyConfig()
