@@ -8,6 +8,7 @@ Seeds come one after the other, so that finished runs are paired.
 
     python benchmarks/turn_curves.py                          # everything: 45 runs, then the tables
     python benchmarks/turn_curves.py --bits 4 --turns 16 8 2  # rollouts with 4-bit weights
+    python benchmarks/turn_curves.py --pressure 0.6 --turns 16 4 1 --arms off r3  # docs/pressure.md
     python benchmarks/turn_curves.py --show --figures docs/figures --png    # the finished runs
 """
 
@@ -47,26 +48,52 @@ JUDGED = EvalConfig(problems=HELD_OUT, greedy=True, k=2)
 
 def main() -> None:
     options = arguments()
-    jobs = [(arm, turns, seed) for seed in options.seeds for turns in options.turns for arm in ARMS]
+    arms = [arm for arm in ARMS if arm in options.arms]
+    jobs = [(arm, turns, seed) for seed in options.seeds for turns in options.turns for arm in arms]
     if options.control:
         jobs += [(CONTROL[0], max(options.turns), seed) for seed in options.seeds]
-    found, rounded = [], f"-{options.bits}bit" if options.bits else ""
+    found, suffix = [], name_of_setting(options)
     for arm, turns, seed in jobs:
-        run = options.out / f"{re.sub('[^a-z0-9]+', '-', arm)}{rounded}-turns{turns}-seed{seed}"
+        run = options.out / f"{re.sub('[^a-z0-9]+', '-', arm)}{suffix}-turns{turns}-seed{seed}"
         if not options.show:
-            play(options.out, run, arm, turns, seed, options.bits)
+            play(options.out, run, arm, turns, seed, engine_settings(options, arm, seed))
         if (run / "eval.json").exists():
             found.append(outcome(run, arm, turns, seed))
-    there = Counter((each.turns, each.seed) for each in found if each.arm in ARMS)
-    paired = [each for each in found if there[each.turns, each.seed] == len(ARMS)]
+    there = Counter((each.turns, each.seed) for each in found if each.arm in arms)
+    paired = [each for each in found if there[each.turns, each.seed] == len(arms)]
     print(tables(paired))
     if options.figures:
         drawn = [
-            dataclasses.replace(each, name=each.name + rounded.replace("-", "_"))
+            dataclasses.replace(each, name=each.name + suffix.replace("-", "_"))
             for each in figures(paired)
         ]
         for path in write_figures(options.figures, drawn, png=options.png):
             print(path)
+
+
+def name_of_setting(options: argparse.Namespace) -> str:
+    """Return the part of a run folder's name that says what was done to the engine."""
+    if options.bits:
+        return f"-{options.bits}bit"
+    if options.pressure:
+        return f"-pressure{options.pressure:g}"
+    return ""
+
+
+def engine_settings(options: argparse.Namespace, arm: str, seed: int) -> list[str]:
+    """Return what is done to the engine: rounded weights, or noise on its routers' choices."""
+    if options.bits:
+        return [f'rollout.quant={{format="simulated",bits={options.bits}}}']
+    if not options.pressure:
+        return []
+    pressed = [
+        "rollout.engine.dtype=float32",
+        f"rollout.pressure.scale={options.pressure}",
+        f"rollout.pressure.seed={1000 + seed}",
+    ]
+    if arm == "r3":
+        pressed.append("replay.min_agreement=0")
+    return pressed
 
 
 def arguments() -> argparse.Namespace:
@@ -85,6 +112,10 @@ def arguments() -> argparse.Namespace:
         "--bits", type=int, metavar="N", help="round the rollout engine's weights to so many bits"
     )
     parser.add_argument(
+        "--pressure", type=float, metavar="SCALE", help="noise on the engine's choice of experts"
+    )
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
+    parser.add_argument(
         "--control", action="store_true", help="and, with most turns, `off` summed in another order"
     )
     parser.add_argument(
@@ -92,10 +123,13 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--figures", type=Path, help="folder for the figures as plotly JSON")
     parser.add_argument("--png", action="store_true", help="and as PNG")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.bits and options.pressure:
+        parser.error("--bits and --pressure: one change of the engine at a time")
+    return options
 
 
-def play(folder: Path, run: Path, arm: str, turns: int, seed: int, bits: int | None = None) -> None:
+def play(folder: Path, run: Path, arm: str, turns: int, seed: int, engine: list[str]) -> None:
     """Train and judge one run in this process, on one thread. Starting a process would cost as much
     as a short run."""
     make_data(folder)
@@ -111,9 +145,8 @@ def play(folder: Path, run: Path, arm: str, turns: int, seed: int, bits: int | N
         f"seed={seed}",
         *task,
         *ARMS.get(arm, CONTROL[1]),
+        *engine,
     ]
-    if bits:
-        settings.append(f'rollout.quant={{format="simulated",bits={bits}}}')
     if not (run / "summary.json").exists():
         if any(run.glob("checkpoints/step_*")):
             loop.resume_run(run, Progress())

@@ -96,9 +96,10 @@ def seeds(
 
 
 def k3_table(found: list[Outcome]) -> str:
-    rows = [("turns: k3 over all steps", *LOOKS)]
+    arms = [arm for arm in LOOKS if any(run.arm == arm for run in found)]
+    rows = [("turns: k3 over all steps", *arms)]
     for turns in sorted({run.turns for run in found}):
-        values = [[*seeds(found, arm, turns, lambda run: run.k3).values()] for arm in LOOKS]
+        values = [[*seeds(found, arm, turns, lambda run: run.k3).values()] for arm in arms]
         rows.append(
             (str(turns), *(f"{mean(v):.1e} ({min(v):.1e} to {max(v):.1e})" for v in values))
         )
@@ -156,6 +157,8 @@ def reward_figure(found: list[Outcome]) -> Figure:
     turns = sorted({run.turns for run in found})
     data = []
     for place, (arm, look) in enumerate(LOOKS.items()):
+        if not any(run.arm == arm for run in found):
+            continue
         values = [
             [*seeds(found, arm, t, lambda run: run.scores["eval/avg@2"]).values()] for t in turns
         ]
