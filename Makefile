@@ -5,7 +5,7 @@ VENV := .venv
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 
-.PHONY: help train train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl vllm test-vllm sglang test-sglang test-versions test-versions-fast clean
+.PHONY: help train rescue train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl vllm test-vllm sglang test-sglang test-versions test-versions-fast clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -73,6 +73,12 @@ $(ONE_OF_EIGHT): | $(VENV)/.train
 
 train: $(ONE_OF_EIGHT) ## make a policy, train it without and with replay side by side, draw what differs
 	$(BIN)/onepolicy compare recipes/routing_gap.toml
+
+# One seed of the study of docs/evidence.md; three runs of 400 steps.
+rescue: $(ONE_OF_EIGHT) ## the run that fails under routing pressure, the same run with replay, and without the pressure
+	$(BIN)/onepolicy compare benchmarks/evidence/study.toml model.path=$(ONE_OF_EIGHT) --out runs/rescue \
+	  seed=102 rollout.pressure.scale=0.6 rollout.pressure.seed=1102 \
+	  --arm recompute --arm r3 replay.mode=r3 replay.min_agreement=0 --arm no-pressure rollout.pressure=off
 
 AGENT := runs/policies/agent_products
 $(AGENT): | $(VENV)/.train

@@ -34,7 +34,7 @@ def add_compare(commands: Commands) -> None:
             "--arm icepop correction.preset=icepop",
         ),
         settings=RunConfig,
-        ignored=("out", "seed"),
+        ignored=("out",),
     )
     compare.add_argument("recipe", help="TOML recipe, e.g. recipes/routing_gap.toml")
     compare.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings of every arm")

@@ -95,3 +95,15 @@ def test_engine_check_refuses_it(policy, capsys):
     overrides = ["rollout.pressure.scale=1", UNGUARDED]
     assert main(["engine", "check", str(policy), *overrides]) == 2
     assert "engine check asks if an engine is right" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["train.ranks=2", "rollout.max_staleness=1"])
+def test_replay_removes_the_gap_beside_other_options(train, setting):
+    """On ranks every step. While sampling, what is left is the age of the weights."""
+    pressed = (PRESSURE, FLOAT32, "steps=3", "eval.every=0", setting)
+    replayed = rows(train("r3", *pressed, UNGUARDED))
+    off = rows(train("off", *pressed, "replay.mode=off", "correction.preset=recompute"))
+    if setting.startswith("train"):
+        assert all(row["mismatch/k3"] < 1e-9 for row in replayed)
+    assert replayed[0]["mismatch/k3"] < 1e-9 < 1e-5 < off[0]["mismatch/k3"]
