@@ -33,7 +33,7 @@ from onepolicy.config import HFEngineConfig
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay import Routers, bind_routers
-from onepolicy.replay.routers import CHECK_EVERY
+from onepolicy.replay.source_checks import CHECK_EVERY
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.tiny.model import make_model
 from onepolicy.train.forward import forward

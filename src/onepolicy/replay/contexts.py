@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import mode
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,11 @@ class RouteRecorder:
     Its rows are the flattened [B * S] tokens that the routers saw, forward after forward.
     """
 
+    hook: ClassVar[type[TopkRecorder]] = TopkRecorder
+
     def __init__(self, routers: Sequence[Router], *, weights: bool = False) -> None:
         self._routers = routers
-        self.recorders = [TopkRecorder(router, weights=weights) for router in routers]
+        self.recorders = [self.hook(router, weights=weights) for router in routers]
         self._fed: list[_FedBatch] = []
 
     def trace(self) -> RoutingTrace:
@@ -171,6 +173,8 @@ class ReplayHandle:
     Only that forward, and the recomputes of its backward, replay the trace.
     """
 
+    hook: ClassVar[type[TopkReplayer]] = TopkReplayer
+
     def __init__(
         self,
         routers: Sequence[Router],
@@ -197,7 +201,7 @@ class ReplayHandle:
         if weights and self.trace.weights is not None:
             recorded = self.trace.weights.unbind(1)
         self._replayers = [
-            TopkReplayer(
+            self.hook(
                 router,
                 self.trace.ids[:, column],
                 valid,

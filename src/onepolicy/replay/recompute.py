@@ -4,7 +4,8 @@ A recompute may run after the replay context was left, or inside another micro-b
 must use the routes of its own forward. With other routes the gradients would be wrong, and nothing
 else would show it. So inside `carry_into_recomputes()` every checkpoint wraps the function that it
 will run again. This covers both kinds of `torch.utils.checkpoint` (which transformers, FSDP's
-checkpoint wrapper and most other checkpoints call) and torch's composable one.
+checkpoint wrapper and most other checkpoints call) and torch's composable one. A trainer with a
+checkpoint of its own adds it with `carry_also`.
 
 Each thread has its own open replays. A checkpoint of a thread without one is left as it is, so
 another model may train beside a replay.
@@ -42,6 +43,20 @@ class _OpenReplays(threading.local):
 _thread = _OpenReplays()
 _lock = threading.Lock()
 _users = 0  # open replays of all threads
+_others: dict[Any, Callable[..., Any]] = {}  # checkpoint of a trainer -> its own forward
+
+
+def carry_also(function: Any) -> None:
+    """Carry replays into the recomputes of another checkpoint too.
+
+    function: a subclass of torch.autograd.Function whose forward takes (ctx, run function, ...),
+        and whose backward, in the same module, runs that function again.
+    """
+    with _lock:
+        if function not in _others:
+            _others[function] = function.forward
+            if _users:
+                function.forward = _carrying(function.forward)
 
 
 @contextmanager
@@ -54,6 +69,8 @@ def carry_into_recomputes(replay: Replay) -> Iterator[None]:
     with _lock:
         _users += 1
         patch_checkpoints(_carrying_forward, _carrying_generator)
+        for function, forward in _others.items():
+            function.forward = _carrying(forward)
     try:
         with _opened(replay):
             yield
@@ -62,6 +79,8 @@ def carry_into_recomputes(replay: Replay) -> Iterator[None]:
             _users -= 1
             if not _users:
                 patch_checkpoints(CHECKPOINT_FORWARD, CHECKPOINT_GENERATOR)
+                for function, forward in _others.items():
+                    function.forward = forward
 
 
 @cache
@@ -90,14 +109,15 @@ def check_checkpoints() -> None:
 
 
 def called_by_checkpoint() -> bool:
-    """Return whether torch.utils.checkpoint is running this recompute.
+    """Return whether a checkpoint that carries replays is running this recompute.
 
     A checkpoint that was started in a replay has its routes installed.
     """
+    names = {CHECKPOINT_MODULE.__name__, *(function.__module__ for function in _others)}
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_globals is CHECKPOINT_MODULE.__dict__:
+        if frame.f_globals.get("__name__") in names:
             return True
     return False
 
@@ -124,6 +144,13 @@ def _inside(replay: Replay, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return replaying
+
+
+def _carrying(forward: Callable[..., Any]) -> Any:
+    def carrying_forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        return forward(ctx, _inside_open_replays(function), *args)
+
+    return staticmethod(carrying_forward)
 
 
 def _carrying_forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:

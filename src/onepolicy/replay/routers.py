@@ -15,27 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from onepolicy.config import UsageError
-from onepolicy.replay.alignment import MIN_ROWS, check_alignment, check_captured
 from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import (
-    MisalignedRoutesError,
     RoutingError,
+    check_devices,
+    check_row_order,
     check_trace,
-    constant_layers,
     refuse_router_loss,
 )
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.layers import Router, decoder_layer, find_routers
 from onepolicy.replay.private_names import check_private_names, is_dtensor, is_fsdp_module
 from onepolicy.replay.recompute import check_checkpoints
+from onepolicy.replay.source_checks import SourceChecks
 from onepolicy.replay.topk_hook import override_attribute
 from onepolicy.types import RoutingTrace
-
-CHECK_EVERY = 32
-"""Forwards between two checks of the routes of one trace source.
-
-A check costs up to 15% of a small model's forward (docs/replay_checks.md), so less than 1% of 32.
-"""
 
 
 class Routers:
@@ -53,8 +47,7 @@ class Routers:
         self.layers = tuple(router.layer for router in routers)
         self.num_experts = routers[0].num_experts
         self.top_k = routers[0].top_k
-        # Trace source that passed its check -> forwards since then
-        self._unchecked: dict[str, int] = {}
+        self._checks = SourceChecks()
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -171,23 +164,18 @@ class Routers:
                 `check`, the routes are not those of this forward's tokens and weights.
         """
         self._check_arguments(trace, soft, weights)
-        suspicious = bool(constant_layers(trace).any())
-        due = check and self._check_is_due(trace)
+        check_after = self._checks.plan(trace, check=check)
         handle = ReplayHandle(
             self._routers,
             trace,
             native=native,
             soft=soft,
             weights=weights,
-            checked=suspicious or due,
+            checked=check_after.needs_native,
         )
         with handle.replaying():
             yield handle
-        handle.check()
-        if suspicious:
-            check_captured(handle.trace, handle.native_trace())
-        if due:
-            self._check(trace.origin.source, handle)
+        check_after(handle)
 
     def trace_from(
         self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None
@@ -240,7 +228,7 @@ class Routers:
 
     def recheck_all_sources(self) -> None:
         """Check the next trace of every source again."""
-        self._unchecked.clear()
+        self._checks.clear()
 
     def _check_weights_are_returned(self) -> None:
         if masks_combine_weights(self._model):
@@ -265,8 +253,8 @@ class Routers:
                 "that of a recording, routers.trace_from(ids) that of an engine's ids"
             )
         refuse_router_loss(getattr(self._model, "config", None))
-        _check_devices(trace)
-        _check_row_order(trace)
+        check_devices(trace)
+        check_row_order(trace)
         check_trace(trace, layers=self.layers, num_experts=self.num_experts, top_k=self.top_k)
         if soft is not None and (not isinstance(soft, int | float) or weights or not 0 < soft <= 1):
             raise UsageError(
@@ -276,35 +264,6 @@ class Routers:
             raise UsageError(
                 "replay: the trace has no combine weights; record them with record(weights=True)"
             )
-
-    def _check_is_due(self, trace: RoutingTrace) -> bool:
-        """Return whether to check this trace, and count its forward.
-
-        A source that failed is due until one of its traces passes.
-        """
-        source = trace.origin.source
-        if source in self._unchecked:
-            self._unchecked[source] += 1
-            return self._unchecked[source] >= CHECK_EVERY
-        if len(trace) and not trace.valid.any():
-            raise RoutingError(
-                f"none of the trace's {len(trace)} rows is valid, so replaying it would do "
-                "nothing: no route was captured, or all are marked as missing. To let the model "
-                "route these tokens itself, give check=False"
-            )
-        return True
-
-    def _check(self, source: str, handle: ReplayHandle) -> None:
-        try:
-            check_alignment(handle.trace, handle.native_trace())
-        except MisalignedRoutesError as error:
-            self._unchecked.pop(source, None)
-            raise MisalignedRoutesError(
-                f"{error}. To replay them all the same, give check=False",
-                layers_wrong=error.layers_wrong,
-            ) from None
-        if int(handle.trace.valid.sum()) >= MIN_ROWS:
-            self._unchecked[source] = 0
 
     def _test_logits(self) -> Tensor:
         """Return the logits of 8 tokens, in 2 samples."""
@@ -391,37 +350,6 @@ def masks_combine_weights(model: nn.Module) -> bool:
 def _parallel_styles(model: nn.Module) -> set[str]:
     plans = (getattr(model, "tp_plan", None), getattr(model, "ep_plan", None))
     return {style for plan in plans for style in (plan or {}).values()}
-
-
-def _check_devices(trace: RoutingTrace) -> None:
-    """Raise if the trace's tensors are on several devices, or on meta.
-
-    Any other device is fine: each layer's routes follow its router's scores.
-    """
-    named = (("ids", trace.ids), ("valid", trace.valid), ("weights", trace.weights))
-    devices = {name: str(tensor.device) for name, tensor in named if tensor is not None}
-    if len(set(devices.values())) > 1:
-        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise UsageError(f"replay: the trace has {where}; pass trace.to(device) of one of them")
-    if trace.ids.is_meta:
-        raise UsageError(
-            "replay: the trace is on meta, which holds no routes; pass one with data, on any device"
-        )
-
-
-def _check_row_order(trace: RoutingTrace) -> None:
-    """Raise if the rows were recorded step by step, as of a `generate()` of several samples."""
-    if not trace.origin.steps:
-        return
-    first, later = trace.origin.steps[0], trace.origin.steps[1:]
-    raise RoutingError(
-        "the trace's rows are not those of this forward: they were recorded in "
-        f"{1 + len(later)} forwards of {first[0]} samples that continue each other ({first[1]} "
-        f"tokens each, then {later[0][1]}), so they lie step by step, and those of one forward "
-        "sample by sample. Of a generate() give "
-        "op.pad_routes(op.routes_of_generate(tape, sequences, attention_mask), attention_mask); of "
-        "other forwards the rows in the order that this one takes them, with trace.at(rows)"
-    )
 
 
 @contextmanager

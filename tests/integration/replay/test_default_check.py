@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from onepolicy import bind_routers
 from onepolicy.replay import Routers, RoutingError
-from onepolicy.replay.routers import CHECK_EVERY
+from onepolicy.replay.source_checks import CHECK_EVERY
 from onepolicy.types import RoutingTrace
 from support.replay_models import build, tokens
 
