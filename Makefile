@@ -5,7 +5,7 @@ VENV := .venv
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 
-.PHONY: help train rescue train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl vllm test-vllm sglang test-sglang test-versions test-versions-fast clean
+.PHONY: help train rescue train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl test-megatron vllm test-vllm sglang test-sglang test-versions test-versions-fast clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -64,6 +64,14 @@ $(VERL)/.ready: $(VENV)/.dev tests/support/verl/requirements.txt tests/support/v
 	$(VERL)/bin/pip install -q --no-deps -r tests/support/verl/requirements-no-deps.txt
 	touch $@
 
+# Megatron-core, whose models the adapter replays, likewise. Without Transformer Engine and CUDA it runs its torch path.
+MEGATRON := .venv-megatron
+$(MEGATRON)/.ready: $(VENV)/.dev tests/support/megatron/requirements.txt
+	@echo "Making $(MEGATRON): Megatron-core, whose models the adapter of onepolicy replays"
+	$(call borrowing,$(MEGATRON))
+	$(MEGATRON)/bin/pip install -q --no-warn-conflicts --no-deps -r tests/support/megatron/requirements.txt
+	touch $@
+
 # An uncertain policy with one expert of 8 a token: an expert that differs changes its answer.
 ONE_OF_EIGHT := runs/policies/one_of_eight
 $(ONE_OF_EIGHT): | $(VENV)/.train
@@ -100,7 +108,7 @@ system: ## system programs that tests drive, installed as root or by sudo; else 
 # A test process a core, one thread each. vLLM takes torch's threads over for its process, so its tests have one of their
 # own: one engine for all of them. The environments' tests run beside it.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal
-FAST := not slow and not gpu and not vllm and not envs and not trl and not verl
+FAST := not slow and not gpu and not vllm and not envs and not trl and not verl and not megatron
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -115,14 +123,14 @@ check: $(VENV)/.dev ## lint, types, unit tests in under a minute; needs neither 
 	@$(MAKE) --no-print-directory -j2 -O lint types unit
 
 .PHONY: venvs
-venvs: $(ORACLE)/.ready $(ENVS)/.ready $(TRL)/.ready $(VERL)/.ready # each borrows from .venv and changes only itself
+venvs: $(ORACLE)/.ready $(ENVS)/.ready $(TRL)/.ready $(VERL)/.ready $(MEGATRON)/.ready # each borrows from .venv and changes only itself
 
 test: system $(VENV)/.dev ## lint, types, fast tests
 	$(MAKE) --no-print-directory -j3 venvs
 	$(MAKE) --no-print-directory -j2 $(VENV)/.vllm lint
 	$(MAKE) --no-print-directory types
 	$(PARALLEL) -m "$(FAST)"
-	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm test-verl test-versions-fast
+	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm test-verl test-megatron test-versions-fast
 
 test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "slow and not vllm and not sglang and not ray and not verl" --timeout 7200
@@ -152,6 +160,9 @@ test-trl: $(TRL)/.ready ## the adapter of TRL, in TRL's trainers
 test-verl: $(VERL)/.ready ## onepolicy as a plugin of verl
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -m "not slow" tests/e2e/integrations/verl
 
+test-megatron: $(MEGATRON)/.ready ## replay in models of Megatron-core
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest tests/e2e/integrations/megatron
+
 # The library on old and new versions of torch and transformers: a venv each, tests/support/versions/cells.toml.
 VERSIONS := PYTHONPATH=tests $(BIN)/python -m support.versions.cells
 test-versions: $(VENV)/.dev ## the library on torch 2.6 to 2.15, transformers 4.51 to 5.23; 9 GB of venvs
@@ -174,4 +185,4 @@ test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## the tests that need it
 	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
 
 clean: ## remove the venvs and caches (runs/ stays)
-	rm -rf $(VENV) $(ORACLE) $(ENVS) $(TRL) $(VERL) $(SGLANG) .venv-versions .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) $(ENVS) $(TRL) $(VERL) $(MEGATRON) $(SGLANG) .venv-versions .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,107 @@
+"""One router of Megatron, recorded or replayed through the place of its own RouterReplay.
+
+Megatron's router asks `router_replay.get_replay_topk` for the experts of its scores, and computes
+the combine weights of the answer by its own formula. Inside a forward that is recorded or replayed
+a hook sits on that attribute of this one router. So neither the flag `moe_enable_routing_replay`
+nor Megatron's class and its queues are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepolicy.replay.checks import RoutingError
+from onepolicy.replay.topk_hook import TopkHook, TopkRecorder, TopkReplayer
+
+DefaultTopk = Callable[..., tuple[Tensor, Tensor]]
+"""Megatron's selection: (scores [N, E], K, groups, groups to choose) -> values and ids [N, K]."""
+
+
+class _RouterReplaySeat(TopkHook):
+    """A hook that takes the place of a router's `router_replay` while the router runs."""
+
+    def __enter__(self) -> Any:
+        router: Any = self.router.module
+        self._replaced = router.router_replay
+        router.router_replay = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        router: Any = self.router.module
+        router.router_replay = self._replaced
+
+
+class MegatronRecorder(_RouterReplaySeat, TopkRecorder):
+    """A hook that keeps the ids [N, K] int64 of every forward of one router."""
+
+    def __init__(self, router: Any, *, weights: bool = False) -> None:
+        super().__init__(router, weights=weights)
+        self.batches: list[int] = []  # samples of every forward in `seen`
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = len(self.seen)
+        out = super().__call__(*args, **kwargs)
+        if len(self.seen) > before:  # no recompute
+            self.batches.append(_samples(args))
+        return out
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,  # [N, E]
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: DefaultTopk,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the router's own values and ids [N, K], and keep them."""
+        values, ids = default_compute_topk(scores, topk, num_groups, group_topk)
+        self._selections.append((scores, values, ids))
+        return values, ids
+
+
+class MegatronReplayer(_RouterReplaySeat, TopkReplayer):
+    """A hook that makes one router select given experts in one forward and its recomputes."""
+
+    batch = 1  # samples that a forward must have
+
+    def _begin_first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = _samples(args)
+        if found != self.batch:
+            raise RoutingError(
+                f"layer {self.router.layer} is fed {found} samples, but the routes are those of "
+                f"{self.batch}: Megatron's rows are ordered by position, so with another number "
+                f"each token would get another token's experts; give replay(batch={found})"
+            )
+        super()._begin_first_call(args, kwargs)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,  # [N, E]
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: DefaultTopk,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the replayed ids [N, K] and their scores; the router's own in invalid rows."""
+        grad = torch.is_grad_enabled()
+
+        def own_choice() -> tuple[Tensor, Tensor]:
+            # Megatron 0.19 orders the ids of a row by whether gradients are on.
+            with torch.set_grad_enabled(grad):
+                values, ids = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
+            return values, ids
+
+        selected = self._replayed_selection(torch.topk, scores, topk, own_choice)
+        return selected[0], selected[1]
+
+
+def _samples(args: tuple[Any, ...]) -> int:
+    """Return the samples B of a router's input [S, B, H]."""
+    hidden = args[0]
+    assert isinstance(hidden, Tensor)
+    assert hidden.dim() == 3
+    return hidden.shape[1]

@@ -1,0 +1,192 @@
+"""Record and replay of one bound Megatron model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from onepolicy.config import UsageError
+from onepolicy.integrations.megatron.find import FoundRouters
+from onepolicy.integrations.megatron.hooks import MegatronRecorder, MegatronReplayer
+from onepolicy.integrations.megatron.rows import SequenceRanks, by_position, by_sample
+from onepolicy.integrations.megatron.settings import refuse_settings
+from onepolicy.replay.axes import Axis, trace_from
+from onepolicy.replay.checks import RoutingError, check_devices, check_row_order, check_trace
+from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
+from onepolicy.replay.layers import Router
+from onepolicy.replay.source_checks import SourceChecks
+from onepolicy.replay.topk_hook import TopkRecorder, TopkReplayer, override_attribute
+from onepolicy.types import RoutingTrace, TraceOrigin, id_dtype, index_ids
+
+
+class MegatronTape(RouteRecorder):
+    """The routes of every forward that ran inside `record()`."""
+
+    hook: ClassVar[type[TopkRecorder]] = MegatronRecorder
+
+    def __init__(self, routers: Sequence[Router], ranks: SequenceRanks) -> None:
+        super().__init__(routers)
+        self._ranks = ranks
+
+    def trace(self) -> RoutingTrace:
+        """Return the routes of all recorded forwards, one after the other.
+
+        With sequence parallelism this is a collective: every rank of the tensor-parallel group must
+        call it, and gets the rows of all of them.
+
+        Returns:
+            A trace of ids [T, L, K], uint8 or uint16, all rows valid. A forward's rows are those of
+            the tokens [B, S] that it was fed, sample by sample.
+
+        Raises:
+            RoutingError: no forward was recorded, a router ran more or less often than others, or
+                the pipeline stage has no MoE layer.
+        """
+        if not self.recorders:
+            raise RoutingError("this pipeline stage has no MoE layer, so it has no routes")
+        self._check_not_empty()
+        first = self.recorders[0]
+        assert isinstance(first, MegatronRecorder)
+        forwards = zip(*(recorder.seen for recorder in self.recorders), strict=True)
+        traces = [
+            by_sample(self._trace_of(list(ids)), batch)
+            for ids, batch in zip(forwards, first.batches, strict=True)
+        ]
+        return RoutingTrace.concat(traces).with_origin(TraceOrigin("recorded"))
+
+    def _trace_of(self, ids: list[Tensor]) -> RoutingTrace:  # per layer [n, K]
+        router = self._routers[0]
+        rows = self._ranks.gathered(torch.stack(ids, dim=1))
+        valid = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        layers = tuple(router.layer for router in self._routers)
+        return RoutingTrace(
+            rows.to(id_dtype(router.num_experts)), valid, layers, router.num_experts
+        )
+
+
+class MegatronReplay(ReplayHandle):
+    """One replayed forward: its trace, and the routers' own choice if that was kept.
+
+    Rows are those of this rank's positions, sample by sample.
+    """
+
+    hook: ClassVar[type[TopkReplayer]] = MegatronReplayer
+
+    def __init__(
+        self,
+        routers: Sequence[Router],
+        trace: RoutingTrace,
+        *,
+        batch: int,
+        native: bool,
+        checked: bool,
+    ) -> None:
+        """Copy the trace. Arguments are those of `MegatronRouters.replay` and of the base class."""
+        rows = by_position(trace, batch)
+        super().__init__(routers, rows, native=native, soft=None, weights=False, checked=checked)
+        self.trace = by_sample(self.trace, batch)
+        self._batch = batch
+        for replayer in self._replayers:
+            assert isinstance(replayer, MegatronReplayer)
+            replayer.batch = batch
+
+    def native_trace(self) -> RoutingTrace:
+        """Return the routers' own choice, sample by sample."""
+        return by_sample(super().native_trace(), self._batch)
+
+    def gate_mass(self) -> Tensor:
+        """Return [T, L] float32, sample by sample; as of the base."""
+        mass = super().gate_mass()
+        return mass.view(-1, self._batch, mass.shape[1]).transpose(0, 1).flatten(0, 1)
+
+
+class MegatronRouters:
+    """The MoE routers of one Megatron model. `routers_of` makes it.
+
+    Attributes:
+        layers: decoder index of each MoE layer of the whole model, ascending.
+        stage_layers: those of this pipeline stage; all of them without pipeline parallelism.
+        num_experts: experts per layer.
+        top_k: K, experts per token.
+        depth: the number of the model's decoder layers, of all stages.
+    """
+
+    def __init__(self, found: FoundRouters) -> None:
+        self._routers = found.routers
+        self.layers = found.layers
+        self.stage_layers = tuple(router.layer for router in found.routers)
+        self.num_experts: int = found.config.num_moe_experts
+        self.top_k: int = found.config.moe_router_topk
+        self.depth: int = found.config.num_layers
+        self._checks = SourceChecks()
+
+    @contextmanager
+    def record(self) -> Iterator[MegatronTape]:
+        """Record the routes of every forward in this context, see `record` of this package."""
+        refuse_settings(self._routers, replaying=False)
+        tape = MegatronTape(self._routers, self._sequence_ranks())
+        forwards = [(recorder.router.module, recorder.__call__) for recorder in tape.recorders]
+        with override_attribute("forward", forwards):
+            yield tape
+        if tape.recorders:
+            tape.check()
+
+    @contextmanager
+    def replay(
+        self, trace: RoutingTrace, *, batch: int = 1, native: bool = False, check: bool = True
+    ) -> Iterator[MegatronReplay]:
+        """Make the next forward use the trace's experts, see `replay` of this package."""
+        refuse_settings(self._routers, replaying=True)
+        self._check_trace(trace)
+        rows = self._sequence_ranks().own_rows(self._of_stage(trace), batch)
+        rows = rows.with_origin(trace.origin)  # every rank checks a source in the same forward
+        check_after = self._checks.plan(rows, check=check and bool(self._routers))
+        handle = MegatronReplay(
+            self._routers, rows, batch=batch, native=native, checked=check_after.needs_native
+        )
+        with handle.replaying():
+            yield handle
+        check_after(handle)
+
+    def trace_from(
+        self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None
+    ) -> RoutingTrace:
+        """Return an engine's routes as a trace of this model; as `onepolicy.Routers.trace_from`."""
+        return trace_from(
+            ids,
+            layers=self.layers,
+            depth=self.depth,
+            num_experts=self.num_experts,
+            axis=axis,
+            valid=valid,
+        )
+
+    def _sequence_ranks(self) -> SequenceRanks:
+        if not self._routers:
+            return SequenceRanks(None)
+        return SequenceRanks.of(self._routers[0].module)
+
+    def _check_trace(self, trace: RoutingTrace) -> None:
+        if not isinstance(trace, RoutingTrace):
+            raise UsageError(
+                f"replay: expected a RoutingTrace, got {type(trace).__name__}; tape.trace() gives "
+                "that of a recording, routers_of(model).trace_from(ids) that of an engine's ids"
+            )
+        check_devices(trace)
+        check_row_order(trace)
+        layers = self.layers
+        if trace.layers == self.stage_layers:
+            layers = self.stage_layers
+        check_trace(trace, layers=layers, num_experts=self.num_experts, top_k=self.top_k)
+
+    def _of_stage(self, trace: RoutingTrace) -> RoutingTrace:
+        """Return the columns of this pipeline stage's layers."""
+        if trace.layers == self.stage_layers:
+            return trace
+        columns = torch.tensor([trace.layers.index(layer) for layer in self.stage_layers])
+        ids = index_ids(trace.ids.transpose(0, 1), columns.to(trace.ids.device)).transpose(0, 1)
+        return RoutingTrace(ids, trace.valid, self.stage_layers, trace.num_experts)
