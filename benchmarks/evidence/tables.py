@@ -31,6 +31,8 @@ def main() -> None:
         arms = by_arm(line for line in lines if line["study"] == study)
         if arms:
             print(f"\n### {study}\n{table(arms)}\n\n{tests(arms)}")
+            if any(len(line["sampled"]) > 2 for runs in arms.values() for line in runs.values()):
+                print(f"\n{courses(arms, PLAN['study'][study])}")
         if options.seeds:
             print(every_run(arms))
 
@@ -76,6 +78,39 @@ def table(arms: Arms) -> str:
             f"{curve(whole, 'halved', 0)} → {curve(whole, 'halved', -1)} |"
         )
     return "\n".join(rows)
+
+
+def courses(arms: Arms, study: dict[str, Any]) -> str:
+    """Return best, last and crash of runs that were evaluated along the way, as in the R3 paper.
+
+    A run crashed if its last accuracy is below 80% of its best. The crash step is that of the first
+    evaluation after the best from which on all are below.
+    """
+    every = study["eval_every"]
+    rows = ["| arm | best (median step) | last | crashed (median step) |", "|" + " --- |" * 4]
+    for arm, runs in arms.items():
+        scores = [line["sampled"] for line in runs.values() if line["error"] is None]
+        best = [max(each) for each in scores]
+        when = [every * each.index(max(each)) for each in scores]
+        crashes = [every * at for each in scores if (at := crash(each)) is not None]
+        ended = f"{len(crashes)} of {len(scores)}"
+        if crashes:
+            ended += f" ({statistics.median(crashes):.0f})"
+        last = statistics.fmean(each[-1] for each in scores)
+        rows.append(
+            f"| {arm} | {statistics.fmean(best):.3f} ({statistics.median(when):.0f}) | "
+            f"{last:.3f} | {ended} |"
+        )
+    return "\n".join(rows)
+
+
+def crash(scores: Sequence[float]) -> int | None:
+    """Return the evaluation from which on a run stayed below 80% of its best, or None."""
+    limit = 0.8 * max(scores)
+    if scores[-1] >= limit:
+        return None
+    best = list(scores).index(max(scores))
+    return max(at for at in range(best, len(scores)) if scores[at] >= limit) + 1
 
 
 def spread(values: Sequence[float]) -> float:

@@ -1,0 +1,100 @@
+"""The study of routing mismatch: which runs it has, when one fails, and its paired tests."""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from onepolicy.config import load
+from support.paths import ROOT
+
+FOLDER = ROOT / "benchmarks" / "evidence"
+
+
+@pytest.fixture(scope="module")
+def study():
+    """Return the modules run and tables of the study."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield importlib.import_module("run"), importlib.import_module("tables")
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in ("run", "tables"):
+            sys.modules.pop(name, None)
+
+
+def planned(study, *names):
+    options = argparse.Namespace(studies=names, seeds=None, arms=None, out=Path("runs/evidence"))
+    return list(study[0].planned(options))
+
+
+def line(arm, seed, *sampled, error=None):
+    return {"study": "main", "arm": arm, "seed": seed, "sampled": list(sampled), "error": error}
+
+
+def test_the_main_study_is_the_registered_one(study):
+    jobs = planned(study, "main")
+    first = [(job.arm, job.seed) for job in jobs[:96]]
+    assert first[:4] == [("control", 100), ("recompute", 100), ("r3", 100), ("control", 101)]
+    assert {seed for _, seed in first} == set(range(100, 132))
+    assert len(jobs) == 11 * 32
+    assert len({(job.arm, job.seed) for job in jobs}) == len(jobs)
+
+
+def test_every_run_has_valid_settings(study):
+    """One seed of every arm of every study; pressure only where the arm has it."""
+    run, _ = study
+    for job in {(job.study, job.arm): job for job in planned(study, *run.PLAN["study"])}.values():
+        config = load(run.RECIPE, [f"out={job.folder}", *job.settings])
+        pressed = "pressure" in run.PLAN["study"][job.study] and job.arm != "control"
+        assert (config.rollout.pressure is not None) == pressed
+        if pressed:
+            assert config.rollout.pressure.seed == 1000 + job.seed
+        assert config.seed == job.seed
+
+
+def test_a_run_fails_if_it_does_not_rise_or_ends_early(study):
+    _, tables = study
+    assert tables.fails(line("r3", 0, 0.3, 0.3))
+    assert tables.fails(line("r3", 0, 0.3, 0.1))
+    assert not tables.fails(line("r3", 0, 0.3, 0.301))
+    assert tables.fails(line("r3", 0, 0.3, 0.9, error="lost"))
+
+
+def test_exact_mcnemar(study):
+    """Of 7 discordant pairs all one way p is 2 / 2^7, of 3 and 1 it is 10 / 16."""
+    _, tables = study
+    assert tables.mcnemar(7, 0) == pytest.approx(2 / 2**7)
+    assert tables.mcnemar(1, 3) == pytest.approx(10 / 16)
+    assert tables.mcnemar(0, 0) == 1
+
+
+def test_pairs_are_of_one_seed(study):
+    _, tables = study
+    there = {seed: line("recompute", seed, 0.3, 0.1) for seed in range(8)}
+    here = {seed: line("r3", seed, 0.3, 0.5) for seed in range(7)} | {9: line("r3", 9, 0.3, 0.1)}
+    row = tables.paired("recompute", "r3", there, here)
+    assert row == "| recompute | r3 | 7 | 7 / 0 | 0.016 | +0.400 ± 0.000 | 0.016 |"
+
+
+@pytest.mark.parametrize(
+    ("scores", "at"),
+    [
+        ((0.3, 0.5, 0.6), None),
+        ((0.3, 0.5, 0.41), None),  # above 80% of the best
+        ((0.3, 0.5, 0.1, 0.1), 2),
+        ((0.3, 0.5, 0.1, 0.45, 0.1), 4),  # it came back once
+        ((0.5, 0.1, 0.1), 1),
+    ],
+)
+def test_crash_step(study, scores, at):
+    assert study[1].crash(scores) == at
+
+
+def test_the_pilots_in_the_tree_are_pilots(study):
+    lines = [json.loads(each) for each in (FOLDER / "pilots.jsonl").read_text().splitlines()]
+    assert lines
+    assert all(each["seed"] < 100 and each["study"].startswith("pilot") for each in lines)
