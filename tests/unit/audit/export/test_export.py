@@ -43,6 +43,7 @@ def test_a_folder_is_one_dump(tmp_path):
         audit(tmp_path / "empty", {})
 
 
+@capability("prime-rl", "dump", how="contract")
 def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
     """trainer.enable_token_export writes token_exports/step_N/rank_R.jsonl, with inference_logprobs
     0 for prompts."""

@@ -1,0 +1,22 @@
+"""onepolicy in prime-rl (0.8, August 2026). docs/prime_rl.md is the guide.
+
+    [trainer.loss]
+    type = "custom"
+    import_path = "onepolicy.integrations.prime_rl.loss"
+    kwargs = { correction = "icepop" }
+
+prime-rl imports this module after it has built the model and before the first forward. In its
+process the import also makes models of transformers replay the routes that they are handed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from onepolicy.integrations.prime_rl.loss import loss
+from onepolicy.integrations.prime_rl.replay import replay_in_transformers
+
+__all__ = ["loss", "replay_in_transformers"]
+
+if "prime_rl" in sys.modules:
+    replay_in_transformers()

@@ -1,0 +1,134 @@
+"""Replay of the routes that prime-rl hands to a model of transformers, which ignores them.
+
+Contract: the call of prime-rl 0.8.0 at 559b447, model(**kwargs) with `routed_experts`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import onepolicy as op
+from onepolicy.config import UsageError
+from onepolicy.integrations.prime_rl import replay_in_transformers
+from onepolicy.replay.checks import RoutingError
+from support.contracts import value_of
+from support.replay_models import build, tokens
+
+capability = pytest.mark.capability
+
+
+@pytest.fixture(autouse=True)
+def hooked(monkeypatch):
+    monkeypatch.setattr(PreTrainedModel, "__call__", PreTrainedModel.__call__)
+    replay_in_transformers()
+    replay_in_transformers()
+
+
+@pytest.fixture
+def batch():
+    """Return a packed row of two samples, as prime-rl feeds them."""
+    ids = tokens(rows=1, length=18)
+    positions = torch.cat([torch.arange(11), torch.arange(7)])[None]
+    return {"input_ids": ids, "position_ids": positions, "use_cache": False}
+
+
+def score(model, batch, **more):
+    with torch.no_grad():
+        return model(**batch, **more).logits
+
+
+def routes_of(model, batch):
+    with op.bind_routers(model).record() as tape:
+        score(model, batch)
+    return tape.trace()
+
+
+def payload(trace, depth, missing=()):
+    """Return [1, S, decoder layers, K], zeros where nothing was captured."""
+    ids = torch.zeros(1, len(trace), depth, trace.top_k, dtype=torch.uint8)
+    ids[0, :, list(trace.layers)] = trace.ids
+    ids[0, list(missing)] = 0
+    return ids
+
+
+def changed(trace):
+    ids = trace.ids.clone()
+    ids[4] = (ids[4].int() + 1).remainder(trace.num_experts).to(ids.dtype)
+    return op.RoutingTrace(ids, trace.valid, trace.layers, trace.num_experts)
+
+
+def test_prime_rl_calls_its_models_so():
+    assert value_of("prime-rl", "model is called") == [["**"]]
+    assert "routed_experts=None" in value_of("prime-rl", "forward")
+
+
+@capability("prime-rl", "R3", how="contract")
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_the_routes_are_replayed(family, batch):
+    model = build(family)
+    trace = changed(routes_of(model, batch))
+    with op.bind_routers(model).replay(trace, check=False):
+        expected = score(model, batch)
+    native = score(model, batch)
+    depth = model.config.num_hidden_layers
+    found = score(model, batch, routed_experts=payload(trace, depth))
+    assert found.equal(expected)
+    assert not found.equal(native)
+
+
+def test_gradients_come_through_checkpoints(batch):
+    model = build("mixtral")
+    routes = payload(changed(routes_of(model, batch)), model.config.num_hidden_layers)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        model(**batch, routed_experts=routes).logits.square().mean().backward()
+        found.append(model.get_input_embeddings().weight.grad.clone())
+    assert found[0].equal(found[1])
+
+
+def test_rows_of_zeros_are_native(batch):
+    """prime-rl's own models replay them as expert 0, K times."""
+    model = build("mixtral")
+    trace = routes_of(model, batch)
+    native = score(model, batch)
+    routes = payload(trace, model.config.num_hidden_layers, missing=(3, 10, 17))
+    assert score(model, batch, routed_experts=routes).equal(native)
+    assert score(model, batch, routed_experts=torch.zeros_like(routes)).equal(native)
+
+
+@capability("prime-rl", "detector", how="contract")
+def test_routes_one_row_late_stop_the_forward(batch):
+    model = build("mixtral")
+    trace = routes_of(model, batch)
+    late = trace.at((torch.arange(len(trace)) - 1).clamp(min=0))
+    with pytest.raises(RoutingError, match="one row late"):
+        score(model, batch, routed_experts=payload(late, model.config.num_hidden_layers))
+
+
+def test_a_model_that_takes_routes_gets_them(batch):
+    class Own(type(build("mixtral"))):
+        def forward(self, *args, routed_experts=None, **kwargs):
+            self.got = routed_experts
+            return super().forward(*args, **kwargs)
+
+    model = Own(build("mixtral").config)
+    routes = torch.zeros(1, 18, 2, 2)
+    score(model, batch, routed_experts=routes)
+    assert model.got is routes
+
+
+def test_routes_of_another_shape(batch):
+    with pytest.raises(UsageError, match=r"expected \[B, S, layers, K\]"):
+        score(build("mixtral"), batch, routed_experts=torch.zeros(18, 2))
+
+
+def test_a_router_loss_is_refused(batch):
+    model = build("mixtral", output_router_logits=True)
+    routes = torch.ones(1, 18, model.config.num_hidden_layers, 2, dtype=torch.uint8)
+    with pytest.raises(UsageError, match="output_router_logits"):
+        score(model, batch, routed_experts=routes)
