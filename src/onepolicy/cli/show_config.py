@@ -54,7 +54,7 @@ def _presets(kind: str, *name: str) -> str:
         from onepolicy.objective import presets
 
         return presets.describe_presets(*name)
-    from onepolicy.correct.presets import show, show_all
+    from onepolicy.correct.equations import show, show_all
 
     if name:
         return show(*name)

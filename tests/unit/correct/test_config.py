@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from onepolicy.cli import main
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.config.correction import PRESET_ALIASES, correction_presets
-from onepolicy.correct.presets import FRAMEWORKS, equation, preset
+from onepolicy.correct.equations import FRAMEWORKS, equation
+from onepolicy.correct.presets import preset
 
 TOKEN = {"weight": {"level": "token"}}
 GATE = {"statistic": "k3", "high": 0.1}

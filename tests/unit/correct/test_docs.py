@@ -1,7 +1,8 @@
 """docs/corrections.md holds the current preset table and predicted numbers."""
 
+from onepolicy.correct.equations import markdown_table
 from onepolicy.correct.predict import predict
-from onepolicy.correct.presets import markdown_table, preset
+from onepolicy.correct.presets import preset
 from support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "corrections.md").read_text()
