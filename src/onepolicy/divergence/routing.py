@@ -103,6 +103,15 @@ def routing_agreement(a: RoutingTrace, b: RoutingTrace) -> Tensor:
     return torch.stack(shares, dim=1)
 
 
+def column_agreement(a: RoutingTrace, b: RoutingTrace, column: int, other: int) -> float:
+    """Return the mean agreement of one layer of `a` with a layer of `b`, by their columns."""
+    left, right = (
+        RoutingTrace(trace.ids[:, at : at + 1], trace.valid, (0,), trace.num_experts)
+        for trace, at in ((a, column), (b, other))
+    )
+    return float(routing_agreement(left, right).mean())
+
+
 def differing_experts(a: Tensor, b: Tensor) -> Tensor:  # [n, K], [n, K] int32 -> [n] int64
     """Return for each row the number of ids that the other side lacks.
 

@@ -1,7 +1,6 @@
 """Rollout routing replay: the trainer uses the rollout's experts (R3, arXiv:2510.11370)."""
 
 from onepolicy.replay.checks import RoutingError, is_moe, require_moe
-from onepolicy.replay.padding import pad_routes, unpad_routes
 from onepolicy.replay.routers import Routers, bind_routers
 
 __all__ = [
@@ -9,7 +8,5 @@ __all__ = [
     "RoutingError",
     "bind_routers",
     "is_moe",
-    "pad_routes",
     "require_moe",
-    "unpad_routes",
 ]

@@ -8,20 +8,19 @@ misaligned ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.config.replay import MIN_AGREEMENT
-from onepolicy.divergence.routing import routing_agreement
+from onepolicy.divergence.routing import column_agreement, routing_agreement
 from onepolicy.replay.checks import MisalignedRoutesError, constant_layers
 from onepolicy.types import RoutingTrace, index_ids
 
 WINDOW = 16  # rows per window
 MIN_ROWS = 8  # a window with fewer valid rows is not tested
-MAX_SWAP_CANDIDATES = 256  # other samples that a wrong sample is compared with
 
 
 def check_alignment(
@@ -104,9 +103,9 @@ def check_captured(
     constant_everywhere = constant.all(1).tolist()
     for sample, column in constant.nonzero().tolist():
         rows = slice(*bounds[sample : sample + 2].tolist())
-        layer, captured = routing.layers[column], _cut_rows(routing, rows)
+        layer, captured = routing.layers[column], routing.at(rows)
         experts = index_ids(captured.ids, captured.valid)[0, column].tolist()
-        agreement = _column_agreement(captured, _cut_rows(native, rows), column, column)
+        agreement = column_agreement(captured, native.at(rows), column, column)
         if agreement < least:
             where = f"in all {int(captured.valid.sum())} rows of sample {sample} of the batch"
             raise MisalignedRoutesError(
@@ -178,7 +177,9 @@ def _check_layers(
     where = f"layer {replayed.layers[first]} agree in {agreement[first]:.0%}"
     if len(agreement) > 1:
         where += f" ({len(bad)} of {len(agreement)} layers are below {least:.0%})"
-    cause, layers_wrong = _cause_of_layers(replayed, native, bad.tolist(), float(agreement.mean()))
+    from onepolicy.replay.misalignment import cause_of_layers
+
+    cause, layers_wrong = cause_of_layers(replayed, native, bad.tolist(), float(agreement.mean()))
     raise MisalignedRoutesError(_message(where, least, cause), layers_wrong=layers_wrong)
 
 
@@ -199,8 +200,7 @@ def _check_overlapping_windows(
         return
     first, last = rows[starts[window]], rows[starts[window] + WINDOW - 1]
     where = f"rows {int(first)} to {int(last)} agree in {mean[window]:.0%}"
-    cause = _cause_of_sample(replayed, native, _one_sample(replayed), 0)
-    raise MisalignedRoutesError(_message(where, least, cause), layers_wrong=False)
+    _refuse_sample(where, replayed, native, _one_sample(replayed), 0, least)
 
 
 def _check_windows_of_samples(
@@ -227,7 +227,21 @@ def _check_windows_of_samples(
     row = int(starts[window] - bounds[sample])
     last = row + int(counts[window]) - 1
     where = f"sample {sample} of the batch, rows {row} to {last}, agree in {mean[window]:.0%}"
-    cause = _cause_of_sample(replayed, native, bounds, sample)
+    _refuse_sample(where, replayed, native, bounds, sample, least)
+
+
+def _refuse_sample(
+    where: str,
+    replayed: RoutingTrace,
+    native: RoutingTrace,
+    bounds: Tensor,
+    sample: int,
+    least: float,
+) -> NoReturn:
+    """Raise for a window of this sample. bounds [S + 1]: first row of every sample."""
+    from onepolicy.replay.misalignment import cause_of_sample
+
+    cause = cause_of_sample(replayed, native, bounds, sample)
     raise MisalignedRoutesError(_message(where, least, cause), layers_wrong=False)
 
 
@@ -237,129 +251,3 @@ def _message(where: str, least: float, cause: str) -> str:
         f"choice at {where}, expected at least {least:.0%} (same weights and tokens: above 95%). "
         f"Likely cause: {cause}"
     )
-
-
-def _cause_of_layers(
-    replayed: RoutingTrace, native: RoutingTrace, bad: list[int], agreement: float
-) -> tuple[str, bool]:
-    """Return the likely cause, and whether the layers are wrong rather than the rows.
-
-    bad: columns of the layers that disagree. agreement: mean of all layers.
-    """
-    causes = [(score, cause, False) for score, cause in _row_shifts(replayed, native)]
-    causes += [(score, cause, True) for score, cause in _layer_shifts(replayed, native)]
-    score, cause, layers_wrong = max(causes, default=(0.0, "", False))
-    if _explains(score, agreement):
-        return f"{cause} (agreement then: {score:.0%})", layers_wrong
-    if len(bad) < len(replayed.layers) or len(replayed.layers) == 1:
-        return _cause_of_one_layer(replayed, native, bad[0]), True
-    return _unknown_cause("every layer is wrong"), False
-
-
-def _row_shifts(replayed: RoutingTrace, native: RoutingTrace) -> Iterator[tuple[float, str]]:
-    """Yield (agreement, cause) under the assumption that all rows are shifted by one."""
-    if len(replayed) <= 1:
-        return
-    tail, head = slice(1, None), slice(None, -1)
-    for shift, neighbour, rows, native_rows in (
-        ("late", "one before", tail, head),
-        ("early", "next one", head, tail),
-    ):
-        shifted = _cut_rows(replayed, rows)
-        if shifted.valid.any():
-            score = float(routing_agreement(shifted, _cut_rows(native, native_rows)).mean())
-            yield (
-                score,
-                f"routes are one row {shift}: every row holds the routes of the {neighbour}",
-            )
-
-
-def _layer_shifts(replayed: RoutingTrace, native: RoutingTrace) -> Iterator[tuple[float, str]]:
-    """Yield (agreement, cause) under the assumption that the layer axis is shifted by one."""
-    count = len(replayed.layers)
-    if count <= 2:
-        return
-    for by in (1, -1):
-        columns = range(max(by, 0), count + min(by, 0))
-        scores = [_column_agreement(replayed, native, column, column - by) for column in columns]
-        layer, source = replayed.layers[1], replayed.layers[1 - by]
-        cause = f"the layer axis is moved by one: layer {layer} holds those of layer {source}"
-        yield sum(scores) / len(scores), cause
-
-
-def _cause_of_one_layer(replayed: RoutingTrace, native: RoutingTrace, column: int) -> str:
-    scores = [_column_agreement(replayed, native, column, i) for i in range(len(replayed.layers))]
-    best = max(range(len(scores)), key=lambda i: scores[i])
-    layer = replayed.layers[column]
-    if best != column and _explains(scores[best], scores[column]):
-        return (
-            f"layer {layer} holds the routes of layer {replayed.layers[best]} "
-            f"(agreement then: {scores[best]:.0%})"
-        )
-    return (
-        f"layer {layer} alone was captured wrongly: its buffer was overwritten (by a draft or "
-        "multi-token-prediction layer of the same number?) or its router computes something else "
-        "than the engine's"
-    )
-
-
-def _cause_of_sample(
-    replayed: RoutingTrace, native: RoutingTrace, bounds: Tensor, sample: int
-) -> str:
-    start, stop = bounds[sample : sample + 2].tolist()
-    routes, own_choice = (
-        _cut_rows(replayed, slice(start, stop)),
-        _cut_rows(native, slice(start, stop)),
-    )
-    agreement = float(routing_agreement(routes, own_choice).mean())
-    causes = [
-        (score, f"in this sample {cause}") for score, cause in _row_shifts(routes, own_choice)
-    ]
-    for candidate in range(min(len(bounds) - 1, MAX_SWAP_CANDIDATES)):
-        first, last = bounds[candidate : candidate + 2].tolist()
-        length = min(stop - start, last - first)
-        common = _cut_rows(routes, slice(0, length))
-        if candidate != sample and 2 * length >= stop - start and common.valid.any():
-            candidate_choice = _cut_rows(native, slice(first, first + length))
-            score = float(routing_agreement(common, candidate_choice).mean())
-            cause = f"samples were swapped: it holds the routes of sample {candidate}"
-            causes.append((score, cause))
-    score, cause = max(causes, default=(0.0, ""))
-    if score > agreement and _explains(score, agreement):
-        return f"{cause} (agreement then: {score:.0%})"
-    return _unknown_cause("these rows are wrong")
-
-
-def _unknown_cause(finding: str) -> str:
-    return (
-        f"{finding} and neither a shift by one row, nor another layer, nor another sample fits: "
-        "routes of other weights or another model, of a re-tokenised text, or rows a prefix cache "
-        "or a preempted request left behind. If the rollout's weights are meant to be that old, "
-        "ask for less agreement (`least`)"
-    )
-
-
-def _explains(score: float, agreement: float) -> bool:
-    """Return whether an assumption that gives agreement `score` explains half of what is missing.
-
-    It cannot be expected to explain more. Wrong routes in lower layers have changed the hidden
-    states that the upper routers choose by.
-    """
-    return score - agreement > 0.5 * (1 - agreement) or (score > agreement + 0.15 and score > 0.9)
-
-
-def _column_agreement(
-    replayed: RoutingTrace, native: RoutingTrace, column: int, native_column: int
-) -> float:
-    """Return the mean agreement of one layer's replayed routes with a layer's native routes."""
-    routes = RoutingTrace(
-        replayed.ids[:, column : column + 1], replayed.valid, (0,), replayed.num_experts
-    )
-    own_choice = RoutingTrace(
-        native.ids[:, native_column : native_column + 1], native.valid, (0,), native.num_experts
-    )
-    return float(routing_agreement(routes, own_choice).mean())
-
-
-def _cut_rows(trace: RoutingTrace, rows: slice) -> RoutingTrace:
-    return RoutingTrace(trace.ids[rows], trace.valid[rows], trace.layers, trace.num_experts)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from onepolicy.config import UsageError
-from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import (
     RoutingError,
     check_devices,
@@ -30,6 +29,9 @@ from onepolicy.replay.recompute import check_checkpoints
 from onepolicy.replay.source_checks import SourceChecks
 from onepolicy.replay.topk_hook import override_attribute
 from onepolicy.types import RoutingTrace
+
+if TYPE_CHECKING:
+    from onepolicy.replay.axes import Axis
 
 
 class Routers:
@@ -191,6 +193,8 @@ class Routers:
         Raises:
             UsageError: as of `axes.trace_from`.
         """
+        from onepolicy.replay.axes import trace_from
+
         return trace_from(
             ids,
             layers=self.layers,

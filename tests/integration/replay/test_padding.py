@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.replay import bind_routers, pad_routes, unpad_routes
+from onepolicy.replay import bind_routers
+from onepolicy.replay.padding import pad_routes, unpad_routes
 from onepolicy.types import RouteSpan, RoutingTrace
 from support.models import VOCAB, make
 from support.replay_models import random_trace

@@ -1,0 +1,124 @@
+"""The likely cause of misaligned routes: a shift, another layer, another sample.
+
+The routes are compared with the routers' own choice once more, under each assumption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from onepolicy.divergence.routing import column_agreement, routing_agreement
+from onepolicy.types import RoutingTrace
+
+MAX_SWAP_CANDIDATES = 256  # other samples that a wrong sample is compared with
+
+
+def cause_of_layers(
+    replayed: RoutingTrace, native: RoutingTrace, bad: list[int], agreement: float
+) -> tuple[str, bool]:
+    """Return the likely cause, and whether the layers are wrong rather than the rows.
+
+    bad: columns of the layers that disagree. agreement: mean of all layers.
+    """
+    causes = [(score, cause, False) for score, cause in _row_shifts(replayed, native)]
+    causes += [(score, cause, True) for score, cause in _layer_shifts(replayed, native)]
+    score, cause, layers_wrong = max(causes, default=(0.0, "", False))
+    if _explains(score, agreement):
+        return f"{cause} (agreement then: {score:.0%})", layers_wrong
+    if len(bad) < len(replayed.layers) or len(replayed.layers) == 1:
+        return _cause_of_one_layer(replayed, native, bad[0]), True
+    return _unknown_cause("every layer is wrong"), False
+
+
+def _row_shifts(replayed: RoutingTrace, native: RoutingTrace) -> Iterator[tuple[float, str]]:
+    """Yield (agreement, cause) under the assumption that all rows are shifted by one."""
+    if len(replayed) <= 1:
+        return
+    tail, head = slice(1, None), slice(None, -1)
+    for shift, neighbour, rows, native_rows in (
+        ("late", "one before", tail, head),
+        ("early", "next one", head, tail),
+    ):
+        shifted = replayed.at(rows)
+        if shifted.valid.any():
+            score = float(routing_agreement(shifted, native.at(native_rows)).mean())
+            yield (
+                score,
+                f"routes are one row {shift}: every row holds the routes of the {neighbour}",
+            )
+
+
+def _layer_shifts(replayed: RoutingTrace, native: RoutingTrace) -> Iterator[tuple[float, str]]:
+    """Yield (agreement, cause) under the assumption that the layer axis is shifted by one."""
+    count = len(replayed.layers)
+    if count <= 2:
+        return
+    for by in (1, -1):
+        columns = range(max(by, 0), count + min(by, 0))
+        scores = [column_agreement(replayed, native, column, column - by) for column in columns]
+        layer, source = replayed.layers[1], replayed.layers[1 - by]
+        cause = f"the layer axis is moved by one: layer {layer} holds those of layer {source}"
+        yield sum(scores) / len(scores), cause
+
+
+def _cause_of_one_layer(replayed: RoutingTrace, native: RoutingTrace, column: int) -> str:
+    scores = [column_agreement(replayed, native, column, i) for i in range(len(replayed.layers))]
+    best = max(range(len(scores)), key=lambda i: scores[i])
+    layer = replayed.layers[column]
+    if best != column and _explains(scores[best], scores[column]):
+        return (
+            f"layer {layer} holds the routes of layer {replayed.layers[best]} "
+            f"(agreement then: {scores[best]:.0%})"
+        )
+    return (
+        f"layer {layer} alone was captured wrongly: its buffer was overwritten (by a draft or "
+        "multi-token-prediction layer of the same number?) or its router computes something else "
+        "than the engine's"
+    )
+
+
+def cause_of_sample(
+    replayed: RoutingTrace, native: RoutingTrace, bounds: Tensor, sample: int
+) -> str:
+    start, stop = bounds[sample : sample + 2].tolist()
+    routes, own_choice = (
+        replayed.at(slice(start, stop)),
+        native.at(slice(start, stop)),
+    )
+    agreement = float(routing_agreement(routes, own_choice).mean())
+    causes = [
+        (score, f"in this sample {cause}") for score, cause in _row_shifts(routes, own_choice)
+    ]
+    for candidate in range(min(len(bounds) - 1, MAX_SWAP_CANDIDATES)):
+        first, last = bounds[candidate : candidate + 2].tolist()
+        length = min(stop - start, last - first)
+        common = routes.at(slice(0, length))
+        if candidate != sample and 2 * length >= stop - start and common.valid.any():
+            candidate_choice = native.at(slice(first, first + length))
+            score = float(routing_agreement(common, candidate_choice).mean())
+            cause = f"samples were swapped: it holds the routes of sample {candidate}"
+            causes.append((score, cause))
+    score, cause = max(causes, default=(0.0, ""))
+    if score > agreement and _explains(score, agreement):
+        return f"{cause} (agreement then: {score:.0%})"
+    return _unknown_cause("these rows are wrong")
+
+
+def _unknown_cause(finding: str) -> str:
+    return (
+        f"{finding} and neither a shift by one row, nor another layer, nor another sample fits: "
+        "routes of other weights or another model, of a re-tokenised text, or rows a prefix cache "
+        "or a preempted request left behind. If the rollout's weights are meant to be that old, "
+        "ask for less agreement (`least`)"
+    )
+
+
+def _explains(score: float, agreement: float) -> bool:
+    """Return whether an assumption that gives agreement `score` explains half of what is missing.
+
+    It cannot be expected to explain more. Wrong routes in lower layers have changed the hidden
+    states that the upper routers choose by.
+    """
+    return score - agreement > 0.5 * (1 - agreement) or (score > agreement + 0.15 and score > 0.9)
