@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig, UsageError
-from onepolicy.objective.gae import gae, returns_to_go
 from onepolicy.objective.surrogate import kl_estimate
 from onepolicy.types import Group, TokenBatch
 
@@ -168,13 +167,12 @@ def compute_advantages(batch: TokenBatch, config: ObjectiveConfig) -> TokenBatch
     reward = _outcome_at_last_slot(batch)
     if kl is not None:
         reward = reward - kl
-    if config.baseline == "none":
-        advantage = _returns_to_go(reward, batch, config)
-        return batch.replace(advantage=_normalise(advantage, batch, config))
-    assert batch.value is not None, "score() fills value"
-    advantage = _critic_advantage(reward, batch.value, batch, config)
-    target = torch.where(batch.trainable, advantage + batch.value, 0.0)
-    return batch.replace(advantage=_normalise(advantage, batch, config), value_target=target)
+    advantage = _advantage_over_time(reward, batch, config)
+    if config.baseline == "critic":
+        assert batch.value is not None
+        target = torch.where(batch.trainable, advantage + batch.value, 0.0)
+        batch = batch.replace(value_target=target)
+    return batch.replace(advantage=_normalise(advantage, batch, config))
 
 
 def _group_advantage(batch: TokenBatch, kl: Tensor | None, config: ObjectiveConfig) -> Tensor:
@@ -188,19 +186,14 @@ def _group_advantage(batch: TokenBatch, kl: Tensor | None, config: ObjectiveConf
     return torch.where(batch.trainable, outcome[batch.segment], 0.0)
 
 
-def _returns_to_go(reward: Tensor, batch: TokenBatch, config: ObjectiveConfig) -> Tensor:
-    return returns_to_go(
-        reward,
-        mask=batch.trainable,
-        segment=batch.segment,
-        samples=batch.num_samples,
-        gamma=config.gamma,
-    )
+def _advantage_over_time(reward: Tensor, batch: TokenBatch, config: ObjectiveConfig) -> Tensor:
+    """Return [T] float32: GAE with a critic, else the return to go. reward: [T] float32."""
+    from onepolicy.objective.gae import gae
 
-
-def _critic_advantage(
-    reward: Tensor, value: Tensor, batch: TokenBatch, config: ObjectiveConfig
-) -> Tensor:
+    value, lam = torch.zeros_like(reward), 1.0  # with these GAE is the return to go
+    if config.baseline == "critic":
+        assert batch.value is not None, "score() fills value"
+        value, lam = batch.value, config.lam
     return gae(
         reward,
         value,
@@ -208,7 +201,7 @@ def _critic_advantage(
         segment=batch.segment,
         samples=batch.num_samples,
         gamma=config.gamma,
-        lam=config.lam,
+        lam=lam,
     )
 
 

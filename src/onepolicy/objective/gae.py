@@ -1,25 +1,9 @@
-"""Returns, generalised advantage estimation, and the value loss of PPO with a critic."""
+"""Generalised advantage estimation, and the value loss of PPO with a critic."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def returns_to_go(
-    reward: Tensor,  # [T] float32
-    *,
-    mask: Tensor,  # [T] bool, trainable slots
-    segment: Tensor,  # [T] int64, sample of each slot
-    samples: int,
-    gamma: float,
-) -> Tensor:
-    """Return [T] float32: the sum of gamma^k reward over the rest of the sample.
-
-    It is 0 outside the mask. k counts trainable slots only: prompt and tool output do not discount.
-    """
-    zeros = torch.zeros_like(reward)
-    return gae(reward, zeros, mask=mask, segment=segment, samples=samples, gamma=gamma, lam=1.0)
 
 
 def gae(

@@ -21,7 +21,7 @@ from onepolicy.objective.advantages import (
     overlong_reward,
     whiten,
 )
-from onepolicy.objective.gae import gae, returns_to_go, value_loss
+from onepolicy.objective.gae import gae, value_loss
 from onepolicy.rollout import collect as collecting
 from onepolicy.types import Group, Sample
 from support.objective_batches import batch, group
@@ -108,9 +108,8 @@ def test_kl_in_the_reward_of_a_response() -> None:
 
 def test_returns_to_go_skip_untrainable_slots() -> None:
     reward, mask = torch.tensor([1.0, 9, 2, 4]), torch.tensor([True, False, True, True])
-    found = returns_to_go(
-        reward, mask=mask, segment=torch.tensor([0, 0, 0, 1]), samples=2, gamma=0.5
-    )
+    segment, value = torch.tensor([0, 0, 0, 1]), torch.zeros(4)
+    found = gae(reward, value, mask=mask, segment=segment, samples=2, gamma=0.5, lam=1.0)
     assert found.tolist() == [2, 0, 2, 4]
 
 
