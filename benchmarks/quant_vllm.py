@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 
-from onepolicy.build.components import resolve_model
 from onepolicy.config import ModelConfig
+from onepolicy.config.model_path import resolve_model
 
 METHODS = [
     "fp8",

@@ -23,8 +23,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from onepolicy.build.engines import build_engine
-from onepolicy.build.learner import resolve_model
 from onepolicy.config import ModelConfig, VLLMEngineConfig, VLLMServerConfig
+from onepolicy.config.model_path import resolve_model
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec

@@ -46,8 +46,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from onepolicy.build.components import build_components  # noqa: E402
-from onepolicy.build.learner import resolve_model  # noqa: E402
 from onepolicy.config import resolve  # noqa: E402
+from onepolicy.config.model_path import resolve_model  # noqa: E402
 from onepolicy.run.step import rl_step  # noqa: E402
 from onepolicy.sync.push import push_weights  # noqa: E402
 

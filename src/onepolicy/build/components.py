@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.build.engines import BuildEngine, build_engine, check_engine_capabilities
-from onepolicy.build.learner import build_learner, build_scorer, resolve_model
+from onepolicy.build.learner import build_learner
 from onepolicy.config import (
     DuplicateRoutes,
     HFEngineConfig,
@@ -28,6 +28,7 @@ from onepolicy.config import (
     VLLMEngineConfig,
     WeightsReplay,
 )
+from onepolicy.config.model_path import resolve_model
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.envs import make_environment
 from onepolicy.interfaces import Environment, Learner, RolloutEngine, WeightTarget
@@ -40,7 +41,6 @@ from onepolicy.models.load import (
 )
 from onepolicy.replay.checks import RouteSpec, refuse_router_loss, require_moe
 from onepolicy.replay.routers import Routers, bind_routers
-from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.train.scorer import PolicyScorer
 
@@ -118,23 +118,6 @@ class Components(SamplingComponents):
     """A clean engine that gets the learner's weights before each evaluation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureComponents(SamplingComponents):
-    """The objects of `onepolicy measure`: no optimiser."""
-
-    scorer: PolicyScorer
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAndScorer:
-    """The engine that samples and the scorer of the trainer."""
-
-    config: RunConfig
-    engine: RolloutEngine
-    scorer: PolicyScorer
-    route_spec: RouteSpec | None  # expected form of the engine's routes; None for a dense model
-
-
 def build_components(
     config: RunConfig,
     weights: Path | None = None,
@@ -154,36 +137,21 @@ def build_components(
         model = config.model.model_copy(update={"path": str(weights)})
     check_replayable(config, model)
     environment, tokenizer, max_len = build_environment(config, model)
-    _refuse_distributed(config, ranks, engine_builder)
+    refuse_distributed(config, ranks, engine_builder)
     check_quant_support(config)
     learner = build_learner(config, model, ranks)
     scorer = learner.scorer
     build_sampler = engine_builder or build_engine
-    engine, route_spec = _build_engine_for(config, model, max_len, scorer, build_sampler)
+    engine, route_spec = build_engine_for(config, model, max_len, scorer, build_sampler)
     evaluator = build_evaluator(config, model, scorer.device, max_len)
     make = partial(Components, learner=learner, evaluator=evaluator)
-    components = _with_sampling(
+    components = with_sampling(
         make, config, model, environment, tokenizer, engine, route_spec, scorer
     )
     return components, tokenizer
 
 
-def build_measure_components(
-    config: RunConfig,
-) -> tuple[MeasureComponents, PreTrainedTokenizerBase]:
-    """Build the objects of a measurement in this process, without the parts of an update."""
-    model = resolve_model(config.model)
-    check_replayable(config, model)
-    environment, tokenizer, max_len = build_environment(config, model)
-    pair = build_engine_and_scorer(config, model, max_len)
-    make = partial(MeasureComponents, scorer=pair.scorer)
-    components = _with_sampling(
-        make, config, model, environment, tokenizer, pair.engine, pair.route_spec, pair.scorer
-    )
-    return components, tokenizer
-
-
-def _with_sampling(
+def with_sampling(
     make: Callable[..., C],
     config: RunConfig,
     model: ModelConfig,
@@ -212,6 +180,7 @@ def _with_sampling(
 
 def build_reprefill(config: RunConfig, model: ModelConfig, device: torch.device) -> Reprefill:
     """Build a second copy of the model, in the engine's dtype, that records routes."""
+    from onepolicy.rollout.copies import load_engine_copy
     from onepolicy.train.reprefill import Reprefill
 
     recording_model = load_engine_copy(model, config.rollout, device)
@@ -249,16 +218,7 @@ def build_clean_engine(
     return build_engine(EngineSpec(model, clean, device, max_len))
 
 
-def build_engine_and_scorer(config: RunConfig, model: ModelConfig, max_len: int) -> EngineAndScorer:
-    """Build both in this process, with the weights of `model`."""
-    _refuse_distributed(config, None, None)
-    check_quant_support(config)
-    scorer = build_scorer(config, model)
-    engine, route_spec = _build_engine_for(config, model, max_len, scorer, build_engine)
-    return EngineAndScorer(config, engine, scorer, route_spec)
-
-
-def _refuse_distributed(
+def refuse_distributed(
     config: RunConfig, ranks: DistributedContext | None, engine_builder: BuildEngine | None
 ) -> None:
     """Raise UsageError for settings that need the processes which `onepolicy train` starts."""
@@ -274,7 +234,7 @@ def _refuse_distributed(
         )
 
 
-def _build_engine_for(
+def build_engine_for(
     config: RunConfig,
     model: ModelConfig,
     max_len: int,

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from onepolicy.config import ModelConfig, RunConfig, UsageError
+from onepolicy.config.model_path import resolve_model
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.config.policy import PolicyConfig, cached_policy_path
 from onepolicy.models.load import DTYPES, empty_model, load_model, parse_device, read_config
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
     from onepolicy.train.sharded.learner import ShardedLearner
     from onepolicy.train.sharded.rank import RankLearner
     from onepolicy.train.sharded.rank_group import DistributedContext
-
-
-def resolve_model(model: ModelConfig) -> ModelConfig:
-    """Replace the path `tiny` by the policy's folder in the user's cache."""
-    if model.path != "tiny":
-        return model
-    path = cached_policy_path(PolicyConfig())
-    if not path.is_dir():
-        raise UsageError(
-            "model.path: the tiny policy has not been made yet; run `onepolicy make-policy` once"
-        )
-    return model.model_copy(update={"path": str(path)})
 
 
 def build_learner(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from onepolicy.build.learner import resolve_model
 from onepolicy.config import RolloutReplay, RunConfig, UsageError, resolve
 from onepolicy.config.measure import measure_settings
+from onepolicy.config.model_path import resolve_model
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import is_moe
 

@@ -20,8 +20,9 @@ from onepolicy.cli.common import (
 from onepolicy.cli.parser import Parser
 from onepolicy.config import RunConfig, UsageError, read_recipe
 from onepolicy.config.idle import idle_settings
-from onepolicy.config.input_files import check_model_path, check_task_files
+from onepolicy.config.input_files import check_task_files
 from onepolicy.config.measure import engine_overrides, measure_settings, task_settings
+from onepolicy.config.model_path import check_model_path
 from onepolicy.config.numerics import ON_POLICY, Numerics
 from onepolicy.config.output_paths import check_output_path
 

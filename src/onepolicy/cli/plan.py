@@ -128,7 +128,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) -> int:
     from rich.console import Console
 
-    from onepolicy.build.learner import resolve_model
+    from onepolicy.config.model_path import resolve_model
     from onepolicy.plan.planner import Planner, best_option
     from onepolicy.plan.suggestions import suggestions
     from onepolicy.plan.tables import plan_tree, render_plan

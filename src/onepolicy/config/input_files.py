@@ -1,12 +1,11 @@
-"""Files that settings name: data files and model folders. Checked before torch is loaded."""
+"""Files that settings name, checked before torch is loaded."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from onepolicy.config.base import UsageError
-from onepolicy.config.policy import PolicyConfig, cached_policy_path
+from onepolicy.config.model_path import check_model_path
 from onepolicy.config.problems import check_held_out, read_prompts, read_task
 from onepolicy.config.run import RunConfig
 from onepolicy.config.task import JsonlTask, PromptsTask, ReActTask, SearchTool, TaskConfig
@@ -22,31 +21,6 @@ def check_input_files(config: RunConfig, *, evaluates: bool) -> None:
     if evaluates:
         evaluated = config.eval.problems
     check_task_files(config.task, evaluated)
-
-
-def check_model_path(path: str) -> None:
-    """Raise UsageError for a folder that holds no model. A possible hub id passes."""
-    if path == "tiny":
-        if not cached_policy_path(PolicyConfig()).is_dir():
-            raise UsageError(
-                "model.path: the tiny policy has not been made yet; run `onepolicy make-policy` "
-                "once"
-            )
-        return
-    folder = Path(path)
-    if os.path.lexists(folder) and not (folder / "config.json").is_file():
-        raise UsageError(
-            f"model.path: {path} has no config.json; give a folder saved by transformers' "
-            "save_pretrained"
-        )
-    if not folder.exists() and not _may_be_hub_id(path):
-        raise UsageError(
-            f"model.path: no folder {path}; give a saved model, a hub id (org/name) or `tiny`"
-        )
-
-
-def _may_be_hub_id(path: str) -> bool:
-    return not Path(path).is_absolute() and not path.startswith(".") and path.count("/") == 1
 
 
 def check_task_files(task: TaskConfig, evaluated: int = 0) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from onepolicy.build.learner import resolve_model
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.engine import ServeConfig
+from onepolicy.config.model_path import resolve_model
 from onepolicy.models.load import context_length, read_config
 from onepolicy.replay.checks import is_moe
 from onepolicy.rollout.vllm.serve import run_server

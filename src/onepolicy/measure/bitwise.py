@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onepolicy.build.components import MeasureComponents
+from onepolicy.build.measure_components import MeasureComponents
 from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.invariant.fingerprint import difference_reason
 from onepolicy.invariant.require_equal import describe_slot, differing_slots

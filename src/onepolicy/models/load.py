@@ -32,7 +32,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.config.input_files import check_model_path
+from onepolicy.config.model_path import check_model_path
 
 # The exceptions of transformers for a file that is damaged or of another model
 UNREADABLE = (

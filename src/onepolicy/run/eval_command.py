@@ -12,8 +12,9 @@ from rich.table import Table
 
 from onepolicy.build import components, engines
 from onepolicy.build.calibrate import calibrate
-from onepolicy.build.learner import resolve_model, set_num_threads
+from onepolicy.build.learner import set_num_threads
 from onepolicy.config import ModelConfig, RunConfig
+from onepolicy.config.model_path import resolve_model
 from onepolicy.interfaces import Environment, RolloutEngine
 from onepolicy.models.load import parse_device
 from onepolicy.rollout.spec import EngineSpec

@@ -12,6 +12,7 @@ import torch
 from onepolicy.audit.export import write_step
 from onepolicy.audit.run import audit
 from onepolicy.build import components
+from onepolicy.build.measure_components import build_measure_components
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.measure.measure import _load_engine_model, score_rollouts
@@ -110,7 +111,7 @@ def test_a_stale_checkpoint_is_named(train, tmp_path, temperature, causes):
     config = measure_config(
         {}, [f"model.path={newer}", *SETTINGS, "rollout.engine.dtype=float32"], None
     )
-    parts, _ = components.build_measure_components(config)
+    parts, _ = build_measure_components(config)
     parts = dataclasses.replace(parts, engine=Planted(parts.engine, temperature=temperature))
 
     async def sampled():

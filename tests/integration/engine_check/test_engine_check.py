@@ -8,7 +8,8 @@ import dataclasses
 import pytest
 import torch
 
-from onepolicy.build.components import build_engine_and_scorer, load_tokenizer_and_max_len
+from onepolicy.build.components import load_tokenizer_and_max_len
+from onepolicy.build.measure_components import build_engine_and_scorer
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from onepolicy.build.components import build_engine_and_scorer
+from onepolicy.build.measure_components import build_engine_and_scorer
 from onepolicy.config import Fp8, Int8, ModelConfig, UsageError, VLLMEngineConfig, resolve
 from onepolicy.config.engine import ServeConfig
 from onepolicy.config.load import resolve_as
@@ -104,7 +104,8 @@ def test_the_cpu_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
             ServeConfig(quant=Fp8()), "/nowhere", max_len=96, vocab=32, return_routes=True, cpu=True
         )
     monkeypatch.setattr(
-        "onepolicy.build.components.build_learner", lambda *a: pytest.fail("loaded a model first")
+        "onepolicy.build.measure_components.build_scorer",
+        lambda *a: pytest.fail("loaded a model first"),
     )
     given = [
         f"out={tmp_path / 'run'}",
