@@ -10,7 +10,6 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from onepolicy.config.base import Frozen, LargeCount
-from onepolicy.config.spelling import did_you_mean
 
 Ratio = Literal["old/rollout", "new/rollout"]
 LossTerm = Literal["kl", "entropy", "value"]
@@ -299,6 +298,8 @@ class CorrectionConfig(Frozen):
             return data
         name = PRESET_ALIASES.get(data["preset"], data["preset"])
         if name not in correction_presets():
+            from onepolicy.config.spelling import did_you_mean
+
             known = ", ".join(correction_presets()) + did_you_mean(name, correction_presets())
             raise ValueError(f"correction.preset: none is called {name!r}; there are {known}")
         merged = dict(correction_presets()[name].get("settings", {}))

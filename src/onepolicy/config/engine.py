@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from onepolicy.config.address import check_url
 from onepolicy.config.base import (
     LARGEST_FLOAT,
     LARGEST_INT,
@@ -107,6 +106,8 @@ class ServerEngineConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_url(self) -> Self:
+        from onepolicy.config.address import check_url
+
         check_url(self.url)
         return self
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from onepolicy.config.base import Frozen, UsageError
-from onepolicy.config.errors import describe_errors
 from onepolicy.config.renamed import rename_keys, rename_overrides, warn_renamed
 from onepolicy.config.run import RunConfig
 
@@ -75,6 +74,8 @@ def resolve_as(kind: type[Settings], tree: Tree, overrides: Overrides = ()) -> S
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
+        from onepolicy.config.errors import describe_errors
+
         raise UsageError(describe_errors(error, kind)) from None
 
 

@@ -18,7 +18,6 @@ from onepolicy.config.base import (
     SmallCount,
     Tokens,
 )
-from onepolicy.config.spelling import did_you_mean
 
 PRESETS_FILE = Path(__file__).with_name("objectives.toml")
 DEFAULT_CLIP = (0.2, 0.28)  # clip-higher, DAPO section 3.1
@@ -219,6 +218,8 @@ class ObjectiveConfig(Frozen):
 def _preset_settings(name: str) -> dict[str, Any]:
     """Return the settings of a row of objectives.toml. Raises ValueError for an unknown name."""
     if name not in objective_presets():
+        from onepolicy.config.spelling import did_you_mean
+
         known = ", ".join(objective_presets()) + did_you_mean(name, objective_presets())
         raise ValueError(f"objective.preset: none is called {name!r}; there are {known}")
     settings: dict[str, Any] = objective_presets()[name]["settings"]

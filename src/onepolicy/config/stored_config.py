@@ -8,7 +8,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from onepolicy.config.base import UsageError
-from onepolicy.config.errors import describe_errors
 from onepolicy.config.renamed import rename_keys
 from onepolicy.config.run import RunConfig
 
@@ -27,6 +26,8 @@ def read_stored_config(run: Path) -> RunConfig:
     try:
         return RunConfig.model_validate_json(_with_new_names(path.read_bytes()))
     except ValidationError as error:
+        from onepolicy.config.errors import describe_errors
+
         problem = describe_errors(error)
     except UsageError as error:
         problem = str(error)
