@@ -29,6 +29,7 @@ from onepolicy.config import EvalConfig, RunConfig, load
 from onepolicy.config.stored_config import read_stored_config
 from onepolicy.interfaces import Progress
 from onepolicy.report.png import write_figures
+from onepolicy.run import resume
 from onepolicy.run import train as loop
 from onepolicy.run.eval_command import evaluate_model
 from onepolicy.run.log import read_metrics
@@ -149,7 +150,7 @@ def play(folder: Path, run: Path, arm: str, turns: int, seed: int, engine: list[
     ]
     if not (run / "summary.json").exists():
         if any(run.glob("checkpoints/step_*")):
-            loop.resume_run(run, Progress())
+            resume.resume_run(run, Progress())
         else:
             shutil.rmtree(run, ignore_errors=True)  # stopped before its checkpoint
             loop.start_run(load(RECIPE, settings), Progress())

@@ -210,7 +210,7 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _check_task(config)
     prepare_process(config.train.threads)
     print_status(f"loading the newest checkpoint of {path}")
-    from onepolicy.run import train as run
+    from onepolicy.run import resume
     from onepolicy.run.progress import terminal_progress
 
     steps, ranks = counts.get("steps"), counts.get("train.ranks")
@@ -218,7 +218,7 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
         terminal_progress(steps or config.steps) as progress,
         launcher_for(config, progress) as launcher,
     ):
-        summary = run.resume_run(path, progress, steps, ranks, launcher, config)
+        summary = resume.resume_run(path, progress, steps, ranks, launcher, config)
     return _print_summary(summary)
 
 
@@ -262,11 +262,11 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _check_task(config)
     prepare_process(None)
     print_status(f"loading a checkpoint of {source}")
-    from onepolicy.run import run_folder
+    from onepolicy.run import resume
     from onepolicy.run import train as run
     from onepolicy.run.progress import terminal_progress
 
-    _, origin = run_folder.fork_origin(source)
+    origin = resume.fork_origin(source)
     with (
         terminal_progress(config.steps, origin.step) as progress,
         launcher_for(config, progress) as launcher,

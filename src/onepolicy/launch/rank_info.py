@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from onepolicy.config import RunConfig, UsageError, resolve
+from onepolicy.config import RunConfig, UsageError
 from onepolicy.models.load import parse_device
 
 
@@ -80,32 +80,6 @@ class RankInfo:
             timeout=timedelta(seconds=timeout),
         )
         return init_device_mesh(device.type, (self.world_size,))
-
-
-def apply_torchrun_ranks(
-    config: RunConfig, ranks: int | None = None, *, resuming: bool = False
-) -> RunConfig:
-    """Return the settings with `train.ranks` = ranks, or torchrun's number under torchrun.
-
-    ranks: None leaves the setting unchanged. A resumed run may have another number of processes
-    under torchrun than before. Otherwise, raises UsageError if torchrun's number and a number that
-    is set differ.
-    """
-    rank_info = RankInfo.from_environment()
-    requested = config.train.ranks if ranks is None else ranks
-    if rank_info is not None:
-        may_differ = resuming and ranks is None
-        if requested not in (0, rank_info.world_size) and not may_differ:
-            raise UsageError(
-                f"train.ranks: {requested}, but torchrun started {rank_info.world_size} processes; "
-                "leave train.ranks out"
-            )
-        requested = rank_info.world_size
-    if requested == config.train.ranks:
-        return config
-    tree = config.model_dump()
-    tree["train"]["ranks"] = requested
-    return resolve(tree)
 
 
 @dataclass(frozen=True, slots=True)

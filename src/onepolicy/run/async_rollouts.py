@@ -28,9 +28,8 @@ from torch import Tensor
 
 from onepolicy.build.components import Components
 from onepolicy.config import TrainingError
-from onepolicy.run.recovery import retry_on_engine_loss
 from onepolicy.run.result import Rollouts, StepResult, StepTimer
-from onepolicy.run.step import add_timings, sample_rollouts, train_on_rollouts
+from onepolicy.run.step import add_timings, sample_rollouts, train_on_rollouts, with_recovery
 from onepolicy.run.step_metrics import metrics_per_staleness
 from onepolicy.sync.push import push_weights
 from onepolicy.types import Group
@@ -86,14 +85,12 @@ class RolloutPrefetcher:
             return await self.get(step, advance)
 
         with timer("wait"):
-            rollouts = await retry_on_engine_loss(
-                components, episodes, partial(self.cancel_all, step)
-            )
+            rollouts = await with_recovery(components, episodes, partial(self.cancel_all, step))
         with timer("learn"):
             result = await self._train_in_thread(step, rollouts, timer)
         with timer("sync"):
             push = partial(push_weights, components.learner, *components.samplers)
-            await retry_on_engine_loss(components, push, partial(self.cancel_all, step + 1))
+            await with_recovery(components, push, partial(self.cancel_all, step + 1))
         learn_seconds = timer.seconds.pop("learn")  # its parts have times of their own
         busy_seconds = self.busy_seconds - busy_before
         result = add_timings(components, result, timer)

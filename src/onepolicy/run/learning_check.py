@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,11 @@ import torch
 
 from onepolicy.config import RunConfig
 from onepolicy.objective.advantages import equal_up_to_rounding
-from onepolicy.run.log import read_metrics
 
 Row = dict[str, Any]
 
 GROUPED = ("group", "leave-one-out")
 """Baselines that compare an answer only with the others of its group."""
-PATIENCE = 3
-"""Steps without any signal at the start of a run, after which the run reports it [steps]."""
 LITTLE = 0.9
 """Fraction of steps without a signal, from which on the summary reports it."""
 COMMON = 0.5
@@ -65,30 +62,6 @@ def nothing_learnt(config: RunConfig, rows: Iterable[Row], run: Path) -> Row | N
 
 def _result(learnt: str, verdict: str, why: list[str], counts: Row) -> Row:
     return {"learnt": learnt, "verdict": verdict, "why": why, **counts}
-
-
-class LearningMonitor:
-    """A check during the run. It reports once that the first steps had nothing to learn from."""
-
-    def __init__(self, config: RunConfig, run: Path, note: Callable[[str], None]) -> None:
-        self._config, self._run, self._note = config, run, note
-        self._rows: list[Row] = []
-        if (run / "metrics.jsonl").exists():
-            self._rows = read_metrics(run)
-        self._done = False
-
-    def after_step(self, step: int, metrics: Row) -> None:
-        """Check a training step, whose samples are written already."""
-        if self._done:
-            return
-        self._rows.append({"step": step, **metrics})
-        if sum("train/reward" in row for row in self._rows) < PATIENCE:
-            return
-        self._done = True
-        found = nothing_learnt(self._config, self._rows, self._run)
-        if found is not None and found["learnt"] == "nothing":
-            warning = f"warning, after step {step}: {found['verdict']}"
-            self._note("\n".join([warning, *found["why"], "The run goes on."]))
 
 
 # --- steps without a signal -----------------------------------------------------------------------

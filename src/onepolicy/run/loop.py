@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -11,30 +11,28 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.build.calibrate import calibrate
 from onepolicy.build.components import Components
-from onepolicy.config import RolloutReplay
+from onepolicy.config import RolloutReplay, RunConfig
 from onepolicy.config.stored_config import BEGUN
 from onepolicy.envs.multiturn.tokenization import decode_tokens
 from onepolicy.files import write_text_atomically
 from onepolicy.interfaces import PressedEngine, Progress, RolloutEngine
 from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.run import run_folder
-from onepolicy.run.evaluate import evaluate, num_eval_episodes
 from onepolicy.run.hooks import is_counterfactual_step
-from onepolicy.run.learning_check import LearningMonitor
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
-from onepolicy.run.recovery import do_nothing, retry_on_engine_loss
 from onepolicy.run.result import StepResult
 from onepolicy.run.run_folder import Json, RunOrigin
-from onepolicy.run.step import rl_step
+from onepolicy.run.step import rl_step, with_recovery
 from onepolicy.run.step_metrics import save_counterfactual
-from onepolicy.run.summary import write_summary
 from onepolicy.sync.push import checked_push, push_weights
 from onepolicy.train import checkpoint
 
 if TYPE_CHECKING:
     from onepolicy.run.async_rollouts import RolloutPrefetcher
+
+PATIENCE = 3
+"""Steps without any signal at the start of a run, after which the run reports it [steps]."""
 
 
 class TrainingLoop:
@@ -62,6 +60,8 @@ class TrainingLoop:
         with self._writing():
             self.learner.finish_saving()
             checkpoint.prune(self.folder, self.config.checkpoint.keep)
+            from onepolicy.run.summary import write_summary  # with the report, at the end only
+
             return write_summary(self.config, self.folder, self.origin.parent)
 
     # --- start ------------------------------------------------------------------------------------
@@ -88,7 +88,12 @@ class TrainingLoop:
 
         components, engine = self.components, self.components.engine
         advance = self.progress.phase("engine warm-up and sync check", 1)
-        await calibrate(self.config, engine, components.environment, components.stop, self.folder)
+        if self.config.rollout.quant is not None:
+            from onepolicy.build.calibrate import calibrate
+
+            await calibrate(
+                self.config, engine, components.environment, components.stop, self.folder
+            )
         with _without_pressure(engine):
             await checked_push(self.learner, engine, vocab=self.learner.scorer.vocab_size)
             await push_weights(self.learner, *components.samplers[1:])
@@ -171,6 +176,8 @@ class TrainingLoop:
 
         prefetcher: plays the episodes of `step` (from 0) and of later steps at the same time.
         """
+        from onepolicy.run.evaluate import evaluate, num_eval_episodes  # not if eval.every = 0
+
         components, config = self.components, self.config
         engine = components.engine
         if components.evaluator is not None:
@@ -186,13 +193,13 @@ class TrainingLoop:
             solved_at=getattr(config.task, "threshold", 1.0),
             advance=self.progress.phase("evaluation", num_eval_episodes(config.eval)),
         )
-        cancel_pending: Callable[[], Awaitable[None]] = do_nothing
+        cancel_pending = None
         if prefetcher is not None:
             cancel_pending = partial(prefetcher.cancel_all, step)
-        metrics = await retry_on_engine_loss(components, evaluation, cancel_pending)
+        metrics = await with_recovery(components, evaluation, cancel_pending)
         if prefetcher is None or prefetcher.idle or components.evaluator is not None:
             # Otherwise rollouts would reuse cached prefixes that a resumed run does not have.
-            await retry_on_engine_loss(components, engine.reset_cache)
+            await with_recovery(components, engine.reset_cache)
         return metrics
 
     # --- files ------------------------------------------------------------------------------------
@@ -223,6 +230,32 @@ class TrainingLoop:
     def _save_checkpoint(self, step: int) -> None:
         extra = {"parent": self.origin.parent}
         checkpoint.save(self.folder, self.learner, self.tokenizer, step=step, extra=extra)
+
+
+class LearningMonitor:
+    """A check during the run. It reports once that the first steps had nothing to learn from."""
+
+    def __init__(self, config: RunConfig, run: Path, note: Callable[[str], None]) -> None:
+        self._config, self._run, self._note = config, run, note
+        self._rows: list[Json] = []
+        if (run / "metrics.jsonl").exists():
+            self._rows = read_metrics(run)
+        self._done = False
+
+    def after_step(self, step: int, metrics: Json) -> None:
+        """Check a training step, whose samples are written already."""
+        if self._done:
+            return
+        self._rows.append({"step": step, **metrics})
+        if sum("train/reward" in row for row in self._rows) < PATIENCE:
+            return
+        self._done = True
+        from onepolicy.run.learning_check import nothing_learnt
+
+        found = nothing_learnt(self._config, self._rows, self._run)
+        if found is not None and found["learnt"] == "nothing":
+            warning = f"warning, after step {step}: {found['verdict']}"
+            self._note("\n".join([warning, *found["why"], "The run goes on."]))
 
 
 def _without_pressure(engine: RolloutEngine) -> AbstractContextManager[None]:

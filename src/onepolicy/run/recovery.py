@@ -6,15 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from onepolicy.build.components import Components
 from onepolicy.config import RunConfig, ServerEngineConfig, TrainingError, UsageError
 from onepolicy.interfaces import PersistentEngine
+from onepolicy.rollout.servers.http import EngineLost, EngineUnreachable, make_clients
 from onepolicy.sync.push import push_weights, reattach_engine
-
-if TYPE_CHECKING:
-    from onepolicy.rollout.servers.http import EngineLost
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
@@ -23,15 +21,14 @@ MAX_LOSSES = 3  # of the engine, while one piece of work is repeated
 POLL_S = 1.0
 
 
-async def do_nothing() -> None: ...
-
-
 async def retry_on_engine_loss(
     components: Components,
     work: Callable[[], Awaitable[T]],
-    cancel_pending: Callable[[], Awaitable[None]] = do_nothing,
+    cancel_pending: Callable[[], Awaitable[None]] | None = None,
 ) -> T:
     """Return the result of `work`. Repeat it from its start if the engine is lost and comes back.
+
+    The engine is a PersistentEngine; `step.with_recovery` calls this for no other.
 
     Discard every earlier sample. If the server restarted unnoticed, they came from different
     weights. cancel_pending: ends other requests to the engine before it gets the weights again.
@@ -40,10 +37,7 @@ async def retry_on_engine_loss(
     is lost more than MAX_LOSSES times.
     """
     engine = components.engine
-    if not isinstance(engine, PersistentEngine):  # a group of replicas recovers by itself
-        return await work()
-    from onepolicy.rollout.servers.http import EngineLost
-
+    assert isinstance(engine, PersistentEngine)
     timeout = _recovery_timeout(components.config)
     losses = 0
     while True:
@@ -57,7 +51,8 @@ async def retry_on_engine_loss(
                 raise
             LOG.warning("%s. Waiting up to %g s for it", _first_sentence(error), timeout)
             start = time.monotonic()
-            await cancel_pending()
+            if cancel_pending is not None:
+                await cancel_pending()
             await _reconnect(components, engine, error, start + timeout)
             LOG.warning(
                 "the engine is back after %.0f s and has the weights again",
@@ -87,10 +82,7 @@ async def wait_for_server(config: RunConfig, note: Callable[[str], None]) -> Non
     attempt. It raises nothing: the run's start reports a server that does not answer.
     """
     engine = config.rollout.engine
-    if not isinstance(engine, ServerEngineConfig):
-        return
-    from onepolicy.rollout.servers.http import EngineUnreachable, make_clients
-
+    assert isinstance(engine, ServerEngineConfig)
     timeout = _recovery_timeout(config)
     _, client = make_clients(engine, server="the server")
     deadline, noted = time.monotonic() + timeout, False
@@ -116,8 +108,6 @@ async def _reconnect(
 
     Raises `lost` if it is not back by `deadline`, and TrainingError if it does not fit this run.
     """
-    from onepolicy.rollout.servers.http import EngineLost, EngineUnreachable
-
     vocab = components.learner.scorer.vocab_size
     while True:
         try:

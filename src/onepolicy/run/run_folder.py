@@ -1,4 +1,4 @@
-"""The run folder: its creation, its lock, and the starting points of resumed and forked runs."""
+"""The run folder: its creation, its lock, and errors of writing into it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ import onepolicy
 from onepolicy.config import RunConfig, TrainingError, UsageError
 from onepolicy.config.json_shapes import RunInfo, read_json_object
 from onepolicy.config.output_paths import check_new_run_folder, not_writable_error
-from onepolicy.config.stored_config import CONFIG, read_stored_config
+from onepolicy.config.stored_config import CONFIG
 from onepolicy.files import write_text_atomically
-from onepolicy.invariant.fingerprint import fingerprint_differences
-from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.train import checkpoint
 
 Json = dict[str, Any]
@@ -112,64 +110,6 @@ def read_about(run: Path) -> Json:
 
 def read_parent(run: Path) -> Json | None:
     return read_about(run)["parent"]
-
-
-def build_difference(run: Path, fingerprint: str) -> str | None:
-    """Return the differences from the build and processor on which the run began.
-
-    None if there are none, or if the run's own build is unknown.
-    """
-    original = read_about(run).get("fingerprint")
-    if not original:
-        return None
-    return "; ".join(fingerprint_differences(fingerprint, json.dumps(original))) or None
-
-
-def check_layout(run: Path) -> None:
-    """Raise UsageError for a file in place of a folder, or a folder in place of a file."""
-    for name in (checkpoint.FOLDER, PROBES, "tensorboard"):
-        path = run / name
-        if os.path.lexists(path) and not path.is_dir():
-            raise UsageError(f"{path}: must be a folder, which the run writes; move it away")
-    for name in (RUN, SUMMARY, METRICS, SAMPLES, "report.html", ".lock"):
-        path = run / name
-        if os.path.lexists(path) and not path.is_file():
-            raise UsageError(f"{path}: must be a file, which the run writes; move it away")
-
-
-def resume_origin(run: Path) -> RunOrigin:
-    """Return the newest complete checkpoint, or the run's own starting point if there is none."""
-    check_layout(run)
-    parent = read_parent(run)
-    if checkpoint.complete_checkpoints(run):
-        newest = checkpoint.latest_checkpoint(run)
-        return RunOrigin(checkpoint.verify(newest)["step"], newest, parent)
-    if parent is None:
-        return RunOrigin()
-    folder = checkpoint.checkpoint_folder(Path(parent["run"]), parent["step"])
-    if not folder.is_dir():
-        raise UsageError(
-            f"{run}: was killed before its first checkpoint, and its parent's {folder} is gone"
-        )
-    return RunOrigin(parent["step"], folder, parent)
-
-
-def fork_origin(source: Path) -> tuple[RunConfig, RunOrigin]:
-    """Return the config and the starting point of a fork.
-
-    source: RUN/checkpoints/step_NNNNN, RUN/NNNNN, or RUN for its newest checkpoint.
-    """
-    if (source / checkpoint.FOLDER).is_dir():
-        folder = checkpoint.latest_checkpoint(source)
-    elif re.fullmatch("[0-9]{1,15}", source.name):
-        folder = checkpoint.checkpoint_folder(source.parent, int(source.name))
-    else:
-        folder = source
-    step = checkpoint.verify(folder)["step"]
-    run = folder.resolve().parent.parent
-    return read_stored_config(run), RunOrigin(
-        step, folder.resolve(), {"run": str(run), "step": step}
-    )
 
 
 @contextmanager

@@ -11,21 +11,23 @@ overlap. run/hooks.py holds the optional parts of a step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from onepolicy.build.components import Components
 from onepolicy.config import RunConfig
 from onepolicy.correct.weights import Average, reweight
-from onepolicy.interfaces import MetricsSource
+from onepolicy.interfaces import MetricsSource, PersistentEngine
 from onepolicy.objective.advantages import compute_advantages, compute_outcomes, has_signal
 from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.run.hooks import build_hooks
-from onepolicy.run.recovery import retry_on_engine_loss
 from onepolicy.run.result import Rollouts, StepResult, StepTimer
 from onepolicy.run.step_metrics import gradient_metrics, mismatch_metrics
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample, TokenBatch
+
+T = TypeVar("T")
 
 
 async def rl_step(
@@ -44,11 +46,27 @@ async def rl_step(
         await push_weights(components.learner, *components.samplers)
 
     with timer("rollout"):
-        rollouts = await retry_on_engine_loss(components, sample)
+        rollouts = await with_recovery(components, sample)
     result = train_on_rollouts(components, step, rollouts, timer)
     with timer("sync"):
-        await retry_on_engine_loss(components, push)
+        await with_recovery(components, push)
     return add_timings(components, result, timer)
+
+
+async def with_recovery(
+    components: Components,
+    work: Callable[[], Awaitable[T]],
+    cancel_pending: Callable[[], Awaitable[None]] | None = None,
+) -> T:
+    """Return the result of `work`, which is repeated if an engine's server is lost and comes back.
+
+    cancel_pending: ends other requests to the engine before it gets the weights again.
+    """
+    if not isinstance(components.engine, PersistentEngine):
+        return await work()  # also of replicas, which recover by themselves
+    from onepolicy.run.recovery import retry_on_engine_loss
+
+    return await retry_on_engine_loss(components, work, cancel_pending)
 
 
 async def sample_rollouts(

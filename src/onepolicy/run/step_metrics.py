@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from onepolicy.divergence.attribution import k3_terms
-from onepolicy.divergence.breakdown import TURNS, turn_bins
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.files import replace_atomically
@@ -88,6 +86,9 @@ def _k3_by_bins(batch: TokenBatch, number: Tensor, k3: str, tokens: str) -> dict
 
     number: [n] int64, from 0, of each trainable slot.
     """
+    from onepolicy.divergence.attribution import k3_terms
+    from onepolicy.divergence.breakdown import TURNS, turn_bins
+
     mask = batch.trainable
     assert batch.logp_old is not None
     terms = k3_terms(batch.logp_old[mask], batch.logp_rollout[mask])

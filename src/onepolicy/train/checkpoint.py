@@ -22,15 +22,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import CheckpointState, read_json_object
 from onepolicy.interfaces import Learner
-from onepolicy.train.optim import MASTER
-from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments, sharded_like
+from onepolicy.train.state import CheckpointedLearner, optimizer_moments
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -263,52 +261,6 @@ def _file_checksum(path: Path) -> str:
 
 def _state_checksum(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def restore_optimizer(checkpoint: Path, learner: CheckpointedLearner) -> None:
-    """Restore optimiser moments, RNG and counters as they were when the checkpoint was written.
-
-    The critic's weights are restored too. The policy's weights are loaded elsewhere. A fork of a
-    run without a critic starts with a new one.
-    """
-    if (checkpoint / SHARDS).is_dir():
-        from onepolicy.train.sharded import shards
-
-        shards.restore(checkpoint, learner)
-    else:
-        _restore_files(checkpoint, learner)
-    state = read_state(checkpoint)
-    learner.version = state["step"]
-    learner.updates = state["updates"]
-    learner.skipped = state.get("skipped", 0)
-
-
-def _restore_files(checkpoint: Path, learner: CheckpointedLearner) -> None:
-    tensors = load_file(checkpoint / OPTIMIZER)
-    torch.set_rng_state(tensors.pop("rng"))
-    _restore_moments(tensors, learner.model, learner.optimizer, checkpoint / OPTIMIZER)
-    critic = learner.critic
-    if critic is not None and (checkpoint / CRITIC).is_file():
-        critic.load(load_file(checkpoint / CRITIC), str(checkpoint / CRITIC))
-        path = checkpoint / CRITIC_OPTIMIZER
-        _restore_moments(load_file(path), critic.values, critic.optimizer, path)
-
-
-def _restore_moments(
-    tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, path: Path
-) -> None:
-    parameters = dict(model.named_parameters())
-    for full_name, value in tensors.items():
-        key, _, name = full_name.partition("/")
-        if name not in parameters:
-            raise UsageError(f"{path}: optimiser state for {name}, which the model does not have")
-        parameter = parameters[name]
-        if key == MASTER and parameter.dtype == torch.float32:  # a fork may change model.dtype
-            continue
-        value = value.to(parameter.device, torch.float32)
-        if key != "step":
-            value = sharded_like(parameter, value)
-        optimizer.state[parameter][key] = value
 
 
 def _sync_to_disk(path: Path) -> None:

@@ -226,7 +226,9 @@ class LocalLearner:
 
     def restore(self, folder: Path) -> None:
         """Restore a checkpoint, except for the policy's weights."""
-        checkpoint.restore_optimizer(folder, self)
+        from onepolicy.train.restore import restore_optimizer
+
+        restore_optimizer(folder, self)
 
     # --- properties -------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from onepolicy.audit.read_run import describe_bit_equality
-from onepolicy.build.components import MeasureComponents, SamplingComponents, build_components
+from onepolicy.build.components import SamplingComponents, build_components
+from onepolicy.build.measure_components import MeasureComponents
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, load
@@ -21,7 +22,7 @@ from onepolicy.invariant.numerics_contract import require_same_contract
 from onepolicy.measure.bitwise import measure_bitwise
 from onepolicy.models import experts as fast_experts
 from onepolicy.report.bitwise import HELD, first_difference, summary
-from onepolicy.run import run_folder
+from onepolicy.run import resume
 from onepolicy.run.step import rl_step
 from support.metrics import rows
 
@@ -82,9 +83,9 @@ def test_every_step_is_exactly_on_policy(train):
         both = probe.metadata()
         assert json.loads(both["rollout"]) == [both["fingerprint"]]
         assert json.loads(both["fingerprint"]) == about["fingerprint"]
-    assert run_folder.build_difference(run, json.dumps(about["fingerprint"])) is None
+    assert resume.build_difference(run, json.dumps(about["fingerprint"])) is None
     assert (
-        run_folder.build_difference(run, json.dumps(about["fingerprint"] | {"cuda": "x"}))
+        resume.build_difference(run, json.dumps(about["fingerprint"] | {"cuda": "x"}))
         == "cuda: x, unset"
     )
     assert "To the bit: 0 of" in describe_bit_equality(run)

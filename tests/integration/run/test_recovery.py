@@ -11,7 +11,7 @@ from onepolicy.cli import main
 from onepolicy.config import TrainingError, resolve
 from onepolicy.rollout.collect import gather_or_cancel
 from onepolicy.rollout.servers.http import EngineLost
-from onepolicy.run import async_rollouts, recovery, run_folder, train
+from onepolicy.run import async_rollouts, recovery, resume, run_folder
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.recovery import retry_on_engine_loss, wait_for_server
 from onepolicy.run.result import Rollouts
@@ -270,14 +270,14 @@ def test_a_resume_waits_for_a_lost_server(tmp_path, monkeypatch):
     def built(*arguments):
         raise TrainingError(f"built after {len(asked)}")
 
-    monkeypatch.setattr(train, "build_components", built)
+    monkeypatch.setattr(resume, "build_components", built)
     with Server({"GET /health": health}) as server:
         run_folder.create_run_folder(
             tmp_path / "run", run_of(server.url), run_folder.FROM_SCRATCH, "{}"
         )
         progress = SimpleNamespace(note=notes.append)
         with pytest.raises(TrainingError, match="built after 5"):
-            train.resume_run(tmp_path / "run", progress)
+            resume.resume_run(tmp_path / "run", progress)
     assert len(notes) == 1
     assert notes[0].endswith("Waiting up to 300 s for it")
 
@@ -288,7 +288,7 @@ def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys)
     )
     moved = []
     monkeypatch.setattr(
-        train, "resume_run", lambda *arguments: moved.append(arguments[-1]) or {"steps": 9}
+        resume, "resume_run", lambda *arguments: moved.append(arguments[-1]) or {"steps": 9}
     )
     settings = ["rollout.engine.url=https://elsewhere:8000", "rollout.engine.token_env=TOKEN"]
     assert main(["train", "--resume", str(tmp_path / "run"), *settings]) == 0

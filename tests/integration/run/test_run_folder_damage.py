@@ -24,7 +24,7 @@ from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import load_run
 from onepolicy.report.terminal import summary_table
 from onepolicy.report.turns import turn_figures
-from onepolicy.run import run_folder
+from onepolicy.run import resume
 from onepolicy.run.log import read_metrics, truncate_after
 from onepolicy.run.summary import summarise
 from onepolicy.train import checkpoint
@@ -148,8 +148,8 @@ def read_state(run):
 
 
 def read_about(run):
-    run_folder.resume_origin(run)
-    run_folder.build_difference(run, json.dumps({"numerics": "fast"}))
+    resume.resume_origin(run)
+    resume.build_difference(run, json.dumps({"numerics": "fast"}))
 
 
 def read_dump(run):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError, UsageError, resolve
-from onepolicy.launch.rank_info import apply_torchrun_ranks
+from onepolicy.launch.launcher import apply_torchrun_ranks
 from onepolicy.train.sharded import channel
 from onepolicy.train.sharded.channel import (
     TOKEN_BYTES,
@@ -205,7 +205,7 @@ def test_a_slow_stranger_is_hung_up_on(monkeypatch):
 
 
 class Stopped(Exception):
-    from onepolicy.launch.rank_info import apply_torchrun_ranks
+    from onepolicy.launch.launcher import apply_torchrun_ranks
 
 
 def suppressed(call, *args):

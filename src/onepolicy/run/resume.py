@@ -1,0 +1,150 @@
+"""Resume of a run after its newest checkpoint, and the starting point of a fork."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from pathlib import Path
+
+from onepolicy.build.components import build_components
+from onepolicy.config import RunConfig, ServerEngineConfig, UsageError
+from onepolicy.config.stored_config import read_stored_config
+from onepolicy.interfaces import Progress
+from onepolicy.invariant.fingerprint import fingerprint_differences
+from onepolicy.launch.launcher import (
+    LOCAL_LAUNCHER,
+    Launcher,
+    apply_torchrun_ranks,
+    started_ranks,
+)
+from onepolicy.report.jsonl import METRICS, SAMPLES
+from onepolicy.run import run_folder
+from onepolicy.run.loop import TrainingLoop
+from onepolicy.run.run_folder import PROBES, RUN, SUMMARY, Json, RunOrigin, read_about, read_parent
+from onepolicy.run.summary import has_summary, write_summary
+from onepolicy.run.train import note_pressure
+from onepolicy.train import checkpoint
+
+
+def resume_run(
+    run: Path,
+    progress: Progress,
+    steps: int | None = None,
+    count: int | None = None,
+    launcher: Launcher = LOCAL_LAUNCHER,
+    config: RunConfig | None = None,
+) -> Json:
+    """Continue a run from its newest complete checkpoint.
+
+    The next steps are those of an uninterrupted run. A run that was killed between its last step
+    and its summary gets its summary and report. Returns the summary.
+
+    steps: new number of steps of the run. count: another number of ranks. launcher: starts the
+    run's other processes. config: the run's settings, in which only the places of processes and
+    servers may differ; None: those in its folder.
+    """
+    config = apply_torchrun_ranks(config or read_stored_config(run), count, resuming=True)
+    if steps is not None:
+        config = config.model_copy(update={"steps": steps})
+    with run_folder.lock_run(run):
+        origin = resume_origin(run)
+        all_steps_done = origin.step == config.steps
+        if origin.step > config.steps or (all_steps_done and has_summary(config, run)):
+            raise UsageError(
+                f"{run}: already finished {origin.step} of {config.steps} steps; give steps=N to "
+                "train on"
+            )
+        if all_steps_done:
+            return write_summary(config, run, origin.parent)
+        note_pressure(config, progress)
+        if isinstance(config.rollout.engine, ServerEngineConfig):
+            from onepolicy.run.recovery import wait_for_server
+
+            asyncio.run(wait_for_server(config, progress.note))
+        with started_ranks(config, launcher.launch_ranks) as ranks:
+            components, tokenizer = build_components(
+                config, origin.weights, ranks, launcher.build_engine
+            )
+            with run_folder.convert_write_errors(run):
+                run_folder.write_config(run, config)
+            _note_resume(run, origin, components.learner.fingerprint, progress)
+            loop = TrainingLoop(components, tokenizer, run, origin, progress)
+            return asyncio.run(loop.run())
+
+
+def _note_resume(run: Path, origin: RunOrigin, fingerprint: str, progress: Progress) -> None:
+    """Report the starting point, and whether the run began on another build or processor."""
+    start = "step 0"
+    if origin.parent is not None:
+        start = f"step {origin.step} of {origin.parent['run']}"
+    if checkpoint.complete_checkpoints(run):
+        progress.note(f"resuming {run} after step {origin.step}")
+    else:
+        progress.note(f"resuming {run}: it has no checkpoint, so it starts again at {start}")
+    difference = build_difference(run, fingerprint)
+    if difference is not None:
+        progress.note(
+            "the run began on another build or processor, which may compute other bits "
+            f"(now, then): {difference}"
+        )
+
+
+# --- starting points ------------------------------------------------------------------------------
+
+
+def build_difference(run: Path, fingerprint: str) -> str | None:
+    """Return the differences from the build and processor on which the run began.
+
+    None if there are none, or if the run's own build is unknown.
+    """
+    original = read_about(run).get("fingerprint")
+    if not original:
+        return None
+    return "; ".join(fingerprint_differences(fingerprint, json.dumps(original))) or None
+
+
+def check_layout(run: Path) -> None:
+    """Raise UsageError for a file in place of a folder, or a folder in place of a file."""
+    for name in (checkpoint.FOLDER, PROBES, "tensorboard"):
+        path = run / name
+        if os.path.lexists(path) and not path.is_dir():
+            raise UsageError(f"{path}: must be a folder, which the run writes; move it away")
+    for name in (RUN, SUMMARY, METRICS, SAMPLES, "report.html", ".lock"):
+        path = run / name
+        if os.path.lexists(path) and not path.is_file():
+            raise UsageError(f"{path}: must be a file, which the run writes; move it away")
+
+
+def resume_origin(run: Path) -> RunOrigin:
+    """Return the newest complete checkpoint, or the run's own starting point if there is none."""
+    check_layout(run)
+    parent = read_parent(run)
+    if checkpoint.complete_checkpoints(run):
+        newest = checkpoint.latest_checkpoint(run)
+        return RunOrigin(checkpoint.verify(newest)["step"], newest, parent)
+    if parent is None:
+        return RunOrigin()
+    folder = checkpoint.checkpoint_folder(Path(parent["run"]), parent["step"])
+    if not folder.is_dir():
+        raise UsageError(
+            f"{run}: was killed before its first checkpoint, and its parent's {folder} is gone"
+        )
+    return RunOrigin(parent["step"], folder, parent)
+
+
+def fork_origin(source: Path) -> RunOrigin:
+    """Return the starting point of a fork.
+
+    source: RUN/checkpoints/step_NNNNN, RUN/NNNNN, or RUN for its newest checkpoint.
+    """
+    if (source / checkpoint.FOLDER).is_dir():
+        folder = checkpoint.latest_checkpoint(source)
+    elif re.fullmatch("[0-9]{1,15}", source.name):
+        folder = checkpoint.checkpoint_folder(source.parent, int(source.name))
+    else:
+        folder = source
+    step = checkpoint.verify(folder)["step"]
+    run = folder.resolve().parent.parent
+    return RunOrigin(step, folder.resolve(), {"run": str(run), "step": step})
