@@ -53,6 +53,11 @@ def _nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
         yield from _nodes(node, lazy)
 
 
+def eager_graph(known: dict[str, Path]) -> dict[str, set[str]]:
+    """Return the modules that come with each module as it is loaded."""
+    return {name: imported(path, known, lazy=False) for name, path in known.items()}
+
+
 def closure(start: str, graph: dict[str, set[str]]) -> set[str]:
     """Return all modules that come with `start`, its packages' __init__ included."""
     seen: set[str] = set()
@@ -145,7 +150,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     known = modules()
-    eager = {name: imported(path, known, lazy=False) for name, path in known.items()}
+    eager = eager_graph(known)
     every = {name: imported(path, known, lazy=True) for name, path in known.items()}
     print(f"files {len(known)}, lines {lines(list(known.values())):,}")
     for entry in ("run.train", "run.step"):
