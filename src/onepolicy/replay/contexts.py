@@ -71,15 +71,6 @@ class RouteRecorder:
             trace = dataclasses.replace(trace, weights=torch.stack(weights, dim=1))
         return trace.with_origin(self._origin())
 
-    def last_ids(self) -> list[Tensor]:
-        """Return the ids [N, K] int64 of each layer in the last forward, the router's own tensors.
-
-        Raises:
-            RoutingError: as of `trace`.
-        """
-        self._check_not_empty()
-        return [recorder.seen[-1] for recorder in self.recorders]
-
     def pop_ids(self) -> list[Tensor]:
         """Return the ids [N, K] int64 of each layer in the last forward, and drop them.
 

@@ -49,12 +49,9 @@ def test_tape_keeps_forwards_in_order(model: PreTrainedModel, routers: Routers) 
     with routers.record() as tape, torch.no_grad():
         for batch in batches:
             model(input_ids=batch)
-        last = tape.last_ids()
     trace = tape.trace()
     assert torch.equal(trace.ids, torch.cat([t.ids for t in alone]))
     assert trace.ids.dtype == torch.uint8
-    assert torch.equal(torch.stack(last, 1), alone[-1].ids.long())
-    assert [ids.dtype for ids in last] == [torch.int64] * 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
