@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from onepolicy.cli.claim import claim_run_folder
 from onepolicy.cli.common import (
     CHECKPOINTS,
     Commands,
@@ -24,7 +25,7 @@ from onepolicy.config import RunConfig, UsageError, load, resolve
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_input_files, check_task_files
 from onepolicy.config.load import parse_value
-from onepolicy.config.output_paths import check_new_run_folder, check_resumable, claim_run_folder
+from onepolicy.config.output_paths import check_new_run_folder, check_resumable
 from onepolicy.config.renamed import without_warnings
 from onepolicy.config.stored_config import CONFIG, read_stored_config
 

@@ -15,14 +15,10 @@ from pathlib import Path
 import pytest
 
 from onepolicy.cli import interrupts, main, streams
+from onepolicy.cli.claim import claim_run_folder
 from onepolicy.config import UsageError, resolve
 from onepolicy.config.address import check_host, check_port, check_ray_address, check_url
-from onepolicy.config.output_paths import (
-    check_new_run_folder,
-    check_output_path,
-    check_resumable,
-    claim_run_folder,
-)
+from onepolicy.config.output_paths import check_new_run_folder, check_output_path, check_resumable
 from support.paths import ROOT
 
 SOURCE = ROOT / "src"
@@ -251,7 +247,7 @@ def test_simultaneous_starts_get_a_folder_each(tmp_path):
     assert os.listdir(out.parent) == ["r-2"]
     code = (
         "import os; from pathlib import Path\n"
-        "from onepolicy.config.output_paths import claim_run_folder\n"
+        "from onepolicy.cli.claim import claim_run_folder\n"
         f"with claim_run_folder(Path({str(out)!r})): os._exit(9)"
     )
     assert python(code).returncode == 9
@@ -263,7 +259,7 @@ def test_simultaneous_starts_get_a_folder_each(tmp_path):
 def test_many_simultaneous_processes_share_no_folder(tmp_path):
     code = (
         "import sys; from pathlib import Path\n"
-        "from onepolicy.config.output_paths import claim_run_folder\n"
+        "from onepolicy.cli.claim import claim_run_folder\n"
         f"with claim_run_folder(Path({str(tmp_path / 'r')!r})) as out:\n"
         "    print(out.name, flush=True)\n"
         "    sys.stdin.read()"
