@@ -56,10 +56,10 @@ def in_form(form: str) -> list[Any]:
     filler[-2:] = np.arange(ids.shape[-1])
     zeros = with_rows(ids, 0).astype(np.int16)
     return {
-        "vllm": [ids.astype(np.uint8), npy(ids.astype(np.uint8)), ids],
+        "vllm": [ids.astype(np.uint8), npy(ids.astype(np.uint8)), ids.astype(np.uint16), ids],
         "vllm-0.31": [npy(ids.astype(np.uint16))],
         "sglang": [base64.b64encode(ids.tobytes()).decode()],
-        "verl": [torch.from_numpy(zeros), zeros],
+        "verl": [torch.from_numpy(zeros), torch.from_numpy(zeros.astype(np.uint16)), zeros],
         "prime-rl": [
             {"data": zeros.tobytes(), "shape": list(zeros.shape), "dtype": "int16"},
         ],
