@@ -47,12 +47,13 @@ def verls_correction():
 
 
 @capability("verl", "fixed corrections", how="live")
-def test_tis_is_verls_own_token_tis(data_proto, verls_correction):
+@pytest.mark.parametrize(("name", "level"), [("tis", "token"), ("seq-tis", "sequence")])
+def test_truncated_ratios_are_verls_own(data_proto, verls_correction, name, level):
     from onepolicy.integrations.verl.correction import correct_batch
 
-    theirs, _ = verls_correction(data_proto(), {"rollout_is": "token", "rollout_is_threshold": 2.0})
+    theirs, _ = verls_correction(data_proto(), {"rollout_is": level, "rollout_is_threshold": 2.0})
     ours = data_proto()
-    report = correct_batch(ours, preset("tis"))
+    report = correct_batch(ours, preset(name))
     mask = ours.batch["response_mask"].bool()
     weights = ours.batch["rollout_is_weights"]
     torch.testing.assert_close(
@@ -139,6 +140,7 @@ BAD = [
     ),
     ({"correction": "tis"}, {BYPASS: True}, OURS, "bypass_mode=True; set it to false"),
     ({"correction": "tis"}, {LOSS: "geo_mean"}, OURS, "GMPO"),
+    ({"correction": "tis"}, {LOSS: "bypass_mode"}, OURS, "bypass_mode ignores the weights"),
     ({"correction": "tis"}, {LOSS: "onepolicy"}, OURS, "loss_mode=onepolicy"),
     ({"correction": "pg-tis"}, {}, OURS, "loss_mode=onepolicy and"),
     ({"correction": "pg-tis"}, {LOSS: "onepolicy"}, OURS, "bypass_mode=False; it needs"),
