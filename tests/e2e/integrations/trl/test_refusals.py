@@ -35,6 +35,25 @@ def test_routes_one_row_late(tmp_path, scoring):
     stops_untrained(trainer, MisalignedRoutesError, "late")
 
 
+def test_routes_of_another_sample(tmp_path):
+    def mixed(prompts, trainer):
+        made = CopySampler()(prompts, trainer)
+        made["routed_experts"] = made["routed_experts"][::-1]
+        return made
+
+    trainer = make_trainer(tmp_path, sampler=mixed)
+    op_trl.attach(trainer)
+    stops_untrained(trainer, MisalignedRoutesError, "another sample")
+
+
+def test_router_loss_switched_on_after_attach(tmp_path):
+    """TRL then asks every training forward for the routers' logits."""
+    trainer = make_trainer(tmp_path, sampler=CopySampler())
+    op_trl.attach(trainer)
+    trainer.aux_loss_enabled = True
+    stops_untrained(trainer, UsageError, "output_router_logits")
+
+
 def test_field_dropped(tmp_path):
     def forgetful(prompts, trainer):
         made = CopySampler()(prompts, trainer)

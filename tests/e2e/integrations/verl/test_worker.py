@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -184,11 +185,57 @@ def test_shifted_routes_stop_the_first_scoring(verl, fresh, rollout):
         verl.score(fresh(), rollout.batch(routed_experts=routes))
 
 
-def test_a_dropped_field_is_named(verl, fresh, rollout):
+def test_routes_of_another_sample_stop_the_first_scoring(verl, fresh, rollout):
+    routes = rollout.tensors["routed_experts"].roll(3, dims=0)  # of the same length
+    with pytest.raises(RuntimeError, match="another sample"):
+        verl.score(fresh(), rollout.batch(routed_experts=routes))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda routes: routes[:, :, :1], "routes have 1 layers"),
+        (lambda routes: routes + 8, r"an expert outside 0\.\.15"),
+        (lambda routes: routes[..., :1], "1 experts per token, but the model routes each token"),
+    ],
+    ids=["layers", "experts", "top_k"],
+)
+def test_routes_of_another_model_stop_the_first_scoring(verl, fresh, rollout, change, said):
+    routes = change(rollout.tensors["routed_experts"])
+    with pytest.raises(ValueError, match=said):
+        verl.score(fresh(), rollout.batch(routed_experts=routes))
+
+
+def set_up(worker):
+    """Set a worker up as the trainer does before the first step, and return its report."""
+    from onepolicy.integrations.verl import workers
+
+    settings = workers.WorkerSettings(routes=True, native_routes=False, correction=None)
+    return workers.set_up(types.SimpleNamespace(actor=worker), settings)
+
+
+def test_a_field_dropped_from_the_start_is_named(verl, fresh, rollout):
+    worker = fresh()
+    assert set_up(worker).is_ours
+    with pytest.raises(RuntimeError, match="no field routed_experts"):
+        verl.score(worker, rollout.batch(routed_experts=None))
+
+
+def test_a_field_dropped_later_is_named(verl, fresh, rollout):
     worker = fresh()
     verl.score(worker, rollout.batch())
     with pytest.raises(RuntimeError, match="no field routed_experts"):
         verl.score(worker, rollout.batch(routed_experts=None))
+
+
+def test_a_compiled_model_replays(verl, fresh, rollout):
+    """Replay acts inside the routers, so it does not matter that the model was compiled before."""
+    expected = verl.score(fresh(), rollout.batch())
+    worker = fresh()
+    worker.engine.module.compile(backend="eager")
+    verl.score(worker, rollout.batch(routed_experts=None))  # traced without replay
+    worker.engine.expects_routes = None
+    torch.testing.assert_close(verl.score(worker, rollout.batch()), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_batch_without_routes_is_verls_own(verl, fresh, rollout):
@@ -231,10 +278,18 @@ def test_rows_after_the_last_turn_are_routed_natively(verl, fresh, rollout):
     assert 0 < metrics["onepolicy/replay_valid"][0] < metrics["onepolicy/replay_rows"][0]
 
 
-def test_a_router_loss_is_refused(verl, tmp_path, rollout):
-    folder = verl.save_model(tmp_path / "aux", output_router_logits=True)
-    with pytest.raises(ValueError, match="output_router_logits=True"):
-        verl.score(verl.make_worker(folder), rollout.batch())
+def test_a_router_loss_is_named_before_the_first_step_and_refused(verl, tmp_path, rollout):
+    from onepolicy.config import UsageError
+    from onepolicy.integrations.core.preflight import Preflight
+    from onepolicy.integrations.verl.preflight import check_workers
+
+    worker = verl.make_worker(verl.save_model(tmp_path / "aux", output_router_logits=True))
+    report = Preflight("verl")
+    check_workers(report, [set_up(worker)], routes=True)
+    with pytest.raises(UsageError, match=r"can be replayed.*output_router_logits=True"):
+        report.finish()
+    with pytest.raises(UsageError, match="output_router_logits=True"):
+        verl.score(worker, rollout.batch())
 
 
 def test_the_reference_routes_itself(verl, model, rollout):
