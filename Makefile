@@ -132,12 +132,13 @@ test: system $(VENV)/.dev ## lint, types, fast tests
 	$(PARALLEL) -m "$(FAST)"
 	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm test-verl test-megatron test-versions-fast
 
-test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
+test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready $(VERL)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server, a run of verl
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "slow and not vllm and not sglang and not ray and not verl" --timeout 7200
 	$(BIN)/pytest -m "ray and not vllm and not gpu" --timeout 1800
 	$(BIN)/pytest -m "slow and vllm and not ray" --timeout 7200
 	$(BIN)/pytest -m "ray and vllm and not gpu" --timeout 1800
 	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -m slow tests/e2e/integrations/verl
 
 # The CPU build of vLLM, into the same venv; what is installed without its requirements: see requirements-vllm.txt.
 $(VENV)/.vllm: $(VENV)/.dev requirements-vllm.txt
