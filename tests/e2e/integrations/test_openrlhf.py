@@ -57,7 +57,6 @@ def test_settings_that_do_not_fit_are_named(found):
     assert "use ppo" in found["refused"]["pg-tis in gspo"]
 
 
-@capability("OpenRLHF", "detector", how="live")
 def test_the_actor_takes_routes(found):
     """The layout is read from the actor's own forward; the routes have to be handed in."""
     assert found["replay"]["own routes"]

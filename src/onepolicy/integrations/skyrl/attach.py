@@ -1,0 +1,169 @@
+"""`attach(trainer)`: measures, corrections and dumps where SkyRL's driver has the whole step."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from onepolicy.audit.export import write_step
+from onepolicy.config import CorrectionConfig, UsageError
+from onepolicy.integrations.core.advantages import named_correction
+from onepolicy.integrations.core.dump import dump_row
+from onepolicy.integrations.core.preflight import Preflight
+from onepolicy.integrations.core.settings import Settings
+from onepolicy.integrations.core.step import measure_and_correct
+from onepolicy.integrations.skyrl.loss import NAME
+
+OWN = (
+    "tis_ratio_type",
+    "sequence_mask_metric",
+    "outlier_token_is_threshold_low",
+    "outlier_token_is_threshold_high",
+    "token_mask_is_threshold_low",
+    "token_mask_is_threshold_high",
+)
+"""SkyRL's settings of algorithm.off_policy_correction; None is off."""
+
+
+def attach(
+    trainer: Any,
+    *,
+    correction: str | CorrectionConfig | None = None,
+    dump: Path | str | None = None,
+) -> Preflight:
+    """Attach onepolicy to a RayPPOTrainer, before `build_models`. The report goes to stderr.
+
+    One method of the instance is wrapped, `compute_advantages_and_returns`. Its metrics go into the
+    trainer's own.
+
+    Args:
+        trainer: of SkyRL 0.4, or its fully asynchronous one.
+        correction: a preset's name or a configured one. One that needs the policy being trained
+            goes with `register_loss` and policy_loss_type=onepolicy.
+        dump: folder for `onepolicy audit`: one file per step.
+
+    Returns:
+        The report. `str()` gives it as text.
+
+    Raises:
+        UsageError: the trainer's settings do not go with these. Each is named, with its fix.
+    """
+    folder = None
+    if dump is not None:
+        folder = Path(dump)
+    settings = Settings(correction=named_correction(correction), dump=folder)
+    report = check_settings(trainer.cfg, settings)
+    report.finish()
+    theirs = trainer.compute_advantages_and_returns
+
+    def compute_advantages_and_returns(data: Any) -> Any:
+        made = theirs(data)
+        finish_step(trainer, made, settings)
+        return made
+
+    trainer.compute_advantages_and_returns = compute_advantages_and_returns
+    print(report, file=sys.stderr)
+    return report
+
+
+def finish_step(trainer: Any, data: Any, settings: Settings) -> None:
+    """Measure, correct and dump a TrainingInputBatch, in place.
+
+    Raises UsageError if a side's log-probabilities are missing.
+    """
+    old, rollout = data.get("action_log_probs"), data.get("rollout_logprobs")
+    if old is None or rollout is None:
+        _require_nothing(settings, scored=old is not None)
+        return
+    old, rollout, mask = old.float(), rollout.float(), _mask(data)
+    if settings.dump is not None:
+        write_step(settings.dump, trainer.global_step, _rows(trainer, data, old, rollout, mask))
+    found = measure_and_correct(data["advantages"], old, rollout, mask, settings.correction)
+    if settings.correction is not None:
+        data["advantages"] = found.advantages
+    trainer.all_metrics.update(found.metrics)
+
+
+def check_settings(cfg: Any, settings: Settings) -> Preflight:
+    """Return the report of SkyRL's configuration."""
+    report = Preflight("SkyRL")
+    algorithm, correction = cfg.trainer.algorithm, settings.correction
+    loss = str(algorithm.policy_loss_type)
+    if correction is None:
+        report.require(
+            "a correction for the loss",
+            loss != NAME,
+            found=f"policy_loss_type={loss}",
+            fix="attach with the correction that register_loss got",
+        )
+        return report
+    own = [name for name in OWN if getattr(algorithm.off_policy_correction, name, None) is not None]
+    report.require(
+        f"correction {correction.name} alone",
+        not own,
+        found=f"off_policy_correction.{', '.join(own) or 'off'}",
+        fix="two corrections would weigh every token twice; leave SkyRL's out",
+    )
+    report.require(
+        "sampler's log-probabilities for score centering",
+        correction.centering == "none",
+        found=f"centering={correction.centering}",
+        fix="SkyRL carries no likeliest tokens of the sampler; choose another correction",
+    )
+    report.require(
+        f"the loss of {correction.name}",
+        (loss == NAME) == correction.live,
+        found=f"policy_loss_type={loss}",
+        fix=f"corrections of the new policy go with register_loss and policy_loss_type={NAME}, "
+        "fixed ones with SkyRL's losses",
+    )
+    report.require(
+        f"advantages that keep the weights of {correction.name}",
+        not getattr(algorithm, "advantage_batch_normalize", False),
+        found="advantage_batch_normalize=true",
+        fix="SkyRL subtracts their mean after they are weighted; set it to false",
+    )
+    report.require(
+        f"a ratio new / old beside {correction.name}",
+        loss not in ("rollout_is", "dppo", "cross_entropy"),
+        found=f"policy_loss_type={loss}",
+        fix="this loss compares with the rollout itself; use regular, or leave `correction` out",
+    )
+    return report
+
+
+def _require_nothing(settings: Settings, *, scored: bool) -> None:
+    if settings.correction is None and settings.dump is None:
+        return
+    fix = "set generator.sampling_params.logprobs, so that the engine returns them"
+    if not scored:
+        fix = "this loss skips the scoring forward; choose a loss of the old policy"
+    raise UsageError(
+        "SkyRL: this step lacks one side's log-probabilities, which correction and dump need; "
+        f"{fix}"
+    )
+
+
+def _mask(data: Any) -> Tensor:
+    """Return [B, R] bool: the sampled tokens of the real samples."""
+    mask: Tensor = data["loss_mask"] > 0
+    mask = mask.clone()
+    filler = int((data.metadata or {}).get("pad_size", 0))  # make the batch divide by the ranks
+    mask[len(mask) - filler :] = False
+    return mask
+
+
+def _rows(trainer: Any, data: Any, old: Tensor, rollout: Tensor, mask: Tensor) -> list[Any]:
+    responses = data["sequences"][:, -mask.shape[1] :]
+    rows = []
+    for i, sampled in enumerate(mask):
+        where = sampled.nonzero()[:, 0]
+        if len(where):
+            part = slice(int(where[0]), int(where[-1]) + 1)
+            tokens = responses[i, part]
+            step = trainer.global_step
+            rows.append(dump_row(tokens, sampled[part], rollout[i, part], old[i, part], step=step))
+    return rows

@@ -1,0 +1,142 @@
+"""SkyRL's FSDP policy worker, replaying what its batches carry.
+
+Contract: methods and PackedTensor of SkyRL 0.4.0 (tests/support/contracts.json), whose worker
+needs a GPU. The worker here calls a model of transformers as SkyRL's wrapper does.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import onepolicy as op
+from onepolicy.config import UsageError
+from onepolicy.integrations.skyrl import replaying
+from onepolicy.replay.checks import RoutingError
+from support.contracts import value_of
+from support.replay_models import build, tokens
+
+capability = pytest.mark.capability
+
+
+class Worker:
+    """SkyRL's worker, with a model in the place of its wrapper's."""
+
+    def __init__(self, model):
+        self.inner = model
+
+    def init_model(self, model_path, num_training_steps=None):
+        self.model = SimpleNamespace(model=self.inner, sequence_parallel_size=1)
+
+    def _forward_micro_batch(self, micro_batch):
+        with torch.no_grad():
+            return self.score(micro_batch["sequences"], micro_batch["attention_mask"])
+
+    def _forward_backward_micro(self, experience, microbatch_weight, loss_fn=None):
+        logits = self.score(experience.sequences, experience.attention_mask)
+        (logits.square().mean() * microbatch_weight).backward()
+        return logits.detach()
+
+    def score(self, sequences, mask):
+        positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 1)
+        return self.model.model(sequences, attention_mask=mask, position_ids=positions).logits
+
+
+def packed(traces, depth):
+    """Return SkyRL's PackedTensor: all decoder layers, and 0 .. K-1 for the last token."""
+    rows = []
+    for trace in traces:
+        ids = torch.arange(trace.top_k).expand(len(trace) + 1, depth, -1).clone()
+        ids[:-1, list(trace.layers)] = trace.ids.long()
+        rows.append(ids.to(torch.int16))
+    ends = torch.tensor([len(part) for part in rows]).cumsum(0)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+    return SimpleNamespace(values=torch.cat(rows), cu_seqlens=bounds)
+
+
+def changed(trace):
+    ids = trace.ids.clone()
+    ids[4] = (ids[4].int() + 1).remainder(trace.num_experts).to(ids.dtype)
+    return op.RoutingTrace(ids, trace.valid, trace.layers, trace.num_experts)
+
+
+@pytest.fixture
+def case():
+    """Return a worker, a left-padded batch, and both samples' own routes of all but the last
+    token."""
+    model = build("mixtral")
+    sequences = tokens(rows=2, length=12)
+    mask = torch.ones_like(sequences)
+    mask[1, :4] = 0
+    worker = replaying(Worker)(model)
+    worker.init_model("path")
+    with op.bind_routers(model).record() as tape, torch.no_grad():
+        worker.score(sequences, mask)
+    own = [trace.rows(0, len(trace) - 1) for trace in op.unpad_routes(tape.trace(), mask)]
+    return worker, {"sequences": sequences, "attention_mask": mask}, own
+
+
+def with_routes(batch, traces, model):
+    return batch | {"rollout_expert_indices": packed(traces, model.config.num_hidden_layers)}
+
+
+def test_skyrl_names_them_so():
+    assert value_of("SkyRL", "scoring micro-batch") == ["self", "micro_batch"]
+    training = value_of("SkyRL", "training micro-batch")
+    assert training[:3] == ["self", "experience", "microbatch_weight"]
+    assert "rollout_expert_indices" in value_of("SkyRL", "experience")
+    assert value_of("SkyRL", "routes of a batch") == ["self", "values", "cu_seqlens"]
+
+
+@capability("SkyRL", "R3", how="contract")
+def test_scoring_and_training_replay(case):
+    worker, batch, own = case
+    native = worker._forward_micro_batch(batch)
+    routed = with_routes(batch, own, worker.inner)
+    kept = batch["attention_mask"].bool()
+    assert worker._forward_micro_batch(routed)[kept].equal(native[kept])
+
+    routers = worker.onepolicy_replay.routers
+    whole = [changed(trace) for trace in own]
+    padded = op.pad_routes(
+        [op.RoutingTrace.concat([t, missing(t)]) for t in whole], batch["attention_mask"]
+    )
+    with routers.replay(padded, check=False), torch.no_grad():
+        expected = worker.score(batch["sequences"], batch["attention_mask"])
+    experience = SimpleNamespace(**with_routes(batch, whole, worker.inner))
+    found = worker._forward_backward_micro(experience, 0.5)
+    assert found[kept].equal(expected[kept])
+    assert not found[kept].equal(native[kept])
+
+
+def missing(trace):
+    """Return one row that the model routes itself."""
+    return op.RoutingTrace(
+        trace.ids[:1] * 0, torch.zeros(1, dtype=torch.bool), trace.layers, trace.num_experts
+    )
+
+
+@capability("SkyRL", "detector", how="contract")
+def test_routes_one_row_late_stop_the_first_scoring(case):
+    worker, batch, own = case
+    late = [trace.at((torch.arange(len(trace)) - 1).clamp(min=0)) for trace in own]
+    with pytest.raises(RoutingError, match="one row late"):
+        worker._forward_micro_batch(with_routes(batch, late, worker.inner))
+
+
+def test_routes_of_other_samples_are_named(case):
+    worker, batch, own = case
+    with pytest.raises(UsageError, match="other samples"):
+        worker._forward_micro_batch(with_routes(batch, own[::-1], worker.inner))
+
+
+def test_sequence_parallelism_is_refused():
+    class Sliced(Worker):
+        def init_model(self, *args):
+            super().init_model(*args)
+            self.model.sequence_parallel_size = 2
+
+    with pytest.raises(UsageError, match="sequence_parallel_size=1"):
+        replaying(Sliced)(build("mixtral")).init_model("path")

@@ -1,0 +1,243 @@
+"""SkyRL's hooks, called with its batches and configuration.
+
+Contract: the files of SkyRL's wheel 0.4.0, which wants Python 3.12 and a GPU. With the path of an
+unpacked wheel in SKYRL_CHECKOUT (and loguru, omegaconf, jaxtyping) its own losses are compared too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import onepolicy as op
+from onepolicy.audit.run import audit
+from onepolicy.config import UsageError
+from onepolicy.integrations import skyrl as op_skyrl
+from onepolicy.integrations.skyrl.loss import policy_loss_of
+from support.contracts import value_of
+
+capability = pytest.mark.capability
+
+
+class Batch(dict):
+    """The part of SkyRL's TrainingInputBatch that our hooks use."""
+
+    metadata = None
+
+
+def config(loss="regular", **own):
+    correction = dict.fromkeys(("tis_ratio_type", "sequence_mask_metric"))
+    algorithm = SimpleNamespace(
+        policy_loss_type=loss,
+        off_policy_correction=SimpleNamespace(**(correction | own)),
+        advantage_batch_normalize=False,
+        eps_clip_low=0.2,
+        eps_clip_high=0.2,
+    )
+    return SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm))
+
+
+def batch(seed=0):
+    """Return four samples of up to six response tokens, the last one a filler."""
+    random = torch.Generator().manual_seed(seed)
+    old = -3 - torch.rand(4, 6, generator=random)
+    mask = torch.ones(4, 6)
+    mask[0, 4:] = mask[2, :2] = mask[1, 2] = 0
+    made = Batch(
+        sequences=torch.randint(1, 60, (4, 10), generator=random),
+        action_log_probs=old,
+        rollout_logprobs=old - 0.4 * torch.randn(4, 6, generator=random),
+        loss_mask=mask,
+        advantages=torch.randn(4, 1, generator=random).expand(4, 6).clone(),
+    )
+    made.metadata = {"pad_size": 1}
+    return made
+
+
+def trainer(cfg=None):
+    made = SimpleNamespace(cfg=cfg or config(), all_metrics={}, global_step=3)
+    made.compute_advantages_and_returns = lambda data: data
+    return made
+
+
+def step(data=None, cfg=None, **settings):
+    made = trainer(cfg)
+    op_skyrl.attach(made, **settings)
+    return made.compute_advantages_and_returns(data or batch()), made
+
+
+def real():
+    given = batch()
+    mask = given["loss_mask"] > 0
+    mask[3] = False
+    return given["action_log_probs"], given["rollout_logprobs"], mask
+
+
+def test_the_wrapped_method_and_the_loss_are_called_so():
+    assert value_of("SkyRL", "advantages") == ["self", "data"]
+    (call,) = value_of("SkyRL", "policy loss is called")
+    assert call[3:] == ["config=", "loss_mask=", "rollout_logprobs="]
+
+
+@capability("SkyRL", "measured", how="contract")
+def test_a_step_is_measured_into_the_trainers_metrics():
+    data, made = step()
+    assert made.all_metrics["mismatch/k3"] == pytest.approx(op.mismatch(*real()).k3)
+    assert data["advantages"].equal(batch()["advantages"])
+
+
+@capability("SkyRL", "fixed corrections", how="contract")
+@pytest.mark.parametrize("preset", ["tis", "icepop", "geo-rs", "mis", "m2po"])
+def test_the_advantages_are_weighed_as_the_library_does(preset):
+    data, made = step(correction=preset)
+    old, rollout, mask = real()
+    given = batch()
+    applied = op.reweight(old, rollout, mask, op.preset(preset), advantage=given["advantages"])
+    expected = given["advantages"] * applied.weight
+    torch.testing.assert_close(data["advantages"][mask], expected[mask])
+    assert data["loss_mask"].equal(given["loss_mask"])
+    rejected = made.all_metrics["correction/rejected"]
+    assert rejected == pytest.approx(applied.report["correction/rejected"])
+
+
+@capability("SkyRL", "dump", how="contract")
+def test_a_step_is_dumped_for_the_audit(tmp_path):
+    step(dump=tmp_path)
+    found = audit(tmp_path, {}).accumulated.steps
+    assert found[3].statistics()["k3"] == pytest.approx(op.mismatch(*real()).k3, rel=1e-5)
+
+
+@capability("SkyRL", "preflight", how="contract")
+@pytest.mark.parametrize(
+    ("cfg", "settings", "message"),
+    [
+        (config(tis_ratio_type="token"), {"correction": "tis"}, "leave SkyRL's out"),
+        (config("dppo"), {"correction": "tis"}, "compares with the rollout itself"),
+        (config("onepolicy"), {}, "register_loss got"),
+        (config("onepolicy"), {"correction": "tis"}, "fixed ones with SkyRL's losses"),
+        (config(), {"correction": "pg-tis"}, "policy_loss_type=onepolicy"),
+        (config("onepolicy"), {"correction": "score-centering"}, "likeliest tokens"),
+        (config(), {"correction": "tsi"}, "tis"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(cfg, settings, message):
+    made = trainer(cfg)
+    theirs = made.compute_advantages_and_returns
+    with pytest.raises(UsageError, match=message):
+        op_skyrl.attach(made, **settings)
+    assert made.compute_advantages_and_returns is theirs
+
+
+def test_normalised_advantages_are_refused():
+    cfg = config()
+    cfg.trainer.algorithm.advantage_batch_normalize = True
+    with pytest.raises(UsageError, match="advantage_batch_normalize"):
+        op_skyrl.attach(trainer(cfg), correction="tis")
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [("action_log_probs", "scoring"), ("rollout_logprobs", "sampling_params")],
+)
+def test_a_side_that_is_missing(missing, message):
+    data = batch()
+    data[missing] = None
+    _, made = step(data)  # nothing to measure
+    assert made.all_metrics == {}
+    with pytest.raises(UsageError, match=message):
+        step(data, correction="tis")
+
+
+def loss_inputs():
+    given = batch()
+    new = (given["action_log_probs"] * 0.95).requires_grad_()
+    known = {"loss_mask": given["loss_mask"], "rollout_logprobs": given["rollout_logprobs"]}
+    cfg = config("onepolicy").trainer.algorithm
+    return (new, given["action_log_probs"], given["advantages"]), {"config": cfg} | known
+
+
+@capability("SkyRL", "live corrections", how="contract")
+@pytest.mark.parametrize("name", ["pg-tis", "ppo-is", "dppo-tv"])
+def test_live_corrections_by_hand(name):
+    (new, old, a), more = loss_inputs()
+    loss, metrics = policy_loss_of(name)(new, old, a, **more)
+    (found,) = torch.autograd.grad(loss, new)
+    ratio = (new - more["rollout_logprobs"]).exp()
+    weight = ratio.detach()
+    by_hand = {
+        "pg-tis": -weight.clamp(max=2.0) * a * new,
+        "ppo-is": -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a),
+        "dppo-tv": -ratio * a,  # probabilities of e^-3 do not move by 0.2
+    }
+    (expected,) = torch.autograd.grad((by_hand[name] * more["loss_mask"]).sum(), new)
+    torch.testing.assert_close(found, expected)
+    more["loss_mask"] = torch.zeros_like(more["loss_mask"])
+    empty, names = policy_loss_of(name)(new, old, a, **more)
+    assert empty == 0
+    assert list(names) == list(metrics)
+
+
+def test_a_fixed_correction_is_no_loss():
+    with pytest.raises(UsageError, match="leave SkyRL's loss"):
+        policy_loss_of("tis")
+
+
+def test_a_loss_without_the_rollouts_side():
+    given, more = loss_inputs()
+    more["rollout_logprobs"] = None
+    with pytest.raises(UsageError, match="rollout_logprobs"):
+        policy_loss_of("pg-tis")(*given, **more)
+
+
+def test_skyrls_own_losses(monkeypatch):
+    """tis in the advantages against SkyRL's token TIS, and dppo-tv against its DPPO."""
+    checkout = os.environ.get("SKYRL_CHECKOUT")
+    if not checkout:
+        return  # formulas are compared above
+    for name in ("skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.train"):
+        package = ModuleType(name)
+        package.__path__ = [f"{checkout}/{name.replace('.', '/')}"]
+        monkeypatch.setitem(sys.modules, name, package)
+    package = ModuleType("skyrl.backends.skyrl_train.utils")
+    package.__path__ = [f"{checkout}/skyrl/backends/skyrl_train/utils"]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    settings = ModuleType("skyrl.train.config")
+    settings.AlgorithmConfig = object
+    monkeypatch.setitem(sys.modules, "skyrl.train.config", settings)
+    module = importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
+
+    (new, old, a), more = loss_inputs()
+    own = config(tis_ratio_type="token", token_tis_ratio_clip_high=2.0, **dict.fromkeys(OFF))
+    own.trainer.algorithm.off_policy_correction.tis_ratio_type = "token"
+    with_tis, off = own.trainer.algorithm, config(**dict.fromkeys(OFF)).trainer.algorithm
+    loss, _ = module.ppo_policy_loss(new, old, a, **(more | {"config": with_tis}))
+    (theirs,) = torch.autograd.grad(loss, new)
+    data, _ = step(correction="tis")
+    loss, _ = module.ppo_policy_loss(new, old, data["advantages"], **(more | {"config": off}))
+    (ours,) = torch.autograd.grad(loss, new)
+    assert ours[:3].equal(theirs[:3])  # the last one is a filler
+
+    bound = op.preset("dppo-tv").gates[0].high
+    off.dppo = SimpleNamespace(dppo_type="binary_tv", delta_low=bound, delta_high=bound)
+    off.policy_loss_type = "dppo"
+    loss, _ = module.dppo_policy_loss(new, old, a, **(more | {"config": off}))
+    (theirs,) = torch.autograd.grad(loss, new)
+    loss, _ = policy_loss_of("dppo-tv")(new, old, a, **more)
+    (ours,) = torch.autograd.grad(loss, new)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+    op_skyrl.register_loss("dppo-tv")
+    registered = module.PolicyLossRegistry.get("onepolicy")
+    assert registered(new, old, a, **more)[0] == loss
+
+
+OFF = (
+    "outlier_token_is_threshold_low",
+    "outlier_token_is_threshold_high",
+    "token_mask_is_threshold_low",
+    "token_mask_is_threshold_high",
+)
