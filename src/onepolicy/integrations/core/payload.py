@@ -96,7 +96,7 @@ def missing_routes(routers: Routers, rows: int) -> RoutingTrace:
 
 def _read_array(payload: Any, routers: Routers) -> Tensor:
     if isinstance(payload, Tensor):
-        return _comparable(payload.cpu())
+        return payload.cpu()
     try:
         array = np.asarray(payload)
     except ValueError as error:  # lists of different lengths
@@ -106,14 +106,7 @@ def _read_array(payload: Any, routers: Routers) -> Tensor:
             f"to_trace: the routes are {array.dtype} {list(array.shape)}, expected integers "
             "[rows, layers, K]"
         )
-    return _comparable(torch.from_numpy(np.array(array)))  # torch needs writable memory
-
-
-def _comparable(ids: Tensor) -> Tensor:
-    """Return ids of more than 256 experts as int32: torch 2.6 cannot compare uint16."""
-    if ids.dtype == torch.uint16:
-        return ids.to(torch.int32)
-    return ids
+    return torch.from_numpy(np.array(array))  # torch needs writable memory
 
 
 def _read_vllm(payload: Any, routers: Routers) -> Tensor:
