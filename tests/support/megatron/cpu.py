@@ -8,6 +8,7 @@ import os
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -25,6 +26,16 @@ class NoCudaRandomness:
     @contextlib.contextmanager
     def fork(self, name: str = ""):
         yield
+
+
+class TorchOnCpu:
+    """torch as Megatron's schedules see it: a tensor that they ask of CUDA is on the CPU."""
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+    def zeros(self, *sizes, device=None, **options) -> torch.Tensor:
+        return torch.zeros(*sizes, **options)
 
 
 def torch_norm(_, config, hidden_size: int, eps: float = 1e-5, **options) -> torch.nn.RMSNorm:
@@ -45,6 +56,7 @@ def run_on_cpu() -> None:
         module.get_cuda_rng_tracker = lambda: tracker
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.zeros(0)
     megatron_random._set_cuda_rng_state = lambda *args, **kwargs: None
+    schedules.torch = TorchOnCpu()
     WrappedTorchNorm.__new__ = torch_norm
     moe_utils.te_general_gemm = None  # 0.16.1 defines it with Transformer Engine only
 

@@ -34,6 +34,11 @@ SETTINGS = {
     "gradient_accumulation_fusion": False,
     "normalization": "RMSNorm",
 }
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 def make_model(seed: int = 0, *, parallel_output: bool = False, **changed) -> GPTModel:

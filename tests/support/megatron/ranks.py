@@ -1,115 +1,49 @@
-"""A script for torchrun: `ranks.py FOLDER` records and replays on two tensor-parallel ranks.
+"""A script for torchrun: `ranks.py FOLDER` tries every parallelism on two processes.
 
-FOLDER/found_RANK.pt gets what a rank found. `find()` gives the same in one process.
+FOLDER/found_RANK.pt gets what a rank found.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
 
-import onepolicy.integrations.megatron as op_megatron
-from onepolicy.replay import RoutingError
-from onepolicy.types import RoutingTrace
+from support.megatron import expert_parallel, tensor_parallel
 from support.megatron.cpu import start, stop
-from support.megatron.models import gradients, logits_of, loss_of, make_model, tokens_of
-from support.replay_models import random_trace
+from support.megatron.pipeline import recorded_stage, train_step
 
-MODEL = {
-    "moe_layer_freq": [0, 1, 1, 1],
-    "moe_shared_expert_intermediate_size": 16,
-    "gated_linear_unit": False,  # whose halves Megatron cuts per rank
-    "params_dtype": torch.float32,
-}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-TOKENS, OTHERS = tokens_of(), tokens_of(seed=9)
-ROUTES = random_trace(TOKENS.numel(), (1, 2, 3), 8, 2)
+TENSOR = {"tensor_model_parallel_size": 2}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+EXPERTS = {"expert_model_parallel_size": 2}
 
 
-def routes() -> RoutingTrace:
-    """Return routes that no router chose, with a few invalid rows."""
-    valid = torch.arange(len(ROUTES)) % 5 != 2
-    return RoutingTrace(ROUTES.ids, valid, ROUTES.layers, ROUTES.num_experts)
-
-
-def summed(model: Any) -> dict[str, Tensor]:
-    """Return the gradients of parameters that every rank has whole, over all positions."""
-    found = {}
-    sharded = {
-        name: getattr(parameter, "sequence_parallel", False)
-        for name, parameter in model.named_parameters()
-    }
-    for name, gradient in gradients(model).items():
-        if sharded[name]:
-            dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
-        if name.endswith("router.weight") or "layernorm" in name:
-            found[name] = gradient
-    return found
-
-
-def step(model: Any, trace: RoutingTrace | None) -> dict[str, Any]:
-    if trace is None:
-        logits = logits_of(model, TOKENS)
-    else:
-        with op_megatron.replay(model, trace, batch=3, check=False):
-            logits = logits_of(model, TOKENS)
-    loss_of(logits, TOKENS).backward()
-    return {"logits": logits.detach(), "gradients": summed(model)}
-
-
-def interleaved(model: Any) -> dict[str, Tensor]:
-    """Return the gradients of two micro-batches, the second one's backward first."""
-    losses = []
-    for tokens in (TOKENS, OTHERS):
-        with op_megatron.replay(model, routes(), batch=3, check=False):
-            losses.append(loss_of(logits_of(model, tokens), tokens))
-    for loss in reversed(losses):
-        loss.backward()
-    return summed(model)
-
-
-def error_of(model: Any, trace: RoutingTrace) -> str:
-    try:
-        with op_megatron.replay(model, trace, batch=3):
-            logits_of(model, TOKENS)
-    except RoutingError as error:
-        return str(error)
-    return ""
-
-
-def find(**changed: Any) -> dict[str, Any]:
-    """Return everything that a rank finds."""
-    model = make_model(**MODEL, **changed)
-    with op_megatron.record(model) as tape:
-        native = logits_of(model, TOKENS)
-    loss_of(native, TOKENS).backward()
-    trace = tape.trace()
-    own = {"logits": native.detach(), "gradients": summed(model)}
-    with torch.no_grad(), op_megatron.replay(model, trace, batch=3, native=True) as handle:
-        logits_of(model, TOKENS)
-    return {
-        "trace": trace.ids,
-        "own": own,
-        "replayed": step(model, trace),
-        "foreign": step(model, routes()),
-        "interleaved": interleaved(model),
-        "recomputed": interleaved(make_model(**MODEL, **FULL, **changed)),
-        "native": handle.native().ids,
-        "error": error_of(model, trace.at(torch.arange(36).view(3, 12).T.reshape(-1))),
-    }
+@contextmanager
+def groups(**sizes: int) -> Iterator[None]:
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
+    yield
 
 
 def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
-    start(str(folder), rank, 2, tensor_model_parallel_size=2)
-    found = find(tensor_model_parallel_size=2, sequence_parallel=True)
+    start(str(folder), rank, 2)
+    found = {}
+    with groups(**TENSOR):
+        found["tensor"] = tensor_parallel.find(**TENSOR, sequence_parallel=True)
+    with groups(**PIPELINE):
+        found["pipeline"] = train_step(**PIPELINE)
+        found["stage"] = recorded_stage(**PIPELINE)
+    with groups(**VIRTUAL):
+        found["virtual stages"] = train_step(**VIRTUAL)
+    with groups(**EXPERTS):
+        found["experts"] = expert_parallel.step(expert_parallel.make(**EXPERTS), rank)
     torch.save(found, folder / f"found_{rank}.pt")
     stop()
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -31,22 +31,38 @@ from onepolicy.config import UsageError
 from onepolicy.config.base import short_repr
 from onepolicy.integrations.core.layout import fit
 from onepolicy.replay.payloads.npy import InvalidNpyError, parse_npy
-from onepolicy.replay.routers import Routers
 from onepolicy.types import RoutingTrace, id_dtype
 
 PLAIN_DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
+
+
+class BoundRouters(Protocol):
+    """The routers of a model as payloads need them: `onepolicy.Routers`, or those of Megatron."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    @property
+    def depth(self) -> int:
+        """The number of the model's decoder layers."""
+        ...
+
+    def trace_from(self, ids: Tensor, *, valid: Tensor | None = None) -> RoutingTrace:
+        """Return an engine's routes [T, layers, K] as a trace of the model."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadForm:
     """The reader of one form, and its mark for a row without a route."""
 
-    read: Callable[[Any, Routers], Tensor]
+    read: Callable[[Any, BoundRouters], Tensor]
     """Return [rows, layers, K] integers of a payload."""
     missing: Literal["zeros", "negative", "length"]
 
 
-def to_trace(routers: Routers, payload: Any, *, tokens: int, form: str) -> RoutingTrace:
+def to_trace(routers: BoundRouters, payload: Any, *, tokens: int, form: str) -> RoutingTrace:
     """Return a payload of one sample as a trace of its `tokens - 1` slots.
 
     Rows after the last slot are cut off: a trainer may have truncated the response, and an engine
@@ -86,7 +102,7 @@ def to_trace(routers: Routers, payload: Any, *, tokens: int, form: str) -> Routi
     return fit(routers.trace_from(ids, valid=captured), tokens - 1)
 
 
-def missing_routes(routers: Routers, rows: int) -> RoutingTrace:
+def missing_routes(routers: BoundRouters, rows: int) -> RoutingTrace:
     """Return a trace of `rows` invalid rows, which the model routes itself."""
     shape = rows, len(routers.layers), routers.top_k
     ids = torch.zeros(shape, dtype=id_dtype(routers.num_experts))
@@ -94,7 +110,7 @@ def missing_routes(routers: Routers, rows: int) -> RoutingTrace:
     return RoutingTrace(ids, valid, routers.layers, routers.num_experts)
 
 
-def _read_array(payload: Any, routers: Routers) -> Tensor:
+def _read_array(payload: Any, routers: BoundRouters) -> Tensor:
     if isinstance(payload, Tensor):
         return payload.cpu()
     try:
@@ -109,7 +125,7 @@ def _read_array(payload: Any, routers: Routers) -> Tensor:
     return torch.from_numpy(np.array(array))  # torch needs writable memory
 
 
-def _read_vllm(payload: Any, routers: Routers) -> Tensor:
+def _read_vllm(payload: Any, routers: BoundRouters) -> Tensor:
     if not isinstance(payload, str):
         return _read_array(payload, routers)
     try:
@@ -118,7 +134,7 @@ def _read_vllm(payload: Any, routers: Routers) -> Tensor:
         raise UsageError(f"to_trace: routed_experts: {error}") from None
 
 
-def _read_sglang(payload: Any, routers: Routers) -> Tensor:
+def _read_sglang(payload: Any, routers: BoundRouters) -> Tensor:
     if not isinstance(payload, str):
         return _read_array(payload, routers)
     data = _decoded(payload)
@@ -132,7 +148,7 @@ def _read_sglang(payload: Any, routers: Routers) -> Tensor:
     return ids.view(-1, routers.depth, routers.top_k)
 
 
-def _read_bytes(payload: Any, routers: Routers) -> Tensor:
+def _read_bytes(payload: Any, routers: BoundRouters) -> Tensor:
     fields = payload
     if not isinstance(payload, Mapping):
         fields = {name: getattr(payload, name, None) for name in ("data", "shape", "dtype")}

@@ -187,6 +187,7 @@ class MegatronRouters:
         """Return the columns of this pipeline stage's layers."""
         if trace.layers == self.stage_layers:
             return trace
-        columns = torch.tensor([trace.layers.index(layer) for layer in self.stage_layers])
-        ids = index_ids(trace.ids.transpose(0, 1), columns.to(trace.ids.device)).transpose(0, 1)
+        numbers = [trace.layers.index(layer) for layer in self.stage_layers]
+        columns = torch.tensor(numbers, dtype=torch.int64, device=trace.ids.device)
+        ids = index_ids(trace.ids.transpose(0, 1), columns).transpose(0, 1)
         return RoutingTrace(ids, trace.valid, self.stage_layers, trace.num_experts)

@@ -7,21 +7,23 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import onepolicy.integrations.megatron as op_megatron
-from support.megatron.models import gradients, logits_of, loss_of, make_model, tokens_of
+from support.megatron.models import (
+    FULL_RECOMPUTE,
+    gradients,
+    logits_of,
+    loss_of,
+    make_model,
+    tokens_of,
+)
 from support.replay_models import random_trace
 
 pytestmark = pytest.mark.megatron
 
 NONE: dict[str, object] = {}
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 RECOMPUTES = {
-    "full, every layer": FULL,
-    "full, two layers at once": FULL | {"recompute_num_layers": 2},
-    "full, blocks": FULL | {"recompute_method": "block", "recompute_num_layers": 3},
+    "full, every layer": FULL_RECOMPUTE,
+    "full, two layers at once": FULL_RECOMPUTE | {"recompute_num_layers": 2},
+    "full, blocks": FULL_RECOMPUTE | {"recompute_method": "block", "recompute_num_layers": 3},
     "selective, the MoE layer": {
         "recompute_granularity": "selective",
         "recompute_modules": ["moe"],
@@ -166,7 +168,7 @@ def test_megatrons_queue_is_wrong_in_this_order():
     """Its own replay hands a recompute the oldest targets: the order of ours is worth testing."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
-    plain, saving = (make(r | {"moe_enable_routing_replay": True}) for r in (NONE, FULL))
+    plain, saving = (make(r | {"moe_enable_routing_replay": True}) for r in (NONE, FULL_RECOMPUTE))
     traces = [random_trace(FIRST.numel(), (1, 2, 3), 8, 2, seed=seed) for seed in (21, 22)]
     expected = two_micro_batches(plain, traces, "second backward first")
     replays = [layer.mlp.router.router_replay for layer in list(saving.decoder.layers)[1:]]

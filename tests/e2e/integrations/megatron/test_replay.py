@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 import onepolicy.integrations.megatron as op_megatron
+from onepolicy.integrations.core.payload import to_trace
 from onepolicy.replay import RoutingError
 from onepolicy.types import RoutingTrace
 from support.megatron.experts import one_hot, watched_experts
@@ -240,7 +241,7 @@ def test_engine_ids_of_all_layers_or_of_the_moe_layers():
     ids = torch.zeros(len(trace), 4, 2, dtype=torch.int32)
     ids[:, [1, 3]] = trace.ids.int()
     for payload in (ids, trace.ids):
-        found = routers.trace_from(payload)
+        found = to_trace(routers, payload.numpy(), tokens=len(trace) + 1, form="vllm-0.31")
         assert torch.equal(found.ids, trace.ids)
         assert found.layers == (1, 3)
         assert_same_bits(step(model), step(model, found))

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism on two gloo processes give the results of one."""
+"""Two gloo processes with any parallelism find what one process finds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from support.megatron import expert_parallel, tensor_parallel
+from support.megatron.pipeline import recorded_stage, train_step
 from support.paths import ROOT
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]
@@ -28,14 +30,22 @@ def run(*arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Return what each of two ranks found, and what one process finds."""
-    from support.megatron.ranks import find
-
+def ranks(tmp_path_factory):
+    """Return all that each of the two ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
     run(str(folder))
-    ranks = [torch.load(folder / f"found_{rank}.pt") for rank in range(2)]
-    return *ranks, find()
+    return [torch.load(folder / f"found_{rank}.pt") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def found(ranks):
+    """Return the results of each rank of tensor and sequence parallelism, and of one process."""
+    return *(rank["tensor"] for rank in ranks), tensor_parallel.find()
+
+
+@pytest.fixture(scope="module")
+def whole_step():
+    return train_step()
 
 
 def close(one, other):
@@ -85,3 +95,41 @@ def test_a_rank_reports_its_own_positions_sample_by_sample(found):
 def test_every_rank_finds_rows_in_megatrons_order_out(found):
     for rank in found:
         assert "not those of this forward" in rank["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "stages"),
+    [
+        ("pipeline", "without_interleaving", [[(1,)], [(2, 3)]]),
+        ("virtual stages", "with_interleaving", [[(), (2,)], [(1,), (3,)]]),
+    ],
+)
+def test_stages_of_a_pipeline_with_recompute_keep_every_bit(
+    ranks, whole_step, name, schedule, stages
+):
+    """Forwards and backwards alternate, and each layer's recompute finds its own micro-batch."""
+    steps = [rank[name] for rank in ranks]
+    assert all(step["schedule"].endswith(schedule) for step in steps)
+    assert [step["stages"] for step in steps] == stages
+    assert all(set(step["layers"]) == {(1, 2, 3)} for step in steps)
+    assert torch.equal(torch.stack(steps[1]["losses"]), torch.stack(whole_step["losses"]))
+    together = steps[0]["gradients"] | steps[1]["gradients"]
+    expected = whole_step["gradients"]
+    assert together.keys() == expected.keys()
+    assert not [place for place in expected if not torch.equal(together[place], expected[place])]
+
+
+def test_a_stage_records_its_own_layers(ranks):
+    layers, ids = recorded_stage()
+    assert layers == (1, 2, 3)
+    (first, first_ids), (second, second_ids) = (rank["stage"] for rank in ranks)
+    assert first + second == layers
+    assert torch.equal(torch.cat([first_ids, second_ids], 1), ids)
+
+
+def test_experts_of_another_rank_are_forced_too(ranks):
+    for number, rank in enumerate(ranks):
+        alone = expert_parallel.step(expert_parallel.make(), number)
+        assert torch.equal(rank["experts"]["recorded"], alone["recorded"])
+        close(rank["experts"]["logits"], alone["logits"])
+        close(rank["experts"]["gradients"], alone["gradients"])
