@@ -43,8 +43,9 @@ def read(checkout, fact):
 
 
 def _parameters(node, _):
-    defaults = [None] * (len(node.args.args) - len(node.args.defaults)) + node.args.defaults
-    found = [_parameter(a, d) for a, d in zip(node.args.args, defaults, strict=True)]
+    names = node.args.posonlyargs + node.args.args
+    defaults = [None] * (len(names) - len(node.args.defaults)) + node.args.defaults
+    found = [_parameter(a, d) for a, d in zip(names, defaults, strict=True)]
     if node.args.vararg:
         found.append(f"*{node.args.vararg.arg}")
     elif node.args.kwonlyargs:

@@ -215,6 +215,13 @@ def test_a_loss_hook_that_cannot_be_is_refused_by_name(given, message):
         miles.tis(given, **micro_batch("miles"))
 
 
+@pytest.mark.parametrize("missing", ["train_log_probs", "rollout_log_probs"])
+def test_a_side_that_is_missing_is_named(missing):
+    batch = micro_batch("miles") | {missing: None}
+    with pytest.raises(UsageError, match="one side's log-probabilities"):
+        miles.tis(args("tis", use_tis=True), **batch)
+
+
 def test_slices_of_context_parallelism_are_refused_in_the_loss():
     batch = micro_batch("miles")
     batch["train_log_probs"] = [logp[:2] for logp in batch["train_log_probs"]]

@@ -86,8 +86,8 @@ def tis(
     args: Any,
     *,
     pg_loss: Tensor,  # [N], concatenated samples
-    train_log_probs: list[Tensor],  # of each sample
-    rollout_log_probs: list[Tensor],
+    train_log_probs: list[Tensor] | None,  # of each sample; None if nothing scored them
+    rollout_log_probs: list[Tensor] | None,
     loss_masks: list[Tensor],
     **_: Any,
 ) -> TisResult:
@@ -102,6 +102,11 @@ def tis(
     Raises UsageError with every setting that does not fit.
     """
     settings = settings_of(args)
+    if train_log_probs is None or rollout_log_probs is None:
+        raise UsageError(
+            "onepolicy's TIS hook: one side's log-probabilities are missing; let the trainer score "
+            "(without --use-rollout-logprobs) and the rollout function return its own"
+        )
     old = [logp.detach().float() for logp in train_log_probs]
     rollout = [logp.detach().float() for logp in rollout_log_probs]
     masks = [mask.bool().to(logp.device) for mask, logp in zip(loss_masks, old, strict=True)]
