@@ -1,14 +1,14 @@
 """Runs of one recipe in several arms: what they have in numbers, in sentences and as one picture.
 
 Every arm is compared with the first one, step by step: with the same seed both have the same
-problems in a step. An interval is a 95% percentile bootstrap over blocks of consecutive steps.
+problems in a step. report/block_bootstrap.py has the intervals.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,10 +16,13 @@ import numpy as np
 
 from onepolicy.config import UsageError
 from onepolicy.files import write_text_atomically
+from onepolicy.report.block_bootstrap import Interval, interval
 from onepolicy.report.figure import (
     DENSE,
     NEUTRAL,
     REPLAY,
+    ROLLOUT,
+    SOFT,
     TRAINER,
     Figure,
     LineStyle,
@@ -29,13 +32,12 @@ from onepolicy.report.figure import (
     line,
 )
 from onepolicy.report.jsonl import read_metrics
-from onepolicy.report.page import render
-from onepolicy.report.words import Tree, nats, number
+from onepolicy.report.page import plain, render
+from onepolicy.report.words import ARROW, DASH, Tree, nats, number
 from onepolicy.verdict.rules import HARMLESS_KL, SMALL
 
-BLOCK, DRAWS = 10, 2000  # steps of a block, draws of a bootstrap
-FEWEST_STEPS = 20  # for an interval
-STYLES = (TRAINER, REPLAY, DENSE, NEUTRAL)
+STYLES = (TRAINER, REPLAY, DENSE, NEUTRAL, ROLLOUT, SOFT)
+FOOTER = "An arm has one colour and one dash in all three panels."
 HEADER = ("run", "reward", "held-out", "k3", "k3, end", "norm", "largest")
 CAPTION = (
     "run: arm and seed; reward: first and last tenth of the steps; held-out: accuracy before and "
@@ -69,130 +71,159 @@ class ArmRun:
 
     @property
     def held_out(self) -> list[float]:
-        """Return the accuracies of the evaluations, sampled answers before greedy ones."""
+        """Return the accuracies of the evaluations, sampled answers before greedy ones.
+
+        NaN where an evaluation has none.
+        """
         for start in ("eval/avg@", "eval/greedy"):
-            found = [
-                value
-                for row in self.rows
-                for name, value in row.items()
-                if name.startswith(start) and value is not None
-            ]
+            found = [row[name] for row in self.rows for name in row if name.startswith(start)]
             if found:
-                return found
+                return [math.nan if value is None else value for value in found]
         return []
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A value with the ends of its interval; NaN where there are too few steps for one."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
-
-
-@dataclass(frozen=True)
 class Contrast:
-    """One arm against the first one, with the same seed."""
+    """One arm against the first one, with the same seed. Means of nothing are NaN."""
 
     first: str
     other: str
     seed: int
+    lengths: tuple[int, int]  # steps of the first arm and of the other
+    without_k3: int  # steps of both of which one has no finite k3
     k3: tuple[float, float]  # means over all steps, of the first arm and of the other
     k3_ratio: Interval  # first / other
     reward: tuple[float, float]  # means over the second half of the steps
     reward_difference: Interval  # other - first
 
+    @property
+    def steps(self) -> int:
+        """Return how many steps both have. Only those are compared."""
+        return min(self.lengths)
+
     def sentences(self) -> list[str]:
         """Return the result in words."""
-        return [_k3_sentence(self), _reward_sentence(self)]
+        found = [_k3_sentence(self), _reward_sentence(self)]
+        if self.lengths[0] != self.lengths[1]:
+            found.insert(
+                0,
+                f"{self.first} has {self.lengths[0]} steps, {self.other} {self.lengths[1]}: only "
+                f"the first {self.steps} of both are compared.",
+            )
+        return found
 
 
 def contrast(first: ArmRun, other: ArmRun) -> Contrast:
     """Compare two runs of the same seed over the steps that both have."""
-    k3 = _pair(first, other, "mismatch/k3")
-    reward = _pair(first, other, "train/reward")
-    half = reward[:, reward.shape[1] // 2 :]
+    lengths = len(first.values("train/reward")), len(other.values("train/reward"))
+    steps = min(lengths)
+    k3 = _measured(first, other, "mismatch/k3", slice(steps))
+    half = _measured(first, other, "train/reward", slice(steps // 2, steps))
     return Contrast(
         first.name,
         other.name,
         first.seed,
-        (float(k3[0].mean()), float(k3[1].mean())),
-        _interval(k3, lambda drawn: drawn[0] / drawn[1]),
-        (float(half[0].mean()), float(half[1].mean())),
-        _interval(half, lambda drawn: drawn[1] - drawn[0]),
+        lengths,
+        steps - k3.shape[1],
+        _means(k3),
+        _interval(k3, lambda means: means[0] / means[1]),
+        _means(half),
+        _interval(half, lambda means: means[1] - means[0]),
     )
 
 
-def _pair(first: ArmRun, other: ArmRun, metric: str) -> Array:  # [2, steps] float64
-    series = first.values(metric), other.values(metric)
-    shared = min(len(values) for values in series)
-    both = np.stack([values[:shared] for values in series])
-    measured = both[:, ~np.isnan(both).any(axis=0)]
-    if not measured.shape[1]:
-        raise UsageError(f"{metric}: no step has it in both {first.name} and {other.name}")
-    return measured
+def _measured(first: ArmRun, other: ArmRun, metric: str, steps: slice) -> Array:
+    """Return the metric at the steps where both runs have a number. [2, steps] float64."""
+    both = np.stack([first.values(metric)[steps], other.values(metric)[steps]])
+    return both[:, np.isfinite(both).all(axis=0)]
 
 
-def _interval(pairs: Array, statistic: object) -> Interval:
-    """Return statistic(means [2]) with its interval over blocks of steps.
+def _means(pairs: Array) -> tuple[float, float]:
+    return _mean(pairs[0]), _mean(pairs[1])
 
-    The same blocks are drawn in both runs. pairs: [2, steps].
-    """
-    assert callable(statistic)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = float(statistic(pairs.mean(axis=1)))
-        steps = pairs.shape[1]
-        if steps < FEWEST_STEPS:
-            return Interval(value, math.nan, math.nan)
-        block = min(BLOCK, steps // 4)
-        random = np.random.default_rng(0)
-        starts = random.integers(0, steps - block + 1, (DRAWS, -(-steps // block)))
-        drawn = (starts[:, :, None] + np.arange(block)).reshape(DRAWS, -1)[:, :steps]
-        means = pairs[:, drawn].mean(axis=2)  # [2, DRAWS]
-        low, high = np.nanpercentile(statistic(means), [2.5, 97.5])
-    return Interval(value, float(low), float(high))
+
+def _mean(values: Array) -> float:
+    """Return the mean of the finite values, NaN if there are none."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return math.nan
+    return float(finite.mean())
+
+
+def _interval(pairs: Array, statistic: Callable[[Array], Array]) -> Interval:
+    if not pairs.shape[1]:
+        return Interval(math.nan, math.nan, math.nan)
+    return interval(pairs, statistic)
 
 
 def _k3_sentence(found: Contrast) -> str:
     before, after = found.k3
+    if math.isnan(before):
+        return f"No step has a k3 in both {found.first} and {found.other}."
     start = f"k3 is {nats(before)} in {found.first} and {nats(after)} in {found.other}"
+    if found.without_k3:
+        measured = found.steps - found.without_k3
+        start = f"Over the {measured} of {found.steps} steps that have one in both, {start}"
     if before < HARMLESS_KL and after < HARMLESS_KL:
         return f"{start}: both are {SMALL}."
-    ratio, low, high = found.k3_ratio.value, found.k3_ratio.low, found.k3_ratio.high
-    if not math.isfinite(ratio):
+    if not before or not after:
         return f"{start}."
-    words = "times smaller"
-    if ratio < 1:
-        ratio, low, high, words = 1 / ratio, 1 / high, 1 / low, "times larger"
-    interval = ""
-    if not math.isnan(low):
-        interval = f" (95% interval over batches {number(low)} to {number(high)})"
-    return f"{start}: {number(ratio)} {words}{interval}."
+    return f"{start}: {_in_times(found.k3_ratio)}."
+
+
+def _in_times(ratio: Interval) -> str:
+    """Return a ratio above 0 in words."""
+    value, low, high, words = ratio.value, ratio.low, ratio.high, "times smaller"
+    has_interval = not math.isnan(low)
+    if has_interval and not ratio.excludes(1):
+        ends = _ends(low, high)
+        return f"no difference seen (ratio {number(value)}, 95% interval over batches {ends})"
+    if value < 1:
+        low, high = (math.inf if not end else 1 / end for end in (high, low))
+        value, words = 1 / value, "times larger"
+    if not has_interval:
+        return f"{number(value)} {words}; too few steps for an interval"
+    return f"{number(value)} {words} (95% interval over batches {_ends(low, high)})"
+
+
+def _ends(low: float, high: float) -> str:
+    if math.isinf(high):
+        return f"at least {number(low)}"
+    return f"{number(low)} to {number(high)}"
 
 
 def _reward_sentence(found: Contrast) -> str:
     before, after = found.reward
     gap = found.reward_difference
+    if math.isnan(before):
+        return f"No step of the second half has a reward in both {found.first} and {found.other}."
+    digits = _decimals(gap)
     start = (
-        f"Reward, second half: {before:.2f} in {found.first}, {after:.2f} in {found.other}, "
-        f"a difference of {_signed(gap.value)}"
+        f"Reward, second half: {before:.{digits}f} in {found.first}, {after:.{digits}f} in "
+        f"{found.other}, a difference of {_signed(gap.value, digits)}"
     )
     if math.isnan(gap.low):
         return f"{start}; too few steps to say more."
-    start += f" ({_signed(gap.low)} to {_signed(gap.high)})"
-    if not gap.excludes_zero:
+    start += f" ({_signed(gap.low, digits)} to {_signed(gap.high, digits)})"
+    if not gap.excludes(0):
         return f"{start}: no difference seen."
-    more = found.other if gap.value > 0 else found.first
+    more = found.first
+    if gap.value > 0:
+        more = found.other
     return f"{start}: {more} earned more with this seed."
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.2f}".replace("-", "\N{MINUS SIGN}")
+def _decimals(gap: Interval) -> int:
+    """Return the decimals that show two digits of the farthest end, at least 2."""
+    farthest = max(abs(end) for end in (gap.value, gap.low, gap.high) if not math.isnan(end))
+    if not farthest:
+        return 2
+    return min(9, max(2, 1 - math.floor(math.log10(farthest))))
+
+
+def _signed(value: float, digits: int) -> str:
+    value = round(value, digits) or 0.0  # no minus before a zero
+    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def rows_of_table(runs: Sequence[ArmRun]) -> list[tuple[str, ...]]:
@@ -205,18 +236,26 @@ def _row(run: ArmRun) -> tuple[str, ...]:
         run.values(name) for name in ("train/reward", "mismatch/k3", "train/grad_norm")
     )
     tenth = max(1, len(reward) // 10)
-    held_out = ""
-    if run.held_out:
-        held_out = f"{run.held_out[0]:.2f} \N{RIGHTWARDS ARROW} {run.held_out[-1]:.2f}"
     return (
         f"{run.name}, {run.seed}",
-        f"{reward[:tenth].mean():.2f} \N{RIGHTWARDS ARROW} {reward[-tenth:].mean():.2f}",
-        held_out,
-        nats(float(np.nanmean(k3))),
-        nats(float(np.nanmean(k3[-tenth:]))),
-        number(float(np.nanmedian(norm))),
-        number(float(np.nanmax(norm))),
+        _from_to(_mean(reward[:tenth]), _mean(reward[-tenth:])),
+        _from_to(*run.held_out[:1], *run.held_out[1:][-1:]),
+        nats(_mean(k3)),
+        nats(_mean(k3[-tenth:])),
+        *map(number, _median_and_largest(norm)),
     )
+
+
+def _from_to(*values: float) -> str:
+    return f" {ARROW} ".join(DASH if math.isnan(value) else f"{value:.2f}" for value in values)
+
+
+def _median_and_largest(values: Array) -> tuple[float, float]:
+    """Return both of the finite values, NaN if there are none."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return math.nan, math.nan
+    return float(np.median(finite)), float(finite.max())
 
 
 def picture(runs: Sequence[ArmRun], title: str) -> Figure:
@@ -239,7 +278,7 @@ def picture(runs: Sequence[ArmRun], title: str) -> Figure:
         "Reward is the mean of ten steps. k3 estimates KL(rollout, trainer) per token; the "
         "gradient norm is before clipping."
     )
-    return Figure("comparison", title, note, data, layout, width="wide", height=760)
+    return Figure("curves", title, note, data, layout, width="wide", height=760)
 
 
 def _lines(
@@ -270,18 +309,19 @@ def _lines(
 
 def _smooth(values: Array) -> list[float]:
     """Return the mean of each value and up to nine before it."""
-    return [float(values[max(0, at - 9) : at + 1].mean()) for at in range(len(values))]
+    return [_mean(values[max(0, at - 9) : at + 1]) for at in range(len(values))]
 
 
-def write_comparison(out: Path, title: str, runs: Sequence[ArmRun], *, png: bool) -> list[Contrast]:
-    """Write OUT/comparison.html and comparison.json, and return what was compared.
+def write_comparison(
+    out: Path, title: str, runs: Sequence[ArmRun], found: Sequence[Contrast], *, png: bool
+) -> None:
+    """Write OUT/comparison.html and comparison.json.
 
-    runs: arms of the same seeds, the first arm's first. png: OUT/comparison.png too. Raises
-    UsageError if plotly, jinja2 or the browser of a PNG is missing.
+    found: contrasts(runs). png: OUT/curves.png and its data too.
+    Raises UsageError if plotly, jinja2 or the browser of a PNG is missing.
     """
     from onepolicy.report.png import write_figures
 
-    found = contrasts(runs)
     sentences = sentences_of(found)
     figure = picture(runs, title)
     tree = {"title": title, "contrasts": [asdict(each) for each in found], "sentences": sentences}
@@ -295,16 +335,20 @@ def write_comparison(out: Path, title: str, runs: Sequence[ArmRun], *, png: bool
         header=HEADER,
         rows=rows_of_table(runs),
         caption=CAPTION,
+        footer=FOOTER,
     )
+    text = json.dumps(plain(tree), indent=1, allow_nan=False) + "\n"
     write_text_atomically(out / "comparison.html", page)
-    write_text_atomically(out / "comparison.json", json.dumps(tree, indent=1) + "\n")
+    write_text_atomically(out / "comparison.json", text)
     if png:
         write_figures(out, [figure], png=True)
-    return found
 
 
 def contrasts(runs: Sequence[ArmRun]) -> list[Contrast]:
-    """Compare every arm with the first one of its seed."""
+    """Compare every arm with the first one of its seed.
+
+    runs: arms of the same seeds, the first arm's first.
+    """
     first = {run.seed: run for run in reversed(runs) if run.name == runs[0].name}
     return [contrast(first[run.seed], run) for run in runs if run is not first[run.seed]]
 

@@ -52,6 +52,7 @@ def standing_alone(figure: Figure) -> Spec:
     width, height = SIZES[figure.width]
     if figure.square:
         width, height = SQUARE
+    height = figure.height or height
     note = textwrap.wrap(figure.note, width=(width - 40) // 7)
     top = 58 + LINE * len(note)
     title = {

@@ -2,11 +2,11 @@
 
 import json
 import math
+import warnings
 
 import numpy as np
 import pytest
 
-from onepolicy.config import UsageError
 from onepolicy.report.comparison import (
     ArmRun,
     contrast,
@@ -16,6 +16,7 @@ from onepolicy.report.comparison import (
     sentences_of,
     write_comparison,
 )
+from onepolicy.report.words import DASH
 
 
 def run(name, k3, reward, seed=0, norm=1.0):
@@ -92,7 +93,7 @@ def test_two_gaps_that_are_too_small_have_no_ratio():
 def test_few_steps_have_no_interval():
     found = contrast(run("off", [1e-3] * 8, [0.5] * 8), run("r3", [1e-5] * 8, [0.75] * 8))
     assert math.isnan(found.k3_ratio.low)
-    assert found.sentences()[0].endswith("100 times smaller.")
+    assert found.sentences()[0].endswith("100 times smaller; too few steps for an interval.")
     assert found.sentences()[1].endswith("too few steps to say more.")
 
 
@@ -104,10 +105,59 @@ def test_every_arm_is_compared_with_the_first_of_its_seed():
     assert all(text.startswith("Seed ") for text in sentences_of(contrasts(runs)))
 
 
-def test_no_k3_in_common_is_named():
-    first, other = run("off", [1e-3] * 8, [0.5] * 8), run("r3", [None] * 8, [0.5] * 8)
-    with pytest.raises(UsageError, match="mismatch/k3: no step has it in both off and r3"):
-        contrast(first, other)
+def test_no_k3_in_common_is_said_beside_the_reward():
+    first, other = run("off", [1e-3] * 40, [0.5] * 40), run("r3", [None] * 40, [0.5] * 40)
+    found = contrast(first, other)
+    assert found.sentences()[0] == "No step has a k3 in both off and r3."
+    assert found.sentences()[1].startswith("Reward, second half: 0.50 in off, 0.50 in r3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of numpy: mean of nothing
+        assert rows_of_table([other])[0][3:5] == (DASH, DASH)
+
+
+def test_steps_without_k3_are_counted():
+    broken = [1e-3] * 30 + [None] * 10  # a run that breaks down
+    found = contrast(run("off", broken, [0.5] * 40), run("r3", [1e-5] * 40, [0.5] * 40))
+    assert found.sentences()[0].startswith("Over the 30 of 40 steps that have one in both, k3 is")
+
+
+def test_arms_of_different_length_are_compared_over_the_shorter():
+    long = run("off", [1e-3] * 60, [0.0] * 40 + [1.0] * 20)
+    found = contrast(long, run("r3", [1e-5] * 40, [0.0] * 20 + [0.5] * 20))
+    assert found.reward == (0.0, 0.5)
+    assert found.sentences()[0] == (
+        "off has 60 steps, r3 40: only the first 40 of both are compared."
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "end"),
+    [
+        ([0.0] * 40, [1e-3] * 40, "and 0.001 in r3."),
+        ([1e-3] * 40, [0.0] * 40, "and 0 in r3."),
+        # 0 in many a draw, so the ratio has no upper bound
+        ([1e-3] * 40, [0.0] * 39 + [1e-3], "40 times smaller (95% interval over batches at least"),
+        ([0.0] * 39 + [1e-3], [1e-3] * 40, "40 times larger (95% interval over batches at least"),
+    ],
+)
+def test_a_k3_of_zero_has_no_ratio(first, other, end):
+    found = contrast(run("off", first, [0.5] * 40), run("r3", other, [0.5] * 40))
+    assert end in found.sentences()[0]
+
+
+def test_a_ratio_that_may_be_one_is_no_difference():
+    flat = [0.5] * 80
+    found = contrast(run("off", noisy(1e-3), flat), run("r3", noisy(1e-3, seed=1), flat))
+    assert "no difference seen (ratio " in found.sentences()[0]
+    assert "times" not in found.sentences()[0]
+
+
+def test_small_rewards_have_digits_and_no_negative_zero():
+    less, more = [0.0] * 40 + [0.01, 0.013] * 20, [0.0] * 40 + [0.014, 0.017] * 20
+    found = contrast(run("off", noisy(1e-3), less), run("r3", noisy(1e-5), more))
+    assert "0.0115 in off, 0.0155 in r3, a difference of +0.0040 (" in found.sentences()[1]
+    same = contrast(run("off", noisy(1e-3), less), run("r3", noisy(1e-5), less))
+    assert "a difference of +0.00 (+0.00 to +0.00): no difference seen." in same.sentences()[1]
 
 
 def test_table_has_first_and_last_tenths():
@@ -116,14 +166,46 @@ def test_table_has_first_and_last_tenths():
     assert row[4] == "0.002"
 
 
+def test_table_of_a_run_without_evaluations_and_with_holes():
+    rows = [{"step": at, "train/reward": None, "train/grad_norm": None} for at in (1, 2)]
+    arm = ArmRun("off", 0, rows)
+    assert rows_of_table([arm])[0] == ("off, 0", f"{DASH} → {DASH}", "", *[DASH] * 4)
+    one = ArmRun("off", 0, [*rows, {"step": 3, "eval/greedy": 0.5}])
+    assert rows_of_table([one])[0][2] == "0.50"
+
+
 def test_page_and_tree(tmp_path):
     runs = [run("off", noisy(1e-3), [0.5] * 80), run("r3", [0.0] * 80, [0.5] * 80, norm=7.0)]
-    write_comparison(tmp_path, "<b>title", runs, png=False)
+    write_comparison(tmp_path, "<b>title", runs, contrasts(runs), png=False)
     page = (tmp_path / "comparison.html").read_text()
     assert "&lt;b&gt;title" in page
     assert "k3 is 0.001" in page
+    assert "trainer blue" not in page  # the colours are those of arms
     assert len(json.loads((tmp_path / "comparison.json").read_text())["sentences"]) == 2
     panels = picture(runs, "t").data
     assert [each["name"] for each in panels] == ["off"] * 3 + ["r3"] * 3
     assert min(panels[4]["y"]) > 0  # k3 of 0 on a log axis
     assert panels[5]["y"] == [7.0] * 80
+
+
+def test_the_tree_is_json_where_there_is_no_interval(tmp_path):
+    runs = [run("off", [1e-3] * 8, [0.5] * 8), run("r3", [0.0] * 8, [0.5] * 8)]
+    write_comparison(tmp_path, "t", runs, contrasts(runs), png=False)
+    text = (tmp_path / "comparison.json").read_text()
+    tree = json.loads(text, parse_constant=pytest.fail)  # of NaN and Infinity
+    assert tree["contrasts"][0]["k3_ratio"] == {"value": None, "low": None, "high": None}
+
+
+def test_the_picture_does_not_take_the_place_of_the_result(tmp_path, monkeypatch):
+    monkeypatch.setattr("onepolicy.report.png._draw", lambda figures: None)
+    runs = [run("off", noisy(1e-3), [0.5] * 80), run("r3", noisy(1e-5), [0.5] * 80)]
+    write_comparison(tmp_path, "t", runs, contrasts(runs), png=True)
+    assert "sentences" in json.loads((tmp_path / "comparison.json").read_text())
+    drawn = json.loads((tmp_path / "curves.json").read_text())
+    assert drawn["layout"]["height"] > 760  # three panels and the title
+
+
+def test_six_arms_look_different():
+    runs = [run(name, [1e-3] * 8, [0.5] * 8) for name in "abcdef"]
+    lines = [each["line"] for each in picture(runs, "t").data]
+    assert len({(line["color"], line["dash"]) for line in lines}) == 6
