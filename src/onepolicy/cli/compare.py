@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from onepolicy.cli.common import Commands, add_command, print_status
+from onepolicy.cli.plan_arms import plan_arms, plan_jobs, runs_in
 from onepolicy.cli.train_extra import check_train_extra
-from onepolicy.config import RunConfig, UsageError, load
-from onepolicy.config.input_files import check_input_files
-from onepolicy.config.output_paths import check_output_path
-from onepolicy.launch.arms import Arm, check_arms, play_arms
+from onepolicy.config import RunConfig, UsageError
+from onepolicy.config.output_paths import check_output_folder
+from onepolicy.config.renamed import without_warnings
+from onepolicy.files import write_text_atomically
+from onepolicy.launch.arms import Arm, lock_arms, play_arms
 
 DEFAULT_ARMS = (
     ("off", "replay.mode=off", "correction.preset=recompute"),
     ("r3", "replay.mode=r3", "correction.preset=recompute"),
 )
+
+LONGEST_NAME = 100  # characters of an arm's name
 
 
 def add_compare(commands: Commands) -> None:
@@ -36,7 +42,9 @@ def add_compare(commands: Commands) -> None:
         settings=RunConfig,
         ignored=("out",),
     )
-    compare.add_argument("recipe", help="TOML recipe, e.g. recipes/routing_gap.toml")
+    compare.add_argument(
+        "recipe", nargs="?", help="TOML recipe, e.g. recipes/routing_gap.toml; before --arm"
+    )
     compare.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings of every arm")
     compare.add_argument(
         "--arm",
@@ -48,10 +56,14 @@ def add_compare(commands: Commands) -> None:
         "replay.mode=r3 correction.preset=recompute)",
     )
     compare.add_argument(
-        "--seeds", nargs="+", type=int, metavar="N", help="default: the recipe's seed"
+        "--seeds", nargs="+", type=_seed, metavar="N", help="default: the recipe's seed"
     )
     compare.add_argument(
-        "--jobs", type=int, metavar="N", help="runs at a time (default: a core for each)"
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="runs at a time (default: as many as there are cores for; 1 on a GPU, with vLLM and "
+        "with a server)",
     )
     compare.add_argument(
         "--out",
@@ -59,89 +71,131 @@ def add_compare(commands: Commands) -> None:
         help="its runs and comparison.html (default: runs/compare-RECIPE)",
     )
     compare.add_argument(
-        "--png", action="store_true", help="the picture as PNG too (needs Chromium or Chrome)"
+        "--png",
+        action="store_true",
+        help="the picture as curves.png too (needs Chromium or Chrome)",
     )
+
+
+def _seed(word: str) -> int:
+    if not re.fullmatch("[0-9]{1,19}", word) or int(word) >= 2**63:
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is no seed (0 to 2^63 - 1); give the recipe and settings before --seeds"
+        )
+    return int(word)
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Train the arms that are not finished, then print and draw the comparison."""
+    if not arguments.recipe:
+        raise UsageError(
+            "compare: give the recipe first, e.g. recipes/routing_gap.toml; --arm and --seeds take "
+            "all words after them"
+        )
+    if "WORLD_SIZE" in os.environ:
+        raise UsageError(
+            "compare: torchrun starts one run; leave it out, with train.ranks=N every run starts "
+            "its own processes"
+        )
+    _check_figures(arguments.png)
     out = Path(arguments.out or f"runs/compare-{Path(arguments.recipe).stem}")
-    check_output_path("--out", out)
-    config = load(arguments.recipe, arguments.overrides)
-    arms = _arms(arguments, config, out)
-    jobs = _jobs(arguments, config)
-    check_arms(arguments.recipe, arms)
-    check_input_files(config, evaluates=config.eval.every > 0)
+    check_output_folder("--out", out)
+    with without_warnings():  # the processes that train write them
+        arms = plan_arms(arguments.recipe, arguments.overrides, _named(arguments), arguments.seeds)
+        jobs = plan_jobs([each.config for each in arms], arguments.jobs)
+        runs = runs_in(out, arms)
     check_train_extra()
-    print_status(f"{len(arms)} runs of {config.steps} steps, {jobs} at a time, in {out}")
-    _play(arguments.recipe, arms, config.steps, jobs)
-    _show(arguments, arms, out)
+    _play(arguments, out, runs, jobs)
+    _show(arguments, runs, out)
     return 0
 
 
-def _arms(arguments: argparse.Namespace, config: RunConfig, out: Path) -> list[Arm]:
-    """Return every arm with every seed, the seeds one after the other."""
-    named = [tuple(words) for words in arguments.arm or DEFAULT_ARMS]
-    names = [name for name, *_ in named]
+def _named(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the name of every arm with its settings."""
+    words = [list(each) for each in arguments.arm or DEFAULT_ARMS]
+    names = [name for name, *_ in words]
     for name in names:
-        if "=" in name or "/" in name or name.startswith("."):
-            raise UsageError(f"--arm: {name!r} is no name; write --arm NAME a.b=value")
+        if not re.fullmatch(r"\w[\w.+-]*", name) or len(name) > LONGEST_NAME:
+            raise UsageError(
+                f"--arm: {name!r} is no name; write --arm NAME a.b=value, with at most "
+                f"{LONGEST_NAME} letters, digits, . + - and _"
+            )
     if len(set(names)) < len(names) or len(names) < 2:
         raise UsageError(
             f"--arm: {', '.join(names)}; give two arms or more, each with a name of its own"
         )
-    seeds = arguments.seeds or [config.seed]
-    if len(set(seeds)) < len(seeds):
-        raise UsageError(f"--seeds: {seeds}; name each seed once")
-    return [
-        Arm(
-            name,
-            seed,
-            (*arguments.overrides, *settings, f"seed={seed}"),
-            out / f"{name}-seed{seed}",
+    return {name: settings for name, *settings in words}
+
+
+def _check_figures(png: bool) -> None:
+    """Raise UsageError if the packages that draw are missing: better now than after training."""
+    needed = ["plotly", "jinja2"]
+    if png:
+        needed.append("kaleido")
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"comparison.html needs {', '.join(missing)}; pip install 'onepolicy[report]'"
         )
-        for seed in seeds
-        for name, *settings in named
-    ]
 
 
-def _jobs(arguments: argparse.Namespace, config: RunConfig) -> int:
-    if arguments.jobs is not None and arguments.jobs < 1:
-        raise UsageError(f"--jobs: {arguments.jobs}; give 1 or more")
-    cores = os.cpu_count() or 1
-    return int(arguments.jobs or max(1, cores // (config.train.threads or cores)))
+def _play(arguments: argparse.Namespace, out: Path, runs: Sequence[Arm], jobs: int) -> None:
+    """Train the runs that are not finished."""
+    waiting = sum(not run.finished for run in runs)
+    if not waiting:
+        print_status(f"all {len(runs)} runs in {out} are finished")
+        return
+    with lock_arms(out):
+        recipe = out / "recipe.toml"  # runs that start later must not see later changes
+        write_text_atomically(recipe, Path(arguments.recipe).read_text(encoding="utf-8"))
+        steps = " or ".join(str(each) for each in sorted({run.steps for run in runs}))
+        print_status(
+            f"{len(runs)} runs of {steps} steps, {len(runs) - waiting} of them finished, "
+            f"{min(jobs, waiting)} at a time, in {out}"
+        )
+        try:
+            _watch(recipe, runs, jobs)
+        except KeyboardInterrupt:
+            print_status("the same command goes on after the last checkpoints of the runs")
+            raise
 
 
-def _play(recipe: str, arms: Sequence[Arm], steps: int, jobs: int) -> None:
-    """Train what is not finished, with a progress bar for every arm."""
+def _watch(recipe: Path, runs: Sequence[Arm], jobs: int) -> None:
+    """Train the runs with a progress bar for each, or with lines if stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks = {
-            arm: bars.add_task(
-                f"{arm.name}, seed {arm.seed}", total=steps, completed=arm.steps_done, start=False
-            )
-            for arm in arms
+            run: bars.add_task(run.label, total=run.steps, completed=run.steps_done, start=False)
+            for run in runs
         }
+        begun: set[Arm] = set()
 
-        def watch(arm: Arm, ended: bool) -> None:
-            bars.start_task(tasks[arm])
-            bars.update(tasks[arm], completed=arm.steps_done)
-            if ended and not console.is_terminal:
-                print_status(f"{arm.name}, seed {arm.seed}: {arm.steps_done} steps")
+        def watch(run: Arm, ended: bool) -> None:
+            done = run.steps_done
+            bars.start_task(tasks[run])
+            bars.update(tasks[run], completed=done)
+            if console.is_terminal:
+                return
+            if run not in begun:
+                begun.add(run)
+                print_status(f"{run.label}: begun; its output: {run.console}")
+            if ended:
+                print_status(f"{run.label}: {done} of {run.steps} steps")
 
-        play_arms(recipe, arms, jobs, watch)
+        play_arms(recipe, runs, jobs, watch)
 
 
 def _show(arguments: argparse.Namespace, arms: Sequence[Arm], out: Path) -> None:
+    """Print the comparison, then draw it."""
     from rich.console import Console
     from rich.table import Table
 
@@ -150,6 +204,7 @@ def _show(arguments: argparse.Namespace, arms: Sequence[Arm], out: Path) -> None
         HEADER,
         ArmRun,
         caution,
+        contrasts,
         rows_of_table,
         sentences_of,
         write_comparison,
@@ -158,7 +213,7 @@ def _show(arguments: argparse.Namespace, arms: Sequence[Arm], out: Path) -> None
 
     runs = [ArmRun.read(arm.name, arm.seed, arm.folder) for arm in arms]
     title = f"{Path(arguments.recipe).stem}: {', '.join(dict.fromkeys(arm.name for arm in arms))}"
-    found = write_comparison(out, title, runs, png=arguments.png)
+    found = contrasts(runs)
     console = Console()
     table = Table(*HEADER, caption=CAPTION)
     for row in rows_of_table(runs):
@@ -167,4 +222,5 @@ def _show(arguments: argparse.Namespace, arms: Sequence[Arm], out: Path) -> None
     for text in sentences_of(found):
         console.print(powers(text), highlight=False, soft_wrap=True, markup=False)
     console.print(caution(runs), highlight=False, soft_wrap=True)
+    write_comparison(out, title, runs, found, png=arguments.png)
     print(f"picture: {out / 'comparison.html'}")

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from onepolicy.config import TrainingError, UsageError, load
-from onepolicy.config.stored_config import CONFIG, read_stored_config
+from onepolicy.config import ServiceUnavailable, TrainingError, UsageError
+from onepolicy.config.stored_config import CONFIG
+from onepolicy.launch.restarts import describe_status
 
 SUMMARY, METRICS, CONSOLE = "summary.json", "metrics.jsonl", "console.txt"
-CHECKPOINTS = "checkpoints"
 POLL_S = 0.2
+EXIT_TIMEOUT_S = 10.0
+"""Seconds that a run has to end after SIGTERM before it is killed."""
 SHOWN_LINES = 12  # of an arm's console, when it fails
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One run: its name, its settings beside the recipe, and its folder."""
+    """One run: its name, its settings beside the recipe, its steps, and its folder."""
 
     name: str
     seed: int
     settings: tuple[str, ...]
+    steps: int
     folder: Path
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, seed {self.seed}"
+
+    @property
+    def console(self) -> Path:
+        """Return the file with everything that its processes print."""
+        return self.folder.with_name(f"{self.folder.name}-{CONSOLE}")
 
     @property
     def finished(self) -> bool:
@@ -39,30 +55,41 @@ class Arm:
             return 0
         return path.read_bytes().count(b'"train/reward"')
 
-    def command(self, recipe: str) -> list[str]:
-        """Return the command that starts this run, or resumes it from its newest checkpoint."""
-        train = [sys.executable, "-m", "onepolicy", "train"]
-        if any(self.folder.glob(f"{CHECKPOINTS}/step_*")):
-            return [*train, "--resume", str(self.folder)]
-        return [*train, recipe, *self.settings, f"out={self.folder}"]
+    @property
+    def overrides(self) -> list[str]:
+        """Return the settings and the folder, as `onepolicy train` reads them."""
+        return [*self.settings, f"out={json.dumps(str(self.folder), ensure_ascii=False)}"]
+
+    def command(self, recipe: Path) -> list[str]:
+        """Return the command that starts this run, or resumes it.
+
+        A run that has no checkpoint yet is resumed at its start. The process ends when its stdin
+        is closed (cli/arm_process.py), so it does not outlive this one.
+        """
+        train = [sys.executable, "-m", "onepolicy.cli.arm_process", "train"]
+        if (self.folder / CONFIG).exists():
+            return [*train, f"--resume={self.folder}"]
+        return [*train, str(recipe), *self.overrides]
 
 
-def check_arms(recipe: str, arms: Sequence[Arm]) -> None:
-    """Raise UsageError if an arm's settings are wrong, or its folder holds another run."""
-    for arm in arms:
+@contextmanager
+def lock_arms(folder: Path) -> Iterator[None]:
+    """Make the folder of the runs and lock it. Raises UsageError if another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w", encoding="utf-8") as lock:
         try:
-            config = load(recipe, [*arm.settings, f"out={arm.folder}"])
-        except UsageError as error:
-            raise UsageError(f"arm {arm.name}: {error}") from None
-        if (arm.folder / CONFIG).exists() and read_stored_config(arm.folder) != config:
-            raise UsageError(
-                f"{arm.folder}: holds a run with other settings than arm {arm.name} now has; give "
-                "another --out, or remove the folder"
-            )
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):  # else: no locks on this system
+                raise UsageError(
+                    f"{folder}: another `onepolicy compare` is at work in this folder; wait for it "
+                    "or stop it, or give another --out"
+                ) from None
+        yield
 
 
 def play_arms(
-    recipe: str,
+    recipe: Path,
     arms: Sequence[Arm],
     jobs: int,
     watch: Callable[[Arm, bool], None] = lambda arm, ended: None,
@@ -70,8 +97,8 @@ def play_arms(
     """Run every arm that has not finished, at most `jobs` at a time.
 
     watch: called again and again with each arm that is running, the last time when its process
-    has ended. Raises TrainingError with the arm's last lines if one fails; the others are then
-    ended too.
+    has ended. Raises UsageError, ServiceUnavailable or TrainingError with the arm's last lines if
+    one fails, as its own command would; the others are then ended too.
     """
     waiting = [arm for arm in arms if not arm.finished]
     running: dict[Arm, subprocess.Popen[bytes]] = {}
@@ -88,26 +115,37 @@ def play_arms(
                     del running[arm]
                     _check_end(arm, process.returncode)
     finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
+        _end(list(running.values()))
 
 
-def _start(recipe: str, arm: Arm) -> subprocess.Popen[bytes]:
-    console = arm.folder.with_name(f"{arm.folder.name}-{CONSOLE}")
-    console.parent.mkdir(parents=True, exist_ok=True)
-    with console.open("wb") as output:
+def _start(recipe: Path, arm: Arm) -> subprocess.Popen[bytes]:
+    with arm.console.open("ab") as output:
         return subprocess.Popen(
-            arm.command(recipe), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            arm.command(recipe), stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
         )
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _check_end(arm: Arm, status: int) -> None:
     if status == 0:
         return
-    console = arm.folder.with_name(f"{arm.folder.name}-{CONSOLE}")
-    last = console.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-    raise TrainingError(
-        f"arm {arm.name} ended with status {status}; {console} ends with\n" + "\n".join(last)
+    kind: type[UsageError | TrainingError] = TrainingError
+    if status == ServiceUnavailable.EXIT:
+        kind = ServiceUnavailable
+    elif status == 2:
+        kind = UsageError
+    last = arm.console.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
+    raise kind(
+        f"arm {arm.label}: ended by {describe_status(status)}; the same command goes on after the "
+        f"last checkpoints. {arm.console} ends with\n" + "\n".join(last)
     )

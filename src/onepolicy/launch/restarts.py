@@ -120,7 +120,7 @@ def supervise(
         step = step_begun(out)
         history.record(step, newest_checkpoint(out))
         where = "before any step" if step is None else f"in step {step}"
-        crash = f"{out}: ended by {_describe_status(status)} {where}"
+        crash = f"{out}: ended by {describe_status(status)} {where}"
         reason = history.reason_to_give_up()
         if reason is not None:
             log(f"{crash}{reason}; not restarted")
@@ -231,7 +231,8 @@ def _in_foreground() -> bool:
         os.close(terminal)
 
 
-def _describe_status(status: int) -> str:
+def describe_status(status: int) -> str:
+    """Return `exit status N`, or the name of the signal that ended a process."""
     if status == ServiceUnavailable.EXIT:
         return f"exit status {status}: what it needs is not there (yet)"
     if status < 0:
