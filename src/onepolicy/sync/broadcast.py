@@ -37,6 +37,7 @@ from onepolicy.sync.group import (
     join_store,
     local_address,
     make_process_group,
+    open_connections,
     open_store,
     start_broadcast,
     wait_for_broadcast,
@@ -53,6 +54,7 @@ A larger tensor is a bucket of its own, which the sender does not copy.
 """
 
 ALL_JOINED = "all here"  # name of the sender's message that the group can be made
+CONNECT = "connect"  # name of the sender's message that NCCL's ranks are to connect now
 
 
 def split_into_buckets(
@@ -240,6 +242,8 @@ class Sender:
         buckets, digest, missing = 0, hashlib.sha256(), set(self._known or ())
         for bucket in split_into_buckets(named_weights, BUCKET_BYTES):
             self._raise_if_failed()
+            if not buckets:
+                self._connect(next(iter(bucket.values())).device)
             digest.update(self._send_bucket(buckets, bucket, version))
             buckets += 1
             missing -= bucket.keys()
@@ -251,6 +255,20 @@ class Sender:
         end = {"version": version, "digest": digest.hexdigest(), "end": buckets}
         self._messages.put_message(f"bucket/{buckets}", end)
         return end
+
+    def _connect(self, device: torch.device) -> None:
+        """Connect NCCL's ranks. gloo connected them when the group was made."""
+        if self.settings.backend == "gloo":
+            return
+        self._messages.put_message(CONNECT, True)
+        try:
+            open_connections(self._group, device)
+        except RuntimeError as error:
+            self._raise_if_failed()
+            raise TrainingError(
+                f"weight sync: {self.settings.backend} could not connect the {self.settings.size} "
+                f"processes: {error}"
+            ) from None
 
     def _send_bucket(self, number: int, bucket: dict[str, Tensor], version: int) -> bytes:
         """Broadcast a bucket and return its contribution to the digest."""
@@ -353,6 +371,9 @@ class Receiver:
                 host=local_address(settings.host, settings.port),
                 limit=settings.limit,
             )
+            if settings.backend != "gloo":
+                self._messages.get_message(CONNECT)
+                open_connections(self._group, self._device)
         except (RuntimeError, OSError) as error:
             raise TrainingError(
                 f"weight sync: cannot join the sender of the weights at {settings.host}:"

@@ -90,6 +90,16 @@ def start_broadcast(group: Any, data: Tensor) -> Any:
     return group.broadcast([data], options)
 
 
+def open_connections(group: Any, device: torch.device) -> None:
+    """Connect the group's ranks now. Every rank must call it, with the device that it sends from.
+
+    NCCL connects in the first collective of a device and blocks there until every rank has called
+    one. A protocol in which one rank calls it before it sends the message that the others wait for
+    would never end.
+    """
+    wait_for_broadcast(start_broadcast(group, torch.zeros(1, device=device)), device)
+
+
 def wait_for_broadcast(work: Any, device: torch.device) -> None:
     """Wait for a broadcast. Raises RuntimeError if a rank of the group is gone or too slow."""
     if work is not None:

@@ -1,0 +1,119 @@
+"""The order of calls with NCCL, tried with a group that blocks as NCCL does. No GPU, no NCCL."""
+
+import threading
+
+import pytest
+import torch
+
+from onepolicy.config import TrainingError
+from onepolicy.sync import broadcast as module
+from onepolicy.sync.broadcast import Receiver, Sender
+from support.waiting import LIMIT_S
+
+BLOCKED_S = 5.0
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (3, 5), "empty": (0,), "large": (300, 40), "scalar": ()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+class BlockingGroup:
+    """A process group among threads, whose first collective blocks until every rank calls one.
+
+    Later broadcasts block in `wait` only, as NCCL's work on a GPU does.
+    """
+
+    def __init__(self, all_called, arrived):
+        self.all_called, self.arrived, self.connected = all_called, arrived, False
+
+    def broadcast(self, data, options):
+        if not self.connected:
+            try:
+                self.all_called.wait(BLOCKED_S)
+            except threading.BrokenBarrierError:
+                raise RuntimeError("a rank called no collective") from None
+            self.connected = True
+        return Work(self, data[0])
+
+
+class Work:
+    def __init__(self, group, data):
+        self.group, self.data = group, data
+
+    def wait(self):
+        self.group.exchange(self.data)
+
+
+class SendingEnd(BlockingGroup):
+    def exchange(self, data):
+        self.arrived.value = data.clone()
+        self.all_called.wait(BLOCKED_S)  # the value is there
+        self.all_called.wait(BLOCKED_S)  # everybody has it
+
+
+class ReceivingEnd(BlockingGroup):
+    def exchange(self, data):
+        self.all_called.wait(BLOCKED_S)
+        data.copy_(self.arrived.value)
+        self.all_called.wait(BLOCKED_S)
+
+
+class Box:
+    value = None
+
+
+@pytest.fixture
+def blocking_groups(monkeypatch):
+    monkeypatch.setattr(module, "BUCKET_BYTES", 4096)
+    barrier, box = threading.Barrier(3), Box()
+
+    def make(store, rank, size, **settings):
+        assert settings["backend"] == "nccl"
+        return (ReceivingEnd if rank else SendingEnd)(barrier, box)
+
+    monkeypatch.setattr(module, "make_process_group", make)
+
+
+def test_both_sides_connect_before_either_waits_for_the_other(blocking_groups):
+    weights, arrived = tensors(), {}
+    sender = Sender(receivers=2, backend="nccl", timeout_s=LIMIT_S)
+
+    def receive(rank):
+        with Receiver(sender.invitation, rank, version=3) as arriving:
+            arrived[rank] = dict(arriving)
+
+    threads = [threading.Thread(target=receive, args=[rank]) for rank in (1, 2)]
+    for thread in threads:
+        thread.start()
+    with sender:
+        sender.send(weights.items(), 3)
+    for thread in threads:
+        thread.join()
+    for copy in arrived.values():
+        assert list(copy) == list(weights)
+        assert all(torch.equal(copy[name], weights[name]) for name in weights)
+
+
+def test_a_sender_that_fails_first_ends_the_receivers_wait_for_a_connection(blocking_groups):
+    sender = Sender(receivers=1, backend="nccl", timeout_s=LIMIT_S)
+    problems = []
+
+    def receive():
+        try:
+            with Receiver(sender.invitation, 1, version=3) as arriving:
+                dict(arriving)
+        except TrainingError as error:
+            problems.append(str(error))
+
+    def broken():
+        raise TrainingError("no weights today")
+        yield
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    with sender, pytest.raises(TrainingError, match="no weights today"):
+        sender.send(broken(), 3)
+    thread.join()
+    assert "no weights today" in problems[0]
