@@ -64,6 +64,8 @@ class EngineCaps:
     seeded: bool = True  # a request's random numbers depend on its seed only
     contract: NumericsContract | None = None  # of an engine that computes in this process
     sizes: WeightSizes | None = None  # of its weights under rollout.quant
+    weights_dtype: str | None = None  # in which it takes weights; None: unrounded
+    canary_floor: float = 0.0  # change of a log-probability that its kernels' order can make [nats]
 
 
 class WeightSource(Protocol):
@@ -74,7 +76,9 @@ class WeightSource(Protocol):
         """RL steps taken."""
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+    def named_weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors, for an engine that takes them in `dtype` (`EngineCaps`)."""
+        ...
 
 
 class WeightTarget(Protocol):
@@ -115,6 +119,13 @@ class MetricsSource(Protocol):
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call (run/metric_names.py)."""
         ...
+
+
+@runtime_checkable
+class SleepingSampler(Protocol):
+    """An engine that can free a GPU's memory between uses. It wakes by itself."""
+
+    def sleep(self) -> None: ...
 
 
 @runtime_checkable
@@ -261,7 +272,9 @@ class Learner(Protocol):
         """Update on a finished batch (advantage, weight and keep are set). version += 1."""
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+    def named_weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors, for an engine that takes them in `dtype` (`EngineCaps`)."""
+        ...
 
     def save(self, folder: Path, finish: Callable[[], None]) -> None:
         """Write everything that a resume needs into `folder`, then call `finish`.

@@ -19,6 +19,7 @@ from support.waiting import LIMIT_S
 
 LAYERS, DENSE, EXPERTS, TOP_K, VOCAB = 3, 1, 8, 2, 32  # the first layer is dense
 SERVER_INFO = {
+    "device": "cpu",
     "version": "0.5.23",
     "dtype": "float32",
     "quantization": None,

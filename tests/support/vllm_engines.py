@@ -72,7 +72,7 @@ class FakeLearner:
     def __init__(self, model):
         self.model = model
 
-    def named_weights(self):
+    def named_weights(self, dtype=None):
         yield from self.model.state_dict().items()
 
 

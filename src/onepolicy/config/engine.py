@@ -55,8 +55,15 @@ class VLLMEngineConfig(Frozen):
     """Keep keys, values and routes of shared prefixes, in whole blocks."""
     block_size: Tokens | None = None
     """Tokens of a block of the KV cache. Unset: vLLM's own choice (128 on the CPU)."""
-    kv_cache_gib: PositiveFloat = 1.0
-    """Memory for keys and values [GiB]."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Memory for keys and values [GiB]. Unset: 1 on a CPU; on a GPU what weights leave of
+    gpu_memory_utilization."""
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Share of a GPU's memory for weights, cache and activations. Unset: 0.92, or what a learner on
+    the same GPU leaves."""
+    enable_sleep_mode: bool = True
+    """Beside a learner on the same GPU: drop the cache and keep the weights in host memory while
+    the learner works, unless they work at once (rollout.max_staleness)."""
 
 
 class ServeConfig(VLLMEngineConfig):
@@ -92,7 +99,8 @@ class ServerEngineConfig(Frozen):
     """Most tokens of a sequence, prompt and completion. Unset: the model's context length, less the
     tokens that the server reserves."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds for one attempt of a request."""
+    """Seconds for one attempt of a request, or for one bucket or file of weights. Where tokens are
+    sampled: seconds of silence, after which the server must answer `/health`."""
     retries: int = Field(5, ge=0, le=LARGEST_INT)
     """Attempts after the first if a request gets no usable reply, 0.25 to 8 s apart. 0: none."""
     recovery_timeout_s: float | None = Field(None, ge=0, le=LARGEST_FLOAT)

@@ -33,19 +33,12 @@ class CheckpointNames:
         parameters = {name for name, _ in self._model.named_parameters()}
         self._required = parameters | buffers  # one of several tied names
 
-    def to_checkpoint(self, weights: NamedWeights) -> dict[str, Tensor]:
-        """Return all tensors as the checkpoint has them.
-
-        Raises:
-            UsageError: a tensor is not of this model, has another shape, or is missing.
-        """
-        return revert_weight_conversion(self._model, dict(self._checked(weights)))
-
     def stream_to_checkpoint(self, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors as the checkpoint has them, holding one layer at a time.
 
         Raises:
-            UsageError: as of `to_checkpoint`, when the iteration comes to the tensor.
+            UsageError: a tensor is not of this model, has another shape, or is missing. It is
+                raised when the iteration comes there.
         """
         checked = self._checked(weights)
         for _, layer in itertools.groupby(checked, key=lambda item: layer_prefix(item[0])):

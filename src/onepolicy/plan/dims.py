@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from onepolicy.config import ModelConfig, UsageError
+from onepolicy.models.cache_size import cached_elements
 from onepolicy.models.load import read_config
 from onepolicy.models.prepare import ATTENTION_LAYERS
 from onepolicy.replay.layers import find_routers
@@ -200,11 +201,12 @@ def _attention(text: PreTrainedConfig, layer: int) -> Attention:
     latent = getattr(text, "kv_lora_rank", None)
     if latent:
         key, value = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-        cached = latent + text.qk_rope_head_dim
-        return Attention(cached, 1, heads * (key + value), window, latent=True)
+        return Attention(
+            cached_elements(text, layer), 1, heads * (key + value), window, latent=True
+        )
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return Attention(2 * kv_heads * size, kv_heads, 2 * heads * size, window)
+    return Attention(cached_elements(text, layer), kv_heads, 2 * heads * size, window)
 
 
 def _attention_window(text: PreTrainedConfig, layer: int) -> int | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from onepolicy.config import HFEngineConfig, QuantFormat, RunConfig, VLLMEngineConfig
+from onepolicy.config.engine import ServeConfig
 from onepolicy.config.quant import Fp8, Fp8Weight
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.plan.dims import Dims
@@ -19,6 +21,7 @@ from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.learner_memory import BYTES, FLOAT32, kept_per_token
 from onepolicy.plan.step_work import StepWork, devices_per_replica, replicated
 from onepolicy.rollout.copies import quantise_policy
+from onepolicy.rollout.vllm.memory import cache_bytes, memory_args
 from onepolicy.rollout.vllm.quant import hf_equivalent
 
 
@@ -98,11 +101,14 @@ def engine_memory(
     work: StepWork,
     weights: EngineWeights,
     tensor_parallel: int,
+    share: float | None = None,
 ) -> EngineMemory:
     """Compute the memory of one device of an engine.
 
+    share: of the device's memory, where a learner has the rest; None: the engine has a device.
+
     The cache of a server is the memory that the weights leave. The embedded engine has rows for
-    every sequence. vLLM in this process has the cache of its setting `kv_cache_gib`.
+    every sequence.
     """
     engine, own_weights = config.rollout.engine, weights.total / tensor_parallel
     room = _replica_room(config, cluster)
@@ -111,15 +117,34 @@ def engine_memory(
         tokens: float = engine.max_num_seqs * (engine.max_len or dims.context)
         cache: float = embedded_cache_bytes(dims, config, cluster)
         return EngineMemory(own_weights, cache, tokens, engine.max_num_seqs, room, evaluator)
-    if isinstance(engine, VLLMEngineConfig):
-        cache = engine.kv_cache_gib * 2**30
-    else:
-        usable = cluster["memory"] * cluster["engine_share"]
-        cache = usable - own_weights - cluster["engine_reserve"]
+    cache = cache_bytes(
+        vllm_memory_args(config, cluster, share),
+        memory=cluster["memory"],
+        weights=own_weights,
+        reserve=cluster["engine_reserve"],
+    )
     per_sequence = sequence_cache_bytes(dims, config, cluster, work.length, tensor_parallel)
     sequences = max(0, math.floor(cache / per_sequence))
     tokens = max(0.0, cache / per_sequence * work.length)
     return EngineMemory(own_weights, cache, tokens, sequences, room, evaluator)
+
+
+def vllm_memory_args(
+    config: RunConfig, cluster: Cluster, share: float | None = None
+) -> dict[str, Any]:
+    """Return the memory arguments of the recipe's engine, as it will be started.
+
+    A server is taken to be started with the defaults of `onepolicy engine serve`, for its memory.
+    SGLang's share of a device counts as vLLM's. A server on a CPU takes the constant's share.
+    """
+    engine = config.rollout.engine
+    if share is None:
+        share = cluster["engine_share"]
+    if replicated(config):
+        share *= min(1.0, devices_per_replica(config, cpu=cluster.is_cpu))
+    if isinstance(engine, VLLMEngineConfig):
+        return memory_args(engine, cpu=cluster.is_cpu, share=share)
+    return memory_args(ServeConfig(), cpu=False, share=share)
 
 
 def _replica_room(config: RunConfig, cluster: Cluster) -> float:

@@ -152,11 +152,16 @@ class Planner:
         """Compute memory and times of a split. config: settings to use instead of the recipe's."""
         config = config or self.config
         dims, cluster, work, learners = self.dims, self.cluster, self.work, split.learners
-        engine = self.engine_device_memory(split.tensor_parallel)
+        learner = self.learner_rank_memory(learners, config)
+        share: float | None = None
+        if in_process(config):
+            share = cluster["engine_share"] * max(0.0, self.room - learner.total)
+            share /= cluster["memory"]
+        engine = self.engine_device_memory(split.tensor_parallel, share)
         engine_devices = {"engines": split.engines, "tensor_parallel": split.tensor_parallel}
         return PlanOption(
             split=split,
-            learner=self.learner_rank_memory(learners, config),
+            learner=learner,
             engine=engine,
             rollout=rollout_time(
                 dims,
@@ -179,10 +184,12 @@ class Planner:
             overlaps=config.rollout.overlaps and not in_process(config),
         )
 
-    def engine_device_memory(self, tensor_parallel: int) -> EngineMemory:
-        """Compute the memory of an engine's device."""
+    def engine_device_memory(
+        self, tensor_parallel: int, share: float | None = None
+    ) -> EngineMemory:
+        """Compute the memory of an engine's device. share: what a learner on it leaves."""
         return engine_memory(
-            self.dims, self.config, self.cluster, self.work, self.weights, tensor_parallel
+            self.dims, self.config, self.cluster, self.work, self.weights, tensor_parallel, share
         )
 
     @cached_property

@@ -23,4 +23,6 @@ class EngineSpec:
     combine_weights: bool = False  # return the combine weights of those experts too
     numerics: Numerics = "fast"
     quant: QuantFormat | None = None  # of the engine's weights, now and after every sync
+    gpu_share: float = 1.0  # of a GPU's memory that is the engine's, for an engine that reserves it
+    sleeps: bool = False  # frees that memory while the learner works
     pressure: RoutingPressure | None = None  # noise on the embedded engine's routers, for studies

@@ -159,6 +159,11 @@ def _is_running(pid: int) -> bool:
     return True
 
 
+def num_files(folder: Path) -> int:
+    """Return the number of files with weights in a folder that `WeightFiles` wrote, at least 1."""
+    return max(1, len(list(folder.glob("*.safetensors"))))
+
+
 def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a folder that `WeightFiles` wrote, one at a time.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from onepolicy.interfaces import Update
 from onepolicy.objective.loss import loss_weights, policy_loss
 from onepolicy.replay.routers import Routers
+from onepolicy.sync.sent_tensors import sent_tensors
 from onepolicy.train import checkpoint, pack
 from onepolicy.train.checks import check_batch, refuse_randomness
 from onepolicy.train.extension import LearnerExtension, MicroBatch
@@ -210,8 +211,8 @@ class LocalLearner:
 
     # --- weights and checkpoints ------------------------------------------------------------------
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.state_dict().items()
+    def named_weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        yield from sent_tensors(self.model, dtype)
 
     def save(self, folder: Path, finish: Callable[[], None]) -> None:
         """Write everything that training continues from into `folder`, then call `finish`.

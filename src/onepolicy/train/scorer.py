@@ -15,6 +15,7 @@ from onepolicy.invariant.fingerprint import compute_fingerprint
 from onepolicy.invariant.numerics_contract import numerics_contract_of
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.routers import Routers
+from onepolicy.sync.sent_tensors import sent_tensors
 from onepolicy.train.checks import check_routes
 from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
 from onepolicy.train.pack import micro_batches
@@ -155,8 +156,8 @@ class PolicyScorer:
             tempered_logits(self.model, micro, first_slot)
         return recorder.trace()
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.state_dict().items()
+    def named_weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        yield from sent_tensors(self.model, dtype)
 
 
 class ScoreBuffer:

@@ -8,9 +8,13 @@ from transformers import AutoModelForCausalLM
 
 from onepolicy.cli import main
 from onepolicy.config import load
+from onepolicy.config.engine import ServeConfig
 from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner, best_option
+from onepolicy.rollout.vllm.memory import GPU_SHARE, RESERVE, cache_bytes
+from onepolicy.rollout.vllm.serve import command_line
+from onepolicy.rollout.vllm.start import engine_args
 from onepolicy.tiny.model import make_tokenizer
 from support.metrics import rows
 from support.models import CONFIGS
@@ -49,6 +53,38 @@ def planned(name):
 
 def test_every_recipe_is_tested():
     assert set(FAMILIES) == {path.name for path in FOLDER.glob("*.toml")}
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b_8gpu.toml", *LARGE])
+def test_the_planned_cache_is_that_of_the_server_that_the_recipe_starts(name):
+    """The server is started by the command in the recipe's first comment."""
+    head = (FOLDER / name).read_text()
+    command = r"engine serve \S+ ((?:\w+=\w+ )+).*?--tensor-parallel-size=(\d+)"
+    settings, size = re.search(command, head, re.DOTALL).groups()
+    served = ServeConfig.model_validate(dict(each.split("=") for each in settings.split()))
+    arguments = engine_args(
+        served,
+        "MODEL",
+        max_len=served.max_len,
+        top_logprobs=8,
+        return_routes=True,
+        cpu=False,
+        trust_remote_code=False,
+    )
+    made = planned(name)
+    device = made.engine_device_memory(int(size))
+    left = cache_bytes(
+        arguments,
+        memory=made.cluster["memory"],
+        weights=made.weights.total / int(size),
+        reserve=made.cluster["engine_reserve"],
+    )
+    assert device.cache == left
+    assert left > 30e9
+    assert "--kv-cache-memory-bytes" not in command_line(arguments, "127.0.0.1", 8000)
+    assert tuple(
+        parse_cluster("8xH200")[constant] for constant in ("engine_share", "engine_reserve")
+    ) == (GPU_SHARE, RESERVE)
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b_8gpu.toml", *LARGE])

@@ -186,6 +186,7 @@ class _RunActors:
             "numerics": spec.numerics,
             "quant": quant and quant.model_dump(),
             "threads": self.cluster.cpus_per_replica,
+            "gpu_share": min(1.0, gpus or 1.0),
             "cuda": self.cuda if gpus is None else gpus > 0,
         }
 

@@ -205,5 +205,6 @@ def build_engine(settings: dict[str, Any]) -> RolloutEngine:
             combine_weights=settings["combine_weights"],
             numerics=settings["numerics"],
             quant=TypeAdapter(QuantConfig).validate_python(settings["quant"]),
+            gpu_share=settings["gpu_share"],
         )
     )

@@ -187,10 +187,16 @@ def choose_replica(engines: Sequence[Replica], first_prompt: Sequence[int]) -> R
 
 def common_caps(caps: Sequence[EngineCaps]) -> EngineCaps:
     """Return the capabilities that all engines have."""
+    dtypes = {each.weights_dtype for each in caps}
+    weights_dtype: str | None = None
+    if len(dtypes) == 1:
+        (weights_dtype,) = dtypes
     return EngineCaps(
         returns_routes=all(each.returns_routes for each in caps),
         max_len=min(each.max_len for each in caps),
         returns_combine_weights=all(each.returns_combine_weights for each in caps),
         top_logprobs=min(each.top_logprobs for each in caps),
         seeded=all(each.seeded for each in caps),
+        weights_dtype=weights_dtype,
+        canary_floor=max(each.canary_floor for each in caps),
     )

@@ -26,6 +26,7 @@ from onepolicy.rollout.hf.sampler import LOGP_METHOD, check_sampling
 from onepolicy.rollout.hf.scheduler import BatchRunner, InterruptibleBatch, check_request
 from onepolicy.rollout.resume import join_partial_completions
 from onepolicy.rollout.spec import EngineSpec
+from onepolicy.sync.push import canary_floor
 from onepolicy.types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -113,6 +114,9 @@ class HFEngine:
         sizes: WeightSizes | None = None
         if self.quantised is not None:
             sizes = self.quantised.sizes()
+        weights_dtype: str | None = None  # quantised and float32 copies are made of unrounded ones
+        if quant is None and self._head is None:
+            weights_dtype = config.dtype
         self.caps = EngineCaps(
             return_routes,
             max_len,
@@ -120,6 +124,8 @@ class HFEngine:
             top_logprobs=self._vocab,
             contract=numerics_contract_of(model, logp=LOGP_METHOD),
             sizes=sizes,
+            weights_dtype=weights_dtype,
+            canary_floor=canary_floor(config.dtype, cpu=device.type == "cpu"),
         )
         self._runner = BatchRunner(self.batch)
 

@@ -151,11 +151,11 @@ class StaticBatch:
 
     def _completion(self, i: int, version: int, finish: FinishReason | None = None) -> Completion:
         request = self._requests[i]
-        tokens = torch.tensor([int(t[i]) for t in self._tokens], dtype=torch.int32)
+        tokens, logp = self._sampled(i)
         top_ids, top_logp = request.stack_top_logprobs()
         return Completion(
             tokens,
-            torch.tensor([float(p[i]) for p in self._logp]),
+            logp,
             torch.full((len(tokens),), version, dtype=torch.int32),
             finish or request.finish_reason(int(tokens[-1])),
             self._trace(i, len(request.prompt), version),
@@ -163,6 +163,12 @@ class StaticBatch:
             top_ids=top_ids,
             top_logp=top_logp,
         )
+
+    def _sampled(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens [n] int32 and log-probabilities [n] of request i, by two host reads."""
+        tokens = torch.stack([tokens[i] for tokens in self._tokens])
+        logp = torch.stack([logp[i] for logp in self._logp])
+        return tokens.cpu().int(), logp.cpu()
 
     def _trace(self, i: int, size: int, version: int) -> RoutingTrace | None:
         """Return the routes of request i, whose prompt has `size` tokens."""

@@ -42,6 +42,7 @@ TOKEN_ENV = "rollout.engine.token_env"
 FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0  # s; the wait before a retry doubles from first to longest
 SHOWN_CHARS = 300  # characters of a body in an error
 HIDDEN_TOKEN = "(the token)"
+SLOWEST_TOKEN_S = 1.0  # s; a server that lives but samples slower than this has stopped
 
 
 class EngineLost(TrainingError):
@@ -114,6 +115,12 @@ class _Call:
     max_bytes: int = MAX_REPLY_BYTES
     json: Any = None
     params: Mapping[str, str] | None = None
+    tokens: int = 0  # that the server may sample before it answers
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds after which an attempt ends although the server shows signs of life."""
+        return self.timeout_s + self.tokens * SLOWEST_TOKEN_S
 
 
 class EngineClient:
@@ -134,8 +141,8 @@ class EngineClient:
         """Check the arguments. Connect at the first request.
 
         token_env: environment variable with the bearer token. None: the token file of a server on
-        this machine (rollout/servers/token.py). timeout_s: of one attempt. server: its name in
-        errors.
+        this machine (rollout/servers/token.py). timeout_s: of one attempt, or of a server's
+        silence while it samples. server: its name in errors.
 
         Raises UsageError for a malformed URL, for a variable without a valid token, or without
         httpx2.
@@ -187,14 +194,18 @@ class EngineClient:
         parse: Callable[[Any], T] = lambda reply: reply,
         timeout_s: float | None = None,
         max_bytes: int = MAX_REPLY_BYTES,
+        tokens: int = 0,
         confirm: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
         """Send `body` as JSON and return parse(reply).
 
-        timeout_s: of one attempt; None is the client's. max_bytes: of the reply. confirm: awaited
-        after a reply that took several attempts, because the server may have been replaced.
+        timeout_s: of one attempt; None is the client's. max_bytes: of the reply. tokens: that are
+        sampled before the reply. An attempt then goes on while the server answers `/health`, up to
+        a second per token. confirm: awaited after a reply that took several attempts, because the
+        server may have been replaced.
         """
-        call = _Call("POST", path, timeout_s or self._timeout_s, max_bytes, body, params)
+        limit = timeout_s or self._timeout_s
+        call = _Call("POST", path, limit, max_bytes, body, params, tokens)
         return await self._request(call, parse, confirm)
 
     def take_counters(self) -> RequestCounters:
@@ -259,11 +270,13 @@ class EngineClient:
 
         client = await self._connected_client()
         try:
-            async with asyncio.timeout(call.timeout_s):
-                async with client.stream(
+            async with (
+                self._time_limit(client, call),
+                client.stream(
                     call.method, self.url + call.path, json=call.json, params=call.params
-                ) as response:
-                    body = await read_body(response, call.max_bytes)
+                ) as response,
+            ):
+                body = await read_body(response, call.max_bytes)
         except TimeoutError:
             raise _NoReplyError(
                 f"no answer within {call.timeout_s:g} s (rollout.engine.timeout_s)"
@@ -279,6 +292,37 @@ class EngineClient:
         if self._no_reply_error is EngineLost:
             raise TrainingError(message)
         raise UsageError(message)
+
+    @asynccontextmanager
+    async def _time_limit(self, client: httpx2.AsyncClient, call: _Call) -> AsyncIterator[None]:
+        """Raise TimeoutError in the context when the attempt has lasted too long."""
+        if not call.tokens:
+            async with asyncio.timeout(call.timeout_s):
+                yield
+            return
+        async with asyncio.timeout(call.longest_s) as limit:
+            watch = asyncio.create_task(self._end_in_silence(client, call, limit))
+            try:
+                yield
+            finally:
+                watch.cancel()
+
+    async def _end_in_silence(
+        self, client: httpx2.AsyncClient, call: _Call, limit: asyncio.Timeout
+    ) -> None:
+        """End the time limit once the server gives no sign of life."""
+        import httpx2
+
+        alive = True
+        while alive:
+            await asyncio.sleep(call.timeout_s)
+            try:
+                async with asyncio.timeout(call.timeout_s):
+                    response = await client.get(self.url + "/health")
+                alive = response.status_code == 200
+            except (TimeoutError, httpx2.RequestError):
+                alive = False
+        limit.reschedule(asyncio.get_running_loop().time())
 
     def _describe_failure(self, call: _Call, problem: str, attempts: str = "") -> str:
         others = self._in_flight - 1

@@ -40,7 +40,8 @@ from onepolicy.rollout.sglang.handshake import (
     read_weights_id,
 )
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.sync.weight_files import WeightFiles
+from onepolicy.sync.push import canary_floor
+from onepolicy.sync.weight_files import WeightFiles, num_files
 from onepolicy.types import Completion, Sampling
 
 MIN_TEMPERATURE = 1e-6  # SGLang samples greedily below it
@@ -85,7 +86,10 @@ class SGLangEngine:
         vocab = int(text.vocab_size)
         self.version = 0
         self.caps = EngineCaps(
-            returns_routes=route_spec is not None, max_len=max_len, top_logprobs=vocab
+            returns_routes=route_spec is not None,
+            max_len=max_len,
+            top_logprobs=vocab,
+            weights_dtype=config.dtype,
         )
         self.config = config
         self.client, self._client_without_retries = make_clients(config, server="the SGLang server")
@@ -108,7 +112,8 @@ class SGLangEngine:
         with self.client.startup_errors(), self._client_without_retries.startup_errors():
             info = await handshake(self.client, self._hf_config, self.config, self.caps)
             self.server_info = info
-            self.caps = dataclasses.replace(self.caps, seeded=info.seeded)
+            floor = canary_floor(self.config.dtype, cpu=info.cpu)
+            self.caps = dataclasses.replace(self.caps, seeded=info.seeded, canary_floor=floor)
             self.version = info.weights_id.version_number
             run = secrets.token_hex(4)
             await self._set_weights_id(dataclasses.replace(info.weights_id, run=run))
@@ -134,17 +139,19 @@ class SGLangEngine:
         rollout.engine.pause is the mode of running requests. After a failure the server stays
         paused.
         """
+        tensors = self._names.stream_to_checkpoint(weights)
         if self._files is not None:
-            tensors = self._names.stream_to_checkpoint(weights)
             folder = await asyncio.to_thread(self._files.write_version, tensors, version)
+            limit = self.config.timeout_s * num_files(folder)
             async with self._update(version) as (weights_id, flush):
-                await sync.load_from_folder(self.client, str(folder), weights_id, flush=flush)
+                await sync.load_from_folder(
+                    self.client, str(folder), weights_id, flush=flush, timeout_s=limit
+                )
             return
-        by_name = self._names.to_checkpoint(weights)
         async with self._update(version) as (weights_id, flush):
             await sync.broadcast_weights(
                 self._client_without_retries,
-                by_name,
+                tensors,
                 weights_id,
                 backend=self.config.sync,
                 ranks=self._connected_info.ranks,
@@ -324,4 +331,5 @@ class SGLangEngine:
             request.body(self._model),
             parse=lambda reply: parse_reply(reply, request, self._model, self._version_of),
             max_bytes=request.max_reply_bytes(self._model),
+            tokens=sampling.max_tokens,
         )

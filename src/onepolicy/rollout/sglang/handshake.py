@@ -115,6 +115,7 @@ class SGLangServerInfo:
     ranks: int  # that take part in a broadcast
     max_masked_tokens: int  # most tokens in a sampling mask; more return no log-probabilities
     seeded: bool  # a request's seed determines its random numbers
+    cpu: bool
 
 
 async def handshake(
@@ -143,6 +144,7 @@ async def handshake(
         ranks=info.get("tp_size", 1),
         max_masked_tokens=info.get("sampling_mask_max_tokens", 0),
         seeded=info.get("enable_deterministic_inference") is True,
+        cpu=info.get("device") == "cpu",
     )
 
 

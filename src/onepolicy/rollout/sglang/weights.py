@@ -18,8 +18,10 @@ from torch import Tensor
 
 from onepolicy.config import TrainingError
 from onepolicy.config.base import short_repr
+from onepolicy.interfaces import NamedWeights
 from onepolicy.rollout.servers.http import EngineClient, host_and_port
 from onepolicy.rollout.servers.replies import MalformedReply
+from onepolicy.sync.broadcast import split_into_buckets
 from onepolicy.sync.group import (
     local_address,
     make_process_group,
@@ -41,7 +43,12 @@ def check_success(reply: Any) -> None:
 
 
 async def load_from_folder(
-    client: EngineClient, folder: str, weights_id: str, *, flush: bool
+    client: EngineClient,
+    folder: str,
+    weights_id: str,
+    *,
+    flush: bool,
+    timeout_s: float | None = None,
 ) -> None:
     """Make the server load a checkpoint from a path that it can read."""
     body = {
@@ -50,12 +57,12 @@ async def load_from_folder(
         "flush_cache": flush,
         "abort_all_requests": False,
     }
-    await client.post("/update_weights_from_disk", body, parse=check_success)
+    await client.post("/update_weights_from_disk", body, parse=check_success, timeout_s=timeout_s)
 
 
 async def broadcast_weights(
     client: EngineClient,
-    tensors: Mapping[str, Tensor],
+    weights: NamedWeights,
     weights_id: str,
     *,
     backend: str,
@@ -63,21 +70,26 @@ async def broadcast_weights(
     timeout_s: float,
     flush: bool,
 ) -> None:
-    """Broadcast tensors with checkpoint names to the server.
+    """Broadcast tensors with checkpoint names to the server, and hold one bucket at a time.
 
     client: without retries, because one end cannot repeat a broadcast alone. ranks: number of the
     server's ranks, which are 1 and up in the group; this process is rank 0. Every update makes a
-    new group: joining is cheap, and a restarted server does not know the old group.
+    new group: joining is cheap, and a restarted server does not know the old group. timeout_s: of
+    every bucket.
     """
     group_name = f"onepolicy-{secrets.token_hex(4)}"
     group = await _join_group(client, group_name, backend, 1 + ranks, timeout_s)
     await client.post("/begin_weight_update", {}, parse=check_success)
     try:
-        buckets = list(in_buckets(tensors))
-        for bucket in buckets[:-1]:
-            await _send_bucket(client, group, bucket, update_body(bucket, group_name))
-        body = update_body(buckets[-1], group_name, weights_id, flush=flush)
-        await _send_bucket(client, group, buckets[-1], body)
+        buckets = in_buckets(weights)
+        bucket = await _next_bucket(buckets)
+        while bucket:
+            following = await _next_bucket(buckets)
+            body = update_body(bucket, group_name)
+            if not following:
+                body = update_body(bucket, group_name, weights_id, flush=flush)
+            await _send_bucket(client, group, bucket, body)
+            bucket = following
     except BaseException:
         with suppress(TrainingError):  # raise the first error
             await _end_update(client, group_name)
@@ -115,6 +127,11 @@ async def _send_bucket(
     )
 
 
+async def _next_bucket(buckets: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Gather and return the next bucket, empty after the last, beside the event loop."""
+    return await run_in_daemon_thread(partial(next, buckets, {}))
+
+
 async def _end_update(client: EngineClient, group_name: str) -> None:
     """End the update. Otherwise the server would refuse to begin another one."""
     await client.post("/end_weight_update", {}, parse=check_success, timeout_s=JOIN_TIMEOUT_S)
@@ -142,22 +159,14 @@ def update_body(
     }
 
 
-def in_buckets(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def in_buckets(weights: NamedWeights) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors in buckets of at most BUCKET_BYTES, or of one larger tensor.
 
-    Wider dtypes come first, so that every tensor starts at a multiple of its item size, as the
-    server requires.
+    A tensor is asked for when its bucket is. In a bucket wider dtypes come first, so that every
+    tensor starts at a multiple of its item size, as the server requires.
     """
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
-        if bucket and size + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+    for bucket in split_into_buckets(weights, BUCKET_BYTES):
+        yield dict(sorted(bucket.items(), key=lambda item: -item[1].itemsize))
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -25,9 +25,11 @@ from onepolicy.replay.payloads.vllm import RoutePayloadFormat, request_trace
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import BatchRunner, SequenceRequest, check_request
 from onepolicy.rollout.spec import EngineSpec
+from onepolicy.rollout.vllm.memory import GPU_SHARE
 from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors, part_sizes
 from onepolicy.rollout.vllm.start import start_llm_engine
 from onepolicy.rollout.vllm.weights import reload_weights
+from onepolicy.sync.push import canary_floor
 from onepolicy.types import Completion, RoutingTrace, Sampling
 
 LOG = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ def build(spec: EngineSpec) -> VLLMEngine:
         max_len=spec.max_len,
         cpu=spec.device.type == "cpu",
         quant=spec.quant,
+        gpu_share=spec.gpu_share,
+        sleeps=spec.sleeps,
     )
 
 
@@ -61,18 +65,25 @@ class VLLMEngine:
         max_len: int,
         cpu: bool,
         quant: QuantFormat | None = None,
+        gpu_share: float = 1.0,
+        sleeps: bool = False,
     ) -> None:
         """Start vLLM and load the model.
 
         route_spec: layers whose experts are returned for every token. max_len: prompt + completion
         tokens. quant: format of the engine's weights, now and after every sync, by vLLM's own
-        methods (rollout/vllm/quant.py).
+        methods (rollout/vllm/quant.py). gpu_share: of the GPU that is the engine's.
+        sleeps: `sleep` frees that share until the next use.
         """
         text = hf_config.get_text_config()
         self.version = 0
         self._vocab = int(text.vocab_size)
         self.caps = EngineCaps(
-            returns_routes=route_spec is not None, max_len=max_len, top_logprobs=self._vocab
+            returns_routes=route_spec is not None,
+            max_len=max_len,
+            top_logprobs=self._vocab,
+            weights_dtype=config.dtype,
+            canary_floor=canary_floor(config.dtype, cpu=cpu),
         )
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         LOG.info("starting vLLM and loading %s", model.path)
@@ -86,7 +97,10 @@ class VLLMEngine:
             cpu=cpu,
             trust_remote_code=model.trust_remote_code,
             quant=quant,
+            gpu_share=GPU_SHARE * gpu_share,
+            sleeps=sleeps,
         )
+        self._sleeps, self._asleep = sleeps, False
         if quant is not None:
             tensors = self.llm.apply_model(measure_part_tensors)[0]
             sizes = part_sizes(quant, (PartTensors(**each) for each in tensors), config.dtype)
@@ -108,6 +122,7 @@ class VLLMEngine:
 
         The random numbers depend on the seed only. The last bits of the logits depend on the batch.
         """
+        self._wake()
         check_sampling(sampling)
         check_temperature(sampling)
         prompt = check_request(
@@ -117,6 +132,7 @@ class VLLMEngine:
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load all of the model's tensors, cast to the engine's dtype."""
+        self._wake()
         self._runner.clear_cache("load_weights")
         self.version = -1  # until the last tensor is loaded
         self.llm.collective_rpc(reload_weights, args=(self._names.stream_to_checkpoint(weights),))
@@ -125,7 +141,25 @@ class VLLMEngine:
 
     async def reset_cache(self) -> None:
         """Drop every cached prefix, so that later samples do not depend on earlier ones."""
+        self._wake()
         self._runner.clear_cache("reset_cache")
+
+    def sleep(self) -> None:
+        """Free the GPU's memory until the engine is used again. No request may be running.
+
+        The cache is dropped and the weights wait in host memory. Does nothing unless the engine was
+        built to sleep.
+        """
+        if self._sleeps and not self._asleep:
+            self._runner.clear_cache("sleep")
+            self.llm.sleep(level=1)
+            self._asleep = True
+
+    def _wake(self) -> None:
+        if self._asleep:
+            torch.cuda.empty_cache()  # what the learner has freed, torch still holds
+            self.llm.wake_up()
+            self._asleep = False
 
 
 class _VLLMBatch:

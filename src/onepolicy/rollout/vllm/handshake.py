@@ -42,6 +42,7 @@ class VLLMServerInfo:
     workers: int
     reply_parser: ReplyParser
     sizes: SizeReport | None  # of quantised weights
+    cpu: bool
 
 
 async def handshake(
@@ -83,6 +84,7 @@ async def handshake(
             vocab, int(text.num_hidden_layers), route_spec, payload_format_of(version)
         ),
         sizes=sizes,
+        cpu=server.device == "cpu",
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,8 @@ from onepolicy.rollout.vllm.handshake import (
 from onepolicy.sync.broadcast import Sender, UpdateCancelled
 from onepolicy.sync.checksum import ChecksumAccumulator, ChecksumTable
 from onepolicy.sync.group import local_address, run_in_daemon_thread
-from onepolicy.sync.weight_files import WeightFiles
+from onepolicy.sync.push import canary_floor
+from onepolicy.sync.weight_files import WeightFiles, num_files
 from onepolicy.types import Completion, Sampling
 
 CallWorkers = Callable[..., Awaitable[list[Any]]]
@@ -69,7 +71,8 @@ async def load_weight_files(
     call: CallWorkers, folder: Path, sums: ChecksumTable, version: int
 ) -> None:
     """Make the workers load the files. Raise TrainingError if one reads other bytes."""
-    for worker, result in enumerate(await call("onepolicy_load_files", str(folder), sums)):
+    results = await call("onepolicy_load_files", str(folder), sums)
+    for worker, result in enumerate(results):
         if result["difference"] is not None:
             raise TrainingError(
                 f"rollout.engine.sync_dir: weights of version {version} in {folder}, as worker "
@@ -87,7 +90,9 @@ async def broadcast_weights(
 ) -> None:
     """Broadcast the weights to the workers.
 
-    call: without retries, because one end cannot repeat a broadcast alone.
+    call: without retries, because one end cannot repeat a broadcast alone, and without a time
+    limit. rollout.engine.timeout_s limits every wait of the sender, and the workers' replies once
+    it has ended: a broadcast may take as long as it makes progress.
     """
     assert config.sync != "disk"
     try:
@@ -111,14 +116,37 @@ async def broadcast_weights(
                 sender.cancel()
             return problems
 
-        sending = run_in_daemon_thread(partial(sender.send, weights, version))
-        problems, sent = await asyncio.gather(receive(), sending, return_exceptions=True)
+        send = partial(sender.send, weights, version)
+        problems, sent = await _both_ends(receive(), run_in_daemon_thread(send), config.timeout_s)
         if isinstance(problems, BaseException):
             raise problems
         if problems and isinstance(sent, UpdateCancelled):
             raise TrainingError(problems[0])
         if isinstance(sent, BaseException):
             raise sent
+
+
+async def _both_ends(
+    receive: Coroutine[Any, Any, list[str]], send: Coroutine[Any, Any, str], timeout_s: float
+) -> tuple[list[str] | BaseException, str | BaseException]:
+    """Return the results or errors of receiving and sending, which run at once.
+
+    timeout_s: for the receivers' replies after the sender has ended.
+    """
+    receiving, sending = asyncio.ensure_future(receive), asyncio.ensure_future(send)
+    try:
+        await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((receiving,), timeout=timeout_s)
+        if not receiving.done():
+            raise EngineLost(
+                f"rollout.engine.url: the vLLM server did not say within {timeout_s:g} s "
+                "(rollout.engine.timeout_s) whether it has loaded the weights that it was sent"
+            )
+        problems, sent = await asyncio.gather(receiving, sending, return_exceptions=True)
+        return problems, sent
+    finally:
+        receiving.cancel()
+        sending.cancel()
 
 
 def build(spec: EngineSpec) -> VLLMServer:
@@ -160,7 +188,9 @@ class VLLMServer:
         was started with.
         """
         self.version = 0
-        self.caps = EngineCaps(returns_routes=route_spec is not None, max_len=max_len)
+        self.caps = EngineCaps(
+            returns_routes=route_spec is not None, max_len=max_len, weights_dtype=config.dtype
+        )
         self.client, self._client_without_retries = make_clients(config, server="the vLLM server")
         self.config, self._text = config, hf_config.get_text_config()
         self._route_spec, self._quant = route_spec, quant
@@ -187,7 +217,10 @@ class VLLMServer:
                 self.client, self._text, self.config, self.caps, self._route_spec, self._quant
             )
             self.caps = dataclasses.replace(
-                self.caps, top_logprobs=info.top_logprobs, sizes=info.sizes
+                self.caps,
+                top_logprobs=info.top_logprobs,
+                sizes=info.sizes,
+                canary_floor=canary_floor(self.config.dtype, cpu=info.cpu),
             )
             self._server_info, self._weights_id = info, info.weights_id
             if info.weights_id.endswith(INCOMPLETE):
@@ -268,9 +301,11 @@ class VLLMServer:
                 write_weight_files, self._files, tensors, version
             )
             async with self._update(version):
-                await load_weight_files(self.call_workers, folder, sums, version)
+                limit = self.config.timeout_s * num_files(folder)
+                call = partial(self.call_workers, timeout_s=limit)
+                await load_weight_files(call, folder, sums, version)
             return
-        call = partial(self.call_workers, client=self._client_without_retries)
+        call = partial(self.call_workers, client=self._client_without_retries, timeout_s=math.inf)
         async with self._update(version):
             workers = self._connected_info.workers
             await broadcast_weights(call, tensors, version, config=self.config, workers=workers)
@@ -336,12 +371,22 @@ class VLLMServer:
             )
 
     async def call_workers(
-        self, method: str, *args: Any, client: EngineClient | None = None
+        self,
+        method: str,
+        *args: Any,
+        client: EngineClient | None = None,
+        timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a method of rollout/vllm/worker.py on every worker. Return their results."""
+        """Call a method of rollout/vllm/worker.py on every worker. Return their results.
+
+        timeout_s: of the call; None: rollout.engine.timeout_s.
+        """
         body = {"method": method, "args": list(args)}
         return await (client or self.client).post(
-            "/collective_rpc", body, parse=lambda reply: get_field(reply, "results", list)
+            "/collective_rpc",
+            body,
+            parse=lambda reply: get_field(reply, "results", list),
+            timeout_s=timeout_s,
         )
 
     def take_metrics(self) -> dict[str, float]:
@@ -382,6 +427,7 @@ class VLLMServer:
                 parse=parse,
                 max_bytes=parser.max_reply_bytes(prompt=len(path), sampling=sampling),
                 confirm=self.confirm_weights,
+                tokens=sampling.max_tokens,
             )
             return part, pauses != self._pauses
 

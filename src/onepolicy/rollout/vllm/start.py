@@ -21,6 +21,7 @@ from onepolicy.rollout.vllm.compatibility import (
     check_route_compatibility,
     deployment_of,
 )
+from onepolicy.rollout.vllm.memory import GPU_SHARE, memory_args
 from onepolicy.telemetry import OPT_OUT
 
 # In this process, so that weights are loaded without a copy. No telemetry.
@@ -39,11 +40,14 @@ def start_llm_engine(
     cpu: bool,
     trust_remote_code: bool,
     quant: QuantFormat | None = None,
+    gpu_share: float = GPU_SHARE,
+    sleeps: bool = False,
 ) -> tuple[Any, RoutePayloadFormat | None]:
     """Return vLLM's LLMEngine with the model of `path`, and the format of its routes.
 
-    The format is None without routes. max_len, top_logprobs: limits of a request. Raises
-    UsageError if vLLM is missing, or if its version or set-up is refused.
+    The format is None without routes. max_len, top_logprobs: limits of a request. gpu_share: the
+    default of gpu_memory_utilization. sleeps: with vLLM's sleep mode. Raises UsageError if vLLM is
+    missing, or if its version or set-up is refused.
     """
     vllm_quant.check_quant_device(quant, cpu=cpu)
     version, platform = _import_vllm(cpu=cpu)
@@ -67,7 +71,10 @@ def start_llm_engine(
         cpu=cpu,
         trust_remote_code=trust_remote_code,
         quant=quant,
+        gpu_share=gpu_share,
     )
+    if sleeps:
+        arguments["enable_sleep_mode"] = True
     if return_routes and parse_version(version) < (0, 22):
         arguments["async_scheduling"] = False
     with _keep_set_num_threads(), vllm_quant.name_setting_in_errors(quant):
@@ -119,10 +126,11 @@ def engine_args(
     cpu: bool,
     trust_remote_code: bool,
     quant: QuantFormat | None = None,
+    gpu_share: float = GPU_SHARE,
 ) -> dict[str, Any]:
     """Return vLLM's EngineArgs, for this process or for a server's command line.
 
-    None leaves an argument to vLLM.
+    None leaves an argument to vLLM. gpu_share: the default of gpu_memory_utilization.
     """
     overrides: dict[str, Any] = {}
     if config.lm_head == "float32":
@@ -138,7 +146,6 @@ def engine_args(
         "max_num_seqs": config.max_num_seqs,
         "block_size": config.block_size,
         "enable_prefix_caching": config.enable_prefix_caching,
-        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
         "max_logprobs": top_logprobs,
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
         "hf_overrides": overrides,
@@ -148,7 +155,9 @@ def engine_args(
         "enable_chunked_prefill": not cpu,
         "use_tqdm_on_load": False,
         "seed": 0,  # every request brings its own
-    } | vllm_quant.quantization_args(quant)
+        **memory_args(config, cpu=cpu, share=gpu_share),
+        **vllm_quant.quantization_args(quant),
+    }
 
 
 def check_vllm_version(version: str, *, cpu: bool) -> None:

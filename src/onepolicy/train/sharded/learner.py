@@ -229,11 +229,11 @@ class ShardedLearner:
         for extension in self.rank_0.extensions:
             extension.add_counts(answers)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield one tensor at a time. Each is gathered when it is asked for."""
+    def named_weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield one tensor at a time. Each is cast, then gathered when it is asked for."""
         other_ranks = self.dispatcher.other_ranks
-        other_ranks.broadcast(Message({"do": "weights"}))
-        gathered = self.rank_0.named_weights()
+        other_ranks.broadcast(Message({"do": "weights", "dtype": dtype}))
+        gathered = self.rank_0.named_weights(dtype)
         try:
             # `yield from` would close the generator if the caller stops early
             for item in gathered:  # noqa: UP028

@@ -23,6 +23,7 @@ from typing_extensions import TypedDict
 from onepolicy.config import RunConfig
 from onepolicy.replay.routers import Routers
 from onepolicy.sync.messages import validate_message
+from onepolicy.sync.sent_tensors import sent_tensors
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded import shards
@@ -85,6 +86,7 @@ class WeightsCommand(TypedDict):
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     do: Literal["weights"]
+    dtype: Literal["float32", "bfloat16"] | None  # None: as the shards are
 
 
 class CheckpointCommand(TypedDict):
@@ -157,7 +159,7 @@ class RankLearner(LocalLearner):
                 micro = batch_from_message(message).to(self.scorer.device)
                 self.scorer.logits(micro, micro.trainable.nonzero()[:, 0])
             case "weights":
-                for _ in self.named_weights():
+                for _ in self.named_weights(command["dtype"]):
                     pass
             case "save":
                 self.start_saving(Path(command["folder"]))
@@ -167,9 +169,9 @@ class RankLearner(LocalLearner):
                 raise AssertionError(f"no such command: {unknown}")
         return Message({})
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights one at a time, gathered on every rank."""
-        for name, tensor in self.model.state_dict().items():
+    def named_weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights one at a time, cast and then gathered on every rank."""
+        for name, tensor in sent_tensors(self.model, dtype):
             yield name, gather_full_tensor(tensor)
 
     def start_saving(self, folder: Path) -> shards.PendingSave:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from onepolicy.build.learner import build_learner
 from onepolicy.config import UsageError, resolve
@@ -25,7 +26,9 @@ from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
 from onepolicy.train.sharded import learner as sharded
+from onepolicy.train.sharded import rank
 from onepolicy.train.sharded.export import export_model
+from onepolicy.train.sharded.fsdp import gather_full_tensor
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.wire import batch_from_message as batch_in
 from support.learner_steps import BASE
@@ -184,6 +187,22 @@ def test_weights_come_whole_and_a_reader_may_stop_early(two, folders):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_weights_of_a_bfloat16_engine_are_cast_before_they_are_gathered(two, folders, monkeypatch):
+    gathered = []
+
+    def gather(tensor):
+        gathered.append(tensor.nbytes)
+        return gather_full_tensor(tensor)
+
+    monkeypatch.setattr(rank, "gather_full_tensor", gather)
+    ranked, one = (learner_on(others, folders["qwen3_moe"], QWEN) for others in (two, None))
+    found, expected = dict(ranked.named_weights("bfloat16")), dict(one.named_weights("bfloat16"))
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype == expected[name].dtype for name in expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert sum(gathered) < 0.6 * sum(tensor.nbytes for _, tensor in one.named_weights())
+
+
 @pytest.mark.parametrize("setting", ["train.fsdp_param_dtype=bfloat16", "train.autocast=bfloat16"])
 def test_bfloat16_forward_with_float32_masters(setting, two, folders):
     ranked = learner_on(two, folders["qwen3_moe"], [*QWEN, setting])
@@ -210,7 +229,7 @@ def test_checkpoint_names_by_layer_equal_those_of_the_whole(family):
     model = make(family)
     names = CheckpointNames(model.config, trust_remote_code=False)
     whole, streamed = (
-        names.to_checkpoint(model.state_dict().items()),
+        revert_weight_conversion(model, dict(model.state_dict())),
         dict(names.stream_to_checkpoint(model.state_dict().items())),
     )
     assert whole.keys() == streamed.keys()

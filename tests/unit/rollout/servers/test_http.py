@@ -270,6 +270,46 @@ def test_time_out_is_per_attempt_and_retried():
         held.set()
 
 
+def sample(server, **kwargs):
+    client = client_of(server, retries=0, timeout_s=0.05, **kwargs)
+    return asyncio.run(client.post("/do", {}, tokens=1000))
+
+
+def test_a_long_answer_is_waited_for_while_the_server_lives():
+    asked_twice = threading.Event()
+    lives = []
+
+    def health(_):
+        lives.append(1)
+        if len(lives) == 2:
+            asked_twice.set()
+        return {}
+
+    def slow(_):
+        asked_twice.wait(LIMIT_S)  # longer than the time-out of any other request
+        return {"ok": 1}
+
+    with Server({"POST /do": slow, "GET /health": health}) as server:
+        assert sample(server) == {"ok": 1}
+
+
+@pytest.mark.parametrize("status", [404, 503, 200])
+def test_a_server_that_samples_nothing_is_given_up(status, monkeypatch):
+    """It does not say that it lives, or it says so and samples less than a token in 0 s."""
+    monkeypatch.setattr(http, "SLOWEST_TOKEN_S", 0.0)
+    held = threading.Event()
+
+    def hangs(_):
+        held.wait(LIMIT_S)
+        return Reply(hang_up=True)
+
+    health = {"GET /health": lambda _: Reply({}, status)}
+    with Server({"POST /do": hangs} | health) as server:
+        with pytest.raises(TrainingError, match=r"/do, 1 times; got no answer within 0.05 s"):
+            sample(server)
+        held.set()
+
+
 def test_an_absent_server_is_a_usage_error_only_at_the_start():
     with Server({}) as server:
         client = client_of(server, retries=1)

@@ -1,0 +1,33 @@
+"""The tensors of the trainer as an engine takes them: its dtype, before they are gathered or sent.
+
+The trainer holds float32 and most engines bfloat16, so a cast at the source halves what travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from onepolicy.models.load import DTYPES
+from onepolicy.replay.checks import is_moe
+from onepolicy.replay.layers import find_routers
+
+
+def sent_tensors(model: PreTrainedModel, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the model's tensors, cast to `dtype` where that is narrower. None: as they are.
+
+    Routers, biases and norms are always yielded as they are. Some engines hold them in float32, and
+    they are small. A shard stays a shard.
+    """
+    routers: tuple[str, ...] = ()
+    if dtype is not None and is_moe(model.config):
+        routers = tuple(f"{router.path}." for router in find_routers(model))
+    for name, tensor in model.state_dict().items():
+        if dtype is None or tensor.dim() < 2 or name.startswith(routers):
+            yield name, tensor
+        elif tensor.is_floating_point() and tensor.itemsize > DTYPES[dtype].itemsize:
+            yield name, tensor.to(DTYPES[dtype])
+        else:
+            yield name, tensor

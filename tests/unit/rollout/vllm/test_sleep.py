@@ -1,0 +1,83 @@
+"""vLLM beside the learner sleeps while that works, and wakes by itself. No vLLM is started here."""
+
+import asyncio
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from onepolicy.interfaces import SleepingSampler
+from onepolicy.rollout.vllm.engine import VLLMEngine
+from onepolicy.run.hooks import SleepingEngine
+
+
+class Log:
+    """vLLM's LLMEngine and the runner of its requests, as a list of calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def sleep(self, level):
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self):
+        self.calls.append("wake")
+
+    def clear_cache(self, purpose):
+        self.calls.append(f"clear for {purpose}")
+
+    def collective_rpc(self, work, args):
+        self.calls.append("load")
+
+
+class Names:
+    def stream_to_checkpoint(self, weights):
+        return weights
+
+
+@pytest.fixture
+def asleep():
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.llm = engine._runner = Log()
+    engine._names, engine._sleeps, engine._asleep, engine.version = Names(), True, False, 0
+    assert SleepingEngine(engine).after_rollout([]) == []
+    return engine
+
+
+def test_it_sleeps_after_a_rollout_and_wakes_for_new_weights(asleep):
+    assert isinstance(asleep, SleepingSampler)
+    asleep.sleep()  # once is enough
+    assert asleep.llm.calls == ["clear for sleep", "sleep 1"]
+    asyncio.run(asleep.load_weights([], 1))
+    assert asleep.llm.calls[2:] == [
+        "wake",
+        "clear for load_weights",
+        "load",
+        "clear for load_weights",
+    ]
+
+
+def test_it_wakes_for_a_reset(asleep):
+    asyncio.run(asleep.reset_cache())
+    assert asleep.llm.calls[2:] == ["wake", "clear for reset_cache"]
+
+
+def test_an_engine_with_a_device_of_its_own_never_sleeps(asleep):
+    asyncio.run(asleep.reset_cache())
+    asleep._sleeps = False
+    asleep.llm.calls.clear()
+    asleep.sleep()
+    assert asleep.llm.calls == []
+
+
+def test_the_installed_vllm_has_the_calls():
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = Path(found.origin).parent / "v1" / "engine" / "llm_engine.py"
+    text = source.read_text()
+    assert "def sleep(self, level: int" in text
+    assert "def wake_up(self" in text
+    arguments = (source.parents[2] / "engine" / "arg_utils.py").read_text()
+    for name in ("enable_sleep_mode", "gpu_memory_utilization", "kv_cache_memory_bytes"):
+        assert f"    {name}: " in arguments
