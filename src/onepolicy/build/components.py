@@ -54,9 +54,12 @@ C = TypeVar("C")
 
 
 def load_tokenizer_and_max_len(
-    config: RunConfig, model: ModelConfig
+    config: RunConfig, model: ModelConfig, *, trains: bool = False
 ) -> tuple[PreTrainedTokenizerBase, int]:
-    """Return the tokenizer and the longest sequence allowed."""
+    """Return the tokenizer and the longest sequence allowed.
+
+    trains: a learner will be on the device. On a GPU less memory is left to the engine then.
+    """
     context = context_length(read_config(model))
     reserved = 0
     if isinstance(config.rollout.engine, SGLangConfig):
@@ -67,14 +70,21 @@ def load_tokenizer_and_max_len(
             f"rollout.engine.max_len: {max_len} is more than the model's context of {context}; "
             f"give at most {context}"
         )
+    if parse_device(config.train.device).type != "cpu":
+        from onepolicy.build.room import fit_max_len
+
+        max_len = fit_max_len(config, model, context - reserved, trains=trains)
     return load_tokenizer(model), max_len
 
 
 def build_environment(
-    config: RunConfig, model: ModelConfig
+    config: RunConfig, model: ModelConfig, *, trains: bool = False
 ) -> tuple[Environment, PreTrainedTokenizerBase, int]:
-    """Return the task, the tokenizer and the longest sequence allowed, checked together."""
-    tokenizer, max_len = load_tokenizer_and_max_len(config, model)
+    """Return the task, the tokenizer and the longest sequence allowed, checked together.
+
+    trains: see `load_tokenizer_and_max_len`.
+    """
+    tokenizer, max_len = load_tokenizer_and_max_len(config, model, trains=trains)
     duplicate_routes: DuplicateRoutes = "as-sampled"
     if isinstance(config.replay, RolloutReplay):
         duplicate_routes = config.replay.duplicate_routes
@@ -136,13 +146,15 @@ def build_components(
     else:
         model = config.model.model_copy(update={"path": str(weights)})
     check_replayable(config, model)
-    environment, tokenizer, max_len = build_environment(config, model)
+    environment, tokenizer, max_len = build_environment(config, model, trains=True)
     refuse_distributed(config, ranks, engine_builder)
     check_quant_support(config)
     learner = build_learner(config, model, ranks)
     scorer = learner.scorer
     build_sampler = engine_builder or build_engine
-    engine, route_spec = build_engine_for(config, model, max_len, scorer, build_sampler)
+    engine, route_spec = build_engine_for(
+        config, model, max_len, scorer, build_sampler, trains=True
+    )
     evaluator = build_evaluator(config, model, scorer.device, max_len)
     make = partial(Components, learner=learner, evaluator=evaluator)
     components = with_sampling(
@@ -240,6 +252,8 @@ def build_engine_for(
     max_len: int,
     scorer: PolicyScorer | ShardedScorer,
     build: BuildEngine,
+    *,
+    trains: bool,
 ) -> tuple[RolloutEngine, RouteSpec | None]:
     """Build the engine of this scorer. Return it with the expected form of its routes."""
     route_spec = None
@@ -259,7 +273,17 @@ def build_engine_for(
         quant=config.rollout.quant,
         pressure=config.rollout.pressure,
     )
+    on_gpu = scorer.device.type != "cpu"
+    if on_gpu:
+        from onepolicy.build.room import divide_gpu
+
+        spec = divide_gpu(spec, config, trains=trains)
     engine = build(spec)
+    if on_gpu:
+        from onepolicy.models.product_check import check_float32_products
+
+        in_float32 = config.model.dtype == "float32" and config.train.autocast == "off"
+        check_float32_products(scorer.device, needed=in_float32)
     if config.numerics == ON_POLICY:
         assert engine.caps.contract is not None
         require_same_contract(engine.caps.contract, scorer.contract)

@@ -62,5 +62,7 @@ def build_engine_and_scorer(config: RunConfig, model: ModelConfig, max_len: int)
     refuse_distributed(config, None, None)
     check_quant_support(config)
     scorer = build_scorer(config, model)
-    engine, route_spec = build_engine_for(config, model, max_len, scorer, build_engine)
+    engine, route_spec = build_engine_for(
+        config, model, max_len, scorer, build_engine, trains=False
+    )
     return EngineAndScorer(config, engine, scorer, route_spec)

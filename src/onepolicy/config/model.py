@@ -25,7 +25,8 @@ class ModelConfig(Frozen):
     path: str
     """Folder or hub id of a transformers causal LM with its tokenizer, or `tiny` (make-policy)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the trained parameters."""
+    """Dtype of the trained parameters. A new run on a GPU that names no precision takes bfloat16,
+    with float32 master weights."""
     lm_head: Literal["same", "float32"] = "same"
     """Dtype of the vocabulary projection: `same` as the layers below it, or float32."""
     trust_remote_code: bool = False

@@ -4,7 +4,8 @@ At the sizes that a CPU trains, moving rows costs more than multiplying them. Th
 most of the moves. The combine weight scales the narrow inner activation, not the wide output. A
 token's rows are added up in one `embedding_bag`, for the output and for the gradient. And rows are
 gathered only where they are multiplied. Other devices, and families with expert biases or expert
-parallelism, use `grouped_mm`, so this function is safe for any model.
+parallelism, use `grouped_mm`, so this function is safe for any model. On other devices autocast
+casts the experts' weights here, which keeps `grouped_mm` on its kernels.
 """
 
 from __future__ import annotations
@@ -38,12 +39,11 @@ def grouped_experts(
     quantised = getattr(module, "quantised", None)
     if quantised is not None:
         return quantised(module, hidden, top_k_index, top_k_weights)
-    if (
-        hidden.device.type != "cpu"
-        or module.has_bias
-        or module._is_expert_parallel
-        or not module.has_gate
-    ):
+    device = hidden.device.type
+    if device != "cpu" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return run_in_dtype(module, hidden, top_k_index, top_k_weights, dtype)
+    if device != "cpu" or module.has_bias or module._is_expert_parallel or not module.has_gate:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
     # [E, 2I, H] and [E, H, I], or both transposed
     gate_up, down = module.gate_up_proj, module.down_proj
@@ -59,6 +59,32 @@ def grouped_experts(
     inner = module._apply_gate(inner)  # [rows, I]
     inner = inner * scale[:, None].to(inner.dtype)
     return DownProjection.apply(inner, down, token, place, ends, matmul_into).to(hidden.dtype)
+
+
+class _CastExperts:
+    """An experts module as `grouped_mm` reads it, with weights cast to another dtype."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        self._module = module
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(self, name, parameter.to(dtype))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def run_in_dtype(
+    module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Run the experts by `grouped_mm` in `dtype`, whatever dtype their parameters have.
+
+    torch's autocast leaves grouped_mm alone. With float32 weights it has no kernel on a GPU, and
+    transformers loops over the experts after a host read. Shapes as of `grouped_experts`; gradients
+    reach the parameters in their dtype.
+    """
+    experts = _CastExperts(module, dtype)
+    out = grouped_mm_experts_forward(experts, hidden.to(dtype), top_k_index, top_k_weights)
+    return out.to(hidden.dtype)
 
 
 def sort_by_expert(

@@ -34,7 +34,7 @@ def recurrent_layers(model: PreTrainedModel) -> str:
 def prepare_for_training(
     model: PreTrainedModel, device: torch.device, *, compute: torch.dtype | None = None
 ) -> None:
-    """Select packed attention on this model and, on a CPU, onepolicy's experts and linear layers.
+    """Select packed attention, onepolicy's experts and, on a CPU, its linear layers on this model.
 
     compute: dtype of the forward, if it is not that of the parameters.
 
@@ -51,7 +51,7 @@ def prepare_for_training(
     with torch.no_grad():
         alone = torch.cat([_logits(model, ids[None]) for ids in _samples(model, device)])
         model.set_attn_implementation(packed_attention.NAME)
-        if device.type == "cpu" and getattr(model, "set_experts_implementation", None) is not None:
+        if getattr(model, "set_experts_implementation", None) is not None:
             model.set_experts_implementation(experts.NAME)
         linear.use_onednn_linear(model, device)
         together = _packed_logits(model, _samples(model, device))

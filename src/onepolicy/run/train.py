@@ -15,6 +15,7 @@ from onepolicy.launch.launcher import (
     apply_torchrun_ranks,
     started_ranks,
 )
+from onepolicy.models.load import parse_device
 from onepolicy.run import run_folder
 from onepolicy.run.loop import TrainingLoop
 from onepolicy.run.run_folder import FROM_SCRATCH, Json, RunOrigin
@@ -32,6 +33,10 @@ def start_run(
     """
     _refuse_prompts(config)
     config = apply_torchrun_ranks(config)
+    if parse_device(config.train.device).type == "cuda":
+        from onepolicy.build.gpu_defaults import apply_gpu_defaults
+
+        config = apply_gpu_defaults(config, progress.note)
     folder = Path(config.out)
     check_new_run_folder(folder)
     _check_steps_left(config, origin)

@@ -1,0 +1,36 @@
+"""Settings that a recipe leaves open and that are other on a GPU than on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from onepolicy.config import RunConfig
+from onepolicy.config.numerics import ON_POLICY
+from onepolicy.models.load import parse_device
+
+
+def apply_gpu_defaults(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+    """Return the settings of a new run with the GPU's defaults, and say so in one line.
+
+    On CUDA a run computes in bfloat16 with float32 master weights: with float32 products a GPU has
+    a fifteenth of its speed, and attention takes its slowest kernel. A dtype, autocast or
+    fsdp_param_dtype that was given stays, a float32 engine too, and nothing changes on a CPU.
+    """
+    model, train = config.model, config.train
+    given = "dtype" in model.model_fields_set
+    given |= bool({"autocast", "fsdp_param_dtype"} & train.model_fields_set)
+    needs_float32 = config.numerics == ON_POLICY or config.rollout.engine.dtype == "float32"
+    if given or needs_float32 or parse_device(train.device).type != "cuda":
+        return config
+    if train.ranks:
+        note(
+            "on a GPU: train.fsdp_param_dtype = bfloat16, the shards stay float32 "
+            "(train.fsdp_param_dtype=same for float32 throughout)"
+        )
+        train = train.model_copy(update={"fsdp_param_dtype": "bfloat16"})
+        return config.model_copy(update={"train": train})
+    note(
+        "on a GPU: model.dtype = bfloat16 with float32 master weights (model.dtype=float32 for "
+        "float32 throughout)"
+    )
+    return config.model_copy(update={"model": model.model_copy(update={"dtype": "bfloat16"})})

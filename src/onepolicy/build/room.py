@@ -1,0 +1,186 @@
+"""Memory of a GPU that learner and engine share, divided before any weights are loaded.
+
+A CPU's memory is not divided: its pages are taken when they are written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from onepolicy.config import HFEngineConfig, ModelConfig, RunConfig, UsageError, VLLMEngineConfig
+from onepolicy.models.cache_size import cached_elements
+from onepolicy.models.decode_attention import KEY_BLOCK
+from onepolicy.models.load import DTYPES, empty_model, parse_device
+from onepolicy.replay.checks import is_moe
+from onepolicy.replay.layers import find_routers
+from onepolicy.rollout.spec import EngineSpec
+
+MARGIN = 0.1
+"""Share of a GPU that is left to the CUDA context, kernels' workspaces and the allocator's gaps."""
+FLOAT32 = 4
+LOGITS_BYTES = 12
+"""Bytes per slot and token id that a micro-batch's logits, their softmax and gradient take."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a GPU."""
+
+    free: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a model and of its engine's cache."""
+
+    parameters: int
+    vocab: int
+    cached: int  # elements per token, over all layers
+    route_bytes: int  # per token, in the engine's cache
+    has_rows: bool  # the embedded engine allocates a whole row for every sequence
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """Return the memory of a GPU as it is now, None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return DeviceMemory(*torch.cuda.mem_get_info(device))
+
+
+def read_sizes(model: ModelConfig) -> Sizes:
+    """Read the sizes of a model without loading its weights."""
+    from onepolicy.rollout.hf.engine import needs_static_batch
+
+    empty = empty_model(model)
+    text = empty.config.get_text_config()
+    route_bytes = 0
+    if is_moe(empty.config):
+        routers = find_routers(empty)
+        route_bytes = len(routers) * routers[0].top_k * (1 + (routers[0].num_experts > 256))
+    return Sizes(
+        parameters=sum(parameter.numel() for parameter in empty.parameters()),
+        vocab=int(text.vocab_size),
+        cached=sum(cached_elements(text, layer) for layer in range(text.num_hidden_layers)),
+        route_bytes=route_bytes,
+        has_rows=not needs_static_batch(empty),
+    )
+
+
+def learner_growth(
+    config: RunConfig, sizes: Sizes, *, trains: bool = True, while_sampling: bool = False
+) -> int:
+    """Return the bytes that a learner takes beside its loaded parameters, on one device.
+
+    These are float32 masters, gradients and AdamW's moments, reference and critic, and the logits
+    of a micro-batch. Other activations are not counted. trains: False for a scorer, which takes the
+    logits only. while_sampling: what it keeps between updates, without gradients and logits.
+    """
+    logits = LOGITS_BYTES * config.train.tokens_per_micro_batch * sizes.vocab
+    if not trains:
+        return logits
+    itemsize = DTYPES[config.model.dtype].itemsize
+    per_parameter = 3 * FLOAT32  # a gradient and two moments
+    if while_sampling:
+        per_parameter, logits = 2 * FLOAT32, 0
+    if itemsize < FLOAT32:
+        per_parameter += FLOAT32  # the master
+    others = 0
+    if config.objective.kl.coef:
+        others += itemsize
+    if config.objective.has_critic:
+        others += itemsize + per_parameter
+    return (per_parameter + others) * sizes.parameters // max(1, config.train.ranks) + logits
+
+
+def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: bool) -> int:
+    """Return the longest sequence that the embedded engine's cache has room for, up to `context`.
+
+    Only where the engine is on the learner's GPU: elsewhere it is rollout.engine.max_len, or the
+    context. Raises UsageError with the arithmetic if max_len is set and does not fit, or nothing
+    does.
+    """
+    engine = config.rollout.engine
+    asked = engine.max_len or context
+    if not isinstance(engine, HFEngineConfig) or config.cluster.kind == "ray":
+        return asked
+    memory = device_memory(parse_device(config.train.device))
+    if memory is None:
+        return asked
+    sizes = read_sizes(model)
+    if not sizes.has_rows:
+        return asked
+    itemsize = DTYPES[engine.dtype].itemsize
+    per_token = sizes.cached * itemsize + sizes.route_bytes
+    per_position = engine.max_num_seqs * per_token
+    parameters = sizes.parameters * DTYPES[config.model.dtype].itemsize
+    learner = parameters // max(1, config.train.ranks)
+    learner += learner_growth(config, sizes, trains=trains)
+    weights = sizes.parameters * itemsize
+    room = memory.free - int(MARGIN * memory.total) - learner - weights
+    fits = max(0, room) // per_position // KEY_BLOCK * KEY_BLOCK
+    if (engine.max_len is None and fits) or fits >= asked:
+        return min(asked, fits)
+    raise UsageError(
+        f"rollout.engine.max_len: {asked} tokens of rollout.engine.max_num_seqs = "
+        f"{engine.max_num_seqs} sequences take {asked * per_position / 1e9:.1f} GB of cache "
+        f"({per_token:,} bytes a token), but the GPU has {max(0, room) / 1e9:.1f} GB for it: "
+        f"{memory.free / 1e9:.1f} GB free, less {MARGIN * memory.total / 1e9:.1f} kept back, "
+        f"{learner / 1e9:.1f} for the learner and {weights / 1e9:.1f} for the engine's weights; "
+        f"lower max_len or max_num_seqs{_hint(fits)}, or train.tokens_per_micro_batch"
+    )
+
+
+def _hint(fits: int) -> str:
+    if not fits:
+        return ""
+    return f" (max_len = {fits} fits)"
+
+
+def divide_gpu(spec: EngineSpec, config: RunConfig, *, trains: bool) -> EngineSpec:
+    """Return the engine's spec with its share of the learner's GPU. The learner is loaded."""
+    return dataclasses.replace(
+        spec,
+        gpu_share=share_beside_learner(config, spec.model, spec.device, trains=trains),
+        sleeps=trains and engine_sleeps(config, spec.device),
+    )
+
+
+def engine_sleeps(config: RunConfig, device: torch.device) -> bool:
+    """Return whether the engine frees its memory on the learner's GPU while the learner works."""
+    engine = config.rollout.engine
+    return (
+        isinstance(engine, VLLMEngineConfig)
+        and engine.enable_sleep_mode
+        and device.type == "cuda"
+        and config.cluster.kind == "local"
+        and not config.rollout.overlaps
+    )
+
+
+def share_beside_learner(
+    config: RunConfig, model: ModelConfig, device: torch.device, *, trains: bool
+) -> float:
+    """Return the share of a GPU that the learner leaves to a vLLM engine in its process.
+
+    The learner's parameters are loaded. trains: False beside a scorer. Returns 1 on a CPU, and for
+    an engine that is elsewhere. Raises UsageError if nothing is left.
+    """
+    beside = config.rollout.engine.kind == "vllm" and config.cluster.kind == "local"
+    memory = device_memory(device)
+    if not beside or memory is None:
+        return 1.0
+    asleep = trains and engine_sleeps(config, device)
+    grows = learner_growth(config, read_sizes(model), trains=trains, while_sampling=asleep)
+    share = (memory.free - grows) / memory.total
+    if share <= 0:
+        raise UsageError(
+            f"rollout.engine.kind: vllm beside the learner: {memory.free / 1e9:.1f} of "
+            f"{memory.total / 1e9:.1f} GB are free, and the learner will take {grows / 1e9:.1f} GB "
+            "more; lower train.tokens_per_micro_batch, or use a server on another GPU "
+            "(rollout.engine.kind = vllm-server)"
+        )
+    return share

@@ -1,0 +1,118 @@
+"""What fits on a GPU is known before weights are loaded. The GPU's memory is given here."""
+
+import json
+
+import pytest
+import torch
+
+from onepolicy.build import room
+from onepolicy.build.room import DeviceMemory, fit_max_len, read_sizes, share_beside_learner
+from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig, resolve
+from onepolicy.rollout.vllm.memory import GPU_SHARE, memory_args
+
+CONTEXT = 40960
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": True,
+}
+PARAMETERS = 596_049_920
+PER_TOKEN = 28 * 2 * 8 * 128 * 2  # 114,688 bytes in bfloat16
+TREE = {"out": "unused", "steps": 1, "task": {"kind": "chain"}}
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    return ModelConfig(path=str(tmp_path))
+
+
+def on_gpu(monkeypatch, *, free, total=80e9):
+    monkeypatch.setattr(room, "parse_device", lambda _: torch.device("cuda"))
+    memory = DeviceMemory(int(free), int(total))
+    monkeypatch.setattr(
+        room, "device_memory", lambda device: memory if device.type == "cuda" else None
+    )
+
+
+def recipe(*settings):
+    return resolve(TREE | {"model": {"path": "unused"}}, list(settings))
+
+
+def test_sizes_are_those_of_the_model(model):
+    sizes = read_sizes(model)
+    assert (sizes.parameters, sizes.cached * 2, sizes.vocab) == (PARAMETERS, PER_TOKEN, 151936)
+    assert sizes.has_rows
+    assert sizes.route_bytes == 0
+
+
+def test_the_plainest_recipe_gets_the_cache_that_fits(model, monkeypatch):
+    """The model's whole context would take 301 GB."""
+    on_gpu(monkeypatch, free=80e9)
+    fits = fit_max_len(recipe(), model, CONTEXT, trains=True)
+    logits = 12 * 16384 * 151936
+    room_left = 80e9 - 8e9 - 16 * PARAMETERS - logits - 2 * PARAMETERS
+    assert fits == room_left // (64 * PER_TOKEN) // 64 * 64
+    assert 3000 < fits < 5000
+    assert fit_max_len(recipe(), model, CONTEXT, trains=False) > fits
+    few = recipe("rollout.engine.max_num_seqs=1")
+    assert fit_max_len(few, model, CONTEXT, trains=True) == CONTEXT
+
+
+def test_a_length_that_does_not_fit_is_refused_with_the_arithmetic(model, monkeypatch):
+    on_gpu(monkeypatch, free=80e9)
+    asked = recipe(f"rollout.engine.max_len={CONTEXT}")
+    with pytest.raises(UsageError, match=r"max_len: 40960 tokens .* 300\.6 GB .*114,688 bytes"):
+        fit_max_len(asked, model, CONTEXT, trains=True)
+    on_gpu(monkeypatch, free=20e9)
+    with pytest.raises(UsageError, match=r"has 0\.0 GB for it: 20\.0 GB free"):
+        fit_max_len(recipe(), model, CONTEXT, trains=True)
+
+
+def test_nothing_changes_on_a_cpu_and_for_engines_elsewhere(model, monkeypatch):
+    assert fit_max_len(recipe("train.device=cpu"), model, CONTEXT, trains=True) == CONTEXT
+    on_gpu(monkeypatch, free=1e9)
+    server = recipe("rollout.engine.kind=vllm-server")
+    assert fit_max_len(server, model, CONTEXT, trains=True) == CONTEXT
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert share_beside_learner(recipe(), model, cpu, trains=True) == 1
+    assert share_beside_learner(server, model, cuda, trains=True) == 1
+
+
+def test_vllm_beside_the_learner_asks_for_what_is_left(model, monkeypatch):
+    """vLLM refuses to start unless its share is free, and the learner is there first."""
+    own, device = recipe("rollout.engine.kind=vllm"), torch.device("cuda")
+    on_gpu(monkeypatch, free=76e9)
+    awake = recipe("rollout.engine.kind=vllm", "rollout.engine.enable_sleep_mode=false")
+    share = share_beside_learner(awake, model, device, trains=True)
+    assert share == (76e9 - 12 * PARAMETERS - 12 * 16384 * 151936) / 80e9
+    asleep = share_beside_learner(own, model, device, trains=True)  # while the learner works
+    assert asleep == (76e9 - 8 * PARAMETERS) / 80e9
+    measured = share_beside_learner(own, model, device, trains=False)
+    assert measured == (76e9 - 12 * 16384 * 151936) / 80e9
+    arguments = memory_args(own.rollout.engine, cpu=False, share=GPU_SHARE * share)
+    assert arguments == {
+        "kv_cache_memory_bytes": None,
+        "gpu_memory_utilization": GPU_SHARE * share,
+    }
+    assert arguments["gpu_memory_utilization"] * 80e9 < 76e9
+    on_gpu(monkeypatch, free=30e9)
+    with pytest.raises(UsageError, match=r"30\.0 of 80\.0 GB are free"):
+        share_beside_learner(awake, model, device, trains=True)
+
+
+def test_settings_win_and_a_cpu_keeps_its_cache():
+    given = VLLMEngineConfig(kv_cache_gib=2, gpu_memory_utilization=0.5)
+    assert memory_args(given, cpu=False) == {
+        "kv_cache_memory_bytes": 2**31,
+        "gpu_memory_utilization": 0.5,
+    }
+    assert memory_args(VLLMEngineConfig(), cpu=True) == {"kv_cache_memory_bytes": 2**30}
