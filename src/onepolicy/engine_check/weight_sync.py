@@ -20,7 +20,7 @@ from onepolicy.engine_check.checks import (
 )
 from onepolicy.models import fp32_head
 from onepolicy.rollout.copies import load_engine_copy
-from onepolicy.sync.push import NOISE_MARGIN, canary_logp, checked_push, push_weights
+from onepolicy.sync.push import allowed_change, canary_logp, checked_push, push_weights
 from onepolicy.train.rescore import variant_scorer
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
@@ -67,7 +67,7 @@ class _SyncGaps:
     old: float  # from the first weights, with the perturbed ones pushed
     limit: float  # the largest gap expected
     moved: float  # between the first weights and the first weights pushed again
-    noise: float  # between two canaries without a sync
+    allowed: float  # of `moved`
 
     @property
     def fault(self) -> str | None:
@@ -81,7 +81,7 @@ class _SyncGaps:
                 f"{self.cached:.2g} nats off where prefixes were cached before the push, "
                 f"{self.pushed:.2g} where not"
             )
-        if not self.moved <= NOISE_MARGIN * self.noise < math.inf:
+        if not self.moved <= self.allowed < math.inf:
             return f"the first weights, pushed again, move log-probabilities by {self.moved:.2g}"
         return None
 
@@ -136,7 +136,7 @@ async def _measure_sync(
         old=_worst_gap(score_generated(scorer, fresh)),
         limit=limit,
         moved=float((after - before).abs().max()),
-        noise=float((repeated - before).abs().max()),
+        allowed=allowed_change(engine, float((repeated - before).abs().max())),
     )
 
 

@@ -82,7 +82,7 @@ def run_in_dtype(
     transformers loops over the experts after a host read. Shapes as of `grouped_experts`; gradients
     reach the parameters in their dtype.
     """
-    experts = _CastExperts(module, dtype)
+    experts: Any = _CastExperts(module, dtype)  # it has the attributes that are read
     out = grouped_mm_experts_forward(experts, hidden.to(dtype), top_k_index, top_k_weights)
     return out.to(hidden.dtype)
 

@@ -86,7 +86,7 @@ async def _check_reload(engine: PersistentEngine, initial: list[float], vocab: i
     after, repeated = await canary_logp(engine, vocab), await canary_logp(engine, vocab)
     noise = float((repeated - after).abs().max())
     moved = float((after - torch.tensor(initial)).abs().max())
-    if not moved <= _allowed_change(engine, noise) < math.inf:  # also if either is NaN
+    if not moved <= allowed_change(engine, noise) < math.inf:  # also if either is NaN
         raise UsageError(
             f"rollout.engine: {type(engine).__name__} reloaded the weights it was started with, "
             f"and its log-probabilities of a fixed batch are up to {moved:.2g} from those at its "
@@ -103,7 +103,7 @@ async def checked_push(learner: WeightSource, engine: RolloutEngine, *, vocab: i
     await push_weights(learner, engine)
     after = await canary_logp(engine, vocab)
     noise, moved = float((repeated - before).abs().max()), float((after - before).abs().max())
-    if not moved <= _allowed_change(engine, noise) < math.inf:  # also if either is NaN
+    if not moved <= allowed_change(engine, noise) < math.inf:  # also if either is NaN
         raise TrainingError(
             f"weight sync: giving {type(engine).__name__} the weights it already holds moved the "
             f"log-probabilities of a fixed batch by up to {moved:.2g} (without a sync: "
@@ -125,8 +125,11 @@ def canary_floor(dtype: str, *, cpu: bool) -> float:
     return {"bfloat16": 2.0**-4, "float32": 1e-4}[dtype]
 
 
-def _allowed_change(engine: RolloutEngine, noise: float) -> float:
-    """Return the largest change of the canary. noise: its change without a push; NaN stays NaN."""
+def allowed_change(engine: RolloutEngine, noise: float) -> float:
+    """Return the largest change of the canary [nats] that is no sign of other weights.
+
+    noise: its change without a push. NaN stays NaN.
+    """
     return NOISE_MARGIN * noise + engine.caps.canary_floor
 
 
