@@ -157,7 +157,7 @@ def engine_sleeps(config: RunConfig, device: torch.device) -> bool:
         and engine.enable_sleep_mode
         and device.type == "cuda"
         and config.cluster.kind == "local"
-        and not config.rollout.overlaps
+        and config.rollout.max_staleness is None
     )
 
 

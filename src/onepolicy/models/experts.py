@@ -41,6 +41,8 @@ def grouped_experts(
         return quantised(module, hidden, top_k_index, top_k_weights)
     device = hidden.device.type
     if device != "cpu" and torch.is_autocast_enabled(device):
+        from onepolicy.models.experts_autocast import run_in_dtype
+
         dtype = torch.get_autocast_dtype(device)
         return run_in_dtype(module, hidden, top_k_index, top_k_weights, dtype)
     if device != "cpu" or module.has_bias or module._is_expert_parallel or not module.has_gate:
@@ -59,32 +61,6 @@ def grouped_experts(
     inner = module._apply_gate(inner)  # [rows, I]
     inner = inner * scale[:, None].to(inner.dtype)
     return DownProjection.apply(inner, down, token, place, ends, matmul_into).to(hidden.dtype)
-
-
-class _CastExperts:
-    """An experts module as `grouped_mm` reads it, with weights cast to another dtype."""
-
-    def __init__(self, module: Any, dtype: torch.dtype) -> None:
-        self._module = module
-        for name, parameter in module.named_parameters(recurse=False):
-            setattr(self, name, parameter.to(dtype))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def run_in_dtype(
-    module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Run the experts by `grouped_mm` in `dtype`, whatever dtype their parameters have.
-
-    torch's autocast leaves grouped_mm alone. With float32 weights it has no kernel on a GPU, and
-    transformers loops over the experts after a host read. Shapes as of `grouped_experts`; gradients
-    reach the parameters in their dtype.
-    """
-    experts: Any = _CastExperts(module, dtype)  # it has the attributes that are read
-    out = grouped_mm_experts_forward(experts, hidden.to(dtype), top_k_index, top_k_weights)
-    return out.to(hidden.dtype)
 
 
 def sort_by_expert(

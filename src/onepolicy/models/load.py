@@ -25,7 +25,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -152,8 +151,11 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     opened: Any
     _refuse_foreign_files(Path(model.path))
     quantisation: dict[str, Any] = {}
-    if _stored_format(model) == "mxfp4":
-        quantisation["quantization_config"] = Mxfp4Config(dequantize=True)
+    stored = getattr(read_config(model), "quantization_config", None)
+    if stored is not None:
+        from onepolicy.models.stored_format import dequantisation
+
+        quantisation["quantization_config"] = dequantisation(model.path, stored)
     with _unreadable_is_usage_error("the weights", model):
         opened = AutoModelForCausalLM.from_pretrained(
             model.path,
@@ -176,26 +178,6 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
             f"model.path: {model.path} lacks weights, first {sorted(info['missing_keys'])[0]}"
         )
     return loaded.to(device).eval()
-
-
-def _stored_format(model: ModelConfig) -> str | None:
-    """Return the quantisation format of the checkpoint's weights, None for plain ones.
-
-    MXFP4 (gpt-oss) is dequantised: otherwise it depends on an installed package whether the experts
-    are loaded packed, which no gradient reaches. Raises UsageError for other formats, whose
-    quantised layers do not train.
-    """
-    stored = getattr(read_config(model), "quantization_config", None)
-    if stored is None:
-        return None
-    fields = stored if isinstance(stored, dict) else stored.to_dict()
-    method = str(fields.get("quant_method"))
-    if method != "mxfp4":
-        raise UsageError(
-            f"model.path: the weights of {model.path} are stored in {method}, which cannot be "
-            "trained; give a copy in bfloat16"
-        )
-    return method
 
 
 def _refuse_foreign_files(folder: Path) -> None:

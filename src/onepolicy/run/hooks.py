@@ -5,7 +5,6 @@ from __future__ import annotations
 from onepolicy.build.components import Components
 from onepolicy.config import RolloutReplay, RunConfig
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.interfaces import SleepingSampler
 from onepolicy.run.result import StepResult, StepTimer
 from onepolicy.run.step_metrics import counterfactual_metrics, metrics_per_layer, repeat_metrics
 from onepolicy.types import Group, TokenBatch
@@ -37,17 +36,6 @@ class RecordRoutes(Hook):
         assert self._reprefill is not None
         with self._timer("reprefill"):
             return self._reprefill.fill(groups)
-
-
-class SleepingEngine(Hook):
-    """The sleep of an engine on the learner's GPU. It wakes when it is next used."""
-
-    def __init__(self, engine: SleepingSampler) -> None:
-        self._engine = engine
-
-    def after_rollout(self, groups: list[Group]) -> list[Group]:
-        self._engine.sleep()
-        return groups
 
 
 class RequireEqual(Hook):
@@ -104,8 +92,6 @@ def build_hooks(components: Components, timer: StepTimer) -> list[Hook]:
     """Build the hooks of one step, in the order in which they are called."""
     config = components.config
     hooks: list[Hook] = []
-    if isinstance(components.engine, SleepingSampler) and not config.rollout.overlaps:
-        hooks.append(SleepingEngine(components.engine))
     if components.reprefill is not None:
         hooks.append(RecordRoutes(components, timer))
     if config.numerics == ON_POLICY:

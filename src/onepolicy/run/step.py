@@ -17,7 +17,7 @@ from typing import TypeVar
 from onepolicy.build.components import Components
 from onepolicy.config import RunConfig
 from onepolicy.correct.weights import Average, reweight
-from onepolicy.interfaces import MetricsSource, PersistentEngine
+from onepolicy.interfaces import MetricsSource, PersistentEngine, SleepingSampler
 from onepolicy.objective.advantages import compute_advantages, compute_outcomes, has_signal
 from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.run.hooks import build_hooks
@@ -47,6 +47,8 @@ async def rl_step(
 
     with timer("rollout"):
         rollouts = await with_recovery(components, sample)
+    if isinstance(components.engine, SleepingSampler):
+        components.engine.sleep()
     result = train_on_rollouts(components, step, rollouts, timer)
     with timer("sync"):
         await with_recovery(components, push)

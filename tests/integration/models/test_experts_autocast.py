@@ -4,7 +4,7 @@ kernel. The results are shown on the CPU, and the choice on the meta device, whi
 import pytest
 import torch
 
-from onepolicy.models import experts
+from onepolicy.models import experts, experts_autocast
 from support.models import make
 
 
@@ -24,8 +24,8 @@ def test_it_computes_what_bfloat16_parameters_compute(family):
     model, rounded = make(family), make(family, dtype=torch.bfloat16)
     module, low = experts_of(model), experts_of(rounded)
     hidden, ids, weights = inputs(module)
-    found = experts.run_in_dtype(module, hidden, ids, weights, torch.bfloat16)
-    expected = experts.grouped_mm_experts_forward(low, hidden.bfloat16(), ids, weights)
+    found = experts_autocast.run_in_dtype(module, hidden, ids, weights, torch.bfloat16)
+    expected = experts_autocast.grouped_mm_experts_forward(low, hidden.bfloat16(), ids, weights)
     assert found.dtype == torch.float32
     assert torch.equal(found, expected.float())
     found.sum().backward()
@@ -42,7 +42,7 @@ def test_autocast_of_another_device_reaches_the_experts(monkeypatch):
         seen.append((module.gate_up_proj.dtype, module.down_proj.dtype, hidden.dtype))
         return hidden
 
-    monkeypatch.setattr(experts, "grouped_mm_experts_forward", grouped_mm)
+    monkeypatch.setattr(experts_autocast, "grouped_mm_experts_forward", grouped_mm)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "meta")
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
     module = experts_of(make("qwen3_moe").to("meta"))

@@ -8,7 +8,8 @@ import torch
 from onepolicy.config import HFEngineConfig, TrainingError
 from onepolicy.interfaces import EngineCaps
 from onepolicy.rollout.hf.engine import HFEngine
-from onepolicy.sync.push import canary_floor, checked_push, push_weights
+from onepolicy.sync.canary_floor import canary_floor
+from onepolicy.sync.push import checked_push, push_weights
 from onepolicy.sync.sent_tensors import sent_tensors
 from support.models import VOCAB, make
 

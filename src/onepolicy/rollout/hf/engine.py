@@ -26,7 +26,7 @@ from onepolicy.rollout.hf.sampler import LOGP_METHOD, check_sampling
 from onepolicy.rollout.hf.scheduler import BatchRunner, InterruptibleBatch, check_request
 from onepolicy.rollout.resume import join_partial_completions
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.sync.push import canary_floor
+from onepolicy.sync.canary_floor import canary_floor
 from onepolicy.types import Completion, Sampling
 
 if TYPE_CHECKING:

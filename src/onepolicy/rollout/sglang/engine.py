@@ -40,7 +40,7 @@ from onepolicy.rollout.sglang.handshake import (
     read_weights_id,
 )
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.sync.push import canary_floor
+from onepolicy.sync.canary_floor import canary_floor
 from onepolicy.sync.weight_files import WeightFiles, num_files
 from onepolicy.types import Completion, Sampling
 

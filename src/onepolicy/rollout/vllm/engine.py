@@ -29,7 +29,7 @@ from onepolicy.rollout.vllm.memory import GPU_SHARE
 from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors, part_sizes
 from onepolicy.rollout.vllm.start import start_llm_engine
 from onepolicy.rollout.vllm.weights import reload_weights
-from onepolicy.sync.push import canary_floor
+from onepolicy.sync.canary_floor import canary_floor
 from onepolicy.types import Completion, RoutingTrace, Sampling
 
 LOG = logging.getLogger(__name__)

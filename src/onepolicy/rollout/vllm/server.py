@@ -46,9 +46,9 @@ from onepolicy.rollout.vllm.handshake import (
     read_weights_id,
 )
 from onepolicy.sync.broadcast import Sender, UpdateCancelled
+from onepolicy.sync.canary_floor import canary_floor
 from onepolicy.sync.checksum import ChecksumAccumulator, ChecksumTable
 from onepolicy.sync.group import local_address, run_in_daemon_thread
-from onepolicy.sync.push import canary_floor
 from onepolicy.sync.weight_files import WeightFiles, num_files
 from onepolicy.types import Completion, Sampling
 

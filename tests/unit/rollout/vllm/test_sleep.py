@@ -3,12 +3,13 @@
 import asyncio
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from onepolicy.interfaces import SleepingSampler
 from onepolicy.rollout.vllm.engine import VLLMEngine
-from onepolicy.run.hooks import SleepingEngine
+from onepolicy.run import step
 
 
 class Log:
@@ -40,11 +41,31 @@ def asleep():
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.llm = engine._runner = Log()
     engine._names, engine._sleeps, engine._asleep, engine.version = Names(), True, False, 0
-    assert SleepingEngine(engine).after_rollout([]) == []
+    engine.sleep()
     return engine
 
 
-def test_it_sleeps_after_a_rollout_and_wakes_for_new_weights(asleep):
+def test_a_step_sleeps_between_its_rollouts_and_its_update(monkeypatch, asleep):
+    asyncio.run(asleep.reset_cache())
+    log = asleep.llm.calls
+    log.clear()
+
+    async def rollouts(*_):
+        log.append("rollouts")
+
+    async def push(*_):
+        log.append("push")
+
+    monkeypatch.setattr(step, "sample_rollouts", rollouts)
+    monkeypatch.setattr(step, "train_on_rollouts", lambda *_: log.append("update"))
+    monkeypatch.setattr(step, "push_weights", push)
+    monkeypatch.setattr(step, "add_timings", lambda *_: None)
+    components = SimpleNamespace(engine=asleep, learner=None, samplers=[])
+    asyncio.run(step.rl_step(components, 0))
+    assert log == ["rollouts", "clear for sleep", "sleep 1", "update", "push"]
+
+
+def test_it_wakes_for_new_weights(asleep):
     assert isinstance(asleep, SleepingSampler)
     asleep.sleep()  # once is enough
     assert asleep.llm.calls == ["clear for sleep", "sleep 1"]
