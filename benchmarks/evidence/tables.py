@@ -147,7 +147,10 @@ def tests(arms: Arms) -> str:
 
 
 def paired(base: str, arm: str, there: dict[int, Line], here: dict[int, Line]) -> str:
-    """Return the row of two arms over the seeds that both have."""
+    """Return the row of two arms over the seeds that both have.
+
+    The accuracies are of runs that went to their end.
+    """
     seeds = sorted(set(there) & set(here))
     only_there = sum(fails(there[seed]) and not fails(here[seed]) for seed in seeds)
     only_here = sum(fails(here[seed]) and not fails(there[seed]) for seed in seeds)
@@ -156,6 +159,8 @@ def paired(base: str, arm: str, there: dict[int, Line], here: dict[int, Line]) -
         for seed in seeds
         if here[seed]["error"] is None and there[seed]["error"] is None
     ]
+    if not gaps:
+        return f"| {base} | {arm} | {len(seeds)} | {only_there} / {only_here} | | | |"
     return (
         f"| {base} | {arm} | {len(seeds)} | {only_there} / {only_here} | "
         f"{mcnemar(only_there, only_here):.2g} | {statistics.fmean(gaps):+.3f} ± "
