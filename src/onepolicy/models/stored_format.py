@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Mxfp4Config
+from transformers.utils.quantization_config import Mxfp4Config
 
 from onepolicy.config import UsageError
 
