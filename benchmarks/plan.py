@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig, resolve
+from onepolicy.models.logits_chunks import install_logits_chunks
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.plan.dims import read_dims
 from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape, PeakMemory
@@ -60,6 +61,7 @@ class Case:
     ranks: int = 0
     compute: str = "same"
     numerics: str = "fast"
+    logits_chunk: int = 0
 
     @property
     def slots(self) -> int:
@@ -77,6 +79,7 @@ class Case:
             "device": "cpu",
             "ranks": self.ranks,
             "fsdp_param_dtype": self.compute,
+            "logits_chunk": self.logits_chunk,
         }
         tree = {"out": "unused", "steps": 4, "task": {"kind": "chain"}, "train": train}
         tree |= {"model": {"path": "unused", "dtype": self.dtype}, "numerics": self.numerics}
@@ -111,6 +114,8 @@ def _measured(model: PreTrainedModel, case: Case, sharding: FSDPSharding | None)
     if sharding is not None:
         sharding.shard(model)
     prepare_for_training(model, CPU, compute=None if sharding is None else sharding.compute)
+    if case.logits_chunk:
+        install_logits_chunks(model, case.logits_chunk)
     learner = LocalLearner(PolicyScorer(model, case.config(), routers=bind_routers(model)))
     step(learner, case)
     state = [
@@ -184,6 +189,7 @@ def predicted(name: str, case: Case) -> float:
         MODELS[name]().config,
         dtype=getattr(torch, compute_dtype(config)),
         cpu=True,
+        logits_chunk=case.logits_chunk,
         invariant=case.numerics == "on-policy",
     )
     first = case.micro_batches == 1

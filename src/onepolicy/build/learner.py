@@ -11,7 +11,15 @@ from transformers import PreTrainedModel
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.model_path import resolve_model
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.models.load import DTYPES, empty_model, load_model, parse_device, read_config
+from onepolicy.models.load import (
+    DTYPES,
+    context_length,
+    empty_model,
+    load_model,
+    parse_device,
+    read_config,
+)
+from onepolicy.models.logits_chunks import install_logits_chunks, slots_per_chunk
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
@@ -60,6 +68,7 @@ def build_scorer(config: RunConfig, model: ModelConfig) -> PolicyScorer:
     torch.manual_seed(config.seed)  # for models whose code draws random numbers; ours do not
     set_num_threads(config)
     trained = load_training_model(model, parse_device(config.train.device))
+    _install_logits_chunks(trained, config)
     return PolicyScorer(trained, config, routers=_routers(trained, model))
 
 
@@ -80,6 +89,7 @@ def build_rank_learner(
     set_num_threads(config)
     sharding = FSDPSharding(ranks.mesh, compute_dtype(config))
     trained = load_training_model(model, ranks.device, sharding)
+    _install_logits_chunks(trained, config)
     scorer = RankScorer(trained, config, routers=_routers(trained, model))
     like = empty_model(model)
     like.generation_config = trained.generation_config
@@ -150,6 +160,7 @@ def build_reference(
             f"{vocab_size}; choose a reference with the policy's vocabulary"
         )
     reference = load_training_model(model_config, device, sharding).requires_grad_(False)
+    _install_logits_chunks(reference, config)
     if config.numerics == ON_POLICY:
         from onepolicy.invariant.enable import enable_invariant
 
@@ -176,6 +187,15 @@ def load_training_model(
         fp32_head.install_fp32_head(loaded, DTYPES[model.dtype], field="model.lm_head")
     prepare_for_training(loaded, device, compute=compute)
     return loaded
+
+
+def _install_logits_chunks(loaded: PreTrainedModel, config: RunConfig) -> None:
+    """Let the model compute its logits in chunks if a micro-batch can have more slots than one."""
+    slots = slots_per_chunk(config.train.logits_chunk, loaded.config.get_text_config().vocab_size)
+    longest = config.rollout.engine.max_len or context_length(loaded.config)
+    most_slots = max(config.train.tokens_per_micro_batch, longest)
+    if 0 < slots < most_slots and config.numerics != ON_POLICY:
+        install_logits_chunks(loaded, slots)
 
 
 def build_critic(

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from onepolicy.config import HFEngineConfig, ModelConfig, RunConfig, UsageError, VLLMEngineConfig
+from onepolicy.config.numerics import ON_POLICY
 from onepolicy.models.cache_size import cached_elements
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.models.load import DTYPES, empty_model, parse_device
+from onepolicy.models.logits_chunks import slots_per_chunk
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
 from onepolicy.rollout.spec import EngineSpec
@@ -22,7 +24,8 @@ MARGIN = 0.1
 """Share of a GPU that is left to the CUDA context, kernels' workspaces and the allocator's gaps."""
 FLOAT32 = 4
 LOGITS_BYTES = 12
-"""Bytes per slot and token id that a micro-batch's logits, their softmax and gradient take."""
+"""Bytes per slot and token id that the logits which exist at once, their softmax and gradient
+take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +79,15 @@ def learner_growth(
     """Return the bytes that a learner takes beside its loaded parameters, on one device.
 
     These are float32 masters, gradients and AdamW's moments, reference and critic, and the logits
-    of a micro-batch. Other activations are not counted. trains: False for a scorer, which takes the
-    logits only. while_sampling: what it keeps between updates, without gradients and logits.
+    of a micro-batch or of one chunk of it. Other activations are not counted. trains: False for a
+    scorer, which takes the logits only. while_sampling: what it keeps between updates, without
+    gradients and logits.
     """
-    logits = LOGITS_BYTES * config.train.tokens_per_micro_batch * sizes.vocab
+    slots = config.train.tokens_per_micro_batch
+    chunk = slots_per_chunk(config.train.logits_chunk, sizes.vocab)
+    if chunk and config.numerics != ON_POLICY:
+        slots = min(slots, chunk)
+    logits = LOGITS_BYTES * slots * sizes.vocab
     if not trains:
         return logits
     itemsize = DTYPES[config.model.dtype].itemsize

@@ -68,6 +68,7 @@ def idle_settings(run: RunConfig) -> list[Idle]:
         *_kl(run.objective.kl),
         *_single_update(run),
         *_train(run.train, run.correction),
+        *_logits_on_policy(run),
         *_cluster(run.cluster),
         *_evaluation(run.eval, run.rollout),
         *_pressure(run.rollout),
@@ -253,6 +254,12 @@ def _train(train: TrainConfig, correction: CorrectionConfig) -> Iterator[Idle]:
     if correction.ratio == "new/rollout":
         reason = f"correction {correction.name} has no scoring forward"
         yield from _set_among(("reuse_scoring_forward",), train, "train.", reason)
+
+
+def _logits_on_policy(run: RunConfig) -> Iterator[Idle]:
+    if run.numerics == ON_POLICY:
+        reason = "numerics = on-policy makes the logits of a micro-batch at once"
+        yield from _set_among(("logits_chunk",), run.train, "train.", reason)
 
 
 def _cluster(cluster: ClusterConfig) -> Iterator[Idle]:

@@ -68,6 +68,9 @@ class TrainConfig(Frozen):
     """Most token slots of a micro-batch. A longer sample gets a micro-batch of its own."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward: less memory, more time."""
+    logits_chunk: int | None = Field(None, ge=0, le=LARGEST_INT)
+    """Most slots whose logits exist at once. The backward computes those of each chunk again.
+    Unset: as many as make 1 GiB of float32 logits. 0: no chunks, nothing is computed again."""
     autocast: Literal["off", "bfloat16"] = "off"
     """torch.autocast of the trainer's forwards, for float32 parameters."""
     fsdp_param_dtype: Literal["same", "bfloat16"] = "same"

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.invariant import mode
 from onepolicy.invariant.switch import TILE
-from onepolicy.models import experts, fp32_head, linear, packed_attention
+from onepolicy.models import experts, fp32_head, linear, logits_chunks, packed_attention
 from onepolicy.models.packed_attention import Packing
 from onepolicy.plan.dims import decoder_layers
 from onepolicy.plan.fake_kernels import kernel_stand_ins
@@ -104,10 +104,12 @@ class MicroBatchMemory:
     layer: float  # of saved: the part of one layer
     tail: float  # the most at once after the backward has left the layers
 
-    def for_samples(self, samples: float, of_two: MicroBatchMemory) -> MicroBatchMemory:
-        """Extrapolate from one sample (self) and two samples (of_two) of the same length."""
-        fields = zip(astuple(self), astuple(of_two), strict=True)
-        return MicroBatchMemory(*(one + (samples - 1) * (two - one) for one, two in fields))
+    def for_samples(
+        self, samples: float, of_next: MicroBatchMemory, *, first: int = 1
+    ) -> MicroBatchMemory:
+        """Extrapolate from `first` samples (self) and one more (of_next), all of one length."""
+        fields = zip(astuple(self), astuple(of_next), strict=True)
+        return MicroBatchMemory(*(own + (samples - first) * (more - own) for own, more in fields))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class DryRunModel:
     """A model of fake tensors that runs the trainer's forward and backward.
 
     dtype: of the layers' computation. cpu: run our CPU functions, else the kernels of a GPU.
-    invariant: on-policy mode.
+    logits_chunk: the setting train.logits_chunk. invariant: on-policy mode.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class DryRunModel:
         dtype: torch.dtype,
         cpu: bool,
         fp32_lm_head: bool = False,
+        logits_chunk: int | None = 0,
         invariant: bool = False,
     ) -> None:
         self.cpu = cpu
@@ -140,6 +143,10 @@ class DryRunModel:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self.fake:
             self.model = _causal_lm(config, dtype)
+            if not invariant and logits_chunks.base_of(self.model) is not None:
+                vocabulary = config.get_text_config().vocab_size
+                slots = logits_chunks.slots_per_chunk(logits_chunk, vocabulary)
+                setattr(self.model, logits_chunks.MARK, slots)
             if fp32_lm_head:
                 fp32_head.Fp32Head(self.model, field="model.lm_head")
             self.model.set_attn_implementation(packed_attention.NAME)

@@ -10,6 +10,7 @@ import torch
 
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.models.logits_chunks import logits_chunk
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
 from onepolicy.plan.dry_run import DryRunModel, MicroBatchMemory, MicroBatchShape
 from onepolicy.plan.engine_memory import EngineMemory, EngineWeights, engine_memory, engine_weights
@@ -172,7 +173,9 @@ class Planner:
                 capacity=max(1, engine.sequences),
                 **engine_devices,
             ),
-            learning=learning_time(dims, config, cluster, work, learners),
+            learning=learning_time(
+                dims, config, cluster, work, learners, chunked=self._chunked(learners, config)
+            ),
             sync=sync_seconds(
                 dims, config, cluster, self.weights, learners, self.sync_method, **engine_devices
             ),
@@ -229,12 +232,25 @@ class Planner:
         """Return the memory of a micro-batch of `samples` samples.
 
         exact: run it with all samples and with the gradients it makes; else extrapolate from one
-        and two samples.
+        and two samples. Logits in chunks do not grow with the samples once a chunk is full, so
+        then extrapolate from as many samples as fill it, and one more.
         """
         if exact:
             return self._dry_run(samples, config, first=True)
-        one, two = (self._dry_run(count, config, first=False) for count in (1, 2))
-        return one.for_samples(samples, two)
+        first, chunk = 1, self._logits_chunk(config)
+        if 0 < chunk < samples * self.work.response:
+            first = math.ceil(chunk / self.work.response)
+        few, more = (self._dry_run(count, config, first=False) for count in (first, first + 1))
+        return few.for_samples(samples, more, first=first)
+
+    def _logits_chunk(self, config: RunConfig) -> int:
+        """Return the slots whose logits exist at once, 0 for all of a micro-batch."""
+        return logits_chunk(self._model(compute_dtype(config)).model)
+
+    def _chunked(self, ranks: int, config: RunConfig) -> bool:
+        """Return whether the fullest micro-batch computes its logits in chunks."""
+        fullest = self.work.fullest_micro_batch(config.train.tokens_per_micro_batch, ranks)
+        return 0 < self._logits_chunk(config) < sum(fullest.trainable)
 
     def _dry_run(self, samples: int, config: RunConfig, *, first: bool) -> MicroBatchMemory:
         checkpointing = config.train.activation_checkpointing
@@ -257,6 +273,7 @@ class Planner:
                 dtype=getattr(torch, dtype),
                 cpu=self.cluster.is_cpu,
                 fp32_lm_head=self.config.model.lm_head == "float32",
+                logits_chunk=self.config.train.logits_chunk,
                 invariant=self.config.numerics == ON_POLICY,
             )
         return self._models[dtype]

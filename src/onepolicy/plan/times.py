@@ -226,12 +226,18 @@ class PassTime:
 
 
 def learning_time(
-    dims: Dims, config: RunConfig, cluster: Cluster, work: StepWork, ranks: int
+    dims: Dims,
+    config: RunConfig,
+    cluster: Cluster,
+    work: StepWork,
+    ranks: int,
+    *,
+    chunked: bool = False,
 ) -> LearningTime:
     """Compute the time of scoring and of the update.
 
     A forward takes 2 FLOPs for each token and each parameter it is multiplied with, and those of
-    attention. A backward takes twice as many.
+    attention. A backward takes twice as many. chunked: it also computes the logits again.
     """
     train, scores_old = config.train, config.scores_old
     slowdown = cluster["on_policy_train"] if config.numerics == ON_POLICY else 1.0
@@ -257,6 +263,9 @@ def learning_time(
     update = PassTime(passes * compute, update_gather, passes * launch)
     if config.objective.has_critic:
         score, update = score.plus(forward), update.times(2)
+    if chunked:
+        head = 2 * dims.head_size * work.sequences * work.response
+        update = update.plus(PassTime(slowdown * head / speed, 0.0, 0.0))
     both = score.plus(update)
     return LearningTime(score.seconds, update.seconds, both.compute, both.gather, both.overhead)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.invariant.switch import TILE, is_invariant
+from onepolicy.models.logits_chunks import logits_chunk, map_logits
 from onepolicy.models.packed_attention import Packing
 from onepolicy.types import TokenBatch
 
@@ -57,22 +58,61 @@ def forward(
         slots, packing = batch.trainable.nonzero()[:, 0], None
     else:
         slots, packing = layout
-    logps = torch.log_softmax(
-        tempered_logits(model, batch, slots, packing=packing, autocast=autocast), -1
-    )
+    options = {"entropy_graph": entropy_graph, "trainer_top": trainer_top}
+    chunk = logits_chunk(model)
+    if not chunk or len(slots) <= chunk or is_invariant(model):
+        logps = torch.log_softmax(
+            tempered_logits(model, batch, slots, packing=packing, autocast=autocast), -1
+        )
+        return _scatter(_score_rows(logps, batch, slots, **options), batch, slots)
+
+    def score_chunk(logits: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        own = slots[rows]
+        tempered = _tempered(logits, batch, own)
+        del logits  # one table less at a time
+        logps = torch.log_softmax(tempered, -1)
+        del tempered
+        return _score_rows(logps, batch, own, **options)
+
+    with _precision(batch, autocast):
+        arguments = _model_arguments(model, batch, packing)
+        scores = map_logits(model, slots, score_chunk, chunk, **arguments)
+    return _scatter(scores, batch, slots)
+
+
+def _score_rows(
+    logps: Tensor,  # [m, V] float32
+    batch: TokenBatch,
+    slots: Tensor,  # [m] int64, of these rows
+    *,
+    entropy_graph: bool,
+    trainer_top: bool,
+) -> tuple[Tensor, ...]:
+    """Return the fields of Scored for these slots, m rows each, those of trainer_top apart."""
     logp = logps.gather(-1, batch.target_ids[slots, None])[:, 0]
     with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
         entropy = entropy_of(logps)
-    zeros = torch.zeros(batch.num_slots, dtype=torch.float32, device=batch.input_ids.device)
+    if batch.top_ids is None:
+        return logp, entropy
+    top = logps.gather(-1, batch.top_ids[slots].long())
+    if not trainer_top:
+        return logp, entropy, top
+    best, ids = logps.detach().topk(batch.top_ids.shape[1], -1)
+    return logp, entropy, top, ids.int(), best
+
+
+def _scatter(scores: tuple[Tensor, ...], batch: TokenBatch, slots: Tensor) -> Scored:
+    """Return the scores of `_score_rows` at their slots, 0 elsewhere."""
+    all_slots = []
+    for rows in scores:
+        zeros = rows.new_zeros(batch.num_slots, *rows.shape[1:])
+        all_slots.append(zeros.index_copy(0, slots, rows))
+    logp, entropy, *tops = all_slots
     top = top_of_model = None
-    if batch.top_ids is not None:
-        top_zeros = zeros.new_zeros(batch.top_ids.shape)
-        top = top_zeros.index_copy(0, slots, logps.gather(-1, batch.top_ids[slots].long()))
-        if trainer_top:
-            best, ids = logps.detach().topk(top_zeros.shape[1], -1)
-            all_ids = top_zeros.int().index_copy(0, slots, ids.int())
-            top_of_model = all_ids, top_zeros.index_copy(0, slots, best)
-    logp, entropy = zeros.index_copy(0, slots, logp), zeros.index_copy(0, slots, entropy)
+    if tops:
+        top = tops[0]
+    if len(tops) > 1:
+        top_of_model = tops[1], tops[2]
     return Scored(logp, entropy, top, top_of_model)
 
 
@@ -115,21 +155,34 @@ def tempered_logits(
     autocast: torch.dtype | None = None,
 ) -> Tensor:
     """Return [n, vocabulary] float32: logits of these slots over their sample's temperature."""
-    device = batch.input_ids.device
+    with _precision(batch, autocast):
+        arguments = _model_arguments(model, batch, packing)
+        logits = model(**arguments, logits_to_keep=slots).logits[0]
+    return _tempered(logits, batch, slots)
+
+
+def _tempered(logits: Tensor, batch: TokenBatch, slots: Tensor) -> Tensor:
+    return logits.float() / batch.temperature[batch.segment[slots], None]
+
+
+def _precision(batch: TokenBatch, autocast: torch.dtype | None) -> AbstractContextManager:
+    if autocast:
+        return torch.autocast(batch.input_ids.device.type, autocast)
+    return nullcontext()
+
+
+def _model_arguments(
+    model: PreTrainedModel, batch: TokenBatch, packing: Packing | None
+) -> dict[str, Any]:
+    """Return the arguments of a forward over the whole batch. packing: None means the batch's."""
     if packing is None:
         multiple = 1
         if is_invariant(model):
             multiple = TILE
-        packing = Packing.of(batch.cu_seqlens, device, multiple=multiple)
-    precision: AbstractContextManager = nullcontext()
-    if autocast:
-        precision = torch.autocast(device.type, autocast)
-    with precision:
-        logits = model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=slots,
-            packing=packing,
-        ).logits[0]
-    return logits.float() / batch.temperature[batch.segment[slots], None]
+        packing = Packing.of(batch.cu_seqlens, batch.input_ids.device, multiple=multiple)
+    return {
+        "input_ids": batch.input_ids[None],
+        "position_ids": batch.positions[None],
+        "use_cache": False,
+        "packing": packing,
+    }

@@ -18,6 +18,7 @@ from torch import Tensor
 from onepolicy.config import R3, RolloutReplay, WeightsReplay
 from onepolicy.divergence.logprob import Mismatch, mismatch
 from onepolicy.interfaces import Scorer
+from onepolicy.models.logits_chunks import whole_logits
 from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_top_k_top_p
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.pack import micro_batches
@@ -189,7 +190,7 @@ def change_logits(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[No
         output.logits = change(output.logits[0])[None]
         return output
 
-    with model.register_forward_hook(apply):
+    with whole_logits(model), model.register_forward_hook(apply):
         yield
 
 

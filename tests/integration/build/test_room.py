@@ -25,6 +25,7 @@ QWEN3_06B = {
     "tie_word_embeddings": True,
 }
 PARAMETERS = 596_049_920
+CHUNK = 1728  # slots whose float32 logits are 1 GiB
 PER_TOKEN = 28 * 2 * 8 * 128 * 2  # 114,688 bytes in bfloat16
 TREE = {"out": "unused", "steps": 1, "task": {"kind": "chain"}}
 
@@ -58,10 +59,13 @@ def test_the_plainest_recipe_gets_the_cache_that_fits(model, monkeypatch):
     """The model's whole context would take 301 GB."""
     on_gpu(monkeypatch, free=80e9)
     fits = fit_max_len(recipe(), model, CONTEXT, trains=True)
-    logits = 12 * 16384 * 151936
-    room_left = 80e9 - 8e9 - 16 * PARAMETERS - logits - 2 * PARAMETERS
+    room_left = 80e9 - 8e9 - 18 * PARAMETERS - 12 * CHUNK * 151936
     assert fits == room_left // (64 * PER_TOKEN) // 64 * 64
-    assert 3000 < fits < 5000
+    assert 7000 < fits < 9000
+    whole_logits = recipe("train.logits_chunk=0")
+    room_left -= 12 * (16384 - CHUNK) * 151936
+    found = fit_max_len(whole_logits, model, CONTEXT, trains=True)
+    assert found == room_left // (64 * PER_TOKEN) // 64 * 64
     assert fit_max_len(recipe(), model, CONTEXT, trains=False) > fits
     few = recipe("rollout.engine.max_num_seqs=1")
     assert fit_max_len(few, model, CONTEXT, trains=True) == CONTEXT
@@ -93,19 +97,19 @@ def test_vllm_beside_the_learner_asks_for_what_is_left(model, monkeypatch):
     on_gpu(monkeypatch, free=76e9)
     awake = recipe("rollout.engine.kind=vllm", "rollout.engine.enable_sleep_mode=false")
     share = share_beside_learner(awake, model, device, trains=True)
-    assert share == (76e9 - 12 * PARAMETERS - 12 * 16384 * 151936) / 80e9
+    assert share == (76e9 - 12 * PARAMETERS - 12 * CHUNK * 151936) / 80e9
     asleep = share_beside_learner(own, model, device, trains=True)  # while the learner works
     assert asleep == (76e9 - 8 * PARAMETERS) / 80e9
     measured = share_beside_learner(own, model, device, trains=False)
-    assert measured == (76e9 - 12 * 16384 * 151936) / 80e9
+    assert measured == (76e9 - 12 * CHUNK * 151936) / 80e9
     arguments = memory_args(own.rollout.engine, cpu=False, share=GPU_SHARE * share)
     assert arguments == {
         "kv_cache_memory_bytes": None,
         "gpu_memory_utilization": GPU_SHARE * share,
     }
     assert arguments["gpu_memory_utilization"] * 80e9 < 76e9
-    on_gpu(monkeypatch, free=30e9)
-    with pytest.raises(UsageError, match=r"30\.0 of 80\.0 GB are free"):
+    on_gpu(monkeypatch, free=10e9)
+    with pytest.raises(UsageError, match=r"10\.0 of 80\.0 GB are free"):
         share_beside_learner(awake, model, device, trains=True)
 
 

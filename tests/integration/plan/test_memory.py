@@ -5,6 +5,7 @@ import json
 import plan as benchmark
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from onepolicy.cli import main
 from onepolicy.config import HFEngineConfig, ModelConfig, UsageError, load, resolve
@@ -110,6 +111,50 @@ def test_samples_add_up_and_only_projected_slots_have_logits():
     assert model.micro_batch_memory(MicroBatchShape((40,), (1,)), checkpointing=False).logits == 0
 
 
+def wide(vocabulary, **changes):
+    changes = {"vocab_size": vocabulary, "num_hidden_layers": 1, "layer_types": None, **changes}
+    return type(CONFIGS["qwen3_dense"])(**CONFIGS["qwen3_dense"].to_dict() | changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_in_chunks_are_less_than_3_gb_at_32k_slots(dtype):
+    """Of Qwen3's vocabulary, as a share of the peak and beyond all other tensors of a step."""
+    micro, few = MicroBatchShape((32_768,), (32_768,)), MicroBatchShape((32_768,), (64,))
+    config = wide(151_936, hidden_size=1024)
+    chunked, whole = (
+        DryRunModel(config, dtype=dtype, cpu=False, logits_chunk=chunk) for chunk in (None, 0)
+    )
+    assert whole.micro_batch_memory(micro, checkpointing=False).logits > 50e9
+    peak = chunked.micro_batch_memory(micro, checkpointing=False).peak
+    without = chunked.micro_batch_memory(few, checkpointing=False).saved
+    weight_gradients = 2 * 151_936 * 1024 * dtype.itemsize  # the sum, and that of one chunk
+    assert peak - without - weight_gradients < 3e9
+
+
+def test_logits_in_chunks_grow_until_a_chunk_is_full():
+    model = DryRunModel(wide(8192), dtype=torch.float32, cpu=False, logits_chunk=64)
+    half, full, more = (
+        model.micro_batch_memory(MicroBatchShape((512,), (n,)), checkpointing=False).peak
+        for n in (32, 65, 512)
+    )
+    table = 4 * 32 * 8192
+    assert full - half > 2 * table
+    assert more - full < table
+
+
+@pytest.mark.parametrize("samples", [3, 40])
+def test_the_planner_extrapolates_logits_in_chunks(samples, tmp_path):
+    wide(8192).save_pretrained(tmp_path)
+    settings = [f"model.path={tmp_path}", "train.logits_chunk=256"]
+    config = resolve(TREE, [*settings, "rollout.sampling.max_tokens=40"])
+    made = Planner(config, config.model, parse_cluster("1xH100"), prompt=20)
+    found = made._micro_batch_memory(samples, config, exact=False)
+    micro = MicroBatchShape((59,) * samples, (40,) * samples)
+    exact = made._model("float32").micro_batch_memory(micro, checkpointing=False)
+    assert found.peak == pytest.approx(exact.peak, rel=0.03)
+    assert found.saved == pytest.approx(exact.saved, rel=0.03)
+
+
 @pytest.mark.parametrize("quant", ["int8", "fp8", "fp8-weight", "simulated"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_quantised_weights_take_the_engines_reported_bytes(name, quant):
@@ -171,6 +216,19 @@ def test_families_that_cannot_be_run_dry_are_refused(name, words):
 @pytest.mark.parametrize(("micro_batches", "checkpointing"), [(1, False), (2, False), (2, True)])
 def test_predicted_memory_is_that_of_a_step(micro_batches, checkpointing):
     within_tenth(benchmark.Case(micro_batches=micro_batches, checkpointing=checkpointing), "tiny")
+
+
+def test_predicted_memory_with_logits_in_chunks(monkeypatch):
+    monkeypatch.setitem(benchmark.MODELS, "wide", lambda: wide_moe().eval())
+    case, whole = (benchmark.Case(samples=8, logits_chunk=chunk) for chunk in (16, 0))
+    within_tenth(case, "wide")
+    assert benchmark.predicted("wide", case) < 0.9 * benchmark.predicted("wide", whole)
+
+
+def wide_moe():
+    changes = {"vocab_size": 16_384, "num_hidden_layers": 1, "layer_types": None}
+    config = type(CONFIGS["qwen3_moe"])(**CONFIGS["qwen3_moe"].to_dict() | changes)
+    return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.slow

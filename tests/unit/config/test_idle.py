@@ -98,6 +98,11 @@ def idle(*overrides: str) -> dict[str, str]:
         ),
         (["train.rank_timeout=5"], "train.rank_timeout", "train.ranks = 0"),
         (
+            ["numerics=on-policy", "train.logits_chunk=64"],
+            "train.logits_chunk",
+            "numerics = on-policy",
+        ),
+        (
             ["correction.preset=ppo-is", "train.reuse_scoring_forward=true"],
             "train.reuse_scoring_forward",
             "correction ppo-is has no scoring forward",

@@ -354,6 +354,10 @@ def test_learning_counts_forwards():
             {"correction": {"preset": "ppo-is"}},
         )
     )
+    chunked = learning_time(
+        DIMS, config(), cluster(train_overhead=1e-9), WORK, 1, chunked=True
+    ).update
+    assert chunked - plain.update == pytest.approx(2 * 500 * 8 * 10 / 500)
     head = 2 * 500 * 8 * (15 - 10)
     forward = (2 * 900 * 120 - head + 8 * DIMS.attention_flops(15)) / 500
     assert plain.score == pytest.approx(forward)
