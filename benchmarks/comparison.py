@@ -151,8 +151,8 @@ def _unchecked(routers: Routers, ids: Tensor) -> Iterator[None]:
     trace = RoutingTrace(
         ids, torch.ones(len(ids), dtype=torch.bool), routers.layers, routers.num_experts
     )
-    checks = "onepolicy.replay.routers.check_"
-    with patch(f"{checks}trace"), patch(f"{checks}captured"), routers.replay(trace, check=False):
+    rooms = "onepolicy.replay.routers.check_trace", "onepolicy.replay.source_checks.check_captured"
+    with patch(rooms[0]), patch(rooms[1]), routers.replay(trace, check=False):
         yield
 
 

@@ -77,7 +77,7 @@ def test_a_sync_check_needs_a_finite_noise_to_compare_with(monkeypatch, probes):
 
     monkeypatch.setattr(sync_check, "canary_logp", probe)
     monkeypatch.setattr(sync_check, "push_weights", nothing)
-    engine = SimpleNamespace(reset_cache=nothing)
+    engine = SimpleNamespace(reset_cache=nothing, caps=SimpleNamespace(canary_floor=0.0))
     with pytest.raises(TrainingError, match="weight sync"):
         asyncio.run(sync_check.checked_push(SimpleNamespace(), engine, vocab=8))
 
@@ -92,10 +92,10 @@ def test_a_reload_check_needs_a_finite_noise_to_compare_with(monkeypatch):
         return None
 
     monkeypatch.setattr(sync_check, "canary_logp", probe)
+    caps = SimpleNamespace(canary_floor=0.0)
+    engine = SimpleNamespace(load_checkpoint=load_checkpoint, caps=caps)
     with pytest.raises(UsageError, match="wrong after a reload"):
-        asyncio.run(
-            sync_check._check_reload(SimpleNamespace(load_checkpoint=load_checkpoint), [-5.0], 8)
-        )
+        asyncio.run(sync_check._check_reload(engine, [-5.0], 8))
 
 
 def test_the_limit_of_an_engines_distance_stays_finite(monkeypatch):

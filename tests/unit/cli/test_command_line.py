@@ -194,7 +194,8 @@ def test_printed_settings_are_the_same_settings(overrides):
 
 def test_a_printed_setting_is_described():
     lines = as_toml(load(QUICKSTART)).splitlines()
-    assert lines[lines.index('dtype = "float32"') - 1] == "# Dtype of the trained parameters."
+    described = " ".join(lines[: lines.index('dtype = "float32"')][-3:])
+    assert "# Dtype of the trained parameters." in described
     assert "# quant is unset" in lines
     assert lines[lines.index("[replay]") + 1].startswith(("#", "mode"))
 

@@ -90,7 +90,7 @@ class QueuedReplay:
         if opened is not None:
             opened.__exit__(*sys.exc_info())
         if recorded is not None:
-            for queue, ids in zip(self._queues, recorded.last_ids(), strict=True):
+            for queue, ids in zip(self._queues, recorded.pop_ids(), strict=True):
                 queue.record(ids)
 
     def _next_trace(self) -> RoutingTrace:
