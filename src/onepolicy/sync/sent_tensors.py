@@ -14,18 +14,23 @@ from onepolicy.models.load import DTYPES
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
 
+ENGINES_KEEP = ("A_log",)
+"""Names of tensors that engines hold in float32 though transformers does not: decays of Mamba."""
+
 
 def sent_tensors(model: PreTrainedModel, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's tensors, cast to `dtype` where that is narrower. None: as they are.
 
-    Routers, biases and norms are always yielded as they are. Some engines hold them in float32, and
-    they are small. A shard stays a shard.
+    Yielded as they are: routers, biases and norms, and everything that the family wants in float32
+    (`cast_model`). Some engines hold them in float32, and they are small. A shard stays a shard.
     """
     routers: tuple[str, ...] = ()
+    kept = {*(model._keep_in_fp32_modules_strict or ()), *ENGINES_KEEP}
     if dtype is not None and is_moe(model.config):
         routers = tuple(f"{router.path}." for router in find_routers(model))
     for name, tensor in model.state_dict().items():
-        if dtype is None or tensor.dim() < 2 or name.startswith(routers):
+        whole = tensor.dim() < 2 or name.startswith(routers) or not kept.isdisjoint(name.split("."))
+        if dtype is None or whole:
             yield name, tensor
         elif tensor.is_floating_point() and tensor.itemsize > DTYPES[dtype].itemsize:
             yield name, tensor.to(DTYPES[dtype])

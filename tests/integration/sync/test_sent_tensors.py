@@ -7,10 +7,12 @@ import torch
 
 from onepolicy.config import HFEngineConfig, TrainingError
 from onepolicy.interfaces import EngineCaps
+from onepolicy.models.load import cast_model
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.sync.canary_floor import canary_floor
 from onepolicy.sync.push import checked_push, push_weights
 from onepolicy.sync.sent_tensors import sent_tensors
+from support.families import TABLE
 from support.models import VOCAB, make
 
 
@@ -57,6 +59,16 @@ def test_a_push_to_a_bfloat16_engine_sends_half_the_bytes(family):
         else:  # an engine may hold these in float32
             assert torch.equal(tensor, state[name])
             assert tensor.dim() < 2 or ".mlp.gate." in name
+
+
+@pytest.mark.parametrize("family", ["hy_v4", "deepseek_v4", "inkling_text", "qwen3_moe"])
+def test_an_engine_gets_the_bits_that_it_would_cast_itself(family):
+    """Some families keep more than routers in float32, and `cast_model` does."""
+    model = TABLE[family].model()
+    sent = dict(sent_tensors(model, "bfloat16"))
+    for name, tensor in cast_model(model, torch.bfloat16).state_dict().items():
+        if tensor.is_floating_point():
+            assert torch.equal(sent[name].to(tensor.dtype), tensor), name
 
 
 def test_a_bfloat16_learner_is_not_widened():

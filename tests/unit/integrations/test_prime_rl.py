@@ -7,6 +7,7 @@ checkout in PRIME_RL_CHECKOUT (and beartype, jaxtyping) prime-rl's own losses ar
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from types import ModuleType, SimpleNamespace
@@ -144,10 +145,12 @@ def test_a_sample_without_tokens_has_a_gradient_of_zero():
     assert not gradient(given, correction="tis").any()
 
 
-def test_a_log_probability_that_is_not_finite_is_rejected():
+@pytest.mark.parametrize("correction", ["tis", "ppo-is"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_log_probability_that_is_not_finite_is_rejected(correction, value):
     given = inputs(length=40)
-    given.inference_logprobs[20] = torch.nan
-    found = gradient(given, correction="tis", kl_tau=0.1)
+    given.inference_logprobs[20] = value
+    found = gradient(given, correction=correction, kl_tau=0.1)
     assert found.isfinite().all()
     assert found[20] == 0
 

@@ -130,6 +130,7 @@ def test_an_earlier_pipeline_stage_has_nothing_to_do():
         (args("tis"), {"log_probs": None}, "--get-mismatch-metrics"),
         (args("tis"), {"rollout_log_probs": None}, "rollout_log_probs"),
         (args("tis", use_tis=True), {}, "leave --use-tis out"),
+        (args("tis", use_rollout_logprobs=True), {}, "--use-rollout-logprobs"),
         (args("opsm"), {}, "--use-opsm"),
         (args("score-centering"), {}, "score-centering needs the ratio"),
         (args("mis", data_parallel_size=2), {}, "whole step"),

@@ -60,7 +60,8 @@ def loss(
     if not mask.any():
         return LossOutputs(new.sum() * 0.0, {})
     found = _weights(config, new.detach().float(), rollout, mask, advantages)
-    ratio = torch.where(found.keep, (new - rollout).exp(), 1.0)
+    # the difference is masked before exp: where it is inf, exp's gradient would be NaN
+    ratio = torch.where(found.keep, new - rollout, 0.0).exp()
     if config.surrogate == "ppo":
         clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
         surrogate = torch.min(ratio * advantages, clipped * advantages)

@@ -39,6 +39,12 @@ def check_step(args: Any, settings: Settings, data: Mapping[str, Any]) -> Prefli
         found="--use-tis",
         fix="two corrections would weigh every token twice; leave --use-tis out",
     )
+    report.require(
+        f"old log-probabilities of the trainer for {settings.correction.name}",
+        not getattr(args, "use_rollout_logprobs", False),
+        found="--use-rollout-logprobs",
+        fix="PPO's ratio is then new / rollout, which weighs every token already; leave one out",
+    )
     ranks = getattr(args, "data_parallel_size", 1)
     report.require(
         f"all samples of the step for {settings.correction.name}",
