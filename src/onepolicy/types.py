@@ -413,7 +413,7 @@ class TokenBatch:
     routing: RoutingTrace | None = None
     # The fields from here on are filled by score(), by the correction and by the objective.
     routing_native: RoutingTrace | None = None  # the trainer's own choice on the same slots
-    gate_mass: Tensor | None = None  # [T, L] float32, of the replayed experts (replay/modes.py)
+    gate_mass: Tensor | None = None  # [T, L] float32, of the replayed experts (topk_hook.py)
     logp_old: Tensor | None = None  # [T] float32, trainer before the update
     top_logp_old: Tensor | None = None  # [T, k] float32, of `top_ids`
     trainer_top_ids: Tensor | None = None  # [T, k] int32, the trainer's most likely tokens

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.model_path import resolve_model
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.load import (
     DTYPES,
     context_length,
@@ -19,7 +20,6 @@ from onepolicy.models.load import (
     parse_device,
     read_config,
 )
-from onepolicy.models.logits_chunks import install_logits_chunks, slots_per_chunk
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
@@ -195,6 +195,8 @@ def _install_logits_chunks(loaded: PreTrainedModel, config: RunConfig) -> None:
     longest = config.rollout.engine.max_len or context_length(loaded.config)
     most_slots = max(config.train.tokens_per_micro_batch, longest)
     if 0 < slots < most_slots and config.numerics != ON_POLICY:
+        from onepolicy.models.logits_chunks import install_logits_chunks
+
         install_logits_chunks(loaded, slots)
 
 

@@ -13,9 +13,9 @@ import torch
 from onepolicy.config import HFEngineConfig, ModelConfig, RunConfig, UsageError, VLLMEngineConfig
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.models.cache_size import cached_elements
+from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.models.load import DTYPES, empty_model, parse_device
-from onepolicy.models.logits_chunks import slots_per_chunk
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
 from onepolicy.rollout.spec import EngineSpec

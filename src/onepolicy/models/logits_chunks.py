@@ -23,23 +23,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from onepolicy.models.chunk_size import MARK
 from onepolicy.models.packed_attention import Packing
 
 LOG = logging.getLogger(__name__)
-MARK = "_onepolicy_logits_chunk"  # attribute of a model whose logits are computed in chunks
-LARGEST_CHUNK = 2**28  # float32 logits of a chunk: 1 GiB
-MULTIPLE = 64  # of the slots of a chunk that is chosen here
 # A family's code whose logits need more of the base model's output than the last hidden states
 UNKNOWN_CODE = (AttributeError, TypeError, ValueError, IndexError, KeyError, RuntimeError)
 
 Compute = Callable[[Tensor, slice], tuple[Tensor, ...]]
-
-
-def slots_per_chunk(setting: int | None, vocabulary: int) -> int:
-    """Return the slots of a chunk, 0 for no chunks. setting: train.logits_chunk."""
-    if setting is None:
-        return max(MULTIPLE, LARGEST_CHUNK // vocabulary // MULTIPLE * MULTIPLE)
-    return setting
 
 
 def install_logits_chunks(model: PreTrainedModel, slots: int) -> None:
@@ -57,11 +48,6 @@ def install_logits_chunks(model: PreTrainedModel, slots: int) -> None:
         "memory runs out",
         type(model).__name__,
     )
-
-
-def logits_chunk(model: PreTrainedModel) -> int:
-    """Return the slots of a chunk of this model's logits, 0 for no chunks."""
-    return getattr(model, MARK, 0)
 
 
 @contextmanager

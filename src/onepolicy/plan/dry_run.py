@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.invariant import mode
 from onepolicy.invariant.switch import TILE
-from onepolicy.models import experts, fp32_head, linear, logits_chunks, packed_attention
+from onepolicy.models import chunk_size, experts, fp32_head, linear, logits_chunks, packed_attention
 from onepolicy.models.packed_attention import Packing
 from onepolicy.plan.dims import decoder_layers
 from onepolicy.plan.fake_kernels import kernel_stand_ins
@@ -145,8 +145,8 @@ class DryRunModel:
             self.model = _causal_lm(config, dtype)
             if not invariant and logits_chunks.base_of(self.model) is not None:
                 vocabulary = config.get_text_config().vocab_size
-                slots = logits_chunks.slots_per_chunk(logits_chunk, vocabulary)
-                setattr(self.model, logits_chunks.MARK, slots)
+                slots = chunk_size.slots_per_chunk(logits_chunk, vocabulary)
+                setattr(self.model, chunk_size.MARK, slots)
             if fp32_lm_head:
                 fp32_head.Fp32Head(self.model, field="model.lm_head")
             self.model.set_attn_implementation(packed_attention.NAME)

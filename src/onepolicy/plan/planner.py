@@ -10,7 +10,7 @@ import torch
 
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.models.logits_chunks import logits_chunk
+from onepolicy.models.chunk_size import logits_chunk
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
 from onepolicy.plan.dry_run import DryRunModel, MicroBatchMemory, MicroBatchShape
 from onepolicy.plan.engine_memory import EngineMemory, EngineWeights, engine_memory, engine_weights

@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import RoutingError
 
 # The functions with which routers turn logits into one probability per expert
-PROBABILITIES = (torch.softmax, Tensor.softmax, F.softmax, torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 
 
 def soften(
@@ -120,31 +118,3 @@ def _is_floating_matrix(item: Any, columns: int) -> bool:
         and item.dim() == 2
         and item.shape[1] == columns
     )
-
-
-def gate_mass(
-    replayed: Tensor,  # [T, K]
-    native: Tensor,  # [T, K]
-    scores: Tensor,  # [T, E]
-) -> Tensor:
-    """Return [T] float32: the replayed experts' scores as a fraction of the best K experts' scores.
-
-    It is in [0, 1], and 1 if both are the same experts or tied. With `low` the row's lowest score,
-
-        gate_mass = sum(replayed - low) / sum(native - low)
-
-    Subtracting `low` makes one definition serve all scores that a top-k may see: probabilities,
-    sigmoids with a selection bias, logits. For softmax scores `low` is nearly 0, and the result is
-    the ratio of the router's probabilities. Where scores are masked with -inf, `low` is the lowest
-    of the scores compared.
-
-    Args:
-        replayed: scores of the replayed experts.
-        native: scores of the experts that the router selects itself.
-        scores: all scores that the router selects from.
-    """
-    low = scores.amin(-1, keepdim=True).float()
-    compared = torch.where(replayed.isneginf(), native, torch.minimum(replayed, native))
-    low = torch.where(low.isneginf(), compared.amin(-1, keepdim=True).float(), low)
-    mass = (replayed.float() - low).clamp(min=0).sum(-1) / (native.float() - low).sum(-1)
-    return mass.nan_to_num(nan=1.0, posinf=1.0)  # all scores are equal

@@ -15,20 +15,15 @@ from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
-from onepolicy.replay.modes import (
-    PROBABILITIES,
-    combine_weights_position,
-    gate_mass,
-    replace_combine_weights,
-    soften,
-)
 from onepolicy.replay.private_names import current_graph_task_id
 from onepolicy.replay.recompute import called_by_checkpoint
 
+PROBABILITIES = (torch.softmax, Tensor.softmax, F.softmax, torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 _TOPK = (torch.topk, torch.Tensor.topk)
 _MAX = (torch.max, torch.Tensor.max)
 _ABSENT = object()
@@ -119,6 +114,8 @@ class TopkRecorder(TopkHook):
         if not in_backward():
             self.seen.append(ids)
             if self.keep_weights:
+                from onepolicy.replay.modes import combine_weights_position
+
                 position = combine_weights_position(out, self.router.top_k, self._where)
                 self.weights.append(out[position].detach())
         return out
@@ -198,7 +195,7 @@ class TopkAnswer(TopkHook):
 class TopkReplayer(TopkHook):
     """A hook that makes one router select given experts in one forward and its recomputes.
 
-    native: also keep the router's own choice. mass: also keep the gate mass (`modes.gate_mass`).
+    native: also keep the router's own choice. mass: also keep the gate mass (`gate_mass`).
     soft: the ratio of `modes.soften`. weights: recorded combine weights, used as
     `modes.replace_combine_weights` does.
     """
@@ -259,6 +256,8 @@ class TopkReplayer(TopkHook):
         self._check_one_selection(self._selected)
         self._needs_native = False
         if self._weights is not None:
+            from onepolicy.replay.modes import replace_combine_weights
+
             out = replace_combine_weights(
                 out, self._weights, self._valid, self.router.top_k, self._where
             )
@@ -360,6 +359,8 @@ class TopkReplayer(TopkHook):
         if probabilities is None:
             probabilities = scores.detach().softmax(-1)
         native = self._native_selection[2]
+        from onepolicy.replay.modes import soften
+
         self._target, replaced = soften(self._target, native, probabilities, ratio=self._soft)
         if self._valid is not None:
             replaced = replaced[self._valid]
@@ -443,3 +444,31 @@ def _groups_of(ids: Tensor, router: Router) -> Tensor:
     if missing <= 0:
         return groups
     return torch.cat([groups, groups[:, :1].expand(-1, missing)], 1)
+
+
+def gate_mass(
+    replayed: Tensor,  # [T, K]
+    native: Tensor,  # [T, K]
+    scores: Tensor,  # [T, E]
+) -> Tensor:
+    """Return [T] float32: the replayed experts' scores as a fraction of the best K experts' scores.
+
+    It is in [0, 1], and 1 if both are the same experts or tied. With `low` the row's lowest score,
+
+        gate_mass = sum(replayed - low) / sum(native - low)
+
+    Subtracting `low` makes one definition serve all scores that a top-k may see: probabilities,
+    sigmoids with a selection bias, logits. For softmax scores `low` is nearly 0, and the result is
+    the ratio of the router's probabilities. Where scores are masked with -inf, `low` is the lowest
+    of the scores compared.
+
+    Args:
+        replayed: scores of the replayed experts.
+        native: scores of the experts that the router selects itself.
+        scores: all scores that the router selects from.
+    """
+    low = scores.amin(-1, keepdim=True).float()
+    compared = torch.where(replayed.isneginf(), native, torch.minimum(replayed, native))
+    low = torch.where(low.isneginf(), compared.amin(-1, keepdim=True).float(), low)
+    mass = (replayed.float() - low).clamp(min=0).sum(-1) / (native.float() - low).sum(-1)
+    return mass.nan_to_num(nan=1.0, posinf=1.0)  # all scores are equal

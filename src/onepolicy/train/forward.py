@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.invariant.switch import TILE, is_invariant
-from onepolicy.models.logits_chunks import logits_chunk, map_logits
+from onepolicy.models.chunk_size import logits_chunk
 from onepolicy.models.packed_attention import Packing
 from onepolicy.types import TokenBatch
 
@@ -65,6 +65,8 @@ def forward(
             tempered_logits(model, batch, slots, packing=packing, autocast=autocast), -1
         )
         return _scatter(_score_rows(logps, batch, slots, **options), batch, slots)
+
+    from onepolicy.models.logits_chunks import map_logits
 
     def score_chunk(logits: Tensor, rows: slice) -> tuple[Tensor, ...]:
         own = slots[rows]

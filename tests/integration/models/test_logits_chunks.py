@@ -10,14 +10,10 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onepolicy.invariant.enable import enable_invariant
+from onepolicy.models import logits_chunks
+from onepolicy.models.chunk_size import MARK, logits_chunk, slots_per_chunk
 from onepolicy.models.fp32_head import Fp32Head
-from onepolicy.models.logits_chunks import (
-    MARK,
-    install_logits_chunks,
-    logits_chunk,
-    map_logits,
-    slots_per_chunk,
-)
+from onepolicy.models.logits_chunks import install_logits_chunks, map_logits
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.train import forward as scoring
 from onepolicy.train.rescore import change_logits
@@ -130,7 +126,7 @@ def test_one_chunk_is_the_whole_to_the_bit(chunk, monkeypatch):
     def never(*_, **__):
         raise AssertionError("all slots fit one chunk, so nothing is computed again")
 
-    monkeypatch.setattr(scoring, "map_logits", never)
+    monkeypatch.setattr(logits_chunks, "map_logits", never)
     model, batch = small(tied=True), batch_at([0.8] * 8, top=3)
     options = {"entropy_graph": True, "trainer_top": True}
     whole, expected = scores_and_gradients(model, batch, 0, **options)

@@ -200,9 +200,9 @@ def test_the_check_of_the_first_sync_catches_vllms_own_reload(server, folders, m
     asyncio.run(checked_push(FakeLearner(models[0]), remote, vocab=VOCAB))
     mended = remote.call_workers
 
-    async def unmended(method, *args):
+    async def unmended(method, *args, **limits):
         if method != "onepolicy_load_files":
-            return await mended(method, *args)
+            return await mended(method, *args, **limits)
         await mended("reload_weights", None, args[0])
         return [{"difference": None}]
 
