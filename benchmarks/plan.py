@@ -5,10 +5,13 @@ sum tensors' storages.
     python benchmarks/plan.py --models tiny --dtype bfloat16
     python benchmarks/plan.py --ranks 2            # the first of two ranks (FSDP2 over gloo)
     python benchmarks/plan.py --ranks 2 --compute bfloat16
+    python benchmarks/plan.py --state host         # optim.state: on the device, and on the host
+    python benchmarks/plan.py --logits-chunk 64
 
 The measured step is the second one of a real LocalLearner on the CPU, with routes replayed:
 parameters, AdamW's state and the most of everything else that is alive at once. A rank has as many
-samples as the one process.
+samples as the one process. With `--state host` the device and the host are two memories for AdamW's
+state: it is copied where a GPU would copy it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from onepolicy.train.scorer import PolicyScorer
 
@@ -30,6 +34,7 @@ import torch
 import torch.distributed as dist
 from engine import build_model
 from sync import big_model
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -41,9 +46,12 @@ from onepolicy.plan.dims import read_dims
 from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape, PeakMemory
 from onepolicy.plan.learner_memory import compute_dtype, learner_memory
 from onepolicy.replay.routers import bind_routers
+from onepolicy.train import streamed_adamw
 from onepolicy.train.learner import LocalLearner
+from onepolicy.train.optimiser_memory import optimiser_memory
 from onepolicy.train.pack import pack
 from onepolicy.train.sharded.fsdp import FSDPSharding
+from onepolicy.train.streamed_adamw import HostAdamW
 from onepolicy.types import Group, RoutingTrace, Sample, id_dtype
 
 CPU = torch.device("cpu")
@@ -62,6 +70,7 @@ class Case:
     compute: str = "same"
     numerics: str = "fast"
     logits_chunk: int = 0
+    state: str = "device"
 
     @property
     def slots(self) -> int:
@@ -83,16 +92,46 @@ class Case:
         }
         tree = {"out": "unused", "steps": 4, "task": {"kind": "chain"}, "train": train}
         tree |= {"model": {"path": "unused", "dtype": self.dtype}, "numerics": self.numerics}
+        tree |= {"optim": {"state": self.state}}
         return resolve(tree | {"replay": {"min_agreement": 0}})
 
 
-def measured(name: str, case: Case) -> float:
-    """Return the bytes of the second step, of the first rank."""
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Bytes of the first rank in each memory."""
+
+    device: float
+    host: float = 0.0
+
+
+class TwoMemories(HostAdamW):
+    """HostAdamW that copies on a CPU as it does beside a GPU."""
+
+    def fetch(self, parameter: Tensor, kept: Tensor) -> Tensor:
+        return kept.clone()
+
+    def put(self, parameter: Tensor, key: str, value: Tensor, kept: Tensor | None) -> Tensor:
+        if kept is None:
+            return value.clone()
+        return kept.copy_(value)
+
+
+class PeakInside(PeakMemory):
+    """PeakMemory that counts what torchao's tensors compute inside."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, *rest: Any) -> Any:
+        if any(hasattr(each, "tensor_attrs") for each in types):
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, *rest)
+
+
+def measured(name: str, case: Case) -> Tiers:
+    """Return the bytes of the second step."""
     if not case.ranks:
         return _measured(MODELS[name](), case, None)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, args=(name, case, folder), nprocs=case.ranks)
-        return json.loads((Path(folder) / "bytes").read_text())
+        return Tiers(*json.loads((Path(folder) / "bytes").read_text()))
 
 
 def _rank(rank: int, name: str, case: Case, folder: str) -> None:
@@ -104,12 +143,13 @@ def _rank(rank: int, name: str, case: Case, folder: str) -> None:
     compute = None if case.compute == "same" else getattr(torch, case.compute)
     found = _measured(MODELS[name](), case, FSDPSharding(mesh, compute))
     if rank == 0:
-        (Path(folder) / "bytes").write_text(json.dumps(found))
+        (Path(folder) / "bytes").write_text(json.dumps([found.device, found.host]))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measured(model: PreTrainedModel, case: Case, sharding: FSDPSharding | None) -> float:
+def _measured(model: PreTrainedModel, case: Case, sharding: FSDPSharding | None) -> Tiers:
+    streamed_adamw.HostAdamW = TwoMemories
     model.to(getattr(torch, case.dtype))
     if sharding is not None:
         sharding.shard(model)
@@ -119,17 +159,26 @@ def _measured(model: PreTrainedModel, case: Case, sharding: FSDPSharding | None)
     learner = LocalLearner(PolicyScorer(model, case.config(), routers=bind_routers(model)))
     step(learner, case)
     state = [
-        t
+        part
         for own in learner.optimizer.state.values()
-        for t in own.values()
-        if isinstance(t, torch.Tensor)
+        for tensor in own.values()
+        for part in parts(tensor)
     ]
-    standing = [
-        t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *state)
-    ]
-    with PeakMemory(standing) as peak, resizes(peak):
+    on_device = [part for parameter in model.parameters() for part in parts(parameter)]
+    on_host = state
+    if case.state != "host":
+        on_device, on_host = [*on_device, *state], []
+    with PeakInside([*on_device, *on_host]) as peak, resizes(peak):
         step(learner, case)
-    return peak.peak + sum(tensor.nbytes for tensor in standing)
+    device = peak.peak + sum(tensor.nbytes for tensor in on_device)
+    return Tiers(device, sum(tensor.nbytes for tensor in on_host))
+
+
+def parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors whose storages hold it."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return [getattr(tensor, name) for name in getattr(tensor, "tensor_attrs", ())] or [tensor]
 
 
 @contextmanager
@@ -183,7 +232,7 @@ def sample(learner: LocalLearner, case: Case, seed: int) -> Sample:
     )
 
 
-def predicted(name: str, case: Case) -> float:
+def predicted(name: str, case: Case) -> Tiers:
     config = case.config()
     dry = DryRunModel(
         MODELS[name]().config,
@@ -207,7 +256,8 @@ def predicted(name: str, case: Case) -> float:
         first=first,
         cpu=True,
     )
-    return memory.total
+    state = optimiser_memory(dims.shapes, config, max(1, case.ranks), cpu=True, one_memory=False)
+    return Tiers(memory.total, state.host)
 
 
 def main() -> None:
@@ -226,6 +276,8 @@ def main() -> None:
         default="same",
         help="train.fsdp_param_dtype of ranks",
     )
+    parser.add_argument("--state", choices=("device", "host", "8bit"), default="device")
+    parser.add_argument("--logits-chunk", type=int, default=0, help="slots; 0: all at once")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.models:
@@ -237,6 +289,8 @@ def main() -> None:
                         ranks=args.ranks,
                         compute=args.compute,
                         numerics=args.numerics,
+                        state=args.state,
+                        logits_chunk=args.logits_chunk,
                     ),
                     micro_batches=micro_batches,
                     checkpointing=checkpointing,
@@ -245,10 +299,18 @@ def main() -> None:
                 print(
                     f"{name}: {micro_batches} micro-batches, "
                     f"checkpointing {'on ' if checkpointing else 'off'}: "
-                    f"predicted {guess / 1e6:7.1f} MB, measured {found / 1e6:7.1f} MB, "
-                    f"off by {guess / found - 1:+.1%}",
+                    f"{describe(guess.device, found.device)}",
                     flush=True,
                 )
+                if found.host:
+                    print(f"    on the host: {describe(guess.host, found.host)}", flush=True)
+
+
+def describe(guess: float, found: float) -> str:
+    return (
+        f"predicted {guess / 1e6:7.1f} MB, measured {found / 1e6:7.1f} MB, "
+        f"off by {guess / found - 1:+.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -222,9 +222,12 @@ def hit(run: subprocess.Popen, whom: str, server: Server | None, out: Path) -> d
 
 
 def victim(supervisor: int, whom: str) -> int | None:
-    """Return the driver's process or, for `rank`, one of its ranks'."""
+    """Return the process that runs the command or, for `rank`, one of the ranks that it started."""
     for driver in children_of(supervisor):
-        return driver if whom != "rank" else next(iter(children_of(driver)), None)
+        if whom != "rank":
+            return driver
+        ranks = children_of(driver)
+        return random.choice(ranks) if ranks else None
     return None
 
 

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--scales", nargs="+", default=["0.07", "0.16", "0.47", "0.6"])
     parser.add_argument("--policy", default="runs/evidence/one-of-8")
     options = parser.parse_args()
-    make_policies()
+    make_policies(())
     print("| scale | routers | tokens | F(2) | k3 without replay | with |\n|" + " --- |" * 6)
     for scale in options.scales:
         print(row(options.policy, scale), flush=True)

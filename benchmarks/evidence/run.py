@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,9 @@ CURVES = {
     "entropy": "train/entropy",
     "grad_norm": "train/grad_norm",
     "halved": "train/halved_gradient",
+    "unreplayed": "counterfactual/mismatch/k3",  # the same batch scored without replay
 }
+DEFAULT_POLICY = "one-of-8"  # of study.toml
 Json = dict[str, Any]
 
 
@@ -68,7 +70,7 @@ class Job:
 
 def main() -> None:
     options = arguments()
-    make_policies()
+    make_policies(options.studies)
     done = {(run["study"], run["arm"], run["seed"]) for run in finished_runs(options.results)}
     jobs = [job for job in planned(options) if (job.study, job.arm, job.seed) not in done]
     print(f"{len(jobs)} runs to play, {len(done)} lines in {options.results}", flush=True)
@@ -108,16 +110,20 @@ def planned(options: argparse.Namespace) -> Iterator[Job]:
                         yield Job(name, arm, seed, options.out / name / f"{arm}-{seed}")
 
 
-def make_policies() -> None:
-    """Make the policies that plan.toml and study.toml name, if they are not there."""
-    for command in policy_commands():
+def make_policies(studies: Sequence[str]) -> None:
+    """Make the policies that these studies need, if they are not there."""
+    for command in policy_commands(studies):
         if not Path(command[command.index("--out") + 1]).exists():
             subprocess.run([sys.executable, "-m", "onepolicy", *command], check=True)
 
 
-def policy_commands() -> list[list[str]]:
-    """Return the arguments of the `onepolicy make-policy` commands of plan.toml."""
-    return [shlex.split(command) for command in PLAN["policies"].values()]
+def policy_commands(studies: Sequence[str]) -> list[list[str]]:
+    """Return the arguments of the `onepolicy make-policy` commands that these studies need."""
+    settings = [each for name in studies for each in PLAN["study"][name].get("settings", ())]
+    needed = {DEFAULT_POLICY} | {
+        each.rpartition("/")[2] for each in settings if each.startswith("model.path=")
+    }
+    return [shlex.split(command) for name, command in PLAN["policies"].items() if name in needed]
 
 
 def finished_runs(results: Path) -> list[Json]:

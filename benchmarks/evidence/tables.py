@@ -58,15 +58,16 @@ def table(arms: Arms) -> str:
     rows = [
         "| arm | runs | fail | held-out, start | held-out, end: mean ± sd (lowest) | "
         "k3, first → last tenth | routers | entropy, last | spikes a run, median (most) | "
-        "largest norm, median (most) | halved gradient, first → last |",
-        "|" + " --- |" * 11,
+        "largest norm, median (most) | halved gradient, first → last | "
+        "k3 of the same batches without replay, first → last |",
+        "|" + " --- |" * 12,
     ]
     for arm, runs in arms.items():
         lines = list(runs.values())
         whole = [line for line in lines if line["error"] is None]
         ends = [line["sampled"][-1] for line in whole]
         if not whole:
-            rows.append(f"| {arm} | {len(lines)} | {len(lines)} |" + " |" * 8)
+            rows.append(f"| {arm} | {len(lines)} | {len(lines)} |" + " |" * 9)
             continue
         rows.append(
             f"| {arm} | {len(lines)} | {sum(map(fails, lines))} | "
@@ -75,7 +76,8 @@ def table(arms: Arms) -> str:
             f"{curve(whole, 'k3', 0)} → {curve(whole, 'k3', -1)} | {curve(whole, 'routers', -1)} | "
             f"{curve(whole, 'entropy', -1)} | {middle([line['spikes'] for line in lines])} | "
             f"{middle([line['largest_norm'] for line in lines])} | "
-            f"{curve(whole, 'halved', 0)} → {curve(whole, 'halved', -1)} |"
+            f"{curve(whole, 'halved', 0)} → {curve(whole, 'halved', -1)} | "
+            f"{curve(whole, 'unreplayed', 0)} → {curve(whole, 'unreplayed', -1)} |"
         )
     return "\n".join(rows)
 
@@ -125,7 +127,7 @@ def middle(values: Sequence[float]) -> str:
 
 def curve(lines: Sequence[Line], name: str, block: int) -> str:
     """Return the median over runs of a curve's block."""
-    found = [line["curves"][name][block] for line in lines]
+    found = [line["curves"][name][block] for line in lines if name in line["curves"]]
     measured = [value for value in found if value is not None]
     if not measured:
         return ""

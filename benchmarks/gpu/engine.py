@@ -1,0 +1,179 @@
+"""Tokens per second of the embedded engine beside transformers' `generate` and `generate_batch`.
+
+Qwen3-0.6B with random weights in bfloat16, 64 and 256 requests of 256 + 512 tokens without stop
+tokens. `generate_batch` (paged, continuous batching) is what TRL's use_transformers_paged calls.
+Target: at least the tokens per second of `generate_batch`. The profile counts kernel launches per
+decode step and the share of time in which the GPU computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpu.harness import Bench
+from gpu.models import dense, make
+from torch.profiler import ProfilerActivity, profile
+from transformers import GenerationConfig, PreTrainedModel
+
+from onepolicy.config import HFEngineConfig
+from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.types import Sampling
+
+PROFILED_STEPS = 16
+
+
+def main(bench: Bench) -> None:
+    requests, (prompt, new) = bench.size([64, 256], [3]), bench.size((256, 512), (9, 5))
+    dtype = bench.size(torch.bfloat16, torch.float32)
+    model = make(dense(bench), bench, dtype)
+    vocabulary = model.config.vocab_size
+    for count in requests:
+        generator = torch.Generator().manual_seed(count)
+        prompts = torch.randint(2, vocabulary, (count, prompt), generator=generator)
+        found = {name: speed_of(name, model, prompts, new, bench) for name in CASES}
+        ours, paged = found["onepolicy"], found["generate_batch"]
+        if ours is not None and paged is not None:
+            case = f"onepolicy / generate_batch, {count} requests"
+            bench.record(case, ratio=ours / paged, target=1.0)
+        profile_steps(model, prompts, bench)
+    speed_of(COMPILED, model, prompts, new, bench)
+
+
+def speed_of(
+    name: str, model: PreTrainedModel, prompts: torch.Tensor, new: int, bench: Bench
+) -> float | None:
+    """Record the tokens per second of a way to sample. Return them, None if there are none."""
+    build, share = (CASES | LATE)[name]
+    case, tokens, speed = f"{name}, {len(prompts)} requests", len(prompts) * new, None
+    if not bench.has_time(case, share):
+        return None
+    with bench.case(case):
+        measured = bench.measure(build(model, prompts, new, bench), share=share, warm_ups=1)
+        speed = tokens / measured.median
+        bench.record(
+            case,
+            tokens_per_second=speed,
+            seconds=measured.seconds,
+            peak_gb=measured.peak / 1e9,
+        )
+    return speed
+
+
+def sampling(model: PreTrainedModel, prompts: torch.Tensor, new: int, bench: Bench) -> Callable:
+    """Return a call that samples all requests with the embedded engine."""
+    engine = engine_of(model, len(prompts), prompts.shape[1] + new)
+    rows = prompts.tolist()
+
+    async def together() -> None:
+        await engine.reset_cache()
+        sampling = Sampling(1.0, new)
+        await asyncio.gather(
+            *(engine.generate(row, sampling, seed=i) for i, row in enumerate(rows))
+        )
+
+    return lambda: asyncio.run(together())
+
+
+def engine_of(model: PreTrainedModel, count: int, max_len: int) -> HFEngine:
+    dtype = str(model.dtype).removeprefix("torch.")
+    config = HFEngineConfig(dtype=dtype, max_num_seqs=count)
+    return HFEngine(copy.deepcopy(model), config, return_routes=False, max_len=max_len)
+
+
+def generating(cache: str | None) -> Callable:
+    """Return a builder of calls of `generate`. cache: static, which it compiles, or None."""
+
+    def build(model: PreTrainedModel, prompts: torch.Tensor, new: int, bench: Bench) -> Callable:
+        inputs = prompts.to(bench.device)
+        settings: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new}
+        if cache is not None:
+            settings["cache_implementation"] = cache
+
+        @torch.inference_mode()
+        def run() -> None:
+            model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                do_sample=True,
+                pad_token_id=0,
+                **settings,
+            )
+
+        return run
+
+    return build
+
+
+def paged(model: PreTrainedModel, prompts: torch.Tensor, new: int, bench: Bench) -> Callable:
+    """Return a call of `generate_batch` on a copy of the model."""
+    copied, rows = copy.deepcopy(model), prompts.tolist()
+    settings = GenerationConfig(
+        max_new_tokens=new, do_sample=True, eos_token_id=-1, pad_token_id=0, temperature=1.0
+    )
+
+    limits: dict[str, Any] = {}
+    if bench.device.type == "cpu":  # where it would take most of the machine's memory
+        from transformers import ContinuousBatchingConfig
+
+        sizes = {"page_size": 16, "num_blocks": 16, "max_batch_tokens": 64}
+        limits["continuous_batching_config"] = ContinuousBatchingConfig(**sizes)
+
+    def run() -> None:
+        done = copied.generate_batch(
+            inputs=rows, generation_config=settings, progress_bar=False, **limits
+        )
+        assert len(done) == len(rows), f"{len(done)} of {len(rows)} requests came back"
+
+    return run
+
+
+COMPILED = "generate, static cache and compile"
+CASES: dict[str, tuple[Callable, float]] = {
+    "onepolicy": (sampling, 30.0),
+    "generate_batch": (paged, 30.0),
+    "generate, dynamic cache": (generating(None), 25.0),
+}
+"""Name -> builder of the call, seconds that it may take."""
+LATE = {COMPILED: (generating("static"), 80.0)}
+"""It compiles for most of its time, so it comes last and once."""
+
+
+def profile_steps(model: PreTrainedModel, prompts: torch.Tensor, bench: Bench) -> None:
+    """Record kernel launches per decode step, the GPU's share of the time, and the waits."""
+    case = f"profile, {len(prompts)} requests"
+    if not bench.has_time(case, 15):
+        return
+    with bench.case(case):
+        short = sampling(model, prompts, 2, bench)
+        longer = sampling(model, prompts, 2 + PROFILED_STEPS, bench)
+        waits = bench.waits(longer) - bench.waits(short)
+        (launches, busy, wall), before = profiled(longer, bench), profiled(short, bench)
+        steps = PROFILED_STEPS
+        bench.record(
+            case,
+            launches_per_step=(launches - before[0]) / steps,
+            gpu_busy=(busy - before[1]) / max(wall - before[2], 1e-9),
+            waits_per_step=waits / steps,
+            step_ms=1e3 * (wall - before[2]) / steps,
+        )
+
+
+def profiled(run: Callable[[], object], bench: Bench) -> tuple[int, float, float]:
+    """Return kernel launches, seconds of the GPU, and seconds of the clock of one call."""
+    seconds = bench.measure(run, share=1.0, warm_ups=1).median
+    activities = [ProfilerActivity.CPU]
+    if bench.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        run()
+        bench.synchronize()
+    launches, busy = 0, 0.0
+    for event in profiler.key_averages():
+        if "LaunchKernel" in event.key or "GraphLaunch" in event.key:
+            launches += event.count
+        busy += event.self_device_time_total / 1e6
+    return launches, busy, seconds

@@ -1,0 +1,237 @@
+"""The clock, the memory and the records of the benchmarks for one GPU.
+
+Every number is printed as it is measured and the JSON file is written anew with it, so that a
+command that is ended early has lost nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ROOT = Path(__file__).parents[2]
+WARM_UPS, ROUNDS = 2, 5
+CLOCKS_EVERY = 10.0  # seconds
+CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
+
+
+def output_of(*command: str) -> str:
+    """Return the output of a program, "" if it is missing or fails."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    if done.returncode:
+        return ""
+    return done.stdout.strip()
+
+
+def clocks() -> str:
+    """Return the GPU's clocks, temperature and power as nvidia-smi names them, "" without one."""
+    return output_of("nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader")
+
+
+def commit(given: str = "") -> str:
+    """Return the commit, with + after it if files differ from it.
+
+    given: the commit, for a copy of the sources without their history.
+    """
+    found = output_of("git", "rev-parse", "HEAD")
+    if not found:
+        return given or "unknown"
+    if output_of("git", "status", "--porcelain", "--untracked-files=no"):
+        found += "+"
+    return found
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return the versions and the device that numbers depend on."""
+    found = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "device": platform.processor() or platform.machine(),
+    }
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["cuda"] = torch.version.cuda
+        found["driver"] = output_of(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        )
+    return found
+
+
+@dataclass
+class Measured:
+    """Seconds of each round, and the most memory of one."""
+
+    seconds: list[float]
+    peak: int  # bytes beyond those that were allocated before; 0 on a CPU
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@dataclass
+class Bench:
+    """One benchmark: its device, its time and its file of results.
+
+    tiny: run the same code at toy shapes. limit: seconds after which no new case begins.
+    """
+
+    name: str
+    device: torch.device
+    out: Path
+    tiny: bool
+    limit: float = 540.0
+    given_commit: str = ""
+    results: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.begun = self._read_at = time.monotonic()
+        self._clocks = clocks()
+        self.header = {
+            "benchmark": self.name,
+            "tiny": self.tiny,
+            "commit": commit(self.given_commit),
+            "command": sys.argv,
+            "utc": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+            "machine": machine(self.device),
+            "clocks_before": self._clocks,
+        }
+        self._write()
+
+    def size(self, real: Any, tiny: Any) -> Any:
+        """Return the real shape, or the toy one of a tiny run."""
+        if self.tiny:
+            return tiny
+        return real
+
+    @property
+    def seconds_left(self) -> float:
+        return self.limit - (time.monotonic() - self.begun)
+
+    def record(self, case: str, **values: Any) -> None:
+        """Print a case's values and write all results."""
+        self.results.append({"case": case, **values})
+        words = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
+        print(f"{self.name}{self.size('', ' (toy shapes)')}: {case}: {words}", flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        if time.monotonic() - self._read_at > CLOCKS_EVERY:
+            self._clocks, self._read_at = clocks(), time.monotonic()
+        content = {**self.header, "clocks_after": self._clocks, "results": self.results}
+        text = json.dumps(content, indent=1, default=str)
+        (self.out / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
+
+    @contextmanager
+    def case(self, name: str):
+        """Record an error of the block as the case's result, so that other cases still run.
+
+        The device's memory is given back after the block, but for what the caller still holds.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.tiny:
+                raise
+            reason = str(error).splitlines() or [""]
+            self.record(name, error=f"{type(error).__name__}: {reason[0][:300]}")
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def has_time(self, name: str, seconds: float) -> bool:
+        """Return whether a case of so many seconds fits, and record it if it does not."""
+        if self.tiny or self.seconds_left > seconds:
+            return True
+        self.record(name, skipped=f"{self.seconds_left:.0f} s left, it may take {seconds:.0f} s")
+        return False
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def measure(
+        self, run: Callable[[], object], *, share: float = 60.0, warm_ups: int = WARM_UPS
+    ) -> Measured:
+        """Time `run`: warm-ups, then five rounds, or as many as fit into `share` seconds."""
+        end = time.monotonic() + share
+        for _ in range(self.size(warm_ups, min(warm_ups, 1))):
+            run()
+        self.synchronize()
+        before = 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+        seconds: list[float] = []
+        while len(seconds) < self.size(ROUNDS, 1):
+            start = time.perf_counter()
+            run()
+            self.synchronize()
+            seconds.append(time.perf_counter() - start)
+            if time.monotonic() + seconds[-1] > end:
+                break
+        peak = 0
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device) - before
+        return Measured(seconds, peak)
+
+    def compare(
+        self, runs: dict[str, Callable[[], object]], *, share: float = 60.0
+    ) -> dict[str, Measured]:
+        """Time several calls in turn, round by round, so that a drift of the clocks meets all."""
+        end = time.monotonic() + share
+        for run in list(runs.values()) * self.size(WARM_UPS, 1):
+            run()
+        found = {name: Measured([], 0) for name in runs}
+        while len(next(iter(found.values())).seconds) < self.size(ROUNDS, 1):
+            begun = time.monotonic()
+            for name, run in runs.items():
+                once = self.measure(run, share=0.0, warm_ups=0)
+                found[name].seconds += once.seconds
+                found[name].peak = max(found[name].peak, once.peak)
+            if 2 * time.monotonic() - begun > end:
+                break
+        return found
+
+    def waits(self, run: Callable[[], object]) -> int:
+        """Return how often the host waits for the device in one call of `run`."""
+        if self.device.type != "cuda":
+            run()
+            return 0
+        run()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing CUDA operation" in str(each.message) for each in caught)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_short(each) for each in value) + "]"
+    return str(value)
