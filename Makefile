@@ -5,7 +5,7 @@ VENV := .venv
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 
-.PHONY: help train rescue train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl test-megatron vllm test-vllm sglang test-sglang test-versions test-versions-fast clean
+.PHONY: help train rescue train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl test-megatron vllm test-vllm sglang test-sglang test-versions test-versions-fast site test-release test-gpu bench-gpu clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -72,6 +72,13 @@ $(MEGATRON)/.ready: $(VENV)/.dev tests/support/megatron/requirements.txt
 	$(MEGATRON)/bin/pip install -q --no-warn-conflicts --no-deps -r tests/support/megatron/requirements.txt
 	touch $@
 
+# The documentation site and the distributions need nothing of ours: they are made from the sources.
+RELEASE := .venv-release
+$(RELEASE)/.ready: tests/support/release/requirements.txt
+	test -d $(RELEASE) || $(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install -q -r tests/support/release/requirements.txt
+	touch $@
+
 # An uncertain policy with one expert of 8 a token: an expert that differs changes its answer.
 ONE_OF_EIGHT := runs/policies/one_of_eight
 $(ONE_OF_EIGHT): | $(VENV)/.train
@@ -108,7 +115,7 @@ system: ## system programs that tests drive, installed as root or by sudo; else 
 # A test process a core, one thread each. vLLM takes torch's threads over for its process, so its tests have one of their
 # own: one engine for all of them. The environments' tests run beside it.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal
-FAST := not slow and not gpu and not vllm and not envs and not trl and not verl and not megatron
+FAST := not slow and not gpu and not vllm and not envs and not trl and not verl and not megatron and not release
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -123,14 +130,14 @@ check: $(VENV)/.dev ## lint, types, unit tests in under a minute; needs neither 
 	@$(MAKE) --no-print-directory -j2 -O lint types unit
 
 .PHONY: venvs
-venvs: $(ORACLE)/.ready $(ENVS)/.ready $(TRL)/.ready $(VERL)/.ready $(MEGATRON)/.ready # each borrows from .venv and changes only itself
+venvs: $(ORACLE)/.ready $(ENVS)/.ready $(TRL)/.ready $(VERL)/.ready $(MEGATRON)/.ready $(RELEASE)/.ready # each borrows from .venv and changes only itself
 
 test: system $(VENV)/.dev ## lint, types, fast tests
 	$(MAKE) --no-print-directory -j3 venvs
 	$(MAKE) --no-print-directory -j2 $(VENV)/.vllm lint
 	$(MAKE) --no-print-directory types
 	$(PARALLEL) -m "$(FAST)"
-	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm test-verl test-megatron test-versions-fast
+	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm test-verl test-megatron test-release test-versions-fast
 
 test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready $(VERL)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server, a run of verl
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "slow and not vllm and not sglang and not ray and not verl" --timeout 7200
@@ -152,8 +159,8 @@ vllm: $(VENV)/.vllm ## the rollout engine vLLM for the CPU
 test-vllm: $(VENV)/.vllm ## only the tests that need it
 	$(BIN)/pytest -m "vllm and not slow and not gpu"
 
-test-envs: $(ENVS)/.ready ## the environments of other packages, played
-	PYTHONPATH=src $(ENVS)/bin/python -m pytest tests/e2e/envs
+test-envs: $(ENVS)/.ready ## the environments of other packages, played; trackio, and AdamW's states of torchao
+	PYTHONPATH=src $(ENVS)/bin/python -m pytest -m envs tests/e2e/envs tests/unit/train/test_streamed_adamw.py
 
 test-trl: $(TRL)/.ready ## the adapter of TRL, in TRL's trainers
 	PYTHONPATH=src TRL_EXPERIMENTAL_SILENCE=1 OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/e2e/integrations/trl
@@ -163,6 +170,12 @@ test-verl: $(VERL)/.ready ## onepolicy as a plugin of verl
 
 test-megatron: $(MEGATRON)/.ready ## replay in models of Megatron-core
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest tests/e2e/integrations/megatron
+
+site: $(RELEASE)/.ready ## the documentation as a site, into site/
+	NO_MKDOCS_2_WARNING=1 $(RELEASE)/bin/mkdocs build --strict
+
+test-release: $(RELEASE)/.ready ## the site: links, nothing loaded from elsewhere; wheel and sdist: contents, an empty venv
+	NO_MKDOCS_2_WARNING=1 $(RELEASE)/bin/python -m pytest --noconftest -p no:cacheprovider tests/e2e/release
 
 # The library on old and new versions of torch and transformers: a venv each, tests/support/versions/cells.toml.
 VERSIONS := PYTHONPATH=tests $(BIN)/python -m support.versions.cells
@@ -185,5 +198,19 @@ sglang: $(SGLANG)/.ready ## a SGLang server for the CPU, for tests only
 test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## the tests that need it
 	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
 
+# A machine with a GPU brings its own torch: GPU_PYTHON is the Python that has it. What else its image lacks travels as wheels.
+GPU_PYTHON ?= python3
+GPU_WHEELS := transformers tokenizers huggingface_hub pydantic pydantic_core annotated-types typing-inspection tomlkit httpx2 httpcore2 truststore
+.PHONY: gpu-wheels
+gpu-wheels: ## packages that an image with torch may lack, for Python 3.12 on Linux, into .gpu-wheels
+	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \
+	  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c constraints.txt -d .gpu-wheels $(GPU_WHEELS)
+
+test-gpu: ## on a machine with a GPU: the tests marked gpu, up to 8 minutes
+	$(GPU_PYTHON) benchmarks/gpu/run.py 1
+
+bench-gpu: ## on a machine with a GPU: the benchmarks, up to 17 minutes
+	$(GPU_PYTHON) benchmarks/gpu/run.py 2 3
+
 clean: ## remove the venvs and caches (runs/ stays)
-	rm -rf $(VENV) $(ORACLE) $(ENVS) $(TRL) $(VERL) $(MEGATRON) $(SGLANG) .venv-versions .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) $(ENVS) $(TRL) $(VERL) $(MEGATRON) $(SGLANG) $(RELEASE) .venv-versions site .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -5,7 +5,7 @@ Every implementation of one of these protocols can be replaced. Nothing else is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +65,8 @@ class EngineCaps:
     contract: NumericsContract | None = None  # of an engine that computes in this process
     sizes: WeightSizes | None = None  # of its weights under rollout.quant
     weights_dtype: str | None = None  # in which it takes weights; None: unrounded
-    canary_floor: float = 0.0  # change of a log-probability that its kernels' order can make [nats]
+    takes_adapter: bool = False  # is sent A and B of a LoRA adapter, not whole weights
+    inexact_dtype: str | None = None  # whose last places two forwards may differ in; None: never
 
 
 class WeightSource(Protocol):
@@ -76,7 +77,7 @@ class WeightSource(Protocol):
         """RL steps taken."""
         ...
 
-    def named_weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
         """Yield all tensors, for an engine that takes them in `dtype` (`EngineCaps`)."""
         ...
 
@@ -84,6 +85,7 @@ class WeightSource(Protocol):
 class WeightTarget(Protocol):
     """A copy of the policy whose weights follow the learner's."""
 
+    caps: EngineCaps
     version: int
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None: ...
@@ -146,14 +148,20 @@ class PressedEngine(Protocol):
 
 
 @runtime_checkable
-class PersistentEngine(RolloutEngine, MetricsSource, Protocol):
-    """An engine in a separate process that serves one run after another.
+class ReadableEngine(Protocol):
+    """An engine whose weights this process can read, to compare them with the learner's."""
 
-    It keeps the weights of the last run.
-    """
+    def held_weights(self) -> dict[str, Tensor]:
+        """Return the weights it computes with, under transformers' names. Leaves out others."""
+        ...
+
+
+@runtime_checkable
+class RemoteEngine(RolloutEngine, MetricsSource, Protocol):
+    """An engine in other processes, which may be lost and come back with other weights."""
 
     async def connect(self) -> None:
-        """Connect, and check that the engine fits this run. This changes no weights.
+        """Connect, and check that the engine fits this run. This loads no weights of the run.
 
         Raises UsageError if the engine does not answer or does not fit.
         """
@@ -165,6 +173,14 @@ class PersistentEngine(RolloutEngine, MetricsSource, Protocol):
         Then it was restarted, or another run uses it.
         """
         ...
+
+
+@runtime_checkable
+class PersistentEngine(RemoteEngine, Protocol):
+    """An engine in a separate process that serves one run after another.
+
+    It keeps the weights of the last run.
+    """
 
     def has_initial_checkpoint(self, path: str) -> bool:
         """Return whether the engine still has its start-up weights, and they come from `path`.
@@ -272,7 +288,7 @@ class Learner(Protocol):
         """Update on a finished batch (advantage, weight and keep are set). version += 1."""
         ...
 
-    def named_weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
         """Yield all tensors, for an engine that takes them in `dtype` (`EngineCaps`)."""
         ...
 

@@ -299,6 +299,7 @@ class Completion:
     top_ids: Tensor | None = None  # [n, k] int32, most likely first; k = Sampling.top_logprobs
     top_logp: Tensor | None = None  # [n, k] float32, like `logp`; -inf where sampling is narrowed
     fingerprint: str | None = None  # of the code that computed `logp`; None: not known
+    adapter: str | None = None  # name of the LoRA adapter that sampled it; `version` is its version
 
 
 def merge_fingerprints(fingerprints: list[frozenset[str]]) -> frozenset[str]:
@@ -413,6 +414,7 @@ class TokenBatch:
     routing: RoutingTrace | None = None
     # The fields from here on are filled by score(), by the correction and by the objective.
     routing_native: RoutingTrace | None = None  # the trainer's own choice on the same slots
+    routers_differing: Tensor | None = None  # [T, L] uint8, experts of routing not in native
     gate_mass: Tensor | None = None  # [T, L] float32, of the replayed experts (topk_hook.py)
     logp_old: Tensor | None = None  # [T] float32, trainer before the update
     top_logp_old: Tensor | None = None  # [T, k] float32, of `top_ids`

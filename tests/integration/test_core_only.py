@@ -1,7 +1,6 @@
 """The library in an environment of the core dependencies and nothing else."""
 
 import os
-import re
 import subprocess
 import sys
 import tomllib
@@ -22,7 +21,7 @@ import onepolicy
 assert "torch" not in sys.modules
 installed = [name for name in {extras} if importlib.util.find_spec(name)]
 assert not installed, installed
-exec(compile({example!r}, "README.md", "exec"), {{}})
+exec(compile({example!r}, "example", "exec"), {{}})
 rooms = ("onepolicy.report", "onepolicy.envs", "onepolicy.rollout")
 outside = [m for m in sys.modules if m.startswith(rooms)]
 assert not outside, outside
@@ -64,7 +63,7 @@ def core_python(tmp_path: Path) -> Path:
 
 
 def test_the_library_needs_the_core_only(core_python: Path, tmp_path: Path) -> None:
-    """The README's example binds, records, replays, measures and reweights."""
+    """The first example binds, records, replays, measures and reweights."""
     groups = PROJECT["optional-dependencies"].values()
     extras = {Requirement(line).name.replace("-", "_") for group in groups for line in group} - {
         "onepolicy",
@@ -74,7 +73,7 @@ def test_the_library_needs_the_core_only(core_python: Path, tmp_path: Path) -> N
     brought = {name.replace("-", "_") for name in closure(PROJECT["dependencies"])} & extras
     assert brought <= {"httpx2", "jinja2"}  # huggingface_hub 2 and torch need them
     extras -= brought
-    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    example = (ROOT / "examples" / "record_and_replay.py").read_text()
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     code = CHECK.format(extras=sorted(extras), example=example)
     run = subprocess.run(

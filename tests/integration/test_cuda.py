@@ -7,15 +7,15 @@ from onepolicy.cli import main
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.routers import bind_routers
+from support.gpu import CUDA, need_commands
 from support.metrics import rows
 from support.models import MOE, VOCAB, make
 
-pytestmark = pytest.mark.gpu
+pytestmark = CUDA
 
 
 @pytest.fixture
 def cuda():
-    assert torch.cuda.is_available(), "these tests need a CUDA device"
     return torch.device("cuda")
 
 
@@ -43,6 +43,7 @@ def test_replaying_its_own_routes_changes_no_bit(name, cuda):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_on_the_gpu(recipe, tmp_path, dtype):
+    need_commands()
     out = tmp_path / "run"
     overrides = ["train.device=cuda", f"rollout.engine.dtype={dtype}", "steps=2"]
     assert main(["train", str(recipe), f"out={out}", *overrides]) == 0

@@ -15,7 +15,6 @@ BESIDE = (
     "onepolicy.diagnose",
     "onepolicy.envs.adapters",
     "onepolicy.envs.tools",
-    "onepolicy.launch.rank_info",
     "onepolicy.launch.ranks",
     "onepolicy.launch.ray",
     "onepolicy.models.quant",

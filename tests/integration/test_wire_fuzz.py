@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from onepolicy.config import TrainingError
+from onepolicy.launch.ranks import RankSettings
 from onepolicy.launch.ray.wire import (
     GenerateRequest,
     decode_replies,
@@ -20,7 +21,6 @@ from onepolicy.launch.ray.wire import (
 from onepolicy.sync.broadcast import BucketHeader, EndHeader, meta_tensors
 from onepolicy.sync.messages import validate_message
 from onepolicy.sync.signed_store import Invitation, SignedStore
-from onepolicy.train.sharded.channel import decode_address, encode_address
 from onepolicy.train.sharded.rank import Command, UpdateReply
 from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
 from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sampling
@@ -130,9 +130,9 @@ READERS = {
     "batch": (lambda data: batch_from_message(Message.decode(data)), *headed(BATCH)),
     "requests": (decode_requests, *headed(REQUESTS)),
     "answers": (decode_replies, *headed(ANSWERS)),
-    "driver's address": (
-        lambda data: decode_address(data.decode(errors="replace")),
-        *in_json(json.loads(encode_address(("h", 1), b"ab"))),
+    "ranks' settings": (
+        lambda data: validate_message(RankSettings, json.loads(data), "it"),
+        *in_json({"limit": 1800.0, "device": "cpu"}),
     ),
     "invitation": (
         lambda data: Invitation.decode(data.decode(errors="replace")),
@@ -161,6 +161,7 @@ READERS = {
             {
                 "do": "optimise",
                 "rounds": [[0], [1, 2]],
+                "samples": [0, 3, 4],
                 "minibatch": 0,
                 "slots": 3,
                 "version": 1,
@@ -173,7 +174,7 @@ READERS = {
         *in_json({"norm": 1.0, "sums": {"loss": 2.0}, "seconds": 3.0}),
     ),
 }
-AS_JSON = {"bucket", "end", "command", "rank's answer"}
+AS_JSON = {"bucket", "end", "command", "rank's answer", "ranks' settings"}
 """Readers whose messages are decoded first: bytes that are no JSON are refused before (`peer in the
 store`, `message`)."""
 

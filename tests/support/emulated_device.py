@@ -118,6 +118,18 @@ class EmulatedTensor(Tensor):
             return result
         return _on_device(result, given)
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: EmulatedTensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.host = value.host
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
     def tolist(self) -> Any:
         READS.add("tolist")
         return self.host.tolist()

@@ -100,6 +100,15 @@ def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def rank_of(agent, rank):
+    """Return the process of a rank that this agent has started."""
+    own = f"RANK={rank}".encode()
+    for child in children_of(agent):
+        if own in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return child
+    raise AssertionError(f"no rank {rank}")
+
+
 def gone(pid):
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"

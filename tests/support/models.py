@@ -11,6 +11,7 @@ from transformers import (
     GptOssConfig,
     MixtralConfig,
     OlmoeConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -69,9 +70,20 @@ CONFIGS = {
 MOE = [name for name in CONFIGS if name != "qwen3_dense"]
 
 
-def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def changed(name: str, **changes: object) -> PreTrainedConfig:
+    """Return the family's config with other values. Layers get the kinds that the family gives."""
+    config = CONFIGS[name]
+    return type(config)(**{**config.to_dict(), "layer_types": None, **changes})
+
+
+def make(
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object
+) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
+    config = copy.deepcopy(CONFIGS[name])
+    if changes:
+        config = changed(name, **changes)
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for tensor in [
             *model.parameters(),

@@ -1,11 +1,19 @@
 """Settings that the learner on several ranks is compared under, and the comparison."""
 
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from onepolicy.build.learner import build_learner
+from onepolicy.build.sharded_learner import build_sharded_learner
 from onepolicy.config import resolve
 from onepolicy.correct.weights import reweight
+from onepolicy.launch.agent import environment, on_loopback, rank_variables
+from onepolicy.launch.ranks import joined_ranks
 from onepolicy.objective.advantages import compute_advantages
 from onepolicy.types import RoutingTrace
 from support.learner_steps import BASE, batch_of
@@ -26,6 +34,7 @@ CASES = {
         "correction.preset=score-centering",
         "objective.surrogate=pg",
     ],
+    "host_state": [*QWEN, "optim.state=host"],
     "reuse": [*QWEN, "train.reuse_scoring_forward=true"],
     "r2": ["replay.mode=r2", "objective.num_minibatches=2"],
     "idle_soft": ["replay.mode=soft", "replay.ratio=0.9", *QWEN, "train.tokens_per_micro_batch=15"],
@@ -43,6 +52,32 @@ CASES = {
 }
 
 
+@contextmanager
+def joined(count, folder):
+    """Yield the ranks of a run. This process is rank 0; the others are processes of their own.
+
+    They meet in `folder`.
+    """
+    overrides = ["train.rank_timeout=60", "train.threads=1", "train.device=cpu"]
+    settings = resolve(BASE, [f"train.ranks={count}", *overrides])
+    variables = rank_variables(str(folder), 1) | on_loopback() | {"WORLD_SIZE": str(count)}
+    command, children = [sys.executable, "-m", "onepolicy", "train"], []
+    joining = joined_ranks(settings)
+    try:
+        with environment(variables):
+            for rank in range(1, count):
+                children.append(subprocess.Popen(command, env=os.environ | {"RANK": str(rank)}))
+            with environment({"RANK": "0"}):
+                ranks = joining.__enter__()
+        yield ranks
+        joining.__exit__(None, None, None)
+        assert [child.wait(60) for child in children] == [0] * (count - 1)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
 def config_of(folder, overrides, count):
     rest = ["optim.lr=1e-3", "optim.eps=1e-3", "rollout.prompts_per_step=4", f"model.path={folder}"]
     if not any("tokens_per_micro_batch" in o for o in overrides):
@@ -52,8 +87,14 @@ def config_of(folder, overrides, count):
 
 
 def learner_on(others, folder, overrides):
-    config = config_of(folder, overrides, 0 if others is None else others.rank_group.world_size)
-    return build_learner(config, config.model, others)
+    config = config_of(folder, overrides, 0 if others is None else others.world_size)
+    return learner_of(config, config.model, others)
+
+
+def learner_of(config, model, others):
+    if others is None:
+        return build_learner(config, model)
+    return build_sharded_learner(config, model, others)
 
 
 def batch_for(learner):

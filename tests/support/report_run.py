@@ -31,7 +31,7 @@ def make_fixture_run(
     tensors. evaluation=False: no eval/*. turns: of an episode of several."""
     rng = np.random.default_rng(0)
     path.mkdir(parents=True)
-    with RunLog(path, tensorboard=False) as log:
+    with RunLog(path) as log:
         if evaluation:
             log.write(
                 0,

@@ -13,7 +13,7 @@ from onepolicy.engine_check import command, weight_sync
 from onepolicy.engine_check.checks import CheckResult
 from onepolicy.measure.measure import _stale, _with_fit
 from onepolicy.rollout.servers.start_up import check_processed_logprobs
-from onepolicy.sync import push as sync_check
+from onepolicy.sync import attach, push
 from onepolicy.train import rescore
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
 from onepolicy.verdict.rules import Gap, verdict
@@ -75,11 +75,11 @@ def test_a_sync_check_needs_a_finite_noise_to_compare_with(monkeypatch, probes):
     async def nothing(*_):
         return None
 
-    monkeypatch.setattr(sync_check, "canary_logp", probe)
-    monkeypatch.setattr(sync_check, "push_weights", nothing)
-    engine = SimpleNamespace(reset_cache=nothing, caps=SimpleNamespace(canary_floor=0.0))
+    monkeypatch.setattr(push, "canary_logp", probe)
+    monkeypatch.setattr(push, "push_weights", nothing)
+    engine = SimpleNamespace(reset_cache=nothing, caps=SimpleNamespace(inexact_dtype=None))
     with pytest.raises(TrainingError, match="weight sync"):
-        asyncio.run(sync_check.checked_push(SimpleNamespace(), engine, vocab=8))
+        asyncio.run(push.checked_push(SimpleNamespace(), engine, vocab=8))
 
 
 def test_a_reload_check_needs_a_finite_noise_to_compare_with(monkeypatch):
@@ -91,11 +91,11 @@ def test_a_reload_check_needs_a_finite_noise_to_compare_with(monkeypatch):
     async def load_checkpoint(*_):
         return None
 
-    monkeypatch.setattr(sync_check, "canary_logp", probe)
-    caps = SimpleNamespace(canary_floor=0.0)
+    monkeypatch.setattr(attach, "canary_logp", probe)
+    caps = SimpleNamespace(inexact_dtype=None)
     engine = SimpleNamespace(load_checkpoint=load_checkpoint, caps=caps)
     with pytest.raises(UsageError, match="wrong after a reload"):
-        asyncio.run(sync_check._check_reload(engine, [-5.0], 8))
+        asyncio.run(attach._check_reload(engine, [-5.0], 8))
 
 
 def test_the_limit_of_an_engines_distance_stays_finite(monkeypatch):

@@ -5,14 +5,12 @@ Every check that needs no weights is done before any weights are loaded.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.build.engines import BuildEngine, build_engine, check_engine_capabilities
@@ -28,6 +26,7 @@ from onepolicy.config import (
     VLLMEngineConfig,
     WeightsReplay,
 )
+from onepolicy.config.lora import LoraConfig
 from onepolicy.config.model_path import resolve_model
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.envs import make_environment
@@ -40,14 +39,15 @@ from onepolicy.models.load import (
     read_config,
 )
 from onepolicy.replay.checks import RouteSpec, refuse_router_loss, require_moe
-from onepolicy.replay.routers import Routers, bind_routers
+from onepolicy.replay.routers import Routers
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.train.scorer import PolicyScorer
 
 if TYPE_CHECKING:
+    from onepolicy.train.learner import LocalLearner
     from onepolicy.train.reprefill import Reprefill
-    from onepolicy.train.sharded.learner import ShardedScorer
-    from onepolicy.train.sharded.rank_group import DistributedContext
+    from onepolicy.train.scorer import PolicyScorer
+    from onepolicy.train.sharded.learner import ShardedLearner, ShardedScorer
+    from onepolicy.train.sharded.ranks import Ranks
 
 
 C = TypeVar("C")
@@ -131,7 +131,7 @@ class Components(SamplingComponents):
 def build_components(
     config: RunConfig,
     weights: Path | None = None,
-    ranks: DistributedContext | None = None,
+    ranks: Ranks | None = None,
     engine_builder: BuildEngine | None = None,
 ) -> tuple[Components, PreTrainedTokenizerBase]:
     """Build the objects of a training run, and its tokenizer.
@@ -140,27 +140,53 @@ def build_components(
     ranks: the ranks of a sharded learner.
     engine_builder: factory of the engine that samples; None: `build_engine`.
     """
-    _check_log_packages(config)
-    if weights is None:
-        model = resolve_model(config.model)
-    else:
-        model = config.model.model_copy(update={"path": str(weights)})
+    if config.optim.state == "8bit":
+        from onepolicy.train.eight_bit_adamw import check_installed
+
+        check_installed()
+    model = model_to_load(config, weights)
     check_replayable(config, model)
     environment, tokenizer, max_len = build_environment(config, model, trains=True)
     refuse_distributed(config, ranks, engine_builder)
     check_quant_support(config)
-    learner = build_learner(config, model, ranks)
+    if ranks is None:
+        learner: LocalLearner | ShardedLearner = build_learner(config, model)
+    else:
+        from onepolicy.build.sharded_learner import build_sharded_learner
+
+        learner = build_sharded_learner(config, model, ranks)
     scorer = learner.scorer
     build_sampler = engine_builder or build_engine
     engine, route_spec = build_engine_for(
         config, model, max_len, scorer, build_sampler, trains=True
     )
-    evaluator = build_evaluator(config, model, scorer.device, max_len)
+    evaluator = None
+    if config.eval.every:
+        from onepolicy.build.clean_engine import build_evaluator
+
+        evaluator = build_evaluator(config, model, scorer.device, max_len)
     make = partial(Components, learner=learner, evaluator=evaluator)
     components = with_sampling(
         make, config, model, environment, tokenizer, engine, route_spec, scorer
     )
     return components, tokenizer
+
+
+def model_to_load(config: RunConfig, weights: Path | None) -> ModelConfig:
+    """Return the model to load.
+
+    weights: a checkpoint folder that replaces model.path, unless it holds an adapter of it; or
+    None. Raises UsageError for an adapter without train.lora, or a whole model with it.
+    """
+    if weights is None:
+        return resolve_model(config.model)
+    has_adapter = (weights / "adapter_config.json").is_file()
+    if has_adapter or config.train.lora is not None:
+        from onepolicy.train.lora import check_start
+
+        check_start(weights, lora_is_set=config.train.lora is not None)
+        return resolve_model(config.model)
+    return config.model.model_copy(update={"path": str(weights)})
 
 
 def with_sampling(
@@ -178,6 +204,8 @@ def with_sampling(
     check_engine_capabilities(config, engine.caps, top_logprobs)
     reprefill = None
     if uses_reprefill(config):
+        from onepolicy.build.reprefill import build_reprefill
+
         reprefill = build_reprefill(config, model, scorer.device)
     return make(
         config=config,
@@ -190,48 +218,8 @@ def with_sampling(
     )
 
 
-def build_reprefill(config: RunConfig, model: ModelConfig, device: torch.device) -> Reprefill:
-    """Build a second copy of the model, in the engine's dtype, that records routes."""
-    from onepolicy.rollout.copies import load_engine_copy
-    from onepolicy.train.reprefill import Reprefill
-
-    recording_model = load_engine_copy(model, config.rollout, device)
-    routers = bind_routers(recording_model)
-    scorer = PolicyScorer(recording_model.eval(), config, routers=routers)
-    combine = isinstance(config.replay, WeightsReplay)
-    return Reprefill(scorer, tokens=config.train.tokens_per_micro_batch, weights=combine)
-
-
-def build_evaluator(
-    config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
-) -> RolloutEngine | None:
-    """Build an embedded engine without quantisation and pressure, if evaluations need one."""
-    rollout = config.rollout
-    quantised = rollout.quant is not None and not config.eval.quantised
-    if not config.eval.every or not (quantised or rollout.pressure is not None):
-        return None
-    return build_clean_engine(config, model, device, max_len)
-
-
-def build_clean_engine(
-    config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
-) -> RolloutEngine:
-    """Build an embedded engine with the settings of the run's engine.
-
-    Except rollout.quant and rollout.pressure.
-    """
-    engine = config.rollout.engine
-    clean = HFEngineConfig(
-        dtype=engine.dtype,
-        lm_head=engine.lm_head,
-        max_num_seqs=engine.max_num_seqs,
-        max_len=engine.max_len,
-    )
-    return build_engine(EngineSpec(model, clean, device, max_len))
-
-
 def refuse_distributed(
-    config: RunConfig, ranks: DistributedContext | None, engine_builder: BuildEngine | None
+    config: RunConfig, ranks: Ranks | None, engine_builder: BuildEngine | None
 ) -> None:
     """Raise UsageError for settings that need the processes which `onepolicy train` starts."""
     if config.cluster.kind == "ray" and engine_builder in (None, build_engine):
@@ -271,7 +259,9 @@ def build_engine_for(
         combine_weights=isinstance(config.replay, WeightsReplay),
         numerics=config.numerics,
         quant=config.rollout.quant,
+        lora=native_lora(config),
         pressure=config.rollout.pressure,
+        beside_learner=trains and config.rollout.max_staleness is not None,
     )
     on_gpu = scorer.device.type != "cpu"
     if on_gpu:
@@ -288,6 +278,12 @@ def build_engine_for(
         assert engine.caps.contract is not None
         require_same_contract(engine.caps.contract, scorer.contract)
     return engine, route_spec
+
+
+def native_lora(config: RunConfig) -> LoraConfig | None:
+    """Return the adapters that the engine itself computes with."""
+    lora = config.train.lora
+    return lora if lora is not None and lora.sync == "native" else None
 
 
 def check_replayable(config: RunConfig, model: ModelConfig) -> None:
@@ -328,13 +324,3 @@ def route_spec_of(config: RunConfig, routers: Routers) -> RouteSpec:
     if isinstance(config.replay, RolloutReplay) and config.replay.source == "engine":
         missing = config.replay.missing
     return RouteSpec(routers.layers, routers.num_experts, routers.top_k, missing)
-
-
-def _check_log_packages(config: RunConfig) -> None:
-    """Raise UsageError for a missing package at the start, though only the run's end needs it."""
-    for setting, package in (("report", "plotly"), ("tensorboard", "tensorboard")):
-        if getattr(config.log, setting) and importlib.util.find_spec(package) is None:
-            raise UsageError(
-                f"log.{setting}: needs {package}, which is not installed; "
-                f"pip install 'onepolicy[report]' or set log.{setting}=false"
-            )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 
-from onepolicy.config import RolloutReplay, RunConfig, UsageError, WeightsReplay
+from onepolicy.config import RolloutReplay, RunConfig, ServerEngineConfig, UsageError, WeightsReplay
 from onepolicy.interfaces import EngineCaps, RolloutEngine
 from onepolicy.rollout.spec import EngineSpec
 
@@ -22,6 +23,15 @@ BuildEngine = Callable[[EngineSpec], RolloutEngine]
 
 def build_engine(spec: EngineSpec) -> RolloutEngine:
     """Build the engine with a separate copy of the model's weights, in its dtype and format."""
+    if spec.config.kind != "hf" and (Path(spec.model.path) / "adapter_config.json").is_file():
+        raise UsageError(
+            f"model.path: {spec.model.path} holds an adapter, but {spec.config.kind} loads whole "
+            "models; use rollout.engine.kind = hf, which merges it"
+        )
+    if isinstance(spec.config, ServerEngineConfig) and spec.config.has_several:
+        from onepolicy.build.engine_fleet import build_fleet
+
+        return build_fleet(spec)
     build: BuildEngine = pkgutil.resolve_name(ENGINES[spec.config.kind])
     return build(spec)
 
@@ -29,7 +39,9 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
 def check_engine_capabilities(config: RunConfig, caps: EngineCaps, top_logprobs: int) -> None:
     """Raise UsageError unless the engine returns everything that replay and correction need."""
     if top_logprobs > caps.top_logprobs:
-        raise UsageError(_too_few_logprobs(config, caps.top_logprobs, top_logprobs))
+        from onepolicy.build.too_few_logprobs import describe_too_few
+
+        raise UsageError(describe_too_few(config, caps.top_logprobs, top_logprobs))
     mode = config.replay.mode
     if not isinstance(config.replay, RolloutReplay) or config.replay.source == "reprefill":
         return
@@ -43,20 +55,3 @@ def check_engine_capabilities(config: RunConfig, caps: EngineCaps, top_logprobs:
             "replay.mode: weights needs the combine weights, which this engine does not return; "
             "use r3"
         )
-
-
-def _too_few_logprobs(config: RunConfig, returned: int, needed: int) -> str:
-    correction = config.correction
-    most = f"but this engine returns those of at most {returned}"
-    if correction.centering == "support" and returned:
-        return (
-            f"correction.centering: support needs the log-probabilities of all {needed} tokens, "
-            f"{most}; use head"
-        )
-    fix = "choose one without centering"
-    if returned:
-        fix = f"set it to at most {returned}"
-    return (
-        f"correction.head_size: {correction.name} needs the log-probabilities of the {needed} "
-        f"likeliest tokens, {most}; {fix}"
-    )

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+from onepolicy.build.components import model_to_load
+from onepolicy.build.room import settle_max_len
 from onepolicy.config import RunConfig
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.models.load import parse_device
+
+
+def settle_gpu_settings(
+    config: RunConfig, weights: Path | None, note: Callable[[str], None]
+) -> RunConfig:
+    """Return the settings of a new run on a GPU, which are stored with it. note: gets them.
+
+    weights: see `build_components`.
+    """
+    config = apply_gpu_defaults(config, note)
+    return settle_max_len(config, model_to_load(config, weights), note)
 
 
 def apply_gpu_defaults(config: RunConfig, note: Callable[[str], None]) -> RunConfig:

@@ -1,4 +1,4 @@
-"""The learner of a run, its reference and its critic, in one process or as one rank of several."""
+"""The learner of a run in one process, its reference and its critic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.load import (
     DTYPES,
     context_length,
-    empty_model,
     load_model,
     parse_device,
     read_config,
@@ -30,37 +29,22 @@ from onepolicy.train.scorer import PolicyScorer
 if TYPE_CHECKING:
     from onepolicy.train.critic import Critic
     from onepolicy.train.sharded.fsdp import FSDPSharding
-    from onepolicy.train.sharded.learner import ShardedLearner
-    from onepolicy.train.sharded.rank import RankLearner
-    from onepolicy.train.sharded.rank_group import DistributedContext
 
 
-def build_learner(
-    config: RunConfig, model: ModelConfig, ranks: DistributedContext | None
-) -> LocalLearner | ShardedLearner:
-    """Build the learner, its reference and its critic with the weights of `model`.
+def build_learner(config: RunConfig, model: ModelConfig) -> LocalLearner:
+    """Build the learner of one process, its reference and its critic, with the model's weights."""
+    scorer = build_scorer(config, model)
+    extensions: list[LearnerExtension] = []
+    reference = adapter = None
+    if config.train.lora is not None:
+        from onepolicy.build.lora import build_adapter
 
-    ranks: the ranks that this process drives if the learner is sharded.
-    """
-    if ranks is None:
-        scorer = build_scorer(config, model)
+        adapter, extensions = build_adapter(scorer)
+    if not extensions:  # else the model without its adapter is the reference
         reference = build_reference(config, scorer.vocab_size, scorer.device)
-        critic = build_critic(model, config, scorer.device)
-        return LocalLearner(
-            scorer,
-            extensions=build_extensions(config, reference=reference, critic=critic),
-            critic=critic,
-        )
-    assert ranks.rank_group is not None, "a rank calls build_rank_learner"
-    from onepolicy.train.sharded.learner import ShardedLearner
-    from onepolicy.train.sharded.wire import Message
-
-    build = {"do": "build", "config": config.model_dump_json(), "model": model.model_dump_json()}
-    ranks.rank_group.broadcast(Message(build))
-    with ranks.rank_group.attribute_failures():  # all ranks check their forward together
-        rank_learner = build_rank_learner(config, model, ranks)
-        ranks.rank_group.recv()
-    return ShardedLearner(rank_learner, ranks.rank_group)
+    critic = build_critic(model, config, scorer.device)
+    extensions += build_extensions(config, reference=reference, critic=critic)
+    return LocalLearner(scorer, extensions=extensions, critic=critic, adapter=adapter)
 
 
 def build_scorer(config: RunConfig, model: ModelConfig) -> PolicyScorer:
@@ -68,35 +52,19 @@ def build_scorer(config: RunConfig, model: ModelConfig) -> PolicyScorer:
     torch.manual_seed(config.seed)  # for models whose code draws random numbers; ours do not
     set_num_threads(config)
     trained = load_training_model(model, parse_device(config.train.device))
-    _install_logits_chunks(trained, config)
-    return PolicyScorer(trained, config, routers=_routers(trained, model))
+    if config.train.lora is not None:
+        from onepolicy.sync.adapters import add_adapter
+
+        add_adapter(trained, config.train.lora, model.path, config.seed)
+    install_chunks(trained, config)
+    return PolicyScorer(trained, config, routers=routers_of(trained, model))
 
 
-def _routers(loaded: PreTrainedModel, model: ModelConfig) -> Routers | None:
+def routers_of(loaded: PreTrainedModel, model: ModelConfig) -> Routers | None:
+    """Return the routers of a MoE model, None for a dense one."""
     if not is_moe(read_config(model)):
         return None
     return bind_routers(loaded)
-
-
-def build_rank_learner(
-    config: RunConfig, model: ModelConfig, ranks: DistributedContext
-) -> RankLearner:
-    """Build this rank's part of a sharded learner."""
-    from onepolicy.train.sharded.fsdp import FSDPSharding
-    from onepolicy.train.sharded.rank import RankLearner, RankScorer
-
-    torch.manual_seed(config.seed)
-    set_num_threads(config)
-    sharding = FSDPSharding(ranks.mesh, compute_dtype(config))
-    trained = load_training_model(model, ranks.device, sharding)
-    _install_logits_chunks(trained, config)
-    scorer = RankScorer(trained, config, routers=_routers(trained, model))
-    like = empty_model(model)
-    like.generation_config = trained.generation_config
-    reference = build_reference(config, scorer.vocab_size, ranks.device, sharding)
-    critic = build_critic(model, config, ranks.device, sharding)
-    extensions = build_extensions(config, reference=reference, critic=critic)
-    return RankLearner(scorer, like=like, extensions=extensions, critic=critic)
 
 
 def build_extensions(
@@ -113,13 +81,6 @@ def build_extensions(
     if critic is not None:
         extensions.append(critic)
     return extensions
-
-
-def compute_dtype(config: RunConfig) -> torch.dtype | None:
-    """Return the dtype in which sharded forwards compute, None for that of the parameters."""
-    if config.train.fsdp_param_dtype == "same":
-        return None
-    return DTYPES[config.train.fsdp_param_dtype]
 
 
 def set_num_threads(config: RunConfig) -> None:
@@ -160,7 +121,7 @@ def build_reference(
             f"{vocab_size}; choose a reference with the policy's vocabulary"
         )
     reference = load_training_model(model_config, device, sharding).requires_grad_(False)
-    _install_logits_chunks(reference, config)
+    install_chunks(reference, config)
     if config.numerics == ON_POLICY:
         from onepolicy.invariant.enable import enable_invariant
 
@@ -176,6 +137,8 @@ def load_training_model(
     if sharding is None:
         loaded = load_model(model, DTYPES[model.dtype], device)
     else:
+        from onepolicy.models.empty import empty_model
+
         compute = sharding.compute
         host = torch.device("cpu")
         loaded = sharding.load(
@@ -189,7 +152,7 @@ def load_training_model(
     return loaded
 
 
-def _install_logits_chunks(loaded: PreTrainedModel, config: RunConfig) -> None:
+def install_chunks(loaded: PreTrainedModel, config: RunConfig) -> None:
     """Let the model compute its logits in chunks if a micro-batch can have more slots than one."""
     slots = slots_per_chunk(config.train.logits_chunk, loaded.config.get_text_config().vocab_size)
     longest = config.rollout.engine.max_len or context_length(loaded.config)

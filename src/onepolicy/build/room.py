@@ -6,6 +6,7 @@ A CPU's memory is not divided: its pages are taken when they are written.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +16,16 @@ from onepolicy.config.numerics import ON_POLICY
 from onepolicy.models.cache_size import cached_elements
 from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.decode_attention import KEY_BLOCK
-from onepolicy.models.load import DTYPES, empty_model, parse_device
+from onepolicy.models.empty import empty_model
+from onepolicy.models.load import DTYPES, context_length, parse_device, read_config
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
 from onepolicy.rollout.spec import EngineSpec
 
 MARGIN = 0.1
-"""Share of a GPU that is left to the CUDA context, kernels' workspaces and the allocator's gaps."""
-FLOAT32 = 4
+"""Share of a GPU that is left to the CUDA context, kernels' workspaces and the allocator's gaps. A
+length that is set may take half of it: a resumed run finds some megabytes less than it was fitted
+to."""
 LOGITS_BYTES = 12
 """Bytes per slot and token id that the logits which exist at once, their softmax and gradient
 take."""
@@ -41,6 +44,7 @@ class Sizes:
     """The sizes of a model and of its engine's cache."""
 
     parameters: int
+    shapes: tuple[tuple[int, int], ...]  # of parameters: rows, elements of a row
     vocab: int
     cached: int  # elements per token, over all layers
     route_bytes: int  # per token, in the engine's cache
@@ -57,6 +61,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 def read_sizes(model: ModelConfig) -> Sizes:
     """Read the sizes of a model without loading its weights."""
     from onepolicy.rollout.hf.engine import needs_static_batch
+    from onepolicy.train.optimiser_memory import parameter_shapes
 
     empty = empty_model(model)
     text = empty.config.get_text_config()
@@ -66,6 +71,7 @@ def read_sizes(model: ModelConfig) -> Sizes:
         route_bytes = len(routers) * routers[0].top_k * (1 + (routers[0].num_experts > 256))
     return Sizes(
         parameters=sum(parameter.numel() for parameter in empty.parameters()),
+        shapes=parameter_shapes(empty),
         vocab=int(text.vocab_size),
         cached=sum(cached_elements(text, layer) for layer in range(text.num_hidden_layers)),
         route_bytes=route_bytes,
@@ -78,10 +84,10 @@ def learner_growth(
 ) -> int:
     """Return the bytes that a learner takes beside its loaded parameters, on one device.
 
-    These are float32 masters, gradients and AdamW's moments, reference and critic, and the logits
-    of a micro-batch or of one chunk of it. Other activations are not counted. trains: False for a
-    scorer, which takes the logits only. while_sampling: what it keeps between updates, without
-    gradients and logits.
+    These are gradients, what optim.state leaves of AdamW's state and needs in an update, reference
+    and critic, and the logits of a micro-batch or of one chunk of it. Other activations are not
+    counted. trains: False for a scorer, which takes the logits only. while_sampling: what it keeps
+    between updates, without gradients and logits.
     """
     slots = config.train.tokens_per_micro_batch
     chunk = slots_per_chunk(config.train.logits_chunk, sizes.vocab)
@@ -90,18 +96,28 @@ def learner_growth(
     logits = LOGITS_BYTES * slots * sizes.vocab
     if not trains:
         return logits
-    itemsize = DTYPES[config.model.dtype].itemsize
-    per_parameter = 3 * FLOAT32  # a gradient and two moments
-    if while_sampling:
-        per_parameter, logits = 2 * FLOAT32, 0
-    if itemsize < FLOAT32:
-        per_parameter += FLOAT32  # the master
+    from onepolicy.train.optimiser_memory import optimiser_memory
+
+    ranks = max(1, config.train.ranks)
+    state = optimiser_memory(sizes.shapes, config, ranks, cpu=False, one_memory=False)
+    parameters = _shard_bytes(config, sizes)
+    trained = int(state.moments + state.masters)
+    if not while_sampling:
+        trained += parameters + int(state.working)  # parameters: their gradients
     others = 0
     if config.objective.kl.coef:
-        others += itemsize
+        others += parameters
     if config.objective.has_critic:
-        others += itemsize + per_parameter
-    return (per_parameter + others) * sizes.parameters // max(1, config.train.ranks) + logits
+        others += parameters + trained
+    return trained + others + logits * (not while_sampling)
+
+
+def _shard_bytes(config: RunConfig, sizes: Sizes) -> int:
+    """Return the bytes of a rank's parameters."""
+    from onepolicy.train.optimiser_memory import shard_sizes
+
+    shards = shard_sizes(sizes.shapes, max(1, config.train.ranks))
+    return sum(shards) * DTYPES[config.model.dtype].itemsize
 
 
 def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: bool) -> int:
@@ -124,11 +140,12 @@ def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: 
     itemsize = DTYPES[engine.dtype].itemsize
     per_token = sizes.cached * itemsize + sizes.route_bytes
     per_position = engine.max_num_seqs * per_token
-    parameters = sizes.parameters * DTYPES[config.model.dtype].itemsize
-    learner = parameters // max(1, config.train.ranks)
-    learner += learner_growth(config, sizes, trains=trains)
+    learner = _shard_bytes(config, sizes) + learner_growth(config, sizes, trains=trains)
     weights = sizes.parameters * itemsize
-    room = memory.free - int(MARGIN * memory.total) - learner - weights
+    margin = MARGIN
+    if engine.max_len is not None:
+        margin /= 2
+    room = memory.free - int(margin * memory.total) - learner - weights
     fits = max(0, room) // per_position // KEY_BLOCK * KEY_BLOCK
     if (engine.max_len is None and fits) or fits >= asked:
         return min(asked, fits)
@@ -136,10 +153,44 @@ def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: 
         f"rollout.engine.max_len: {asked} tokens of rollout.engine.max_num_seqs = "
         f"{engine.max_num_seqs} sequences take {asked * per_position / 1e9:.1f} GB of cache "
         f"({per_token:,} bytes a token), but the GPU has {max(0, room) / 1e9:.1f} GB for it: "
-        f"{memory.free / 1e9:.1f} GB free, less {MARGIN * memory.total / 1e9:.1f} kept back, "
+        f"{memory.free / 1e9:.1f} GB free, less {margin * memory.total / 1e9:.1f} kept back, "
         f"{learner / 1e9:.1f} for the learner and {weights / 1e9:.1f} for the engine's weights; "
         f"lower max_len or max_num_seqs{_hint(fits)}, or train.tokens_per_micro_batch"
     )
+
+
+def settle_max_len(
+    config: RunConfig, model: ModelConfig, note: Callable[[str], None], *, resumes: bool = False
+) -> RunConfig:
+    """Return the settings of a training run on a GPU with the longest sequence of its engine.
+
+    It is stored with the run, so that a resume samples sequences of the same length. note: gets a
+    line if it is not the model's context. resumes: the settings are those of an earlier process. A
+    length that they name is kept; raises UsageError if it does not fit any more.
+    """
+    engine = config.rollout.engine
+    if not isinstance(engine, HFEngineConfig) or config.cluster.kind == "ray":
+        return config
+    context = context_length(read_config(model))
+    try:
+        max_len = fit_max_len(config, model, context, trains=True)
+    except UsageError as error:
+        if not resumes or engine.max_len is None:
+            raise
+        raise UsageError(
+            f"{error}. A resumed run keeps the length that it began with: free the GPU's memory, "
+            "or fork the run with a smaller rollout.engine.max_len"
+        ) from None
+    if engine.max_len is not None:
+        return config
+    if max_len < context:
+        note(
+            f"on a GPU: rollout.engine.max_len = {max_len}, the longest that fits beside the "
+            f"learner (the model's context is {context})"
+        )
+    engine = engine.model_copy(update={"max_len": max_len})
+    rollout = config.rollout.model_copy(update={"engine": engine})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _hint(fits: int) -> str:

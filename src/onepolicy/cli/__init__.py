@@ -1,4 +1,4 @@
-"""The command line: train, compare, eval, make-policy, measure, audit, engine, plan, config.
+"""The command line: train, compare, eval, make-policy, measure, audit, engine, plan, export...
 
 Bad input ends with a message and exit status 2.
 """
@@ -13,6 +13,7 @@ from onepolicy.cli.audit import add_audit
 from onepolicy.cli.compare import add_compare
 from onepolicy.cli.engine import add_engine
 from onepolicy.cli.evaluate import add_eval
+from onepolicy.cli.export import add_export
 from onepolicy.cli.interrupts import report_interrupt, report_sigterm
 from onepolicy.cli.make_policy import add_make_policy
 from onepolicy.cli.measure import add_measure
@@ -23,7 +24,7 @@ from onepolicy.cli.streams import tolerant_streams
 from onepolicy.cli.train import add_train
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError, printable
 
-RESULT_IN_FILES = ("train", "compare", "make-policy")
+RESULT_IN_FILES = ("train", "compare", "make-policy", "export")
 """Commands whose exit status does not depend on stdout: their results are files."""
 EXIT_CODES = """\
 exit codes:
@@ -143,5 +144,6 @@ def build_parser() -> Parser:
     add_audit(commands)
     add_engine(commands)
     add_plan(commands)
+    add_export(commands)
     add_config(commands)
     return top

@@ -22,11 +22,13 @@ def add_audit(commands: Commands) -> None:
             "onepolicy audit dump.parquet --out runs/audited",
             "onepolicy audit dump.parquet --columns logp_trainer=old_log_probs",
             "onepolicy audit before.jsonl after.jsonl",
+            "onepolicy audit --conformance conformance",
         ),
     )
     audit.add_argument(
         "dump",
         type=Path,
+        nargs="?",
         help=".parquet, .jsonl, .npz, .safetensors, .pt or a folder; docs/audit.md",
     )
     audit.add_argument("other", type=Path, nargs="?", help="a second dump, shown side by side")
@@ -49,10 +51,21 @@ def add_audit(commands: Commands) -> None:
         action="store_true",
         help="and figures/*.png (with kaleido, in the system's Chromium)",
     )
+    audit.add_argument(
+        "--conformance",
+        type=Path,
+        metavar="KIT",
+        help="audit the dumps of the conformance kit and compare with its expected verdicts; "
+        "docs/conformance.md",
+    )
 
 
-def run_audit(arguments: argparse.Namespace) -> None:
-    """Audit one dump, or two side by side."""
+def run_audit(arguments: argparse.Namespace) -> int:
+    """Audit one dump, or two side by side, or the conformance kit."""
+    if arguments.conformance is not None:
+        return _check_kit(arguments)
+    if arguments.dump is None:
+        raise UsageError("audit: no dump; give a file or folder, or --conformance KIT")
     if arguments.out is not None:
         check_output_folder("--out", arguments.out)
     paths = [path for path in (arguments.dump, arguments.other) if path is not None]
@@ -68,3 +81,19 @@ def run_audit(arguments: argparse.Namespace) -> None:
 
     columns = schema.parse_columns(arguments.columns)
     run.run_audit(paths, columns, arguments.out, Console(), png=arguments.png)
+    return 0
+
+
+def _check_kit(arguments: argparse.Namespace) -> int:
+    """Print each dump's expected and found verdict. Return 1 if any differs."""
+    given = [arguments.dump, arguments.out, arguments.columns, arguments.png]
+    if any(given):
+        raise UsageError("--conformance: takes no dump, --columns, --out or --png beside it")
+    print_status(f"auditing the dumps of {arguments.conformance}")
+    from rich.console import Console
+
+    from onepolicy.audit import conformance
+
+    outcomes = conformance.check_conformance(arguments.conformance)
+    conformance.print_outcomes(Console(), outcomes)
+    return int(not all(outcome.conforms for outcome in outcomes))

@@ -16,7 +16,7 @@ from onepolicy.config.output_paths import check_output_path
 if TYPE_CHECKING:
     from onepolicy.plan.hardware import Cluster
 
-RECIPE = "recipes/cluster/deepseek_v3_512gpu.toml"
+RECIPE = "recipes/cluster/deepseek_v3_264gpu.toml"
 DESCRIPTION = """\
 Prints the needs of a recipe on a cluster, before you pay: memory per learner rank and engine
 device, bytes per step, the parts of a step's time, the best split of devices between sampling and
@@ -79,7 +79,7 @@ def _add_numbers(plan: Parser) -> None:
         "--engines",
         type=_count,
         metavar="N",
-        help="engines (default: cluster.replicas, or one server)",
+        help="engines (default: cluster.replicas, or the servers of rollout.engine.url)",
     )
     plan.add_argument(
         "--tensor-parallel",
@@ -130,7 +130,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
 
     from onepolicy.config.model_path import resolve_model
     from onepolicy.plan.planner import Planner, best_option
-    from onepolicy.plan.suggestions import suggestions
+    from onepolicy.plan.suggestions import memory_settings, suggestions, uneven_experts
     from onepolicy.plan.tables import plan_tree, render_plan
     from onepolicy.plan.times import communication_volume
 
@@ -151,7 +151,8 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
         )
         options = [planner.evaluate_split(split) for split in splits]
         chosen = best_option(options)
-        lines = suggestions(planner, chosen)
+        explain = memory_settings if chosen.fits else suggestions
+        lines = [*explain(planner, chosen), *uneven_experts(planner, chosen)]
     traffic = communication_volume(planner.dims, config, planner.work, chosen.split.learners)
     if arguments.json is not None:
         tree = plan_tree(planner, chosen, options, lines, traffic)

@@ -21,6 +21,7 @@ from onepolicy.cli.common import (
     refuse_model_path,
     warn_idle,
 )
+from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import RunConfig, UsageError, load, resolve
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_input_files, check_task_files
@@ -28,8 +29,14 @@ from onepolicy.config.load import parse_value
 from onepolicy.config.output_paths import check_new_run_folder, check_resumable
 from onepolicy.config.renamed import without_warnings
 from onepolicy.config.stored_config import CONFIG, read_stored_config
+from onepolicy.launch.agent import end_with_agent, needs_agent, run_on_ranks
 
-RESUME_SETTINGS = ("rollout.engine.url", "rollout.engine.token_env", "train.rank_timeout")
+RESUME_SETTINGS = (
+    "optim.state",
+    "rollout.engine.url",
+    "rollout.engine.token_env",
+    "train.rank_timeout",
+)
 """Settings that a resumed run may change, besides cluster.* and RESUME_COUNTS."""
 RESUME_COUNTS = {"steps": 1, "train.ranks": 0}
 """Counts that a resumed run may change, with their least values."""
@@ -82,9 +89,10 @@ def add_train(commands: Commands) -> None:
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Start, resume or fork a run and return the exit status."""
-    if _torchrun_rank() > 0 and "WORLD_SIZE" in os.environ:  # rank 0 drives the run
+    arguments.on_rank = end_with_agent()  # the agent has said what it reads
+    if _torchrun_rank() > 0 and "WORLD_SIZE" in os.environ:  # rank 0 runs the command
         prepare_process(None)
-        from onepolicy.launch.rank_main import run_launched_rank
+        from onepolicy.launch.ranks import run_launched_rank
 
         return run_launched_rank()
     overrides = list(arguments.overrides)
@@ -104,6 +112,11 @@ def run_train(arguments: argparse.Namespace) -> int:
     return _start(arguments, overrides)
 
 
+def _print_reading(arguments: argparse.Namespace, path: str | Path) -> None:
+    if not arguments.on_rank:
+        print_status(f"reading {path}")
+
+
 def _torchrun_rank() -> int:
     """Return the rank that torchrun gave this process, 0 without torchrun."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -116,12 +129,15 @@ def _torchrun_rank() -> int:
 
 
 def _start(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    print_status(f"reading {arguments.recipe}")
+    _print_reading(arguments, arguments.recipe)
     config = load(arguments.recipe, overrides)
-    warn_idle(idle_settings(config))
+    if not needs_agent(config):
+        warn_idle(idle_settings(config))
     with _free_run_folder(config, overrides) as config:
         check_input_files(config, evaluates=config.eval.every > 0)
         arguments.folder = Path(config.out)
+        if needs_agent(config):
+            return _run_on_ranks(_start_command(arguments, overrides, arguments.folder), config)
         print(f"run folder: {config.out}", flush=True)
         prepare_process(config.train.threads)
         print_status(f"loading {config.model.path}")
@@ -134,6 +150,11 @@ def _start(arguments: argparse.Namespace, overrides: list[str]) -> int:
         ):
             summary = run.start_run(config, progress, launcher=launcher)
     return _print_summary(summary)
+
+
+def _run_on_ranks(command: list[str], config: RunConfig, count: int | None = None) -> int:
+    check_train_extra()
+    return run_on_ranks(command, config, count)
 
 
 @contextmanager
@@ -180,10 +201,16 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
         config = load(arguments.recipe, overrides)
     with _free_run_folder(config, overrides) as config:
         out = Path(config.out)
-        command = ["train", arguments.recipe, *overrides]
-        if _out_override(overrides) is None:  # without it, every start would choose a new folder
-            command.append(f"out={json.dumps(str(out), ensure_ascii=False)}")
+        command = _start_command(arguments, overrides, out)
         return supervise(out, command, _resume_command(out), restarts, print_status)
+
+
+def _start_command(arguments: argparse.Namespace, overrides: list[str], out: Path) -> list[str]:
+    """Return the command that starts the run in folder `out`."""
+    command = ["train", arguments.recipe, *overrides]
+    if _out_override(overrides) is None:  # without it, every start would choose a new folder
+        command.append(f"out={json.dumps(str(out), ensure_ascii=False)}")
+    return command
 
 
 def _check_restarts(restarts: int) -> None:
@@ -202,19 +229,21 @@ def _resume_command(out: Path) -> list[str]:
 def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
     path = Path(arguments.resume)
     counts, settings = _resume_changes(overrides, path)
-    print_status(f"reading {path}")
+    _print_reading(arguments, path)
     check_resumable(path)
     config = read_stored_config(path)
     arguments.folder = path
     if settings:
         config = resolve(config.model_dump(), settings)
     _check_task(config)
+    steps, ranks = counts.get("steps"), counts.get("train.ranks")
+    if needs_agent(config, ranks):
+        return _run_on_ranks(["train", "--resume", arguments.resume, *overrides], config, ranks)
     prepare_process(config.train.threads)
     print_status(f"loading the newest checkpoint of {path}")
     from onepolicy.run import resume
     from onepolicy.run.progress import terminal_progress
 
-    steps, ranks = counts.get("steps"), counts.get("train.ranks")
     with (
         terminal_progress(steps or config.steps) as progress,
         launcher_for(config, progress) as launcher,
@@ -237,10 +266,10 @@ def _resume_changes(overrides: list[str], path: Path) -> tuple[dict[str, int], l
             continue
         is_count = name in RESUME_COUNTS and value.isascii() and value.isdigit()
         if not is_count or int(value) < RESUME_COUNTS[name]:
+            allowed = ", ".join([f"{count}=N" for count in RESUME_COUNTS] + list(RESUME_SETTINGS))
             raise UsageError(
-                "--resume: only steps=N, train.ranks=N, train.rank_timeout, rollout.engine.url, "
-                "rollout.engine.token_env and cluster.* may change, not "
-                f"{override!r}; change settings with --from {path}"
+                f"--resume: only {allowed} and cluster.* may change, not {override!r}; "
+                f"change settings with --from {path}"
             )
         counts[name] = int(value)
     return counts, settings
@@ -257,10 +286,13 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     source = Path(arguments.fork)
     arguments.folder = _fork_out(overrides)
     refuse_model_path(overrides, f"--from {source}")
-    print_status(f"reading {source}")
+    _print_reading(arguments, source)
     config = _forked_config(read_stored_config(_run_folder_of(source)), overrides)
-    warn_idle(idle_settings(config))
+    if not needs_agent(config):
+        warn_idle(idle_settings(config))
     _check_task(config)
+    if needs_agent(config):
+        return _run_on_ranks(["train", "--from", arguments.fork, *overrides], config)
     prepare_process(None)
     print_status(f"loading a checkpoint of {source}")
     from onepolicy.run import resume

@@ -37,6 +37,26 @@ def check_url(url: str, setting: str = "rollout.engine.url") -> SplitResult:
     return parts
 
 
+def check_urls(url: str | tuple[str, ...], setting: str = "rollout.engine.url") -> None:
+    """Raise UsageError unless this names servers. Reads no file, asks no name server."""
+    if isinstance(url, str) and url.startswith("file:"):
+        if not url.removeprefix("file:"):
+            raise UsageError(f"{setting}: {url!r} names no file; e.g. file:servers.txt")
+        return
+    if isinstance(url, str):
+        parts = check_url(url.removeprefix("dns:"), setting)
+        if url.startswith("dns:") and parts.scheme != "http":
+            raise UsageError(
+                f"{setting}: {url!r} resolves to numbers, which no certificate names; use "
+                "dns:http://, or list the https addresses"
+            )
+        return
+    if not url or len({each.rstrip("/") for each in url}) < len(url):
+        raise UsageError(f"{setting}: list one or more addresses, each once; {URL_HINT}")
+    for each in url:
+        check_url(each, setting)
+
+
 def _problem_of_url(url: str, parts: SplitResult, host: str, port: int | None) -> str | None:
     """Return the reason why no server can have this address, or None."""
     if parts.scheme not in ("http", "https") or not host or "\\" in url:

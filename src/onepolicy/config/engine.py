@@ -18,6 +18,7 @@ from onepolicy.config.quant import Fp8, Int8, QuantConfig, QuantFormat
 from onepolicy.config.renamed import SERVE_KEYS
 
 Dtype = Literal["float32", "bfloat16"]
+FILE, DNS = "file:", "dns:"  # marks of a url that names a list of servers
 LmHead = Literal["same", "float32"]
 
 
@@ -85,8 +86,9 @@ class ServerEngineConfig(Frozen):
     """Settings that every server in a process of its own has."""
 
     kind: str
-    url: str
-    """Address of the server, http:// or https://."""
+    url: str | tuple[str, ...]
+    """Address of the server, http:// or https://, or of several: a list of them, file:PATH with one
+    a line, or dns:http://NAME:PORT."""
     token_env: str | None = None
     """Environment variable with the server's token. Unset: only for a server on this machine."""
     dtype: Dtype = "bfloat16"
@@ -94,13 +96,14 @@ class ServerEngineConfig(Frozen):
     lm_head: LmHead = "same"
     """Dtype of the server's vocabulary projection. Another one is refused."""
     max_num_seqs: SmallCount = 64
-    """Most requests in flight at once."""
+    """Most requests in flight at once, at each server."""
     max_len: Tokens | None = None
     """Most tokens of a sequence, prompt and completion. Unset: the model's context length, less the
     tokens that the server reserves."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for one attempt of a request, or for one bucket or file of weights. Where tokens are
-    sampled: seconds of silence, after which the server must answer `/health`."""
+    sampled: seconds of silence, after which the server must answer `/health`. All attempts together
+    take at most this much longer than one."""
     retries: int = Field(5, ge=0, le=LARGEST_INT)
     """Attempts after the first if a request gets no usable reply, 0.25 to 8 s apart. 0: none."""
     recovery_timeout_s: float | None = Field(None, ge=0, le=LARGEST_FLOAT)
@@ -109,15 +112,34 @@ class ServerEngineConfig(Frozen):
     sync: Literal["gloo", "nccl", "disk"] = "gloo"
     """Transport of weights to the server: broadcast from host memory, from the GPU, or files in
     sync_dir."""
+    bucket_mib: SmallCount | None = None
+    """With sync = gloo or nccl: MiB of weights that are sent at once. The trainer holds two times
+    that, the server once. Unset: 1024 with nccl, 64 with gloo; SGLang: 256."""
     sync_dir: str | None = None
     """With sync = disk: a folder that server and trainer both see. Unset: the temporary folder."""
 
     @model_validator(mode="after")
     def _check_url(self) -> Self:
-        from onepolicy.config.address import check_url
+        from onepolicy.config.address import check_urls
 
-        check_url(self.url)
+        check_urls(self.url)
         return self
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """`bucket_mib` in bytes."""
+        return self.bucket_mib and self.bucket_mib * 2**20
+
+    @property
+    def one_url(self) -> str:
+        """The address of the only server."""
+        assert isinstance(self.url, str)
+        return self.url
+
+    @property
+    def has_several(self) -> bool:
+        """True if `url` may name several servers."""
+        return isinstance(self.url, tuple) or self.url.startswith((FILE, DNS))
 
 
 class VLLMServerConfig(ServerEngineConfig):
@@ -125,8 +147,9 @@ class VLLMServerConfig(ServerEngineConfig):
 
     kind: Literal["vllm-server"] = "vllm-server"
     """A vLLM server in a process of its own, started by `onepolicy engine serve`."""
-    url: str = "http://127.0.0.1:8000"
-    """Address of the server, http:// or https://."""
+    url: str | tuple[str, ...] = "http://127.0.0.1:8000"
+    """Address of the server, http:// or https://, or of several: a list of them, file:PATH with one
+    a line, or dns:http://NAME:PORT."""
 
 
 class SGLangConfig(ServerEngineConfig):
@@ -134,8 +157,9 @@ class SGLangConfig(ServerEngineConfig):
 
     kind: Literal["sglang"] = "sglang"
     """A SGLang server (0.5.23) in a process of its own. docs/engines.md says how to start it."""
-    url: str = "http://127.0.0.1:30000"
-    """Address of the server, http:// or https://."""
+    url: str | tuple[str, ...] = "http://127.0.0.1:30000"
+    """Address of the server, http:// or https://, or of several: a list of them, file:PATH with one
+    a line, or dns:http://NAME:PORT."""
     lm_head: LmHead = "same"
     """float32: the server was started with --enable-fp32-lm-head. It computes from rounded
     weights."""

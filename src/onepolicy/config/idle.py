@@ -85,6 +85,8 @@ def idle_engine_settings(engine: EngineConfig, section: str = "") -> Iterator[Id
         yield Idle(f"{section}lm_head", engine.lm_head, f"{section}dtype = float32")
     if isinstance(engine, ServerEngineConfig) and engine.sync != "disk":
         yield from _set_among(("sync_dir",), engine, section, f"{section}sync = {engine.sync}")
+    elif isinstance(engine, ServerEngineConfig):
+        yield from _set_among(("bucket_mib",), engine, section, f"{section}sync = disk")
 
 
 def idle_policy_settings(policy: PolicyConfig) -> Iterator[Idle]:

@@ -86,6 +86,7 @@ class RunInfo(Shape):
     """run.json."""
 
     parent: Parent | None
+    id: Text = ""
     started: Text = ""
     kl_reference: Text | None = None
     versions: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from onepolicy.config.base import (
     SmallCount,
     Tokens,
 )
+from onepolicy.config.lora import LoraSetting
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -51,6 +52,9 @@ class OptimConfig(Frozen):
     end."""
     clip_norm: PositiveFloat = 1.0
     """Largest norm of a gradient. A longer one is scaled down to it."""
+    state: Literal["device", "host", "8bit"] = "device"
+    """Where AdamW's moments and masters are between updates: beside the parameters, in the host's
+    memory, or beside them with moments in blocks of 8 bits (torchao)."""
     max_skipped: int = Field(0, ge=0, le=LARGEST_INT)
     """Updates in a row that may be skipped because gradients are not finite. 0: the first such
     update ends the run."""
@@ -84,6 +88,9 @@ class TrainConfig(Frozen):
     reuse_scoring_forward: bool = False
     """Use the graph of the scoring forward for the update. Saves a forward, keeps all activations
     of a step. Needs objective.num_minibatches = 1 and no activation checkpointing."""
+
+    lora: LoraSetting = None
+    """Train low-rank adapters in place of the weights (docs/lora.md). Unset or off: all weights."""
 
     @model_validator(mode="after")
     def _check_precision(self) -> Self:

@@ -1,12 +1,11 @@
 """Rules that span sections: settings that contradict each other stop a run.
 
 A rule is a small function of the sections it reads, which raises ValueError. Settings that merely
-change nothing beside others are in idle.py.
+change nothing beside others are in idle.py, rules of options in
+option_rules.py.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from onepolicy.config.cluster import ClusterConfig, RayCluster
 from onepolicy.config.correction import CorrectionConfig
@@ -14,34 +13,11 @@ from onepolicy.config.engine import EngineConfig, HFEngineConfig, ServerEngineCo
 from onepolicy.config.model import ModelConfig, TrainConfig
 from onepolicy.config.numerics import ON_POLICY, Numerics
 from onepolicy.config.objective import GROUP_BASELINES, ObjectiveConfig
-from onepolicy.config.pressure import RoutingPressure
 from onepolicy.config.quant import Int8
-from onepolicy.config.replay import R2, ReplayConfig, RolloutReplay, WeightsReplay
+from onepolicy.config.replay import R2, ReplayConfig, WeightsReplay
 from onepolicy.config.rollout import RolloutConfig
+from onepolicy.config.sections import Sections
 from onepolicy.config.task import EpisodeTask, TaskConfig
-
-
-class Sections(Protocol):
-    """The sections of a RunConfig."""
-
-    @property
-    def numerics(self) -> Numerics: ...
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def task(self) -> TaskConfig: ...
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def replay(self) -> ReplayConfig: ...
-    @property
-    def correction(self) -> CorrectionConfig: ...
-    @property
-    def objective(self) -> ObjectiveConfig: ...
-    @property
-    def train(self) -> TrainConfig: ...
-    @property
-    def cluster(self) -> ClusterConfig: ...
 
 
 def check_sections(run: Sections) -> None:
@@ -53,14 +29,12 @@ def check_sections(run: Sections) -> None:
     _check_reuse(run.train, run.objective, run.replay)
     _check_loss(run.objective, run.correction)
     _check_scale(run.objective, run.correction)
-    if run.numerics == ON_POLICY:
-        _check_on_policy_engine(run.model, run.rollout)
-        _check_on_policy_trainer(run.train, run.replay)
-    if run.rollout.pressure is not None:
-        _check_pressure(run.rollout.pressure, run)
-    if run.rollout.overlaps:
-        _check_stale_engine(run.rollout, run.cluster)
-        _check_stale_routes(run.rollout, run.replay, run.numerics)
+    rollout = run.rollout
+    on_policy = run.numerics == ON_POLICY
+    if on_policy or rollout.pressure or rollout.overlaps or run.train.lora:
+        from onepolicy.config.option_rules import check_options
+
+        check_options(run)
     _check_turns(run.task, run.objective)
     if run.correction.ratio == "new/rollout":
         _check_bypass(run.correction, run.replay, run.objective)
@@ -156,107 +130,6 @@ def _check_scale(objective: ObjectiveConfig, correction: CorrectionConfig) -> No
         raise ValueError(
             f"objective.reduction: {correction.name} scales all weights by a mean over slots or "
             f"samples; {objective.reduction} has neither; use another reduction"
-        )
-
-
-def _check_on_policy_engine(model: ModelConfig, rollout: RolloutConfig) -> None:
-    """Refuse an engine that cannot equal the trainer to the bit."""
-    engine = rollout.engine
-    if not isinstance(engine, HFEngineConfig):
-        raise ValueError(
-            f"rollout.engine.kind: {engine.kind}, but with numerics = on-policy engine and trainer "
-            "compute with the same kernels, which only the embedded engine shares with it; use hf, "
-            "or numerics = fast with replay.mode = r3 (docs/on_policy.md says how near vLLM comes)"
-        )
-    for name in ("dtype", "lm_head"):
-        of_engine, of_model = getattr(engine, name), getattr(model, name)
-        if of_engine != of_model:
-            raise ValueError(
-                f"rollout.engine.{name}: {of_engine} and model.{name}: {of_model}, but numerics = "
-                f"on-policy needs the same on both sides; leave rollout.engine.{name} out, it then "
-                f"follows model.{name}"
-            )
-    if rollout.quant is not None:
-        raise ValueError(
-            f"rollout.quant: {rollout.quant.format}, but with numerics = on-policy engine and "
-            "trainer compute with the same weights; leave one out"
-        )
-
-
-def _check_on_policy_trainer(train: TrainConfig, replay: ReplayConfig) -> None:
-    if train.autocast != "off":
-        raise ValueError(
-            f"train.autocast: {train.autocast}, but with numerics = on-policy the trainer computes "
-            "on the parameters as they are; set it to off (model.dtype = bfloat16 trains bfloat16 "
-            "with float32 masters)"
-        )
-    if isinstance(replay, RolloutReplay) and replay.source == "reprefill":
-        raise ValueError(
-            "replay.source: reprefill is for engines that return no routes; with numerics = "
-            "on-policy the embedded engine's own are exact, set it to engine"
-        )
-
-
-def _check_pressure(pressure: RoutingPressure, run: Sections) -> None:
-    """Refuse settings under which an engine cannot be pressed, or its routes not be used."""
-    name, rollout, replay = f"rollout.pressure: {pressure.kind}", run.rollout, run.replay
-    if not isinstance(rollout.engine, HFEngineConfig):
-        raise ValueError(
-            f"{name} is noise on the routers of the embedded engine, but rollout.engine.kind = "
-            f"{rollout.engine.kind}; use hf, or leave it out"
-        )
-    if isinstance(run.cluster, RayCluster):
-        raise ValueError(
-            f"{name} is for an engine in this process; set cluster.kind = local, or leave it out"
-        )
-    if run.numerics == ON_POLICY:
-        raise ValueError(
-            f"{name} makes engine and trainer differ, but with numerics = on-policy they are equal "
-            "to the bit; leave it out, or set numerics to fast"
-        )
-    if rollout.quant is not None:
-        raise ValueError(
-            f"{name} on an engine of rollout.quant = {rollout.quant.format} would mix two gaps; "
-            "leave one out"
-        )
-    if not isinstance(replay, RolloutReplay):
-        return
-    if replay.source == "reprefill":
-        raise ValueError(
-            f"{name}, but replay.source = reprefill records the routes of a copy without it; set "
-            "replay.source to engine"
-        )
-    if replay.min_agreement:
-        raise ValueError(
-            f"replay.min_agreement: {replay.min_agreement} refuses routes that the trainer would "
-            "not choose, and rollout.pressure makes such routes on purpose; set it to 0"
-        )
-
-
-def _check_stale_engine(rollout: RolloutConfig, cluster: ClusterConfig) -> None:
-    if rollout.engine.kind == "vllm":
-        kinds = {"ray": "hf", "local": "vllm-server"}
-        raise ValueError(
-            "rollout.max_staleness: an engine of kind vllm takes weights only between requests, so "
-            "that nothing could be sampled over an update; use rollout.engine.kind = "
-            f"{kinds[cluster.kind]}"
-        )
-
-
-def _check_stale_routes(rollout: RolloutConfig, replay: ReplayConfig, numerics: Numerics) -> None:
-    """Refuse settings that need the weights that sampled, which the trainer no longer has."""
-    stale, fix = rollout.max_staleness, "set rollout.max_staleness to 0 or off"
-    if numerics == ON_POLICY:
-        raise ValueError(
-            f"rollout.max_staleness: {stale} trains on tokens of older weights, which cannot have "
-            f"the newest ones' log-probabilities to the bit, as numerics = on-policy asks; {fix}, "
-            "or numerics to fast"
-        )
-    if isinstance(replay, RolloutReplay) and replay.source == "reprefill":
-        raise ValueError(
-            "replay.source: reprefill records routes when a step's samples are complete, with "
-            f"other weights than sampled them where rollout.max_staleness = {stale}; set it to "
-            f"engine, or {fix}"
         )
 
 

@@ -29,6 +29,11 @@ class LogConfig(Frozen):
     """Readable rollouts written to samples.jsonl each step. 0: none."""
     tensorboard: bool = True
     """Write metrics for TensorBoard too."""
+    wandb: str | None = Field(None, min_length=1)
+    """Project of Weights & Biases that metrics go to as well. W&B's own variables apply
+    (WANDB_MODE=offline, WANDB_ENTITY). Unset: none."""
+    trackio: str | None = Field(None, min_length=1)
+    """Project of trackio that metrics go to as well (`trackio show`). Unset: none."""
     report: bool = True
     """Write report.html at the end of the run."""
 

@@ -10,6 +10,9 @@ from torch import Tensor
 from onepolicy.config import UsageError
 from onepolicy.types import RoutingTrace, describe_argument
 
+MAX_ROWS = 2**18
+"""Routers that are compared as sets at a time, each in K * K bytes."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingDisagreement:
@@ -43,10 +46,12 @@ def routing_disagreement(
     b: RoutingTrace,
     *,
     segment: Tensor | None = None,  # [T] int64, sample index of each slot
+    differing: Tensor | None = None,  # [T, L] uint8
 ) -> RoutingDisagreement:
     """Compare expert sets slot by slot and layer by layer. Symmetric in `a` and `b`.
 
-    Raises UsageError if the traces are not of the same model and path, or share no valid slot.
+    differing: `router_differences(a, b)` where it is known already. Raises UsageError if the traces
+    are not of the same model and path, or share no valid slot.
     """
     _check_comparable(a, b)
     if segment is not None and (not isinstance(segment, Tensor) or segment.shape != (len(a),)):
@@ -55,27 +60,21 @@ def routing_disagreement(
             f"numbers [{len(a)}]"
         )
     compared = (a.valid & b.valid).nonzero()[:, 0]
-    n, layers, device = len(compared), len(a.layers), compared.device
+    n, layers = len(compared), len(a.layers)
     if n == 0:
         raise UsageError(
             f"routing_disagreement: none of {len(a)} slots is valid in both traces; nothing to "
             "compare"
         )
-    per_token = torch.zeros(n, dtype=torch.int64, device=device)
-    per_layer = torch.zeros(layers, dtype=torch.float64, device=device)
-    counts = torch.zeros(a.top_k + 1, dtype=torch.int64, device=device)
-    # Torch has few uint16 kernels, and all layers widened at once would take gigabytes.
-    for layer in range(layers):
-        differing = differing_experts(
-            a.ids[:, layer].int()[compared], b.ids[:, layer].int()[compared]
-        )
-        per_token += differing > 0
-        per_layer[layer] = (differing > 0).double().mean()
-        counts += torch.bincount(differing, minlength=a.top_k + 1)
+    if differing is None:
+        differing = router_differences(a, b)
+    differing = differing[compared]  # [n, L]
+    per_token, per_layer = (differing > 0).sum(1), (differing > 0).sum(0).double() / n
+    wrong = torch.arange(a.top_k + 1, device=differing.device)
+    counts = torch.stack([(differing == count).count_nonzero() for count in wrong.tolist()])
     sequence_mean = per_layer.new_empty(0)
     if segment is not None:
         sequence_mean = _mean_by(segment[compared], per_token)
-    wrong = torch.arange(a.top_k + 1, device=device)
     return RoutingDisagreement(
         slots=n,
         routers=per_token.sum().item() / (n * layers),
@@ -89,18 +88,53 @@ def routing_disagreement(
     )
 
 
-def routing_agreement(a: RoutingTrace, b: RoutingTrace) -> Tensor:
+def routing_agreement(
+    a: RoutingTrace,
+    b: RoutingTrace,
+    *,
+    differing: Tensor | None = None,  # [T, L] uint8
+) -> Tensor:
     """Return [n, L] float32, the share of each router's K experts that both traces chose.
 
-    n is the number of slots valid in both traces.
+    n is the number of slots valid in both traces. differing: `router_differences(a, b)` where it is
+    known already.
     """
     _check_comparable(a, b)
-    compared = (a.valid & b.valid).nonzero()[:, 0]
-    shares = []
-    for layer in range(len(a.layers)):
-        left, right = (trace.ids[:, layer].int()[compared] for trace in (a, b))
-        shares.append(1 - differing_experts(left, right).float() / a.top_k)
-    return torch.stack(shares, dim=1)
+    if differing is None:
+        differing = router_differences(a, b)
+    return 1 - differing[a.valid & b.valid].float() / a.top_k
+
+
+def router_differences(a: RoutingTrace, b: RoutingTrace) -> Tensor:
+    """Return [T, L] uint8, the number of each router's K experts that the other trace lacks.
+
+    It is 0 in slots that are not valid in both traces.
+    """
+    _check_comparable(a, b)
+    differing = torch.zeros(a.ids.shape[:2], dtype=torch.uint8, device=a.ids.device)
+    # Most routers chose the same experts in the same order. Only the others are compared as sets.
+    unequal = (row_words(a.ids) != row_words(b.ids)).any(-1)
+    slots, layers = (unequal & (a.valid & b.valid)[:, None]).nonzero(as_tuple=True)
+    left, right = (signed_ids(trace.ids) for trace in (a, b))
+    for at in zip(slots.split(MAX_ROWS), layers.split(MAX_ROWS), strict=True):
+        differing[at] = differing_experts(left[at], right[at]).to(torch.uint8)
+    return differing
+
+
+def signed_ids(ids: Tensor) -> Tensor:
+    """Return uint16 ids, for which torch has few kernels, as int16; others as they are."""
+    if ids.dtype == torch.uint16:
+        return ids.view(torch.int16)
+    return ids
+
+
+def row_words(ids: Tensor) -> Tensor:  # [..., K] -> [..., W] integer
+    """Return the same bits in the fewest integers per row, for comparisons of whole rows."""
+    row_bytes = ids.shape[-1] * ids.element_size()
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if row_bytes and row_bytes % dtype.itemsize == 0:
+            return ids.contiguous().view(dtype)
+    return ids
 
 
 def column_agreement(a: RoutingTrace, b: RoutingTrace, column: int, other: int) -> float:
@@ -112,11 +146,11 @@ def column_agreement(a: RoutingTrace, b: RoutingTrace, column: int, other: int) 
     return float(routing_agreement(left, right).mean())
 
 
-def differing_experts(a: Tensor, b: Tensor) -> Tensor:  # [n, K], [n, K] int32 -> [n] int64
+def differing_experts(a: Tensor, b: Tensor) -> Tensor:  # [n, K], [n, K] integer -> [n] int64
     """Return for each row the number of ids that the other side lacks.
 
-    It is the larger of the two sides' numbers, which differ if a row repeats an id. Most rows agree
-    column by column; only the rest are compared as sets.
+    It is the larger of the two sides' numbers, which differ if a row repeats an id. Only rows that
+    differ in a column are compared as sets.
     """
     rows = (a != b).any(1).nonzero()[:, 0]
     equal = a[rows][:, :, None] == b[rows][:, None, :]

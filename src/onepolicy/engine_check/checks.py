@@ -85,6 +85,11 @@ def score_generated(
 
     routes: keep the engine's routes in the batch.
     """
+    return scorer.score(pack_generated(generated, routes=routes), replay=False)
+
+
+def pack_generated(generated: GeneratedBatch, *, routes: bool) -> TokenBatch:
+    """Pack the completions. routes: keep the engine's routes in the batch."""
     groups = []
     pairs = zip(generated.prompts, generated.completions, strict=True)
     for i, (prompt, completion) in enumerate(pairs):
@@ -94,7 +99,7 @@ def score_generated(
         path.append_completion(completion)
         sample = path.to_sample(reward=0.0, temperature=generated.sampling.temperature or 1.0)
         groups.append(Group(i, (dataclasses.replace(sample, outcome=0.0),)))
-    return scorer.score(pack(groups), replay=False)
+    return pack(groups)
 
 
 def upper_quartile_gap(batch: TokenBatch) -> Tensor:  # [S]

@@ -20,7 +20,8 @@ from onepolicy.engine_check.checks import (
 )
 from onepolicy.models import fp32_head
 from onepolicy.rollout.copies import load_engine_copy
-from onepolicy.sync.push import allowed_change, canary_logp, checked_push, push_weights
+from onepolicy.sync.canary import allowed_change, canary_logp, canary_moved, is_allowed
+from onepolicy.sync.push import checked_push, push_weights
 from onepolicy.train.rescore import variant_scorer
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
@@ -67,7 +68,7 @@ class _SyncGaps:
     old: float  # from the first weights, with the perturbed ones pushed
     limit: float  # the largest gap expected
     moved: float  # between the first weights and the first weights pushed again
-    allowed: float  # of `moved`
+    is_back: bool  # `moved` is no more than an engine's last places
 
     @property
     def fault(self) -> str | None:
@@ -81,7 +82,7 @@ class _SyncGaps:
                 f"{self.cached:.2g} nats off where prefixes were cached before the push, "
                 f"{self.pushed:.2g} where not"
             )
-        if not self.moved <= self.allowed < math.inf:
+        if not self.is_back:
             return f"the first weights, pushed again, move log-probabilities by {self.moved:.2g}"
         return None
 
@@ -130,13 +131,15 @@ async def _measure_sync(
         cached_gap = _worst_gap(score_generated(scorer, cached))
     await push_weights(scorer, engine)
     after = await canary_logp(engine, size)
+    allowed = allowed_change(engine, before, float((repeated - before).abs().max()), size)
+    moved = await canary_moved(engine, size, before, after, allowed)
     return _SyncGaps(
         pushed=pushed_gap,
         cached=cached_gap,
         old=_worst_gap(score_generated(scorer, fresh)),
         limit=limit,
-        moved=float((after - before).abs().max()),
-        allowed=allowed_change(engine, float((repeated - before).abs().max())),
+        moved=float(moved.max()),
+        is_back=is_allowed(moved, allowed),
     )
 
 

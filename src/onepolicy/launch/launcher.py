@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,25 +11,22 @@ from onepolicy.build.engines import BuildEngine, build_engine
 from onepolicy.config import RunConfig, UsageError, resolve
 
 if TYPE_CHECKING:
-    from onepolicy.launch.rank_info import LaunchRanks
-    from onepolicy.train.sharded.rank_group import DistributedContext
+    from onepolicy.launch.ranks import LaunchRanks
+    from onepolicy.train.sharded.ranks import Ranks
 
 
-@contextmanager
 def started_ranks(
     config: RunConfig, launch_ranks: LaunchRanks | None
-) -> Iterator[DistributedContext | None]:
-    """Start the learner's ranks and yield them; None if train.ranks is 0.
+) -> AbstractContextManager[Ranks | None]:
+    """Return the learner's ranks, None if train.ranks is 0. This process is rank 0.
 
-    This process drives them. launch_ranks: None means `launch_local_ranks`.
+    launch_ranks: starts the others. None: this process was started with them.
     """
     if not config.train.ranks:
-        yield None
-        return
-    from onepolicy.launch.ranks import started_rank_processes
+        return nullcontext()
+    from onepolicy.launch.ranks import joined_ranks
 
-    with started_rank_processes(config, launch_ranks) as ranks:
-        yield ranks
+    return joined_ranks(config, launch_ranks)
 
 
 def apply_torchrun_ranks(
@@ -63,7 +59,7 @@ def apply_torchrun_ranks(
 class Launcher:
     """Functions that start the learner's other ranks and build the engine."""
 
-    launch_ranks: LaunchRanks | None = None  # None: launch_local_ranks, which also serves torchrun
+    launch_ranks: LaunchRanks | None = None  # None: torchrun or launch/agent.py has started them
     build_engine: BuildEngine = build_engine
 
 

@@ -1,176 +1,241 @@
-"""Processes of a learner on several ranks: how they are started, joined and ended."""
+"""The processes of a learner on several ranks, from the moment they are started.
+
+Torchrun, `launch/agent.py` and Ray start them. All of them join one process group. Rank 0 then runs
+the command; the others do what rank 0 asks for, until the run ends.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from typing_extensions import TypedDict
 
-from onepolicy.config import RunConfig
-from onepolicy.launch.rank_info import LaunchedRanks, LaunchRanks, RankInfo
-from onepolicy.train.sharded.channel import Channel, RankListener, RankLost, encode_address
-from onepolicy.train.sharded.rank_group import WAKE, DistributedContext, RankGroup
+from onepolicy.build.sharded_learner import build_rank_learner
+from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
+from onepolicy.launch.agent import RENDEZVOUS_ENV
+from onepolicy.models.load import parse_device
+from onepolicy.sync.messages import validate_message
+from onepolicy.train.sharded.rank import RankLearner
+from onepolicy.train.sharded.ranks import (
+    GRACE_S,
+    RankLost,
+    Ranks,
+    error_key,
+    process_key,
+)
 from onepolicy.train.sharded.wire import Message
 
-DRIVER_KEY = "driver"  # key in the rendezvous store: address and token of the driver
-RENDEZVOUS_ENV = "ONEPOLICY_RENDEZVOUS"  # environment variable: URL of the rendezvous store
 TORCHRUN_RENDEZVOUS = "env://"
-LOOPBACK = "127.0.0.1"
-GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
-EXIT_TIMEOUT_S = 5.0
-"""Seconds that a rank has to end by itself before it is killed."""
+SETTINGS_KEY = "settings"  # in the ranks' store, written by rank 0
+JOIN_TIMEOUT_S = 300.0
+"""Seconds until rank 0 has left its settings; later waits: train.rank_timeout."""
+POLL_S = 0.05
+REPORTED_ERRORS = (UsageError, TrainingError, RuntimeError, OSError)
+"""Errors that a rank reports before it ends: our own, a failed collective, a full disk."""
+
+
+class RankSettings(TypedDict):
+    """The settings that a rank needs to join the others."""
+
+    limit: float  # seconds: train.rank_timeout
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """The rank of this process among the ranks of a run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> RankInfo | None:
+        """Read torchrun's variables. Return None in a process without them."""
+        env = os.environ
+        if not {"RANK", "WORLD_SIZE"} <= env.keys():
+            return None
+        return cls(
+            int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", env["RANK"]))
+        )
+
+    def select_device(self, name: str) -> torch.device:
+        """Return this rank's device.
+
+        On CUDA every rank gets its own GPU of its machine, and makes it the current one. Raises
+        UsageError if the machine has fewer GPUs than ranks.
+        """
+        device = parse_device(name)
+        if device.type == "cpu":
+            return device
+        index = device.index
+        if index is None:
+            index = self.local_rank
+            if index >= torch.cuda.device_count():
+                raise UsageError(
+                    f"train.ranks: rank {self.rank} is number {index + 1} on its machine, "
+                    f"which has {torch.cuda.device_count()} CUDA devices; "
+                    "use as many ranks as GPUs"
+                )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        return device
+
+    def join(self, store: dist.Store, settings: RankSettings) -> Ranks:
+        """Join the other ranks. Tensors in host memory use gloo."""
+        device = self.select_device(settings["device"])
+        store.set(process_key(self.rank), _this_process())
+        backend = "cpu:gloo,cuda:nccl"
+        if device.type == "cpu":
+            backend = "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=settings["limit"]),
+        )
+        mesh = init_device_mesh(device.type, (self.world_size,))
+        return Ranks(mesh, device, store, limit=settings["limit"])
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedRanks:
+    """Processes of the other ranks, which may still be starting."""
+
+    rank_info: RankInfo  # of this process
+    store: dist.Store  # shared by all ranks
+    check_alive: Callable[[], None] = lambda: None  # raises RankLost if one has ended already
+
+
+LaunchRanks: TypeAlias = Callable[[RunConfig], AbstractContextManager[LaunchedRanks]]
 
 
 @contextmanager
-def started_rank_processes(
-    config: RunConfig, launch_ranks: LaunchRanks | None = None
-) -> Iterator[DistributedContext]:
-    """Start the ranks of a run with train.ranks > 0 and yield them. End all of them on the way out.
+def joined_ranks(config: RunConfig, launch: LaunchRanks | None = None) -> Iterator[Ranks]:
+    """Join the ranks of a run as rank 0 and yield them. End all of them on the way out.
 
-    launch_ranks: starts the other processes; None means `launch_local_ranks`.
+    launch: starts the other processes. None: torchrun or `launch/agent.py` has.
     """
-    timeout = config.train.rank_timeout
-    with (launch_ranks or launch_local_ranks)(config) as launched:
-        rank_info = launched.rank_info
-        device = rank_info.select_device(config.train.device)
-        channels = _accept_ranks(launched, timeout)
-        previous_handler = signal.signal(WAKE, signal.default_int_handler)
-        rank_group = RankGroup(channels, limit=timeout)
+    with (launch or launched_ranks)(config) as launched:
+        limit = config.train.rank_timeout
+        settings: RankSettings = {"limit": limit, "device": config.train.device}
+        launched.store.set(SETTINGS_KEY, json.dumps(settings))
+        _await_ranks(launched, limit)
+        ranks = launched.rank_info.join(launched.store, settings)
         try:
-            rank_group.broadcast(Message({"limit": timeout, "device": config.train.device}))
-            mesh = rank_info.join_process_group(launched.store, device, timeout)
-            yield DistributedContext(device, mesh, rank_group)
-            rank_group.broadcast(Message({"do": "stop"}))
-        except KeyboardInterrupt:
-            if rank_group.lost is not None:  # the lost rank caused this interrupt
-                raise rank_group.lost from None
+            yield ranks
+            ranks.broadcast(Message({"do": "stop"}))
+        except BaseException:
+            ranks.close(failed=True)
             raise
-        finally:
-            rank_group.close()
-            signal.signal(WAKE, previous_handler)
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        ranks.close()
 
 
-def _accept_ranks(launched: LaunchedRanks, timeout: float) -> dict[int, Channel]:
-    listener = RankListener(launched.host)
-    launched.publish_address(encode_address(listener.address, listener.token))
-    try:
-        return listener.accept(launched.rank_info.world_size, timeout, launched.check_alive)
-    finally:
-        listener.close()
+def _await_ranks(launched: LaunchedRanks, limit: float) -> None:
+    """Wait until every rank's process has found the store. Raises RankLost, which names it."""
+    deadline = time.monotonic() + limit
+    for rank in range(1, launched.rank_info.world_size):
+        while not launched.store.check([process_key(rank)]):
+            launched.check_alive()
+            if time.monotonic() > deadline:
+                raise RankLost(f"rank {rank} did not come within {limit:g} s (train.rank_timeout)")
+            time.sleep(POLL_S)
 
 
-def open_rendezvous(url: str, rank_info: RankInfo, timeout: float) -> dist.Store:
-    """Return the store that all ranks share until they are connected."""
+def launched_ranks(config: RunConfig) -> AbstractContextManager[LaunchedRanks]:
+    """Return the ranks that torchrun or `launch/agent.py` started beside this process."""
+    rank_info = RankInfo.from_environment()
+    if rank_info is None:
+        raise UsageError(
+            f"train.ranks: {config.train.ranks}, but only `onepolicy train` and torchrun start "
+            "ranks; give train.ranks=0 here"
+        )
+    return nullcontext(
+        LaunchedRanks(rank_info, open_rendezvous(rank_info, config.train.rank_timeout))
+    )
+
+
+def open_rendezvous(rank_info: RankInfo, timeout: float) -> dist.Store:
+    """Return the store that all ranks share. timeout: of its waits [s]."""
+    url = os.environ.get(RENDEZVOUS_ENV, TORCHRUN_RENDEZVOUS)
     if url.startswith("file"):
         url = f"{url}?rank={rank_info.rank}&world_size={rank_info.world_size}"
     store, _, _ = next(dist.rendezvous(url, timeout=timedelta(seconds=timeout)))
     return store
 
 
-@contextmanager
-def launch_local_ranks(config: RunConfig) -> Iterator[LaunchedRanks]:
-    """Start processes on this machine, or use those of torchrun.
-
-    Processes that are started here meet over the loopback and a private folder. Torchrun's
-    processes are also ended by torchrun.
-    """
+def run_launched_rank() -> int:
+    """Run the rank above 0 that this process is. Return its exit status."""
+    # Ctrl-C reaches all processes of a terminal. Rank 0 decides what to do.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank_info = RankInfo.from_environment()
-    if rank_info is not None:
-        yield _torchrun_ranks(rank_info, config.train.rank_timeout)
-        return
-    rank_info = RankInfo(0, config.train.ranks, 0, True)
-    children: list[subprocess.Popen] = []
-    with gloo_on_loopback(), tempfile.TemporaryDirectory(prefix="onepolicy-ranks-") as folder:
-        url = f"file://{folder}/store"
-        try:
-            _start_children(children, rank_info.world_size, url, config.train.threads)
-            store = open_rendezvous(url, rank_info, config.train.rank_timeout)
-            publish_address = partial(store.set, DRIVER_KEY)
-            check_alive = partial(_check_children_alive, children)
-            yield LaunchedRanks(rank_info, store, LOOPBACK, publish_address, check_alive)
-        finally:
-            _wait_for_exit(children)
+    assert rank_info is not None
+    return run_rank(rank_info, open_rendezvous(rank_info, JOIN_TIMEOUT_S))
 
 
-def _torchrun_ranks(rank_info: RankInfo, timeout: float) -> LaunchedRanks:
-    store = open_rendezvous(TORCHRUN_RENDEZVOUS, rank_info, timeout)
-    host = os.environ["MASTER_ADDR"]
-    if rank_info.single_node:
-        host = LOOPBACK
-    return LaunchedRanks(rank_info, store, host, partial(store.set, DRIVER_KEY), lambda: None)
+def run_rank(rank_info: RankInfo, store: dist.Store) -> int:
+    """Join the other ranks, then do what rank 0 asks for. Return an exit status.
 
-
-def _start_children(
-    children: list[subprocess.Popen], world_size: int, url: str, threads: int | None
-) -> None:
-    """Start ranks 1..world_size-1.
-
-    Each is appended to `children` at once, so that the caller can end it after an error.
+    An error that all ranks have, or that follows from a lost rank, is reported by rank 0, which
+    then ends this process.
     """
-    threads = threads or max(1, (os.cpu_count() or 1) // world_size)
-    command = [sys.executable, "-m", "onepolicy", "train"]
-    for rank in range(1, world_size):
-        variables = {
-            "WORLD_SIZE": str(world_size),
-            "OMP_NUM_THREADS": str(threads),
-            RENDEZVOUS_ENV: url,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-        }
-        children.append(subprocess.Popen(command, env={**os.environ, **variables}))
-
-
-@contextmanager
-def gloo_on_loopback() -> Iterator[None]:
-    """Make gloo use the loopback, here and in child processes.
-
-    An interface that the environment names takes precedence.
-    """
-    previous = os.environ.get(GLOO_INTERFACE_ENV)
-    os.environ.setdefault(GLOO_INTERFACE_ENV, loopback_interface())
+    text = store.get(SETTINGS_KEY).decode()
+    settings = validate_message(RankSettings, json.loads(text), "the ranks' settings")
+    ranks: Ranks | None = None
     try:
-        yield
-    finally:
-        if previous is None:
-            del os.environ[GLOO_INTERFACE_ENV]
+        ranks = rank_info.join(store, settings)
+        _serve(ranks)
+        ranks.close()
+    except REPORTED_ERRORS as error:
+        time.sleep(GRACE_S)
+        if ranks is None or not ranks.lost.is_set():
+            store.set(error_key(rank_info.rank), str(error))
+            name = f"rank {rank_info.rank} ({_this_process()})"
+            print(f"onepolicy: {name}: {error}", file=sys.stderr, flush=True)
+        os._exit(_status_of(error))  # at once: the thread of `ranks` still waits for rank 0
+    return 0
 
 
-def loopback_interface() -> str:
-    """Return the name of the loopback interface."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), names[0])
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _check_children_alive(children: list[subprocess.Popen]) -> None:
-    """Raise RankLost if a process has ended."""
-    for rank, child in enumerate(children, start=1):
-        exit_code = child.poll()
-        if exit_code is not None:
-            raise RankLost(
-                f"rank {rank} ended with exit code {exit_code} before it had joined; "
-                "its error is above"
-            )
+def _status_of(error: Exception) -> int:
+    if isinstance(error, UsageError):
+        return 2
+    return 1
 
 
-def _wait_for_exit(children: list[subprocess.Popen]) -> None:
-    """Wait until all processes have ended.
+def _serve(ranks: Ranks) -> None:
+    learner: RankLearner | None = None
+    while True:
+        message = ranks.next_message()
+        command = message.header.get("do")
+        if command == "stop":
+            return
+        if command == "build":
+            learner = _build_learner(message, ranks)
+            ranks.answer(Message({}))
+        else:
+            assert learner is not None
+            ranks.answer(learner.handle(message))
 
-    Their connections are closed, so they end; kill those that do not.
-    """
-    for child in children:
-        try:
-            child.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+
+def _build_learner(message: Message, ranks: Ranks) -> RankLearner:
+    config = RunConfig.model_validate_json(message.header["config"])
+    model = ModelConfig.model_validate_json(message.header["model"])
+    return build_rank_learner(config, model, ranks)

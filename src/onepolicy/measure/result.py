@@ -21,7 +21,8 @@ from onepolicy.divergence.attribution import Waterfall
 from onepolicy.divergence.breakdown import Row, WorstToken
 from onepolicy.divergence.logprob import Mismatch
 from onepolicy.measure.attribution import Ablation, Explained
-from onepolicy.run.step_metrics import metrics_per_layer, mismatch_metrics, routing_tensors
+from onepolicy.run.probe_file import routing_tensors
+from onepolicy.run.step_metrics import metrics_per_layer, mismatch_metrics
 from onepolicy.train.rescore import logp_of, mismatch_of
 from onepolicy.types import Group, TokenBatch
 from onepolicy.verdict.bug_signatures import Diagnosis

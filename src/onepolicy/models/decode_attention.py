@@ -4,7 +4,8 @@ A forward has T tokens in one row. It decodes, with one token of many sequences,
 many tokens of several sequences. The argument `kv_cache_step=` gives the cache row and the position
 of each token; no mask is built per layer. Scores are float32. On a CPU, decoding reads keys and
 values as tables of rows (`embedding_bag_matmul`): that copies nothing and skips rows that are not
-running. Prefilling, and other devices, use two batched matmuls.
+running. On CUDA, prefilling is one call of a flash kernel (`flash.py`). Otherwise attention is two
+batched matmuls.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from onepolicy.models.attention_arguments import no_mask, refuse_unsupported_arguments
 from onepolicy.models.embedding_bag_matmul import weighted_rows
+from onepolicy.models.packed_attention import takes_flash
 
 # Positions per row of the keys' table. On the CPU a cache row's length is a multiple of it.
 KEY_BLOCK = 64
@@ -49,6 +51,10 @@ class KVCacheStep:
     queries: Tensor | None = None
     # [T] int64, prefilling: index of each token in the flattened [V * Q]
     unpad: Tensor | None = None
+    # [V + 1] int32, prefilling: the first token of each row, and T
+    bounds: Tensor | None = None
+    longest: int = 0  # prefilling: most tokens of a row
+    stops: Tensor | None = None  # [V] int32, prefilling: keys of each row
     equal_lengths: bool = False  # decoding: all rows have S keys, so nothing needs a mask
     _bias: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
     _tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -169,6 +175,13 @@ def kv_cache_attention(
     if scale is None:
         scale = query.shape[-1] ** -0.5
     q = query[0].transpose(0, 1)  # [T, heads, D]
+    bounds, stops = kv_cache_step.bounds, kv_cache_step.stops
+    if bounds is not None and stops is not None and takes_flash(query, value):
+        from onepolicy.models.flash import attend_cache
+
+        spans = bounds, stops, kv_cache_step.longest
+        out = attend_cache(q, key, value, *spans, scale=scale, window=sliding_window, sinks=s_aux)
+        return out[None].to(query.dtype), None
     if reads_as_table(q, key, kv_cache_step):
         bias = kv_cache_step.bias(sliding_window, None)
         out = _table_attention(q, key, value, kv_cache_step, bias=bias, scale=scale, sinks=s_aux)

@@ -40,7 +40,8 @@ def grouped_experts(
     if quantised is not None:
         return quantised(module, hidden, top_k_index, top_k_weights)
     device = hidden.device.type
-    if device != "cpu" and torch.is_autocast_enabled(device):
+    has_autocast = device != "cpu" and torch.amp.is_autocast_available(device)
+    if has_autocast and torch.is_autocast_enabled(device):
         from onepolicy.models.experts_autocast import run_in_dtype
 
         dtype = torch.get_autocast_dtype(device)

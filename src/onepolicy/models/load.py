@@ -11,15 +11,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from httpx2 import TransportError  # of huggingface_hub's HTTP client
-from huggingface_hub import (
-    get_hf_file_metadata,
-    hf_hub_url,
-    is_offline_mode,
-    try_to_load_from_cache,
-)
-from huggingface_hub.constants import CONFIG_NAME, ENDPOINT
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -78,31 +70,12 @@ def parse_device(name: str) -> torch.device:
 def read_config(model: ModelConfig) -> PreTrainedConfig:
     """Return the model's config. Raises UsageError for a folder or hub id that has none."""
     check_model_path(model.path)
-    _check_reachable(model.path)
+    if not Path(model.path).exists():
+        from onepolicy.models.hub import check_reachable
+
+        check_reachable(model.path)
     with _unreadable_is_usage_error("the config", model):
         return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-
-
-def _check_reachable(path: str) -> None:
-    """Raise UsageError if a model is not in the hub's cache and the hub cannot be reached.
-
-    This takes one attempt. transformers would make five more with growing pauses, 40 s in all, and
-    print each.
-    """
-    if Path(path).exists() or is_offline_mode():
-        return
-    if isinstance(try_to_load_from_cache(path, CONFIG_NAME), str):
-        return
-    try:
-        get_hf_file_metadata(hf_hub_url(path, CONFIG_NAME))
-    except TransportError as error:
-        raise UsageError(
-            f"model.path: there is no folder {path}, and {ENDPOINT} cannot be reached for a model "
-            f"of that name ({error}); give a folder, or run `hf download {path}` where there is a "
-            "network"
-        ) from None
-    except (HfHubHTTPError, HFValidationError):  # transformers explains these
-        return
 
 
 def context_length(config: PreTrainedConfig) -> int:
@@ -147,15 +120,19 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     Raises:
         UsageError: the checkpoint is damaged, incomplete, or has tensors of other shapes than its
             config. transformers would fill missing weights with random numbers.
+
+    An adapter's folder is its base with the adapter merged into it.
     """
     opened: Any
-    _refuse_foreign_files(Path(model.path))
-    quantisation: dict[str, Any] = {}
-    stored = getattr(read_config(model), "quantization_config", None)
-    if stored is not None:
-        from onepolicy.models.stored_format import dequantisation
+    adapter = Path(model.path)
+    if (adapter / "adapter_config.json").is_file():
+        from onepolicy.models.lora import base_path, merge_adapter
 
-        quantisation["quantization_config"] = dequantisation(model.path, stored)
+        base = model.model_copy(update={"path": base_path(adapter)})
+        whole = merge_adapter(load_model(base, torch.float32, device), adapter)
+        return cast_model(whole, dtype).eval()
+    _refuse_foreign_files(Path(model.path))
+    quantisation = dequantisation_of(model, read_config(model))
     with _unreadable_is_usage_error("the weights", model):
         opened = AutoModelForCausalLM.from_pretrained(
             model.path,
@@ -177,7 +154,21 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
         raise UsageError(
             f"model.path: {model.path} lacks weights, first {sorted(info['missing_keys'])[0]}"
         )
+    if quantisation:
+        # transformers leaves these tensors in bfloat16, and saves them under patterns for names
+        loaded._weight_conversions = None
+        cast_model(loaded, dtype)
     return loaded.to(device).eval()
+
+
+def dequantisation_of(model: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the argument that dequantises stored weights, none for a checkpoint of plain ones."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return {}
+    from onepolicy.models.stored_format import dequantisation
+
+    return {"quantization_config": dequantisation(model.path, stored)}
 
 
 def _refuse_foreign_files(folder: Path) -> None:
@@ -229,19 +220,6 @@ def layer_prefix(name: str) -> str:
     if found is None:
         return name
     return found.group()
-
-
-def empty_model(model: ModelConfig) -> PreTrainedModel:
-    """Return the model on the meta device: names, shapes and config without weights."""
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(
-            read_config(model),
-            trust_remote_code=model.trust_remote_code,
-            dtype=getattr(torch, model.dtype),
-        )
-    empty.config.architectures = [type(empty).__name__]
-    empty.config.dtype = getattr(torch, model.dtype)
-    return empty
 
 
 @contextmanager

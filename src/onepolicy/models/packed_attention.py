@@ -1,7 +1,8 @@
 """Attention over packed samples: one row of T slots, in which no sample sees another.
 
-Samples of similar length share a bucket. Inside a bucket, keys and queries are padded on the right.
-The causal mask hides that padding, so no other mask is built. Nothing outside this file is padded.
+On CUDA, 16 bits are one call of a flash kernel (`flash.py`). Elsewhere samples of similar length
+share a bucket. Inside a bucket, keys and queries are padded on the right. The causal mask hides
+that padding, so no other mask is built. Nothing outside this file is padded.
 The lengths come in the attention argument `packing=`. With position ids alone some families would
 be silently wrong.
 """
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
-from onepolicy.models.attention_arguments import no_mask, refuse_unsupported_arguments
+from onepolicy.models.attention_arguments import refuse_unsupported_arguments
 
 NAME = "onepolicy_packed"
 UNSUPPORTED = ("softcap", "position_bias", "block_mask")
@@ -43,6 +44,8 @@ class Packing:
     buckets: tuple[Bucket, ...]
     # [T] int64, index of each slot in the buckets' slots, joined; None: they are in order
     order: Tensor | None
+    bounds: Tensor  # [S + 1] int32, first slot of each sample, and T
+    longest: int  # slots of the longest sample
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, device: torch.device, *, multiple: int = 1) -> Packing:
@@ -50,8 +53,8 @@ class Packing:
 
         No bucket is more than twice as wide as its shortest sample. Widths are a `multiple`.
         """
-        bounds = itertools.pairwise(cu_seqlens.tolist())
-        spans = sorted(((end - start, start) for start, end in bounds), reverse=True)
+        pairs = itertools.pairwise(cu_seqlens.tolist())
+        spans = sorted(((end - start, start) for start, end in pairs), reverse=True)
         buckets, first = [], 0
         for i in range(1, len(spans) + 1):
             if i == len(spans) or spans[i][0] * 2 < spans[first][0]:
@@ -61,7 +64,8 @@ class Packing:
         order = None
         if not bool((slots[1:] > slots[:-1]).all()):
             order = torch.argsort(slots)
-        return cls(tuple(buckets), order)
+        bounds = cu_seqlens.to(device, torch.int32)
+        return cls(tuple(buckets), order, bounds, spans[0][0])
 
 
 def _bucket(spans: list[tuple[int, int]], multiple: int, device: torch.device) -> Bucket:
@@ -119,10 +123,27 @@ def packed_attention(
         )
     refuse_unsupported_arguments(module, "packed attention", extra, UNSUPPORTED, dropout=dropout)
 
+    if takes_flash(query, value):
+        from onepolicy.models import flash
+
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+        spans = packing.bounds, packing.longest
+        out = flash.attend_spans(q, k, v, *spans, scale=scaling, window=sliding_window, sinks=s_aux)
+        return out[None], None
+
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _causal(q, k, v, scaling=scaling, window=sliding_window, sinks=s_aux)
 
     return attend_packed(query, key, value, packing, causal), None
+
+
+def takes_flash(query: Tensor, value: Tensor) -> bool:
+    """Return whether the flash kernel can attend. It exists on CUDA alone."""
+    if query.device.type != "cuda":
+        return False
+    from onepolicy.models import flash
+
+    return flash.takes(query, value)
 
 
 def attend_packed(
@@ -164,8 +185,11 @@ def _causal(
     """Return causal attention of q [S, heads, W, D], with a sliding window and sinks if given."""
     width = q.shape[2]
     whole = window is None or window >= width
+    groups = q.shape[1] // k.shape[1]
     if sinks is None:
         mask = None
+        if groups > 1 and expands_heads(q):
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         if not whole:
             mask = causal_mask(width, window, q.device)
         return scaled_dot_product_attention(
@@ -177,7 +201,6 @@ def _causal(
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-    groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     if scaling is None:
         scaling = q.shape[-1] ** -0.5
@@ -185,6 +208,14 @@ def _causal(
     scores = scores.masked_fill(~causal_mask(width, window, q.device), float("-inf"))
     sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+
+
+def expands_heads(q: Tensor) -> bool:
+    """Return whether keys and values are repeated for every query head.
+
+    On CUDA no fused kernel takes grouped heads in float32, and the other one keeps all scores.
+    """
+    return q.device.type == "cuda" and q.dtype == torch.float32
 
 
 def causal_mask(width: int, window: int | None, device: torch.device) -> Tensor:
@@ -199,5 +230,5 @@ def causal_mask(width: int, window: int | None, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
+# No mask function: transformers then makes no mask, and reads no positions on the host to do so.
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, no_mask)

@@ -16,6 +16,7 @@ from onepolicy.models.cache_size import cached_elements
 from onepolicy.models.load import read_config
 from onepolicy.models.prepare import ATTENTION_LAYERS
 from onepolicy.replay.layers import find_routers
+from onepolicy.train.optimiser_memory import Shapes, parameter_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Dims:
     embedding: int  # of these in the input embedding, which multiplies nothing
     outside: int  # of these outside decoder layers: embedding, head, norm
     largest_layer: int  # parameters of the largest decoder layer
+    shapes: Shapes  # of all parameters
+    layer_shapes: Shapes  # of those of the largest decoder layer
     experts: int  # routed experts of a MoE layer, 0 if dense
     top_k: int
     moe_layers: int  # routers
@@ -142,6 +145,7 @@ def read_dims(model: PreTrainedModel, name: str) -> Dims:
     text = model.config.get_text_config()
     layers = decoder_layers(model)
     layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    largest = layers[layer_sizes.index(max(layer_sizes))]
     routed = sum(p.numel() for path, p in model.named_parameters() if is_routed(path))
     routers = find_routers(model) if routed else ()
     experts = top_k = 0
@@ -158,6 +162,8 @@ def read_dims(model: PreTrainedModel, name: str) -> Dims:
         embedding=_untied_embedding_size(model),
         outside=total - sum(layer_sizes),
         largest_layer=max(layer_sizes),
+        shapes=parameter_shapes(model),
+        layer_shapes=parameter_shapes(largest),
         experts=experts,
         top_k=top_k,
         moe_layers=len(routers),

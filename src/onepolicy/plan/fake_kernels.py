@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from onepolicy.invariant import experts as invariant_experts
 from onepolicy.invariant import mode
-from onepolicy.models import experts, packed_attention
+from onepolicy.models import experts, flash, packed_attention
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.quant import quantise
 
@@ -28,9 +28,8 @@ def kernel_stand_ins(*, cpu: bool) -> Iterator[None]:
                 stack.enter_context(patched(module, "sort_by_expert", _sort_evenly))
             stack.enter_context(patched(mode, "few_token_packing", _real_packing))
         else:
-            stack.enter_context(
-                patched(packed_attention, "scaled_dot_product_attention", _flash_attention)
-            )
+            for module, name, stand_in in GPU_ATTENTION:
+                stack.enter_context(patched(module, name, stand_in))
         stack.enter_context(patched(torch.nn.functional, "grouped_mm", _grouped_mm))
         stack.enter_context(patched(quantise, "_check_forward", lambda model: None))
         yield
@@ -65,6 +64,16 @@ def _sort_evenly(
     return torch.empty_like(token), torch.empty_like(place), ends[:1] * num_experts
 
 
+def _flash_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    summed = torch.empty_like(query, dtype=torch.float32)
+    by_query_head = [query.new_empty(*query.shape[:-1], x.shape[-1]) for x in (key, value)]
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    del summed, by_query_head
+    return grads
+
+
 class _FlashAttention(torch.autograd.Function):
     """The memory of flash attention on a GPU, for any device.
 
@@ -82,11 +91,7 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, _, _ = ctx.saved_tensors
-        summed = torch.empty_like(query, dtype=torch.float32)
-        by_query_head = [query.new_empty(*query.shape[:-1], x.shape[-1]) for x in (key, value)]
-        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        del summed, by_query_head
-        return grads
+        return _flash_gradients(grad, query, key, value)
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -108,3 +113,20 @@ def _grouped_mm(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
 
 def _flash_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
     return _FlashAttention.apply(query, key, value)
+
+
+def _varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    log_sum_exp = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
+    return _FlashAttention.apply(query, key, value), log_sum_exp
+
+
+GPU_ATTENTION = [
+    (packed_attention, "takes_flash", lambda query, value: query.dtype in flash.HALF),
+    (packed_attention, "expands_heads", lambda query: query.dtype == torch.float32),
+    (packed_attention, "scaled_dot_product_attention", _flash_attention),
+    (flash, "varlen_attn", _varlen_attention),
+    (flash, "_backward", _flash_gradients),
+]
+"""The attention of a GPU: flash in 16 bits, a kernel with as little memory in float32."""

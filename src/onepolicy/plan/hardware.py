@@ -59,6 +59,10 @@ class Cluster:
             speed = min(speed, self["network"] * self.per_node)
         return speed * self["link_efficiency"]
 
+    def host_bandwidth(self) -> float:
+        """Return the bytes per second between a device and its host, each way at once."""
+        return self["pcie"] * self["link_efficiency"]
+
     def point_to_point_bandwidth(self) -> float:
         """Return the bytes per second from a learner to an engine's device.
 

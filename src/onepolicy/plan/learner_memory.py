@@ -10,6 +10,7 @@ from onepolicy.config import RunConfig, WeightsReplay
 from onepolicy.plan.dims import Dims, route_bytes
 from onepolicy.plan.dry_run import MicroBatchMemory
 from onepolicy.plan.hardware import Cluster
+from onepolicy.train.optimiser_memory import OptimiserMemory, optimiser_memory, shard_sizes
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -20,12 +21,13 @@ class CheckpointCost:
     """The size of a checkpoint and the time it takes."""
 
     size: float  # bytes: parameters, AdamW, masters; a critic counts as a second policy
-    staged: float  # bytes of a node's own memory with copies of its ranks' shards, until written
+    staged: float  # bytes of a node's own memory with copies of its ranks' state, until written
     written: float  # seconds to write; ranks write at the same time, into one folder
     # seconds until it is complete: sharded weights are also read and written again, and all files
     # are hashed
     counts: float
     limit: float | None  # seconds that the ranks have for writing (train.rank_timeout)
+    exported: float  # bytes of the model alone in bfloat16 (`onepolicy export`)
 
     @property
     def in_time(self) -> bool:
@@ -36,7 +38,7 @@ def checkpoint_cost(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int)
     """Compute the cost of a checkpoint.
 
     All ranks share the bandwidth of one folder (`disk`). A single rank writes its tensors without
-    copying them.
+    copying them. Moments in 8 bits, and their masters, are first copied to the host in float32.
     """
     weight_bytes = BYTES[config.model.dtype]
     parameter_bytes = weight_bytes + 2 * FLOAT32
@@ -44,13 +46,16 @@ def checkpoint_cost(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int)
         parameter_bytes += FLOAT32
     policies = 1 + config.objective.has_critic
     size = dims.total * parameter_bytes * policies
-    disk = cluster["disk"]
-    written = size / disk
+    disk, exported = cluster["disk"], BYTES["bfloat16"] * dims.total
+    written, widened = size / disk, 0.0
+    if config.optim.state == "8bit":
+        widened = dims.total * (parameter_bytes - weight_bytes) * policies
     if ranks == 1:
-        return CheckpointCost(size, 0.0, written, 2 * written, None)
+        return CheckpointCost(size, widened, written, 2 * written, None, exported)
     rewritten = 2 * dims.total * weight_bytes / disk
-    staged = size * min(ranks, cluster.per_node) / ranks
-    return CheckpointCost(size, staged, written, 2 * written + rewritten, config.train.rank_timeout)
+    staged = (size + widened) * min(ranks, cluster.per_node) / ranks
+    counts, limit = 2 * written + rewritten, config.train.rank_timeout
+    return CheckpointCost(size, staged, written, counts, limit, exported)
 
 
 def gather_dtype(config: RunConfig) -> str:
@@ -74,7 +79,7 @@ class LearnerMemory:
     parameters: float  # its shard, in model.dtype
     masters: float  # float32 weights behind bfloat16 parameters
     gradients: float
-    optimiser: float  # AdamW's two moments, float32
+    optimiser: float  # AdamW's two moments, unless they rest on the host
     # of layers that compute: parameters in the compute dtype, gradients before they are summed
     gathered: float
     activations: float
@@ -97,50 +102,50 @@ def learner_memory(
     graphs: int,
     first: bool,
     cpu: bool,
+    one_memory: bool = False,
 ) -> LearnerMemory:
     """Compute the memory of one rank.
 
-    FSDP2 shards every tensor of a parameter's shape over the ranks. held, slots: of a micro-batch.
-    graphs: micro-batches whose graph is kept at once (train.reuse_scoring_forward keeps all of a
-    step's). first: an optimiser step has one micro-batch, whose activations are freed by the time
-    all gradients exist.
+    FSDP2 shards every tensor of a parameter's shape over the ranks (`shard_sizes`). held, slots: of
+    a micro-batch. graphs: micro-batches whose graph is kept at once (train.reuse_scoring_forward
+    keeps all of a step's). first: an optimiser step has one micro-batch, whose activations are
+    freed by the time all gradients exist. one_memory: see `optimiser_memory`.
     """
-    shard, itemsize = dims.total / ranks, BYTES[config.model.dtype]
-    masters = 0.0
-    if itemsize != FLOAT32:
-        masters = shard * FLOAT32
+    state = optimiser_memory(dims.shapes, config, ranks, cpu=cpu, one_memory=one_memory)
+    shard, itemsize = sum(shard_sizes(dims.shapes, ranks)), BYTES[config.model.dtype]
     gathered = gathered_bytes(dims, config, ranks, held.layer, cpu=cpu)
     working = held.peak + (graphs - 1) * held.saved
     if first:
         working = max(working - shard * itemsize, held.tail)
-    if masters:  # AdamW converts all gradients to float32 at once, when there are no activations
-        working = max(working, shard * (FLOAT32 - itemsize) - gathered)
+    working = max(working, state.working - gathered)  # an update: no activations, no layers
     logits = min(held.logits, working)
     routes = 0.0
     if config.replay.mode != "off":
         routes = slots * kept_per_token(dims, config) * graphs
     return LearnerMemory(
         parameters=shard * itemsize,
-        masters=masters,
+        masters=state.masters,
         gradients=shard * itemsize,
-        optimiser=shard * 2 * FLOAT32,
+        optimiser=state.moments,
         gathered=gathered,
         activations=working - logits,
         logits=logits,
         routes=routes,
-        others=_other_models_bytes(dims, config, shard, masters),
+        others=_other_models_bytes(dims, config, shard, state),
     )
 
 
-def _other_models_bytes(dims: Dims, config: RunConfig, shard: float, masters: float) -> float:
+def _other_models_bytes(
+    dims: Dims, config: RunConfig, shard: float, state: OptimiserMemory
+) -> float:
     """Return the bytes of the critic, the reference and the model that records routes.
 
-    shard: parameters of a rank. masters: bytes of the policy's float32 masters.
+    shard: parameters of a rank. state: of the policy; a critic has as much.
     """
     itemsize = BYTES[config.model.dtype]
     critic = reference = recorder = 0.0
     if config.objective.has_critic:
-        critic = shard * (2 * itemsize + 2 * FLOAT32) + masters
+        critic = shard * 2 * itemsize + state.moments + state.masters
     if config.objective.kl.coef:
         reference = shard * itemsize
     if uses_reprefill(config):  # a second, unsharded copy of the model records routes
@@ -155,7 +160,7 @@ def gathered_bytes(
 
     Autocast keeps a bfloat16 copy of every matrix until the backward ends. FSDP2 keeps parameters
     outside decoder layers gathered. It also gathers the layer that computes and the next one. A GPU
-    has one more buffer, into which the next layer is received.
+    has one more buffer, into which the next layer is received. What is sent is padded.
 
     A layer's gradients are sent to the other ranks in float32 after its `activations` [bytes] have
     been freed. On a GPU two layers' gradients exist at once, because one layer sends while the next
@@ -167,7 +172,8 @@ def gathered_bytes(
     if ranks == 1:
         return copies
     gathered_layers, sent_layers = (2, 1) if cpu else (3, 2)
-    itemsize, layer = BYTES[gather_dtype(config)], dims.largest_layer
+    itemsize = BYTES[gather_dtype(config)]
+    layer = ranks * sum(shard_sizes(dims.layer_shapes, ranks))
     sent = FLOAT32 * layer * sent_layers
     gathered = itemsize * (dims.outside + layer * gathered_layers)
     return copies + gathered + max(0.0, sent - activations)

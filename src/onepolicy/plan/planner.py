@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ from onepolicy.plan.times import (
     rollout_time,
     sync_seconds,
 )
+from onepolicy.train.optimiser_memory import OptimiserMemory, optimiser_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class PlanOption:
     sync: float
     start: StartMemory
     save: CheckpointCost
+    state: OptimiserMemory  # of a rank
+    host_state: float  # bytes of a node's own memory in which moments and masters rest
     learner_room: float  # bytes that a rank may use
     host_room: float  # bytes of a node's own memory
     engine_on_learner: bool
@@ -67,8 +71,13 @@ class PlanOption:
         return self.learner_used <= self.learner_room
 
     @property
+    def host_used(self) -> float:
+        """Most bytes of a node's own memory: at the start, or while a checkpoint is written."""
+        return max(self.start.host, self.host_state + self.save.staged)
+
+    @property
     def host_fits(self) -> bool:
-        return max(self.start.host, self.save.staged) <= self.host_room
+        return self.host_used <= self.host_room
 
     @property
     def engine_fits(self) -> bool:
@@ -134,9 +143,10 @@ class Planner:
         _check_plannable(config, cluster)
         self.config, self.cluster = config, cluster
         self._hf_config = read_hf_config(model)
-        self._models: dict[str, DryRunModel] = {}  # by the dtype of the layers' computation
-        self._dry_runs: dict[tuple[str, int, bool, bool], MicroBatchMemory] = {}
-        self.dims: Dims = read_dims(self._model(compute_dtype(config)).model, config.model.path)
+        # by the dtype of the layers' computation, and train.logits_chunk
+        self._models: dict[tuple[str, int | None], DryRunModel] = {}
+        self._dry_runs: dict[tuple[Any, ...], MicroBatchMemory] = {}
+        self.dims: Dims = read_dims(self._model(config).model, config.model.path)
         self.work: StepWork = step_work(config, self.dims.context, prompt=prompt, response=response)
         self.sync_method = sync_method or default_sync_method(config)
 
@@ -159,6 +169,8 @@ class Planner:
             share = cluster["engine_share"] * max(0.0, self.room - learner.total)
             share /= cluster["memory"]
         engine = self.engine_device_memory(split.tensor_parallel, share)
+        state = self._optimiser_memory(learners, config)
+        policies = 1 + config.objective.has_critic
         engine_devices = {"engines": split.engines, "tensor_parallel": split.tensor_parallel}
         return PlanOption(
             split=split,
@@ -174,13 +186,21 @@ class Planner:
                 **engine_devices,
             ),
             learning=learning_time(
-                dims, config, cluster, work, learners, chunked=self._chunked(learners, config)
+                dims,
+                config,
+                cluster,
+                work,
+                learners,
+                chunked=self._chunked(learners, config),
+                moved=policies * state.moved,
             ),
             sync=sync_seconds(
                 dims, config, cluster, self.weights, learners, self.sync_method, **engine_devices
             ),
             start=start_memory(dims, config, cluster, learners),
             save=checkpoint_cost(dims, config, cluster, learners),
+            state=state,
+            host_state=policies * state.host * min(learners, cluster.per_node),
             learner_room=self.room,
             host_room=self.host_room,
             engine_on_learner=in_process(config),
@@ -224,7 +244,12 @@ class Planner:
             graphs=graphs,
             first=per_update == 1,
             cpu=self.cluster.is_cpu,
+            one_memory=self.cluster.is_cpu,
         )
+
+    def _optimiser_memory(self, ranks: int, config: RunConfig) -> OptimiserMemory:
+        cpu = self.cluster.is_cpu
+        return optimiser_memory(self.dims.shapes, config, ranks, cpu=cpu, one_memory=cpu)
 
     def _micro_batch_memory(
         self, samples: int, config: RunConfig, *, exact: bool
@@ -245,7 +270,7 @@ class Planner:
 
     def _logits_chunk(self, config: RunConfig) -> int:
         """Return the slots whose logits exist at once, 0 for all of a micro-batch."""
-        return logits_chunk(self._model(compute_dtype(config)).model)
+        return logits_chunk(self._model(config).model)
 
     def _chunked(self, ranks: int, config: RunConfig) -> bool:
         """Return whether the fullest micro-batch computes its logits in chunks."""
@@ -254,11 +279,10 @@ class Planner:
 
     def _dry_run(self, samples: int, config: RunConfig, *, first: bool) -> MicroBatchMemory:
         checkpointing = config.train.activation_checkpointing
-        dtype = compute_dtype(config)
-        key = (dtype, samples, checkpointing, first)
+        key = (*_model_key(config), samples, checkpointing, first)
         if key not in self._dry_runs:
             micro = MicroBatchShape((self.work.slots,) * samples, (self.work.response,) * samples)
-            self._dry_runs[key] = self._model(dtype).micro_batch_memory(
+            self._dry_runs[key] = self._model(config).micro_batch_memory(
                 micro,
                 checkpointing=checkpointing,
                 entropy_graph=config.objective.entropy_coef > 0,
@@ -266,17 +290,19 @@ class Planner:
             )
         return self._dry_runs[key]
 
-    def _model(self, dtype: str) -> DryRunModel:
-        if dtype not in self._models:
-            self._models[dtype] = DryRunModel(
+    def _model(self, config: RunConfig) -> DryRunModel:
+        key = _model_key(config)
+        if key not in self._models:
+            dtype, logits_chunk = key
+            self._models[key] = DryRunModel(
                 self._hf_config,
                 dtype=getattr(torch, dtype),
                 cpu=self.cluster.is_cpu,
                 fp32_lm_head=self.config.model.lm_head == "float32",
-                logits_chunk=self.config.train.logits_chunk,
+                logits_chunk=logits_chunk,
                 invariant=self.config.numerics == ON_POLICY,
             )
-        return self._models[dtype]
+        return self._models[key]
 
     @property
     def room_share(self) -> float:
@@ -294,6 +320,10 @@ class Planner:
         if self.cluster.is_cpu:
             return math.inf
         return self.cluster["host_memory"]
+
+
+def _model_key(config: RunConfig) -> tuple[str, int | None]:
+    return compute_dtype(config), config.train.logits_chunk
 
 
 def _check_plannable(config: RunConfig, cluster: Cluster) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.step_work import devices_per_replica, in_process, replicated
+from onepolicy.plan.step_work import devices_per_replica, in_process, num_servers, replicated
 
 ENGINE_SIZES = (1, 2, 4, 8, 16, 32, 64)  # devices of one engine that are tried
 
@@ -56,7 +56,7 @@ def possible_splits(
         raise UsageError(
             f"{field}: {ranks} of {cluster.count} devices leave none for an engine; lower it"
         )
-    return _server_splits(cluster, ranks, tensor_parallel, engines or 1)
+    return _server_splits(cluster, ranks, tensor_parallel, engines or num_servers(config))
 
 
 def _in_process_splits(

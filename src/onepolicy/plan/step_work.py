@@ -91,15 +91,16 @@ def step_work(
 
 
 def sequences_per_engine(config: RunConfig, work: StepWork, engines: int) -> int:
-    """Return the sequences that one engine decodes at once.
+    """Return the sequences that one engine decodes at once: rollout.engine.max_num_seqs at most."""
+    return max(1, min(config.rollout.engine.max_num_seqs, -(-work.sequences // engines)))
 
-    rollout.engine.max_num_seqs is a limit for each replica, or for all engines together without
-    replicas.
-    """
-    limit = config.rollout.engine.max_num_seqs
-    if replicated(config):
-        return min(limit, -(-work.sequences // engines))
-    return max(1, min(limit, work.sequences) // engines)
+
+def num_servers(config: RunConfig) -> int:
+    """Return the servers that a recipe names; 1 if it leaves that to a file or a name server."""
+    urls = getattr(config.rollout.engine, "url", ())
+    if isinstance(urls, tuple):
+        return max(1, len(urls))
+    return 1
 
 
 def in_process(config: RunConfig) -> bool:

@@ -8,6 +8,7 @@ from onepolicy.config import RunConfig
 from onepolicy.plan.dims import format_count
 from onepolicy.plan.planner import Planner, PlanOption
 from onepolicy.plan.splits import ENGINE_SIZES, DeviceSplit
+from onepolicy.train.optimiser_memory import shard_sizes
 
 MAX_DEVICES = 2**14  # the search for a number of devices ends here
 
@@ -19,10 +20,13 @@ def suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
         lines += _learner_suggestions(planner, chosen)
     if not chosen.engine_fits:
         lines += _engine_suggestions(planner, chosen)
-    if chosen.save.staged > chosen.host_room:
+    if chosen.host_state + chosen.save.staged > chosen.host_room:
+        needed, rests = chosen.host_state + chosen.save.staged, ""
+        if chosen.host_state:
+            rests = f", beside {chosen.host_state / 1e9:,.0f} GB of moments and masters"
         lines.append(
-            f"nodes with more than {chosen.save.staged / 1e9:,.0f} GB of memory: a checkpoint's "
-            "shards are copied there while they are written "
+            f"nodes with more than {needed / 1e9:,.0f} GB of memory: a checkpoint's "
+            f"shards are copied there while they are written{rests} "
             "(--constant host_memory=BYTES if they have it)"
         )
     if chosen.start.host > chosen.host_room:
@@ -37,7 +41,11 @@ def suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
 def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
     """Suggest settings of train until the learner fits with all of them, then more devices."""
     split, lines, config = chosen.split, [], planner.config
-    for name, value in (("activation_checkpointing", True), ("fsdp_param_dtype", "bfloat16")):
+    for name, value in (
+        ("activation_checkpointing", True),
+        ("fsdp_param_dtype", "bfloat16"),
+        ("logits_chunk", None),
+    ):
         changed = _with_train_setting(config, name, value, ranks=split.learners)
         if changed is None:
             continue
@@ -47,6 +55,15 @@ def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
             config = changed
             if option.learner_fits:
                 return lines
+    if config.optim.state == "device":
+        for state in ("host", "8bit"):
+            changed = with_optimiser_state(config, state)
+            option = planner.evaluate_split(split, changed)
+            if option.learner_fits and option.host_fits:
+                return [*lines, f"optim.state={state}: {_verdict(option)}"]
+        if not planner.cluster.is_cpu:
+            config = with_optimiser_state(config, "host")
+            lines.append(f"optim.state=host: {_verdict(planner.evaluate_split(split, config))}")
     smaller = _smaller_micro_batch(planner, split, config)
     if smaller is not None:
         budget, option = smaller
@@ -60,9 +77,64 @@ def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
     if ranks is None:
         reason = _unsharded_memory(planner, config)
         lines.append(f"no number of learner devices is enough{with_these}: {reason}")
+    elif ranks < split.learners:
+        lines.append(f"{ranks} devices that learn{with_these}, which divide the experts")
     else:
         lines.append(f"at least {ranks} devices that learn{with_these}")
     return lines
+
+
+def memory_settings(planner: Planner, chosen: PlanOption) -> list[str]:
+    """Return one line for each setting of the recipe that saves memory, with what it saves.
+
+    Each is taken away alone. There is no line for what saves less than 2%.
+    """
+    config, split, lines = planner.config, chosen.split, []
+    without = {
+        f"optim.state={config.optim.state}": with_optimiser_state(config, "device"),
+        "train.activation_checkpointing=true": _with_train_setting(
+            config, "activation_checkpointing", False
+        ),
+        "train.logits_chunk (logits in chunks)": _with_train_setting(config, "logits_chunk", 0),
+        f"train.fsdp_param_dtype={config.train.fsdp_param_dtype}": _with_train_setting(
+            config, "fsdp_param_dtype", "same"
+        ),
+    }
+    for setting, changed in without.items():
+        if changed is None or changed == config:
+            continue
+        option = planner.evaluate_split(split, changed)
+        saved = option.learner_used - chosen.learner_used
+        if saved > 0.02 * chosen.learner_used:
+            verdict = "would not fit without it"
+            if option.fits:
+                verdict = "fits without it too"
+            lines.append(f"{setting} saves {saved / 1e9:.1f} GB per rank; {verdict}")
+    return lines
+
+
+def uneven_experts(planner: Planner, chosen: PlanOption) -> list[str]:
+    """Return one line if the ranks do not divide the experts, with the nearest counts that do."""
+    dims, ranks = planner.dims, chosen.split.learners
+    stored = ranks * sum(shard_sizes(dims.shapes, ranks))
+    if not dims.experts or stored < 1.02 * dims.total:
+        return []
+    counts = _divisors(dims.experts)
+    nearest = [n for n in counts if n < ranks][-1:] + [n for n in counts if n > ranks][:1]
+    return [
+        f"train.ranks={' or '.join(map(str, nearest))} divides the {dims.experts} experts: each of "
+        f"{ranks} ranks stores {math.ceil(dims.experts / ranks)} of a layer, where an even share "
+        f"is {dims.experts / ranks:.1f}, and gathers as much from every other"
+    ]
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def with_optimiser_state(config: RunConfig, state: str) -> RunConfig:
+    """Return the recipe with another optim.state."""
+    return config.model_copy(update={"optim": config.optim.model_copy(update={"state": state})})
 
 
 def _with_train_setting(
@@ -74,7 +146,7 @@ def _with_train_setting(
     if name == "activation_checkpointing" and config.train.reuse_scoring_forward:
         return None  # the two exclude each other
     changes = {name: value}
-    if name == "fsdp_param_dtype":
+    if name == "fsdp_param_dtype" and value == "bfloat16":
         if config.model.dtype == "bfloat16" or ranks == 1:
             return None
         changes["autocast"] = "off"
@@ -82,6 +154,8 @@ def _with_train_setting(
 
 
 def _setting(name: str, value: object, split: DeviceSplit, config: RunConfig) -> str:
+    if value is None:
+        return f"train.{name} left out"
     text = f"train.{name}={str(value).lower()}"
     if name == "fsdp_param_dtype":
         text += f" with train.ranks={split.learners}"
@@ -111,7 +185,10 @@ def _smaller_micro_batch(
 
 
 def _enough_ranks(planner: Planner, split: DeviceSplit, config: RunConfig) -> int | None:
-    """Return the smallest number of ranks whose learner fits; None if no number does."""
+    """Return a number of ranks whose learner fits, where one rank less does not; None if none does.
+
+    Beyond the number of experts padding grows with the ranks, so then a divisor of it may fit.
+    """
 
     def fits(ranks: int) -> bool:
         return planner.learner_rank_memory(ranks, config).total <= planner.room
@@ -119,7 +196,7 @@ def _enough_ranks(planner: Planner, split: DeviceSplit, config: RunConfig) -> in
     too_few, enough = split.learners, 2 * split.learners
     while not fits(enough):
         if enough > MAX_DEVICES:
-            return None
+            return next(filter(fits, _divisors(planner.dims.experts)), None)
         too_few, enough = enough, 2 * enough
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
@@ -132,7 +209,10 @@ def _enough_ranks(planner: Planner, split: DeviceSplit, config: RunConfig) -> in
 
 def _unsharded_memory(planner: Planner, config: RunConfig) -> str:
     """Describe the memory of a rank that more ranks do not reduce."""
-    memory = planner.learner_rank_memory(MAX_DEVICES, config)
+    memory = min(
+        (planner.learner_rank_memory(2**power, config) for power in range(1, 15)),
+        key=lambda memory: memory.gathered + memory.activations + memory.logits,
+    )
     working = memory.activations + memory.logits
     device = (memory.gathered + working) / planner.room_share
     layer = format_count(planner.dims.largest_layer)

@@ -47,7 +47,10 @@ def render_plan(
     lines: list[str],
     volume: CommunicationVolume,
 ) -> Iterator[RenderableType]:
-    """Yield the parts of a plan for the terminal. lines: suggestions if nothing fits."""
+    """Yield the parts of a plan for the terminal.
+
+    lines: suggestions if nothing fits, else the settings that save memory.
+    """
     yield _header(planner, chosen)
     yield _memory_table(chosen)
     yield _time_table(chosen)
@@ -56,8 +59,10 @@ def render_plan(
     yield _volume_table(volume, planner.sync_method)
     yield _checkpoint_table(chosen)
     if lines:
-        text = "\n".join(["does not fit; what would:", *(f"  {line}" for line in lines)])
-        yield Text(text, style="bold red")
+        title, style = "does not fit; what would:", "bold red"
+        if chosen.fits:
+            title, style = "what makes room:", "green"
+        yield Text("\n".join([title, *(f"  {line}" for line in lines)]), style=style)
     yield _constant_table(planner)
 
 
@@ -68,9 +73,10 @@ def plan_tree(
     lines: list[str],
     volume: CommunicationVolume,
 ) -> Tree:
-    """Return a plan for JSON. lines: suggestions if nothing fits."""
+    """Return a plan for JSON. lines: as for `render_plan`."""
     dims = asdict(planner.dims)
     attention = dims.pop("attention")
+    del dims["shapes"], dims["layer_shapes"]
     dims |= {
         "active": planner.dims.active,
         "layers": len(attention),
@@ -83,7 +89,8 @@ def plan_tree(
         "work": asdict(planner.work),
         "chosen": _option_tree(chosen),
         "options": [_option_tree(option) for option in sorted(options, key=_rank_option)],
-        "suggestions": lines,
+        "suggestions": [] if chosen.fits else lines,
+        "makes_room": lines if chosen.fits else [],
         "traffic": asdict(volume),
         "sync": planner.sync_method,
         "constants": {name: asdict(constant) for name, constant in constants},
@@ -97,6 +104,7 @@ def _option_tree(option: PlanOption) -> Tree:
         "split": asdict(option.split),
         "fits": option.fits,
         "learner_bytes": learner,
+        "host_state_bytes": option.host_state,
         "engine": asdict(option.engine),
         "start_bytes": asdict(option.start),
         "checkpoint": asdict(option.save) | {"in_time": option.save.in_time},
@@ -199,6 +207,10 @@ def _add_memory_totals(table: Table, option: PlanOption) -> None:
     if option.host_room < inf:
         host = f"{format_bytes(start.host)} of {format_bytes(option.host_room)}"
         table.add_row("host of rank 0 at the start", Text(host, _verdict_style(option.host_fits)))
+    if option.host_state:
+        rests = f"{format_bytes(option.host_state)} of {format_bytes(option.host_room)}"
+        style = _verdict_style(option.host_fits)
+        table.add_row("AdamW's state in a node's memory", Text(rests, style))
 
 
 def _time_table(option: PlanOption) -> Table:
@@ -264,11 +276,12 @@ def _volume_table(volume: CommunicationVolume, sync_method: str) -> Table:
 def _checkpoint_table(option: PlanOption) -> Table:
     save = option.save
     title, write = "a checkpoint", "seconds to write"
-    if save.staged:
+    if option.split.learners > 1:
         title += ", in the background"
         write += ", all ranks into one folder"
     table = _table(title, "what", "")
     table.add_row("bytes", format_bytes(save.size))
+    table.add_row("bytes of onepolicy export, bfloat16", format_bytes(save.exported))
     table.add_row(write, _format_seconds(save.written))
     table.add_row("seconds until it counts", _format_seconds(save.counts))
     if save.staged:

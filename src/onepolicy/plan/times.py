@@ -192,11 +192,13 @@ class LearningTime:
     # layers gathered and gradients summed, also the part that overlaps with computing
     gather: float
     overhead: float
+    moved: float = 0.0  # moments and masters from the host's memory and back
 
     @property
     def bound(self) -> str:
         """The cause that takes most."""
         names = {
+            "moved": "moving the optimiser's state",
             "compute": "arithmetic",
             "gather": "gathering layers between ranks",
             "overhead": "launching kernels",
@@ -233,11 +235,13 @@ def learning_time(
     ranks: int,
     *,
     chunked: bool = False,
+    moved: float = 0.0,
 ) -> LearningTime:
     """Compute the time of scoring and of the update.
 
     A forward takes 2 FLOPs for each token and each parameter it is multiplied with, and those of
-    attention. A backward takes twice as many. chunked: it also computes the logits again.
+    attention. A backward takes twice as many. chunked: it also computes the logits again. moved:
+    bytes of a rank's optimiser that an update moves to the device, and as many back at once.
     """
     train, scores_old = config.train, config.scores_old
     slowdown = cluster["on_policy_train"] if config.numerics == ON_POLICY else 1.0
@@ -267,7 +271,17 @@ def learning_time(
         head = 2 * dims.head_size * work.sequences * work.response
         update = update.plus(PassTime(slowdown * head / speed, 0.0, 0.0))
     both = score.plus(update)
-    return LearningTime(score.seconds, update.seconds, both.compute, both.gather, both.overhead)
+    moving = 0.0
+    if moved:
+        moving = config.objective.num_minibatches * moved / cluster.host_bandwidth()
+    return LearningTime(
+        score.seconds,
+        update.seconds + moving,
+        both.compute,
+        both.gather,
+        both.overhead,
+        moving,
+    )
 
 
 def _forward_flops(dims: Dims, work: StepWork) -> float:

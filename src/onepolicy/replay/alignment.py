@@ -29,6 +29,7 @@ def check_alignment(
     bounds: Tensor | None = None,  # [S + 1] integer
     *,
     least: float = MIN_AGREEMENT,
+    differing: Tensor | None = None,  # [T, L] uint8
 ) -> None:
     """Raise unless the replayed experts are mostly the routers' own choice.
 
@@ -48,6 +49,7 @@ def check_alignment(
             pass `torch.arange(B + 1) * S`. With None, windows overlap by half, because samples may
             begin anywhere, and the error cannot name a sample.
         least: the lowest agreement that passes, in [0, 1].
+        differing: `router_differences(replayed, native)` where it is known already.
 
     Raises:
         MisalignedRoutesError: a layer or a window agrees in less than `least`. The message names
@@ -60,7 +62,7 @@ def check_alignment(
     rows = replayed.valid.nonzero()[:, 0]
     if len(rows) < MIN_ROWS:
         return
-    agreement = routing_agreement(replayed, native)  # [n, L]
+    agreement = routing_agreement(replayed, native, differing=differing)  # [n, L]
     _check_layers(replayed, native, agreement.mean(0), least)
     if bounds is None:
         _check_overlapping_windows(replayed, native, rows, agreement.mean(1), least)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import TrainingError, UsageError
+from onepolicy.divergence.routing import row_words, signed_ids
 from onepolicy.types import Completion, RoutingTrace, Sample, id_dtype
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -205,8 +206,8 @@ def check_trace(
             f"{name}: has {trace.top_k} experts per token, but the model routes each token to "
             f"{top_k}"
         )
-    _check_ids(trace, _comparable(trace.ids), name)
-    _check_filler(trace, _comparable(trace.ids), name)
+    _check_ids(trace, signed_ids(trace.ids), name)
+    _check_filler(trace, signed_ids(trace.ids), name)
 
 
 def check_devices(trace: RoutingTrace) -> None:
@@ -249,34 +250,23 @@ def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor
 
     bounds [S + 1] int64: first row of every packed sample, then T; None for one sample.
     """
-    if bounds is None:
-        bounds = torch.tensor([0, len(trace)])
-    samples, device = len(bounds) - 1, trace.ids.device
-    if trace.top_k == trace.num_experts or len(trace) == 0:
-        return torch.zeros(samples, len(trace.layers), dtype=torch.bool, device=device)
-    ids = _comparable(trace.ids)
-    sample = torch.repeat_interleave(torch.arange(samples), bounds.diff().cpu()).to(device)  # [T]
-    valid_rows = torch.zeros(samples, dtype=torch.int64, device=device)
-    valid_rows = valid_rows.index_add(0, sample, trace.valid.long())
-    first = _first_valid_rows(trace.valid, sample, samples)
-    differs = (ids != ids[first[sample]]).any(-1) & trace.valid[:, None]  # [T, L]
-    changes = torch.zeros(samples, len(trace.layers), dtype=torch.int64, device=device)
-    changes = changes.index_add(0, sample, differs.long())
+    lengths = [len(trace)]
+    if bounds is not None:
+        lengths = bounds.diff().tolist()
+    if trace.top_k == trace.num_experts:
+        shape = len(lengths), len(trace.layers)
+        return torch.zeros(shape, dtype=torch.bool, device=trace.ids.device)
     bits = math.log2(math.perm(trace.num_experts, trace.top_k))
-    long_enough = valid_rows >= max(MIN_CONSTANT_ROWS, MIN_CONSTANT_BITS / bits)  # [S]
-    return (changes == 0) & long_enough[:, None]
-
-
-def _first_valid_rows(valid: Tensor, sample: Tensor, samples: int) -> Tensor:
-    """Return the first valid row of every sample, [samples] int64.
-
-    valid [T] bool. sample [T]: the number of the sample each row belongs to. A sample without valid
-    rows gives the last row of all.
-    """
-    rows = torch.arange(len(valid), device=valid.device)
-    first = torch.full((samples,), len(valid), device=valid.device)
-    first = first.scatter_reduce(0, sample[valid], rows[valid], "amin")
-    return first.clamp(max=len(valid) - 1)
+    least_rows = max(MIN_CONSTANT_ROWS, MIN_CONSTANT_BITS / bits)
+    constant = []
+    samples = row_words(trace.ids).split(lengths), trace.valid.split(lengths)
+    for words, valid in zip(*samples, strict=True):  # [n, L, W], [n]
+        first = words[:1]
+        if len(words):
+            first = words.index_select(0, valid.byte().argmax(0, keepdim=True))
+        same = (words == first).all(-1) | ~valid[:, None]
+        constant.append(same.all(0) & (valid.sum() >= least_rows))
+    return torch.stack(constant)
 
 
 def _check_ids(trace: RoutingTrace, ids: Tensor, name: str) -> None:
@@ -320,10 +310,13 @@ def _check_filler(trace: RoutingTrace, ids: Tensor, name: str) -> None:
     of them did is below 2^-MIN_FILLER_BITS.
     """
     bits = math.log2(math.perm(trace.num_experts, trace.top_k)) * len(trace.layers)
-    if trace.top_k == 1 or bits < MIN_FILLER_BITS or not constant_layers(trace).all():
-        return
     filler = torch.arange(trace.top_k, device=ids.device)
-    if (ids[trace.valid] == filler).all():
+    if trace.top_k == 1 or bits < MIN_FILLER_BITS or not len(ids):
+        return
+    first = ids.index_select(0, trace.valid.byte().argmax(0, keepdim=True))
+    if (first != filler).any():
+        return
+    if constant_layers(trace).all() and (ids[trace.valid] == filler).all():
         raise UsageError(
             f"{name}: every layer has the same experts {filler.tolist()} in all "
             f"{int(trace.valid.sum())} rows; the engine captured nothing (filler ids)"
@@ -337,15 +330,15 @@ def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:
     because a run of one token converges to one hidden state. Where all rows are the same, every
     router may have collapsed, which `alignment.check_captured` finds out.
     """
-    ids = _comparable(trace.ids)
-    same = (ids[1:] == ids[:-1]).flatten(1).all(1) & trace.valid[1:] & trace.valid[:-1]
+    words = row_words(trace.ids).flatten(1)
+    same = (words[1:] == words[:-1]).all(1) & trace.valid[1:] & trace.valid[:-1]
+    if not same.any() or trace.top_k >= trace.num_experts or constant_layers(trace).all():
+        return
     run = torch.cat([torch.zeros(1, dtype=torch.int64), (~same).cumsum(0)])  # [T] number of the run
     new_token = tokens[1:] != tokens[:-1]
-    changes = torch.zeros(len(ids), dtype=torch.int64).index_add(
+    changes = torch.zeros(len(words), dtype=torch.int64).index_add(
         0, run[1:], (same & new_token).long()
     )
-    if constant_layers(trace).all() or len(ids) == 0 or trace.top_k >= trace.num_experts:
-        return
     bits = math.log2(math.perm(trace.num_experts, trace.top_k)) * len(trace.layers)
     if int(changes.max()) >= max(MIN_STUCK_CHANGES, MIN_STUCK_BITS / bits):
         rows = (run == changes.argmax()).nonzero()[:, 0]
@@ -357,14 +350,10 @@ def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:
         )
 
 
-def _comparable(ids: Tensor) -> Tensor:
-    """Return uint16 ids, which lack comparisons, as int16; others as they are."""
-    if ids.dtype == torch.uint16:
-        return ids.view(torch.int16)
-    return ids
-
-
 def _out_of_range(ids: Tensor, num_experts: int) -> Tensor:  # [T, L, K] -> [T, L] bool
+    on_host = ids.device.type == "cpu"  # elsewhere each comparison is a wait
+    if not ids.numel() or (on_host and 0 <= ids.amin() <= ids.amax() < num_experts):
+        return torch.zeros(ids.shape[:2], dtype=torch.bool, device=ids.device)
     wrong = ids > num_experts - 1  # uint8 would take 256 for 0
     if ids.dtype == torch.int16:  # the upper half of uint16
         wrong |= ids < 0
@@ -372,7 +361,7 @@ def _out_of_range(ids: Tensor, num_experts: int) -> Tensor:  # [T, L, K] -> [T, 
 
 
 def _duplicated(ids: Tensor) -> Tensor:  # [T, L, K] -> [T, L] bool
-    columns = ids.unbind(-1)
+    columns = ids.permute(2, 0, 1).contiguous()  # for fast comparisons
     found = torch.zeros(ids.shape[:2], dtype=torch.bool, device=ids.device)
     for i, column in enumerate(columns):
         for later in columns[i + 1 :]:

@@ -34,14 +34,60 @@ if TYPE_CHECKING:
     from onepolicy.replay.axes import Axis
 
 
-class Routers:
-    """The MoE routers of one model, in decoder order. `bind_routers` makes it.
+class BoundRouters:
+    """The layers and experts of a bound model, by which traces are read and checked.
 
     Attributes:
         layers: decoder index of each MoE layer, ascending.
         num_experts: experts per layer.
         top_k: K, experts per token.
+        depth: the number of the model's decoder layers.
     """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    depth: int
+
+    def trace_from(
+        self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None
+    ) -> RoutingTrace:
+        """Return an engine's routes as a trace of this model.
+
+        Args:
+            ids: [T, decoder layers or MoE layers, K], any integer dtype.
+            axis: "all" for one column per decoder layer, "moe" for one per MoE layer, None to
+                decide by the number of columns.
+            valid: [T] bool, the rows that were captured, or None for all.
+
+        Raises:
+            UsageError: as of `axes.trace_from`.
+        """
+        from onepolicy.replay.axes import trace_from
+
+        return trace_from(
+            ids,
+            layers=self.layers,
+            depth=self.depth,
+            num_experts=self.num_experts,
+            axis=axis,
+            valid=valid,
+        )
+
+    def _check_trace(self, trace: RoutingTrace, layers: tuple[int, ...]) -> None:
+        """Raise UsageError or RoutingError unless this is a trace of these layers of the model."""
+        if not isinstance(trace, RoutingTrace):
+            raise UsageError(
+                f"replay: expected a RoutingTrace, got {type(trace).__name__}; tape.trace() gives "
+                "that of a recording, trace_from(ids) of the bound routers that of an engine's ids"
+            )
+        check_devices(trace)
+        check_row_order(trace)
+        check_trace(trace, layers=layers, num_experts=self.num_experts, top_k=self.top_k)
+
+
+class Routers(BoundRouters):
+    """The MoE routers of one model, in decoder order. `bind_routers` makes it."""
 
     def __init__(self, model: Any, routers: Sequence[Router]) -> None:
         self._model = model
@@ -50,6 +96,11 @@ class Routers:
         self.num_experts = routers[0].num_experts
         self.top_k = routers[0].top_k
         self._checks = SourceChecks()
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]
+        layers: int = self._model.config.get_text_config().num_hidden_layers
+        return layers
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -66,12 +117,6 @@ class Routers:
         """The bound model, inside wrappers that do not show its config."""
         bound: nn.Module = self._model
         return bound
-
-    @property
-    def depth(self) -> int:
-        """The number of the model's decoder layers."""
-        layers: int = self._model.config.get_text_config().num_hidden_layers
-        return layers
 
     @contextmanager
     def record(self, *, weights: bool = False) -> Iterator[RouteRecorder]:
@@ -179,31 +224,6 @@ class Routers:
             yield handle
         check_after(handle)
 
-    def trace_from(
-        self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None
-    ) -> RoutingTrace:
-        """Return an engine's routes as a trace of this model.
-
-        Args:
-            ids: [T, decoder layers or MoE layers, K], any integer dtype.
-            axis: "all" for one column per decoder layer, "moe" for one per MoE layer, None to
-                decide by the number of columns.
-            valid: [T] bool, the rows that were captured, or None for all.
-
-        Raises:
-            UsageError: as of `axes.trace_from`.
-        """
-        from onepolicy.replay.axes import trace_from
-
-        return trace_from(
-            ids,
-            layers=self.layers,
-            depth=self.depth,
-            num_experts=self.num_experts,
-            axis=axis,
-            valid=valid,
-        )
-
     def self_test(self) -> None:
         """Raise unless this model's routers record and replay as they should.
 
@@ -251,15 +271,8 @@ class Routers:
                 )
 
     def _check_arguments(self, trace: RoutingTrace, soft: float | None, weights: bool) -> None:
-        if not isinstance(trace, RoutingTrace):
-            raise UsageError(
-                f"replay: expected a RoutingTrace, got {type(trace).__name__}; tape.trace() gives "
-                "that of a recording, routers.trace_from(ids) that of an engine's ids"
-            )
         refuse_router_loss(getattr(self._model, "config", None))
-        check_devices(trace)
-        check_row_order(trace)
-        check_trace(trace, layers=self.layers, num_experts=self.num_experts, top_k=self.top_k)
+        self._check_trace(trace, self.layers)
         if soft is not None and (not isinstance(soft, int | float) or weights or not 0 < soft <= 1):
             raise UsageError(
                 f"replay: soft={soft} is a ratio in (0, 1] and cannot be combined with weights=True"

@@ -23,7 +23,7 @@ WITH_REPLAY = (
 
 @dataclass(frozen=True)
 class Series:
-    """One tensor of a probe under one scoring (shapes: run/step_metrics.py `routing_tensors`)."""
+    """One tensor of a probe under one scoring (shapes: run/probe_file.py `routing_tensors`)."""
 
     label: str
     style: LineStyle

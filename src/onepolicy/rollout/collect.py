@@ -87,6 +87,11 @@ async def play_episode(
         completion = await engine.generate(tokens, turn_sampling, seed=seeds(turn - 1))
         turn_name = f"{name}, turn {turn - 1}"
         check_sampled_tokens(completion, turn_name)
+        if completion.adapter != getattr(engine, "adapter", None):
+            raise TrainingError(
+                f"{turn_name}: sampled with adapter {completion.adapter!r}, but the engine holds "
+                f"{engine.adapter!r}; the request did not name it"  # type: ignore[attr-defined]
+            )
         check_completion(completion, tokens, route_spec, turn_name)
         return completion
 

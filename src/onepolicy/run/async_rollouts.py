@@ -29,9 +29,14 @@ from torch import Tensor
 from onepolicy.build.components import Components
 from onepolicy.config import TrainingError
 from onepolicy.run.result import Rollouts, StepResult, StepTimer
-from onepolicy.run.step import add_timings, sample_rollouts, train_on_rollouts, with_recovery
+from onepolicy.run.step import (
+    add_timings,
+    push_and_check,
+    sample_rollouts,
+    train_on_rollouts,
+    with_recovery,
+)
 from onepolicy.run.step_metrics import metrics_per_staleness
-from onepolicy.sync.push import push_weights
 from onepolicy.types import Group
 
 LOG = logging.getLogger(__name__)
@@ -89,11 +94,12 @@ class RolloutPrefetcher:
         with timer("learn"):
             result = await self._train_in_thread(step, rollouts, timer)
         with timer("sync"):
-            push = partial(push_weights, components.learner, *components.samplers)
-            await with_recovery(components, push, partial(self.cancel_all, step + 1))
+            push = partial(push_and_check, components)
+            checked = await with_recovery(components, push, partial(self.cancel_all, step + 1))
         learn_seconds = timer.seconds.pop("learn")  # its parts have times of their own
         busy_seconds = self.busy_seconds - busy_before
         result = add_timings(components, result, timer)
+        result.metrics |= checked
         result.metrics |= staleness_metrics(result.groups, step)
         result.metrics |= metrics_per_staleness(result.batch, step)
         result.metrics |= _overlap_metrics(result.metrics["time/step"], learn_seconds, busy_seconds)

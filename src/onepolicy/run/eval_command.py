@@ -12,6 +12,7 @@ from rich.table import Table
 
 from onepolicy.build import components, engines
 from onepolicy.build.calibrate import calibrate
+from onepolicy.build.clean_engine import build_clean_engine
 from onepolicy.build.learner import set_num_threads
 from onepolicy.config import ModelConfig, RunConfig
 from onepolicy.config.model_path import resolve_model
@@ -55,7 +56,7 @@ def _build_engine(config: RunConfig, model: ModelConfig, max_len: int) -> Rollou
     device = parse_device(config.train.device)
     quant = config.rollout.quant
     if quant is not None and not config.eval.quantised:
-        return components.build_clean_engine(config, model, device, max_len)
+        return build_clean_engine(config, model, device, max_len)
     spec = EngineSpec(
         model, config.rollout.engine, device, max_len, numerics=config.numerics, quant=quant
     )

@@ -1,11 +1,11 @@
-"""The log of a run: metrics.jsonl, samples.jsonl and TensorBoard."""
+"""The log of a run: metrics.jsonl, samples.jsonl, and trackers beside them."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
@@ -19,39 +19,36 @@ from onepolicy.report.jsonl import SAMPLES, read_metrics, read_samples
 from onepolicy.run.metric_names import is_known
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from onepolicy.run.trackers import OpenTracker, Write
 
 Row = dict[str, Any]
 
 
 class RunLog:
-    """The open log of a run: `with RunLog(folder, tensorboard=True) as log: log.write(...)`.
+    """The open log of a run: `with RunLog(folder) as log: log.write(...)`.
 
     A line reaches its file in one write call, so a killed process leaves at most one half-written
-    last line. To continue after a checkpoint, call `truncate_after` first. TensorBoard then drops
-    the recomputed steps as well.
+    last line. To continue after a checkpoint, call `truncate_after` first. `trackers` get the same
+    rows (run/trackers.py).
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool) -> None:
-        self._folder = folder
-        self._writer_class: type[SummaryWriter] | None = None
-        if tensorboard:
-            self._writer_class = _summary_writer_class()
+    def __init__(self, folder: Path, trackers: Sequence[OpenTracker] = ()) -> None:
+        self._folder, self._trackers = folder, trackers
         self._last_step = _last_step(folder)
         self._open_files = ExitStack()
         self._metrics: FileIO | None = None
         self._samples: FileIO | None = None
-        self._writer: SummaryWriter | None = None
+        self._writers: list[Write] = []
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:  # closes the files if a later one cannot be opened
             self._metrics = opened.enter_context(_open_lines(self._folder / METRICS_FILE))
             self._samples = opened.enter_context(_open_lines(self._folder / SAMPLES))
-            if self._writer_class is not None:
-                tensorboard = str(self._folder / "tensorboard")
-                writer = self._writer_class(tensorboard, purge_step=self._last_step + 1)
-                self._writer = opened.enter_context(writer)
+            self._writers = [
+                opened.enter_context(tracker(self._folder, self._last_step))
+                for tracker in self._trackers
+            ]
             self._open_files = opened.pop_all()
         return self
 
@@ -61,8 +58,9 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._open_files.close()
-        self._metrics = self._samples = self._writer = None
+        self._open_files.__exit__(kind, error, trace)  # trackers mark a run that failed
+        self._metrics = self._samples = None
+        self._writers = []
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the row of one step. Steps must increase.
@@ -80,9 +78,8 @@ class RunLog:
         values = {name: float(value) for name, value in metrics.items()}
         _append(self._metrics, {"step": step} | values)
         self._last_step = step
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+        for write in self._writers:
+            write(step, values)
 
     def sync_to_disk(self) -> None:
         """Make sure that everything written survives a loss of power."""
@@ -153,14 +150,3 @@ def _open_lines(path: Path) -> FileIO:
                 f"{path}: the last line is half-written; resume the run, which cuts it off"
             )
     return file
-
-
-def _summary_writer_class() -> type[SummaryWriter]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UsageError(
-            "log.tensorboard: true, but tensorboard is not installed; "
-            "pip install 'onepolicy[report]' or set log.tensorboard=false"
-        ) from None
-    return SummaryWriter

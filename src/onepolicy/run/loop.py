@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.build.components import Components
-from onepolicy.config import RolloutReplay, RunConfig
+from onepolicy.config import RolloutReplay
 from onepolicy.config.stored_config import BEGUN
 from onepolicy.envs.multiturn.tokenization import decode_tokens
 from onepolicy.files import write_text_atomically
@@ -24,15 +23,11 @@ from onepolicy.run.log import RunLog, read_metrics, truncate_after
 from onepolicy.run.result import StepResult
 from onepolicy.run.run_folder import Json, RunOrigin
 from onepolicy.run.step import rl_step, with_recovery
-from onepolicy.run.step_metrics import save_counterfactual
 from onepolicy.sync.push import checked_push, push_weights
 from onepolicy.train import checkpoint
 
 if TYPE_CHECKING:
     from onepolicy.run.async_rollouts import RolloutPrefetcher
-
-PATIENCE = 3
-"""Steps without any signal at the start of a run, after which the run reports it [steps]."""
 
 
 class TrainingLoop:
@@ -55,7 +50,9 @@ class TrainingLoop:
         self._restore()
         self._clean_folder()
         await self._start_engine()
-        with RunLog(self.folder, tensorboard=self.config.log.tensorboard) as log:
+        from onepolicy.run.trackers import trackers_of  # their packages may be missing
+
+        with RunLog(self.folder, trackers_of(self.config, self.progress.note)) as log:
             await self._run_steps(log)
         with self._writing():
             self.learner.finish_saving()
@@ -95,8 +92,13 @@ class TrainingLoop:
                 self.config, engine, components.environment, components.stop, self.folder
             )
         with _without_pressure(engine):
-            await checked_push(self.learner, engine, vocab=self.learner.scorer.vocab_size)
-            await push_weights(self.learner, *components.samplers[1:])
+            if self.config.train.lora is not None:
+                from onepolicy.run.adapter_check import start_adapter
+
+                await start_adapter(components, self.progress.note)
+            else:
+                await checked_push(self.learner, engine, vocab=self.learner.scorer.vocab_size)
+                await push_weights(self.learner, *components.samplers[1:])
             await require_correct_logprobs(engine, self.learner.scorer, self.tokenizer, self.config)
         advance()
         if not engine.caps.seeded:
@@ -112,6 +114,8 @@ class TrainingLoop:
             metrics = await self._evaluate(None, self.origin.step)
             with self._writing():
                 log.write(self.origin.step, metrics)
+        from onepolicy.run.learning_monitor import LearningMonitor
+
         monitor = LearningMonitor(self.config, self.folder, self.progress.note)
         async with self._prefetcher() as prefetcher:
             for step in range(self.origin.step, self.config.steps):
@@ -213,6 +217,8 @@ class TrainingLoop:
         log.write(done, result.metrics)
         write_samples(log, result, self.tokenizer, done, self.config.log.samples_per_step)
         if is_counterfactual_step(self.config, step):
+            from onepolicy.run.probe_file import save_counterfactual  # in some steps only
+
             path = self.folder / run_folder.PROBES / f"step_{done:05d}.safetensors"
             fingerprint = self.learner.fingerprint
             save_counterfactual(path, result.batch, result.without_replay, fingerprint)
@@ -230,32 +236,6 @@ class TrainingLoop:
     def _save_checkpoint(self, step: int) -> None:
         extra = {"parent": self.origin.parent}
         checkpoint.save(self.folder, self.learner, self.tokenizer, step=step, extra=extra)
-
-
-class LearningMonitor:
-    """A check during the run. It reports once that the first steps had nothing to learn from."""
-
-    def __init__(self, config: RunConfig, run: Path, note: Callable[[str], None]) -> None:
-        self._config, self._run, self._note = config, run, note
-        self._rows: list[Json] = []
-        if (run / "metrics.jsonl").exists():
-            self._rows = read_metrics(run)
-        self._done = False
-
-    def after_step(self, step: int, metrics: Json) -> None:
-        """Check a training step, whose samples are written already."""
-        if self._done:
-            return
-        self._rows.append({"step": step, **metrics})
-        if sum("train/reward" in row for row in self._rows) < PATIENCE:
-            return
-        self._done = True
-        from onepolicy.run.learning_check import nothing_learnt
-
-        found = nothing_learnt(self._config, self._rows, self._run)
-        if found is not None and found["learnt"] == "nothing":
-            warning = f"warning, after step {step}: {found['verdict']}"
-            self._note("\n".join([warning, *found["why"], "The run goes on."]))
 
 
 def _without_pressure(engine: RolloutEngine) -> AbstractContextManager[None]:

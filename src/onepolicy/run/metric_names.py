@@ -168,9 +168,10 @@ _ROLLOUT = {
         "attempts after the first: lost connections, time-outs, bad replies [attempts]"
     ),
     "rollout/requests_dropped": "requests that ended without a usable reply [requests]",
+    "rollout/servers": "servers that sample, of those in rollout.engine.url [servers]",
     "rollout/requests_resumed": "completions that continued after a pause [times]",
     "rollout/replica_restarts": "restarts of rollout replicas whose process died [times]",
-    "rollout/requests_repeated": "requests repeated because a replica was restarted [requests]",
+    "rollout/requests_repeated": "requests of a lost replica or server, repeated [requests]",
     "quant/clipped": (
         "activations beyond the calibrated scale of their layer (rollout.quant, static) [share]"
     ),
@@ -178,6 +179,12 @@ _ROLLOUT = {
         "largest activation of the step divided by the calibrated one, mean over layers [1]"
     ),
     "quant/drift_max": "the same, largest of the layers [1]",
+}
+_ADAPTER = {  # of the fixed batch after every sync (train.lora)
+    "adapter/delivered": "part of the adapter's effect that the engine has; 1 is right [share]",
+    "adapter/effect": "how far the adapter moves the trainer's log-probabilities, rms [nats]",
+    "adapter/gap": "how far the engine's have moved otherwise, rms [nats]",
+    "adapter/merge_loss": "what a merge into the engine's dtype changes of that effect [nats]",
 }
 _ASYNCHRONOUS = {
     "staleness/mean": (
@@ -225,6 +232,7 @@ METRICS: dict[str, str] = {
     **_REPEAT,
     **_CORRECTION,
     **_ROLLOUT,
+    **_ADAPTER,
     **_ASYNCHRONOUS,
     **_TIME,
     **_EVAL,

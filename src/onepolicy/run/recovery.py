@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from onepolicy.build.components import Components
-from onepolicy.config import RunConfig, ServerEngineConfig, TrainingError, UsageError
-from onepolicy.interfaces import PersistentEngine
+from onepolicy.config import (
+    RunConfig,
+    ServerEngineConfig,
+    ServiceUnavailable,
+    TrainingError,
+    UsageError,
+)
+from onepolicy.interfaces import PersistentEngine, RemoteEngine
+from onepolicy.rollout.servers.addresses import server_configs
 from onepolicy.rollout.servers.http import EngineLost, EngineUnreachable, make_clients
-from onepolicy.sync.push import push_weights, reattach_engine
+from onepolicy.sync.attach import reattach_engine
+from onepolicy.sync.push import push_weights
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
@@ -28,7 +36,7 @@ async def retry_on_engine_loss(
 ) -> T:
     """Return the result of `work`. Repeat it from its start if the engine is lost and comes back.
 
-    The engine is a PersistentEngine; `step.with_recovery` calls this for no other.
+    The engine is a RemoteEngine; `step.with_recovery` calls this for no other.
 
     Discard every earlier sample. If the server restarted unnoticed, they came from different
     weights. cancel_pending: ends other requests to the engine before it gets the weights again.
@@ -37,7 +45,7 @@ async def retry_on_engine_loss(
     is lost more than MAX_LOSSES times.
     """
     engine = components.engine
-    assert isinstance(engine, PersistentEngine)
+    assert isinstance(engine, RemoteEngine)
     timeout = _recovery_timeout(components.config)
     losses = 0
     while True:
@@ -84,40 +92,57 @@ async def wait_for_server(config: RunConfig, note: Callable[[str], None]) -> Non
     engine = config.rollout.engine
     assert isinstance(engine, ServerEngineConfig)
     timeout = _recovery_timeout(config)
-    _, client = make_clients(engine, server="the server")
     deadline, noted = time.monotonic() + timeout, False
-    with client.startup_errors():
-        while True:
-            try:
+    while True:
+        try:
+            return await _ask_any(server_configs(engine))
+        except ServiceUnavailable as error:
+            if time.monotonic() + POLL_S > deadline:
+                return
+            if not noted:
+                note(f"{_first_sentence(error)}. Waiting up to {timeout:g} s for it")
+            noted = True
+            await asyncio.sleep(POLL_S)
+        except UsageError:
+            return  # a server answers
+
+
+async def _ask_any(servers: Sequence[ServerEngineConfig]) -> None:
+    """Return if one of the servers answers. Raises EngineUnreachable if none does."""
+    for number, server in enumerate(servers, 1):
+        _, client = make_clients(server, server="the server")
+        try:
+            with client.startup_errors():
                 return await client.get("/health")
-            except EngineUnreachable as error:
-                if time.monotonic() + POLL_S > deadline:
-                    return
-                if not noted:
-                    note(f"{_first_sentence(error)}. Waiting up to {timeout:g} s for it")
-                noted = True
-                await asyncio.sleep(POLL_S)
-            except UsageError:
-                return  # a server answers
+        except EngineUnreachable:
+            if number == len(servers):
+                raise
 
 
 async def _reconnect(
-    components: Components, engine: PersistentEngine, lost: EngineLost, deadline: float
+    components: Components, engine: RemoteEngine, lost: EngineLost, deadline: float
 ) -> None:
     """Wait for the engine, check it, and push the learner's weights.
 
-    Raises `lost` if it is not back by `deadline`, and TrainingError if it does not fit this run.
+    Raises EngineLost with both reasons if it is not back by `deadline`, and TrainingError if it
+    does not fit this run.
     """
     vocab = components.learner.scorer.vocab_size
+    problem: Exception = TrainingError("its connection and reload took longer than that")
     while True:
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 await engine.connect()
-                await reattach_engine(engine, vocab=vocab)
+                if isinstance(engine, PersistentEngine):  # several check each of their servers
+                    await reattach_engine(engine, vocab=vocab)
             return await push_weights(components.learner, *components.samplers)
-        except (EngineUnreachable, EngineLost, TimeoutError):
+        except (EngineUnreachable, EngineLost, TimeoutError) as error:
+            if not isinstance(error, TimeoutError):
+                problem = error
             if time.monotonic() + POLL_S > deadline:
-                raise lost from None
+                raise EngineLost(
+                    f"{lost}. It was not back in time: {_first_sentence(problem)}"
+                ) from problem
             await asyncio.sleep(POLL_S)
         except UsageError as error:
             raise TrainingError(

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from onepolicy.build.components import build_components
+from onepolicy.build.components import build_components, model_to_load
 from onepolicy.config import RunConfig, ServerEngineConfig, UsageError
 from onepolicy.config.stored_config import read_stored_config
 from onepolicy.interfaces import Progress
@@ -19,12 +19,13 @@ from onepolicy.launch.launcher import (
     apply_torchrun_ranks,
     started_ranks,
 )
+from onepolicy.models.load import parse_device
 from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.run import run_folder
 from onepolicy.run.loop import TrainingLoop
 from onepolicy.run.run_folder import PROBES, RUN, SUMMARY, Json, RunOrigin, read_about, read_parent
 from onepolicy.run.summary import has_summary, write_summary
-from onepolicy.run.train import note_pressure
+from onepolicy.run.train import check_log, note_pressure
 from onepolicy.train import checkpoint
 
 
@@ -58,7 +59,13 @@ def resume_run(
             )
         if all_steps_done:
             return write_summary(config, run, origin.parent)
+        check_log(config)
         note_pressure(config, progress)
+        if parse_device(config.train.device).type == "cuda":
+            from onepolicy.build.room import settle_max_len
+
+            model = model_to_load(config, origin.weights)
+            config = settle_max_len(config, model, progress.note, resumes=True)
         if isinstance(config.rollout.engine, ServerEngineConfig):
             from onepolicy.run.recovery import wait_for_server
 
@@ -107,7 +114,7 @@ def build_difference(run: Path, fingerprint: str) -> str | None:
 
 def check_layout(run: Path) -> None:
     """Raise UsageError for a file in place of a folder, or a folder in place of a file."""
-    for name in (checkpoint.FOLDER, PROBES, "tensorboard"):
+    for name in (checkpoint.FOLDER, PROBES, "tensorboard", "wandb"):
         path = run / name
         if os.path.lexists(path) and not path.is_dir():
             raise UsageError(f"{path}: must be a folder, which the run writes; move it away")

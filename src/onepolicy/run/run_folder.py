@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -83,6 +84,7 @@ def _about(config: RunConfig, origin: RunOrigin, fingerprint: str) -> Json:
     if config.rollout.pressure is not None:
         pressure = config.rollout.pressure.describe()
     return {
+        "id": secrets.token_hex(4),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "parent": origin.parent,
         "kl_reference": kl_reference,

@@ -17,7 +17,7 @@ from typing import TypeVar
 from onepolicy.build.components import Components
 from onepolicy.config import RunConfig
 from onepolicy.correct.weights import Average, reweight
-from onepolicy.interfaces import MetricsSource, PersistentEngine, SleepingSampler
+from onepolicy.interfaces import MetricsSource, RemoteEngine, SleepingSampler
 from onepolicy.objective.advantages import compute_advantages, compute_outcomes, has_signal
 from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.run.hooks import build_hooks
@@ -42,8 +42,8 @@ async def rl_step(
     async def sample() -> Rollouts:
         return await sample_rollouts(components, step, advance)
 
-    async def push() -> None:
-        await push_weights(components.learner, *components.samplers)
+    async def push() -> dict[str, float]:
+        return await push_and_check(components)
 
     with timer("rollout"):
         rollouts = await with_recovery(components, sample)
@@ -51,8 +51,18 @@ async def rl_step(
         components.engine.sleep()
     result = train_on_rollouts(components, step, rollouts, timer)
     with timer("sync"):
-        await with_recovery(components, push)
+        result.metrics |= await with_recovery(components, push)
     return add_timings(components, result, timer)
+
+
+async def push_and_check(components: Components) -> dict[str, float]:
+    """Push the learner's weights. Return what the check of a LoRA adapter measured."""
+    await push_weights(components.learner, *components.samplers)
+    if components.config.train.lora is None:
+        return {}
+    from onepolicy.run.adapter_check import check_adapter
+
+    return await check_adapter(components)
 
 
 async def with_recovery(
@@ -64,7 +74,7 @@ async def with_recovery(
 
     cancel_pending: ends other requests to the engine before it gets the weights again.
     """
-    if not isinstance(components.engine, PersistentEngine):
+    if not isinstance(components.engine, RemoteEngine):
         return await work()  # also of replicas, which recover by themselves
     from onepolicy.run.recovery import retry_on_engine_loss
 

@@ -33,13 +33,14 @@ def start_run(
     """
     _refuse_prompts(config)
     config = apply_torchrun_ranks(config)
-    if parse_device(config.train.device).type == "cuda":
-        from onepolicy.build.gpu_defaults import apply_gpu_defaults
-
-        config = apply_gpu_defaults(config, progress.note)
     folder = Path(config.out)
     check_new_run_folder(folder)
     _check_steps_left(config, origin)
+    check_log(config)
+    if parse_device(config.train.device).type == "cuda":
+        from onepolicy.build.gpu_defaults import settle_gpu_settings
+
+        config = settle_gpu_settings(config, origin.weights, progress.note)
     _note_small_steps(config, progress)
     note_pressure(config, progress)
     with started_ranks(config, launcher.launch_ranks) as ranks:
@@ -55,6 +56,13 @@ def start_run(
         with run_folder.lock_run(folder):
             loop = TrainingLoop(components, tokenizer, folder, origin, progress)
             return asyncio.run(loop.run())
+
+
+def check_log(config: RunConfig) -> None:
+    """Raise UsageError for a tracker or report that could not be written, before work starts."""
+    from onepolicy.run import trackers
+
+    trackers.check_log(config)
 
 
 def _refuse_prompts(config: RunConfig) -> None:

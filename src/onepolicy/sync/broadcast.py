@@ -11,7 +11,8 @@ invitation is a secret: send it over an authenticated channel.
         ... sender.invitation, rank 1 and 2 ...    with Receiver(invitation, rank, version=7) as w:
         sender.send(learner.named_weights(), 7)        await engine.load_weights(w, 7)
 
-Each side needs memory for one bucket beside the weights.
+A receiver needs memory for one bucket beside the weights, the sender for two: it gathers and sums
+the next one while one is sent.
 """
 
 from __future__ import annotations
@@ -47,14 +48,12 @@ from onepolicy.sync.signed_store import FAILED, Invitation, SignedStore
 
 ALIGN = 16  # [bytes]; a tensor of any dtype may start here
 
-BUCKET_BYTES = 2**26
-"""Size up to which small tensors share a bucket.
-
-A larger tensor is a bucket of its own, which the sender does not copy.
-"""
+BUCKET_BYTES = 2**26  # over gloo; a larger tensor is a bucket of its own, which is not copied
+NCCL_BUCKET_BYTES = 2**30  # the same over NCCL, whose speed grows with the size of a message
 
 ALL_JOINED = "all here"  # name of the sender's message that the group can be made
 CONNECT = "connect"  # name of the sender's message that NCCL's ranks are to connect now
+GIVEN_UP = "weight sync: given up, because a receiver will not come"
 
 
 def split_into_buckets(
@@ -146,7 +145,11 @@ class EndHeader(TypedDict):
     end: int
 
 
-class UpdateCancelled(TrainingError):
+class ReceiverLost(TrainingError):
+    """The error of a sender whose receiver failed, is gone or is silent."""
+
+
+class UpdateCancelled(ReceiverLost):
     """The error of a sender that was cancelled because a receiver will not come."""
 
 
@@ -161,11 +164,13 @@ class Sender:
         host: str = "127.0.0.1",
         timeout_s: float = 600.0,
         key: bytes | None = None,
+        bucket_bytes: int | None = None,
     ) -> None:
         """Open the update's store.
 
         host: this machine's address for the receivers. backend: gloo, or nccl for tensors on GPUs.
         key: the secret key that checksums of these weights were made with; None: a new key.
+        bucket_bytes: size of a bucket; None: that of the backend.
         """
         store = open_store(host, timeout_s)
         if key is None:
@@ -177,6 +182,9 @@ class Sender:
         self._checksums = ChecksumAccumulator(key)
         self._known: ChecksumTable | None = None
         self._group: Any = None
+        self._in_flight: tuple[Any, Tensor] | None = None  # broadcast and its bytes
+        usual = {"gloo": BUCKET_BYTES, "nccl": NCCL_BUCKET_BYTES}
+        self._bucket_bytes = bucket_bytes or usual[backend]
         self._ranks = range(1, 1 + receivers)
         self._cancelled = threading.Event()
 
@@ -203,7 +211,7 @@ class Sender:
             self._messages.put_message(FAILED, f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._group = None  # closes its connections
+            self._in_flight = self._group = None  # closes its connections
         return end["digest"]
 
     def cancel(self) -> None:
@@ -231,22 +239,26 @@ class Sender:
             )
         except RuntimeError as error:
             self._raise_if_failed()
-            raise TrainingError(
+            raise ReceiverLost(
                 f"weight sync: the group of {settings.size} processes could not be made: {error}"
             ) from None
 
     def _send_buckets(
         self, named_weights: Iterable[tuple[str, Tensor]], version: int
     ) -> dict[str, Any]:
-        """Send every bucket, then the last message, and return that message."""
+        """Send every bucket, gathered while the last is sent, and return the final message."""
         buckets, digest, missing = 0, hashlib.sha256(), set(self._known or ())
-        for bucket in split_into_buckets(named_weights, BUCKET_BYTES):
+        for bucket in split_into_buckets(named_weights, self._bucket_bytes):
             self._raise_if_failed()
             if not buckets:
                 self._connect(next(iter(bucket.values())).device)
-            digest.update(self._send_bucket(buckets, bucket, version))
+            flat, sums = self._prepare(bucket, version)
+            self._finish_broadcast()
+            self._start_broadcast(buckets, flat, {"version": version, "tensors": sums})
+            digest.update(json.dumps(sums).encode())
             buckets += 1
             missing -= bucket.keys()
+        self._finish_broadcast()
         if missing:
             raise TrainingError(
                 f"weight sync of version {version}: {min(missing)!r} is not among the tensors to "
@@ -261,36 +273,51 @@ class Sender:
         if self.settings.backend == "gloo":
             return
         self._messages.put_message(CONNECT, True)
+        settings, store = self.settings, self._messages.store
         try:
-            open_connections(self._group, device)
+            open_connections(self._group, device, settings.limit)
         except RuntimeError as error:
             self._raise_if_failed()
-            raise TrainingError(
-                f"weight sync: {self.settings.backend} could not connect the {self.settings.size} "
-                f"processes: {error}"
+            silent = [rank for rank in self._ranks if not store.check([f"{CONNECT}/{rank}"])]
+            who = "each receiver tried"
+            if silent:
+                who = f"receiver {silent[0]} did not try"
+            raise ReceiverLost(
+                f"weight sync: {settings.backend} could not connect the {settings.size} processes "
+                f"({who}): {error}"
             ) from None
 
-    def _send_bucket(self, number: int, bucket: dict[str, Tensor], version: int) -> bytes:
-        """Broadcast a bucket and return its contribution to the digest."""
+    def _prepare(self, bucket: dict[str, Tensor], version: int) -> tuple[Tensor, ChecksumTable]:
+        """Return the bucket's bytes, [size] uint8, and the checksums of its tensors."""
         for name, tensor in bucket.items():
             self._checksums.add(name, tensor)
         sums = self._checksums.pop_all()
         self._check_known(sums, version)
         flat = flatten_tensors(list(bucket.values()), cpu=self.settings.backend == "gloo")
-        work = start_broadcast(self._group, flat)
+        return flat, sums
+
+    def _start_broadcast(self, number: int, flat: Tensor, header: dict[str, Any]) -> None:
+        self._in_flight = start_broadcast(self._group, flat), flat
         # The header follows the start of the broadcast, because a receiver that has read the header
         # waits for bytes and no longer for messages.
-        self._messages.put_message(f"bucket/{number}", {"version": version, "tensors": sums})
+        self._messages.put_message(f"bucket/{number}", header)
+
+    def _finish_broadcast(self) -> None:
+        """Wait until the bucket that is being sent has arrived."""
+        if self._in_flight is None:
+            return
+        work, flat = self._in_flight
+        self._in_flight = None
         try:
-            wait_for_broadcast(work, flat.device)
-            return json.dumps(sums).encode()
+            wait_for_broadcast(work, flat.device, self.settings.limit)
+            return
         except RuntimeError as error:
             problem = str(error)
         # Raised outside the except block and without `work`: an error that refers to it would keep
         # the connections open, and other receivers wait until they close.
         del work
         self._raise_if_failed()
-        raise TrainingError(f"weight sync: a receiver is gone or too slow: {problem}")
+        raise ReceiverLost(f"weight sync: a receiver is gone or too slow: {problem}")
 
     def _check_known(self, sums: ChecksumTable, version: int) -> None:
         """Raise TrainingError if tensors have other checksums than the caller of `send` gave."""
@@ -307,23 +334,25 @@ class Sender:
         self._wait_for_receivers([f"done/{rank}"], "to load the weights")
         answer = self._messages.get_message(f"done/{rank}")
         if answer != end:
-            raise TrainingError(f"weight sync: receiver {rank} {_describe_answer(answer)}")
+            raise ReceiverLost(f"weight sync: receiver {rank} {_describe_answer(answer)}")
 
     def _raise_if_failed(self) -> None:
-        """Raise TrainingError if a receiver has ended, which none does before the last message."""
+        """Raise ReceiverLost if a receiver has ended, which none does before the last message."""
         for rank in self._ranks:
             if self._messages.store.check([f"done/{rank}"]):
                 answer = self._messages.get_message(f"done/{rank}")
-                raise TrainingError(f"weight sync: receiver {rank} {_describe_answer(answer)}")
+                raise ReceiverLost(f"weight sync: receiver {rank} {_describe_answer(answer)}")
+        if self._cancelled.is_set():
+            raise UpdateCancelled(GIVEN_UP)
 
     def _wait_for_receivers(self, names: Sequence[str], purpose: str) -> None:
         def raise_if_cancelled() -> None:
             if self._cancelled.is_set():
-                raise UpdateCancelled("weight sync: given up, because a receiver will not come")
+                raise UpdateCancelled(GIVEN_UP)
 
         if not self._messages.wait_for_messages(names, raise_if_cancelled):
             missing = next(name for name in names if not self._messages.store.check([name]))
-            raise TrainingError(
+            raise ReceiverLost(
                 f"weight sync: receiver {missing.split('/')[1]} took more than "
                 f"{self.settings.limit:g} s {purpose}"
             )
@@ -373,7 +402,8 @@ class Receiver:
             )
             if settings.backend != "gloo":
                 self._messages.get_message(CONNECT)
-                open_connections(self._group, self._device)
+                self._messages.put_message(f"{CONNECT}/{self._rank}", True)
+                open_connections(self._group, self._device, settings.limit)
         except (RuntimeError, OSError) as error:
             raise TrainingError(
                 f"weight sync: cannot join the sender of the weights at {settings.host}:"
@@ -450,7 +480,9 @@ class Receiver:
             device = torch.device("cpu")
         flat = torch.empty(size, dtype=torch.uint8, device=device)
         try:
-            wait_for_broadcast(start_broadcast(self._group, flat), flat.device)
+            wait_for_broadcast(
+                start_broadcast(self._group, flat), flat.device, self._settings.limit
+            )
         except RuntimeError as error:
             raise TrainingError(f"weight sync: the sender is gone or too slow: {error}") from None
         return unflatten_bucket(flat.to(self._device), like)

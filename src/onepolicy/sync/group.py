@@ -68,7 +68,8 @@ def make_process_group(
     """Make a process group; wait until every rank has joined.
 
     backend: gloo or nccl. host: this machine's address for the other ranks, and the only address
-    that gloo listens on. limit: timeout of every wait and of every broadcast [s].
+    that gloo listens on. limit: timeout of every wait and of every broadcast [s]. NCCL's own is
+    twice that: when it passes NCCL ends the process, so `wait_for_broadcast` must come first.
     """
     timeout = timedelta(seconds=limit)
     if backend == "gloo":
@@ -77,7 +78,7 @@ def make_process_group(
         options._timeout = timeout
         return dist.ProcessGroupGloo(store, rank, size, options)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = 2 * timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
@@ -90,20 +91,33 @@ def start_broadcast(group: Any, data: Tensor) -> Any:
     return group.broadcast([data], options)
 
 
-def open_connections(group: Any, device: torch.device) -> None:
+def open_connections(group: Any, device: torch.device, limit: float) -> None:
     """Connect the group's ranks now. Every rank must call it, with the device that it sends from.
 
-    NCCL connects in the first collective of a device and blocks there until every rank has called
-    one. A protocol in which one rank calls it before it sends the message that the others wait for
-    would never end.
+    NCCL connects in the first collective of a device and blocks there, without a time limit, until
+    every rank has called one. A protocol in which one rank calls it before it sends the message
+    that the others wait for would never end. Raises RuntimeError after `limit` seconds; the thread
+    that blocks then stays behind.
     """
-    wait_for_broadcast(start_broadcast(group, torch.zeros(1, device=device)), device)
+
+    def connect() -> None:
+        first = start_broadcast(group, torch.zeros(1, device=device))
+        wait_for_broadcast(first, device, limit)
+
+    try:
+        start_in_daemon_thread(connect).result(timeout=limit)
+    except TimeoutError:
+        raise RuntimeError(f"no connection within {limit:g} s") from None
 
 
-def wait_for_broadcast(work: Any, device: torch.device) -> None:
-    """Wait for a broadcast. Raises RuntimeError if a rank of the group is gone or too slow."""
+def wait_for_broadcast(work: Any, device: torch.device, limit: float) -> None:
+    """Wait for a broadcast. Raises RuntimeError if a rank of the group is gone or too slow.
+
+    limit: of the wait [s]. Without one NCCL lets the stream wait, and synchronising would never
+    end.
+    """
     if work is not None:
-        work.wait()
+        work.wait(timedelta(seconds=limit))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -114,13 +128,19 @@ async def run_in_daemon_thread(work: Callable[[], T]) -> T:
     Unlike asyncio.to_thread, this lets the process exit while the work still hangs, for instance
     because the other process is gone.
     """
+    return await asyncio.wrap_future(start_in_daemon_thread(work))
+
+
+def start_in_daemon_thread(work: Callable[[], T]) -> Future[T]:
+    """Start blocking work in a daemon thread. Return its result to come."""
     done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # the thread sets it although its caller has given up
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # re-raised in the waiting coroutine
+        except BaseException as error:  # re-raised where the result is waited for
             done.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="onepolicy weight sync").start()
-    return await asyncio.wrap_future(done)
+    return done

@@ -8,90 +8,37 @@ check without the fix in rollout/vllm/weights.py: after any reload its experts a
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
+from inspect import GEN_RUNNING, getgeneratorstate
 
-import torch
-from torch import Tensor
-
-from onepolicy.config import TrainingError, UsageError
-from onepolicy.interfaces import (
-    EngineCaps,
-    PersistentEngine,
-    RolloutEngine,
-    WeightSource,
-    WeightTarget,
-)
-from onepolicy.types import Sampling
+from onepolicy.config import TrainingError
+from onepolicy.interfaces import RolloutEngine, WeightSource, WeightTarget
+from onepolicy.sync.canary import allowed_change, canary_logp, canary_moved, is_allowed
 
 
 async def push_weights(learner: WeightSource, *engines: WeightTarget) -> None:
     """Load the learner's version into every engine, which then drops its caches."""
+    adapter = getattr(learner, "adapter", None)
     for engine in engines:
-        caps: EngineCaps | None = getattr(engine, "caps", None)
-        dtype: str | None = None
-        if caps is not None:
-            dtype = caps.weights_dtype
-        await engine.load_weights(learner.named_weights(dtype), learner.version)
+        if adapter is not None and engine.caps.takes_adapter:
+            await engine.load_adapter(adapter, learner.version)  # type: ignore[attr-defined]
+        else:
+            await _push_whole(learner, engine)
         if engine.version != learner.version:
             raise RuntimeError(
                 f"engine holds version {engine.version} after loading version {learner.version}"
             )
+        if adapter is not None and hasattr(engine, "adapter"):
+            engine.adapter = adapter.name
 
 
-CANARY_PROMPTS, CANARY_TOKENS = 16, 24
-NOISE_MARGIN = 4
-"""Allowed change of the canary, as a multiple of its largest change without a push.
-
-That change is 0 where kernels are deterministic, as on the CPU. On a GPU it is 0 by chance too, so
-`canary_floor` is allowed beside it.
-"""
-
-
-async def attach_engine(engine: PersistentEngine, path: str, *, vocab: int) -> None:
-    """Load the checkpoint at `path` (folder or hub id) into an engine that outlasts a run.
-
-    First the engine reloads the weights it was started with. Its log-probabilities are compared
-    with a canary from before any reload. The comparison needs that canary: a run that finds other
-    weights in the engine cannot tell a reload that is always wrong from a correct one.
-    Raises UsageError if the reload is wrong.
-    """
-    initial = await _initial_canary(engine, vocab)
-    if engine.has_initial_checkpoint(path):
-        return
-    await _check_reload(engine, initial, vocab)
-    if Path(path).exists():
-        path = str(Path(path).resolve())
-    await engine.load_checkpoint(path, 0)
-
-
-async def reattach_engine(engine: PersistentEngine, *, vocab: int) -> None:
-    """Check the reload of an engine that was restarted during a run. Raises UsageError.
-
-    The caller pushes the learner's weights to it afterwards.
-    """
-    await _check_reload(engine, await _initial_canary(engine, vocab), vocab)
-
-
-async def _initial_canary(engine: PersistentEngine, vocab: int) -> list[float]:
-    initial = engine.initial_canary()
-    if initial is None:
-        initial = (await canary_logp(engine, vocab)).tolist()
-        await engine.store_initial_canary(initial)
-    return initial
-
-
-async def _check_reload(engine: PersistentEngine, initial: list[float], vocab: int) -> None:
-    await engine.load_checkpoint(None, 0)
-    after, repeated = await canary_logp(engine, vocab), await canary_logp(engine, vocab)
-    noise = float((repeated - after).abs().max())
-    moved = float((after - torch.tensor(initial)).abs().max())
-    if not moved <= allowed_change(engine, noise) < math.inf:  # also if either is NaN
-        raise UsageError(
-            f"rollout.engine: {type(engine).__name__} reloaded the weights it was started with, "
-            f"and its log-probabilities of a fixed batch are up to {moved:.2g} from those at its "
-            f"start (without a reload: {noise:.2g}); its weights are wrong after a reload"
-        )
+async def _push_whole(learner: WeightSource, engine: WeightTarget) -> None:
+    weights = learner.named_weights(engine.caps.weights_dtype)
+    try:
+        await engine.load_weights(weights, learner.version)
+    finally:
+        # A sharded learner gathers what a lost engine left, so that its ranks stay in step.
+        if getgeneratorstate(weights) != GEN_RUNNING:  # in a thread that was given up
+            weights.close()
 
 
 async def checked_push(learner: WeightSource, engine: RolloutEngine, *, vocab: int) -> None:
@@ -100,37 +47,16 @@ async def checked_push(learner: WeightSource, engine: RolloutEngine, *, vocab: i
     Raises TrainingError if a log-probability changes.
     """
     before, repeated = await canary_logp(engine, vocab), await canary_logp(engine, vocab)
+    noise = float((repeated - before).abs().max())
     await push_weights(learner, engine)
+    allowed = allowed_change(engine, before, noise, vocab)
     after = await canary_logp(engine, vocab)
-    noise, moved = float((repeated - before).abs().max()), float((after - before).abs().max())
-    if not moved <= allowed_change(engine, noise) < math.inf:  # also if either is NaN
+    moved = await canary_moved(engine, vocab, before, after, allowed)
+    if not is_allowed(moved, allowed):
         raise TrainingError(
             f"weight sync: giving {type(engine).__name__} the weights it already holds moved the "
-            f"log-probabilities of a fixed batch by up to {moved:.2g} (without a sync: "
-            f"{noise:.2g}); its weights are wrong after a sync and every rollout would be another "
-            "policy's"
+            f"log-probabilities of a fixed batch by up to {float(moved.max()):.2g} (without a "
+            f"sync: {noise:.2g}); its weights are wrong after a sync and every rollout would be "
+            "another policy's"
         )
     await engine.reset_cache()
-
-
-def allowed_change(engine: RolloutEngine, noise: float) -> float:
-    """Return the largest change of the canary [nats] that is no sign of other weights.
-
-    noise: its change without a push. NaN stays NaN.
-    """
-    return NOISE_MARGIN * noise + engine.caps.canary_floor
-
-
-async def canary_logp(engine: RolloutEngine, vocab: int) -> Tensor:
-    """Return log-probabilities of the most likely next token of random prompts.
-
-    Nothing is cached: the cache is reset first. Returns [CANARY_PROMPTS] float32.
-    """
-    length = min(CANARY_TOKENS, engine.caps.max_len - 1)
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(vocab, (CANARY_PROMPTS, length), generator=generator).tolist()
-    await engine.reset_cache()
-    greedy = Sampling(temperature=0.0, max_tokens=1)
-    # One at a time. A server batches concurrent requests by chance, which changes the last bits.
-    completions = [await engine.generate(p, greedy, seed=i) for i, p in enumerate(prompts)]
-    return torch.cat([completion.logp for completion in completions])

@@ -18,7 +18,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,9 @@ from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import CheckpointState, read_json_object
 from onepolicy.interfaces import Learner
 from onepolicy.train.state import CheckpointedLearner, optimizer_moments
+
+if TYPE_CHECKING:
+    from onepolicy.train.lora import Adapter
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -92,10 +95,16 @@ def _finish_checkpoint(temporary: Path, final: Path, state: dict[str, Any]) -> N
     _sync_to_disk(final.parent)
 
 
-def write_files(learner: CheckpointedLearner, folder: Path) -> None:
-    """Write weights, optimiser and critic of a learner that is not sharded."""
-    learner.model.save_pretrained(folder)
-    _write_index(folder)
+def write_files(learner: CheckpointedLearner, folder: Path, adapter: Adapter | None = None) -> None:
+    """Write weights, optimiser and critic of a learner that is not sharded.
+
+    adapter: written in place of the weights.
+    """
+    if adapter is not None:
+        adapter.save(folder)
+    else:
+        learner.model.save_pretrained(folder)
+        _write_index(folder)
     rng = {"rng": torch.get_rng_state()}
     moments = optimizer_moments(learner.model, learner.optimizer)
     save_file(rng | moments, folder / OPTIMIZER)

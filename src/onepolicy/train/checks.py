@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import RolloutReplay, TrainingError, UsageError
 from onepolicy.config.replay import MIN_AGREEMENT, ReplayConfig
+from onepolicy.divergence.routing import router_differences
 from onepolicy.replay.alignment import check_alignment, check_captured
 from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.types import MAX_LOGP, TokenBatch
@@ -111,12 +112,12 @@ def _check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
 def check_routes(
     scored: TokenBatch, replay: ReplayConfig, version: int, *, pressed: bool = False
 ) -> TokenBatch:
-    """Return the same batch after checking that its routes are those of its tokens and weights.
+    """Check that the batch's routes are those of its tokens and weights.
 
-    Routes that are only measured are checked too. Each router that has collapsed gives one warning.
-    version: of the weights that scored the batch. pressed: rollout.pressure makes the engine choose
-    otherwise, so routes that are only measured are not refused. Raises RoutingError; if older
-    weights sampled the batch, the error gives their age.
+    Return it with `routers_differing`. Routes that are only measured are checked too. Each router
+    that has collapsed gives one warning. version: of the weights that scored the batch. pressed:
+    rollout.pressure makes the engine choose otherwise, so routes that are only measured are not
+    refused. Raises RoutingError; if older weights sampled the batch, the error gives their age.
     """
     native = scored.routing_native
     if scored.routing is None or native is None:
@@ -131,14 +132,17 @@ def check_routes(
         least = 0.0  # other weights may have chosen other routes, and these are only measured
     try:
         collapsed = check_captured(scored.routing, native, scored.cu_seqlens, least=least)
+        differing = router_differences(scored.routing, native)
         if isinstance(replay, RolloutReplay) and least > 0:
-            check_alignment(scored.routing, native, scored.cu_seqlens, least=least)
+            check_alignment(
+                scored.routing, native, scored.cu_seqlens, least=least, differing=differing
+            )
     except MisalignedRoutesError as error:
         hint = _misaligned_hint(age, least)
         raise MisalignedRoutesError(f"{error}. {hint}", layers_wrong=error.layers_wrong) from error
     for layer, experts in collapsed.items():
         _warn_of_collapse(layer, tuple(sorted(experts)))
-    return scored
+    return scored.replace(routers_differing=differing)
 
 
 def _misaligned_hint(age: int, least: float) -> str:

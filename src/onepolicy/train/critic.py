@@ -17,7 +17,8 @@ from onepolicy.config.objective import CriticConfig
 from onepolicy.models.packed_attention import Packing
 from onepolicy.objective.gae import value_loss
 from onepolicy.train.extension import LearnerExtension, MicroBatch
-from onepolicy.train.optim import adamw, clip_gradients
+from onepolicy.train.optim import clip_gradients
+from onepolicy.train.optimizers import adamw
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded.fsdp import FSDPSharding
 from onepolicy.train.state import sharded_like

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from onepolicy.interfaces import Update
@@ -27,15 +29,17 @@ from onepolicy.train.checks import check_batch, refuse_randomness
 from onepolicy.train.extension import LearnerExtension, MicroBatch
 from onepolicy.train.old_policy_scoring import build_scoring
 from onepolicy.train.optim import (
-    adamw,
     clip_gradients,
-    count_skipped_update,
     learning_rate,
     norm_metrics,
 )
+from onepolicy.train.optimizers import adamw
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.state import CheckpointedCritic
 from onepolicy.types import TokenBatch
+
+if TYPE_CHECKING:
+    from onepolicy.train.lora import Adapter
 
 
 class LocalLearner:
@@ -47,15 +51,16 @@ class LocalLearner:
         *,
         extensions: Sequence[LearnerExtension] = (),
         critic: CheckpointedCritic | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """Build the learner.
 
         extensions: parts of the update beside the policy's own loss (build/learner.py), such as a
         reference model, a critic or a current-policy correction. critic: the extension whose
-        weights are saved in checkpoints.
+        weights are saved in checkpoints. adapter: all that is trained of the model (train.lora).
         """
         self.scorer, self.model, self.config = scorer, scorer.model, scorer.config
-        self.extensions, self.critic = list(extensions), critic
+        self.extensions, self.critic, self.adapter = list(extensions), critic, adapter
         self.updates = 0  # optimiser steps made, by this run and the runs it was forked from
         self.skipped = 0  # optimiser steps skipped in a row, because gradients were not finite
         self.optimizer = adamw(self.model, self.config.optim, scorer.device)
@@ -133,8 +138,8 @@ class LocalLearner:
                 extension.adjust(micro)
             loss, loss_sums = self._loss(micro)
             loss.backward()  # in the context: recomputed layers replay the routes of the forward
-        sums.update({"loss": loss.item() * slots})
-        sums.update({name: value.item() for name, value in loss_sums.items()})
+        read = _read({"loss": loss, **loss_sums})
+        sums.update(read | {"loss": read["loss"] * slots})
         for extension in self.extensions:
             extension.backward(micro, slots, sums)
 
@@ -170,6 +175,8 @@ class LocalLearner:
             norms += extension.clip_gradients()
         not_finite = [norm for norm in norms if not norm < math.inf]
         if not_finite:
+            from onepolicy.train.skipped_updates import count_skipped_update
+
             self.skipped = count_skipped_update(
                 self.skipped, optim.max_skipped, norms, self.version + 1
             )
@@ -211,7 +218,7 @@ class LocalLearner:
 
     # --- weights and checkpoints ------------------------------------------------------------------
 
-    def named_weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
         yield from sent_tensors(self.model, dtype)
 
     def save(self, folder: Path, finish: Callable[[], None]) -> None:
@@ -219,16 +226,18 @@ class LocalLearner:
 
         A sharded learner writes in the background: `finish` is then called after this returns.
         """
-        checkpoint.write_files(self, folder)
+        checkpoint.write_files(self, folder, self.adapter)
         finish()
 
     def finish_saving(self) -> None:
         """Wait until a checkpoint that is being written is complete."""
 
     def restore(self, folder: Path) -> None:
-        """Restore a checkpoint, except for the policy's weights."""
+        """Restore a checkpoint, except for the policy's weights. An adapter is restored."""
         from onepolicy.train.restore import restore_optimizer
 
+        if self.adapter is not None:
+            self.adapter.load(folder)
         restore_optimizer(folder, self)
 
     # --- properties -------------------------------------------------------------------------------
@@ -249,3 +258,9 @@ class LocalLearner:
     @property
     def routers(self) -> Routers | None:
         return self.scorer.routers
+
+
+def _read(values: dict[str, Tensor]) -> dict[str, float]:
+    """Return the numbers in tensors without dimensions. Waits for the device once."""
+    numbers = torch.stack([value.detach().double() for value in values.values()]).tolist()
+    return dict(zip(values, numbers, strict=True))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from onepolicy.config import TrainingError
 from onepolicy.config.model import OptimConfig
 
 LOG = logging.getLogger(__name__)
@@ -60,16 +59,17 @@ class MasterAdamW(torch.optim.AdamW):
                 self.state[parameter][MASTER] = parameter.data
                 parameter.data = data.copy_(parameter.data)
 
+    def saved_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the parameter's state as checkpoints hold it: float32. Empty before a step."""
+        return self.state.get(parameter, {})
 
-def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> MasterAdamW:
-    return MasterAdamW(
-        model.parameters(),
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=device.type in ("cpu", "cuda"),
-    )
+    def empty_state(self, parameter: Tensor) -> Tensor:
+        """Return a tensor to read a moment or master of the parameter into. See `put_state`."""
+        return torch.empty_like(parameter, dtype=torch.float32)
+
+    def put_state(self, parameter: Tensor, key: str, value: Tensor) -> None:
+        """Set a value of `saved_state`."""
+        self.state[parameter][key] = value.to(parameter.device, torch.float32)
 
 
 def clip_gradients(model: nn.Module, limit: float) -> float:
@@ -111,28 +111,6 @@ def _to_float(norm: Tensor) -> float:
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     return float(norm)
-
-
-def count_skipped_update(skipped: int, max_skipped: int, norms: list[float], step: int) -> int:
-    """Return the number of updates skipped in a row, after one more.
-
-    norms: of the policy's gradients and, if there is a critic, of the critic's. One is not finite.
-    Raises TrainingError if more than `max_skipped` updates in a row would be skipped.
-    """
-    norm = next(norm for norm in norms if not norm < math.inf)
-    if skipped < max_skipped:
-        return skipped + 1
-    network = ""
-    if norms[0] < math.inf:
-        network = "of the critic "
-    before = ""
-    if max_skipped:
-        before = f" after {skipped} in a row that were skipped (optim.max_skipped)"
-    raise TrainingError(
-        f"gradient norm {network}is {norm} in step {step}{before}; this update was not made. Fork "
-        "from an earlier checkpoint with a lower optim.lr, and look at mismatch/k3 and "
-        "train/entropy before it"
-    )
 
 
 def norm_metrics(norms: list[float], max_skipped: int) -> dict[str, float]:

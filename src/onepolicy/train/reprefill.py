@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator
 
 from onepolicy.config import UsageError
-from onepolicy.interfaces import NamedWeights
+from onepolicy.interfaces import EngineCaps, NamedWeights
 from onepolicy.models.fp32_head import load_weights
 from onepolicy.train.pack import pack
 from onepolicy.train.scorer import PolicyScorer
@@ -32,6 +32,7 @@ class Reprefill:
         record combine weights too.
         """
         self._scorer, self._tokens, self._weights = scorer, tokens, weights
+        self.caps = EngineCaps(returns_routes=True, max_len=tokens, returns_combine_weights=weights)
         self.version = 0
 
     def fill(self, groups: list[Group]) -> list[Group]:

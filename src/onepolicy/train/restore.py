@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from onepolicy.config import UsageError
 from onepolicy.train import checkpoint
-from onepolicy.train.optim import MASTER
+from onepolicy.train.optim import MASTER, MasterAdamW
 from onepolicy.train.state import SHARDS, CheckpointedLearner, sharded_like
 
 
@@ -44,7 +44,7 @@ def _restore_files(folder: Path, learner: CheckpointedLearner) -> None:
 
 
 def _restore_moments(
-    tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, path: Path
+    tensors: dict[str, Tensor], model: nn.Module, optimizer: MasterAdamW, path: Path
 ) -> None:
     parameters = dict(model.named_parameters())
     for full_name, value in tensors.items():
@@ -54,7 +54,6 @@ def _restore_moments(
         parameter = parameters[name]
         if key == MASTER and parameter.dtype == torch.float32:  # a fork may change model.dtype
             continue
-        value = value.to(parameter.device, torch.float32)
         if key != "step":
             value = sharded_like(parameter, value)
-        optimizer.state[parameter][key] = value
+        optimizer.put_state(parameter, key, value)

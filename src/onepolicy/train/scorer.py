@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -119,7 +119,7 @@ class PolicyScorer:
         return nullcontext()
 
     def check_scored_routes(self, scored: TokenBatch) -> TokenBatch:
-        """Return the same batch. Raises RoutingError if its routes are not those of its tokens."""
+        """Fill `routers_differing`. Raises RoutingError if routes are not those of their tokens."""
         pressed = self.config.rollout.pressure is not None
         return check_routes(scored, self.config.replay, self.version, pressed=pressed)
 
@@ -156,7 +156,7 @@ class PolicyScorer:
             tempered_logits(self.model, micro, first_slot)
         return recorder.trace()
 
-    def named_weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
         yield from sent_tensors(self.model, dtype)
 
 
@@ -216,6 +216,7 @@ class ScoreBuffer:
             logp_old=self.logp,
             entropy=self.entropy,
             routing_native=trace,
+            routers_differing=None,  # until the routes are checked
             gate_mass=self.gate_mass,
             **self.top,
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
+
+from onepolicy.train.optim import MasterAdamW
 
 SHARDS = "shards"  # folder of a checkpoint that several ranks wrote
 
@@ -18,7 +19,7 @@ class CheckpointedCritic(Protocol):
     @property
     def values(self) -> nn.Module: ...
     @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
+    def optimizer(self) -> MasterAdamW: ...
     def load(self, weights: dict[str, Tensor], path: str) -> None: ...
 
 
@@ -31,17 +32,17 @@ class CheckpointedLearner(Protocol):
     skipped: int
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
+    def optimizer(self) -> MasterAdamW: ...
     @property
     def critic(self) -> CheckpointedCritic | None: ...
 
 
-def optimizer_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_moments(model: nn.Module, optimizer: MasterAdamW) -> dict[str, Tensor]:
     """Return the optimiser's state tensors, named KEY/PARAMETER."""
     return {
         f"{key}/{name}": value.contiguous()
         for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
+        for key, value in optimizer.saved_state(parameter).items()
     }
 
 

@@ -1,6 +1,7 @@
 """OpenRLHF 0.11.2's own experience maker, policy loss and actor, under our setup.
 
-They run in the oracle venv (tests/support/oracle/openrlhf_run.py), without Ray, DeepSpeed and vLLM.
+They run in the oracle venv (tests/support/oracle/openrlhf_run.py), without Ray's processes,
+DeepSpeed and vLLM.
 """
 
 from __future__ import annotations
@@ -48,6 +49,23 @@ def test_tis_is_openrlhfs_own(found):
 def test_live_corrections_by_hand(found):
     assert set(found["live"]) == {"pg-tis", "ppo-is"}
     assert max(found["live"].values()) < 1e-7
+
+
+def test_a_live_correction_is_logged(found):
+    log = found["live log"]
+    names = ["correction/ratio_mean", "correction/rejected", "correction/weight_mean"]
+    assert log["names"] == names
+    assert log["weighed by"] == ["token"]
+    assert log["weight_mean"] == pytest.approx(log["by hand"], rel=1e-5)
+
+
+def test_a_resumed_run_goes_on_counting_and_replaces_no_dump(found):
+    assert found["resumed"] == [
+        "step_00041_0.parquet",
+        "step_00042_0.parquet",
+        "step_00042_0.parquet.1",
+        "step_00043_0.parquet",
+    ]
 
 
 @capability("OpenRLHF", "preflight", how="live")

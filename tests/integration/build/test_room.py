@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from onepolicy.build import room
-from onepolicy.build.room import DeviceMemory, fit_max_len, read_sizes, share_beside_learner
+from onepolicy.build.room import (
+    DeviceMemory,
+    fit_max_len,
+    read_sizes,
+    settle_max_len,
+    share_beside_learner,
+)
 from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig, resolve
 from onepolicy.rollout.vllm.memory import GPU_SHARE, memory_args
 
@@ -71,6 +77,14 @@ def test_the_plainest_recipe_gets_the_cache_that_fits(model, monkeypatch):
     assert fit_max_len(few, model, CONTEXT, trains=True) == CONTEXT
 
 
+def test_moments_on_the_host_leave_more_room(model, monkeypatch):
+    """On the GPU are three buckets, each the embedding, with 8 bytes of moments an element."""
+    on_gpu(monkeypatch, free=80e9)
+    room_left = 80e9 - 8e9 - 10 * PARAMETERS - 24 * 151936 * 1024 - 12 * CHUNK * 151936
+    fits = fit_max_len(recipe("optim.state=host"), model, CONTEXT, trains=True)
+    assert fits == room_left // (64 * PER_TOKEN) // 64 * 64
+
+
 def test_a_length_that_does_not_fit_is_refused_with_the_arithmetic(model, monkeypatch):
     on_gpu(monkeypatch, free=80e9)
     asked = recipe(f"rollout.engine.max_len={CONTEXT}")
@@ -79,6 +93,30 @@ def test_a_length_that_does_not_fit_is_refused_with_the_arithmetic(model, monkey
     on_gpu(monkeypatch, free=20e9)
     with pytest.raises(UsageError, match=r"has 0\.0 GB for it: 20\.0 GB free"):
         fit_max_len(recipe(), model, CONTEXT, trains=True)
+
+
+def test_the_length_that_was_fitted_is_a_setting_of_the_run(model, monkeypatch):
+    """A resumed run finds other memory free, and samples sequences of the same length."""
+    on_gpu(monkeypatch, free=80e9)
+    notes = []
+    config = settle_max_len(recipe(), model, notes.append)
+    fits = fit_max_len(recipe(), model, CONTEXT, trains=True)
+    assert config.rollout.engine.max_len == fits
+    assert f"rollout.engine.max_len = {fits}" in notes[0]
+    on_gpu(monkeypatch, free=77e9)  # no more would fit a new run, but half of what is kept back
+    assert fit_max_len(recipe(), model, CONTEXT, trains=True) < fits
+    assert settle_max_len(config, model, notes.append, resumes=True) == config
+    assert len(notes) == 1
+    on_gpu(monkeypatch, free=70e9)
+    with pytest.raises(UsageError, match=rf"max_len: {fits} .* keeps the length that it began"):
+        settle_max_len(config, model, notes.append, resumes=True)
+
+
+def test_a_length_is_settled_for_the_embedded_engine_only(model, monkeypatch):
+    on_gpu(monkeypatch, free=80e9)
+    few, server = recipe("rollout.engine.max_num_seqs=1"), recipe("rollout.engine.kind=vllm-server")
+    assert settle_max_len(server, model, pytest.fail) == server
+    assert settle_max_len(few, model, pytest.fail).rollout.engine.max_len == CONTEXT
 
 
 def test_nothing_changes_on_a_cpu_and_for_engines_elsewhere(model, monkeypatch):

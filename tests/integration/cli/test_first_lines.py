@@ -128,6 +128,7 @@ def _make_run(path):
         (["measure", "--recipe", QUICKSTART], f"reading {QUICKSTART}"),
         (["make-policy"], "reading the settings of the policy"),
         (["audit", "dump.jsonl"], "reading dump.jsonl"),
+        (["export", "run", "--out", "new"], "reading run"),
     ],
     ids=lambda x: " ".join(x).replace(QUICKSTART, "R") if isinstance(x, list) else None,
 )
@@ -191,7 +192,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch, tmp_path):
     from httpx2 import ConnectError
 
     from onepolicy.config import ModelConfig, UsageError
-    from onepolicy.models import load
+    from onepolicy.models import hub, load
 
     asked = []
 
@@ -199,8 +200,8 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch, tmp_path):
         asked.append(url)
         raise ConnectError("[Errno -2] Name or service not known")
 
-    monkeypatch.setattr(load, "get_hf_file_metadata", refuse)
-    monkeypatch.setattr(load, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(hub, "get_hf_file_metadata", refuse)
+    monkeypatch.setattr(hub, "is_offline_mode", lambda: False)
     with pytest.raises(
         UsageError, match=r"no folder no/such, and https?://\S+ cannot be reached .*Name or service"
     ):

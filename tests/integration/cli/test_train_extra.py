@@ -59,6 +59,7 @@ def test_the_requirements_are_those_of_pyproject():
         ["eval", QUICKSTART, "model.path=model"],
         ["measure", "./model"],
         ["make-policy", "--out", "policy"],
+        ["export", "model", "--out", "policy"],
         ["plan", QUICKSTART, "--cluster", "1xcpu"],
         ["engine", "check", "tiny"],
         ["engine", "serve", "tiny"],

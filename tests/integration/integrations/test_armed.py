@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -144,6 +145,25 @@ def test_a_sample_without_routes_is_native(model):
     with torch.no_grad(), armed.batch([None] * 4, native=True) as opened:
         assert torch.equal(model(**batch).logits, native)
     assert opened.native == [None] * 4
+
+
+@pytest.mark.parametrize("empty", [[1], [0, 1, 2, 3]])
+def test_a_trace_without_a_valid_row_is_as_none(model, empty):
+    """Samples that only fill a batch up have such traces."""
+    traces, batch = other_routes(model), padded("right")
+    for sample in empty:
+        nothing = torch.zeros(len(traces[sample]), dtype=torch.bool)
+        traces[sample] = dataclasses.replace(traces[sample], valid=nothing)
+    none = [trace if trace.valid.any() else None for trace in traces]
+    armed, found = ArmedReplay(model), []
+    for given in (traces, none):
+        armed.routers.recheck_all_sources()
+        with torch.no_grad(), armed.batch(given, native=True, check=len(empty) == 4) as opened:
+            found.append((model(**batch).logits, opened))
+    (logits, opened), (expected, reference) = found
+    assert torch.equal(logits, expected)
+    assert opened.native == reference.native
+    assert [own is None for own in opened.native] == [sample in empty for sample in range(4)]
 
 
 def test_a_longer_trace_is_cut_to_its_sample(model):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 import onepolicy as op
@@ -116,10 +117,57 @@ def test_a_model_that_takes_routes_gets_them(batch):
             self.got = routed_experts
             return super().forward(*args, **kwargs)
 
-    model = Own(build("mixtral").config)
+    config = build("mixtral").config
+    config._experts_implementation = "eager"  # transformers 5.0 to 5.9 ask a subclass's own module
+    model = Own(config)
     routes = torch.zeros(1, 18, 2, 2)
     score(model, batch, routed_experts=routes)
     assert model.got is routes
+
+
+class OwnRouter(nn.Module):
+    """A router in the form of prime-rl's own: weights, ids, and the tokens of each expert."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.top_k, self.num_experts = gate.top_k, gate.num_experts
+        self.weight = gate.weight
+
+    def forward(self, x):
+        logits, ids = torch.topk(x @ self.weight.T, self.top_k, dim=-1)
+        return logits.softmax(-1), ids, torch.bincount(ids.flatten(), minlength=self.num_experts)
+
+
+class OwnBlock(nn.Module):
+    """A block in the form of prime-rl's GPT-OSS, which knows its numbers too."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.router, self.experts = OwnRouter(block.gate), block.experts
+        self.top_k, self.num_experts = self.router.top_k, self.router.num_experts
+
+    def forward(self, hidden):
+        flat = hidden.flatten(0, 1)
+        weights, ids, counts = self.router(flat)
+        assert counts.sum() == ids.numel()
+        return self.experts(flat, ids, weights).view_as(hidden)
+
+
+def test_a_model_of_prime_rls_own_that_takes_no_routes(batch):
+    """Its GPT-OSS: the argument would be swallowed."""
+    named = value_of("prime-rl", "GPT-OSS takes no routes")
+    assert "**kwargs" in named
+    assert not any("routed_experts" in name for name in named)
+    model = build("qwen3_moe")
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp = OwnBlock(layer.mlp)
+    trace = changed(routes_of(model, batch))
+    with op.bind_routers(model).replay(trace, check=False):
+        expected = score(model, batch)
+    routes = payload(trace, model.config.num_hidden_layers)
+    assert score(model, batch, routed_experts=routes).equal(expected)
+    assert not score(model, batch).equal(expected)
 
 
 def test_routes_of_another_shape(batch):

@@ -37,6 +37,8 @@ def test_a_worker_waits_for_the_trainers_modules_with_its_settings():
     waiting, correction = json.loads(said.splitlines()[-1])
     assert waiting == [
         "openrlhf.models.loss",
+        "openrlhf.trainer.ppo_trainer",
         "openrlhf.trainer.ppo_utils.experience_maker",
+        "openrlhf.trainer.ray.ppo_actor",
     ]
     assert correction == "tis"

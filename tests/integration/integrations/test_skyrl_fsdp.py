@@ -78,15 +78,24 @@ def case():
     return worker, {"sequences": sequences, "attention_mask": mask}, own
 
 
-def with_routes(batch, traces, model):
-    return batch | {"rollout_expert_indices": packed(traces, model.config.num_hidden_layers)}
+def with_routes(batch, traces, model, captured=None):
+    """Return the batch with SkyRL's fields of routes, of which `captured` per sample are real."""
+    mask = batch["attention_mask"].bool()
+    lengths = mask.sum(1, keepdim=True)
+    if captured is None:
+        captured = (lengths - 1)[:, 0]
+    place = mask.long().cumsum(1) - 1
+    return batch | {
+        "rollout_expert_indices": packed(traces, model.config.num_hidden_layers),
+        "router_padding_mask": ~mask | (place >= torch.as_tensor(captured)[:, None]),
+    }
 
 
 def test_skyrl_names_them_so():
     assert value_of("SkyRL", "scoring micro-batch") == ["self", "micro_batch"]
     training = value_of("SkyRL", "training micro-batch")
     assert training[:3] == ["self", "experience", "microbatch_weight"]
-    assert "rollout_expert_indices" in value_of("SkyRL", "experience")
+    assert {"rollout_expert_indices", "router_padding_mask"} <= set(value_of("SkyRL", "experience"))
     assert value_of("SkyRL", "routes of a batch") == ["self", "values", "cu_seqlens"]
 
 
@@ -109,6 +118,50 @@ def test_scoring_and_training_replay(case):
     found = worker._forward_backward_micro(experience, 0.5)
     assert found[kept].equal(expected[kept])
     assert not found[kept].equal(native[kept])
+
+
+def filled(trace, first):
+    """Return the trace with SkyRL's filler from row `first` on."""
+    ids = trace.ids.clone()
+    ids[first:] = torch.arange(trace.top_k).to(ids.dtype)
+    return op.RoutingTrace(ids, trace.valid, trace.layers, trace.num_experts)
+
+
+def test_a_filled_suffix_is_routed_by_the_model(case):
+    """As the reply of a last tool, and an end token that SkyRL appends."""
+    worker, batch, own = case
+    native = worker._forward_micro_batch(batch)
+    traces = [filled(own[0], 7), own[1]]
+    routed = with_routes(batch, traces, worker.inner, captured=[7, 7])
+    kept = batch["attention_mask"].bool()
+    assert worker._forward_micro_batch(routed)[kept].equal(native[kept])
+    experience = SimpleNamespace(**routed)
+    assert worker._forward_backward_micro(experience, 0.5)[kept].equal(native[kept])
+
+
+@pytest.mark.parametrize("filler", [[1], [0, 1]])
+def test_samples_that_only_fill_up_are_routed_by_the_model(case, filler):
+    """SkyRL appends copies of sample 0 until the batch divides by the ranks."""
+    worker, batch, own = case
+    native = worker._forward_micro_batch(batch)
+    traces, captured = list(own), [11, 7]
+    for sample in filler:
+        traces[sample], captured[sample] = filled(own[sample], 0), 0
+    routed = with_routes(batch, traces, worker.inner, captured)
+    kept = batch["attention_mask"].bool()
+    assert worker._forward_micro_batch(routed)[kept].equal(native[kept])
+    assert worker._forward_backward_micro(SimpleNamespace(**routed), 0.5)[kept].equal(native[kept])
+
+
+def test_a_micro_batch_that_only_fills_up(case):
+    """With max_tokens_per_microbatch SkyRL gives all ranks as many; one token of it is fed."""
+    worker, batch, own = case
+    row = {name: value[:1].clone() for name, value in batch.items()}
+    row["attention_mask"][:, 1:] = 0
+    native = worker._forward_micro_batch(row)
+    routed = with_routes(row, [own[0].rows(0, 0)], worker.inner, captured=[0])
+    assert worker._forward_micro_batch(routed)[:, 0].equal(native[:, 0])
+    worker._forward_backward_micro(SimpleNamespace(**routed), 0.0)
 
 
 def missing(trace):

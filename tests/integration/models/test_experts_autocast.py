@@ -43,6 +43,7 @@ def test_autocast_of_another_device_reaches_the_experts(monkeypatch):
         return hidden
 
     monkeypatch.setattr(experts_autocast, "grouped_mm_experts_forward", grouped_mm)
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device: device == "meta")
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "meta")
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
     module = experts_of(make("qwen3_moe").to("meta"))
@@ -50,3 +51,11 @@ def test_autocast_of_another_device_reaches_the_experts(monkeypatch):
     out = experts.grouped_experts(module, hidden, ids, weights)
     assert seen == [(torch.bfloat16,) * 3]
     assert out.dtype == torch.float32
+
+
+def test_a_device_without_autocast_has_experts_too(monkeypatch):
+    """torch raises when it is asked whether autocast is on for one."""
+    monkeypatch.setattr(experts, "grouped_mm_experts_forward", lambda module, hidden, *_: hidden)
+    module = experts_of(make("qwen3_moe").to("meta"))
+    hidden, ids, weights = (each.to("meta") for each in inputs(module))
+    assert experts.grouped_experts(module, hidden, ids, weights) is hidden

@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.models import load
+from onepolicy.models.empty import empty_model
 from support.models import make
+from support.mxfp4 import write_mxfp4
 
 
 @pytest.fixture
@@ -39,6 +41,30 @@ def test_mxfp4_is_dequantised_whatever_is_installed(stored, monkeypatch):
     assert given["quantization_config"].dequantize is True
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_in_mxfp4_is_plain_once_it_is_loaded(dtype, tmp_path):
+    expected = write_mxfp4(tmp_path)
+    model = load.load_model(ModelConfig(path=str(tmp_path)), dtype, torch.device("cpu"))
+    state = model.state_dict()
+    assert {tensor.dtype for tensor in state.values()} == {dtype}
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name].to(dtype)) for name in expected)
+    model.save_pretrained(tmp_path / "saved")
+    saved = ModelConfig(path=str(tmp_path / "saved"))
+    again = load.load_model(saved, dtype, torch.device("cpu"))
+    assert all(torch.equal(state[name], again.state_dict()[name]) for name in expected)
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+
+
 def test_other_formats_are_refused_by_name(stored):
     with pytest.raises(UsageError, match=r"stored in fp8, which cannot be trained"):
         load.load_model(stored("fp8"), torch.bfloat16, torch.device("cpu"))
+
+
+def test_the_model_without_weights_is_that_of_the_dequantised_ones(stored):
+    """A sharded learner exports its weights with this config."""
+    empty = empty_model(stored("mxfp4"))
+    assert not hasattr(empty.config, "quantization_config")
+    assert "quantization_config" not in empty.config.to_dict()
+    with pytest.raises(UsageError, match=r"stored in fp8, which cannot be trained"):
+        empty_model(stored("fp8"))

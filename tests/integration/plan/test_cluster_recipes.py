@@ -24,12 +24,12 @@ FOLDER = ROOT / "recipes" / "cluster"
 FAMILIES = {
     "qwen3_30b_a3b_8gpu.toml": "qwen3_moe",
     "qwen3_235b_a22b_64gpu.toml": "qwen3_moe",
-    "deepseek_v3_512gpu.toml": "deepseek_v3",
+    "deepseek_v3_264gpu.toml": "deepseek_v3",
 }
 SPLITS = {  # learners, engines, devices of each
     "qwen3_30b_a3b_8gpu.toml": (6, 1, 2),
     "qwen3_235b_a22b_64gpu.toml": (56, 1, 8),
-    "deepseek_v3_512gpu.toml": (504, 1, 8),
+    "deepseek_v3_264gpu.toml": (256, 1, 8),
 }
 LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in list(SPLITS)[1:]]
 SMALLER = """

@@ -15,7 +15,7 @@ from onepolicy.run import async_rollouts, recovery, resume, run_folder
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.recovery import retry_on_engine_loss, wait_for_server
 from onepolicy.run.result import Rollouts
-from onepolicy.sync.push import attach_engine
+from onepolicy.sync.attach import attach_engine
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Sampling
@@ -188,6 +188,32 @@ def test_a_server_that_stays_away_ends_the_run_in_time(parts, fake, clock):
     assert len(fake.server.asked) - asked > 20
 
 
+def test_a_server_that_does_not_come_back_says_why(parts, fake, monkeypatch):
+    """Its push of weights fails after a good start."""
+    engine = parts.config.rollout.engine.model_copy(update={"recovery_timeout_s": 0.001})
+    parts.config = parts.config.model_copy(
+        update={"rollout": parts.config.rollout.model_copy(update={"engine": engine})}
+    )
+    push_failed = EngineLost("the push ended in an illegal memory access. See its log")
+
+    async def nothing(*args, **kwargs):
+        pass
+
+    async def fails(*args, **kwargs):
+        raise push_failed
+
+    monkeypatch.setattr(parts.engine, "connect", nothing)
+    monkeypatch.setattr(recovery, "reattach_engine", nothing)
+    monkeypatch.setattr(recovery, "push_weights", fails)
+
+    async def work():
+        raise EngineLost("gone")
+
+    with pytest.raises(EngineLost, match=r"^gone\. It was not back .*illegal memory ac") as caught:
+        asyncio.run(retry_on_engine_loss(parts, work))
+    assert caught.value.__cause__ is push_failed
+
+
 def test_without_patience_an_unnoticed_restart_ends_the_run(parts, fake):
     """An evaluation beside episodes in play makes no other request that would notice."""
     engine = parts.config.rollout.engine.model_copy(update={"recovery_timeout_s": 0.0})
@@ -295,10 +321,9 @@ def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys)
     expected = run_of("https://elsewhere:8000", token_env="TOKEN")
     assert moved == [expected]
     assert main(["train", "--resume", str(tmp_path / "run"), "rollout.engine.max_num_seqs=3"]) == 2
-    assert (
-        "train.rank_timeout, rollout.engine.url, rollout.engine.token_env and cluster.* may change"
-        in capsys.readouterr().err
-    )
+    refused = capsys.readouterr().err
+    assert "rollout.engine.url, rollout.engine.token_env, train.rank_timeout and" in refused
+    assert "cluster.* may change, not 'rollout.engine.max_num_seqs=3'" in refused
 
 
 def test_a_resume_whose_server_stays_away_reports_it(monkeypatch, clock):

@@ -7,9 +7,13 @@ import shutil
 import time
 
 import pytest
+import torch
 
+from onepolicy.build import room
 from onepolicy.cli import main
-from onepolicy.run import run_folder
+from onepolicy.config.stored_config import read_stored_config
+from onepolicy.run import resume, run_folder
+from onepolicy.run import train as start
 from onepolicy.train import checkpoint
 from support.metrics import rows
 from support.resumed_runs import (
@@ -22,8 +26,11 @@ from support.resumed_runs import (
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resume_is_bit_equal(train, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "changed"),
+    [("float32", []), ("bfloat16", []), ("bfloat16", ["optim.state=host"])],
+)
+def test_resume_is_bit_equal(train, dtype, changed):
     settings = [
         "log.counterfactual_every=1",
         f"model.dtype={dtype}",
@@ -31,9 +38,21 @@ def test_resume_is_bit_equal(train, dtype):
     ]
     whole = train("whole", "steps=4", *settings)
     part = train("part", "steps=2", *settings)  # a last step is always probed
-    assert main(["train", "--resume", str(part), "steps=4"]) == 0
+    assert main(["train", "--resume", str(part), "steps=4", *changed]) == 0
     assert_same_run(whole, part, 4)
     assert (whole / "samples.jsonl").read_text() == (part / "samples.jsonl").read_text()
+
+
+def test_a_resume_has_the_longest_sequence_that_was_fitted_at_the_start(train, monkeypatch):
+    """The GPU is made up: both starts take it for one, and find another length that fits."""
+    for module in (start, resume):
+        monkeypatch.setattr(module, "parse_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(room, "fit_max_len", lambda *_, **__: 64)
+    run = train("run", "steps=2")
+    assert read_stored_config(run).rollout.engine.max_len == 64
+    monkeypatch.setattr(room, "fit_max_len", lambda *_, **__: 32)
+    assert main(["train", "--resume", str(run), "steps=3"]) == 0
+    assert read_stored_config(run).rollout.engine.max_len == 64
 
 
 OLD_KEYS = {

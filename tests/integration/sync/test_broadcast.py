@@ -218,7 +218,7 @@ def test_the_error_of_a_lost_receiver_closes_its_connections(monkeypatch):
     sent = []
 
     class Work:
-        def wait(self):
+        def wait(self, limit):
             raise RuntimeError("connection reset")
 
     def start(group, data):

@@ -7,7 +7,9 @@ import torch
 
 from onepolicy.config import TrainingError
 from onepolicy.sync import broadcast as module
-from onepolicy.sync.broadcast import Receiver, Sender
+from onepolicy.sync.broadcast import Receiver, ReceiverLost, Sender
+from onepolicy.sync.group import join_store, wait_for_broadcast
+from onepolicy.sync.signed_store import SignedStore
 from support.waiting import LIMIT_S
 
 BLOCKED_S = 5.0
@@ -42,7 +44,7 @@ class Work:
     def __init__(self, group, data):
         self.group, self.data = group, data
 
-    def wait(self):
+    def wait(self, timeout):
         self.group.exchange(self.data)
 
 
@@ -117,3 +119,61 @@ def test_a_sender_that_fails_first_ends_the_receivers_wait_for_a_connection(bloc
         sender.send(broken(), 3)
     thread.join()
     assert "no weights today" in problems[0]
+
+
+class DeafGroup:
+    """A process group whose first collective never returns, as NCCL's without the other ranks."""
+
+    def broadcast(self, data, options):
+        threading.Event().wait()
+
+
+def deaf_update(monkeypatch, receivers, come):
+    """Return the errors of the sender and of the receivers that come."""
+    monkeypatch.setattr(module, "make_process_group", lambda *_, **__: DeafGroup())
+    sender, problems = Sender(receivers=receivers, backend="nccl", timeout_s=0.5), {}
+
+    def receive(rank):
+        try:
+            with Receiver(sender.invitation, rank, version=3) as arriving:
+                dict(arriving)
+        except TrainingError as error:
+            problems[rank] = str(error)
+
+    for rank in set(range(1, 1 + receivers)) - set(come):  # these join, and then nothing
+        store = join_store(sender.settings.host, sender.settings.port, LIMIT_S)
+        key = bytes.fromhex(sender.settings.key)
+        SignedStore(store, key, LIMIT_S).put_message(f"here/{rank}", True)
+    threads = [threading.Thread(target=receive, args=[rank]) for rank in come]
+    for thread in threads:
+        thread.start()
+    with sender, pytest.raises(ReceiverLost) as lost:
+        sender.send(tensors().items(), 3)
+    for thread in threads:
+        thread.join()
+    return str(lost.value), problems
+
+
+def test_a_connection_that_nobody_makes_ends_with_the_limit(monkeypatch):
+    problem, problems = deaf_update(monkeypatch, 2, [1, 2])
+    assert "each receiver tried" in problem
+    assert "no connection within 0.5 s" in problem
+    for text in problems.values():
+        assert "cannot join the sender of the weights" in text
+
+
+def test_the_receiver_that_does_not_connect_is_named(monkeypatch):
+    problem, problems = deaf_update(monkeypatch, 2, [1])
+    assert "(receiver 2 did not try)" in problem
+    assert problems.keys() == {1}
+
+
+class SlowWork:
+    def wait(self, timeout):
+        raise RuntimeError(f"nothing after {timeout.total_seconds():g} s")
+
+
+def test_every_wait_for_a_broadcast_has_the_limit():
+    """NCCL's wait without one returns at once, and the device is never done."""
+    with pytest.raises(RuntimeError, match=r"nothing after 7 s"):
+        wait_for_broadcast(SlowWork(), torch.device("cpu"), 7.0)

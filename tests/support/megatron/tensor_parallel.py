@@ -83,6 +83,14 @@ def error_of(model: Any, trace: RoutingTrace) -> str:
     return ""
 
 
+def right_padded(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits with routes of the first positions only: the second rank has none."""
+    valid = torch.arange(len(ids)) % TOKENS.shape[1] < 5
+    trace = RoutingTrace(ids, valid, ROUTES.layers, ROUTES.num_experts)
+    with torch.no_grad(), op_megatron.replay(model, trace, batch=3):
+        return logits_of(model, TOKENS)
+
+
 def find(**changed: Any) -> dict[str, Any]:
     """Return everything that a rank finds."""
     model = make_model(**MODEL, **changed)
@@ -101,5 +109,6 @@ def find(**changed: Any) -> dict[str, Any]:
         "interleaved": interleaved(model),
         "recomputed": interleaved(make_model(**MODEL, **FULL_RECOMPUTE, **changed)),
         "native": handle.native().ids,
+        "right padded": right_padded(model, trace.ids),
         "error": error_of(model, trace.at(torch.arange(36).view(3, 12).T.reshape(-1))),
     }

@@ -1,8 +1,9 @@
 """A script of the oracle venv: `openrlhf_run.py OUT.json` runs OpenRLHF's own classes under our
-setup, with a tiny MoE. flash-attn and DeepSpeed, which need a GPU, are empty modules here."""
+setup, with a tiny MoE. flash-attn, DeepSpeed and vLLM, which need a GPU, are empty modules here."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import json
@@ -27,7 +28,7 @@ from onepolicy.integrations.core.armed import ArmedReplay
 from onepolicy.integrations.openrlhf.experience import SETTINGS
 from onepolicy.replay.checks import RoutingError
 
-EMPTY = ("flash_attn", "deepspeed")
+EMPTY = ("flash_attn", "deepspeed", "vllm")
 
 
 class Empty(types.ModuleType):
@@ -179,6 +180,73 @@ def live_gradients(modules):
     return found
 
 
+class Made(Exception):
+    """The experiences of a step are made; the rest of the step needs Ray."""
+
+
+def dumps_of_a_resumed_run(modules, folder):
+    """Return the files of a run that ended after 42 steps and was resumed after 41."""
+    settings(dump=str(folder))
+    for steps in ((40, 41), (41, 42)):
+        trainer = object.__new__(modules.trainer.BasePPOTrainer)
+        trainer.experience_maker = maker = maker_of(modules.maker, arguments())
+
+        def make(_, maker=maker):
+            maker.compute_advantages_and_returns(experiences(modules.experience.Experience))
+            raise Made
+
+        maker.make_experience_batch = make
+        for done in steps:
+            with contextlib.suppress(Made):
+                trainer.train_step([], done)
+    return sorted(path.name for path in folder.iterdir())
+
+
+class ActorOfNumbers:
+    """The log-probabilities that OpenRLHF's trainer is handed by its actor."""
+
+    def __init__(self, logp):
+        self.logp = logp
+
+    def train(self):
+        pass
+
+    def __call__(self, *_, **__):
+        return self.logp, SimpleNamespace()
+
+
+def live_log(modules):
+    """Return what OpenRLHF's trainer logs of a live correction, and the weights' mean by hand."""
+    (experience,) = stepped(modules, correction="pg-tis")[:1]
+    new = (experience.action_log_probs * 0.97).requires_grad_()
+    trainer = object.__new__(modules.ppo_actor.ActorPPOTrainer)
+    trainer.actor, trainer.actor_loss_fn = ActorOfNumbers(new), modules.loss.PolicyLoss()
+    trainer.args = SimpleNamespace(
+        actor=SimpleNamespace(entropy_coef=None),
+        algo=SimpleNamespace(kl=SimpleNamespace(use_loss=False)),
+        train=SimpleNamespace(dynamic_batch_enable=False),
+    )
+    trainer.strategy = SimpleNamespace(
+        ring_attn_group=None,
+        backward=lambda loss, *_: loss.backward(),
+        optimizer_step=lambda *_, **__: None,
+        get_grad_norm=lambda _: 0.0,
+    )
+    trainer.actor_optim = trainer.ema_model = None
+    trainer.aux_loss = False
+    trainer.actor_scheduler = SimpleNamespace(get_last_lr=lambda: [0.0])
+    status = trainer.training_step(experience, 0.0, 0, {})
+    mask = experience.action_mask.bool()
+    weight = (new.detach() - experience.rollout_log_probs).exp().clamp(max=2.0)
+    names = [name for name in status["metrics"] if name.startswith("correction/")]
+    return {
+        "names": sorted(names),
+        "weighed by": sorted({status["weights"][name] for name in names}),
+        "weight_mean": float(status["metrics"].get("correction/weight_mean", -1)),
+        "by hand": float(weight[mask].mean()),
+    }
+
+
 def refusals(modules):
     found = {}
     for name, values, args in (
@@ -261,6 +329,8 @@ def main():
         "maker": "openrlhf.trainer.ppo_utils.experience_maker",
         "loss": "openrlhf.models.loss",
         "actor": "openrlhf.models.actor",
+        "trainer": "openrlhf.trainer.ppo_trainer",
+        "ppo_actor": "openrlhf.trainer.ray.ppo_actor",
     }
     modules = SimpleNamespace(**{k: importlib.import_module(v) for k, v in names.items()})
     out = Path(sys.argv[1])
@@ -268,6 +338,8 @@ def main():
         "step": correction_step(modules, out.with_name("dump")),
         "tis against OpenRLHF's": gradients(modules),
         "live": live_gradients(modules),
+        "live log": live_log(modules),
+        "resumed": dumps_of_a_resumed_run(modules, out.with_name("resumed")),
         "refused": refusals(modules),
         "replay": replay(modules),
     }

@@ -114,6 +114,7 @@ def test_a_run_reports_it_before_it_loads_anything(
         "steps": 1,
         "model": {"path": "tiny"},
         "task": {"kind": "chain"},
+        "log": {"report": False, "tensorboard": False},
     }
     for name, expected in (("trl-default", 1), ("tis", 0)):
         notes = Notes()

@@ -87,13 +87,13 @@ def test_a_sample_without_routes_has_none_in_the_dump():
 def test_the_report_names_every_setting_that_must_change():
     preflight = Preflight("TRL")
     preflight.require("router loss off", False, found="coef 0.001", fix="set it to 0.0")
-    preflight.require("routes arrive", True, found="rollout_func", fix="")
+    preflight.require("routes arrive", True, found="no rollout_func", fix="give one")
     preflight.require("one correction", False, found="TRL's is on too", fix="turn it off")
     preflight.note("one more forward a step")
     assert str(preflight).splitlines() == [
         "onepolicy in TRL",
         "  no  router loss off: coef 0.001",
-        "  ok  routes arrive: rollout_func",
+        "  ok  routes arrive",
         "  no  one correction: TRL's is on too",
         "  note one more forward a step",
     ]

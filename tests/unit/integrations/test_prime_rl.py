@@ -147,12 +147,27 @@ def test_a_sample_without_tokens_has_a_gradient_of_zero():
 
 @pytest.mark.parametrize("correction", ["tis", "ppo-is"])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_log_probability_that_is_not_finite_is_rejected(correction, value):
-    given = inputs(length=40)
-    given.inference_logprobs[20] = value
+@pytest.mark.parametrize("length", [40, 9])
+def test_a_log_probability_that_is_not_finite_is_rejected(correction, value, length):
+    """A sample is no whole batch: in a short one a token is more than max_nonfinite allows."""
+    given = inputs(length=length)
+    given.inference_logprobs[5] = value
     found = gradient(given, correction=correction, kl_tau=0.1)
     assert found.isfinite().all()
-    assert found[20] == 0
+    assert found[5] == 0
+
+
+def test_a_token_that_is_not_finite_is_left_out_of_the_means():
+    given = inputs(length=20)
+    given.inference_logprobs[5] = math.nan
+    metrics = prime_rl.loss(given, correction="tis").metrics
+    kept = given.loss_mask.clone()
+    kept[5] = False
+    found = op.mismatch(given.trainer_logprobs.detach(), given.inference_logprobs, kept)
+    assert float(metrics["mismatch/k3"].mean()) == pytest.approx(found.k3)
+    assert float(metrics["mismatch/k1"].mean()) == pytest.approx(found.k1)
+    assert len(metrics["mismatch/nonfinite"]) == given.loss_mask.sum()
+    assert float(metrics["mismatch/nonfinite"].sum()) == 1
 
 
 def compare_with_prime_rls_own_losses(monkeypatch):

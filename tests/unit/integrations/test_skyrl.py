@@ -7,6 +7,7 @@ unpacked wheel in SKYRL_CHECKOUT (and loguru, omegaconf, jaxtyping) its own loss
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from types import ModuleType, SimpleNamespace
@@ -41,6 +42,13 @@ def config(loss="regular", **own):
         eps_clip_high=0.2,
     )
     return SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm))
+
+
+def cispo(anchor):
+    """Return the configuration of CISPO with its ratio to the old policy, or to the rollout."""
+    made = config("cispo")
+    made.trainer.algorithm.cispo = SimpleNamespace(cispo_anchor=anchor)
+    return made
 
 
 def batch(seed=0):
@@ -119,6 +127,11 @@ def test_a_step_is_dumped_for_the_audit(tmp_path):
     [
         (config(tis_ratio_type="token"), {"correction": "tis"}, "leave SkyRL's out"),
         (config("dppo"), {"correction": "tis"}, "compares with the rollout itself"),
+        (
+            cispo("rollout"),
+            {"correction": "tis"},
+            "cispo_anchor=rollout.*compares with",
+        ),
         (config("onepolicy"), {}, "register_loss got"),
         (config("onepolicy"), {"correction": "tis"}, "fixed ones with SkyRL's losses"),
         (config(), {"correction": "pg-tis"}, "policy_loss_type=onepolicy"),
@@ -132,6 +145,51 @@ def test_settings_that_do_not_fit_are_named(cfg, settings, message):
     with pytest.raises(UsageError, match=message):
         op_skyrl.attach(made, **settings)
     assert made.compute_advantages_and_returns is theirs
+
+
+def test_a_second_attach_is_refused():
+    """It would weigh every step twice."""
+    made = trainer()
+    op_skyrl.attach(made, correction="tis")
+    with pytest.raises(UsageError, match="one attach"):
+        op_skyrl.attach(made, correction="tis")
+
+
+class Registry:
+    """The part of SkyRL's PolicyLossRegistry that our hooks use."""
+
+    def __init__(self, loss):
+        self.losses = {"onepolicy": loss}
+
+    def list_available(self):
+        return list(self.losses)
+
+    def get(self, name):
+        return self.losses[name]
+
+
+def test_the_loss_has_the_correction_of_attach(monkeypatch):
+    """One part of a live correction is applied by attach, the other in the loss."""
+    registry = Registry(policy_loss_of("opsm"))
+    module = SimpleNamespace(PolicyLossRegistry=registry)
+    monkeypatch.setitem(sys.modules, "skyrl.backends.skyrl_train.utils.ppo_utils", module)
+    step(cfg=config("onepolicy"), correction="opsm")
+    with pytest.raises(UsageError, match="register_loss got opsm"):
+        step(cfg=config("onepolicy"), correction="pg-tis")
+
+
+def test_a_step_without_a_sampled_token(tmp_path):
+    data = batch()
+    data["loss_mask"] = torch.zeros(4, 6)
+    data["advantages"] = data["advantages"] * torch.nan  # of a group without rewards
+    found, made = step(data, correction="tis", dump=tmp_path)
+    assert not found["advantages"].any()
+    assert made.all_metrics == {}
+    assert not list(tmp_path.iterdir())
+
+
+def test_cispo_of_the_old_policy_is_corrected():
+    step(cfg=cispo("old"), correction="tis")
 
 
 def test_normalised_advantages_are_refused():
@@ -181,6 +239,15 @@ def test_live_corrections_by_hand(name):
     empty, names = policy_loss_of(name)(new, old, a, **more)
     assert empty == 0
     assert list(names) == list(metrics)
+
+
+def test_metrics_of_the_loss_are_finite_on_every_rank():
+    """SkyRL averages them over ranks: one value that is not would be all ranks'."""
+    (new, old, a), more = loss_inputs()
+    more["rollout_logprobs"] = more["rollout_logprobs"] * torch.nan
+    loss, metrics = policy_loss_of("pg-tis")(new, old, a, **more)
+    assert loss == 0
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_a_fixed_correction_is_no_loss():

@@ -7,7 +7,11 @@ sets and signatures are in tests/support/contracts.json.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
+import math
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -117,6 +121,36 @@ def test_a_step_is_dumped_for_the_audit(tmp_path):
     assert statistics["k3"] == pytest.approx(gap.k3)
 
 
+def test_an_empty_response_is_left_out_of_the_dump(tmp_path):
+    data = rollout_data()
+    for name in ("log_probs", "rollout_log_probs", "loss_masks", "advantages"):
+        data[name][1] = data[name][1][:0]
+    data["tokens"][1] = torch.arange(2)
+    settings = SimpleNamespace(
+        onepolicy={"dump": str(tmp_path), "correction": "tis"}, use_tis=False
+    )
+    slime.step(settings, 7, data)
+    assert [len(row) for row in data["advantages"]] == [5, 0, 4]
+    assert audit(tmp_path, {}).accumulated.steps[7].statistics()["tokens"] == 7
+
+
+def test_a_rank_of_empty_responses_writes_no_dump(tmp_path):
+    data = rollout_data()
+    for name in ("log_probs", "rollout_log_probs", "loss_masks", "advantages"):
+        data[name] = [row[:0] for row in data[name]]
+    slime.step(SimpleNamespace(onepolicy={"dump": str(tmp_path)}, use_tis=False), 7, data)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_is_trained_again_keeps_the_older_dump(tmp_path):
+    settings = SimpleNamespace(onepolicy={"dump": str(tmp_path)}, use_tis=False)
+    for _ in range(3):  # a run that was resumed twice
+        slime.step(settings, 7, rollout_data())
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"step_00007_0.parquet{end}" for end in ("", ".1", ".2")]
+    assert audit(tmp_path, {}).accumulated.steps[7].statistics()["tokens"] == 10
+
+
 def test_an_earlier_pipeline_stage_has_nothing_to_do():
     data = {"tokens": [torch.arange(3)]}
     slime.step(args("tis"), 7, data)
@@ -162,6 +196,23 @@ def test_the_loss_hook_weighs_as_the_library_does(trainer, preset):
     assert all(value.shape == loss.shape for value in metrics.values())
 
 
+TURNS = {"weight": {"level": "turn", "high": 2.0}}
+
+
+def test_turns_are_the_runs_of_sampled_tokens():
+    """Sample 0 has a token, a tool's reply of two tokens, and two tokens."""
+    old, rollout, _ = samples()
+    batch = micro_batch("slime")
+    loss, _, _ = slime.tis(args(TURNS, use_tis=True), **batch)
+    log_ratio = old[0] - rollout[0]
+    first, second = log_ratio[0].exp().clamp(max=2), log_ratio[3:].sum().exp().clamp(max=2)
+    weight = torch.stack([first, first * 0, first * 0, second, second])
+    torch.testing.assert_close(loss[:5], batch["pg_loss"][:5] * weight)
+    data = rollout_data()
+    slime.step(args(TURNS), 7, data)
+    torch.testing.assert_close(data["advantages"][0], weight)
+
+
 @capability("miles", "measured", how="contract")
 @pytest.mark.parametrize("trainer", ["slime", "miles"])
 def test_measuring_alone_hands_the_loss_back(trainer):
@@ -191,14 +242,45 @@ def test_metrics_have_the_same_names_in_every_micro_batch():
 
 
 def test_a_log_probability_that_is_not_finite_weighs_nothing():
+    """A micro-batch is no whole batch, so the share in it is not compared with max_nonfinite."""
     batch = micro_batch("slime")
-    batch["rollout_log_probs"][1][2] = torch.nan
-    batch["pg_loss"][7] = torch.nan
-    settings = args({"preset": "tis", "max_nonfinite": 0.5}, use_tis=True)
+    batch["rollout_log_probs"][1][1:] = torch.nan
+    batch["pg_loss"][6:8] = torch.nan
+    settings = args({"preset": "tis", "max_nonfinite": 0.05}, use_tis=True)
     loss, _, metrics = slime.tis(settings, **batch)
-    assert loss[7] == 0
+    assert not loss[6:8].any()
     assert loss.isfinite().all()
-    assert metrics["mismatch/nonfinite"].nonzero().flatten().tolist() == [7]
+    assert metrics["mismatch/nonfinite"].nonzero().flatten().tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("module", [slime, miles])
+def test_a_token_that_is_not_finite_is_left_out_of_the_means(module):
+    """The trainers divide a sample's sum by all its tokens, whatever their values."""
+    batch = micro_batch("slime")
+    old, rollout, masks = samples()
+    batch["rollout_log_probs"][0][3] = -torch.inf  # of the first sample's tokens 0, 3 and 4
+    batch["rollout_log_probs"][2][:] = torch.nan
+    _, _, metrics = module.tis(args(), **batch)
+    mask = torch.tensor([True, False, False, False, True])
+    found = op.mismatch(old[0], rollout[0], mask)
+    sampled = masks[0].bool()
+    for name, expected in (("k1", found.k1), ("k3", found.k3), ("f2", found.extreme(2))):
+        values = metrics[f"mismatch/{name}"]
+        assert float(values[:5][sampled].mean()) == pytest.approx(expected)
+        assert values.isfinite().all()
+        assert not values[8:].any()
+    assert float(metrics["mismatch/nonfinite"].sum()) == 5
+
+
+def test_too_many_tokens_of_a_step_that_are_not_finite():
+    data = rollout_data()
+    data["rollout_log_probs"][1][:] = torch.nan
+    before = list(data["advantages"])
+    with pytest.raises(UsageError, match=r"30.0% of the step.*max_nonfinite = 0.1"):
+        slime.step(args("tis"), 7, data)
+    assert data["advantages"] == before
+    slime.step(args({"preset": "tis", "max_nonfinite": 0.5}), 7, data)
+    assert float(data["mismatch/nonfinite"]) == pytest.approx(0.3)
 
 
 @capability("miles", "preflight", how="contract")
@@ -228,6 +310,15 @@ def test_slices_of_context_parallelism_are_refused_in_the_loss():
     batch["train_log_probs"] = [logp[:2] for logp in batch["train_log_probs"]]
     with pytest.raises(UsageError, match="context-parallel-size 1"):
         miles.tis(args("tis", use_tis=True), **batch)
+
+
+def test_a_rollout_without_the_log_probabilities_of_a_tools_reply_is_named():
+    short = [row[:-1] for row in samples()[1]]
+    message = "sample 0 of this rank has 5 log-probabilities of the trainer, 4 of the rollout"
+    with pytest.raises(UsageError, match=message):
+        slime.step(args("tis"), 7, rollout_data(rollout_log_probs=short))
+    with pytest.raises(UsageError, match=message):
+        miles.tis(args(), **(micro_batch("miles") | {"rollout_log_probs": short}))
 
 
 def test_miles_hands_its_whole_step_hook_nothing():
@@ -265,11 +356,43 @@ def test_context_parallel_slices_are_gathered_and_cut_again(monkeypatch):
         assert part.equal(whole[:1])
 
 
-def test_a_rank_without_tokens_has_the_names_of_the_others():
+RANKS = """
+import json, sys
+import torch, torch.distributed as dist
+import onepolicy as op
+from onepolicy.integrations.slime.metrics import over_ranks
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3)
+metrics, tokens = json.load(open(f"{folder}/given.json"))[rank]
+found = over_ranks(metrics, tokens, op.preset("icepop"), dist.group.WORLD)
+json.dump({name: float(value) for name, value in found.items()}, open(f"{folder}/{rank}", "w"))
+"""
+
+
+def test_ranks_with_other_metrics_agree_on_their_names(tmp_path):
+    """One rank has tokens, one none, and one has only tokens whose values are not finite."""
     data = rollout_data()
     slime.step(args("icepop"), 7, data)
-    names = [name for name in data if name.startswith(("mismatch/", "correction/"))]
-    assert list(over_ranks({}, 0, op.preset("icepop"))) == names
+    known = {n: float(v) for n, v in data.items() if n.startswith(("mismatch/", "correction/"))}
+    some = known | {"mismatch/pearson": math.nan, "mismatch/max_dp": 0.25, "mismatch/k3": 1.0}
+    given = [(some, 30), ({}, 0), ({"mismatch/nonfinite": 1.0, "correction/slots": 10.0}, 10)]
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    runs = [
+        subprocess.Popen([sys.executable, "-c", RANKS, str(rank), str(tmp_path)])
+        for rank in range(3)
+    ]
+    assert [run.wait() for run in runs] == [0, 0, 0]
+    first, *others = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    assert others == [first, first]
+    assert first["mismatch/nonfinite"] == pytest.approx(10 / 40)
+    assert first["mismatch/k3"] == 1.0
+    assert first["mismatch/max_dp"] == 0.25
+    assert first["correction/slots"] == known["correction/slots"] + 10
+    assert set(first) == set(known) - {"mismatch/pearson"}
+
+
+def test_a_step_without_tokens_on_any_rank_has_no_metrics():
+    assert over_ranks({}, 0, op.preset("icepop"), None) == {}
 
 
 ROUTED = SimpleNamespace(
@@ -290,9 +413,8 @@ def finished(rows=5, seed=0, **more):
     return SimpleNamespace(tokens=list(range(3, rows + 4)), **(routes | more))
 
 
-@capability("slime", "detector", how="contract")
-@capability("miles", "detector", how="contract")
 def test_routes_are_checked_when_they_arrive():
+    """Without a model: rows, ids, layers. It is no detector of other tokens' routes."""
     slime.check_samples(ROUTED, [[finished()], [finished(seed=1)]], None)
     missing = finished(rollout_routed_experts=None)
     with pytest.raises(UsageError, match="sample 1 of the rollout: has no routes"):

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -28,13 +29,16 @@ from onepolicy.plan.learner_memory import (
     learner_memory,
     start_memory,
 )
+from onepolicy.plan.splits import DeviceSplit
 from onepolicy.plan.step_work import (
     StepWork,
     in_process,
+    num_servers,
     replicated,
     sequences_per_engine,
     step_work,
 )
+from onepolicy.plan.suggestions import uneven_experts
 from onepolicy.plan.times import (
     communication_volume,
     decode_step_time,
@@ -43,6 +47,7 @@ from onepolicy.plan.times import (
     rollout_time,
     sync_seconds,
 )
+from onepolicy.train import optimiser_memory
 from support.paths import ROOT
 
 # 2 layers, one of them with a window of 4 tokens; 4 experts, 1 active
@@ -58,6 +63,8 @@ DIMS = Dims(
     embedding=500,
     outside=1000,
     largest_layer=500,
+    shapes=((100, 4),) * 4 + ((400, 1),),
+    layer_shapes=((100, 4), (100, 1)),
     experts=4,
     top_k=1,
     moe_layers=2,
@@ -172,6 +179,29 @@ def test_ranks_share_tensors_of_a_parameters_shape():
     assert gpu.gathered == 4 * (1000 + 3 * 500) + 2 * 4 * 500 - 6
 
 
+def test_a_rank_stores_whole_experts():
+    """5 experts of 100 over 4 ranks: each stores 2, gathers 8, and one is divided by 5."""
+    dims = dataclasses.replace(
+        DIMS,
+        experts=5,
+        total=1500,
+        outside=1000,
+        shapes=((5, 100), (1000, 1)),
+        layer_shapes=((5, 100),),
+    )
+    four, five = (learner_memory(dims, config(), ranks, HELD, **HOW) for ranks in (4, 5))
+    assert (four.parameters, four.optimiser) == (450 * 4, 450 * 8)
+    assert (five.parameters, five.optimiser) == (300 * 4, 300 * 8)
+    assert four.gathered == 4 * (1000 + 2 * 800) + 4 * 800 - 6
+    assert five.gathered == 4 * (1000 + 2 * 500) + 4 * 500 - 6
+    planner = SimpleNamespace(dims=dims)
+    option = SimpleNamespace(split=DeviceSplit(4, 1, 1))
+    (line,) = uneven_experts(planner, option)
+    assert line.startswith("train.ranks=1 or 5 divides the 5 experts: each of 4 ranks stores 2 ")
+    option.split = DeviceSplit(5, 1, 1)
+    assert uneven_experts(planner, option) == []
+
+
 def test_ranks_gather_in_the_dtype_they_compute_in():
     low = config(train={"ranks": 4, "fsdp_param_dtype": "bfloat16"})
     memory = learner_memory(DIMS, low, 4, HELD, **HOW)
@@ -205,6 +235,40 @@ def test_critic_and_reference_take_their_own():
 def test_a_second_model_that_records_routes_is_whole():
     own = config(replay={"source": "reprefill"})
     assert learner_memory(DIMS, own, 4, HELD, **HOW).others == 2000 * 2
+
+
+def test_moments_on_the_host_leave_three_buckets_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(optimiser_memory, "BUCKET_BYTES", 12 * 300)
+    host = config(optim={"state": "host"})
+    memory = learner_memory(DIMS, host, 1, HELD, **HOW | {"cpu": False})
+    assert (memory.optimiser, memory.masters) == (0, 0)
+    assert memory.activations + memory.logits == 3 * 400 * 8  # the largest tensor is a bucket
+    ranked = learner_memory(DIMS, host, 4, HELD, **HOW | {"cpu": False})
+    assert ranked.total < learner_memory(DIMS, config(), 4, HELD, **HOW | {"cpu": False}).total
+    low = config(optim={"state": "host"}, model={"path": "x", "dtype": "bfloat16"})
+    found = optimiser_memory.optimiser_memory(DIMS.shapes, low, 1, cpu=False, one_memory=False)
+    assert (found.moved, found.masters) == (2000 * 12, 0)
+    assert found.host == 5 * 2048 * 3  # page-locked: 1600 bytes take 2048
+    assert found.working == 400 * (3 * 12 + 2)  # gradients of one bucket in float32
+
+
+def test_moments_on_the_host_of_a_cpu_are_where_they_were():
+    host = config(optim={"state": "host"})
+    memory = learner_memory(DIMS, host, 1, HELD, **HOW, one_memory=True)
+    assert memory == learner_memory(DIMS, config(), 1, HELD, **HOW)
+
+
+def test_moments_in_8_bits_take_a_byte_and_a_scale_for_256():
+    low = config(optim={"state": "8bit"}, model={"path": "x", "dtype": "bfloat16"})
+    found = optimiser_memory.optimiser_memory(DIMS.shapes, low, 1, cpu=False, one_memory=False)
+    assert (found.moments, found.masters, found.host) == (2000 * (2 + 8 / 256), 8000, 0)
+    assert found.working == 2000 * (8 + 2) + 40 * 400
+
+
+def test_moving_moments_takes_the_link_to_the_host_once_an_update():
+    own, at = config(objective={"num_minibatches": 2}), cluster(pcie=40.0)
+    still, moved = (learning_time(DIMS, own, at, WORK, 1, moved=size) for size in (0.0, 1000.0))
+    assert moved.update - still.update == pytest.approx(2 * 1000 / (40 * 0.5))
 
 
 SERVER = {"engine": {"kind": "vllm-server"}}
@@ -392,12 +456,10 @@ def test_ray_replicas_have_devices_of_their_own():
     assert not in_process(own)
     assert sequences_per_engine(own, WORK, 3) == 3  # of 8 sequences
     assert sequences_per_engine(own, WORK, 1) == 4  # a replica's own max_num_seqs
-    assert (
-        sequences_per_engine(
-            config(rollout={"engine": {"kind": "vllm-server", "max_num_seqs": 4}}), WORK, 3
-        )
-        == 1
-    )
+    urls = ["http://a:1", "http://b:1", "http://c:1"]
+    several = {"kind": "vllm-server", "max_num_seqs": 2, "url": urls}
+    assert num_servers(config(rollout={"engine": several})) == 3
+    assert sequences_per_engine(config(rollout={"engine": several}), WORK, 3) == 2  # of each
     memory = engine_memory(
         DIMS, own, cluster(memory=10_000.0, engine_reserve=1000.0), WORK, WEIGHTS, 1
     )
@@ -470,6 +532,10 @@ def test_saving_a_checkpoint():
     alone = checkpoint_cost(DIMS, config(model={"path": "m", "dtype": "bfloat16"}), cluster(), 1)
     assert (alone.size, alone.staged, alone.written, alone.counts) == (28_000, 0, 1400, 2800)
     assert alone.in_time
+    rounded = {"model": {"path": "m", "dtype": "bfloat16"}, "optim": {"state": "8bit"}}
+    assert checkpoint_cost(DIMS, config(**rounded), cluster(), 1).staged == 2000 * 12
+    several = config(optim={"state": "8bit"}, train={"ranks": 16})
+    assert checkpoint_cost(DIMS, several, cluster(16), 16).staged == (24_000 + 16_000) / 2
     critic = config(objective={"baseline": "critic", "normalise": "none"})
     assert checkpoint_cost(DIMS, critic, cluster(), 1).size == 48_000
 
@@ -549,8 +615,9 @@ def test_every_constant_names_its_source():
     names = set(parse_cluster("1xH100").constants)
     for device in hardware.known_devices():
         constants = parse_cluster(f"1x{device}").constants
-        own = {"on_policy_rollout", "on_policy_train"} if device == "cpu" else {"host_memory"}
-        assert set(constants) == names - {"host_memory"} | own, device
+        of_gpus, of_cpus = {"host_memory", "pcie"}, {"on_policy_rollout", "on_policy_train"}
+        own = of_cpus if device == "cpu" else of_gpus
+        assert set(constants) == names - of_gpus | own, device
         for constant in constants.values():
             assert constant.value > 0
             assert constant.origin in ("measured", "cited", "assumed")

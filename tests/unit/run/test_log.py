@@ -4,7 +4,6 @@ keeps."""
 import json
 import math
 import os
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +20,7 @@ def lines(path):
 
 
 def test_rows_and_samples(tmp_path):
-    with RunLog(tmp_path, tensorboard=False) as log:
+    with RunLog(tmp_path) as log:
         log.write(1, {"train/reward": 0.5, "mismatch/k3": math.nan, "mismatch/chi2": math.inf})
         log.write(2, {"train/reward": 1, "eval/avg@16": 0.25, "counterfactual/mismatch/f1.25": 0.0})
         log.write_sample(
@@ -43,14 +42,14 @@ def test_rows_and_samples(tmp_path):
 
 
 def test_lines_are_in_the_file_during_the_run(tmp_path):
-    with RunLog(tmp_path, tensorboard=False) as log:
+    with RunLog(tmp_path) as log:
         log.write(1, {"train/reward": 0.5})
         assert read_metrics(tmp_path) == [{"step": 1, "train/reward": 0.5}]
 
 
 def test_unknown_name_is_refused_and_nothing_is_written(tmp_path):
     with (
-        RunLog(tmp_path, tensorboard=False) as log,
+        RunLog(tmp_path) as log,
         pytest.raises(ValueError, match="train/rewards"),
     ):
         log.write(1, {"train/reward": 0.5, "train/rewards": 0.5})
@@ -84,19 +83,19 @@ def test_every_metric_has_a_unit():
 
 
 def test_one_row_per_step(tmp_path):
-    with RunLog(tmp_path, tensorboard=False) as log:
+    with RunLog(tmp_path) as log:
         log.write(3, {"train/reward": 0.5})
         with pytest.raises(AssertionError, match="step 3 after step 3"):
             log.write(3, {"train/reward": 0.5})
     with (
-        RunLog(tmp_path, tensorboard=False) as log,
+        RunLog(tmp_path) as log,
         pytest.raises(AssertionError, match="step 2 after step 3"),
     ):
         log.write(2, {"train/reward": 0.5})  # reopened: the last step comes from the file
 
 
 def test_closed_log_is_refused(tmp_path):
-    log = RunLog(tmp_path, tensorboard=False)
+    log = RunLog(tmp_path)
     with log:
         pass
     with pytest.raises(AssertionError, match="with block"):
@@ -104,7 +103,7 @@ def test_closed_log_is_refused(tmp_path):
 
 
 def test_resume_after_kill_in_the_middle_of_a_line(tmp_path):
-    with RunLog(tmp_path, tensorboard=False) as log:
+    with RunLog(tmp_path) as log:
         for step in (1, 2, 3):
             log.write(step, {"train/reward": step / 10})
             log.write_sample({"step": step, "response": "x"})
@@ -114,11 +113,11 @@ def test_resume_after_kill_in_the_middle_of_a_line(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
     with (
         pytest.raises(UsageError, match=r"metrics\.jsonl.*half-written"),
-        RunLog(tmp_path, tensorboard=False),
+        RunLog(tmp_path),
     ):
         pass
     truncate_after(tmp_path, 2)
-    with RunLog(tmp_path, tensorboard=False) as log:
+    with RunLog(tmp_path) as log:
         log.write(3, {"train/reward": 0.9})
     assert [(row["step"], row["train/reward"]) for row in read_metrics(tmp_path)] == [
         (1, 0.1),
@@ -133,7 +132,7 @@ def test_resume_after_kill_in_the_middle_of_a_line(tmp_path):
 @given(data=st.data())
 def test_truncate_after_survives_a_cut_at_any_byte(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("run")
-    with RunLog(folder, tensorboard=False) as log:
+    with RunLog(folder) as log:
         for step in range(1, 5):
             log.write(step, {"train/reward": step / 7, "mismatch/k3": math.nan})
     path = folder / "metrics.jsonl"
@@ -149,7 +148,7 @@ def test_truncate_after_survives_a_cut_at_any_byte(tmp_path_factory, data):
 
 
 def test_truncate_is_atomic(tmp_path, monkeypatch):
-    with RunLog(tmp_path, tensorboard=False) as log:
+    with RunLog(tmp_path) as log:
         log.write(1, {"train/reward": 0.5})
         log.write(2, {"train/reward": 0.5})
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -180,30 +179,3 @@ def test_corrupt_line_in_the_middle(tmp_path, bad):
 def test_missing_file(tmp_path):
     with pytest.raises(UsageError, match=r"metrics\.jsonl: no such file"):
         read_metrics(tmp_path)
-
-
-def scalars(folder, tag):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    return [(event.step, round(event.value, 5)) for event in events.Scalars(tag)]
-
-
-def test_tensorboard_drops_recomputed_steps(tmp_path):
-    with RunLog(tmp_path, tensorboard=True) as log:
-        for step in (1, 2, 3):
-            log.write(step, {"train/reward": 0.1})
-    assert scalars(tmp_path, "train/reward") == [(1, 0.1), (2, 0.1), (3, 0.1)]
-    truncate_after(tmp_path, 1)
-    with RunLog(tmp_path, tensorboard=True) as log:
-        log.write(2, {"train/reward": 0.2})
-    assert scalars(tmp_path, "train/reward") == [(1, 0.1), (2, 0.2)]
-
-
-def test_tensorboard_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UsageError, match=r"onepolicy\[report\].*log\.tensorboard=false"):
-        RunLog(tmp_path / "run", tensorboard=True)
-    assert not (tmp_path / "run").exists()
-    RunLog(tmp_path / "run", tensorboard=False)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from onepolicy.config.model import OptimConfig
-from onepolicy.train.optim import MASTER, adamw, clip_gradients
+from onepolicy.train.optim import MASTER, clip_gradients
+from onepolicy.train.optimizers import adamw
 
 CONFIG = OptimConfig(lr=1e-4, weight_decay=0.1)
 

@@ -6,6 +6,8 @@ with one file per step and process, so that a killed run leaves complete files.
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,33 @@ from onepolicy.files import replace_atomically
 
 
 def write_step(
-    folder: Path | str, step: int, rows: Sequence[Mapping[str, Any]], *, rank: int = 0
+    folder: Path | str,
+    step: int,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    rank: int = 0,
+    keep_older: bool = False,
 ) -> Path:
     """Write the rows (schema version 1) of one training step to FOLDER/step_00012_0.parquet.
 
-    The file is complete or absent.
+    The file is complete or absent. A file of the step that is there is replaced. With `keep_older`
+    it stays beside the new one, under a name that `onepolicy audit` does not read, and a warning
+    says so: a run that was resumed trains some of its steps again.
     """
     path = Path(folder) / f"step_{step:05d}_{rank}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_atomically(path) as temporary:
         write_parquet(temporary, rows)
+        if keep_older:
+            _keep_older(path)
     return path
+
+
+def _keep_older(path: Path) -> None:
+    """Rename FILE to FILE.1, or to the first number that is free."""
+    if not path.exists():
+        return
+    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    kept = next(name for name in names if not name.exists())
+    path.rename(kept)
+    logging.getLogger(__name__).warning("%s was written before; the older is %s", path, kept.name)

@@ -57,6 +57,15 @@ def named_correction(correction: str | CorrectionConfig | None) -> CorrectionCon
     return config
 
 
+def of_a_part(config: CorrectionConfig) -> CorrectionConfig:
+    """Return the correction for a hook that sees a part of a batch: a sample, a micro-batch.
+
+    `max_nonfinite` is a share of the whole batch, so a part does not raise for it. Tokens that are
+    not finite are rejected all the same, and counted in `mismatch/nonfinite`.
+    """
+    return config.model_copy(update={"max_nonfinite": 1.0})
+
+
 def needs_whole_step(config: CorrectionConfig) -> bool:
     """Return whether a weight depends on other samples of the step."""
     return config.scales or any(gate.aggregate == "budget" for gate in config.gates)
@@ -99,7 +108,8 @@ def weighted_advantages(
         )
     if not mask.any():
         nothing = torch.zeros_like(logp_old)
-        return WeightedAdvantages(advantages * 0, nothing, torch.zeros_like(mask), {})
+        none = torch.zeros_like(advantages)  # not a product: they may be NaN
+        return WeightedAdvantages(none, nothing, torch.zeros_like(mask), {})
     applied = reweight(logp_old, logp_rollout, mask, correction, turn=turn, advantage=advantages)
     # A rejected slot may hold an advantage that is not finite.
     corrected = torch.where(applied.keep, advantages * applied.weight, 0.0)

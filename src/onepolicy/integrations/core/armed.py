@@ -61,8 +61,8 @@ class ArmedReplay:
 
         Args:
             traces: one trace per sample, in the order in which the forwards feed them. A trace may
-                be longer or shorter than its sample: it is cut, or the model routes the rest. None
-                is a sample without routes, which the model routes itself.
+                be longer or shorter than its sample: it is cut, or the model routes the rest. A
+                sample whose trace is None or has no valid row is routed by the model itself.
             native: keep the routers' own choice, for `ArmedBatch.native`.
             check: as of `Routers.replay`.
 
@@ -145,7 +145,7 @@ class ArmedBatch:
             )
         self.forwards += 1
         traces = [self._waiting.popleft() for _ in range(layout.samples)]
-        self._layout, self._without = layout, [trace is None for trace in traces]
+        self._layout, self._without = layout, [not _has_routes(trace) for trace in traces]
         if all(self._without):
             return
         whole = layout.trace(
@@ -236,6 +236,10 @@ class _Packed(_Layout):
     def split(self, trace: RoutingTrace) -> Sequence[RoutingTrace]:
         bounds = zip(self._bounds, self._bounds[1:], strict=False)
         return [trace.rows(first, last) for first, last in bounds]
+
+
+def _has_routes(trace: Trace) -> bool:
+    return trace is not None and bool(trace.valid.any())
 
 
 def _layout_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Layout:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onepolicy.audit.export import write_step
 from onepolicy.config import UsageError
 from onepolicy.types import RoutingTrace
 
@@ -47,6 +49,17 @@ def dump_row(
         if value is not None:
             row[name] = value
     return row
+
+
+def write_rows(
+    folder: Path, step: int, rows: Sequence[Mapping[str, Any]], *, rank: int = 0
+) -> None:
+    """Write the rows of one step, and keep an older file of it. No row, no file: training goes on.
+
+    A step has no row if the trainer masked all its samples, or this rank's.
+    """
+    if rows:
+        write_step(folder, step, rows, rank=rank, keep_older=True)
 
 
 def add_routes(

@@ -16,7 +16,9 @@ from onepolicy.integrations.core.layout import fit
 from onepolicy.types import RoutingTrace
 
 LARGEST = ("max_dlogp", "max_dp", "weight_max", "ratio_max")
-"""Last parts of names whose value over ranks is the largest. Of others it is the mean."""
+"""Last parts of names whose value over ranks is the largest."""
+COUNTS = ("differing", "slots", "kept", "denominator")
+"""Last parts of names whose value over ranks is the sum. Of the other names it is the mean."""
 
 
 def mismatch_metrics(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,26 +31,10 @@ from onepolicy.config import UsageError
 from onepolicy.config.base import short_repr
 from onepolicy.integrations.core.layout import fit
 from onepolicy.replay.payloads.npy import InvalidNpyError, parse_npy
+from onepolicy.replay.routers import BoundRouters
 from onepolicy.types import RoutingTrace, id_dtype
 
 PLAIN_DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
-
-
-class BoundRouters(Protocol):
-    """The routers of a model as payloads need them: `onepolicy.Routers`, or those of Megatron."""
-
-    layers: tuple[int, ...]
-    num_experts: int
-    top_k: int
-
-    @property
-    def depth(self) -> int:
-        """The number of the model's decoder layers."""
-        ...
-
-    def trace_from(self, ids: Tensor, *, valid: Tensor | None = None) -> RoutingTrace:
-        """Return an engine's routes [T, layers, K] as a trace of the model."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from onepolicy.config import UsageError
 
 @dataclass(frozen=True, slots=True)
 class CheckedSetting:
-    """One requirement, the trainer's setting, and the change that meets it."""
+    """One requirement, the setting that does not meet it, and the change that would."""
 
     name: str
     met: bool
@@ -32,7 +32,7 @@ class Preflight:
     notes: list[str] = field(default_factory=list)
 
     def require(self, name: str, met: bool, *, found: str, fix: str) -> None:
-        """Add a requirement."""
+        """Add a requirement. `found` and `fix` are shown if it is not met."""
         self.checks.append(CheckedSetting(name, met, found, fix))
 
     def note(self, text: str) -> None:
@@ -51,8 +51,8 @@ class Preflight:
     def __str__(self) -> str:
         lines = [f"onepolicy in {self.trainer}"]
         for check in self.checks:
-            mark = "no"
+            line = f"  no  {check.name}: {check.found}"
             if check.met:
-                mark = "ok"
-            lines.append(f"  {mark:<4}{check.name}: {check.found}")
+                line = f"  ok  {check.name}"
+            lines.append(line)
         return "\n".join([*lines, *(f"  note {text}" for text in self.notes)])

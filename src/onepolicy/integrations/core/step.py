@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,12 +11,15 @@ from torch import Tensor
 
 from onepolicy.config import CorrectionConfig
 from onepolicy.correct.current_policy import live_weights
-from onepolicy.correct.report import report
+from onepolicy.correct.report import Sums, report
 from onepolicy.integrations.core.advantages import turns_of, weighted_advantages
 from onepolicy.integrations.core.metrics import mismatch_metrics
 
 PER_TOKEN = ("mismatch/k1", "mismatch/k3", "mismatch/f2")
 """Metrics that are means over tokens, so that each token has a value of its own."""
+NONFINITE = "mismatch/nonfinite"
+LIVE = ("correction/rejected", "correction/weight_mean", "correction/ratio_mean")
+"""Metrics of a live correction that are means over tokens, as trainers average micro-batches."""
 LN2 = 0.6931471805599453
 
 
@@ -31,7 +35,7 @@ class LiveBatch(NamedTuple):
 
     advantages: Tensor  # [B, T], 0 where not kept
     logp_old: Tensor  # [B, T], what the loss is to take for its old log-probabilities
-    report: dict[str, float]  # `correction/...` of this micro-batch; empty without tokens
+    metrics: dict[str, float]  # of LIVE, in this micro-batch; 0 where there is none
 
 
 @torch.no_grad()
@@ -86,23 +90,33 @@ def live_batch(
         logp_old = logp_new
     elif correction.surrogate == "ppo":
         logp_old = torch.where(logp_rollout.isfinite() & mask, logp_rollout, logp_new)
-    numbers = {}
-    if mask.any():
-        numbers = report(part, live.sums)
-    return LiveBatch(weighted.to(advantages.dtype), logp_old, numbers)
+    return LiveBatch(weighted.to(advantages.dtype), logp_old, _live_metrics(part, live.sums))
+
+
+def _live_metrics(correction: CorrectionConfig, sums: Sums) -> dict[str, float]:
+    """Return the metrics of LIVE: the same names on every rank, and no value that is not finite.
+
+    A trainer that sums them by name or by position would hang, or log NaN for all ranks.
+    """
+    numbers = report(correction, sums)
+    metrics = dict.fromkeys(LIVE, 0.0)
+    return metrics | {name: numbers[name] for name in LIVE if math.isfinite(numbers[name])}
 
 
 def token_metrics(logp_old: Tensor, logp_rollout: Tensor) -> dict[str, Tensor]:
     """Return each token's value [N] of the metrics of PER_TOKEN, and of `mismatch/nonfinite`.
 
-    Where a log-probability is not finite, the values of PER_TOKEN are 0 and that of nonfinite 1.
+    Where a log-probability is not finite, the values of PER_TOKEN are NaN, to be left out, and that
+    of nonfinite is 1.
     """
     log_rho = logp_old.double() - logp_rollout.double()
     finite = log_rho.isfinite()
-    log_rho = torch.where(finite, log_rho, 0.0)
     values = (-log_rho, log_rho.expm1() - log_rho, (log_rho.abs() > LN2).double())
-    found = {name: value.float() for name, value in zip(PER_TOKEN, values, strict=True)}
-    return found | {"mismatch/nonfinite": (~finite).float()}
+    found = {
+        name: torch.where(finite, value, torch.nan).float()
+        for name, value in zip(PER_TOKEN, values, strict=True)
+    }
+    return found | {NONFINITE: (~finite).float()}
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:

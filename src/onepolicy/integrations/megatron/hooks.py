@@ -17,8 +17,8 @@ from torch import Tensor
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.topk_hook import TopkHook, TopkRecorder, TopkReplayer
 
-DefaultTopk = Callable[..., tuple[Tensor, Tensor]]
-"""Megatron's selection: (scores [N, E], K, groups, groups to choose) -> values and ids [N, K]."""
+OwnTopk = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""A router's own selection: scores [N, E] -> values and ids [N, K]."""
 
 
 class _RouterReplaySeat(TopkHook):
@@ -33,6 +33,23 @@ class _RouterReplaySeat(TopkHook):
     def __exit__(self, *exception: object) -> None:
         router: Any = self.router.module
         router.router_replay = self._replaced
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,  # [N, E]
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the values and ids [N, K] of the experts to use. Megatron's router calls it."""
+        return self._choose(
+            scores, topk, lambda x: default_compute_topk(x, topk, num_groups, group_topk)
+        )
+
+    def _choose(self, scores: Tensor, k: int, own: OwnTopk) -> tuple[Tensor, Tensor]:
+        """Return values and ids [N, K]. `own` gives those that the router selects from scores."""
+        raise NotImplementedError
 
 
 class MegatronRecorder(_RouterReplaySeat, TopkRecorder):
@@ -49,17 +66,12 @@ class MegatronRecorder(_RouterReplaySeat, TopkRecorder):
             self.batches.append(_samples(args))
         return out
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,  # [N, E]
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        default_compute_topk: DefaultTopk,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the router's own values and ids [N, K], and keep them."""
-        values, ids = default_compute_topk(scores, topk, num_groups, group_topk)
-        self._selections.append((scores, values, ids))
+    def _choose(self, scores: Tensor, k: int, own: OwnTopk) -> tuple[Tensor, Tensor]:
+        values, ids = own(scores)
+        # Without gradients Megatron 0.19 leaves a row unsorted. Recorded in the order of a training
+        # forward, the routes give that forward's sums over K, to the bit.
+        order = values.detach().argsort(dim=1, descending=True, stable=True)
+        self._selections.append((scores, values.gather(1, order), ids.gather(1, order)))
         return values, ids
 
 
@@ -78,24 +90,15 @@ class MegatronReplayer(_RouterReplaySeat, TopkReplayer):
             )
         super()._begin_first_call(args, kwargs)
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,  # [N, E]
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        default_compute_topk: DefaultTopk,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the replayed ids [N, K] and their scores; the router's own in invalid rows."""
+    def _choose(self, scores: Tensor, k: int, own: OwnTopk) -> tuple[Tensor, Tensor]:
         grad = torch.is_grad_enabled()
 
         def own_choice() -> tuple[Tensor, Tensor]:
             # Megatron 0.19 orders the ids of a row by whether gradients are on.
             with torch.set_grad_enabled(grad):
-                values, ids = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
-            return values, ids
+                return own(scores.detach())
 
-        selected = self._replayed_selection(torch.topk, scores, topk, own_choice)
+        selected = self._replayed_selection(torch.topk, scores, k, own_choice)
         return selected[0], selected[1]
 
 

@@ -9,15 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from onepolicy.config import UsageError
 from onepolicy.integrations.megatron.find import FoundRouters
 from onepolicy.integrations.megatron.hooks import MegatronRecorder, MegatronReplayer
 from onepolicy.integrations.megatron.rows import SequenceRanks, by_position, by_sample
 from onepolicy.integrations.megatron.settings import refuse_settings
-from onepolicy.replay.axes import Axis, trace_from
-from onepolicy.replay.checks import RoutingError, check_devices, check_row_order, check_trace
+from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.layers import Router
+from onepolicy.replay.routers import BoundRouters
 from onepolicy.replay.source_checks import SourceChecks
 from onepolicy.replay.topk_hook import TopkRecorder, TopkReplayer, override_attribute
 from onepolicy.types import RoutingTrace, TraceOrigin, id_dtype, index_ids
@@ -104,24 +103,20 @@ class MegatronReplay(ReplayHandle):
         return mass.view(-1, self._batch, mass.shape[1]).transpose(0, 1).flatten(0, 1)
 
 
-class MegatronRouters:
-    """The MoE routers of one Megatron model. `routers_of` makes it.
+class MegatronRouters(BoundRouters):
+    """The MoE routers of one Megatron model, of all its pipeline stages. `routers_of` makes it.
 
     Attributes:
-        layers: decoder index of each MoE layer of the whole model, ascending.
-        stage_layers: those of this pipeline stage; all of them without pipeline parallelism.
-        num_experts: experts per layer.
-        top_k: K, experts per token.
-        depth: the number of the model's decoder layers, of all stages.
+        stage_layers: the `layers` of this pipeline stage; all of them without pipeline parallelism.
     """
 
     def __init__(self, found: FoundRouters) -> None:
         self._routers = found.routers
         self.layers = found.layers
         self.stage_layers = tuple(router.layer for router in found.routers)
-        self.num_experts: int = found.config.num_moe_experts
-        self.top_k: int = found.config.moe_router_topk
-        self.depth: int = found.config.num_layers
+        self.num_experts = found.config.num_moe_experts
+        self.top_k = found.config.moe_router_topk
+        self.depth = found.config.num_layers
         self._checks = SourceChecks()
 
     @contextmanager
@@ -141,10 +136,14 @@ class MegatronRouters:
     ) -> Iterator[MegatronReplay]:
         """Make the next forward use the trace's experts, see `replay` of this package."""
         refuse_settings(self._routers, replaying=True)
-        self._check_trace(trace)
-        rows = self._sequence_ranks().own_rows(self._of_stage(trace), batch)
-        rows = rows.with_origin(trace.origin)  # every rank checks a source in the same forward
-        check_after = self._checks.plan(rows, check=check and bool(self._routers))
+        layers = self.layers
+        if isinstance(trace, RoutingTrace) and trace.layers == self.stage_layers:
+            layers = self.stage_layers
+        self._check_trace(trace, layers)
+        whole = self._of_stage(trace)
+        # Of the rows of all ranks, so that every rank raises or checks in the same forward.
+        check_after = self._checks.plan(whole, check=check and bool(self._routers))
+        rows = self._sequence_ranks().own_rows(whole, batch)
         handle = MegatronReplay(
             self._routers, rows, batch=batch, native=native, checked=check_after.needs_native
         )
@@ -152,36 +151,10 @@ class MegatronRouters:
             yield handle
         check_after(handle)
 
-    def trace_from(
-        self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None
-    ) -> RoutingTrace:
-        """Return an engine's routes as a trace of this model; as `onepolicy.Routers.trace_from`."""
-        return trace_from(
-            ids,
-            layers=self.layers,
-            depth=self.depth,
-            num_experts=self.num_experts,
-            axis=axis,
-            valid=valid,
-        )
-
     def _sequence_ranks(self) -> SequenceRanks:
         if not self._routers:
             return SequenceRanks(None)
         return SequenceRanks.of(self._routers[0].module)
-
-    def _check_trace(self, trace: RoutingTrace) -> None:
-        if not isinstance(trace, RoutingTrace):
-            raise UsageError(
-                f"replay: expected a RoutingTrace, got {type(trace).__name__}; tape.trace() gives "
-                "that of a recording, routers_of(model).trace_from(ids) that of an engine's ids"
-            )
-        check_devices(trace)
-        check_row_order(trace)
-        layers = self.layers
-        if trace.layers == self.stage_layers:
-            layers = self.stage_layers
-        check_trace(trace, layers=layers, num_experts=self.num_experts, top_k=self.top_k)
 
     def _of_stage(self, trace: RoutingTrace) -> RoutingTrace:
         """Return the columns of this pipeline stage's layers."""

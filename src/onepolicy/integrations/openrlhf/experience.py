@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.audit.export import write_step
-from onepolicy.integrations.core.dump import dump_row
+from onepolicy.integrations.core.dump import dump_row, write_rows
 from onepolicy.integrations.core.preflight import Preflight
 from onepolicy.integrations.core.settings import Settings, read_settings
 from onepolicy.integrations.core.step import measure_and_correct, padded
@@ -41,6 +40,17 @@ def extend(module: Any) -> None:
     maker.compute_advantages_and_returns = compute_advantages_and_returns
 
 
+def extend_trainer(module: Any) -> None:
+    """Extend BasePPOTrainer: its experience maker counts on from the steps of a resumed run."""
+    theirs = module.BasePPOTrainer.train_step
+
+    def train_step(self: Any, rollout_samples: Any, global_step: int) -> Any:
+        self.experience_maker.onepolicy_steps = global_step
+        return theirs(self, rollout_samples, global_step)
+
+    module.BasePPOTrainer.train_step = train_step
+
+
 def finish_step(experiences: Sequence[Any], settings: Settings, step: int) -> None:
     """Measure, correct and dump the experiences of a step, in place.
 
@@ -53,7 +63,7 @@ def finish_step(experiences: Sequence[Any], settings: Settings, step: int) -> No
     )
     if settings.dump is not None:
         rows = [row for experience in experiences for row in _rows(experience, step)]
-        write_step(settings.dump, step, rows)
+        write_rows(settings.dump, step, rows)
     found = measure_and_correct(
         advantages, old.float(), rollout.float(), mask.bool(), settings.correction
     )

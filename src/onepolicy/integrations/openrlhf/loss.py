@@ -37,8 +37,21 @@ def extend(module: Any) -> None:
                 settings.live,
             )
             advantages, old_log_probs = live.advantages, live.logp_old
+            info = getattr(self, "onepolicy_info", {})
+            info.update({name: log_probs.new_tensor(x) for name, x in live.metrics.items()})
         return theirs(
             self, log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **more
         )
 
     module.PolicyLoss.forward = forward
+
+
+def extend_actor(module: Any) -> None:
+    """Extend ActorPPOTrainer: its loss gets the `info` of its micro-batch, which is logged."""
+    theirs = module.ActorPPOTrainer.training_step
+
+    def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> Any:
+        self.actor_loss_fn.onepolicy_info = experience.info
+        return theirs(self, experience, *args, **kwargs)
+
+    module.ActorPPOTrainer.training_step = training_step

@@ -17,7 +17,7 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.weights import reweight
-from onepolicy.integrations.core.advantages import needs_whole_step, turns_of
+from onepolicy.integrations.core.advantages import needs_whole_step, of_a_part, turns_of
 from onepolicy.integrations.core.preflight import Preflight
 from onepolicy.integrations.core.settings import read_settings
 from onepolicy.integrations.core.step import token_metrics
@@ -95,7 +95,7 @@ def _config(correction: str) -> CorrectionConfig:
         fix="prime-rl carries no likeliest tokens of the sampler; choose another correction",
     )
     report.finish()
-    return config
+    return of_a_part(config)
 
 
 def _weights(
@@ -112,7 +112,8 @@ def _weights(
 
 
 def _metrics(logp: Tensor, rollout: Tensor, mask: Tensor, found: _Weights) -> dict[str, Tensor]:
-    metrics = {name: row[mask] for name, row in token_metrics(logp, rollout).items()}
+    values = token_metrics(logp, rollout)
+    metrics = {name: row[mask & row.isfinite()] for name, row in values.items()}
     metrics["correction/weight_mean"] = found.weight[mask]
     metrics["correction/rejected"] = (~found.keep)[mask].float()
     return metrics

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from onepolicy.audit.export import write_step
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.integrations.core.advantages import named_correction
-from onepolicy.integrations.core.dump import dump_row
+from onepolicy.integrations.core.dump import dump_row, write_rows
 from onepolicy.integrations.core.preflight import Preflight
 from onepolicy.integrations.core.settings import Settings
 from onepolicy.integrations.core.step import measure_and_correct
-from onepolicy.integrations.skyrl.loss import NAME
+from onepolicy.integrations.skyrl.loss import NAME, registered_correction
 
 OWN = (
     "tis_ratio_type",
@@ -26,6 +25,15 @@ OWN = (
     "token_mask_is_threshold_high",
 )
 """SkyRL's settings of algorithm.off_policy_correction; None is off."""
+MARK = "onepolicy_attached"
+"""Attribute of a trainer that `attach` was called for."""
+ANCHORED_AT_ROLLOUT = (
+    "rollout_is",
+    "dppo",
+    "cross_entropy",
+    "cispo with cispo.cispo_anchor=rollout",
+)
+"""Losses whose ratio is not new / old."""
 
 
 def attach(
@@ -56,7 +64,14 @@ def attach(
         folder = Path(dump)
     settings = Settings(correction=named_correction(correction), dump=folder)
     report = check_settings(trainer.cfg, settings)
+    report.require(
+        "one attach",
+        not getattr(trainer, MARK, False),
+        found="a trainer that onepolicy is attached to",
+        fix="it would correct every step twice; attach once, with everything",
+    )
     report.finish()
+    setattr(trainer, MARK, True)
     theirs = trainer.compute_advantages_and_returns
 
     def compute_advantages_and_returns(data: Any) -> Any:
@@ -80,7 +95,8 @@ def finish_step(trainer: Any, data: Any, settings: Settings) -> None:
         return
     old, rollout, mask = old.float(), rollout.float(), _mask(data)
     if settings.dump is not None:
-        write_step(settings.dump, trainer.global_step, _rows(trainer, data, old, rollout, mask))
+        rows = _rows(trainer, data, old, rollout, mask)
+        write_rows(settings.dump, trainer.global_step, rows)
     found = measure_and_correct(data["advantages"], old, rollout, mask, settings.correction)
     if settings.correction is not None:
         data["advantages"] = found.advantages
@@ -104,7 +120,7 @@ def check_settings(cfg: Any, settings: Settings) -> Preflight:
     report.require(
         f"correction {correction.name} alone",
         not own,
-        found=f"off_policy_correction.{', '.join(own) or 'off'}",
+        found=f"off_policy_correction.{', '.join(own)}",
         fix="two corrections would weigh every token twice; leave SkyRL's out",
     )
     report.require(
@@ -120,16 +136,27 @@ def check_settings(cfg: Any, settings: Settings) -> Preflight:
         fix=f"corrections of the new policy go with register_loss and policy_loss_type={NAME}, "
         "fixed ones with SkyRL's losses",
     )
+    if loss == NAME and correction.live:
+        registered = registered_correction()
+        report.require(
+            f"{correction.name} in the loss too",
+            registered in (None, correction),
+            found=f"register_loss got {getattr(registered, 'name', None)}",
+            fix="attach applies one part and the loss the other; give both the same",
+        )
     report.require(
         f"advantages that keep the weights of {correction.name}",
         not getattr(algorithm, "advantage_batch_normalize", False),
         found="advantage_batch_normalize=true",
         fix="SkyRL subtracts their mean after they are weighted; set it to false",
     )
+    anchor = loss
+    if loss == "cispo":
+        anchor = f"cispo with cispo.cispo_anchor={algorithm.cispo.cispo_anchor}"
     report.require(
         f"a ratio new / old beside {correction.name}",
-        loss not in ("rollout_is", "dppo", "cross_entropy"),
-        found=f"policy_loss_type={loss}",
+        anchor not in ANCHORED_AT_ROLLOUT,
+        found=f"policy_loss_type={anchor}",
         fix="this loss compares with the rollout itself; use regular, or leave `correction` out",
     )
     return report

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +18,7 @@ from onepolicy.replay.checks import refuse_router_loss
 from onepolicy.types import RoutingTrace
 
 ROUTES = "rollout_expert_indices"
+WITHOUT_ROUTE = "router_padding_mask"
 
 
 def replaying(worker: Any) -> type:
@@ -40,35 +43,43 @@ def replaying(worker: Any) -> type:
             return found
 
         def _forward_micro_batch(self, micro_batch: Any) -> Any:
-            mask, routes = micro_batch["attention_mask"], micro_batch.get(ROUTES)
-            with _replayed(self.onepolicy_replay, routes, mask):
+            with _replayed(self.onepolicy_replay, micro_batch.get):
                 return super()._forward_micro_batch(micro_batch)
 
         def _forward_backward_micro(self, experience: Any, *args: Any, **kwargs: Any) -> Any:
-            routes = getattr(experience, ROUTES)
-            with _replayed(self.onepolicy_replay, routes, experience.attention_mask):
+            with _replayed(self.onepolicy_replay, functools.partial(getattr, experience)):
                 return super()._forward_backward_micro(experience, *args, **kwargs)
 
     return ReplayingPolicyWorker
 
 
 @contextmanager
-def _replayed(armed: ArmedReplay, routes: Any, attention_mask: Tensor) -> Iterator[None]:
+def _replayed(armed: ArmedReplay, field: Callable[[str], Any]) -> Iterator[None]:
+    """Replay the routes of a micro-batch, if it has any. `field` returns one of its fields."""
+    routes = field(ROUTES)
     if routes is None:
         yield
         return
-    with armed.batch(_traces(armed, routes, attention_mask)):
+    with armed.batch(_traces(armed, routes, field("attention_mask"), field(WITHOUT_ROUTE))):
         yield
 
 
-def _traces(armed: ArmedReplay, routes: Any, attention_mask: Tensor) -> list[RoutingTrace]:
+def _traces(
+    armed: ArmedReplay,
+    routes: Any,
+    attention_mask: Tensor,  # [B, S]
+    without_route: Tensor | None,  # [B, S] bool
+) -> list[RoutingTrace]:
     """Return each sample's trace from SkyRL's PackedTensor of routes, one row a token.
 
-    SkyRL fills the last token's row with the experts 0 .. K-1, which only its place tells.
+    SkyRL fills rows that the engine did not capture with the experts 0 .. K-1: the last token's,
+    those of a suffix such as a last tool reply, and those of samples and micro-batches that only
+    fill up. `router_padding_mask` is true there. Without it only the last token's is known.
 
     Raises UsageError if the rows are not those of the samples' tokens.
     """
-    lengths = attention_mask.long().sum(1).tolist()
+    fed = attention_mask.bool()
+    lengths = fed.sum(1).tolist()
     bounds = routes.cu_seqlens.tolist()
     packed = [stop - start for start, stop in itertools.pairwise(bounds)]
     if packed != lengths:
@@ -76,8 +87,17 @@ def _traces(armed: ArmedReplay, routes: Any, attention_mask: Tensor) -> list[Rou
             f"SkyRL: rollout_expert_indices has samples of {packed} rows, the batch of {lengths} "
             "tokens; the routes belong to other samples, or another layout"
         )
-    parts = [routes.values[start:stop] for start, stop in itertools.pairwise(bounds)]
-    return [
-        to_trace(armed.routers, part, tokens=tokens, form="skyrl")
-        for part, tokens in zip(parts, lengths, strict=True)
+    traces = [
+        to_trace(armed.routers, routes.values[start:stop], tokens=tokens, form="skyrl")
+        for (start, stop), tokens in zip(itertools.pairwise(bounds), lengths, strict=True)
     ]
+    if without_route is None:
+        return traces
+    captured = [~row[kept] for row, kept in zip(without_route, fed, strict=True)]
+    return [_only(trace, rows) for trace, rows in zip(traces, captured, strict=True)]
+
+
+def _only(trace: RoutingTrace, captured: Tensor) -> RoutingTrace:
+    """Return the trace with the rows that were not captured marked invalid. captured: [n] bool."""
+    valid = trace.valid & captured[: len(trace)].to(trace.valid.device)
+    return dataclasses.replace(trace, valid=valid).with_origin(trace.origin)

@@ -7,6 +7,7 @@ sums: the reduction is folded into the advantages before, so rejected tokens sta
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from onepolicy.integrations.core.advantages import named_correction
 from onepolicy.integrations.core.step import live_batch
 
 NAME = "onepolicy"
-REPORTED = ("correction/rejected", "correction/weight_mean", "correction/ratio_mean")
 
 
 def register_loss(correction: str | CorrectionConfig) -> None:
@@ -31,6 +31,16 @@ def register_loss(correction: str | CorrectionConfig) -> None:
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
     PolicyLossRegistry.register(NAME, policy_loss_of(correction))
+
+
+def registered_correction() -> CorrectionConfig | None:
+    """Return the correction of the loss that SkyRL's registry has, None if it has none of ours."""
+    utilities = sys.modules.get("skyrl.backends.skyrl_train.utils.ppo_utils")
+    if utilities is None or NAME not in utilities.PolicyLossRegistry.list_available():
+        return None
+    loss = utilities.PolicyLossRegistry.get(NAME)
+    correction: CorrectionConfig | None = getattr(loss, "keywords", {}).get("correction")
+    return correction
 
 
 def policy_loss_of(correction: str | CorrectionConfig) -> Any:
@@ -73,7 +83,5 @@ def policy_loss(
     clipped = ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high)
     surrogate = torch.min(ratio * live.advantages, clipped * live.advantages)
     share = ((ratio - clipped).detach().abs() > 0)[mask].float()
-    # The same names in every micro-batch, because SkyRL averages them over ranks by position.
-    metrics = {name: live.report.get(name, 0.0) for name in REPORTED}
-    metrics["clip_ratio"] = float(share.sum()) / max(len(share), 1)
-    return -(surrogate * mask).sum(), metrics
+    clip_ratio = float(share.sum()) / max(len(share), 1)
+    return -(surrogate * mask).sum(), live.metrics | {"clip_ratio": clip_ratio}

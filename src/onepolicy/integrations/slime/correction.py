@@ -10,25 +10,27 @@ Both hand on the trainer's masks: a rejected token weighs 0, and the others do n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onepolicy.audit.export import write_step
-from onepolicy.config import UsageError
+from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.correct.weights import reweight
-from onepolicy.integrations.core.dump import dump_row
+from onepolicy.integrations.core.advantages import of_a_part, turns_of
+from onepolicy.integrations.core.dump import dump_row, write_rows
 from onepolicy.integrations.core.settings import Settings, read_settings
 from onepolicy.integrations.core.step import (
+    NONFINITE,
+    PER_TOKEN,
     measure_and_correct,
     padded,
     token_metrics,
     unpadded,
 )
-from onepolicy.integrations.slime.metrics import over_ranks
-from onepolicy.integrations.slime.preflight import check_step, check_tis
+from onepolicy.integrations.slime.metrics import data_parallel_group, over_ranks
+from onepolicy.integrations.slime.preflight import check_lengths, check_step, check_tis
 
 
 class Batch(NamedTuple):
@@ -70,14 +72,20 @@ def step(args: Any, rollout_id: int = 0, rollout_data: Any = None, **_: Any) -> 
         whole("rollout_log_probs"),
         [mask.bool() for mask in rollout_data["loss_masks"]],
     )
+    check_lengths(*batch)
     old, rollout, mask = (padded(rows) for rows in batch)
+    correction = settings.correction
+    if correction is not None:
+        correction = of_a_part(correction)
     found = measure_and_correct(
-        padded(whole("advantages")), old, rollout, mask.to(old.device), settings.correction
+        padded(whole("advantages")), old, rollout, mask.to(old.device), correction
     )
+    metrics = over_ranks(found.metrics, int(mask.sum()), correction, data_parallel_group())
     if settings.correction is not None:
+        _check_nonfinite(settings.correction, metrics)
         corrected = unpadded(found.advantages, batch.logp_old)
         rollout_data["advantages"] = _own_part(args, corrected, rollout_data)
-    rollout_data.update(over_ranks(found.metrics, int(mask.sum()), settings.correction))
+    rollout_data.update(metrics)
     if settings.dump is not None and _writes_dump(args):
         _dump(settings, rollout_id, rollout_data, batch)
 
@@ -111,17 +119,52 @@ def tis(
     rollout = [logp.detach().float() for logp in rollout_log_probs]
     masks = [mask.bool().to(logp.device) for mask, logp in zip(loss_masks, old, strict=True)]
     check_tis(args, settings, old, masks).finish()
-    metrics = token_metrics(torch.cat(old), torch.cat(rollout))
+    check_lengths(old, rollout, masks)
+    metrics = _token_metrics(old, rollout, masks)
     if settings.correction is None or not args.use_tis:
         return pg_loss, loss_masks, metrics
     weights, keep = [torch.zeros_like(logp) for logp in old], masks
     if any(mask.any() for mask in masks):
-        applied = reweight(old, rollout, masks, settings.correction)
+        turns = [turns_of(mask[None])[0] for mask in masks]
+        applied = reweight(old, rollout, masks, of_a_part(settings.correction), turn=turns)
         weights, keep = applied.weight, applied.keep
     weight, kept = torch.cat(weights), torch.cat(keep)
     metrics["correction/weight_mean"] = weight
     metrics["correction/rejected"] = (~kept & torch.cat(masks)).float()
     return torch.where(kept, pg_loss * weight, 0.0), loss_masks, metrics
+
+
+def _check_nonfinite(correction: CorrectionConfig, metrics: Mapping[str, Tensor]) -> None:
+    """Raise UsageError, on all ranks, if too many tokens of the whole step are not finite."""
+    share = float(metrics.get("mismatch/nonfinite", 0.0))
+    if share > correction.max_nonfinite:
+        raise UsageError(
+            f"onepolicy's step hook: {share:.1%} of the step's tokens have a log-probability that "
+            f"is not finite, more than the correction's max_nonfinite = {correction.max_nonfinite}"
+            "; fix the engine that returned such log-probabilities"
+        )
+
+
+def _token_metrics(
+    old: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return each token's metrics [N].
+
+    slime and miles divide a sample's sum by all its tokens. So that a token without a value is left
+    out of the mean, it gets that of the sample's others.
+    """
+    rows = [token_metrics(*pair) for pair in zip(old, rollout, strict=True)]
+    return {
+        name: torch.cat([_filled(row[name], mask) for row, mask in zip(rows, masks, strict=True)])
+        for name in (*PER_TOKEN, NONFINITE)
+    }
+
+
+def _filled(values: Tensor, mask: Tensor) -> Tensor:
+    """Return values [T], those that are not finite replaced by the mean of the mask's others."""
+    known = mask & values.isfinite()
+    mean = torch.where(known, values, 0.0).sum() / known.sum().clamp(min=1)
+    return torch.where(values.isfinite(), values, mean)
 
 
 def _gatherer(args: Any, data: MutableMapping[str, Any]) -> Callable[[str], list[Tensor]]:
@@ -165,6 +208,8 @@ def _dump(settings: Settings, rollout_id: int, data: Mapping[str, Any], batch: B
     rewards = data.get("rewards")
     rows = []
     for i, mask in enumerate(batch.masks):
+        if not len(mask):
+            continue  # the response is empty
         tokens = torch.as_tensor(data["tokens"][i])[-len(mask) :]
         row = dump_row(tokens, mask, batch.logp_rollout[i], batch.logp_old[i], step=rollout_id)
         if rewards is not None:
@@ -173,4 +218,4 @@ def _dump(settings: Settings, rollout_id: int, data: Mapping[str, Any], batch: B
     rank = 0
     if torch.distributed.is_initialized():
         rank = torch.distributed.get_rank()
-    write_step(settings.dump, rollout_id, rows, rank=rank)
+    write_rows(settings.dump, rollout_id, rows, rank=rank)

@@ -6,46 +6,65 @@ names on all of them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig
-from onepolicy.integrations.core.metrics import LARGEST
+from onepolicy.integrations.core.metrics import COUNTS, LARGEST
 from onepolicy.integrations.core.step import measure_and_correct
 
 
-def over_ranks(
-    metrics: dict[str, float], tokens: int, correction: CorrectionConfig | None
-) -> dict[str, Tensor]:
-    """Return the metrics of all ranks together: means by their tokens, or the largest.
+def data_parallel_group() -> Any:
+    """Return slime's group of ranks with other samples, None in a single process."""
+    if not dist.is_initialized():
+        return None
+    from megatron.core import mpu
 
-    Means over tokens are exact. Ratios of sums (`ess`, `chi2`, `pearson`) are means of the ranks'.
-    All ranks of the data-parallel group must call it.
+    return mpu.get_data_parallel_group_gloo(with_context_parallel=False)
+
+
+def over_ranks(
+    metrics: dict[str, float], tokens: int, correction: CorrectionConfig | None, group: Any
+) -> dict[str, Tensor]:
+    """Return the metrics of all ranks together: means by their tokens, sums, or the largest.
+
+    A rank whose value is missing or not finite does not count. A metric that no rank has is left
+    out, on all of them. Means over tokens are exact. Ratios of sums (`ess`, `chi2`, `pearson`) are
+    means of the ranks'. All ranks of the group must call it.
 
     Args:
-        metrics: of this rank's samples; empty without tokens.
+        metrics: of this rank's samples; any of the names that `measure_and_correct` gives.
         tokens: their number.
-        correction: the correction that reported them, for the names on a rank without tokens.
+        correction: the one that reported them. The same on all ranks.
+        group: of the data-parallel ranks, None for one process.
     """
-    if not tokens:
-        one = torch.zeros(1, 1)
-        metrics = measure_and_correct(one, one, one, one == 0, correction).metrics
-    values = torch.tensor(list(metrics.values()), dtype=torch.float64)
-    weight = torch.tensor(float(tokens), dtype=torch.float64)
-    sums, largest = values * weight, values
-    if not tokens:
-        sums, largest = torch.zeros_like(values), torch.full_like(values, -torch.inf)
-    if torch.distributed.is_initialized():
-        from megatron.core import mpu
-
-        group = mpu.get_data_parallel_group_gloo(with_context_parallel=True)
-        for part in (sums, weight):
-            torch.distributed.all_reduce(part, group=group)
-        largest = largest.clone()
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    names = _names(correction)
+    values = torch.tensor([metrics.get(name, torch.nan) for name in names], dtype=torch.float64)
+    known = values.isfinite()
+    weight = known * float(tokens)
+    plain, largest = torch.where(known, values, 0.0), torch.where(known, values, -torch.inf)
+    sums = torch.stack([weight, plain * weight, plain])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    weight, weighted, counted = sums
     found = {}
-    for i, name in enumerate(metrics):
-        found[name] = sums[i] / weight
-        if name.rpartition("/")[2] in LARGEST:
+    for i, name in enumerate(names):
+        last = name.rpartition("/")[2]
+        if weight[i] == 0:
+            continue
+        found[name] = weighted[i] / weight[i]
+        if last in LARGEST:
             found[name] = largest[i]
+        elif last in COUNTS:
+            found[name] = counted[i]
     return found
+
+
+def _names(correction: CorrectionConfig | None) -> list[str]:
+    """Return the names of the metrics of a step."""
+    one = torch.zeros(1, 1)
+    return list(measure_and_correct(one, one, one, one == 0, correction).metrics)

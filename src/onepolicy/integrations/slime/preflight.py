@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onepolicy.config import CorrectionConfig
+from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.integrations.core.advantages import needs_whole_step
 from onepolicy.integrations.core.preflight import Preflight
 from onepolicy.integrations.core.settings import Settings
@@ -94,6 +94,21 @@ def check_tis(
         fix="the hook is handed no advantages; leave `when` out",
     )
     return report
+
+
+def check_lengths(
+    old: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]
+) -> None:
+    """Raise UsageError unless both sides have a log-probability for every response token."""
+    for number, rows in enumerate(zip(old, rollout, masks, strict=True)):
+        lengths = [len(row) for row in rows]
+        if len(set(lengths)) > 1:
+            raise UsageError(
+                f"slime or miles: sample {number} of this rank has {lengths[0]} log-probabilities "
+                f"of the trainer, {lengths[1]} of the rollout and a loss mask of {lengths[2]} "
+                "tokens; a rollout function must return one for every token of the response, also "
+                "for those of a tool (any number)"
+            )
 
 
 def _check_correction(report: Preflight, correction: CorrectionConfig) -> None:

@@ -76,7 +76,7 @@ def _check_kind(trainer: Any, report: Preflight) -> None:
             "its batches pack the completions of a prompt as a tree, where the prompt's tokens "
             "have one row for the routes of many requests; use GRPOTrainer"
         )
-    report.require("trainer", kind_of(trainer) != "other", found=name, fix=fix)
+    report.require("a supported trainer", kind_of(trainer) != "other", found=name, fix=fix)
     missing = [method for method in METHODS if not hasattr(trainer, method)]
     if missing and kind_of(trainer) != "other":
         fix = "this TRL has other methods than 1.16; install trl 1.16"
@@ -122,7 +122,7 @@ def _check_engine(trainer: Any, report: Preflight) -> None:
         report.note("routes: of the server; start it with --enable-return-routed-experts")
     else:
         report.require(
-            "model.generate",
+            "samples of model.generate",
             not trainer.use_transformers_continuous_batching,
             found=f"continuous batching {trainer.use_transformers_continuous_batching}",
             fix="its batches do not show whose rows they are; set "

@@ -56,7 +56,7 @@ def check_workers(report: Preflight, answers: Sequence[WorkerReport], *, routes:
     report.require(
         "onepolicy's engine in the workers",
         not foreign,
-        found=", ".join(foreign) or answers[0].engine,
+        found=", ".join(foreign),
         fix=(
             f"the workers need {VENDOR_VARIABLE}={VENDOR} in their environment (on several nodes: "
             f"ray_kwargs.ray_init.runtime_env.env_vars.{VENDOR_VARIABLE}) and onepolicy installed; "
@@ -67,9 +67,11 @@ def check_workers(report: Preflight, answers: Sequence[WorkerReport], *, routes:
     report.require(
         "routers that can be replayed",
         not problems,
-        found="; ".join(problems) or str(answers[0].routers),
+        found="; ".join(problems),
         fix="change the model's config, or set rollout.enable_rollout_routing_replay=false",
     )
+    if not problems and not foreign:
+        report.note(f"replayed: {answers[0].routers}")
 
 
 def _check_replay(report: Preflight, config: Any, environment: Mapping[str, str]) -> None:

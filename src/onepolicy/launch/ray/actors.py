@@ -17,9 +17,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from onepolicy.config import QuantFormat, RunConfig, ServiceUnavailable, TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.interfaces import EngineCaps, Progress, RolloutEngine
+from onepolicy.launch.agent import environment, on_loopback
 from onepolicy.launch.launcher import Launcher
-from onepolicy.launch.rank_info import LaunchedRanks, RankInfo
-from onepolicy.launch.ranks import GLOO_INTERFACE_ENV, gloo_on_loopback, loopback_interface
+from onepolicy.launch.ranks import LaunchedRanks, RankInfo
 from onepolicy.launch.ray.placement import (
     PlacementGroup,
     ProcessInfo,
@@ -36,7 +36,7 @@ from onepolicy.rollout.fleet.replicas import Replica, Replicas
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.group import open_store
 from onepolicy.sync.weight_files import WeightFiles, WrittenWeights
-from onepolicy.train.sharded.channel import RankLost
+from onepolicy.train.sharded.ranks import RankLost
 from onepolicy.types import NumericsContract
 
 MAX_CONCURRENT_CALLS = 100
@@ -88,14 +88,14 @@ class _RunActors:
         return actors
 
     def _start_ranks(self, placement: PlacementGroup) -> list[Any]:
-        environment = {}
+        variables = {}
         if self._on_loopback:
-            environment[GLOO_INTERFACE_ENV] = loopback_interface()
+            variables = on_loopback()
         actor_class: Any = ray.remote(RankProcess)
         actors = []
         for rank in range(1, len(placement.request.ranks) + 1):
             options = placement.actor_options(placement.request.rank_bundle(rank))
-            actors.append(actor_class.options(**options).remote(environment))
+            actors.append(actor_class.options(**options).remote(variables))
         return actors
 
     def _process_infos(self) -> list[ProcessInfo]:
@@ -123,25 +123,17 @@ class _RunActors:
 
     @contextmanager
     def launch_ranks(self, config: RunConfig) -> Iterator[LaunchedRanks]:
-        """Open the ranks' store in this process and yield the ranks.
-
-        They get the driver's token through Ray.
-        """
-        interface = gloo_on_loopback() if self._on_loopback else nullcontext()
-        with interface:
+        """Open the ranks' store in this process, start the ranks and yield them."""
+        with environment(on_loopback()) if self._on_loopback else nullcontext():
             store = open_store(self.address, config.train.rank_timeout)
             store_address = (self.address, store.port)
-            running: list[Any] = []  # references to the results of RankProcess.run_rank
-
-            def publish_address(driver: str) -> None:
-                for rank, actor in enumerate(self.ranks, start=1):
-                    running.append(
-                        actor.run_rank.remote(rank, config.train.ranks, store_address, driver)
-                    )
-
-            rank_info = RankInfo(0, config.train.ranks, self.local_rank, False)
-            check_alive = partial(_check_ranks_alive, running)
-            yield LaunchedRanks(rank_info, store, self.address, publish_address, check_alive)
+            count = config.train.ranks
+            running = [
+                actor.run_rank.remote(rank, count, store_address)
+                for rank, actor in enumerate(self.ranks, start=1)
+            ]
+            rank_info = RankInfo(0, count, self.local_rank)
+            yield LaunchedRanks(rank_info, store, partial(_check_ranks_alive, running))
 
     def build_engine(self, spec: EngineSpec) -> RolloutEngine:
         """Build the engines of all replicas at the same time.

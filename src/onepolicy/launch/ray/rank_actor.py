@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 
 import ray
 
@@ -39,17 +38,12 @@ class RankProcess:
     def process_info_json(self) -> str:
         return process_info_json()
 
-    def run_rank(self, rank: int, world_size: int, store: tuple[str, int], driver: str) -> None:
+    def run_rank(self, rank: int, world_size: int, store: tuple[str, int]) -> None:
         """Run this rank until the run ends.
 
-        store: host and port of the store that the ranks share. driver: address and token of the
-        driver (channel.encode_address).
+        store: host and port of the store that the ranks share.
         """
-        from onepolicy.launch.rank_info import RankInfo
-        from onepolicy.launch.rank_main import JOIN_TIMEOUT_S, run_rank
+        from onepolicy.launch.ranks import JOIN_TIMEOUT_S, RankInfo, run_rank
         from onepolicy.sync.group import join_store
-        from onepolicy.train.sharded.channel import RankLost
 
-        rank_info = RankInfo(rank, world_size, 0, False)
-        with suppress(RankLost):  # the driver reports why
-            run_rank(rank_info, join_store(*store, JOIN_TIMEOUT_S), driver)
+        run_rank(RankInfo(rank, world_size, 0), join_store(*store, JOIN_TIMEOUT_S))

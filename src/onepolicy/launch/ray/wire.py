@@ -10,9 +10,9 @@ from pydantic import ConfigDict
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from onepolicy.config import TrainingError
+from onepolicy.config import TrainingError, UsageError
+from onepolicy.replay.checks import RoutingError
 from onepolicy.sync.messages import validate_message
-from onepolicy.train.sharded.rank_group import ERRORS, ErrorReport
 from onepolicy.train.sharded.wire import Message, TraceHeader, number_kind, trace_from_tensors
 from onepolicy.types import (
     Completion,
@@ -22,6 +22,18 @@ from onepolicy.types import (
     RoutingTrace,
     Sampling,
 )
+
+ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (UsageError, TrainingError, RoutingError)
+}
+
+
+class ErrorReport(TypedDict):
+    """The reply to a request that failed."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    error: str
+    kind: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from onepolicy.config import TrainingError
-from onepolicy.sync.broadcast import Sender
+from onepolicy.sync.broadcast import ReceiverLost, Sender
 from onepolicy.sync.group import run_in_daemon_thread
 from onepolicy.sync.weight_files import WrittenWeights, read_weights
 
@@ -74,6 +74,10 @@ class ReplicaBroadcast:
         if error is not None or self._failed:
             self._sender.cancel()
         (result,) = await asyncio.gather(self._sending, return_exceptions=True)
+        own = isinstance(result, Exception) and not isinstance(result, ReceiverLost)
+        if own and (error is None or isinstance(error, Exception)):
+            assert isinstance(result, Exception)
+            raise result from error  # the first cause: receivers only saw the connection end
         seen = error is not None or (self._failed and isinstance(result, TrainingError))
         if isinstance(result, BaseException) and not seen:
             raise result

@@ -198,5 +198,13 @@ def common_caps(caps: Sequence[EngineCaps]) -> EngineCaps:
         top_logprobs=min(each.top_logprobs for each in caps),
         seeded=all(each.seeded for each in caps),
         weights_dtype=weights_dtype,
-        canary_floor=max(each.canary_floor for each in caps),
+        inexact_dtype=_coarsest({each.inexact_dtype for each in caps}),
     )
+
+
+def _coarsest(dtypes: set[str | None]) -> str | None:
+    """Return the dtype with the largest last places; None if there is none."""
+    for dtype in ("bfloat16", "float32"):
+        if dtype in dtypes:
+            return dtype
+    return None

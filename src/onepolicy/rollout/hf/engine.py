@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, QuantFormat, RoutingPressure, UsageError
@@ -26,13 +27,17 @@ from onepolicy.rollout.hf.sampler import LOGP_METHOD, check_sampling
 from onepolicy.rollout.hf.scheduler import BatchRunner, InterruptibleBatch, check_request
 from onepolicy.rollout.resume import join_partial_completions
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.sync.canary_floor import canary_floor
+from onepolicy.sync.canary import inexact_dtype
 from onepolicy.types import Completion, Sampling
 
 if TYPE_CHECKING:
+    from onepolicy.config.lora import LoraConfig
     from onepolicy.models.fp32_head import Fp32Head
     from onepolicy.models.quant.quantise import QuantisedModel, QuantisedWeight
+    from onepolicy.rollout.adapter_source import AdapterSource
+    from onepolicy.rollout.hf.adapter import HeldAdapter
     from onepolicy.rollout.hf.pressure import Pressure
+    from onepolicy.rollout.hf.stream import EngineStream
 
 KV_CACHE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # rotary frequencies that depend on the longest sequence of the batch
@@ -45,7 +50,7 @@ def build(spec: EngineSpec) -> HFEngine:
     model = load_engine_model(
         spec.model, spec.config.dtype, spec.config.lm_head, spec.device, quant=spec.quant
     )
-    return HFEngine(
+    engine = HFEngine(
         model,
         spec.config,
         return_routes=spec.route_spec is not None,
@@ -54,7 +59,13 @@ def build(spec: EngineSpec) -> HFEngine:
         numerics=spec.numerics,
         quant=spec.quant,
         pressure=spec.pressure,
+        lora=spec.lora,
     )
+    if spec.beside_learner and spec.device.type == "cuda":
+        from onepolicy.rollout.hf.stream import EngineStream
+
+        engine.use_stream(EngineStream(spec.device))
+    return engine
 
 
 class HFEngine:
@@ -74,6 +85,7 @@ class HFEngine:
         numerics: Numerics = "fast",
         quant: QuantFormat | None = None,
         pressure: RoutingPressure | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Take over the model.
 
@@ -81,6 +93,7 @@ class HFEngine:
         their combine weights as well. max_len: prompt + completion tokens. numerics: "on-policy"
         computes the same bits as a learner with the same weights, dtype and numerics. quant:
         format of the engine's weights, now and after every sync. pressure: noise on its routers.
+        lora: adapters that it computes with; it then takes no other weights.
         """
         context = int(model.config.get_text_config().max_position_embeddings)
         if not 2 <= max_len <= context:
@@ -89,6 +102,7 @@ class HFEngine:
                 f"{type(model).__name__}"
             )
         self.version = 0
+        self.adapter: str | None = None  # name of the LoRA adapter in its weights
         dtype = DTYPES[config.dtype]
         self.quantised: QuantisedModel | None = None
         if quant is not None:
@@ -101,9 +115,8 @@ class HFEngine:
         device = next(model.parameters()).device
         decode_experts.use_decode_experts(model, device)
         linear.use_onednn_linear(model, device)
-        self._pressure: Pressure | None = None
-        if pressure is not None:
-            self._pressure = _install_pressure(model, pressure)
+        self._held = _install_adapter(model, lora)
+        self._pressure = _install_pressure(model, pressure)
         routers: Routers | None = None
         if return_routes:
             routers = bind_routers(model)
@@ -125,9 +138,15 @@ class HFEngine:
             contract=numerics_contract_of(model, logp=LOGP_METHOD),
             sizes=sizes,
             weights_dtype=weights_dtype,
-            canary_floor=canary_floor(config.dtype, cpu=device.type == "cpu"),
+            takes_adapter=lora is not None,
+            inexact_dtype=inexact_dtype(config.dtype, cpu=device.type == "cpu"),
         )
         self._runner = BatchRunner(self.batch)
+        self._in_update: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def use_stream(self, stream: EngineStream) -> None:
+        """Make all steps on this stream."""
+        self._runner.in_stream, self._in_update = stream.steps, stream.update
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
@@ -152,23 +171,27 @@ class HFEngine:
                 path += part.token_ids.tolist()
             if part.finish != "aborted":
                 completion = join_partial_completions(parts, part.finish, sampling.routes_from)
-                return replace(completion, fingerprint=self.fingerprint)
+                return replace(completion, fingerprint=self.fingerprint, adapter=self.adapter)
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load these tensors, cast to the engine's dtype.
 
         Raises UsageError unless they are all of the model's tensors, in its shapes.
         """
-        self._runner.abort_requests(self.batch.abort_running(self.version))
+        if self._held is not None:
+            raise UsageError("load_weights: this engine takes A and B of its adapter alone")
+        with self._runner.in_stream():
+            aborted = self.batch.abort_running(self.version)
+        self._runner.abort_requests(aborted)
         self.version = -1  # until the last tensor is loaded
-        with torch.no_grad():
+        with torch.no_grad(), self._in_update():
             missing = self._copy_weights(weights)
+            if self._pressure is not None:
+                self._pressure.refresh(version)
         if missing:
             raise UsageError(
                 f"load_weights: {len(missing)} tensors are missing, first {missing[0]!r}"
             )
-        if self._pressure is not None:
-            self._pressure.refresh(version)
         self.version = version
 
     def _copy_weights(self, weights: NamedWeights) -> list[str]:
@@ -198,11 +221,43 @@ class HFEngine:
         missing = [name for name, tensor in plain.items() if tensor.data_ptr() not in loaded]
         return missing + sorted(unset)
 
+    async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
+        """Load A and B of every adapted weight (train.lora.sync = native)."""
+        assert self._held is not None, "caps.takes_adapter"
+        with self._runner.in_stream():
+            aborted = self.batch.abort_running(self.version)
+        self._runner.abort_requests(aborted)
+        self.version = -1
+        with self._in_update():
+            self._held.load(adapter.factors())
+            if self._pressure is not None:
+                self._pressure.refresh(version)
+        self.version = version
+
+    def held_factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return A and B as the engine computes with them."""
+        assert self._held is not None, "caps.takes_adapter"
+        return self._held.held_factors()
+
+    def held_weights(self) -> dict[str, Tensor]:
+        """Return the weights it computes with, or the frozen ones beside an adapter of its own.
+
+        Quantised ones are left out.
+        """
+        if self._held is not None:
+            return self._held.frozen_weights()
+        quantised: Container[str] = ()
+        if self.quantised is not None:
+            quantised = self.quantised.quantised_weights
+        state = self.model.state_dict()
+        return {name: tensor for name, tensor in state.items() if name not in quantised}
+
     async def reset_cache(self) -> None:
         """Drop every cached prefix, so that later samples do not depend on earlier ones."""
         self._runner.clear_cache("reset_cache")
         if self.quantised is not None:
-            self.quantised.reset_statistics()
+            with self._in_update():
+                self.quantised.reset_statistics()
 
     def without_pressure(self) -> AbstractContextManager[None]:
         """Return a context without the noise of rollout.pressure. Reset the cache in it."""
@@ -221,7 +276,8 @@ class HFEngine:
         """Return how well calibrated activation scales fit the samples since the last call."""
         if self.quantised is None:
             return {}
-        return self.quantised.metrics()
+        with self._in_update():
+            return self.quantised.metrics()
 
 
 def _install_fp32_head(model: PreTrainedModel, dtype: torch.dtype) -> Fp32Head:
@@ -232,7 +288,17 @@ def _install_fp32_head(model: PreTrainedModel, dtype: torch.dtype) -> Fp32Head:
     )
 
 
-def _install_pressure(model: PreTrainedModel, settings: RoutingPressure) -> Pressure:
+def _install_adapter(model: PreTrainedModel, settings: LoraConfig | None) -> HeldAdapter | None:
+    if settings is None:
+        return None
+    from onepolicy.rollout.hf.adapter import HeldAdapter
+
+    return HeldAdapter(model, settings)
+
+
+def _install_pressure(model: PreTrainedModel, settings: RoutingPressure | None) -> Pressure | None:
+    if settings is None:
+        return None
     from onepolicy.rollout.hf.pressure import Pressure
 
     pressure = Pressure(model, settings)

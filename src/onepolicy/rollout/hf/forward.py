@@ -18,6 +18,7 @@ from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.kv_cache import KVCache
 
 MAX_SCORES = 1 << 22  # attention scores per head of one prefill forward; bounds its memory
+NO_SCORES = 1 << 62  # the bound for a flash kernel, which keeps none
 MAX_TOKENS = 4096  # padded tokens of one prefill forward
 
 
@@ -90,28 +91,39 @@ class CachedForward:
         tokens: [rows, max_len].
         """
         last: dict[int, Tensor] = {}
-        for chunk in prefill_chunks(spans):
+        for chunk in prefill_chunks(spans, self._most_scores()):
             step, ends = _prefill_step(chunk, tokens.device)
             logits = self(tokens[step.rows, step.positions], step, ends)
             last |= {span.row: row for span, row in zip(chunk, logits, strict=True)}
         return torch.stack([last[span.row] for span in spans])
 
+    def _most_scores(self) -> int:
+        """Return the bound on scores of a prefill, for a kernel that keeps them."""
+        if self.cache.device.type == "cpu" or is_invariant(self.model):
+            return MAX_SCORES
+        from onepolicy.models.flash import fits_model
 
-def prefill_chunks(spans: list[RowSpan]) -> Iterator[list[RowSpan]]:
+        config = self.model.config.get_text_config()
+        if fits_model(config, self.cache.device, self.cache.dtype):
+            return NO_SCORES
+        return MAX_SCORES
+
+
+def prefill_chunks(spans: list[RowSpan], most_scores: int = MAX_SCORES) -> Iterator[list[RowSpan]]:
     """Split long spans and group short ones, so that each chunk fits one forward.
 
-    The pieces of a row are yielded in order.
+    The pieces of a row are yielded in order. most_scores: per head of a forward.
     """
     chunk: list[RowSpan] = []
     width = keys = 0
     for span in sorted(spans, key=lambda s: s.stop - s.start):
         start = span.start
-        max_width = max(1, min(MAX_TOKENS, MAX_SCORES // span.stop))
+        max_width = max(1, min(MAX_TOKENS, most_scores // span.stop))
         while span.stop - start > max_width:
             yield [RowSpan(span.row, start, start + max_width)]
             start += max_width
         width, keys, count = max(width, span.stop - start), max(keys, span.stop), len(chunk) + 1
-        if chunk and (count * width > MAX_TOKENS or count * width * keys > MAX_SCORES):
+        if chunk and (count * width > MAX_TOKENS or count * width * keys > most_scores):
             yield chunk
             chunk, width, keys = [], span.stop - start, span.stop
         chunk.append(RowSpan(span.row, start, span.stop))
@@ -141,5 +153,8 @@ def _prefill_step(spans: list[RowSpan], device: torch.device) -> tuple[KVCacheSt
         view=view,
         queries=queries.to(device),
         unpad=unpad.to(device),
+        bounds=torch.cat([ends.new_zeros(1), ends]).int().to(device),
+        longest=width,
+        stops=(starts + lengths).int().to(device),
     )
     return step, (ends - 1).to(device)

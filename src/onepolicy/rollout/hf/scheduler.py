@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -103,6 +103,7 @@ class BatchRunner:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
+        self.in_stream: Callable[[], AbstractContextManager[None]] = nullcontext
         self._waiting: deque[SequenceRequest] = deque()
         self._pending: set[SequenceRequest] = set()
         self._task: asyncio.Task[None] | None = None
@@ -162,8 +163,10 @@ class BatchRunner:
         """
         with self.batch.step_context():
             while self._waiting or self.batch.busy:
-                self.batch.admit(self._waiting)
-                for request, completion in self.batch.step(self._version):
+                with self.in_stream():
+                    self.batch.admit(self._waiting)
+                    ended = self.batch.step(self._version)
+                for request, completion in ended:
                     if not request.future.done():
                         request.future.set_result(completion)
                 await asyncio.sleep(0)

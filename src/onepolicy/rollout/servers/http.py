@@ -1,7 +1,8 @@
 """JSON over HTTP to an engine in another process, with bounded retries and time limits.
 
 A request is retried after a fault that may be transient: no connection, a broken connection, a
-time-out, a 5xx status, or a malformed body. Any other status ends it. Every request can be
+time-out, a 5xx status, or a malformed body. All attempts together have a limit, so that a server
+that hangs is not waited for many times. Any other status ends the request. Every request can be
 repeated, because it names its seed or sets a state. Cancelling a call closes its connection, and
 the engine then aborts the request.
 """
@@ -12,7 +13,7 @@ import asyncio
 import importlib.util
 import ipaddress
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,7 +43,12 @@ TOKEN_ENV = "rollout.engine.token_env"
 FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0  # s; the wait before a retry doubles from first to longest
 SHOWN_CHARS = 300  # characters of a body in an error
 HIDDEN_TOKEN = "(the token)"
-SLOWEST_TOKEN_S = 1.0  # s; a server that lives but samples slower than this has stopped
+SLOWEST_TOKEN_S = 0.2
+"""Seconds a token. An engine that lives but samples slower than this has stopped.
+
+30 ms a token is slow for a loaded engine, and this is six times as much. An engine that is stuck
+behind a healthy `/health` is held for it: 1.8 hours for an answer of 32k tokens.
+"""
 
 
 class EngineLost(TrainingError):
@@ -121,6 +127,11 @@ class _Call:
     def longest_s(self) -> float:
         """Seconds after which an attempt ends although the server shows signs of life."""
         return self.timeout_s + self.tokens * SLOWEST_TOKEN_S
+
+    @property
+    def total_s(self) -> float:
+        """Seconds after which the last attempt ends: one that has waited long is repeated once."""
+        return self.longest_s + self.timeout_s
 
 
 class EngineClient:
@@ -201,8 +212,8 @@ class EngineClient:
 
         timeout_s: of one attempt; None is the client's. max_bytes: of the reply. tokens: that are
         sampled before the reply. An attempt then goes on while the server answers `/health`, up to
-        a second per token. confirm: awaited after a reply that took several attempts, because the
-        server may have been replaced.
+        SLOWEST_TOKEN_S per token. All attempts together end `timeout_s` later. confirm: awaited
+        after a reply that took several attempts, because the server may have been replaced.
         """
         limit = timeout_s or self._timeout_s
         call = _Call("POST", path, limit, max_bytes, body, params, tokens)
@@ -244,24 +255,37 @@ class EngineClient:
         parse: Callable[[Any], T],
         confirm: Callable[[], Awaitable[None]] | None,
     ) -> T:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + call.total_s
+        problems: list[str] = []  # one of each attempt
         for attempt in range(self._retries + 1):
             if attempt:
+                pause = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT)
+                if loop.time() + pause >= end:
+                    break
                 self.counters.retried += 1
-                await asyncio.sleep(min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT))
+                await asyncio.sleep(pause)
             try:
-                reply = parse(await self._attempt(call))
+                reply = parse(await self._attempt(call, end))
                 if attempt and confirm is not None:
                     await confirm()
                 return reply
             except MalformedReply as error:
-                problem = f"a reply that cannot be used: {error}"
+                problems.append(f"a reply that cannot be used: {error}")
             except _NoReplyError as error:
-                problem = str(error)
-        attempts = f", {self._retries + 1} times"
+                problems.append(str(error))
+        attempts = f", {len(problems)} times"
+        if len(problems) <= self._retries:
+            attempts += f" in {call.total_s:g} s, the limit of all attempts together"
+        problem = problems[-1]
+        if problems[0] != problem:
+            problem += f"; the first time: {problems[0]}"
         raise self._no_reply_error(self._describe_failure(call, problem, attempts))
 
-    async def _attempt(self, call: _Call) -> Any:
+    async def _attempt(self, call: _Call, end: float) -> Any:
         """Send the request once and return the reply.
+
+        end: the event loop's time at which the attempt ends at the latest.
 
         Raises _NoReplyError or MalformedReply if a retry may succeed. Raises UsageError or
         TrainingError if the server refuses.
@@ -271,16 +295,12 @@ class EngineClient:
         client = await self._connected_client()
         try:
             async with (
-                self._time_limit(client, call),
+                self._time_limit(client, call, end),
                 client.stream(
                     call.method, self.url + call.path, json=call.json, params=call.params
                 ) as response,
             ):
                 body = await read_body(response, call.max_bytes)
-        except TimeoutError:
-            raise _NoReplyError(
-                f"no answer within {call.timeout_s:g} s (rollout.engine.timeout_s)"
-            ) from None
         except httpx2.RequestError as error:
             raise _NoReplyError(f"{type(error).__name__}: {error}".rstrip(".")) from error
         if response.status_code == 200:
@@ -294,34 +314,40 @@ class EngineClient:
         raise UsageError(message)
 
     @asynccontextmanager
-    async def _time_limit(self, client: httpx2.AsyncClient, call: _Call) -> AsyncIterator[None]:
-        """Raise TimeoutError in the context when the attempt has lasted too long."""
-        if not call.tokens:
-            async with asyncio.timeout(call.timeout_s):
-                yield
-            return
-        async with asyncio.timeout(call.longest_s) as limit:
-            watch = asyncio.create_task(self._end_in_silence(client, call, limit))
-            try:
-                yield
-            finally:
-                watch.cancel()
+    async def _time_limit(
+        self, client: httpx2.AsyncClient, call: _Call, end: float
+    ) -> AsyncIterator[None]:
+        """Raise _NoReplyError in the context when the attempt has lasted too long."""
+        now, alive = asyncio.get_running_loop().time(), asyncio.Event()
+        try:
+            async with asyncio.timeout_at(min(end, now + call.longest_s)) as limit:
+                if not call.tokens:
+                    yield
+                    return
+                watch = asyncio.create_task(self._end_in_silence(client, call, limit, alive))
+                try:
+                    yield
+                finally:
+                    watch.cancel()
+        except TimeoutError:
+            raise _NoReplyError(_describe_wait(call, end - now, alive.is_set())) from None
 
     async def _end_in_silence(
-        self, client: httpx2.AsyncClient, call: _Call, limit: asyncio.Timeout
+        self, client: httpx2.AsyncClient, call: _Call, limit: asyncio.Timeout, alive: asyncio.Event
     ) -> None:
-        """End the time limit once the server gives no sign of life."""
+        """End the time limit once the server gives no sign of life. Until then `alive` is set."""
         import httpx2
 
-        alive = True
-        while alive:
+        while True:
             await asyncio.sleep(call.timeout_s)
-            try:
+            alive.clear()
+            with suppress(TimeoutError, httpx2.RequestError):
                 async with asyncio.timeout(call.timeout_s):
                     response = await client.get(self.url + "/health")
-                alive = response.status_code == 200
-            except (TimeoutError, httpx2.RequestError):
-                alive = False
+                if response.status_code == 200:
+                    alive.set()
+            if not alive.is_set():
+                break
         limit.reschedule(asyncio.get_running_loop().time())
 
     def _describe_failure(self, call: _Call, problem: str, attempts: str = "") -> str:
@@ -392,6 +418,24 @@ class EngineClient:
             yield client
 
 
+def _describe_wait(call: _Call, left: float, alive: bool) -> str:
+    """Return the limit that ended an attempt.
+
+    left: seconds that all attempts together still had. alive: the server answered `/health`.
+    """
+    if not alive and left >= call.timeout_s:
+        return f"no answer within {call.timeout_s:g} s (rollout.engine.timeout_s)"
+    limit = (
+        f"{call.longest_s:g} s (rollout.engine.timeout_s and {SLOWEST_TOKEN_S:g} s for each of "
+        f"{call.tokens} tokens)"
+    )
+    if left < call.longest_s:
+        limit = f"{round(left, 2):g} s, the rest of {call.total_s:g} s for all attempts"
+    if alive:
+        limit += ", though it answers /health"
+    return f"no answer within {limit}"
+
+
 def make_clients(config: ServerEngineConfig, *, server: str) -> tuple[EngineClient, EngineClient]:
     """Return a client with the configured retries, and one without retries.
 
@@ -399,7 +443,7 @@ def make_clients(config: ServerEngineConfig, *, server: str) -> tuple[EngineClie
     """
     client = partial(
         EngineClient,
-        config.url,
+        config.one_url,
         token_env=config.token_env,
         timeout_s=config.timeout_s,
         server=server,

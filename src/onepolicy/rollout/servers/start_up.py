@@ -15,9 +15,9 @@ from torch import Tensor
 from onepolicy.config import ModelConfig, ServerEngineConfig, UsageError
 from onepolicy.interfaces import PersistentEngine, RolloutEngine
 from onepolicy.models.load import read_config
-from onepolicy.rollout.servers.http import EngineClient
+from onepolicy.rollout.servers.http import EngineClient, EngineUnreachable
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.sync.push import attach_engine
+from onepolicy.sync.attach import attach_engine
 from onepolicy.types import Completion, Sampling
 
 NUM_TOP_TOKENS = 5
@@ -46,6 +46,18 @@ async def connect_engine(
             engine, model.path, vocab=read_config(model).get_text_config().vocab_size
         )
     engine.take_metrics()
+
+
+async def server_answers(client: EngineClient) -> bool:
+    """Return whether a server answers. client: without retries."""
+    try:
+        with client.startup_errors():
+            await client.get("/health")
+    except EngineUnreachable:
+        return False
+    except UsageError:
+        return True  # it refuses, so it is there
+    return True
 
 
 async def check_processed_logprobs(engine: RolloutEngine, *, narrowed: bool = True) -> None:

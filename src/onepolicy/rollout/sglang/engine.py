@@ -24,6 +24,7 @@ from onepolicy.rollout.servers.start_up import (
     check_processed_logprobs,
     connect_engine,
     refuse_nccl_without_cuda,
+    server_answers,
 )
 from onepolicy.rollout.sglang import weights as sync
 from onepolicy.rollout.sglang.generate_api import (
@@ -40,7 +41,7 @@ from onepolicy.rollout.sglang.handshake import (
     read_weights_id,
 )
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.sync.canary_floor import canary_floor
+from onepolicy.sync.canary import inexact_dtype
 from onepolicy.sync.weight_files import WeightFiles, num_files
 from onepolicy.types import Completion, Sampling
 
@@ -50,17 +51,22 @@ FLUSH_TIMEOUT_S = 10  # for the server to clean up requests that have ended
 
 def build(spec: EngineSpec) -> SGLangEngine:
     """Build the engine, connect it and load the model's weights into the server."""
-    assert isinstance(spec.config, SGLangConfig)
     refuse_nccl_without_cuda(spec)
-    engine = SGLangEngine(
+    engine = make_client(spec)
+    asyncio.run(connect_engine(engine, engine.client, spec.model))
+    return engine
+
+
+def make_client(spec: EngineSpec) -> SGLangEngine:
+    """Build the engine without connecting it."""
+    assert isinstance(spec.config, SGLangConfig)
+    return SGLangEngine(
         spec.model,
         read_config(spec.model),
         spec.config,
         route_spec=spec.route_spec,
         max_len=spec.max_len,
     )
-    asyncio.run(connect_engine(engine, engine.client, spec.model))
-    return engine
 
 
 class SGLangEngine:
@@ -112,8 +118,8 @@ class SGLangEngine:
         with self.client.startup_errors(), self._client_without_retries.startup_errors():
             info = await handshake(self.client, self._hf_config, self.config, self.caps)
             self.server_info = info
-            floor = canary_floor(self.config.dtype, cpu=info.cpu)
-            self.caps = dataclasses.replace(self.caps, seeded=info.seeded, canary_floor=floor)
+            inexact = inexact_dtype(self.config.dtype, cpu=info.cpu)
+            self.caps = dataclasses.replace(self.caps, seeded=info.seeded, inexact_dtype=inexact)
             self.version = info.weights_id.version_number
             run = secrets.token_hex(4)
             await self._set_weights_id(dataclasses.replace(info.weights_id, run=run))
@@ -157,6 +163,7 @@ class SGLangEngine:
                 ranks=self._connected_info.ranks,
                 timeout_s=self.config.timeout_s,
                 flush=flush,
+                bucket_bytes=self.config.bucket_bytes,
             )
 
     async def load_checkpoint(self, path: str | None, version: int) -> None:
@@ -196,6 +203,10 @@ class SGLangEngine:
                 f"reset_cache while {running} requests are running; await them first"
             )
         await self.client.post("/flush_cache", params={"timeout": str(FLUSH_TIMEOUT_S)})
+
+    async def answers(self) -> bool:
+        """Return whether the server answers now. Does not retry."""
+        return await server_answers(self._client_without_retries)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the run's metrics since the last call (run/metric_names.py)."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -19,11 +19,11 @@ from torch import Tensor
 from onepolicy.config import TrainingError
 from onepolicy.config.base import short_repr
 from onepolicy.interfaces import NamedWeights
-from onepolicy.rollout.servers.http import EngineClient, host_and_port
+from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.replies import MalformedReply
-from onepolicy.sync.broadcast import split_into_buckets
+from onepolicy.rollout.servers.update_ends import run_both_ends, sender_address
+from onepolicy.sync.broadcast import ReceiverLost, UpdateCancelled, split_into_buckets
 from onepolicy.sync.group import (
-    local_address,
     make_process_group,
     open_store,
     run_in_daemon_thread,
@@ -33,7 +33,8 @@ from onepolicy.sync.group import (
 
 T = TypeVar("T")
 BUCKET_BYTES = 2**28  # of memory that the server needs beside its weights
-JOIN_TIMEOUT_S = 60.0
+CLEANUP_S = 60.0  # most seconds for each request that ends a failed update
+SERVER = "the SGLang server"
 
 
 def check_success(reply: Any) -> None:
@@ -69,40 +70,41 @@ async def broadcast_weights(
     ranks: int,
     timeout_s: float,
     flush: bool,
+    bucket_bytes: int | None = None,
 ) -> None:
     """Broadcast tensors with checkpoint names to the server, and hold one bucket at a time.
 
     client: without retries, because one end cannot repeat a broadcast alone. ranks: number of the
     server's ranks, which are 1 and up in the group; this process is rank 0. Every update makes a
     new group: joining is cheap, and a restarted server does not know the old group. timeout_s: of
-    every bucket.
+    every bucket, and of the server's reply after the last one.
     """
     group_name = f"onepolicy-{secrets.token_hex(4)}"
     group = await _join_group(client, group_name, backend, 1 + ranks, timeout_s)
     await client.post("/begin_weight_update", {}, parse=check_success)
     try:
-        buckets = in_buckets(weights)
+        buckets = in_buckets(weights, bucket_bytes)
         bucket = await _next_bucket(buckets)
         while bucket:
             following = await _next_bucket(buckets)
             body = update_body(bucket, group_name)
             if not following:
                 body = update_body(bucket, group_name, weights_id, flush=flush)
-            await _send_bucket(client, group, bucket, body)
+            await _send_bucket(client, group, bucket, body, timeout_s)
             bucket = following
     except BaseException:
         with suppress(TrainingError):  # raise the first error
-            await _end_update(client, group_name)
+            await _end_update(client, group_name, min(timeout_s, CLEANUP_S))
         raise
-    await _end_update(client, group_name)
+    await _end_update(client, group_name, timeout_s)
 
 
 async def _join_group(
     client: EngineClient, group_name: str, backend: str, size: int, timeout_s: float
 ) -> Any:
     """Return a process group of this process and the server's ranks."""
-    host = local_address(*host_and_port(client.url))
-    store = open_store(host, JOIN_TIMEOUT_S)
+    host = sender_address(client.url, SERVER)
+    store = open_store(host, timeout_s)
     body = {
         "master_address": host,
         "master_port": store.port,
@@ -111,19 +113,25 @@ async def _join_group(
         "group_name": group_name,
         "backend": backend,
     }
-    _, group = await asyncio.gather(
+    return await _beside_server(
         client.post("/init_weights_update_group", body, parse=check_success),
-        _in_thread(lambda: _make_group(store, group_name, backend, size, host, timeout_s)),
+        lambda: _make_group(store, group_name, backend, size, host, timeout_s),
+        timeout_s,
     )
-    return group
 
 
 async def _send_bucket(
-    client: EngineClient, group: Any, bucket: Mapping[str, Tensor], body: dict[str, Any]
+    client: EngineClient,
+    group: Any,
+    bucket: Mapping[str, Tensor],
+    body: dict[str, Any],
+    timeout_s: float,
 ) -> None:
-    await asyncio.gather(
+    flat = await run_in_daemon_thread(partial(_flatten_bucket, group, bucket))
+    await _beside_server(
         client.post("/update_weights_from_distributed", body, parse=check_success),
-        _in_thread(partial(_broadcast_bucket, group, bucket)),
+        partial(_broadcast, group, flat, timeout_s),
+        timeout_s,
     )
 
 
@@ -132,14 +140,14 @@ async def _next_bucket(buckets: Iterator[dict[str, Tensor]]) -> dict[str, Tensor
     return await run_in_daemon_thread(partial(next, buckets, {}))
 
 
-async def _end_update(client: EngineClient, group_name: str) -> None:
+async def _end_update(client: EngineClient, group_name: str, timeout_s: float) -> None:
     """End the update. Otherwise the server would refuse to begin another one."""
-    await client.post("/end_weight_update", {}, parse=check_success, timeout_s=JOIN_TIMEOUT_S)
+    await client.post("/end_weight_update", {}, parse=check_success, timeout_s=timeout_s)
     await client.post(
         "/destroy_weights_update_group",
         {"group_name": group_name},
         parse=check_success,
-        timeout_s=JOIN_TIMEOUT_S,
+        timeout_s=timeout_s,
     )
 
 
@@ -159,24 +167,42 @@ def update_body(
     }
 
 
-def in_buckets(weights: NamedWeights) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors in buckets of at most BUCKET_BYTES, or of one larger tensor.
+def in_buckets(
+    weights: NamedWeights, bucket_bytes: int | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors in buckets of at most `bucket_bytes`, or of one larger tensor.
 
     A tensor is asked for when its bucket is. In a bucket wider dtypes come first, so that every
     tensor starts at a multiple of its item size, as the server requires.
     """
-    for bucket in split_into_buckets(weights, BUCKET_BYTES):
+    for bucket in split_into_buckets(weights, bucket_bytes or BUCKET_BYTES):
         yield dict(sorted(bucket.items(), key=lambda item: -item[1].itemsize))
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a thread. Raise TrainingError for errors of torch.distributed."""
-    try:
-        return await run_in_daemon_thread(work)
-    except (RuntimeError, OSError) as error:
-        raise TrainingError(
-            f"rollout.engine.sync: the broadcast of the weights failed: {error}"
-        ) from error
+async def _beside_server(
+    request: Coroutine[Any, Any, None], work: Callable[[], T], timeout_s: float
+) -> T:
+    """Return the result of `work`, which runs in a thread while the server answers the request.
+
+    If the server fails, the thread is left behind, because nothing tells it so.
+    """
+    asking = asyncio.ensure_future(request)
+    working = asyncio.ensure_future(run_in_daemon_thread(work))
+
+    async def receive() -> list[str]:
+        await asking
+        return []
+
+    async def send() -> T:
+        try:
+            await asyncio.wait((asking, working), return_when=asyncio.FIRST_EXCEPTION)
+            if not working.done():
+                raise UpdateCancelled(f"weight sync: given up, because {SERVER} failed")
+            return working.result()
+        finally:
+            working.cancel()
+
+    return await run_both_ends(receive(), send(), timeout_s, SERVER)
 
 
 def _make_group(
@@ -189,13 +215,35 @@ def _make_group(
     device = {"gloo": "cpu", "nccl": "cuda"}[backend]
     group_store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
     prefixed = dist.PrefixStore(f"{device}/", group_store)
-    return make_process_group(prefixed, 0, size, backend=backend, host=host, limit=limit)
+    try:
+        return make_process_group(prefixed, 0, size, backend=backend, host=host, limit=limit)
+    except RuntimeError as error:
+        raise ReceiverLost(
+            f"weight sync: the group with {SERVER} could not be made: {error}"
+        ) from error
 
 
-def _broadcast_bucket(group: Any, tensors: Mapping[str, Tensor]) -> None:
-    flat = torch.cat(
-        [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()]
-    )
-    if isinstance(group, dist.ProcessGroupGloo):
-        flat = flat.cpu()
-    wait_for_broadcast(start_broadcast(group, flat), flat.device)
+def _flatten_bucket(group: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the bytes of all tensors, [size] uint8, on the device that the group sends from."""
+    try:
+        flat = torch.cat(
+            [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()]
+        )
+        if isinstance(group, dist.ProcessGroupGloo):
+            flat = flat.cpu()
+        return flat
+    except RuntimeError as error:
+        size = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
+        raise TrainingError(
+            f"weight sync: this process could not copy a bucket of {size:.0f} MiB of weights in "
+            f"order to send it: {error}"
+        ) from error
+
+
+def _broadcast(group: Any, flat: Tensor, limit: float) -> None:
+    try:
+        wait_for_broadcast(start_broadcast(group, flat), flat.device, limit)
+    except RuntimeError as error:
+        raise ReceiverLost(
+            f"weight sync: the broadcast of a bucket to {SERVER} failed: {error}"
+        ) from error

@@ -17,19 +17,22 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMEngineConfig
+from onepolicy.config.lora import LoraConfig
 from onepolicy.interfaces import EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat, request_trace
+from onepolicy.rollout.adapter_source import AdapterSource
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import BatchRunner, SequenceRequest, check_request
 from onepolicy.rollout.spec import EngineSpec
+from onepolicy.rollout.vllm.adapter import LoadedAdapter, adapter_of
 from onepolicy.rollout.vllm.memory import GPU_SHARE
 from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors, part_sizes
 from onepolicy.rollout.vllm.start import start_llm_engine
 from onepolicy.rollout.vllm.weights import reload_weights
-from onepolicy.sync.canary_floor import canary_floor
+from onepolicy.sync.canary import inexact_dtype
 from onepolicy.types import Completion, RoutingTrace, Sampling
 
 LOG = logging.getLogger(__name__)
@@ -49,6 +52,7 @@ def build(spec: EngineSpec) -> VLLMEngine:
         quant=spec.quant,
         gpu_share=spec.gpu_share,
         sleeps=spec.sleeps,
+        lora=spec.lora,
     )
 
 
@@ -67,23 +71,26 @@ class VLLMEngine:
         quant: QuantFormat | None = None,
         gpu_share: float = 1.0,
         sleeps: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Start vLLM and load the model.
 
         route_spec: layers whose experts are returned for every token. max_len: prompt + completion
         tokens. quant: format of the engine's weights, now and after every sync, by vLLM's own
         methods (rollout/vllm/quant.py). gpu_share: of the GPU that is the engine's.
-        sleeps: `sleep` frees that share until the next use.
+        sleeps: `sleep` frees that share until the next use. lora: adapters that it computes with.
         """
         text = hf_config.get_text_config()
         self.version = 0
+        self.adapter: str | None = None  # name of the LoRA adapter that it samples with
         self._vocab = int(text.vocab_size)
         self.caps = EngineCaps(
             returns_routes=route_spec is not None,
             max_len=max_len,
             top_logprobs=self._vocab,
             weights_dtype=config.dtype,
-            canary_floor=canary_floor(config.dtype, cpu=cpu),
+            takes_adapter=lora is not None,
+            inexact_dtype=inexact_dtype(config.dtype, cpu=cpu),
         )
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         LOG.info("starting vLLM and loading %s", model.path)
@@ -99,13 +106,17 @@ class VLLMEngine:
             quant=quant,
             gpu_share=GPU_SHARE * gpu_share,
             sleeps=sleeps,
+            lora=lora,
         )
         self._sleeps, self._asleep = sleeps, False
         if quant is not None:
             tensors = self.llm.apply_model(measure_part_tensors)[0]
             sizes = part_sizes(quant, (PartTensors(**each) for each in tensors), config.dtype)
             self.caps = dataclasses.replace(self.caps, sizes=sizes)
-        batch = _VLLMBatch(self.llm, route_spec, payload_format, int(text.num_hidden_layers))
+        self.loaded = LoadedAdapter(self.llm)
+        batch = _VLLMBatch(
+            self.llm, self.loaded, route_spec, payload_format, int(text.num_hidden_layers)
+        )
         loaded = time.perf_counter()
         batch.warm_up([i % self._vocab for i in range(min(8, max_len - 1))])
         self._runner = BatchRunner(batch)
@@ -128,7 +139,10 @@ class VLLMEngine:
         prompt = check_request(
             prompt_ids, sampling, self.caps, version=self.version, vocab=self._vocab
         )
-        return await self._runner.run_request(prompt, sampling, seed, self.version)
+        completion = await self._runner.run_request(prompt, sampling, seed, self.version)
+        if self.caps.takes_adapter:
+            return completion  # with the name that vLLM says
+        return dataclasses.replace(completion, adapter=self.adapter)
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load all of the model's tensors, cast to the engine's dtype."""
@@ -137,6 +151,15 @@ class VLLMEngine:
         self.version = -1  # until the last tensor is loaded
         self.llm.collective_rpc(reload_weights, args=(self._names.stream_to_checkpoint(weights),))
         self._runner.clear_cache("load_weights")
+        self.version = version
+
+    async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
+        """Load A and B of the adapter as `version`, and drop all caches."""
+        self._wake()
+        self._runner.clear_cache("load_adapter")
+        self.version = -1
+        self.loaded.load(adapter, version)
+        self._runner.clear_cache("load_adapter")
         self.version = version
 
     async def reset_cache(self) -> None:
@@ -168,12 +191,13 @@ class _VLLMBatch:
     def __init__(
         self,
         llm: Any,
+        loaded: LoadedAdapter,
         route_spec: RouteSpec | None,
         payload_format: RoutePayloadFormat | None,
         depth: int,
     ) -> None:
         self._llm, self._route_spec, self._depth = llm, route_spec, depth
-        self._payload_format = payload_format
+        self._payload_format, self._loaded = payload_format, loaded
         self._running: dict[str, SequenceRequest] = {}
         self._numbers = itertools.count()
 
@@ -190,7 +214,8 @@ class _VLLMBatch:
             request = waiting.popleft()
             name = str(next(self._numbers))
             prompt = {"type": "token", "prompt_token_ids": request.prompt.tolist()}
-            self._llm.add_request(name, prompt, _sampling_params(request.sampling, request.seed))
+            params = _sampling_params(request.sampling, request.seed)
+            self._llm.add_request(name, prompt, params, lora_request=self._loaded.request)
             self._running[name] = request
 
     def step(self, version: int) -> list[tuple[SequenceRequest, Completion]]:
@@ -245,6 +270,7 @@ class _VLLMBatch:
             request.sampling.routes_from,
             top_ids=top_ids,
             top_logp=top_logp,
+            adapter=adapter_of(output),
         )
 
     def _routing(

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from onepolicy.config import ModelConfig, QuantFormat, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMServerConfig
 from onepolicy.config.base import short_repr
 from onepolicy.interfaces import EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
@@ -27,7 +27,6 @@ from onepolicy.rollout.servers.http import (
     EngineClient,
     EngineLost,
     RequestGate,
-    host_and_port,
     make_clients,
 )
 from onepolicy.rollout.servers.replies import MalformedReply, get_field
@@ -35,6 +34,7 @@ from onepolicy.rollout.servers.start_up import (
     check_processed_logprobs,
     connect_engine,
     refuse_nccl_without_cuda,
+    server_answers,
 )
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.engine import check_temperature
@@ -45,115 +45,31 @@ from onepolicy.rollout.vllm.handshake import (
     handshake,
     read_weights_id,
 )
-from onepolicy.sync.broadcast import Sender, UpdateCancelled
-from onepolicy.sync.canary_floor import canary_floor
-from onepolicy.sync.checksum import ChecksumAccumulator, ChecksumTable
-from onepolicy.sync.group import local_address, run_in_daemon_thread
+from onepolicy.rollout.vllm.weight_update import (
+    broadcast_weights,
+    load_weight_files,
+    write_weight_files,
+)
+from onepolicy.sync.canary import inexact_dtype
 from onepolicy.sync.weight_files import WeightFiles, num_files
 from onepolicy.types import Completion, Sampling
 
-CallWorkers = Callable[..., Awaitable[list[Any]]]
-"""A function of a worker method's name and arguments that returns each worker's result."""
 INCOMPLETE = "incomplete"  # suffix of the id of weights of which only some may be loaded
 ABORT_INTERVAL_S = 0.1  # while requests on a paused server end
 
 
-def write_weight_files(
-    files: WeightFiles, weights: NamedWeights, version: int
-) -> tuple[Path, ChecksumTable]:
-    """Write the tensors to files. Return their folder and their checksums."""
-    checksums = ChecksumAccumulator()
-    folder = files.write_version(checksums.add_each(weights), version)
-    return folder, checksums.pop_all()
-
-
-async def load_weight_files(
-    call: CallWorkers, folder: Path, sums: ChecksumTable, version: int
-) -> None:
-    """Make the workers load the files. Raise TrainingError if one reads other bytes."""
-    results = await call("onepolicy_load_files", str(folder), sums)
-    for worker, result in enumerate(results):
-        if result["difference"] is not None:
-            raise TrainingError(
-                f"rollout.engine.sync_dir: weights of version {version} in {folder}, as worker "
-                f"{worker} of the vLLM server read them: {result['difference']}"
-            )
-
-
-async def broadcast_weights(
-    call: CallWorkers,
-    weights: NamedWeights,
-    version: int,
-    *,
-    config: VLLMServerConfig,
-    workers: int,
-) -> None:
-    """Broadcast the weights to the workers.
-
-    call: without retries, because one end cannot repeat a broadcast alone, and without a time
-    limit. rollout.engine.timeout_s limits every wait of the sender, and the workers' replies once
-    it has ended: a broadcast may take as long as it makes progress.
-    """
-    assert config.sync != "disk"
-    try:
-        host = local_address(*host_and_port(config.url))
-    except OSError as error:
-        raise EngineLost(
-            f"rollout.engine.url: the vLLM server at {config.url} cannot be reached: {error}"
-        ) from error
-    with Sender(
-        receivers=workers, backend=config.sync, host=host, timeout_s=config.timeout_s
-    ) as sender:
-
-        async def receive() -> list[str]:
-            try:
-                results = await call("onepolicy_receive", sender.invitation, version)
-                problems = [each["problem"] for each in results if each["problem"]]
-            except BaseException:
-                sender.cancel()
-                raise
-            if problems:
-                sender.cancel()
-            return problems
-
-        send = partial(sender.send, weights, version)
-        problems, sent = await _both_ends(receive(), run_in_daemon_thread(send), config.timeout_s)
-        if isinstance(problems, BaseException):
-            raise problems
-        if problems and isinstance(sent, UpdateCancelled):
-            raise TrainingError(problems[0])
-        if isinstance(sent, BaseException):
-            raise sent
-
-
-async def _both_ends(
-    receive: Coroutine[Any, Any, list[str]], send: Coroutine[Any, Any, str], timeout_s: float
-) -> tuple[list[str] | BaseException, str | BaseException]:
-    """Return the results or errors of receiving and sending, which run at once.
-
-    timeout_s: for the receivers' replies after the sender has ended.
-    """
-    receiving, sending = asyncio.ensure_future(receive), asyncio.ensure_future(send)
-    try:
-        await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait((receiving,), timeout=timeout_s)
-        if not receiving.done():
-            raise EngineLost(
-                f"rollout.engine.url: the vLLM server did not say within {timeout_s:g} s "
-                "(rollout.engine.timeout_s) whether it has loaded the weights that it was sent"
-            )
-        problems, sent = await asyncio.gather(receiving, sending, return_exceptions=True)
-        return problems, sent
-    finally:
-        receiving.cancel()
-        sending.cancel()
-
-
 def build(spec: EngineSpec) -> VLLMServer:
     """Build the engine, connect it and load the model's weights into the server."""
-    assert isinstance(spec.config, VLLMServerConfig)
     refuse_nccl_without_cuda(spec)
-    server = VLLMServer(
+    server = make_client(spec)
+    asyncio.run(connect_engine(server, server.client, spec.model))
+    return server
+
+
+def make_client(spec: EngineSpec) -> VLLMServer:
+    """Build the engine without connecting it."""
+    assert isinstance(spec.config, VLLMServerConfig)
+    return VLLMServer(
         spec.model,
         read_config(spec.model),
         spec.config,
@@ -161,8 +77,6 @@ def build(spec: EngineSpec) -> VLLMServer:
         max_len=spec.max_len,
         quant=spec.quant,
     )
-    asyncio.run(connect_engine(server, server.client, spec.model))
-    return server
 
 
 class VLLMServer:
@@ -220,7 +134,7 @@ class VLLMServer:
                 self.caps,
                 top_logprobs=info.top_logprobs,
                 sizes=info.sizes,
-                canary_floor=canary_floor(self.config.dtype, cpu=info.cpu),
+                inexact_dtype=inexact_dtype(self.config.dtype, cpu=info.cpu),
             )
             self._server_info, self._weights_id = info, info.weights_id
             if info.weights_id.endswith(INCOMPLETE):
@@ -388,6 +302,10 @@ class VLLMServer:
             parse=lambda reply: get_field(reply, "results", list),
             timeout_s=timeout_s,
         )
+
+    async def answers(self) -> bool:
+        """Return whether the server answers now. Does not retry."""
+        return await server_answers(self._client_without_retries)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the run's metrics since the last call (run/metric_names.py)."""

@@ -6,13 +6,14 @@ import dataclasses
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from onepolicy.config import QuantFormat, UsageError, VLLMEngineConfig
+from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMEngineConfig
+from onepolicy.config.lora import LoraConfig
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat, parse_version, payload_format_of
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm.compatibility import (
@@ -42,11 +43,13 @@ def start_llm_engine(
     quant: QuantFormat | None = None,
     gpu_share: float = GPU_SHARE,
     sleeps: bool = False,
+    lora: LoraConfig | None = None,
 ) -> tuple[Any, RoutePayloadFormat | None]:
     """Return vLLM's LLMEngine with the model of `path`, and the format of its routes.
 
     The format is None without routes. max_len, top_logprobs: limits of a request. gpu_share: the
-    default of gpu_memory_utilization. sleeps: with vLLM's sleep mode. Raises UsageError if vLLM is
+    default of gpu_memory_utilization. sleeps: with vLLM's sleep mode. lora: adapters
+    that requests may name. Raises UsageError if vLLM is
     missing, or if its version or set-up is refused.
     """
     vllm_quant.check_quant_device(quant, cpu=cpu)
@@ -73,11 +76,18 @@ def start_llm_engine(
         quant=quant,
         gpu_share=gpu_share,
     )
+    experts: AbstractContextManager[None] = nullcontext()
+    if lora is not None:
+        from onepolicy.rollout.vllm.adapter import cpu_experts, lora_args  # not in a server
+
+        arguments |= lora_args(lora, ModelConfig(path=path, trust_remote_code=trust_remote_code))
+        if cpu:
+            experts = cpu_experts()
     if sleeps:
         arguments["enable_sleep_mode"] = True
     if return_routes and parse_version(version) < (0, 22):
         arguments["async_scheduling"] = False
-    with _keep_set_num_threads(), vllm_quant.name_setting_in_errors(quant):
+    with _keep_set_num_threads(), vllm_quant.name_setting_in_errors(quant), experts:
         llm = LLMEngine.from_engine_args(EngineArgs(**arguments, disable_log_stats=True))
     if config.lm_head == "float32":
         check_head_dtype(llm.apply_model(head_dtypes))

@@ -1,14 +1,14 @@
 """The learner on several ranks, as the driver (rank 0) runs it.
 
 The driver sends every rank its samples and merges the answers. Everything per slot that needs the
-samples of all ranks happens here, on the whole batch: loss weights, the check of routes, metrics.
-Another rank receives only its own samples, with their routes.
+samples of all ranks happens here, on the whole batch: loss weights, metrics. Another rank receives
+only its own samples, with their routes, and checks these.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from onepolicy.config import R2, RunConfig, TrainingError
 from onepolicy.interfaces import Update
 from onepolicy.replay.routers import Routers
 from onepolicy.sync.messages import validate_message
-from onepolicy.train.checks import check_batch, check_routes
+from onepolicy.train.checks import check_batch
 from onepolicy.train.pack import micro_batches
 from onepolicy.train.sharded.divide import RankBatch, divide_batch
 from onepolicy.train.sharded.export import export_model
 from onepolicy.train.sharded.rank import NATIVE, REPLACED, SCORED, RankLearner, UpdateReply
-from onepolicy.train.sharded.rank_group import RankGroup
+from onepolicy.train.sharded.ranks import Ranks
 from onepolicy.train.sharded.wire import Message, batch_message
 from onepolicy.types import RoutingTrace, TokenBatch
 
@@ -33,7 +33,7 @@ from onepolicy.types import RoutingTrace, TokenBatch
 class RankDispatcher:
     """A dispatcher of commands to all ranks, the driver's own included, at the same time."""
 
-    def __init__(self, rank_0: RankLearner, other_ranks: RankGroup) -> None:
+    def __init__(self, rank_0: RankLearner, other_ranks: Ranks) -> None:
         self.rank_0, self.other_ranks = rank_0, other_ranks
 
     def divide(self, batch: TokenBatch) -> list[RankBatch]:
@@ -49,7 +49,9 @@ class RankDispatcher:
         about: more fields of the command.
         """
         messages = [
-            batch_message({"do": command, "rounds": each.rounds, **about}, each.batch)
+            batch_message(
+                {"do": command, "rounds": each.rounds, "samples": each.samples, **about}, each.batch
+            )
             for each in batches
         ]
         self.other_ranks.send(messages[1:])
@@ -68,7 +70,8 @@ class RankDispatcher:
     def score(self, batch: TokenBatch, how: str) -> TokenBatch:
         """Score the batch. how: see `rank.ScoreCommand`."""
         batches = self.divide(batch)
-        answers = self.run_on_batches("score", batches, {"how": how})
+        about = {"how": how, "version": self.rank_0.version}
+        answers = self.run_on_batches("score", batches, about)
         return self.merge_scores(batch, batches, answers)
 
     def merge_scores(
@@ -86,8 +89,8 @@ class RankDispatcher:
                     merged[name] = rows.new_empty(batch.num_slots, *rows.shape[1:])
                 _check_rows(name, rows, merged[name], len(slots))
                 merged[name][slots] = rows
-        # without replay the ranks return no gate mass, and that of an earlier scoring is outdated
-        batch = batch.replace(gate_mass=None)
+        # without replay the ranks return neither, and those of an earlier scoring are outdated
+        batch = batch.replace(gate_mass=None, routers_differing=None)
         native, routers = merged.pop(NATIVE, None), self.rank_0.routers
         if native is not None and routers is not None:
             valid = torch.ones(len(native), dtype=torch.bool)
@@ -102,11 +105,6 @@ def _check_rows(name: str, rows: Tensor, merged: Tensor, count: int) -> None:
         raise TrainingError(
             f"a rank's answer is malformed: its {name} does not fit the samples it was sent"
         )
-
-
-def _checked_routes(scored: TokenBatch, config: RunConfig, version: int) -> TokenBatch:
-    pressed = config.rollout.pressure is not None
-    return check_routes(scored, config.replay, version, pressed=pressed)
 
 
 class ShardedScorer:
@@ -126,8 +124,7 @@ class ShardedScorer:
         """Score like `PolicyScorer.score`."""
         if not replay:
             return self._dispatcher.score(batch, "native")
-        scored = self._dispatcher.score(batch, "again")
-        return _checked_routes(scored, self._scorer.config, self.version)
+        return self._dispatcher.score(batch, "again")
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         return micro_batches(batch, self._scorer.config.train.tokens_per_micro_batch)
@@ -145,7 +142,7 @@ class ShardedScorer:
 class ShardedLearner:
     """The Learner of a run on several ranks."""
 
-    def __init__(self, rank_0: RankLearner, other_ranks: RankGroup) -> None:
+    def __init__(self, rank_0: RankLearner, other_ranks: Ranks) -> None:
         self.rank_0, self.dispatcher = rank_0, RankDispatcher(rank_0, other_ranks)
         self.scorer = ShardedScorer(self.dispatcher)
         self.fingerprint = rank_0.fingerprint
@@ -173,10 +170,7 @@ class ShardedLearner:
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields that the update needs from models: see `interfaces.Learner.score`."""
         check_batch(batch, self.config.replay, self.scorer.vocab_size)
-        scored = self.dispatcher.score(batch, "score")
-        if not self.config.scores_old:
-            return scored
-        return _checked_routes(scored, self.config, self.version)
+        return self.dispatcher.score(batch, "score")
 
     def step(self, batch: TokenBatch) -> Update:
         """Train on a scored batch, one optimiser step per minibatch, like `LocalLearner.step`."""
@@ -197,8 +191,7 @@ class ShardedLearner:
                 sums.update(reply["sums"])
             seconds += max(reply["seconds"] for reply in replies)
             if index == 0 and not self.config.scores_old:
-                merged = self.dispatcher.merge_scores(minibatch, batches, answers)
-                scored = _checked_routes(merged, self.config, self.version)
+                scored = self.dispatcher.merge_scores(minibatch, batches, answers)
         rank_0.scoring.seconds = seconds
         rank_0.version += 1
         return Update(rank_0.metrics(batch, sums, norms), scored)
@@ -215,7 +208,13 @@ class ShardedLearner:
 
     def _for_update(self, batch: TokenBatch) -> TokenBatch:
         """Return the batch without the fields that an update does not read."""
-        unread = {"entropy", "trainer_top_ids", "trainer_top_logp", "top_logp_old"}
+        unread = {
+            "entropy",
+            "routers_differing",
+            "trainer_top_ids",
+            "trainer_top_logp",
+            "top_logp_old",
+        }
         if not isinstance(self.config.replay, R2):  # r2 replays the trainer's own routes
             unread.add("routing_native")
         return batch.replace(**dict.fromkeys(unread))
@@ -229,7 +228,7 @@ class ShardedLearner:
         for extension in self.rank_0.extensions:
             extension.add_counts(answers)
 
-    def named_weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
         """Yield one tensor at a time. Each is cast, then gathered when it is asked for."""
         other_ranks = self.dispatcher.other_ranks
         other_ranks.broadcast(Message({"do": "weights", "dtype": dtype}))

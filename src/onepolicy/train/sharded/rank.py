@@ -8,7 +8,7 @@ commands in the same order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
 from onepolicy.config import RunConfig
+from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.replay.routers import Routers
 from onepolicy.sync.messages import validate_message
 from onepolicy.sync.sent_tensors import sent_tensors
@@ -35,6 +36,7 @@ SCORED = (
     "logp_old",
     "entropy",
     "gate_mass",
+    "routers_differing",
     "top_logp_old",
     "trainer_top_ids",
     "trainer_top_logp",
@@ -53,7 +55,15 @@ class BatchCommand(TypedDict):
     traces: dict[str, Any]
 
 
-class ScoreCommand(BatchCommand):
+class ShareCommand(BatchCommand):
+    """A command with this rank's share of a batch."""
+
+    rounds: list[list[NonNegativeInt]]
+    samples: list[NonNegativeInt]
+    version: int
+
+
+class ScoreCommand(ShareCommand):
     """A command to score the batch.
 
     how = score: like `Learner.score`. again: with the policy alone, with replay. native: with the
@@ -62,17 +72,14 @@ class ScoreCommand(BatchCommand):
 
     do: Literal["score"]
     how: Literal["score", "again", "native"]
-    rounds: list[list[NonNegativeInt]]
 
 
-class OptimiseCommand(BatchCommand):
+class OptimiseCommand(ShareCommand):
     """A command to train on a minibatch."""
 
     do: Literal["optimise"]
-    rounds: list[list[NonNegativeInt]]
     minibatch: int
     slots: int
-    version: int
 
 
 class LogitsCommand(BatchCommand):
@@ -120,12 +127,20 @@ class RankScorer(PolicyScorer):
     ) -> None:
         super().__init__(model, config, routers=routers)
         self.rounds: list[list[int]] = []  # micro-batches of the current command
+        self.samples: list[int] = []  # their places in the whole batch
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         return self.rounds
 
     def check_scored_routes(self, scored: TokenBatch) -> TokenBatch:
-        return scored  # the driver checks the whole batch
+        try:
+            return super().check_scored_routes(scored)
+        except MisalignedRoutesError as error:
+            places = ", ".join(map(str, self.samples))
+            raise MisalignedRoutesError(
+                f"{error}. Samples are counted among this rank's, which are {places} of the batch",
+                layers_wrong=error.layers_wrong,
+            ) from error
 
 
 class RankLearner(LocalLearner):
@@ -148,6 +163,8 @@ class RankLearner(LocalLearner):
         """Handle a command of the driver and return the answer."""
         command = validate_message(Command, message.header, "the driver's command")
         self.scorer.rounds = command.get("rounds", [])
+        self.scorer.samples = command.get("samples", [])
+        self.version = command.get("version", self.version)
         match command["do"]:
             case "score":
                 return reply_with_scores(
@@ -169,7 +186,7 @@ class RankLearner(LocalLearner):
                 raise AssertionError(f"no such command: {unknown}")
         return Message({})
 
-    def named_weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
         """Yield the weights one at a time, cast and then gathered on every rank."""
         for name, tensor in sent_tensors(self.model, dtype):
             yield name, gather_full_tensor(tensor)
@@ -190,14 +207,13 @@ class RankLearner(LocalLearner):
             case "score":
                 return self._fill_scores(batch)
             case "again":
-                return self.scorer.score_unchecked(batch, replay=True)
+                return self.scorer.score(batch)
             case "native":
-                return self.scorer.score_unchecked(batch, replay=False)
+                return self.scorer.score(batch, replay=False)
         raise AssertionError(how)
 
     def _train_on(self, batch: TokenBatch, command: dict[str, Any]) -> Message:
         """Make one optimiser step. The driver adds up the answers of all ranks."""
-        self.version = command["version"]
         first = command["minibatch"] == 0
         if first:
             self.scoring.begin_step()

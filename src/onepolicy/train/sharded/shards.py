@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onepolicy.config import TrainingError, UsageError
+from onepolicy.train.optim import MasterAdamW
 from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments
 
 MODEL, CRITIC, RNG = "model", "critic.", "rng"
@@ -110,15 +111,14 @@ class _Moment(NamedTuple):
 
     full_name: str
     kind: str
-    optimizer: torch.optim.Optimizer
+    optimizer: MasterAdamW
     parameter: nn.Parameter
 
     def empty(self) -> Tensor:
         """Return a tensor to read the moment into."""
-        like = self.parameter.detach()
         if self.kind == "step":
-            return torch.zeros((), device=like.device)
-        return torch.empty_like(like, dtype=torch.float32)
+            return torch.zeros((), device=self.parameter.device)
+        return self.optimizer.empty_state(self.parameter.detach())
 
 
 def restore(folder: Path, learner: CheckpointedLearner) -> None:
@@ -140,13 +140,13 @@ def restore(folder: Path, learner: CheckpointedLearner) -> None:
         wanted[RNG] = torch.get_rng_state()
     read_tensors(folder, wanted)
     for moment in moments:
-        moment.optimizer.state[moment.parameter][moment.kind] = wanted[moment.full_name]
+        moment.optimizer.put_state(moment.parameter, moment.kind, wanted[moment.full_name])
     if RNG in wanted:
         torch.set_rng_state(wanted[RNG])
 
 
 def _moments(
-    names: list[str], model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
+    names: list[str], model: nn.Module, optimizer: MasterAdamW, folder: Path
 ) -> list[_Moment]:
     parameters = dict(model.named_parameters())
     moments = []

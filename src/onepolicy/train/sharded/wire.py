@@ -35,6 +35,7 @@ SLOT_FIELDS = {
     "logp_rollout": ("float", 1),
     "top_ids": ("int", 2),
     "top_logp_rollout": ("float", 2),
+    "routers_differing": ("int", 2),
     "gate_mass": ("float", 2),
     "logp_old": ("float", 1),
     "top_logp_old": ("float", 2),

@@ -92,6 +92,12 @@ def test_a_rank_reports_its_own_positions_sample_by_sample(found):
     assert torch.equal(whole["native"], whole["trace"])
 
 
+def test_a_rank_without_a_route_in_its_positions(found):
+    """As with padding on the right. Had it raised alone, the other would wait for it."""
+    for rank in found:
+        assert torch.equal(rank["right padded"], rank["own"]["logits"])
+
+
 def test_every_rank_finds_rows_in_megatrons_order_out(found):
     for rank in found:
         assert "not those of this forward" in rank["error"]

@@ -14,7 +14,8 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.models.load import load_model
 from onepolicy.replay.checks import RouteSpec, check_completion
-from onepolicy.sync.push import attach_engine, checked_push
+from onepolicy.sync.attach import attach_engine
+from onepolicy.sync.push import checked_push
 from onepolicy.tiny.model import make_model, make_tokenizer, save_policy
 from onepolicy.types import Sampling
 from support.sglang_live import (

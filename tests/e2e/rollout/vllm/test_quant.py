@@ -13,7 +13,8 @@ from onepolicy.models.quant.formats import e4m3_rows
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm.engine import VLLMEngine
-from onepolicy.sync.push import canary_logp, checked_push
+from onepolicy.sync.canary import canary_logp
+from onepolicy.sync.push import checked_push
 from support.vllm_engines import MAX_LEN, VOCAB, FakeLearner, play, prompts, ragged, rules_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

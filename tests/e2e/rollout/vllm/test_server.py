@@ -18,6 +18,7 @@ from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerC
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm import server as served
+from onepolicy.rollout.vllm import weight_update
 from onepolicy.sync import broadcast as module
 from onepolicy.sync.broadcast import Sender
 from onepolicy.sync.push import checked_push
@@ -148,7 +149,7 @@ FAULTS = {
     ),
     "broadcast, an old version": (
         "gloo",
-        served,
+        weight_update,
         "Sender",
         SendsAnOldVersion,
         "version 4 came instead of version 5",

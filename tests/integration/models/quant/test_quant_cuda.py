@@ -16,16 +16,16 @@ from onepolicy.models.quant.formats import (
 )
 from onepolicy.models.quant.quantise import check_kernels
 from onepolicy.rollout.copies import quantise_policy
+from support.gpu import CUDA, need_commands
 from support.metrics import rows
 from support.models import make
 
-pytestmark = pytest.mark.gpu
+pytestmark = CUDA
 FORMATS = [Int8(), Int8(activations="static"), Fp8(), Fp8Weight()]
 
 
 @pytest.fixture
 def cuda():
-    assert torch.cuda.is_available(), "these tests need a CUDA device"
     return torch.device("cuda")
 
 
@@ -81,6 +81,7 @@ def test_a_quantised_model_equals_that_of_the_cpu(name, quant, cuda):
 
 @pytest.mark.parametrize("quant", ["int8", "fp8", "fp8-weight"])
 def test_a_run_on_the_gpu(recipe, tmp_path, quant):
+    need_commands()
     out = tmp_path / "run"
     overrides = ["train.device=cuda", f"rollout.quant={quant}", "correction.preset=tis", "steps=2"]
     assert main(["train", str(recipe), f"out={out}", *overrides]) == 0

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.sglang import weights
-from onepolicy.sync.push import attach_engine
+from onepolicy.sync.attach import attach_engine
 from onepolicy.types import Sampling
 from support.fake_sglang import VOCAB, FakeSGLang
 from support.sglang_engines import (

@@ -13,8 +13,9 @@ from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.generate_api import resumed_seed
 from onepolicy.sync import broadcast
+from onepolicy.sync.attach import attach_engine
 from onepolicy.sync.broadcast import unflatten_bucket
-from onepolicy.sync.push import attach_engine, checked_push
+from onepolicy.sync.push import checked_push
 from onepolicy.sync.weight_files import read_weights
 from onepolicy.types import Sampling
 from support import fake_vllm

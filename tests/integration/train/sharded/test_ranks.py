@@ -1,6 +1,7 @@
 """The learner on two ranks equals the learner of one process. All tests share one start of the
 second rank."""
 
+import asyncio
 import copy
 import ctypes
 import gc
@@ -16,13 +17,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from onepolicy.build.learner import build_learner
-from onepolicy.config import UsageError, resolve
+from onepolicy.config import UsageError
 from onepolicy.config.model import ModelConfig
-from onepolicy.launch import ranks
+from onepolicy.interfaces import EngineCaps
 from onepolicy.models.checkpoint_names import CheckpointNames
+from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.sync import broadcast
 from onepolicy.sync.broadcast import Receiver, Sender
+from onepolicy.sync.push import push_weights
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
 from onepolicy.train.sharded import learner as sharded
@@ -31,8 +33,8 @@ from onepolicy.train.sharded.export import export_model
 from onepolicy.train.sharded.fsdp import gather_full_tensor
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.wire import batch_from_message as batch_in
-from support.learner_steps import BASE
 from support.models import CONFIGS, make
+from support.mxfp4 import write_mxfp4
 from support.rank_cases import (
     CASES,
     QWEN,
@@ -40,6 +42,8 @@ from support.rank_cases import (
     assert_equal_steps,
     batch_for,
     config_of,
+    joined,
+    learner_of,
     learner_on,
     one_step,
     weights_of,
@@ -47,11 +51,8 @@ from support.rank_cases import (
 
 
 @pytest.fixture(scope="module")
-def two():
-    settings = resolve(
-        BASE, ["train.ranks=2", "train.rank_timeout=60", "train.threads=1", "train.device=cpu"]
-    )
-    with ranks.started_rank_processes(settings) as others:
+def two(tmp_path_factory):
+    with joined(2, tmp_path_factory.mktemp("rendezvous")) as others:
         yield others
 
 
@@ -73,8 +74,8 @@ def test_two_ranks_equal_one(case, two, folders):
 
 def test_a_rank_has_only_its_own_samples_and_routes(two, folders, monkeypatch):
     messages = []  # of rank 1, then of rank 0, for scoring and for the update
-    send, handle = two.rank_group.send, RankLearner.handle
-    monkeypatch.setattr(two.rank_group, "send", lambda own: messages.extend(own) or send(own))
+    send, handle = two.send, RankLearner.handle
+    monkeypatch.setattr(two, "send", lambda own: messages.extend(own) or send(own))
     monkeypatch.setattr(
         RankLearner, "handle", lambda self, own: messages.append(own) or handle(self, own)
     )
@@ -125,9 +126,9 @@ def test_a_checkpoint_of_two_ranks_resumes_on_two_and_on_one(two, folders, tmp_p
         (path / "shards").glob("*model-00001-of-00002*")
     )  # the weights stand in transformers' layout
     for others, same in ((two, True), (None, False)):
-        again = learner_on(others, folders["qwen3_moe"], overrides)
+        again = learner_on(others, folders["qwen3_moe"], [*overrides, "optim.state=host"])
         config = again.config
-        again = build_learner(config, ModelConfig(path=str(path)), others)
+        again = learner_of(config, ModelConfig(path=str(path)), others)
         assert all(torch.equal(tensor, held[name]) for name, tensor in again.named_weights())
         again.restore(path)
         assert (again.version, again.updates) == (1, 1)
@@ -149,7 +150,7 @@ def test_a_checkpoint_of_one_process_resumes_on_two_ranks(two, folders, tmp_path
     one_step(one, batch_for(one))
     path = checkpoint.save(tmp_path, one, make_tokenizer("abc"), step=1, extra={})
     _, expected, _ = one_step(one, batch_for(one))
-    ranked = build_learner(
+    ranked = learner_of(
         config_of(folders["qwen3_moe"], overrides, 2), ModelConfig(path=str(path)), two
     )
     ranked.restore(path)
@@ -184,6 +185,41 @@ def test_weights_come_whole_and_a_reader_may_stop_early(two, folders):
     assert first[0] == next(iter(one.named_weights()))[0]
     found, expected = dict(ranked.named_weights()), dict(one.named_weights())
     assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_that_was_stored_in_mxfp4_is_exported_plain(two, tmp_path):
+    """Its tensors are float32, and its config says nothing else of them."""
+    expected = write_mxfp4(tmp_path)
+    ranked = learner_on(two, tmp_path, QWEN)
+    path = checkpoint.save(tmp_path, ranked, make_tokenizer("abc"), step=1, extra={})
+    ranked.finish_saving()
+    assert "quantization_config" not in json.loads((path / "config.json").read_text())
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == expected.keys()
+    for name, file in index.items():
+        assert torch.equal(load_file(path / file)[name], expected[name].float()), name
+
+
+class LostEngine:
+    """An engine that is lost while it takes an update."""
+
+    caps, version = EngineCaps(returns_routes=True, max_len=8), 0
+
+    async def load_weights(self, weights, version):
+        self.weights = weights
+        next(weights)
+        raise EngineLost("gone")
+
+
+def test_an_engine_that_is_lost_in_mid_update_leaves_the_ranks_in_step(two, folders):
+    """The error's traceback keeps the weights' iterator, and so whatever it has open."""
+    ranked, one = (learner_on(others, folders["qwen3_moe"], QWEN) for others in (two, None))
+    engine = LostEngine()
+    with pytest.raises(EngineLost):
+        asyncio.run(push_weights(ranked, engine))
+    assert engine.weights.gi_frame is None  # every rank has gathered the rest
+    found, expected = dict(ranked.named_weights()), dict(one.named_weights())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

@@ -1,63 +1,27 @@
 """More ranks than two, whole runs, and runs whose rank or driver is killed."""
 
-import asyncio
 import os
 import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from onepolicy.cli import main
-from onepolicy.config import resolve
-from onepolicy.launch import ranks
 from onepolicy.train import checkpoint
-from onepolicy.train.sharded.channel import RankLost
-from support.learner_steps import BASE
+from support.faulty_runs import gone, rank_of
 from support.metrics import rows, timeless
 from support.models import MOE, make
-from support.rank_cases import CASES, assert_equal_steps
+from support.rank_cases import CASES, assert_equal_steps, joined
 from support.waiting import wait_until
 
 LONG = 120  # seconds; what is waited for comes much earlier
 
 
-def test_a_rank_killed_while_the_driver_is_busy_ends_the_run(request):
-    ignored = signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # as in what a script starts in the background
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, ignored))
-    settings = resolve(
-        BASE, ["train.ranks=2", "train.rank_timeout=60", "train.threads=1", "train.device=cpu"]
-    )
-
-    def busy():
-        with ranks.started_rank_processes(settings) as others:
-            os.kill(
-                int(re.search(r"process (\d+)", others.rank_group.channels[1].peer)[1]),
-                signal.SIGKILL,
-            )
-            asyncio.run(asyncio.sleep(LONG))
-            pytest.fail("the driver slept through it")
-
-    with pytest.raises(RankLost, match=r"rank 1 \(process \d+ on .*\) has ended; `--resume`"):
-        busy()
-
-
 def start(*arguments):
     command = [sys.executable, "-m", "onepolicy", "train", *map(str, arguments)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-
-
-def children_of(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def gone(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 @pytest.mark.slow
@@ -80,13 +44,13 @@ def test_a_run_killed_in_the_middle_resumes_to_the_same_run(whom, staleness, rec
     assert main(["train", str(recipe), f"out={whole}", *settings]) == 0
     run = start(recipe, f"out={out}", *settings)
     wait_until(lambda: checkpoint.complete_checkpoints(out), process=run)
-    (child,) = children_of(run.pid)
-    os.kill(child if whom == "rank" else run.pid, signal.SIGKILL)
+    ranks = [rank_of(run.pid, rank) for rank in (0, 1)]
+    os.kill(ranks[1] if whom == "rank" else run.pid, signal.SIGKILL)
     _, errors = run.communicate(timeout=LONG)
     if whom == "rank":
         assert run.returncode == 1, errors
         assert re.search(r"onepolicy: rank 1 \(process \d+ on .*\) has ended", errors)
-    wait_until(lambda: gone(child), LONG)  # a rank whose driver is gone goes too
+    wait_until(lambda: all(map(gone, ranks)), LONG)  # whose agent is gone go too
     assert main(["train", "--resume", str(out)]) == 0
     assert [row["step"] for row in rows(out)] == [1, 2, 3, 4, 5, 6]
     if staleness != 1:  # else it is a matter of time which weights sampled what
@@ -124,10 +88,9 @@ def test_resume_on_other_numbers_of_ranks_and_under_torchrun(recipe, tmp_path):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [3, 4])
 def test_more_ranks_equal_one(count, tmp_path):
-    settings = resolve(BASE, [f"train.ranks={count}", "train.threads=1", "train.device=cpu"])
     for family in MOE:
         make(family).save_pretrained(tmp_path / family)
-    with ranks.started_rank_processes(settings) as others:
+    with joined(count, tmp_path) as others:
         for case in ("idle", "recompute", "critic_kl_entropy", "bypass"):
             assert_equal_steps(CASES[case], others, tmp_path / "qwen3_moe")
         for family in MOE:

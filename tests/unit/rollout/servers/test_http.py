@@ -310,6 +310,83 @@ def test_a_server_that_samples_nothing_is_given_up(status, monkeypatch):
         held.set()
 
 
+def test_a_hung_engine_behind_a_healthy_server_costs_its_limit_once(monkeypatch):
+    """An answer of 32k tokens may take 2 hours: six attempts of that would be half a day."""
+    monkeypatch.setattr(http, "SLOWEST_TOKEN_S", 1e-4)
+    held, asked = threading.Event(), []
+
+    def hangs(_):
+        asked.append(1)
+        held.wait(LIMIT_S)
+        return Reply(hang_up=True)
+
+    with Server({"POST /do": hangs, "GET /health": lambda _: {}}) as server:
+        client = client_of(server, retries=5, timeout_s=0.05)
+        with pytest.raises(
+            TrainingError, match=r"[12] times in 0\.2 s, the limit of all .* though it answers"
+        ):
+            asyncio.run(client.post("/do", {}, tokens=1000))
+        held.set()
+    assert len(asked) <= 2
+
+
+def test_a_stuck_engine_is_not_held_for_the_night():
+    """A token of a loaded engine takes up to 30 ms."""
+    answer = http._Call("POST", "/generate", 600.0, tokens=32_768)
+    assert 6 * 0.03 * answer.tokens < answer.longest_s < 2 * 3600
+
+
+@pytest.mark.parametrize(
+    ("left", "alive", "message"),
+    [
+        (30.0, False, "no answer within 20 s (rollout.engine.timeout_s)"),
+        (9.876, False, "no answer within 9.88 s, the rest of 60 s for all attempts"),
+        (
+            60.0,
+            True,
+            "no answer within 40 s (rollout.engine.timeout_s and 0.2 s for each of 100 tokens), "
+            "though it answers /health",
+        ),
+        (
+            30.0,
+            True,
+            "no answer within 30 s, the rest of 60 s for all attempts, though it answers /health",
+        ),
+    ],
+)
+def test_an_attempt_that_was_cut_says_how_long_it_ran(left, alive, message):
+    call = http._Call("POST", "/generate", 20.0, tokens=100)
+    assert http._describe_wait(call, left, alive) == message
+
+
+def test_a_hung_health_check_is_no_sign_of_life(monkeypatch):
+    """The attempt ends while the check is under way."""
+    monkeypatch.setattr(http, "SLOWEST_TOKEN_S", 1e-5)
+    held = threading.Event()
+
+    def hangs(_):
+        held.wait(LIMIT_S)
+        return Reply(hang_up=True)
+
+    with Server({"POST /do": hangs, "GET /health": hangs}) as server:
+        with pytest.raises(TrainingError, match=r"within 0\.2 s \(rollout.engine.timeout_s\)"):
+            asyncio.run(client_of(server, retries=0, timeout_s=0.2).post("/do", {}, tokens=1000))
+        held.set()
+
+
+def test_the_first_problem_is_kept_beside_the_last():
+    broken = Reply({"error": "CUDA error"}, 500)
+    with Server({"POST /do": first([broken], lambda _: Reply(hang_up=True))}) as server:
+        client = client_of(server)
+        with pytest.raises(
+            EngineLost, match=r"got RemoteProtocolError.*; the first time: status 500: .*CUDA error"
+        ):
+            asyncio.run(client.post("/do"))
+    with Server({"POST /do": lambda _: broken}) as server, pytest.raises(EngineLost) as caught:
+        asyncio.run(client_of(server).post("/do"))
+    assert str(caught.value).count("CUDA error") == 1
+
+
 def test_an_absent_server_is_a_usage_error_only_at_the_start():
     with Server({}) as server:
         client = client_of(server, retries=1)

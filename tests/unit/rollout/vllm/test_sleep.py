@@ -55,10 +55,15 @@ def test_a_step_sleeps_between_its_rollouts_and_its_update(monkeypatch, asleep):
 
     async def push(*_):
         log.append("push")
+        return {}
+
+    def update(*_):
+        log.append("update")
+        return SimpleNamespace(metrics={})
 
     monkeypatch.setattr(step, "sample_rollouts", rollouts)
-    monkeypatch.setattr(step, "train_on_rollouts", lambda *_: log.append("update"))
-    monkeypatch.setattr(step, "push_weights", push)
+    monkeypatch.setattr(step, "train_on_rollouts", update)
+    monkeypatch.setattr(step, "push_and_check", push)
     monkeypatch.setattr(step, "add_timings", lambda *_: None)
     components = SimpleNamespace(engine=asleep, learner=None, samplers=[])
     asyncio.run(step.rl_step(components, 0))

@@ -1,34 +1,21 @@
-"""Parts of a sharded learner that need no second process: division of samples, messages, channels,
+"""Parts of a sharded learner that need no second process: division of samples, messages,
 settings."""
 
-import contextlib
 import dataclasses
-import socket
-import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.launch.launcher import apply_torchrun_ranks
-from onepolicy.train.sharded import channel
-from onepolicy.train.sharded.channel import (
-    TOKEN_BYTES,
-    Channel,
-    FailureCause,
-    RankListener,
-    RankLost,
-    connect_to_driver,
-    decode_address,
-    encode_address,
-)
+from onepolicy.launch.ranks import LaunchedRanks, RankInfo, _await_ranks, launched_ranks
 from onepolicy.train.sharded.divide import assign_micro_batches, divide_batch
-from onepolicy.train.sharded.rank_group import RankGroup, error_message
+from onepolicy.train.sharded.ranks import RankLost, Ranks, error_key, process_key
 from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
 from support.token_batches import batch_with
-from support.waiting import LIMIT_S
 
 
 def test_dealt_by_hand():
@@ -91,248 +78,6 @@ def test_bytes_that_are_no_message_are_refused(data):
         Message.decode(data)
 
 
-@pytest.fixture
-def pair():
-    ours, theirs = socket.create_server(("127.0.0.1", 0)), None
-    theirs = socket.create_connection(ours.getsockname())
-    channels = Channel(ours.accept()[0], "rank 1"), Channel(theirs, "the driver")
-    yield channels
-    for each in (*channels, ours):
-        each.close()
-
-
-def test_silence_and_death_are_distinguished_and_named(pair):
-    driver, rank = pair
-    with pytest.raises(RankLost, match=r"rank 1 has sent nothing for 0.1 s") as silent:
-        driver.receive(0.1)
-    assert silent.value.cause == FailureCause.SILENT
-    rank.connection.sendall((100).to_bytes(8, "little") + b"half")
-    with pytest.raises(RankLost, match="sent nothing"):
-        driver.receive(0.1)
-    rank.close()
-    with pytest.raises(RankLost, match="rank 1 has ended") as gone:
-        driver.receive(LIMIT_S)
-    assert gone.value.cause == FailureCause.DISCONNECTED
-
-
-def test_a_peer_that_takes_nothing_is_named(pair):
-    with pytest.raises(RankLost, match=r"rank 1 took nothing for 0.2 s"):
-        pair[0].send(Message({}, {"x": torch.zeros(2**24)}), 0.2)
-
-
-def test_the_first_failed_rank_is_named():
-    """Rank 1 reports that a collective failed. Rank 2 is gone without a message and is the
-    reason."""
-    server = socket.create_server(("127.0.0.1", 0))
-    ends = [socket.create_connection(server.getsockname()) for _ in range(2)]
-    rank_group = RankGroup(
-        {r: Channel(server.accept()[0], f"rank {r}") for r in (1, 2)}, limit=LIMIT_S
-    )
-    first, second = (Channel(end, "driver") for end in ends)
-    first.send(error_message(RuntimeError("connection closed by peer")), LIMIT_S)
-    second.close()
-    try:
-        with pytest.raises(RankLost, match=r"rank 2 has ended$") as lost:
-            rank_group.recv()
-        assert lost.value.cause == FailureCause.DISCONNECTED
-    finally:
-        rank_group.close()
-        first.close()
-        server.close()
-
-
-def test_a_rank_reports_its_own_kind_of_error(pair):
-    rank_group = RankGroup({1: pair[0]}, limit=LIMIT_S)
-    try:
-        pair[1].send(error_message(UsageError("model.path: gone")), LIMIT_S)
-        with pytest.raises(UsageError, match=r"rank 1: model.path: gone"):
-            rank_group.recv()
-    finally:
-        rank_group.close()
-
-
-def test_who_does_not_know_the_token_is_hung_up_on(monkeypatch):
-    monkeypatch.setattr(channel, "GREETING_S", LIMIT_S)
-    listener = RankListener("127.0.0.1")
-    address, token = decode_address(encode_address(listener.address, listener.token))
-    found = {}
-    waiting = threading.Thread(
-        target=lambda: found.update(listener.accept(2, LIMIT_S, lambda: None))
-    )
-    waiting.start()
-    stranger = socket.create_connection(address)
-    stranger.sendall(b"0" * TOKEN_BYTES)
-    assert stranger.recv(1) == b""
-    ours = connect_to_driver(address, token, 1, LIMIT_S)
-    waiting.join()
-    assert list(found) == [1]
-    assert "rank 1 (process" in found[1].peer
-    for each in (stranger, ours, found[1], listener):
-        each.close()
-
-
-def test_a_slow_stranger_is_hung_up_on(monkeypatch):
-    """A byte now and then is not enough: the whole greeting has one limit, and the ranks still get
-    in."""
-    monkeypatch.setattr(channel, "GREETING_S", 0.3)
-    listener = RankListener("127.0.0.1")
-    stranger, stop, hung_up = (
-        socket.create_connection(listener.address),
-        threading.Event(),
-        threading.Event(),
-    )
-
-    def dawdle():
-        try:
-            while not stop.wait(0.01):
-                stranger.sendall(b"0" if not hung_up.is_set() else b"")
-        except OSError:
-            hung_up.set()
-
-    dawdling = threading.Thread(target=dawdle)
-    monkeypatch.setattr(channel, "TOKEN_BYTES", 2**20)  # it could go on for hours
-    dawdling.start()
-    accepting = threading.Thread(
-        target=lambda: suppressed(listener.accept, 2, 60.0, stop_when(hung_up))
-    )
-    accepting.start()
-    assert hung_up.wait(60)
-    stop.set()
-    dawdling.join()
-    accepting.join()
-    for each in (stranger, listener):
-        each.close()
-
-
-class Stopped(Exception):
-    from onepolicy.launch.launcher import apply_torchrun_ranks
-
-
-def suppressed(call, *args):
-    with contextlib.suppress(Stopped):
-        call(*args)
-
-
-def stop_when(event):
-    def alive():
-        if event.is_set():
-            raise Stopped
-
-    return alive
-
-
-@pytest.mark.parametrize("strangers", [20, 200])
-def test_silent_strangers_cost_the_ranks_nothing(strangers, monkeypatch):
-    """They came first, and this test never lets them end."""
-    monkeypatch.setattr(channel, "GREETING_S", 1e9)
-    monkeypatch.setattr(channel.Channel, "read", None)  # nothing is waited for
-    listener = RankListener("127.0.0.1")
-    silent = [socket.create_connection(listener.address) for _ in range(strangers)]
-    for each in silent[::2]:
-        each.sendall(listener.token[:5])
-    ours = [connect_to_driver(listener.address, listener.token, rank, 60.0) for rank in (2, 1)]
-    more = [socket.create_connection(listener.address) for _ in range(strangers)]
-    looks = []
-    found = listener.accept(3, 60.0, lambda: looks.append(None))
-    assert sorted(found) == [1, 2]
-    assert "rank 2 (process" in found[2].peer
-    assert len(looks) < 20 + strangers  # of one a connection at worst, not of one a time limit
-    for each in (*silent, *more, *ours, *found.values(), listener):
-        each.close()
-
-
-def test_the_number_of_waiting_strangers_is_bounded():
-    listener = RankListener("127.0.0.1")
-    silent = [socket.create_connection(listener.address) for _ in range(channel.MAX_PENDING + 5)]
-    most = []
-
-    def look():
-        pending = sum(is_open(each) for each in silent)
-        most.append(pending)
-        if len(most) > 2 and pending <= channel.MAX_PENDING:
-            raise Stopped
-
-    suppressed(listener.accept, 2, 60.0, look)
-    assert most[-1] == channel.MAX_PENDING
-    for each in (*silent, listener):
-        each.close()
-
-
-def is_open(connection):
-    connection.setblocking(False)
-    try:
-        return connection.recv(1) != b""
-    except BlockingIOError:
-        return True
-
-
-@pytest.mark.parametrize(
-    "about",
-    [
-        {},
-        {"rank": "1", "pid": 1, "host": "h"},
-        {"rank": 1, "pid": None, "host": "h"},
-        {"rank": 1.0, "pid": 1, "host": "h"},
-        {"rank": 0, "pid": 1, "host": "h"},
-        {"rank": 2, "pid": 1, "host": "h"},
-        {"rank": True, "pid": 1, "host": "h"},
-        {"rank": -1, "pid": 1, "host": "h"},
-    ],
-)
-def test_a_malformed_message_of_a_rank_is_our_error(about):
-    listener = RankListener("127.0.0.1")
-    stranger = socket.create_connection(listener.address)
-    data = Message(about).encode()
-    stranger.sendall(listener.token + len(data).to_bytes(8, "little") + data)
-    with pytest.raises(TrainingError, match="greet"):
-        listener.accept(2, 60.0, lambda: None)
-    for each in (stranger, listener):
-        each.close()
-
-
-def test_a_rank_that_comes_twice_or_announces_too_much_is_our_error(pair):
-    listener = RankListener("127.0.0.1")
-    ours = [connect_to_driver(listener.address, listener.token, 1, 5.0) for _ in range(2)]
-    with pytest.raises(TrainingError, match="a second rank 1"):
-        listener.accept(3, 60.0, lambda: None)
-    huge = socket.create_connection(listener.address)
-    huge.sendall(listener.token + b"\xff" * 8)
-    with pytest.raises(TrainingError, match="greets with"):
-        listener.accept(3, 60.0, lambda: None)
-    pair[1].connection.sendall(b"\xff" * 8)
-    with pytest.raises(TrainingError, match="rank 1 announces a message of"):
-        pair[0].receive(5.0)
-    for each in (*ours, huge, listener):
-        each.close()
-
-
-@pytest.mark.parametrize(
-    ("host", "resolved", "listens"),
-    [
-        ("node-1", "127.0.1.1", "0.0.0.0"),
-        ("localhost", "127.0.0.1", "127.0.0.1"),
-        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
-        ("node-1", "127.0.0.2", "0.0.0.0"),
-    ],
-)
-def test_a_driver_whose_name_is_a_loopback_address_advertises_the_name(
-    host, resolved, listens, monkeypatch
-):
-    """Other machines resolve the name for themselves, so the driver sends them the name."""
-    monkeypatch.setattr(channel.socket, "gethostbyname", lambda name: resolved)
-    listener = RankListener(host)
-    assert listener.socket.getsockname()[0] == listens
-    assert decode_address(encode_address(listener.address, listener.token))[0][0] == host
-    listener.close()
-
-
-def test_a_rank_that_does_not_come_is_named():
-    listener = RankListener("127.0.0.1")
-    with pytest.raises(RankLost, match=r"rank 1 did not come within 0.1 s"):
-        listener.accept(2, 0.1, lambda: None)
-    listener.close()
-
-
 BASE = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
 
 
@@ -375,3 +120,37 @@ def test_torchrun_sets_the_number_of_ranks(monkeypatch):
     assert apply_torchrun_ranks(set_to_three, resuming=True).train.ranks == 2
     with pytest.raises(UsageError, match="torchrun started 2 processes"):
         apply_torchrun_ranks(set_to_three)
+
+
+@pytest.mark.parametrize(
+    ("waited", "error", "words"),
+    [
+        (0.1, None, "rank 2 (process 7 on h) has ended; `--resume` continues"),
+        (59.9, None, "rank 2 (process 7 on h) has been silent for 60 s (train.rank_timeout); `-"),
+        (0.1, "model.path: gone", "rank 2 (process 7 on h): model.path: gone"),
+    ],
+)
+def test_a_lost_rank_is_named_with_the_reason(waited, error, words):
+    store = dist.HashStore()
+    store.set(process_key(2), "process 7 on h")
+    if error is not None:
+        store.set(error_key(2), error)
+    ranks = object.__new__(Ranks)
+    ranks._store, ranks._awaited, ranks.limit = store, 2, 60.0
+    assert ranks._describe_loss(waited).startswith(words)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    store = dist.HashStore()
+    launched = LaunchedRanks(RankInfo(0, 3, 0), store)
+    store.set(process_key(1), "process 7 on h")
+    with pytest.raises(RankLost, match=r"rank 2 did not come within 0.01 s \(train.rank_timeout\)"):
+        _await_ranks(launched, 0.01)
+    store.set(process_key(2), "process 8 on h")
+    _await_ranks(launched, 0.01)
+
+
+def test_ranks_need_somebody_who_starts_them(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UsageError, match="only `onepolicy train` and torchrun start ranks"):
+        launched_ranks(resolve(BASE, ["train.ranks=2"]))

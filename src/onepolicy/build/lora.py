@@ -1,0 +1,35 @@
+"""The trained adapter of a run (train.lora), and the extensions of its update.
+
+Only the functions that build a run with train.lora import this file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onepolicy.config import RunConfig, UsageError
+from onepolicy.train.extension import LearnerExtension
+from onepolicy.train.lora import Adapter, FrozenReference
+from onepolicy.train.scorer import PolicyScorer
+
+
+def build_adapter(scorer: PolicyScorer) -> tuple[Adapter, list[LearnerExtension]]:
+    """Return the adapter inside this scorer's model, and the extensions of the update it brings.
+
+    The reference of objective.kl is the model without its adapter, unless another one is named.
+    """
+    config = scorer.config
+    if config.optim.state != "device":
+        raise UsageError(
+            f"optim.state: {config.optim.state} is for the state of whole models; that of adapters "
+            "is small, so leave it out beside train.lora"
+        )
+    adapter = Adapter(scorer.model, adapter_name(config))
+    if config.objective.kl.coef and config.objective.kl.reference is None:
+        return adapter, [FrozenReference(adapter)]
+    return adapter, []
+
+
+def adapter_name(config: RunConfig) -> str:
+    """Return the name of a run's adapter in engines and replies: the name of its run folder."""
+    return f"lora-{Path(config.out).name}"

@@ -1,0 +1,57 @@
+"""The learner of a run on several ranks, and one rank's part of it."""
+
+from __future__ import annotations
+
+import torch
+
+from onepolicy.build.learner import (
+    build_critic,
+    build_extensions,
+    build_reference,
+    install_chunks,
+    load_training_model,
+    routers_of,
+    set_num_threads,
+)
+from onepolicy.config import ModelConfig, RunConfig
+from onepolicy.models.empty import empty_model
+from onepolicy.models.load import DTYPES
+from onepolicy.train.sharded.fsdp import FSDPSharding
+from onepolicy.train.sharded.learner import ShardedLearner
+from onepolicy.train.sharded.rank import RankLearner, RankScorer
+from onepolicy.train.sharded.ranks import Ranks
+from onepolicy.train.sharded.wire import Message
+
+
+def build_sharded_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> ShardedLearner:
+    """Build the learner on all ranks. This process is rank 0."""
+    assert ranks.rank == 0, "another rank calls build_rank_learner"
+    build = {"do": "build", "config": config.model_dump_json(), "model": model.model_dump_json()}
+    ranks.broadcast(Message(build))
+    with ranks.attribute_failures():  # all ranks check their forward together
+        rank_learner = build_rank_learner(config, model, ranks)
+        ranks.recv()
+    return ShardedLearner(rank_learner, ranks)
+
+
+def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> RankLearner:
+    """Build this rank's part of a sharded learner."""
+    torch.manual_seed(config.seed)
+    set_num_threads(config)
+    sharding = FSDPSharding(ranks.mesh, _compute_dtype(config))
+    trained = load_training_model(model, ranks.device, sharding)
+    install_chunks(trained, config)
+    scorer = RankScorer(trained, config, routers=routers_of(trained, model))
+    like = empty_model(model)
+    like.generation_config = trained.generation_config
+    reference = build_reference(config, scorer.vocab_size, ranks.device, sharding)
+    critic = build_critic(model, config, ranks.device, sharding)
+    extensions = build_extensions(config, reference=reference, critic=critic)
+    return RankLearner(scorer, like=like, extensions=extensions, critic=critic)
+
+
+def _compute_dtype(config: RunConfig) -> torch.dtype | None:
+    """Return the dtype in which sharded forwards compute, None for that of the parameters."""
+    if config.train.fsdp_param_dtype == "same":
+        return None
+    return DTYPES[config.train.fsdp_param_dtype]

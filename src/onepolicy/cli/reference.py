@@ -1,0 +1,86 @@
+"""Generated pages of docs/reference: the command line, the metrics, the presets.
+
+`python -m onepolicy.cli.reference docs/reference` writes them anew.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from onepolicy.cli import build_parser
+from onepolicy.cli.parser import Parser
+from onepolicy.config.correction import correction_presets
+from onepolicy.correct.equations import show
+from onepolicy.objective.presets import describe_presets
+from onepolicy.run.metric_names import METRICS
+
+WRITTEN = (
+    "Written by `python -m onepolicy.cli.reference docs/reference`; a test compares it with the "
+    "code.\n"
+)
+WIDTH = "100"  # of a line of help
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    return {
+        "command_line.md": command_line(),
+        "metrics.md": metrics(),
+        "presets.md": presets(),
+    }
+
+
+def command_line() -> str:
+    """Return the help of every command as Markdown."""
+    os.environ["COLUMNS"] = WIDTH  # argparse asks it for the width of its lines
+    text = f"# Command line\n\n{WRITTEN}"
+    for name, parser in _commands("onepolicy", build_parser()):
+        text += f"\n## {name}\n\n```\n{parser.format_help().rstrip()}\n```\n"
+    return text
+
+
+def _commands(name: str, parser: Parser) -> Iterator[tuple[str, Parser]]:
+    yield name, parser
+    for child, subparser in parser.subcommands().items():
+        yield from _commands(f"{name} {child}", subparser)
+
+
+def metrics() -> str:
+    """Return every column of metrics.jsonl, a table for each area."""
+    text = (
+        f"# Metrics\n\n{WRITTEN}\nA row of `metrics.jsonl` is one step. TensorBoard, W&B and "
+        "trackio show the same names. `rho` is p_trainer / p_rollout of a sampled token; `@k` "
+        "stands for a layer, a turn or a number.\n"
+    )
+    areas: dict[str, list[str]] = {}
+    for name, description in METRICS.items():
+        meaning, unit = description, ""
+        if description.endswith("]"):
+            meaning, _, unit = description[:-1].rpartition(" [")
+        row = f"| `{name}` | {_cell(meaning)} | {unit} |\n"
+        areas.setdefault(name.split("/")[0], []).append(row)
+    for area, rows in areas.items():
+        text += f"\n## {area}\n\n| metric | meaning | unit |\n|---|---|---|\n{''.join(rows)}"
+    return text
+
+
+def presets() -> str:
+    """Return every correction and objective with its equation and other trainers' flags."""
+    text = f"# Presets\n\n{WRITTEN}\n## Corrections\n"
+    for name in correction_presets():
+        title, _, rest = show(name).partition("\n")
+        text += f"\n### {name}\n\n{title.partition(': ')[2]}\n\n```\n{rest.strip()}\n```\n"
+    text += f"\n## Objectives\n\n```\n{describe_presets()}\n```\n"
+    return text
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    for file, text in pages().items():
+        (Path(sys.argv[1]) / file).write_text(text, encoding="utf-8")

@@ -1,0 +1,63 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685), trained in place of the model's weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from onepolicy.config.base import LARGEST_INT, Frozen, PositiveFloat, SmallCount
+
+Target = Literal["attention", "dense", "experts", "routers"]
+
+
+class LoraConfig(Frozen):
+    """Low-rank adapters (LoRA): W + B A alpha / rank, where only A and B are trained."""
+
+    rank: SmallCount = 16
+    """Rank of every adapter. Experts: of each expert."""
+    alpha: PositiveFloat | None = None
+    """An adapter adds B A alpha / rank to its weight. Unset: 2 * rank."""
+    targets: tuple[Target, ...] | None = None
+    """Weights with an adapter: linear layers of `attention` and of `dense` MLPs (and shared
+    experts), the stacked weights of `experts`, and `routers`. Unset: all but routers, as far as the
+    model has them."""
+    sync: Literal["merged", "native"] = "merged"
+    """merged: the engine gets base + adapter in its own dtype. native: it gets A and B alone, and
+    computes with them (docs/lora.md lists the engines and targets)."""
+    loss_every: int = Field(10, ge=0, le=LARGEST_INT)
+    """Steps between measurements of how much of the adapter a merge into the engine's dtype loses.
+    0: only before the run."""
+    base: Literal["same", "nf4"] = "same"
+    """Format of the frozen weights. nf4 (QLoRA) is refused."""
+
+    @property
+    def scaling(self) -> float:
+        """The factor alpha / rank of B A."""
+        if self.alpha is None:
+            return 2.0
+        return self.alpha / self.rank
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        if self.base == "nf4":
+            raise ValueError(
+                "train.lora.base: nf4 (QLoRA) needs bitsandbytes, with which onepolicy was never "
+                "run; leave it out, and the frozen weights keep model.dtype"
+            )
+        targets = self.targets
+        if targets is not None and (not targets or len(set(targets)) < len(targets)):
+            raise ValueError(
+                f"train.lora.targets: {list(targets)}; name each kind of weight once, or leave it "
+                "out"
+            )
+        return self
+
+
+def _off(value: Any) -> Any:
+    if value == "off":
+        return None
+    return value
+
+
+LoraSetting = Annotated[LoraConfig | None, BeforeValidator(_off)]

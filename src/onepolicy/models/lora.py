@@ -1,0 +1,294 @@
+"""LoRA (arXiv:2106.09685) in a transformers model, by peft: W + B A alpha / rank.
+
+peft puts a layer around every adapted module or parameter. The model stays a `PreTrainedModel`, so
+all other code sees the same forward. Adapters are float32 whatever dtype the frozen weights have,
+and B starts at 0. Stacked weights of experts [E, O, I] have one A [r, I] and B [O, r] per expert,
+which peft stores as A [r E, I] and B [O, r E].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from onepolicy.config import UsageError
+
+ADAPTER = "default"  # peft's name of the adapter inside the model
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Of every name in an adapter's file: the path of the model inside peft's own wrapper."""
+Factors = dict[str, tuple[Tensor, Tensor]]
+"""A and B of every adapted weight, by the weight's name in the plain model."""
+WRAPPED = ".base_layer"  # part of a tensor's name for every layer of peft around its module
+
+try:
+    from peft import LoraConfig as PeftConfig
+    from peft import LoraModel
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+except ImportError:
+    raise UsageError(
+        "train.lora: peft is not installed; run pip install 'onepolicy[lora]', or leave it out"
+    ) from None
+
+
+def inject(model: PreTrainedModel, config: PeftConfig) -> LoraModel:
+    """Put adapters of float32 into the model and freeze all other weights. Return peft's tuner.
+
+    Raises UsageError if peft adapts other weights than `config` names.
+    """
+    tuner = LoraModel(model, config, ADAPTER)
+    for name, parameter in model.named_parameters():
+        is_adapter = _is_adapter(name)
+        parameter.requires_grad_(is_adapter)
+        if is_adapter:
+            parameter.data = parameter.data.float()
+    return tuner
+
+
+def peft_config(
+    *, rank: int, alpha: float, modules: list[str], parameters: list[str], base: str
+) -> PeftConfig:
+    """Return peft's settings of an adapter.
+
+    modules: linear layers. parameters: weights that are no linear layer's. base: path or hub id of
+    the frozen weights.
+    """
+    return PeftConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # a float serves as well
+        target_modules=modules,
+        target_parameters=parameters or None,
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """Return peft's layer of every adapted weight, by the weight's name in the plain model."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            parameter = "weight"
+            if isinstance(module, ParamWrapper):
+                parameter = module.parameter_name
+            found[f"{path.replace(WRAPPED, '')}.{parameter}"] = module
+    return found
+
+
+def factors_of(layer: LoraLayer) -> tuple[Tensor, Tensor]:
+    """Return A and B of a layer as peft stores them."""
+    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    assert isinstance(a, Tensor)
+    assert isinstance(b, Tensor)
+    return a, b
+
+
+@torch.no_grad()
+def delta(layer: LoraLayer) -> Tensor:
+    """Return B A alpha / rank of one weight, in its shape: float32.
+
+    Unlike peft's own, the product is not rounded to the dtype of the frozen weight.
+    """
+    a, b = factors_of(layer)
+    transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+    experts = getattr(layer, "num_experts", 1)
+    return product(a, b, layer.scaling[ADAPTER], experts, transposed=transposed)
+
+
+@torch.no_grad()
+def product(a: Tensor, b: Tensor, scaling: float, experts: int, *, transposed: bool) -> Tensor:
+    """Return B A times `scaling`: [O, I] float32, or [E, O, I] of several experts.
+
+    a, b: [r E, I] and [O, r E]. transposed: the weights of experts are stored as [E, I, O].
+    """
+    a, b = a.detach().float(), b.detach().float()
+    if experts == 1:
+        return (b @ a) * scaling
+    a = a.reshape(experts, -1, a.shape[1])  # [E, r, I]
+    b = b.reshape(len(b), -1, experts)  # [O, r, E]
+    if transposed:
+        return torch.einsum("ore,eri->eio", b, a) * scaling
+    return torch.einsum("ore,eri->eoi", b, a) * scaling
+
+
+@torch.no_grad()
+def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the plain model: base + adapter, in float32 where there is an adapter.
+
+    Inside `adapters_off` these are the frozen weights themselves.
+    """
+    layers = adapted_layers(model)
+    for name, tensor in model.state_dict().items():
+        if _is_adapter(name):
+            continue
+        plain = name.replace(WRAPPED, "")
+        layer = layers.get(plain)
+        if layer is None or layer.disable_adapters:
+            yield plain, tensor
+        else:
+            yield plain, tensor.float() + delta(layer)
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Compute with the frozen weights alone inside the context."""
+    layers = adapted_layers(model).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@contextlib.contextmanager
+def scaled_adapters(model: nn.Module, factor: float) -> Iterator[None]:
+    """Compute with adapters times `factor` inside the context."""
+    layers = adapted_layers(model).values()
+    for layer in layers:
+        layer.scaling[ADAPTER] *= factor
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.scaling[ADAPTER] /= factor
+
+
+@contextlib.contextmanager
+def other_factors(model: nn.Module, others: Factors) -> Iterator[None]:
+    """Compute with other A and B inside the context."""
+    saved = []
+    for name, layer in adapted_layers(model).items():
+        for weight, other in zip(factors_of(layer), others[name], strict=True):
+            saved.append((weight, weight.data))
+            weight.data = other
+    try:
+        yield
+    finally:
+        for weight, data in saved:
+            weight.data = data
+
+
+@contextlib.contextmanager
+def trial_adapter(model: nn.Module, size: float, seed: int) -> Iterator[None]:
+    """Compute with every element of B at `size` or -`size` inside the context, as drawn by `seed`.
+
+    The first update of AdamW moves every element of B, which starts at 0, by its learning rate.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    saved = []
+    for layer in adapted_layers(model).values():
+        _, weight = factors_of(layer)
+        saved.append((weight, weight.data))
+        signs = torch.randint(2, weight.shape, generator=generator, device="cpu") * 2.0 - 1
+        weight.data = (signs * size).to(weight.device)
+    try:
+        yield
+    finally:
+        for weight, data in saved:
+            weight.data = data
+
+
+@contextlib.contextmanager
+def merged_in(model: nn.Module, dtype: torch.dtype, *, adapter: bool) -> Iterator[None]:
+    """Compute with adapted weights as an engine holds them after a merged sync.
+
+    They are rounded to `dtype`. adapter: with the adapter; False: the frozen weights alone.
+    """
+    saved = []
+    for name, layer in adapted_layers(model).items():
+        weight = getattr(layer.get_base_layer(), name.rsplit(".", 1)[1])
+        merged = weight.data.float()
+        if adapter:
+            merged = merged + delta(layer)
+        saved.append((weight, weight.data.cpu()))  # for the CPU this is no copy
+        weight.data = merged.to(dtype).to(weight.dtype)
+    try:
+        with adapters_off(model):
+            yield
+    finally:
+        for weight, data in saved:
+            weight.data = data.to(weight.device)
+
+
+@torch.no_grad()
+def factors(model: nn.Module) -> Factors:
+    """Return A and B of every adapted weight: float32. Inside `adapters_off` every B is 0."""
+    found = {}
+    for name, layer in adapted_layers(model).items():
+        a, b = factors_of(layer)
+        if layer.disable_adapters:
+            b = torch.zeros_like(b)
+        found[name] = a.detach(), b.detach()
+    return found
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return A and B of every adapted weight under the names of an adapter's file: float32."""
+    return {
+        PREFIX + name.replace(f".{ADAPTER}.", "."): tensor.detach()
+        for name, tensor in model.state_dict().items()
+        if _is_adapter(name)
+    }
+
+
+@torch.no_grad()
+def set_adapter(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
+    """Copy A and B into the model.
+
+    tensors: as `adapter_tensors` returns them. where: begins every error. Raises UsageError unless
+    these are all of the model's, in its shapes.
+    """
+    own = adapter_tensors(model)
+    different = sorted(own.keys() ^ tensors.keys())
+    if different:
+        raise UsageError(
+            f"{where}: adapts other weights than train.lora, first {different[0]!r}; use the "
+            "targets that it was trained with"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != own[name].shape:
+            raise UsageError(
+                f"{where}: {name} has shape {tuple(tensor.shape)}, train.lora makes it "
+                f"{tuple(own[name].shape)}; use the rank that it was trained with"
+            )
+        own[name].copy_(tensor)
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Return whether this folder holds an adapter, and not a whole model."""
+    return (folder / CONFIG).is_file()
+
+
+def base_path(folder: Path) -> str:
+    """Return the path or hub id of the frozen weights of the adapter in `folder`."""
+    try:
+        path = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"{folder / CONFIG}: damaged: {error!r}") from None
+    if not isinstance(path, str):
+        raise UsageError(f"{folder / CONFIG}: names no base_model_name_or_path; add it")
+    return path
+
+
+def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Return a float32 model of the base with the adapter in `folder` merged into it."""
+    tuner = inject(model, PeftConfig.from_pretrained(str(folder)))
+    set_adapter(model, load_file(folder / WEIGHTS), str(folder))
+    merged = tuner.merge_and_unload()
+    assert isinstance(merged, PreTrainedModel)
+    merged.requires_grad_(True)
+    merged.__dict__.pop("peft_config", None)
+    return merged

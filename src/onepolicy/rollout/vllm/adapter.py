@@ -1,0 +1,122 @@
+"""Adapters that vLLM computes with (train.lora.sync = native): loaded and unloaded by name.
+
+vLLM knows an adapter by a number and loads each number once, so every load gets a new one. An
+adapter that misses a layer's name is not an error in vLLM: the layer samples its frozen weight.
+The check after every sync (run/adapter_check.py) is what finds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+from onepolicy.config import ModelConfig, UsageError
+from onepolicy.config.lora import LoraConfig
+from onepolicy.models.empty import empty_model
+from onepolicy.rollout.adapter_source import AdapterSource
+from onepolicy.sync.adapters import Targets
+
+
+def lora_args(config: LoraConfig, model: ModelConfig) -> dict[str, Any]:
+    """Return vLLM's EngineArgs for these adapters.
+
+    Raises UsageError for targets that vLLM cannot compute with.
+    """
+    empty = empty_model(model)
+    targets = Targets(empty)
+    chosen, parameters = targets.choose(config.targets, type(empty).__name__)
+    refused = [
+        kind
+        for kind in ("experts", "routers")
+        if set(targets.parameters[kind] + targets.modules.get(kind, [])) & {*chosen, *parameters}
+    ]
+    if refused:
+        raise UsageError(
+            f"train.lora.sync: native, but adapters of {' and '.join(refused)} are not what vLLM "
+            "computes with here (its CPU kernels of experts take none); use train.lora.sync = "
+            'merged, or train.lora.targets=["attention"]'
+        )
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= config.rank]
+    if not ranks:
+        largest = max(get_args(MaxLoRARanks))
+        raise UsageError(
+            f"train.lora.rank: {config.rank} is more than vLLM's largest, {largest}; lower it, or "
+            "use train.lora.sync = merged"
+        )
+    linear = chosen + [name.removesuffix(".weight") for name in parameters]
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 2,  # the next one is loaded before the last one is dropped
+        "max_lora_rank": min(ranks),
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in linear}),
+    }
+
+
+@contextmanager
+def cpu_experts() -> Iterator[None]:
+    """Let a vLLM that loads adapters keep the CPU's kernel for its experts inside the context.
+
+    With adapters on any layer vLLM 0.30.0 gives the experts a Triton kernel, which a CPU does not
+    have. Ours have no adapter (`lora_args`).
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    select = method.select_unquantized_moe_backend
+
+    def select_plain(moe_config: Any) -> Any:
+        return select(moe_config=dataclasses.replace(moe_config, is_lora_enabled=False))
+
+    method.select_unquantized_moe_backend = select_plain
+    try:
+        yield
+    finally:
+        method.select_unquantized_moe_backend = select
+
+
+class LoadedAdapter:
+    """The adapter that a vLLM engine has now, and its files, which vLLM may read again."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm, self._number = llm, 0
+        self._folder: Path | None = None
+        self.request: Any = None  # vLLM's LoRARequest, which every request of ours must carry
+
+    def load(self, adapter: AdapterSource, version: int) -> None:
+        """Load this version in place of the last one, which is unloaded."""
+        from vllm.lora.request import LoRARequest
+
+        folder = Path(tempfile.mkdtemp(prefix="onepolicy-adapter-"))
+        adapter.write(folder)
+        before, self._number = self._number, self._number + 1
+        name = f"{adapter.name}@{version}"
+        request = LoRARequest(lora_name=name, lora_int_id=self._number, lora_path=str(folder))
+        if before:
+            self._llm.remove_lora(before)
+        self._llm.add_lora(request)
+        if self._number not in self._llm.list_loras():
+            raise RuntimeError(f"vLLM did not load the adapter {name!r}")
+        self.close()
+        self._folder, self.request = folder, request
+
+    def close(self) -> None:
+        """Delete the files."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def adapter_of(output: Any) -> str | None:
+    """Return the name of the adapter that vLLM says sampled this output, without its version."""
+    request = getattr(output, "lora_request", None)
+    if request is None:
+        return None
+    name: str = request.lora_name
+    return name.rpartition("@")[0]

@@ -1,0 +1,318 @@
+"""Adapter truth: after every sync, a check that what samples is what learns (train.lora).
+
+The engine is asked for the log-probabilities of the likeliest tokens after fixed prompts, and
+the trainer scores the same tokens. `verdict/adapter.py` says which adapter these are of. At step 0
+the adapter is 0, so an adapter that is never delivered is seen after the first update. Where the
+engine's weights can be read, they are compared too. And the name and version on every reply must be
+those of this run's adapter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepolicy.build.components import Components
+from onepolicy.config import TrainingError
+from onepolicy.engine_check.checks import GeneratedBatch, generate_all, pack_generated
+from onepolicy.interfaces import ReadableEngine
+from onepolicy.models import lora
+from onepolicy.models.load import DTYPES
+from onepolicy.sync.canary import canary_prompts
+from onepolicy.sync.push import checked_push, push_weights
+from onepolicy.sync.sent_tensors import sent_tensors
+from onepolicy.train.learner import LocalLearner
+from onepolicy.types import Completion, Sampling
+from onepolicy.verdict.adapter import FAULTS, Share, find_fault, root_mean_square, share
+
+PROMPTS, TOP = 32, 64
+"""Prompts of the fixed batch, and likeliest tokens after each that are compared."""
+
+
+class EngineCanary(NamedTuple):
+    """The engine's log-probabilities of the likeliest next tokens of P fixed prompts."""
+
+    ids: Tensor  # [P, K] int64
+    logp: Tensor  # [P, K] float32
+    completions: list[Completion]
+
+
+class AdapterCheck:
+    """The check of one run's adapter, with what it has to remember from sync to sync."""
+
+    def __init__(self, components: Components, note: Callable[[str], None]) -> None:
+        learner = components.learner
+        assert isinstance(learner, LocalLearner)
+        assert learner.adapter is not None
+        self.components, self.learner, self.adapter = components, learner, learner.adapter
+        self.engine, self.note = components.engine, note
+        settings = components.config.train.lora
+        assert settings is not None
+        self.settings = settings
+        vocab, longest = learner.scorer.vocab_size, self.engine.caps.max_len
+        self._prompts = canary_prompts(vocab, longest, PROMPTS)
+        self._noted = False
+
+    # --- start ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Push the frozen weights, which the engine already holds, and then the adapter.
+
+        Raises TrainingError if the first push changes a log-probability, or the second does not
+        arrive.
+        """
+        learner, vocab = self.learner, self.learner.scorer.vocab_size
+        with self.adapter.off():
+            await checked_push(learner, self.engine, vocab=vocab)
+            self._engine_base = await self._ask_engine()
+            self._base = self._score(self._engine_base)
+        self._before: lora.Factors | None = None
+        self._note_merge_loss()
+        await push_weights(learner, *self.components.samplers)
+        await self.after_push()
+
+    def _note_merge_loss(self) -> None:
+        """Report what a merge into the engine's dtype loses of an adapter, before any step."""
+        rate, dtype = self.components.config.optim.lr, self.components.config.rollout.engine.dtype
+        what = "the adapter"
+        trial: AbstractContextManager[None] = nullcontext()
+        if not self._is_trained():
+            what = f"an adapter of one update (B = +-{rate:g})"
+            trial = lora.trial_adapter(self.learner.model, rate, seed=0)
+        with trial:
+            effect, lost = self._merge_loss()
+        advice = ""
+        if self.settings.sync == "merged" and lost > 0.1 * effect:
+            advice = "; train.lora.sync = native or rollout.engine.dtype = float32 loses less"
+        self.note(
+            f"train.lora: {what} moves the log-probabilities of a fixed batch by {effect:.2g} "
+            f"nats; merged into {dtype} it moves them {lost:.2g} nats otherwise{advice}"
+        )
+
+    def _is_trained(self) -> bool:
+        tensors = self.adapter.tensors().items()
+        return any(bool(tensor.any()) for name, tensor in tensors if ".lora_B." in name)
+
+    # --- every sync -------------------------------------------------------------------------------
+
+    async def after_push(self) -> dict[str, float]:
+        """Check the engine after a sync. Return what was measured (run/metric_names.py).
+
+        Raises TrainingError if the engine samples with anything but this version of the adapter.
+        """
+        self._check_weights()
+        canary = await self._ask_engine()
+        self._check_names(canary.completions)
+        base = self._engine_base
+        same = canary.ids[:, :, None] == base.ids[:, None, :]  # [P, K, K]
+        mask, column = same.any(2), same.int().argmax(2)
+        moved = canary.logp - base.logp.gather(1, column)
+        now = self._moved(canary)
+        others = self._hypotheses(canary)
+        delivered = share(moved, now, others["base"], mask)
+        fault = find_fault(moved, now, others, mask)
+        if fault is not None:
+            raise self._error(fault, delivered)
+        self._before = self.adapter.copy_factors()
+        effect = root_mean_square(now - others["base"], mask)
+        gap = root_mean_square(moved - now, mask)
+        self._note_invisible(delivered, effect, gap)
+        return self._metrics(delivered, effect, gap)
+
+    def _hypotheses(self, canary: EngineCanary) -> dict[str, Tensor]:
+        """Return how far the trainer has moved with every wrong adapter, [P, K] each.
+
+        All with the engine's routes of now, if the run replays them: routes move log-probabilities
+        too, and under every hypothesis alike.
+        """
+        model = self.learner.model
+        with self.adapter.off():
+            others = {"base": self._moved(canary)}
+        if self._before is not None:
+            with lora.other_factors(model, self._before):
+                others["stale"] = self._moved(canary)
+        with lora.scaled_adapters(model, 2):
+            others["twice"] = self._moved(canary)
+        return others
+
+    def _moved(self, canary: EngineCanary) -> Tensor:
+        """Return how far the trainer's log-probabilities are from those before any update, [P, K].
+
+        With the adapter that the model has at the time.
+        """
+        return (self._score(canary) - self._base).gather(1, canary.ids)
+
+    def _metrics(self, delivered: Share, effect: float, gap: float) -> dict[str, float]:
+        metrics = {"adapter/effect": effect, "adapter/gap": gap}
+        if delivered.certain:
+            metrics |= {"adapter/delivered": delivered.value}
+        every = self.settings.loss_every
+        if every and self.learner.version % every == 0:
+            metrics["adapter/merge_loss"] = self._merge_loss()[1]
+        return metrics
+
+    def _note_invisible(self, delivered: Share, effect: float, gap: float) -> None:
+        """Report once that the adapter is too small to be seen in the engine's numbers."""
+        if delivered.certain or not self.learner.updates or self._noted:
+            return
+        self._noted = True
+        self.note(
+            f"train.lora: the adapter of version {self.learner.version} moves the fixed batch by "
+            f"{effect:.2g} nats, which the engine's rounding ({gap:.2g} nats) hides: its "
+            "log-probabilities cannot show yet whether it was delivered"
+        )
+
+    def _error(self, fault: str, delivered: Share) -> TrainingError:
+        name, version = type(self.engine).__name__, self.learner.version
+        words = FAULTS[fault]
+        if fault == "base" and version == 1:
+            words += ", or the adapter of version 0, which is the same"
+        return TrainingError(
+            f"weight sync: after version {version} of the adapter {self.adapter.name!r} was "
+            f"pushed, {name} samples with {words}: {delivered.value:.2f} +- {delivered.error:.2g} "
+            "of what it changes in the trainer's log-probabilities of a fixed batch is in the "
+            "engine's, and 1 should be. Every rollout would be another policy's"
+        )
+
+    def _check_names(self, completions: list[Completion]) -> None:
+        """Raise TrainingError unless replies carry the name and version of this adapter."""
+        for completion in completions:
+            named, expected = completion.adapter, getattr(self.engine, "adapter", None)
+            if named != expected:
+                raise TrainingError(
+                    f"weight sync: {type(self.engine).__name__} holds the adapter {expected!r}, "
+                    f"but a reply names {named!r}: requests do not name the adapter, and the "
+                    "frozen weights would be sampled"
+                )
+            versions = completion.version.unique().tolist()
+            if versions != [self.learner.version]:
+                raise TrainingError(
+                    f"weight sync: the adapter {self.adapter.name!r} is at version "
+                    f"{self.learner.version}, but {type(self.engine).__name__} sampled with "
+                    f"versions {versions}: it is stale"
+                )
+
+    def _check_weights(self) -> None:
+        """Raise TrainingError if the engine's weights can be read and are not base + adapter."""
+        if not isinstance(self.engine, ReadableEngine):
+            return
+        held = self.engine.held_weights()
+        adapted = lora.adapted_layers(self.learner.model)
+        frozen: AbstractContextManager[None] = nullcontext()
+        if self.engine.caps.takes_adapter:
+            self._check_factors()
+            frozen = self.adapter.off()
+        with frozen:
+            sent = dict(sent_tensors(self.learner.model, self.engine.caps.weights_dtype))
+        for name in adapted.keys() & held.keys():
+            if not _equal(held[name], sent[name]):
+                raise TrainingError(
+                    f"weight sync: after version {self.learner.version} of the adapter "
+                    f"{self.adapter.name!r} was pushed, {name!r} of {type(self.engine).__name__} "
+                    f"is {self._name_weights(name, held[name])}"
+                )
+
+    def _check_factors(self) -> None:
+        """Raise TrainingError if an engine that computes with A and B has others."""
+        held = self.engine.held_factors()  # type: ignore[attr-defined]
+        for name, (a, b) in self.adapter.factors().items():
+            own_a, own_b = held[name]
+            if _equal(own_a, a) and _equal(own_b, b):
+                continue
+            words = "not those of the learner, perhaps of an earlier version"
+            if not own_b.any():
+                words = f"0: it samples {FAULTS['base']}"
+            raise TrainingError(
+                f"weight sync: after version {self.learner.version} of the adapter "
+                f"{self.adapter.name!r} was pushed, A and B of {name!r} in "
+                f"{type(self.engine).__name__} are {words}"
+            )
+
+    def _name_weights(self, name: str, held: Tensor) -> str:
+        """Return words for the weights that an engine holds in place of the right ones."""
+        dtype = self.engine.caps.weights_dtype
+        with self.adapter.off():
+            if _equal(held, dict(sent_tensors(self.learner.model, dtype))[name]):
+                return FAULTS["base"]
+        with lora.scaled_adapters(self.learner.model, 2):
+            if _equal(held, dict(sent_tensors(self.learner.model, dtype))[name]):
+                return FAULTS["twice"]
+        return "something else, perhaps an earlier version"
+
+    # --- values -----------------------------------------------------------------------------------
+
+    async def _ask_engine(self) -> EngineCanary:
+        """Return the engine's log-probabilities after the fixed prompts."""
+        top = min(TOP, self.engine.caps.top_logprobs)
+        greedy = Sampling(temperature=0.0, max_tokens=1, top_logprobs=top)
+        asked = await generate_all(self.engine, self._prompts, greedy, range(PROMPTS))
+        replies = asked.completions
+        ids = [reply.token_ids[:, None] for reply in replies]
+        logp = [reply.logp[:, None] for reply in replies]
+        if top:
+            ids = [reply.top_ids for reply in replies if reply.top_ids is not None]
+            logp = [reply.top_logp for reply in replies if reply.top_logp is not None]
+        if not self.components.config.rollout.overlaps:
+            await self.engine.reset_cache()
+        return EngineCanary(torch.cat(ids).long(), torch.cat(logp), replies)
+
+    @torch.no_grad()
+    def _score(self, canary: EngineCanary) -> Tensor:
+        """Return the trainer's log-probabilities after the prompts, [P, vocabulary] float32, CPU.
+
+        The engine's routes are replayed if the run replays them.
+        """
+        scorer = self.learner.scorer
+        replies = [
+            dataclasses.replace(reply, top_ids=None, top_logp=None) for reply in canary.completions
+        ]
+        generated = GeneratedBatch(self._prompts, Sampling(0.0, 1), replies)
+        batch = pack_generated(generated, routes=True)
+        micro = batch.to(scorer.device)
+        slots = micro.trainable.nonzero()[:, 0]
+        with scorer.routing_context(micro, native=False):
+            logits = scorer.logits(micro, slots)
+        return logits.log_softmax(-1).cpu()
+
+    def _merge_loss(self) -> tuple[float, float]:
+        """Return how far the adapter moves the fixed batch, and how far a merge misses that [nats].
+
+        The merge is into the engine's dtype. Both are root mean squares over likely tokens.
+        """
+        model, dtype = self.learner.model, DTYPES[self.components.config.rollout.engine.dtype]
+        canary = self._engine_base
+        now = self._score(canary) - self._base
+        with lora.merged_in(model, dtype, adapter=True):
+            merged = self._score(canary)
+        with lora.merged_in(model, dtype, adapter=False):
+            merged = merged - self._score(canary)
+        ids = canary.ids
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        now, merged = now.gather(1, ids), merged.gather(1, ids)
+        return root_mean_square(now, mask), root_mean_square(merged - now, mask)
+
+
+def _equal(held: Tensor, sent: Tensor) -> bool:
+    return torch.equal(held, sent.to(held.device, held.dtype))
+
+
+async def check_adapter(components: Components) -> dict[str, float]:
+    """Check the engine's adapter after a sync. Return what was measured."""
+    learner = components.learner
+    assert isinstance(learner, LocalLearner)
+    assert learner.adapter is not None
+    check = learner.adapter.check
+    assert isinstance(check, AdapterCheck), "the start of a run makes it"
+    return await check.after_push()
+
+
+async def start_adapter(components: Components, note: Callable[[str], None]) -> None:
+    """Give the engine its first weights, and start the checks of every sync."""
+    check = AdapterCheck(components, note)
+    check.adapter.check = check
+    await check.start()

@@ -1,0 +1,91 @@
+"""Probe files: tensors of a batch that was also scored without replay, written now and then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from onepolicy.divergence.routing import routing_disagreement
+from onepolicy.files import replace_atomically
+from onepolicy.types import TokenBatch
+
+MAX_SAVED_ROUTES = 2**20
+"""Expert ids of each side in a probe file: 4 MiB."""
+
+
+def save_counterfactual(
+    path: Path, batch: TokenBatch, without_replay: TokenBatch | None, fingerprint: str
+) -> None:
+    """Write a probe file: tensors of the n trainable slots.
+
+    The report draws figures from it, and `onepolicy audit RUN` reads it. Names that end in _native
+    are of the scoring without replay. fingerprint: of the trainer; the rollouts' fingerprints are
+    written beside it.
+    """
+    assert batch.logp_old is not None
+    assert batch.entropy is not None
+    mask = batch.trainable
+    tensors = {
+        "logp_rollout": batch.logp_rollout[mask],
+        "logp_trainer": batch.logp_old[mask],
+        "entropy": batch.entropy[mask],
+        "version": batch.version[mask],
+        "tokens": batch.target_ids[mask],
+        "segment": batch.segment[mask],
+        "turn": batch.turn[mask],
+    }
+    tensors |= routing_tensors(batch, "") | _route_tensors(batch)
+    if without_replay is not None:
+        assert without_replay.logp_old is not None
+        tensors["logp_trainer_native"] = without_replay.logp_old[mask]
+        tensors |= routing_tensors(without_replay, "_native")
+    path.parent.mkdir(exist_ok=True)
+    rollout_fingerprints = json.dumps(sorted(batch.fingerprints))
+    with replace_atomically(path) as temporary:
+        save_file(
+            {name: value.contiguous() for name, value in tensors.items()},
+            temporary,
+            metadata={"fingerprint": fingerprint, "rollout": rollout_fingerprints},
+        )
+
+
+def _route_tensors(batch: TokenBatch) -> dict[str, Tensor]:
+    """Return the routes of the first trainable slots; -1 where no route was recorded.
+
+    routes_trainer is the trainer's own choice in the forward that replayed routes_rollout.
+    """
+    if batch.routing is None or batch.routing_native is None or not batch.routing.valid.any():
+        return {}
+    slots = batch.trainable.nonzero()[:, 0]
+    slots = slots[: MAX_SAVED_ROUTES // (len(batch.routing.layers) * batch.routing.top_k)]
+    traces = {"routes_rollout": batch.routing, "routes_trainer": batch.routing_native}
+    tensors = {}
+    for name, trace in traces.items():
+        kept = trace.at(slots)
+        tensors[name] = torch.where(kept.valid[:, None, None], kept.ids.int(), -1)
+    return tensors
+
+
+def routing_tensors(batch: TokenBatch, suffix: str = "") -> dict[str, Tensor]:
+    """Return the routing disagreement per token, layer and sequence.
+
+    Empty if the batch has no routes.
+    """
+    if batch.routing is None or batch.routing_native is None or not batch.routing.valid.any():
+        return {}
+    found = routing_disagreement(batch.routing_native, batch.routing, segment=batch.segment)
+    tensors = {
+        f"disagree_per_token{suffix}": found.per_token_count.to(torch.int32),
+        f"disagree_per_layer{suffix}": found.per_layer.float(),
+        f"disagree_per_sequence{suffix}": found.sequence_mean.float(),
+        f"experts_differing{suffix}": found.expert_counts,
+        "moe_layers": torch.tensor(batch.routing.layers, dtype=torch.int32),
+    }
+    if batch.gate_mass is not None:
+        mass = batch.gate_mass[batch.routing.valid].mean(0)
+        tensors["gate_mass_per_layer"] = mass
+    return tensors

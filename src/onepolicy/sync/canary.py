@@ -1,0 +1,95 @@
+"""The canary: log-probabilities of fixed prompts, which only other weights may move.
+
+Two forwards of the same weights on a GPU may add in another order (atomics), rarely enough that two
+canaries agree to the bit. So a change is a fault if it is larger than that order can make it, and
+comes back when the canary is asked again.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from onepolicy.interfaces import RolloutEngine
+from onepolicy.types import Sampling
+
+CANARY_PROMPTS, CANARY_TOKENS = 16, 24
+NOISE_MARGIN = 4
+"""Allowed change of the canary, as a multiple of its largest change without a push."""
+PLACES = {"bfloat16": 2, "float32": 64}
+"""Last places of a logit that another order of additions may move, in the layers below too."""
+SMALLEST_LOGIT = 0.5  # a smaller one is taken for one of this size
+REPEATS = 3  # canaries after a push, on an engine whose last places may differ
+
+
+async def canary_logp(engine: RolloutEngine, vocab: int) -> Tensor:
+    """Return log-probabilities of the most likely next token of random prompts.
+
+    Nothing is cached: the cache is reset first. Returns [CANARY_PROMPTS] float32.
+    """
+    prompts = canary_prompts(vocab, engine.caps.max_len)
+    await engine.reset_cache()
+    greedy = Sampling(temperature=0.0, max_tokens=1)
+    # One at a time. A server batches concurrent requests by chance, which changes the last bits.
+    completions = [await engine.generate(p, greedy, seed=i) for i, p in enumerate(prompts)]
+    return torch.cat([completion.logp for completion in completions])
+
+
+def canary_prompts(vocab: int, max_len: int, count: int = CANARY_PROMPTS) -> list[list[int]]:
+    """Return random prompts, the same every time."""
+    generator = torch.Generator().manual_seed(0)
+    shape = count, min(CANARY_TOKENS, max_len - 1)
+    return torch.randint(vocab, shape, generator=generator).tolist()
+
+
+async def canary_moved(
+    engine: RolloutEngine, vocab: int, before: Tensor, after: Tensor, allowed: Tensor
+) -> Tensor:
+    """Return how far the canary has moved from `before` to `after`, [n] float32 [nats].
+
+    Where last places may differ, and it moved further than allowed, it is asked again: wrong
+    weights move every canary, a rare order of additions one. The least is returned. NaN stays NaN.
+    """
+    moved = (after - before).abs()
+    for _ in range(1, REPEATS):
+        if engine.caps.inexact_dtype is None or is_allowed(moved, allowed):
+            break
+        moved = moved.minimum((await canary_logp(engine, vocab) - before).abs())
+    return moved
+
+
+def allowed_change(engine: RolloutEngine, canary: Tensor, noise: float, vocab: int) -> Tensor:
+    """Return the largest change of each log-probability that is no sign of other weights.
+
+    canary: [n] float32, before the change. noise: the largest change without a push. It is 0 where
+    kernels are deterministic, as on the CPU. On a GPU it is 0 by chance too, so PLACES last places
+    of the logit are allowed beside it. An engine returns no logits: with logits around 0, one is at
+    least as large as its log-probability is above that of an even choice. NaN stays NaN. Returns
+    [n] float32 [nats].
+    """
+    margin = torch.full_like(canary, NOISE_MARGIN * noise)
+    dtype = engine.caps.inexact_dtype
+    if dtype is None:
+        return margin
+    logit = (canary + math.log(vocab)).clamp_min(SMALLEST_LOGIT)
+    return margin + PLACES[dtype] * last_place(logit, dtype)
+
+
+def last_place(x: Tensor, dtype: str) -> Tensor:
+    """Return the distance of x > 0 to the next larger number of `dtype`."""
+    exponent = torch.frexp(x).exponent - 1
+    return torch.ldexp(torch.full_like(x, torch.finfo(getattr(torch, dtype)).eps), exponent)
+
+
+def is_allowed(moved: Tensor, allowed: Tensor) -> bool:
+    """Return whether no change is larger than allowed. NaN and an infinite margin are not."""
+    return bool((moved <= allowed).all() and allowed.isfinite().all())
+
+
+def inexact_dtype(dtype: str, *, cpu: bool) -> str | None:
+    """Return `EngineCaps.inexact_dtype` of an engine that computes in `dtype`."""
+    if cpu:
+        return None
+    return dtype

@@ -1,0 +1,130 @@
+"""The trained adapter: its files in a checkpoint, and its frozen base as the KL's reference."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from onepolicy.config import UsageError
+from onepolicy.models import lora
+from onepolicy.sync.checksum import ChecksumAccumulator
+from onepolicy.train.extension import LearnerExtension
+from onepolicy.train.scorer import PolicyScorer
+from onepolicy.types import TokenBatch
+
+BASE = "base_checksum"  # in the header of the adapter's file
+
+
+class Adapter:
+    """The adapter inside the learner's model."""
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        """Take over a model that has adapters. name: of the adapter in engines and replies."""
+        self.model, self.name = model, name
+        self.check: object = None  # of every sync (run/adapter_check.py)
+        self.base_checksum = _checksum(self._base_tensors())
+
+    def _base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        with self.off():
+            yield from lora.merged_tensors(self.model)
+
+    def off(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with its frozen weights alone."""
+        return lora.adapters_off(self.model)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return A and B of every adapted weight, under the names of its file: float32, CPU.
+
+        Inside `off` every B is 0.
+        """
+        tensors = lora.adapter_tensors(self.model)
+        kept = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+        if any(layer.disable_adapters for layer in lora.adapted_layers(self.model).values()):
+            zero = {n: torch.zeros_like(t) for n, t in kept.items() if ".lora_B." in n}
+            return kept | zero
+        return kept
+
+    def copy_factors(self) -> lora.Factors:
+        """Return copies of A and B, which later updates do not change."""
+        return {name: (a.clone(), b.clone()) for name, (a, b) in self.factors().items()}
+
+    def metadata(self) -> dict[str, str]:
+        """Return the header of an adapter's file."""
+        return {"format": "pt", BASE: self.base_checksum}
+
+    def write(self, folder: Path) -> None:
+        """Write the adapter's two files alone, as an engine loads them."""
+        self.model.peft_config[lora.ADAPTER].save_pretrained(str(folder))
+        save_file(self.tensors(), folder / lora.WEIGHTS, metadata=self.metadata())
+
+    def factors(self) -> lora.Factors:
+        """Return A and B by the name of the weight that they adapt. Inside `off` every B is 0."""
+        return lora.factors(self.model)
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter as peft, vLLM and SGLang load it, and the config of its base."""
+        self.model.config.save_pretrained(folder)
+        self.write(folder)
+
+    def load(self, folder: Path) -> None:
+        """Load the adapter of a checkpoint.
+
+        Raises UsageError if it was trained on other frozen weights, or with another rank or
+        targets.
+        """
+        path = folder / lora.WEIGHTS
+        with safe_open(path, "pt") as file:
+            trained_on = (file.metadata() or {}).get(BASE)
+        if trained_on not in (None, self.base_checksum):
+            raise UsageError(
+                f"model.path: its weights are not those that the adapter in {folder} was trained "
+                f"on (checksum {self.base_checksum}, the adapter's is {trained_on}); restore them"
+            )
+        lora.set_adapter(self.model, load_file(path), str(folder))
+
+
+def _checksum(tensors: Iterator[tuple[str, Tensor]]) -> str:
+    """Return a checksum of named tensors: their names, dtypes, shapes and bytes."""
+    sums = ChecksumAccumulator()
+    for name, tensor in tensors:
+        sums.add(name, tensor)
+    return hashlib.sha256(json.dumps(sums.pop_all(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_start(folder: Path, *, lora_is_set: bool) -> None:
+    """Raise UsageError if a checkpoint cannot start a run with, or without, train.lora."""
+    is_adapter = lora.is_adapter_folder(folder)
+    if is_adapter == lora_is_set:
+        return
+    if is_adapter:
+        raise UsageError(
+            f"train.lora: {folder} holds an adapter, but this run trains all weights; start a new "
+            f"run with model.path={folder}, which merges it"
+        )
+    raise UsageError(
+        f"train.lora: {folder} holds a whole model, so there is no adapter to go on from; start a "
+        f"new run with model.path={folder}"
+    )
+
+
+class FrozenReference(LearnerExtension):
+    """The reference of objective.kl that takes no memory: the policy without its adapter."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+
+    @torch.no_grad()
+    def fill_fields(self, batch: TokenBatch, scorer: PolicyScorer) -> TokenBatch:
+        """Set `logp_ref`. The frozen policy routes every token itself."""
+        with self._adapter.off():
+            logp = scorer.compute_per_slot(batch, lambda micro: scorer.forward(micro).logp)
+        return batch.replace(logp_ref=logp)

@@ -1,0 +1,30 @@
+"""The optimiser of a model, by `optim.state`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from onepolicy.config.model import OptimConfig
+from onepolicy.train.optim import MasterAdamW
+
+
+def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> MasterAdamW:
+    """Return the AdamW whose state rests where the settings say."""
+    kind: type[MasterAdamW] = MasterAdamW
+    if config.state == "host":
+        from onepolicy.train.streamed_adamw import HostAdamW
+
+        kind = HostAdamW
+    elif config.state == "8bit":
+        from onepolicy.train.eight_bit_adamw import EightBitAdamW
+
+        kind = EightBitAdamW
+    return kind(
+        model.parameters(),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=device.type in ("cpu", "cuda"),
+    )

@@ -1,0 +1,51 @@
+"""vLLM computes with adapters that are loaded by name, and a fault of their sync is named."""
+
+import asyncio
+
+import pytest
+
+from onepolicy.build.components import build_components
+from onepolicy.config import ModelConfig, UsageError
+from onepolicy.config.lora import LoraConfig
+from onepolicy.config.policy import PolicyConfig, cached_policy_path
+from onepolicy.rollout.vllm.adapter import lora_args
+from support.adapter_faults import FAULTS, VLLM, first_seen, rows, settings
+from support.paths import ROOT
+from support.vllm_engines import make_checkpoints
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoints(tmp_path_factory.mktemp("models"))[0]
+
+
+def test_an_adapter_is_loaded_anew_after_every_update(checkpoint):
+    components, _ = build_components(settings(checkpoint, "vllm", "native", "float32", **VLLM))
+    assert asyncio.run(first_seen(components, None)) == (None, "")
+    engine = components.engine
+    assert engine.loaded.request.lora_name == "lora-faults@3"
+    assert engine.llm.list_loras() == {engine.loaded.request.lora_int_id}
+
+
+def test_what_vllm_cannot_compute_with_is_refused(checkpoint):
+    model = ModelConfig(path=str(checkpoint))
+    with pytest.raises(UsageError, match="adapters of experts are not what vLLM computes with"):
+        lora_args(LoraConfig(sync="native"), model)
+    with pytest.raises(UsageError, match=r"1000 is more than vLLM's largest"):
+        lora_args(LoraConfig(sync="native", rank=1000, targets=("attention",)), model)
+    found = lora_args(LoraConfig(sync="native", rank=20, targets=("attention",)), model)
+    assert found["max_lora_rank"] == 32
+    assert found["lora_target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("sync", ["merged", "native"])
+def test_the_table_of_planted_failures(sync, fault):
+    policy = cached_policy_path(PolicyConfig())
+    start = f"| vllm | {sync} | {fault} | "
+    lines = (ROOT / "docs" / "lora.md").read_text().splitlines()
+    documented = [line for line in lines if line.startswith(start)]
+    assert rows(policy, "vllm", sync, [fault], **VLLM) == documented

@@ -1,0 +1,85 @@
+"""The conformance kit: the audit gives its verdicts and numbers, and a difference is named."""
+
+import json
+import math
+import shutil
+
+import pyarrow.parquet as pq
+import pytest
+
+from onepolicy.audit.conformance import EXPECTED, check_conformance
+from onepolicy.cli import main
+from support.paths import ROOT
+
+KIT = ROOT / "conformance"
+
+
+@pytest.fixture
+def kit(tmp_path):
+    """Return a kit of three dumps of ours."""
+    expected = json.loads((KIT / EXPECTED).read_text())
+    names = ["embedded_bfloat16.parquet", "clean_small.parquet", "one_token_late.parquet"]
+    for name in names:
+        shutil.copy(KIT / name, tmp_path)
+    (tmp_path / EXPECTED).write_text(json.dumps({name: expected[name] for name in names}))
+    return tmp_path
+
+
+def test_every_dump_conforms():
+    outcomes = check_conformance(KIT)
+    assert {outcome.dump for outcome in outcomes} == {path.name for path in KIT.glob("*.parquet")}
+    assert [outcome for outcome in outcomes if not outcome.conforms] == []
+    found = {outcome.found for outcome in outcomes}
+    assert {"nothing", "bug: shift", "bug: temperature", "bug: stale"} <= found
+
+
+def test_the_numbers_are_those_of_the_page():
+    """The definitions of docs/conformance.md, in plain Python."""
+    name = "embedded_int8.parquet"
+    expected = json.loads((KIT / EXPECTED).read_text())[name]["numbers"]
+    log_ratios = [
+        trainer - rollout
+        for row in pq.read_table(KIT / name).to_pylist()
+        for kept, trainer, rollout in zip(
+            row["mask"], row["logp_trainer"], row["logp_rollout"], strict=True
+        )
+        if kept
+    ]
+    n, ratios = len(log_ratios), [math.exp(value) for value in log_ratios]
+    squares = sum(ratio**2 for ratio in ratios)
+    assert expected["tokens"] == n
+    assert expected["k1"] == pytest.approx(-sum(log_ratios) / n, rel=1e-5)
+    assert expected["k3"] == pytest.approx(
+        sum(math.expm1(value) - value for value in log_ratios) / n, rel=1e-5
+    )
+    assert expected["chi2"] == pytest.approx(squares / n - 1, rel=1e-5)
+    assert expected["ess"] == pytest.approx(sum(ratios) ** 2 / (n * squares), rel=1e-5)
+    far = sum(max(ratio, 1 / ratio) > 1.25 for ratio in ratios)
+    assert expected["f1.25"] == pytest.approx(far / n)
+
+
+def test_a_kit_that_conforms_ends_with_0(kit, capsys):
+    assert main(["audit", "--conformance", str(kit)]) == 0
+    assert "3 of 3 dumps conform" in capsys.readouterr().out
+
+
+def test_another_verdict_and_another_number_are_named(kit, capsys):
+    path = kit / EXPECTED
+    expected = json.loads(path.read_text())
+    expected["clean_small.parquet"]["action"] = "replay"
+    expected["one_token_late.parquet"]["numbers"]["k3"] *= 1.001
+    path.write_text(json.dumps(expected))
+    assert main(["audit", "--conformance", str(kit)]) == 1
+    text = capsys.readouterr().out
+    assert "1 of 3 dumps conform" in text
+    assert "k3" in text
+
+
+def test_what_is_no_kit_is_named(kit, capsys):
+    assert main(["audit", "--conformance", str(kit / "other")]) == 2
+    assert "expected.json" in capsys.readouterr().err
+    (kit / EXPECTED).write_text("{}]")
+    assert main(["audit", "--conformance", str(kit)]) == 2
+    assert main(["audit", "--conformance", str(kit), "--png"]) == 2
+    assert main(["audit"]) == 2
+    assert "give a file or folder" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""The memory of a micro-batch is that of the dry run that `onepolicy plan` makes of it."""
+
+import pytest
+import torch
+from gpu.shapes import QWEN3_06B
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from onepolicy.models import packed_attention
+from onepolicy.models.chunk_size import slots_per_chunk
+from onepolicy.models.linear import use_onednn_linear
+from onepolicy.models.logits_chunks import install_logits_chunks
+from onepolicy.models.packed_attention import Packing
+from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape, PeakMemory
+from onepolicy.train.forward import SlotLayout, forward
+from onepolicy.train.pack import pack
+from onepolicy.types import Group, Sample
+
+MARGIN = 0.05
+SMALL = {**QWEN3_06B, "num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096}
+
+
+def batch_of(micro):
+    """Return a packed batch of this shape and its layout."""
+    samples = []
+    for slots, last in zip(micro.slots, micro.trainable, strict=True):
+        trainable = torch.arange(slots) >= slots - last
+        zeros = torch.zeros(slots, dtype=torch.int32)
+        samples.append(
+            Sample(
+                tokens=torch.arange(slots + 1, dtype=torch.int32) % 1000,
+                trainable=trainable,
+                logp_rollout=torch.where(trainable, -1.0, torch.nan),
+                version=zeros,
+                turn=zeros,
+                temperature=1.0,
+                reward=0.0,
+                finish="stop",
+                outcome=1.0,
+            )
+        )
+    return pack([Group(0, tuple(samples))])
+
+
+def measured(config, dtype, micro, chunk, device):
+    """Return the most bytes that a forward and backward hold beside parameters and gradients."""
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    model.set_attn_implementation(packed_attention.NAME)
+    use_onednn_linear(model, device)
+    slots = slots_per_chunk(chunk, config.vocab_size)
+    if slots:
+        install_logits_chunks(model, slots)
+    batch = batch_of(micro)
+    chosen = batch.trainable.nonzero()[:, 0].to(device)
+    layout = SlotLayout(chosen, Packing.of(batch.cu_seqlens, device))
+    batch = batch.to(device)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def run():
+        forward(model, batch, layout).logp.sum().backward()
+
+    run()
+    if device.type == "cpu":
+        existing = [*model.parameters(), *(p.grad for p in model.parameters())]
+        with PeakMemory(existing) as memory:
+            run()
+        return memory.peak
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("slots", [8192, 16_384])
+@pytest.mark.parametrize("chunk", [0, None], ids=["whole logits", "chunks"])
+def test_memory_is_that_of_the_dry_run(slots, chunk, device):
+    """On the GPU: Qwen3-0.6B in bfloat16, 28 layers."""
+    config, dtype = Qwen3Config(**QWEN3_06B), torch.bfloat16
+    if device.type == "cpu":
+        config, dtype, slots = Qwen3Config(**SMALL), torch.float32, slots // 64
+        chunk = chunk if chunk == 0 else 64
+    micro = MicroBatchShape((slots // 4,) * 4, (slots // 4 - 16,) * 4)
+    dry = DryRunModel(config, dtype=dtype, cpu=device.type == "cpu", logits_chunk=chunk)
+    predicted = dry.micro_batch_memory(micro, checkpointing=False).peak
+    found = measured(config, dtype, micro, chunk, device)
+    assert found == pytest.approx(predicted, rel=MARGIN)

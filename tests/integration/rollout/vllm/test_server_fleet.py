@@ -1,0 +1,165 @@
+"""Several vLLM servers as one engine: one is lost, its requests are repeated, and it comes back."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from onepolicy.config import UsageError, VLLMServerConfig
+from onepolicy.rollout.fleet.servers import ServerFleet
+from onepolicy.rollout.servers.addresses import server_urls
+from onepolicy.rollout.servers.http import EngineLost
+from onepolicy.types import Sampling
+from support.fake_vllm import HF, VOCAB, FakeVLLM, engine_of, make_checkpoints, model_shape
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=6)
+PROMPTS = [[i, i + 1, 3] for i in range(3, 27)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return make_checkpoints(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def fakes(checkpoints):
+    with contextlib.ExitStack() as stack:
+        made = [FakeVLLM(checkpoints[0][0], model_shape(HF)) for _ in range(2)]
+        for fake in made:
+            stack.enter_context(fake.server)
+        yield made
+
+
+def fleet_of(fakes, checkpoints, **settings):
+    by_url = {fake.server.url: fake for fake in fakes}
+    made = ServerFleet(
+        lambda url: engine_of(by_url[url], retries=2, **settings),
+        lambda: list(by_url),
+        vocab=VOCAB,
+    )
+    asyncio.run(made.start(checkpoints[0][0]))
+    return made
+
+
+async def sample(fleet, prompts=PROMPTS, sampling=SAMPLING):
+    return await asyncio.gather(
+        *(fleet.generate(prompt, sampling, seed=i) for i, prompt in enumerate(prompts))
+    )
+
+
+def weights_of(model):
+    return iter(model.state_dict().items())
+
+
+def assert_sampled_with(fakes, completions, model, version):
+    """Every token's log-probability is that of this model's table."""
+    table = model.state_dict()["model.embed_tokens.weight"]
+    for prompt, done in zip(PROMPTS, completions, strict=True):
+        assert set(done.version.tolist()) == {version}
+        path = [prompt[-1], *done.token_ids.tolist()]
+        logp = (table[path[:-1]] @ table.T).log_softmax(-1)
+        expected = logp[range(len(path) - 1), path[1:]]
+        assert (done.logp - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+def test_all_servers_sample_and_all_get_the_weights(fakes, checkpoints, sync, tmp_path):
+    fleet = fleet_of(fakes, checkpoints, sync=sync, sync_dir=str(tmp_path))
+    before = [fake.sampled for fake in fakes]
+    assert_sampled_with(fakes, asyncio.run(sample(fleet)), checkpoints[0][1], 0)
+    assert all(fake.sampled > b for fake, b in zip(fakes, before, strict=True))
+    other = checkpoints[1][1]
+    asyncio.run(fleet.load_weights(weights_of(other), 1))
+    assert fleet.version == 1
+    assert_sampled_with(fakes, asyncio.run(sample(fleet)), other, 1)
+    metrics = fleet.take_metrics()
+    assert (metrics["rollout/servers"], metrics["rollout/requests_repeated"]) == (2, 0)
+    asyncio.run(fleet.confirm_weights())
+
+
+def test_requests_of_a_lost_server_are_repeated_on_the_others(fakes, checkpoints, caplog):
+    fleet, second = fleet_of(fakes, checkpoints), fakes[1]
+    second.hold = 2  # it stops in the middle of its requests
+
+    async def lose_one():
+        work = asyncio.ensure_future(sample(fleet))
+        await second.sampling(second.sampled + 4)
+        await asyncio.to_thread(second.server.__exit__, None, None, None)
+        return await work
+
+    done = asyncio.run(lose_one())
+    assert_sampled_with(fakes, done, checkpoints[0][1], 0)
+    (line,) = [each for each in caplog.messages if "is lost" in each]
+    assert second.server.url in line
+    repeated = fleet.take_metrics()
+    assert repeated["rollout/servers"] == 1
+    assert repeated["rollout/requests_repeated"] > 0
+    assert f"its {int(repeated['rollout/requests_repeated'])} requests go to the 1 servers" in line
+
+    asyncio.run(fleet.load_weights(weights_of(checkpoints[1][1]), 1))  # without it
+    asyncio.run(fleet.confirm_weights())
+    assert fleet.take_metrics()["rollout/servers"] == 1
+
+
+def test_a_server_that_is_back_gets_weights_before_requests(fakes, checkpoints, caplog):
+    fleet, (_, second) = fleet_of(fakes, checkpoints), fakes
+    (member,) = [each for each in fleet._all if each.url == second.server.url]
+    fleet._lose(member, EngineLost("gone"))
+    second.weights, second.table = "default", second.table * 3  # it has restarted with others
+    assert_sampled_with(fakes, asyncio.run(sample(fleet)), checkpoints[0][1], 0)
+    asyncio.run(fleet.load_weights(weights_of(checkpoints[1][1]), 1))
+    assert any("is back; it gets the weights" in each for each in caplog.messages)
+    before = second.sampled
+    assert_sampled_with(fakes, asyncio.run(sample(fleet)), checkpoints[1][1], 1)
+    assert second.sampled > before
+
+
+def test_a_server_lost_in_an_update_keeps_no_other_from_its_weights(fakes, checkpoints):
+    fleet, (_, second) = fleet_of(fakes, checkpoints), fakes
+    second.server.__exit__(None, None, None)
+    asyncio.run(fleet.load_weights(weights_of(checkpoints[1][1]), 1))
+    assert_sampled_with(fakes, asyncio.run(sample(fleet)), checkpoints[1][1], 1)
+    assert fleet.take_metrics()["rollout/servers"] == 1
+
+
+def test_other_weights_in_one_server_are_noticed(fakes, checkpoints):
+    fleet = fleet_of(fakes, checkpoints)
+    fakes[1].weights = "of somebody else"
+    with pytest.raises(EngineLost, match="may have sampled with other weights"):
+        asyncio.run(fleet.confirm_weights())
+
+
+def test_without_a_server_the_engine_is_lost(fakes, checkpoints):
+    fleet = fleet_of(fakes, checkpoints)
+    for fake in fakes:
+        fake.server.__exit__(None, None, None)
+    with pytest.raises(EngineLost, match="none of the servers is left"):
+        asyncio.run(sample(fleet))
+
+
+def test_addresses_from_a_list_a_file_and_a_name(tmp_path):
+    listed = tmp_path / "servers.txt"
+    listed.write_text("# ours\nhttp://a:8000/\n\nhttp://b:8000 # the second\nhttp://a:8000\n")
+    assert server_urls(f"file:{listed}") == ["http://a:8000", "http://b:8000"]
+    assert server_urls(("http://a:1", "http://b:2")) == ["http://a:1", "http://b:2"]
+    assert "http://127.0.0.1:8000" in server_urls("dns:http://localhost:8000")
+    listed.write_text("\n")
+    with pytest.raises(UsageError, match="has no address"):
+        server_urls(f"file:{listed}")
+    with pytest.raises(UsageError, match="cannot be read"):
+        server_urls(f"file:{tmp_path / 'none'}")
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ([], "list one or more"),
+        (["http://a:1", "http://a:1/"], "each once"),
+        (["http://a:1", "b:1"], "not the address"),
+        ("dns:https://a:1", "no certificate"),
+        ("file:", "names no file"),
+    ],
+)
+def test_bad_lists_are_refused(url, problem):
+    with pytest.raises(ValueError, match=problem):
+        VLLMServerConfig(url=url)

@@ -1,0 +1,27 @@
+"""docs/reference has the command line, the metrics and the presets of this code."""
+
+import pytest
+
+from onepolicy.cli.reference import pages
+from onepolicy.config.correction import correction_presets
+from onepolicy.run.metric_names import METRICS
+from support.paths import ROOT
+
+FOLDER = ROOT / "docs" / "reference"
+
+
+@pytest.mark.parametrize("name", ["command_line.md", "metrics.md", "presets.md"])
+def test_the_page_is_current(name):
+    """Spaces do not count: Python's versions break lines of help in other places."""
+    written = (FOLDER / name).read_text(encoding="utf-8").split()
+    assert written == pages()[name].split(), (
+        "write it anew: python -m onepolicy.cli.reference docs/reference"
+    )
+
+
+def test_nothing_is_left_out():
+    text = pages()
+    assert all(f"\n| `{name}` |" in text["metrics.md"] for name in METRICS)
+    assert all(f"\n### {name}\n" in text["presets.md"] for name in correction_presets())
+    commands = ("train", "compare", "measure", "audit", "engine serve", "engine check", "plan")
+    assert all(f"\n## onepolicy {name}\n" in text["command_line.md"] for name in commands)

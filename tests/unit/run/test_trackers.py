@@ -1,0 +1,233 @@
+"""Trackers get every row, a resumed run goes on in the same one, and what is missing is named."""
+
+import importlib.util
+import json
+import math
+import struct
+from functools import partial
+
+import pytest
+
+from onepolicy.config import UsageError, resolve
+from onepolicy.run.log import RunLog, read_metrics, truncate_after
+from onepolicy.run.trackers import (
+    _Apart,
+    _run_id,
+    _without_secrets,
+    check_log,
+    tensorboard,
+    trackers_of,
+)
+
+
+def config(**log):
+    """Return the settings of a run that is logged so, without TensorBoard and report."""
+    return resolve(
+        {
+            "out": "runs/one",
+            "steps": 3,
+            "model": {"path": "tiny"},
+            "task": {"kind": "chain"},
+            "log": {"tensorboard": False, "report": False, **log},
+        }
+    )
+
+
+@pytest.fixture
+def wandb_variables(monkeypatch, tmp_path):
+    """Forget what W&B read from its variables before, here and after the test."""
+    import wandb
+
+    wandb.teardown()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    yield monkeypatch.setenv
+    wandb.teardown()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a run folder with the file that says which run it is."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "run.json").write_text('{"started": "2026-11-23T05:00:00"}')
+    return tmp_path / "one"
+
+
+def scalars(folder, tag):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, round(event.value, 5)) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_drops_recomputed_steps(tmp_path):
+    with RunLog(tmp_path, [tensorboard]) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"train/reward": 0.1})
+    assert scalars(tmp_path, "train/reward") == [(1, 0.1), (2, 0.1), (3, 0.1)]
+    truncate_after(tmp_path, 1)
+    with RunLog(tmp_path, [tensorboard]) as log:
+        log.write(2, {"train/reward": 0.2})
+    assert scalars(tmp_path, "train/reward") == [(1, 0.1), (2, 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("log", "package", "words"),
+    [
+        ({"report": True}, "plotly", r"onepolicy\[report\].*log\.report=false"),
+        ({"tensorboard": True}, "tensorboard", r"onepolicy\[report\].*log\.tensorboard=false"),
+        ({"wandb": "p"}, "wandb", r"onepolicy\[wandb\].*no log\.wandb"),
+        ({"trackio": "p"}, "trackio", r"onepolicy\[trackio\].*no log\.trackio"),
+    ],
+)
+def test_a_missing_package_is_named_at_the_start(monkeypatch, log, package, words):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else find(name)
+    )
+    with pytest.raises(UsageError, match=words):
+        check_log(config(**log))
+    check_log(config())  # asks for no package
+
+
+def test_without_settings_there_is_no_tracker():
+    assert trackers_of(config(), print) == []
+
+
+def test_wandb_without_a_key_is_refused_at_the_start(wandb_variables):
+    wandb_variables("WANDB_MODE", "online")
+    with pytest.raises(UsageError, match=r"log\.wandb: .*WANDB_API_KEY.*WANDB_MODE=offline"):
+        check_log(config(wandb="mismatch"))
+
+
+def offline_records(path):
+    """Yield the records of a file that `wandb sync` sends: a header, then LevelDB's log format."""
+    from wandb.proto import wandb_internal_pb2 as protocol
+
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 2**15 - at % 2**15
+        if left < 7:  # no record begins in the last bytes of a block
+            at += left
+            continue
+        size, part = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if part in (1, 4):  # whole, or the last part
+            yield protocol.Record.FromString(record)
+            record = b""
+
+
+def offline_runs(folder):
+    """Return each offline run of W&B in this folder, in order: rows, its names, exit codes."""
+    runs = []
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        rows, names, exit_codes = [], set(), []
+        for record in offline_records(path):
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                names.add((record.run.run_id, record.run.project, record.run.display_name))
+            elif kind == "exit":
+                exit_codes.append(record.exit.exit_code)
+            elif kind == "history":
+                items = record.history.item
+                rows.append({i.key or i.nested_key[0]: json.loads(i.value_json) for i in items})
+        runs.append((rows, names, exit_codes))
+    return runs
+
+
+def fail_in_step_3(folder, settings):
+    with RunLog(folder, trackers_of(settings, print)) as log:
+        log.write(3, {"train/reward": 0.75})
+        raise KeyError("the step failed")
+
+
+def test_wandb_offline_gets_every_row_and_a_resumed_run_is_the_same(wandb_variables, folder):
+    """Read back from the files that `wandb sync` sends."""
+    import wandb
+
+    wandb_variables("WANDB_MODE", "offline")
+    settings = config(wandb="mismatch")
+    check_log(settings)
+    with RunLog(folder, trackers_of(settings, print)) as log:
+        log.write(1, {"train/reward": 0.25, "mismatch/k3": math.nan})
+        log.write(2, {"train/reward": 0.5})
+    with pytest.raises(KeyError, match="the step failed"):
+        fail_in_step_3(folder, settings)
+    wandb.teardown()  # W&B's process has written everything when it ends
+    first, second = offline_runs(folder)
+    assert [(row["_step"], row["train/reward"]) for row in first[0]] == [(1, 0.25), (2, 0.5)]
+    assert [(row["_step"], row["train/reward"]) for row in second[0]] == [(3, 0.75)]
+    [(run_id, project, name)] = first[1]
+    assert second[1] == {(run_id, project, name)}
+    assert (project, name, len(run_id)) == ("mismatch", "one", 8)
+    assert (first[2], second[2]) == ([0], [1])  # W&B shows the second as failed
+
+
+class Lost:
+    """A tracker that raises in one of its calls."""
+
+    def __init__(self, at):
+        self.at, self.rows = at, []
+
+    def __call__(self, folder, last_step):
+        return self
+
+    def __enter__(self):
+        self.fail("enter")
+        return self.write
+
+    def write(self, step, values):
+        self.fail(f"step {step}")
+        self.rows.append(step)
+
+    def __exit__(self, *_):
+        self.fail("exit")
+
+    def fail(self, at):
+        if at == self.at:
+            raise ConnectionResetError("the network is gone")
+
+
+@pytest.mark.parametrize(
+    ("at", "rows"), [("enter", []), ("step 2", [1]), ("exit", [1, 2, 3]), ("never", [1, 2, 3])]
+)
+def test_a_tracker_that_fails_is_noted_once_and_the_run_goes_on(tmp_path, at, rows):
+    lost, notes = Lost(at), []
+    with RunLog(tmp_path, [partial(_Apart, "wandb", lost, notes.append)]) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"train/reward": 0.5})
+    assert lost.rows == rows
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    assert len(notes) == (at != "never")
+    assert all("log.wandb" in note and "the network is gone" in note for note in notes)
+
+
+@pytest.mark.parametrize("at", ["exit", "never"])
+def test_the_runs_own_error_comes_before_a_trackers(tmp_path, at):
+    def fail():
+        with RunLog(tmp_path, [partial(_Apart, "wandb", Lost(at), print)]):
+            raise KeyError("the step failed")
+
+    with pytest.raises(KeyError, match="the step failed"):
+        fail()
+
+
+def test_runs_of_one_second_have_ids_of_their_own(tmp_path):
+    """Also runs from before run.json had an id, whose files may be equal."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text('{"started": "2026-11-23T05:00:00"}')
+    assert _run_id(tmp_path / "one") != _run_id(tmp_path / "two")
+    (tmp_path / "one" / "run.json").write_text('{"id": "0123abcd"}')
+    assert _run_id(tmp_path / "one") == "0123abcd"
+
+
+def test_texts_under_names_of_secrets_are_not_sent():
+    settings = {"task": {"params": {"api_key": "x", "max_tokens": 5, "env": [{"TOKEN": "y"}]}}}
+    assert _without_secrets(settings) == {
+        "task": {"params": {"api_key": "hidden", "max_tokens": 5, "env": [{"TOKEN": "hidden"}]}}
+    }
