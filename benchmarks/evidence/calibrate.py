@@ -22,7 +22,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--scales", nargs="+", default=["0.07", "0.16", "0.47", "0.6"])
-    parser.add_argument("--policy", default="runs/evidence/one-of-8")
+    parser.add_argument("--policy", default="benchmarks/evidence/policies/one-of-8")
     options = parser.parse_args()
     make_policies(())
     print("| scale | routers | tokens | F(2) | k3 without replay | with |\n|" + " --- |" * 6)
