@@ -46,15 +46,15 @@ def test_calibrated_run_resumes_to_the_bit(train):
 
 
 def test_quantised_routes_are_replayed(train):
-    """The routers of the quantised engine and of the trainer differ. With replay the trainer is
-    nearer to its rollout."""
+    """The routers of the quantised engine and of the trainer differ, and the trainer computes with
+    the engine's experts."""
     found = rows(
         train("int8", "rollout.quant=int8", "steps=2", "log.counterfactual_every=1", "eval.every=0")
     )
-    assert all(row["counterfactual/routing/routers"] > 0 for row in found)
-    assert sum(row["mismatch/k3"] for row in found) < sum(
-        row["counterfactual/mismatch/k3"] for row in found
-    )
+    for row in found:
+        assert row["counterfactual/routing/routers"] > 0
+        assert 0.9 < row["replay/gate_mass"] < 1
+        assert row["mismatch/k3"] != row["counterfactual/mismatch/k3"]
 
 
 @pytest.mark.parametrize("preset", ["ppo-is", "tis"])
