@@ -334,8 +334,9 @@ def _with_fit(scored: ScoredRollouts) -> tuple[Finding, ...]:
     drop = f"k3 falls from {before:.3g} to {after:.3g} nats a token if the trainer scores "
     fitted = tuple(f for f in findings if f.cause not in ("temperature", "support"))
     if why.rescorer.support:
-        # If one token is left, its log-probability is 0, which is no fill value.
-        fitted = tuple(f for f in fitted if f.cause != "fill")
+        # If one token is left, its log-probability is 0, which is no fill value. If two are left,
+        # the sum of what was cut differs from token to token, which looks like a factor that does.
+        fitted = tuple(f for f in fitted if f.cause not in ("fill", "scale"))
         fitted += (Finding("support", f"{drop}over {why.rescorer.support} of its distribution"),)
         before = k3_of(why.narrowed)
     if why.rescorer.factor != 1 and before >= HARMLESS_KL and after < EXPLAINED * before:

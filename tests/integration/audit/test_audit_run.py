@@ -72,7 +72,7 @@ def test_no_clean_run_is_accused(audited, seed, dtype):
     [
         pytest.param({"temperature": 1.4}, ("temperature",), marks=pytest.mark.slow),
         pytest.param({"late": 1}, ("routes",), marks=pytest.mark.slow),
-        ({"late": 1, "temperature": 1.4}, ("temperature", "routes")),
+        ({"late": 1, "temperature": 2.0}, ("temperature", "routes")),
     ],
 )
 def test_a_planted_fault_is_named(audited, fault, causes):

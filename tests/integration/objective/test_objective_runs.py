@@ -28,7 +28,7 @@ def test_ppo_with_a_critic_trains_and_resumes_to_the_bit(train):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one), name
     losses = [row["train/value_loss"] for row in rows(whole)]
-    assert losses[0] > 0
+    assert max(losses) > 0  # a step whose rewards are all 0 has nothing to learn
     before, after = (
         load_file(checkpoint.checkpoint_folder(whole, s) / "critic.safetensors") for s in (1, 3)
     )

@@ -131,7 +131,8 @@ def test_options_beside_adapters(train, setting):
     run = train("lora", *LORA, "steps=2", "eval.every=0", *setting.split(" "))
     last = rows(run)[-1]
     assert last["adapter/effect"] > 0
-    assert last["mismatch/k3"] < 0.05
+    stale = "rollout.max_staleness=1" in setting  # k3 counts a step of learning too
+    assert last["mismatch/k3"] < (1 if stale else 0.05)
 
 
 def test_native_sync_trains_the_same_policy_in_float32(train):
