@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import TypedDict
 
+from onepolicy import __version__
 from onepolicy.build.sharded_learner import build_rank_learner
 from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
 from onepolicy.launch.agent import RENDEZVOUS_ENV
@@ -52,6 +53,7 @@ class RankSettings(TypedDict):
 
     limit: float  # seconds: train.rank_timeout
     device: str
+    release: str  # of onepolicy on rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,11 @@ def joined_ranks(config: RunConfig, launch: LaunchRanks | None = None) -> Iterat
     """
     with (launch or launched_ranks)(config) as launched:
         limit = config.train.rank_timeout
-        settings: RankSettings = {"limit": limit, "device": config.train.device}
+        settings: RankSettings = {
+            "limit": limit,
+            "device": config.train.device,
+            "release": __version__,
+        }
         launched.store.set(SETTINGS_KEY, json.dumps(settings))
         _await_ranks(launched, limit)
         ranks = launched.rank_info.join(launched.store, settings)
@@ -197,6 +203,11 @@ def run_rank(rank_info: RankInfo, store: dist.Store) -> int:
     settings = validate_message(RankSettings, json.loads(text), "the ranks' settings")
     ranks: Ranks | None = None
     try:
+        if settings["release"] != __version__:
+            raise UsageError(
+                f"onepolicy {__version__} is installed here, but rank 0 runs "
+                f"{settings['release']}; install the same release on every machine"
+            )
         ranks = rank_info.join(store, settings)
         _serve(ranks)
         ranks.close()

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NotRequired
 
+import torch
 from pydantic import ConfigDict
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -13,7 +14,7 @@ from typing_extensions import TypedDict
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.replay.checks import RoutingError
 from onepolicy.sync.messages import validate_message
-from onepolicy.train.sharded.wire import Message, TraceHeader, number_kind, trace_from_tensors
+from onepolicy.train.sharded.wire import Message, TraceHeader, trace_from_tensors
 from onepolicy.types import (
     Completion,
     FinishReason,
@@ -40,7 +41,7 @@ class ErrorReport(TypedDict):
 class TensorFormat:
     """The expected form of one tensor of a Completion, which has a row per token."""
 
-    kind: str  # of its numbers, as number_kind says
+    kind: str  # of its numbers, as _number_kind says
     dims: int
     required: bool
 
@@ -95,7 +96,7 @@ def decode_requests(data: bytes) -> dict[int, GenerateRequest]:
     for header in headers:
         number = header["number"]
         prompt = message.tensors.get(str(number))
-        is_prompt = prompt is not None and prompt.dim() == 1 and number_kind(prompt) == "int"
+        is_prompt = prompt is not None and prompt.dim() == 1 and _number_kind(prompt) == "int"
         if not is_prompt or header["sampling"].keys() != SAMPLING_FIELDS:
             raise TrainingError(
                 f"request {number} is malformed: its prompt or its sampling is missing or wrong"
@@ -191,7 +192,7 @@ def _check_completion_tensors(number: str, parts: dict[str, Tensor | None]) -> N
         if part is None:
             fits = not expected.required
         else:
-            kind, dims = number_kind(part), part.dim()
+            kind, dims = _number_kind(part), part.dim()
             fits = (kind, dims) == (expected.kind, expected.dims) and len(part) == rows
         if not fits:
             raise TrainingError(
@@ -212,3 +213,12 @@ def _decode_trace(
                 f"answer {number} is malformed: a span of its routes is not among them"
             )
     return routing
+
+
+def _number_kind(tensor: Tensor) -> str:
+    """Return "bool", "int" or "float"."""
+    if tensor.dtype == torch.bool:
+        return "bool"
+    if tensor.is_floating_point():
+        return "float"
+    return "int"

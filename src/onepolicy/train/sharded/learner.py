@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.config import R2, RunConfig, TrainingError
+from onepolicy.config import R2, RunConfig
 from onepolicy.interfaces import Update
 from onepolicy.replay.routers import Routers
-from onepolicy.sync.messages import validate_message
 from onepolicy.train.checks import check_batch
 from onepolicy.train.pack import micro_batches
 from onepolicy.train.sharded.divide import RankBatch, divide_batch
 from onepolicy.train.sharded.export import export_model
-from onepolicy.train.sharded.rank import NATIVE, REPLACED, SCORED, RankLearner, UpdateReply
+from onepolicy.train.sharded.rank import NATIVE, REPLACED, SCORED, RankLearner
 from onepolicy.train.sharded.ranks import Ranks
 from onepolicy.train.sharded.wire import Message, batch_message
 from onepolicy.types import RoutingTrace, TokenBatch
@@ -68,7 +67,7 @@ class RankDispatcher:
             self.other_ranks.recv()
 
     def score(self, batch: TokenBatch, how: str) -> TokenBatch:
-        """Score the batch. how: see `rank.ScoreCommand`."""
+        """Score the batch. how: see `RankLearner._score_as`."""
         batches = self.divide(batch)
         about = {"how": how, "version": self.rank_0.version}
         answers = self.run_on_batches("score", batches, about)
@@ -87,7 +86,6 @@ class RankDispatcher:
                 rows = answer.tensors[name][: len(slots)]  # those of a dummy sample come last
                 if name not in merged:
                     merged[name] = rows.new_empty(batch.num_slots, *rows.shape[1:])
-                _check_rows(name, rows, merged[name], len(slots))
                 merged[name][slots] = rows
         # without replay the ranks return neither, and those of an earlier scoring are outdated
         batch = batch.replace(gate_mass=None, routers_differing=None)
@@ -97,14 +95,6 @@ class RankDispatcher:
             trace = RoutingTrace(native, valid, routers.layers, routers.num_experts)
             batch = batch.replace(routing_native=trace)
         return batch.replace(**merged)
-
-
-def _check_rows(name: str, rows: Tensor, merged: Tensor, count: int) -> None:
-    same_kind = (rows.shape[1:], rows.dtype) == (merged.shape[1:], merged.dtype)
-    if len(rows) != count or not same_kind:
-        raise TrainingError(
-            f"a rank's answer is malformed: its {name} does not fit the samples it was sent"
-        )
 
 
 class ShardedScorer:
@@ -182,10 +172,7 @@ class ShardedLearner:
         for index, minibatch in enumerate(rank_0.minibatches(batch)):
             batches = self.dispatcher.divide(self._for_update(minibatch))
             answers = self._train_minibatch(batches, index, minibatch.num_trainable)
-            replies = [
-                validate_message(UpdateReply, answer.header, "a rank's answer")
-                for answer in answers
-            ]
+            replies = [answer.header for answer in answers]  # what `RankLearner._train_on` returns
             norms.append(replies[0]["norm"])
             for reply in replies:
                 sums.update(reply["sums"])

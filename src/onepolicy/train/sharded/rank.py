@@ -1,7 +1,7 @@
 """One rank of a sharded learner: it handles commands on its own samples and its own shards.
 
 `RankLearner.handle` takes a message and returns the answer. It does not depend on how messages
-travel (sockets here). Ranks meet in FSDP2's collectives, so all of them must handle the same
+travel (gloo here). Ranks meet in FSDP2's collectives, so all of them must handle the same
 commands in the same order.
 """
 
@@ -11,19 +11,16 @@ from collections import Counter
 from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ConfigDict, Field, NonNegativeInt
 from torch import Tensor
 from transformers import PreTrainedModel
-from typing_extensions import TypedDict
 
 from onepolicy.config import RunConfig
 from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.replay.routers import Routers
-from onepolicy.sync.messages import validate_message
 from onepolicy.sync.sent_tensors import sent_tensors
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
@@ -46,77 +43,6 @@ SCORED = (
 """[T, ...] fields that scoring fills, beside routing_native."""
 NATIVE = "routing_native"
 REPLACED = "replaced"  # [forwards, L], of soft replay
-
-
-class BatchCommand(TypedDict):
-    """A command with a batch."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    traces: dict[str, Any]
-
-
-class ShareCommand(BatchCommand):
-    """A command with this rank's share of a batch."""
-
-    rounds: list[list[NonNegativeInt]]
-    samples: list[NonNegativeInt]
-    version: int
-
-
-class ScoreCommand(ShareCommand):
-    """A command to score the batch.
-
-    how = score: like `Learner.score`. again: with the policy alone, with replay. native: with the
-    policy alone, without replay.
-    """
-
-    do: Literal["score"]
-    how: Literal["score", "again", "native"]
-
-
-class OptimiseCommand(ShareCommand):
-    """A command to train on a minibatch."""
-
-    do: Literal["optimise"]
-    minibatch: int
-    slots: int
-
-
-class LogitsCommand(BatchCommand):
-    """A command to compute logits together with the driver."""
-
-    do: Literal["logits"]
-
-
-class WeightsCommand(TypedDict):
-    """A command to gather the weights together with the driver."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    do: Literal["weights"]
-    dtype: Literal["float32", "bfloat16"] | None  # None: as the shards are
-
-
-class CheckpointCommand(TypedDict):
-    """A command to save or restore the shards in a folder."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    do: Literal["save", "restore"]
-    folder: str
-
-
-Command: TypeAlias = Annotated[
-    ScoreCommand | OptimiseCommand | LogitsCommand | WeightsCommand | CheckpointCommand,
-    Field(discriminator="do"),
-]
-
-
-class UpdateReply(TypedDict):
-    """A rank's answer to `optimise`."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    norm: float
-    sums: dict[str, float]
-    seconds: float
 
 
 class RankScorer(PolicyScorer):
@@ -160,8 +86,11 @@ class RankLearner(LocalLearner):
         self.pending_save: shards.PendingSave | None = None
 
     def handle(self, message: Message) -> Message:
-        """Handle a command of the driver and return the answer."""
-        command = validate_message(Command, message.header, "the driver's command")
+        """Handle a command of the driver and return the answer.
+
+        The header's field `do` names the command. The others are its arguments.
+        """
+        command = message.header
         self.scorer.rounds = command.get("rounds", [])
         self.scorer.samples = command.get("samples", [])
         self.version = command.get("version", self.version)
@@ -203,6 +132,11 @@ class RankLearner(LocalLearner):
         return self.pending_save
 
     def _score_as(self, how: str, batch: TokenBatch) -> TokenBatch:
+        """Score the batch.
+
+        how = score: like `Learner.score`. again: with the policy alone, with replay. native: with
+        the policy alone, without replay.
+        """
         match how:
             case "score":
                 return self._fill_scores(batch)

@@ -2,6 +2,9 @@
 settings."""
 
 import dataclasses
+import json
+import os
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError, UsageError, resolve
+from onepolicy.launch import ranks as launch_ranks
 from onepolicy.launch.launcher import apply_torchrun_ranks
 from onepolicy.launch.ranks import LaunchedRanks, RankInfo, _await_ranks, launched_ranks
 from onepolicy.train.sharded.divide import assign_micro_batches, divide_batch
@@ -154,3 +158,22 @@ def test_ranks_need_somebody_who_starts_them(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UsageError, match="only `onepolicy train` and torchrun start ranks"):
         launched_ranks(resolve(BASE, ["train.ranks=2"]))
+
+
+def test_a_changed_message_is_refused():
+    data = bytearray(batch_message({"do": "score"}, batch_with([5, 3])).encode())
+    data[-9] ^= 1  # in the last tensor, where the message stays readable
+    with pytest.raises(TrainingError, match="changed on the way"):
+        Message.decode(bytes(data))
+
+
+def test_a_rank_of_another_release_says_so(monkeypatch, capsys):
+    store = dist.HashStore()
+    settings = {"limit": 1.0, "device": "cpu", "release": "0.0.0"}
+    store.set(launch_ranks.SETTINGS_KEY, json.dumps(settings))
+    monkeypatch.setattr(launch_ranks, "GRACE_S", 0)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        launch_ranks.run_rank(RankInfo(1, 2, 1), store)
+    assert ended.value.code == 2
+    assert "is installed here, but rank 0 runs 0.0.0; install the same" in capsys.readouterr().err
