@@ -118,7 +118,7 @@ class Ranks:
         dist.recv(size, rank, group=group)
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         dist.recv(data, rank)
-        return Message.decode(data.numpy().tobytes())
+        return Message.decode(data.numpy().tobytes(), f"rank {rank}")
 
     @contextmanager
     def attribute_failures(self) -> Iterator[None]:

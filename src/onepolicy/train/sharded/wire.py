@@ -42,12 +42,12 @@ class Message:
         return body + _checksum(body)
 
     @classmethod
-    def decode(cls, data: bytes) -> Message:
-        """Read the bytes of `encode`. Raises TrainingError for any other bytes."""
+    def decode(cls, data: bytes, sender: str = "another process") -> Message:
+        """Read the bytes of `encode`. Raises TrainingError, which names the sender, for others."""
         body = data[:-CHECKSUM_BYTES]
         if data[-CHECKSUM_BYTES:] != _checksum(body):
             raise TrainingError(
-                f"a rank sent {len(data)} bytes that are no message, or were changed on the way"
+                f"{sender} sent {len(data)} bytes that are no message, or were changed on the way"
             )
         size = int.from_bytes(body[:8], "little")
         header = json.loads(json.loads(body[8 : 8 + size])["__metadata__"][HEADER])
