@@ -200,11 +200,14 @@ test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## the tests that need it
 
 # A machine with a GPU brings its own torch: GPU_PYTHON is the Python that has it. What else its image lacks travels as wheels.
 GPU_PYTHON ?= python3
-GPU_WHEELS := transformers tokenizers huggingface_hub pydantic pydantic_core annotated-types typing-inspection tomlkit httpx2 httpcore2 truststore
-.PHONY: gpu-wheels
+GPU_WHEELS := transformers tokenizers huggingface_hub pydantic pydantic_core annotated-types typing-inspection tomlkit httpx2 httpcore2 truststore rich markdown-it-py mdurl Pygments
+.PHONY: gpu-wheels gpu-site
 gpu-wheels: ## packages that an image with torch may lack, for Python 3.12 on Linux, into .gpu-wheels
 	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \
 	  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c constraints.txt -d .gpu-wheels $(GPU_WHEELS)
+
+gpu-site: gpu-wheels ## the same unpacked into .gpu-site, where the image has a network; PYTHONPATH=$$PWD/.gpu-site finds it
+	$(GPU_PYTHON) -m pip install -q --upgrade --no-index --no-deps --target .gpu-site .gpu-wheels/*.whl
 
 test-gpu: ## on a machine with a GPU: the tests marked gpu, up to 8 minutes
 	$(GPU_PYTHON) benchmarks/gpu/run.py 1

@@ -1,0 +1,73 @@
+"""The GitHub workflows call the Makefile's targets, and nothing else runs the tests."""
+
+import re
+
+import pytest
+import yaml
+
+from support.paths import ROOT
+
+WORKFLOWS = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+TEST_TOOLS = re.compile(r"\b(pytest|ruff|mypy|benchmarks/)")
+
+
+def commands(path):
+    """Return the shell commands of a workflow's steps, and of the scripts in .ci that they run."""
+    steps = [
+        step
+        for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values()
+        for step in job["steps"]
+    ]
+    found = "\n".join(step["run"] for step in steps if "run" in step)
+    for script in re.findall(r"^\.ci/\w+", found, re.MULTILINE):
+        found += "\n" + (ROOT / script).read_text(encoding="utf-8")
+    return found
+
+
+def targets(text):
+    """Return the words behind each `make`, flags and variables left out."""
+    calls = re.findall(r"(?:^|&& |=true )make ([^&|;#\n]+)", text, re.MULTILINE)
+    return [word for call in calls for word in call.split() if re.fullmatch(r"[a-z][a-z-]*", word)]
+
+
+def test_there_is_one_for_each_occasion():
+    """Every push, every night, by hand on a GPU, a release."""
+    triggers = {
+        name: set(yaml.safe_load(path.read_text(encoding="utf-8"))[True])  # "on" is true in YAML
+        for name, path in WORKFLOWS.items()
+    }
+    assert triggers == {
+        "check": {"push", "pull_request"},
+        "gpu": {"workflow_dispatch"},
+        "nightly": {"schedule", "workflow_dispatch"},
+        "release": {"push"},
+    }
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_every_target_that_it_calls_exists(name):
+    called = targets(commands(WORKFLOWS[name]))
+    assert called
+    assert set(called) <= TARGETS
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_it_runs_tests_and_benchmarks_through_the_makefile_only(name):
+    assert not TEST_TOOLS.search(commands(WORKFLOWS[name]))
+
+
+def test_together_they_call_every_test_of_the_makefile():
+    called = {target for path in WORKFLOWS.values() for target in targets(commands(path))}
+    assert {"check", "test", "test-slow", "test-versions", "test-gpu", "bench-gpu"} <= called
+
+
+def test_the_manual_one_runs_on_a_gpu_of_ones_own_and_keeps_what_it_found():
+    job = yaml.safe_load(WORKFLOWS["gpu"].read_text(encoding="utf-8"))["jobs"]["gpu"]
+    assert job["runs-on"] == ["self-hosted", "gpu"]
+    runs = [step["run"].partition(" #")[0] for step in job["steps"] if "run" in step]
+    assert runs == ["nvidia-smi", "make gpu-site", "make test-gpu", "make bench-gpu"]
+    kept = job["steps"][-1]
+    assert kept["if"] == "always()"
+    assert kept["with"]["path"] in job["env"]["OUT"]  # what benchmarks/gpu/run.py writes to
