@@ -209,6 +209,7 @@ _TIME = {
     ),
     "time/update": "forward, backward and optimiser [s]",
     "time/sync": "push of the trainer's weights to the engine [s]",
+    "sync/gib": "tensors that one engine was given, in the dtype that it takes [GiB]",
     "time/step": "the whole step, without evaluation and checkpoint [s]",
 }
 _EVAL = {

@@ -135,7 +135,8 @@ async def _reconnect(
                 await engine.connect()
                 if isinstance(engine, PersistentEngine):  # several check each of their servers
                     await reattach_engine(engine, vocab=vocab)
-            return await push_weights(components.learner, *components.samplers)
+            await push_weights(components.learner, *components.samplers)
+            return
         except (EngineUnreachable, EngineLost, TimeoutError) as error:
             if not isinstance(error, TimeoutError):
                 problem = error

@@ -56,13 +56,14 @@ async def rl_step(
 
 
 async def push_and_check(components: Components) -> dict[str, float]:
-    """Push the learner's weights. Return what the check of a LoRA adapter measured."""
-    await push_weights(components.learner, *components.samplers)
+    """Push the learner's weights. Return their size, and the check of a LoRA adapter."""
+    given = await push_weights(components.learner, *components.samplers)
+    metrics = {"sync/gib": given / 2**30}
     if components.config.train.lora is None:
-        return {}
+        return metrics
     from onepolicy.run.adapter_check import check_adapter
 
-    return await check_adapter(components)
+    return metrics | await check_adapter(components)
 
 
 async def with_recovery(

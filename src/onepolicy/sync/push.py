@@ -11,34 +11,49 @@ from __future__ import annotations
 from inspect import GEN_RUNNING, getgeneratorstate
 
 from onepolicy.config import TrainingError
-from onepolicy.interfaces import RolloutEngine, WeightSource, WeightTarget
+from onepolicy.interfaces import NamedWeights, RolloutEngine, WeightSource, WeightTarget
 from onepolicy.sync.canary import allowed_change, canary_logp, canary_moved, is_allowed
 
 
-async def push_weights(learner: WeightSource, *engines: WeightTarget) -> None:
-    """Load the learner's version into every engine, which then drops its caches."""
+async def push_weights(learner: WeightSource, *engines: WeightTarget) -> int:
+    """Load the learner's version into every engine, which then drops its caches.
+
+    Return the bytes of the tensors that one of them was given, in the dtype that it takes.
+    """
     adapter = getattr(learner, "adapter", None)
+    given = 0
     for engine in engines:
         if adapter is not None and engine.caps.takes_adapter:
             await engine.load_adapter(adapter, learner.version)  # type: ignore[attr-defined]
+            given = sum(a.nbytes + b.nbytes for a, b in adapter.factors().values())
         else:
-            await _push_whole(learner, engine)
+            given = await _push_whole(learner, engine)
         if engine.version != learner.version:
             raise RuntimeError(
                 f"engine holds version {engine.version} after loading version {learner.version}"
             )
         if adapter is not None and hasattr(engine, "adapter"):
             engine.adapter = adapter.name
+    return given
 
 
-async def _push_whole(learner: WeightSource, engine: WeightTarget) -> None:
+async def _push_whole(learner: WeightSource, engine: WeightTarget) -> int:
     weights = learner.named_weights(engine.caps.weights_dtype)
+    sizes: list[int] = []
     try:
-        await engine.load_weights(weights, learner.version)
+        await engine.load_weights(_measured(weights, sizes), learner.version)
+        return sum(sizes)
     finally:
         # A sharded learner gathers what a lost engine left, so that its ranks stay in step.
         if getgeneratorstate(weights) != GEN_RUNNING:  # in a thread that was given up
             weights.close()
+
+
+def _measured(weights: NamedWeights, sizes: list[int]) -> NamedWeights:
+    """Yield the tensors and note the bytes of each."""
+    for name, tensor in weights:
+        sizes.append(tensor.nbytes)
+        yield name, tensor
 
 
 async def checked_push(learner: WeightSource, engine: RolloutEngine, *, vocab: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import pytest
 import torch
 
-from onepolicy.sync.push import checked_push
+from onepolicy.sync.push import checked_push, push_weights
 from support.engine_runs import engine_of
 from support.models import VOCAB, make
 
@@ -28,6 +28,13 @@ def test_the_embedded_engine_passes_and_has_the_learners_version():
     asyncio.run(checked_push(FakeLearner(model), engine, vocab=VOCAB))
     assert engine.version == 5
     assert not engine._runner.batch.rows.length.any()  # nothing stays cached
+
+
+def test_a_push_returns_the_bytes_of_one_engine():
+    engines = [engine_of(make("qwen3_moe")), engine_of(make("qwen3_moe"))]
+    learner = FakeLearner(make("qwen3_moe"))
+    given = asyncio.run(push_weights(learner, *engines))
+    assert given == 4 * sum(tensor.numel() for tensor in learner.model.state_dict().values())
 
 
 @pytest.mark.parametrize(
