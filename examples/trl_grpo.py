@@ -8,8 +8,6 @@ engine: same weights, other arithmetic, so some tokens go to other experts. The 
 divergence of sampler and trainer, of the same tokens without replay and with it.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 
@@ -25,6 +23,12 @@ import onepolicy as op
 import onepolicy.integrations.trl as op_trl
 
 LENGTH = 16
+SETTINGS = {
+    **{"per_device_train_batch_size": 32, "num_generations": 8, "max_steps": 10, "bf16": False},
+    **{"learning_rate": 1e-3, "logging_steps": 1, "disable_tqdm": True, "use_cpu": True},
+    **{"report_to": [], "save_strategy": "no"},
+    "router_aux_loss_coef": 0.0,  # it would pull the routers away from what is replayed
+}
 WORDS = ["<pad>", "<eos>", *(f"w{i}" for i in range(62))]
 
 
@@ -39,9 +43,8 @@ def make_model() -> Qwen3MoeForCausalLM:
 def make_tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
+    marks = {"pad_token": "<pad>", "eos_token": "<eos>", "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **marks)
 
 
 class Sampler:
@@ -56,16 +59,10 @@ class Sampler:
         self.model.load_state_dict(trainer.model.state_dict())
         ids = trainer.processing_class(prompts, return_tensors="pt").input_ids
         lengths = {"min_new_tokens": LENGTH, "max_new_tokens": LENGTH}
+        options = {"do_sample": True, "top_k": 0, "output_logits": True, **lengths}
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
         with self.routers.record() as tape:
-            out = self.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=True,
-                top_k=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-                **lengths,
-            )
+            out = self.model.generate(**given, return_dict_in_generate=True)
         logp = torch.stack(out.logits, 1).float().log_softmax(-1)
         completions = out.sequences[:, ids.shape[1] :]
         return {
@@ -84,28 +81,10 @@ def reward(completion_ids: list[list[int]], **_: object) -> list[float]:
 def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
-            model=make_model(),
-            reward_funcs=reward,
-            args=GRPOConfig(
-                output_dir=folder,
-                per_device_train_batch_size=32,
-                num_generations=8,
-                max_completion_length=LENGTH,
-                max_steps=10,
-                learning_rate=1e-3,
-                logging_steps=1,
-                router_aux_loss_coef=0.0,  # it would pull the routers away from what is replayed
-                use_cpu=True,
-                bf16=False,
-                report_to=[],
-                save_strategy="no",
-                disable_tqdm=True,
-            ),
-            train_dataset=Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6"] * 20}),
-            processing_class=make_tokenizer(),
-            rollout_func=Sampler(),
-        )
+        args = GRPOConfig(output_dir=folder, max_completion_length=LENGTH, **SETTINGS)
+        prompts = Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6"] * 20})
+        given = {"train_dataset": prompts, "processing_class": make_tokenizer()}
+        trainer = GRPOTrainer(make_model(), reward, args, rollout_func=Sampler(), **given)
         op_trl.attach(trainer, replay="r3", native_every=1)
         trainer.train()
     print("step  reward  k3 without  k3 with replay  routers that differ")

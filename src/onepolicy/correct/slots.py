@@ -174,7 +174,7 @@ class Fields(NamedTuple):
         if mask.shape != shape or mask.dtype != torch.bool or mask.dim() != 1:
             raise UsageError(
                 f"log-probabilities have shape {list(shape)}, the mask {list(mask.shape)} and "
-                f"dtype {mask.dtype}; give one shape, and a bool mask"
+                f"dtype {mask.dtype}; give one flat [T] each, and a bool mask"
             )
 
     def extent(self, name: str) -> int:
