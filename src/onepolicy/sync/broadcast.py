@@ -11,8 +11,8 @@ invitation is a secret: send it over an authenticated channel.
         ... sender.invitation, rank 1 and 2 ...    with Receiver(invitation, rank, version=7) as w:
         sender.send(learner.named_weights(), 7)        await engine.load_weights(w, 7)
 
-A receiver needs memory for one bucket beside the weights, the sender for two: it gathers and sums
-the next one while one is sent.
+Either side needs memory for two buckets beside the weights: the sender gathers and sums the next
+one while one is sent, and a receiver sums and loads one while the next arrives.
 """
 
 from __future__ import annotations
@@ -382,6 +382,7 @@ class Receiver:
         self._digest = hashlib.sha256()
         self._end: dict[str, Any] | None = None  # the sender's last message
         self._group: Any = None
+        self._in_flight: tuple[Any, Tensor] | None = None  # broadcast and its bytes to come
         self._tensors = self._iterate_tensors()
 
     def __enter__(self) -> Self:
@@ -432,7 +433,9 @@ class Receiver:
             problem = f"{type(error).__name__}: {error}"
         with suppress(RuntimeError):  # the sender is gone, which caused the error
             self._messages.put_message(f"done/{self._rank}", {FAILED: problem})
-        self._group = None  # closes its connections, which ends the waits of other processes
+        self._in_flight = self._group = (
+            None  # closes its connections, which ends the waits of other processes
+        )
         if error is None:
             raise TrainingError(f"weight sync: the engine {problem}")
 
@@ -440,18 +443,20 @@ class Receiver:
         """Yield the checked tensors of every bucket, then check the last message."""
         number, checksums = 0, ChecksumAccumulator(self._key)
         header = self._read_header(number)
+        self._start_receiving(header)
         while "end" not in header:
-            bucket = self._receive_bucket(header["tensors"])
+            sent, bucket = header["tensors"], self._finish_receiving(header)
+            number += 1
+            header = self._read_header(number)
+            self._start_receiving(header)  # it arrives while this bucket is summed and loaded
             for name, tensor in bucket.items():
                 checksums.add(name, tensor)
             sums = checksums.pop_all()
-            problem = describe_difference(header["tensors"], sums)
+            problem = describe_difference(sent, sums)
             if problem is not None:
                 raise TrainingError(f"weight sync of version {self._version}: {problem}")
             self._digest.update(json.dumps(sums).encode())
             yield from bucket.items()
-            number += 1
-            header = self._read_header(number)
         digest = self._digest.hexdigest()
         end = {"version": self._version, "digest": digest, "end": number}
         if header != end:
@@ -472,20 +477,34 @@ class Receiver:
             )
         return header
 
-    def _receive_bucket(self, sent: ChecksumTable) -> dict[str, Tensor]:
-        like = meta_tensors(sent)
-        _, size = bucket_offsets(list(like.values()))
+    def _start_receiving(self, header: dict[str, Any]) -> None:
+        """Start to receive the bucket of this header. Do nothing for the last message."""
+        if "end" in header:
+            return
+        _, size = bucket_offsets(list(meta_tensors(header["tensors"]).values()))
         device = self._device
         if self._settings.backend == "gloo":
             device = torch.device("cpu")
         flat = torch.empty(size, dtype=torch.uint8, device=device)
         try:
-            wait_for_broadcast(
-                start_broadcast(self._group, flat), flat.device, self._settings.limit
-            )
+            self._in_flight = start_broadcast(self._group, flat), flat
         except RuntimeError as error:
-            raise TrainingError(f"weight sync: the sender is gone or too slow: {error}") from None
-        return unflatten_bucket(flat.to(self._device), like)
+            raise _sender_lost(error) from None
+
+    def _finish_receiving(self, header: dict[str, Any]) -> dict[str, Tensor]:
+        """Wait for the bucket that arrives, and return its tensors."""
+        assert self._in_flight is not None
+        work, flat = self._in_flight
+        self._in_flight = None
+        try:
+            wait_for_broadcast(work, flat.device, self._settings.limit)
+        except RuntimeError as error:
+            raise _sender_lost(error) from None
+        return unflatten_bucket(flat.to(self._device), meta_tensors(header["tensors"]))
+
+
+def _sender_lost(error: RuntimeError) -> TrainingError:
+    return TrainingError(f"weight sync: the sender is gone or too slow: {error}")
 
 
 def _describe_answer(answer: Any) -> str:

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_damage_to_every_file(ranks, request, tmp_path, capsys, monkeypatch):
+def test_damage_to_every_file(ranks, request, tmp_path, capfd, monkeypatch):
     whole = request.getfixturevalue("whole_on_ranks" if ranks else "whole")
     out = shutil.copytree(whole, tmp_path / "run")
     (out / "summary.json").unlink()
@@ -25,7 +25,7 @@ def test_damage_to_every_file(ranks, request, tmp_path, capsys, monkeypatch):
 
     def refused(name):
         assert main(resume) == 2
-        message = capsys.readouterr().err
+        message = capfd.readouterr().err
         assert str(newest / name) in message
         assert "delete the folder to fall back to an older checkpoint" in message
         assert (out / "metrics.jsonl").read_bytes() == log

@@ -238,3 +238,34 @@ def test_a_server_that_stays_dead_ends_the_run_in_time(begin, server):
     server.start()
     Fault(out).resumed()
     assert_right(out)
+
+
+def test_one_of_two_servers_is_killed_and_comes_back(begin, server, network, policy, tmp_path):
+    """The first one samples alone meanwhile, and every token is of the learner's weights."""
+
+    def servers(out):
+        return [row["rollout/servers"] for row in rows(out)]
+
+    other = Far(policy, tmp_path / "other", network)
+    other.start()
+    try:
+        run, out = begin(f'["{server.url}", "{other.url}"]', more=["steps=100000", "optim.lr=3e-5"])
+        other.send(signal.SIGKILL)
+        wait_for(lambda: servers(out)[-1] == 1, run)
+        other.start()
+        fault = Fault(out)
+        wait_for(lambda: servers(out)[-3:] == [2, 2, 2], run)
+        fault.ended()
+        run.send_signal(signal.SIGINT)
+        finished(run, status=130)
+    finally:
+        other.send(signal.SIGKILL)
+    found = rows(out)
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
+    assert all(row["mismatch/k3"] < 1e-9 for row in found)  # one update at this rate: above 1e-8
+    assert all(row["replay/missing_samples"] == 0 for row in found)
+    numbers = servers(out)
+    assert numbers[:2] == [2, 2]
+    assert numbers == sorted(numbers[: numbers.index(1)], reverse=True) + sorted(
+        numbers[numbers.index(1) :]
+    )

@@ -7,7 +7,7 @@ import torch
 
 from onepolicy.sync import broadcast as module
 from onepolicy.sync.broadcast import Receiver, Sender
-from support.waiting import LIMIT_S
+from support.waiting import LIMIT_S, wait_until
 
 
 def send(weights, **settings):
@@ -62,3 +62,25 @@ def test_the_next_bucket_is_gathered_before_the_last_has_arrived(monkeypatch):
     send(gathered(), bucket_bytes=1024)
     between = " ".join(events).split("start", 2)[1]
     assert between.split() == ["gather", "wait"]  # the last bucket's first tensor comes before it
+
+
+def test_the_next_bucket_arrives_while_the_last_is_loaded():
+    """A receiver that has taken nothing of the first bucket yet holds the whole second one."""
+    sender = Sender(receivers=1, timeout_s=LIMIT_S, bucket_bytes=1024)
+    arrived = {}
+
+    def receive():
+        with Receiver(sender.invitation, 1, version=1) as arriving:
+            arrived.update([next(arriving)])
+            work, flat = arriving._in_flight
+            wait_until(work.is_completed, LIMIT_S)
+            arrived["second"] = flat.clone().view(torch.float32)
+            arrived.update(arriving)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    with sender:
+        sender.send(tensors(3).items(), 1)
+    thread.join()
+    assert torch.equal(arrived["second"], tensors(3)["t1"])
+    assert torch.equal(arrived["t2"], tensors(3)["t2"])
