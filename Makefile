@@ -92,7 +92,7 @@ train: $(ONE_OF_EIGHT) ## make a policy, train it without and with replay side b
 # One seed of the study of docs/evidence.md; three runs of 400 steps.
 rescue: | $(VENV)/.train ## the run that fails under routing pressure, the same run with replay, and without the pressure
 	$(BIN)/onepolicy compare benchmarks/evidence/study.toml --out runs/rescue \
-	  seed=102 rollout.pressure.scale=0.6 rollout.pressure.seed=1102 \
+	  seed=136 rollout.pressure.scale=0.6 rollout.pressure.seed=1136 \
 	  --arm recompute --arm r3 replay.mode=r3 replay.min_agreement=0 --arm no-pressure rollout.pressure=off
 
 AGENT := runs/policies/agent_products
