@@ -1,0 +1,155 @@
+"""Licences of everything that an install of onepolicy brings, read from the packages' metadata.
+
+PYTHONPATH=src:tests .venv/bin/python -m support.licences   # writes docs/reference/licences.md
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from support.paths import ROOT
+
+PAGE = ROOT / "docs" / "reference" / "licences.md"
+EXTRAS = ("", "train", "report", "audit", "lora", "server", "envs", "wandb", "ray")
+"""Those that `make test` installs; "" is the library alone."""
+CLASSIFIER = "License :: OSI Approved :: "
+SHORT = {
+    "Apache Software License": "Apache-2.0",
+    "Apache License 2.0": "Apache-2.0",
+    "Apache License, Version 2.0": "Apache-2.0",
+    "Apache 2.0": "Apache-2.0",
+    "Apache 2.0 License": "Apache-2.0",
+    "Apache": "Apache-2.0",
+    "Apache-2": "Apache-2.0",
+    "MIT License": "MIT",
+    "BSD License": "BSD",
+    "BSD 3-Clause": "BSD-3-Clause",
+    "BSD 3-Clause License": "BSD-3-Clause",
+    "3-Clause BSD License": "BSD-3-Clause",
+    "Python Software Foundation License": "PSF-2.0",
+    "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
+    "ISC License (ISCL)": "ISC",
+    "The Unlicense (Unlicense)": "Unlicense",
+}
+PERMISSIVE = {
+    *("Apache-2.0", "MIT", "MIT-0", "BSD", "BSD-2-Clause", "BSD-3-Clause", "0BSD", "ISC", "Zlib"),
+    *(
+        "Apache-2.0 WITH LLVM-exception",
+        "PSF-2.0",
+        "Python-2.0",
+        "Unlicense",
+        "HPND",
+        "MIT-CMU",
+        "CNRI-Python",
+        "BSL-1.0",
+        "CC0-1.0",
+    ),
+}
+FIRST_WORDS = {"MIT License": "MIT", "BSD style": "BSD", "Apache License": "Apache-2.0"}
+HEAD = """# Licences of dependencies
+
+onepolicy is Apache-2.0. Its wheel contains no code of others. Installing it brings the packages
+below, each under its own licence, as its metadata says. The command
+`PYTHONPATH=src:tests .venv/bin/python -m support.licences` wrote this page from the venv of
+`make test`; `tests/integration/test_licences.py` compares it with what is installed.
+
+Not listed: NVIDIA's CUDA libraries, which PyPI's torch brings on Linux under NVIDIA's own terms;
+the extras `vllm`, `adam8bit` and `trackio`, which that venv has not; tools of the tests.
+"""
+
+
+class Row(NamedTuple):
+    """A package of the page."""
+
+    name: str
+    version: str
+    licence: str
+    brought_by: str  # the first extra that needs it
+
+
+def licence_of(package: Distribution) -> str:
+    """Return the licence of a package's metadata: SPDX where it gives one, else its classifiers."""
+    meta = package.metadata
+    if meta["License-Expression"]:
+        return str(meta["License-Expression"])
+    marks = [
+        c.removeprefix(CLASSIFIER) for c in meta.get_all("Classifier") or () if CLASSIFIER in c
+    ]
+    text = (meta["License"] or "").strip()
+    if text and len(text) < 60 and "\n" not in text and marks in ([], ["BSD License"]):
+        return SHORT.get(text, text)  # says which BSD
+    return " AND ".join(sorted({SHORT.get(mark, mark) for mark in marks})) or _of_file(package)
+
+
+def _of_file(package: Distribution) -> str:
+    """Return the licence that the first words of a package's licence file name."""
+    names = [file for file in package.files or () if re.search("LICEN[CS]E", file.name)]
+    words = " ".join(file.read_text()[:200] for file in names)
+    named = [licence for mark, licence in FIRST_WORDS.items() if mark in words]
+    return " AND ".join(named) or "see the package"
+
+
+def installed(extra: str) -> set[str]:
+    """Return the packages that onepolicy with this extra needs and that are installed here."""
+    found, todo = set(), [("onepolicy", frozenset({extra}))]
+    seen = set()
+    while todo:
+        name, extras = todo.pop()
+        try:
+            package = distribution(name)
+        except PackageNotFoundError:  # of another platform
+            continue
+        found.add(canonicalize_name(name))
+        for requirement in map(Requirement, package.requires or ()):
+            wanted = any(
+                not requirement.marker or requirement.marker.evaluate({"extra": extra})
+                for extra in extras | {""}
+            )
+            step = (requirement.name, frozenset(requirement.extras))
+            if wanted and step not in seen:
+                seen.add(step)
+                todo.append(step)
+    return found - {"onepolicy"}
+
+
+def rows() -> list[Row]:
+    """Return a row for every package, by extra and name."""
+    listed, found = [], set()
+    for extra in EXTRAS:
+        for name in sorted(installed(extra) - found):
+            package = distribution(name)
+            found.add(name)
+            version = package.version.partition("+")[0]
+            listed.append(Row(name, version, licence_of(package), extra or "the library"))
+    return listed
+
+
+def is_permissive(licence: str) -> bool:
+    """Return whether every part of an SPDX expression is one of the permissive licences."""
+    words = re.split(r"\s+(?:AND|OR)\s+|[()]", licence)
+    return all(word.strip() in PERMISSIVE for word in words if word.strip())
+
+
+def page() -> str:
+    """Return the page."""
+    listed = rows()
+    special = [row for row in listed if not is_permissive(row.licence)]
+    lines = [HEAD, "## Read these first", ""]
+    lines += [
+        "Not one of the plainly permissive licences (Apache, MIT, BSD, ISC, PSF and alike):",
+        "",
+    ]
+    lines += ["| package | licence | comes with |", "|---|---|---|"]
+    lines += [f"| {row.name} | {row.licence} | {row.brought_by} |" for row in special]
+    lines += ["", "## All", "", "| package | version | licence | comes with |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in listed]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
