@@ -1,4 +1,4 @@
-"""Tokens per second and peak memory of `onepolicy audit`: the numbers of docs/audit.md.
+"""Tokens per second and peak memory of `onepolicy audit`: the numbers of docs/costs.md.
 
     python benchmarks/audit.py --millions 1 5 20
     python benchmarks/audit.py --millions 1 --layers 24

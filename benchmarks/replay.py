@@ -2,7 +2,7 @@
 interleaved pairs.
 
     python benchmarks/replay.py                         # 8, 32, 128 experts and 210M parameters
-    python benchmarks/replay.py --models 32 --compiled  # torch.compile (see docs/replay.md)
+    python benchmarks/replay.py --models 32 --compiled  # torch.compile (see docs/costs.md)
     python benchmarks/replay.py --models --recording    # share of the engine's rollout time
     python benchmarks/replay.py --check                 # a forward with and without the check
 

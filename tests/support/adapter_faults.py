@@ -2,7 +2,7 @@
 is named.
 
 `PYTHONPATH=src:tests python -m support.adapter_faults POLICY hf merged` prints an engine's rows of
-the table in docs/lora.md, without training: an update adds noise to the adapter.
+the table in docs/lora_measured.md, without training: an update adds noise to the adapter.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Advice on a gap: nothing to do, replay the routes, correct, or fix a bug; and its basis.
 
-`onepolicy measure` and `onepolicy audit` both end here. docs/audit.md says where every threshold
-comes from.
+`onepolicy measure` and `onepolicy audit` both end here. docs/detectors.md says where every
+threshold comes from.
 """
 
 from __future__ import annotations

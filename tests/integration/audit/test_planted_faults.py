@@ -21,7 +21,7 @@ from support.audit_faults import (
 from support.paths import ROOT
 
 SEEDS = range(20)
-DOCS = ROOT / "docs" / "audit.md"
+DOCS = ROOT / "docs" / "detectors.md"
 RECOMMENDED = ("nothing", "correct", "replay")
 OTHER_GAPS = {  # noise of every logit, share of tokens whose experts differ, noise of their logits
     "even": (0.15, 0.0, 0.0),

@@ -14,7 +14,7 @@ from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner
 from onepolicy.train.forward import forward
 
-MARGIN = 0.03  # docs/plan.md: off by at most 2.3%
+MARGIN = 0.03  # docs/plan_accuracy.md: off by at most 2.3%
 PROMPT, RESPONSE = 512, 1536
 SHAPES = {
     "dense": (Qwen3Config(**QWEN3_06B), 8),

@@ -669,7 +669,7 @@ def test_settings_that_cannot_be_planned_are_refused(arguments, message, capsys,
 
 
 def test_the_page_lists_the_constants_as_they_are():
-    page = (ROOT / "docs" / "plan.md").read_text()
+    page = (ROOT / "docs" / "plan_model.md").read_text()
     for name, own in json.loads(
         (Path(hardware.__file__).parent / "hardware.json").read_text()
     ).items():

@@ -1,0 +1,78 @@
+"""The menu of the site: each page is of one kind, and evidence stands apart from guides."""
+
+import re
+
+import pytest
+import yaml
+
+from support.paths import ROOT
+
+DOCS = ROOT / "docs"
+KINDS = ["Concepts", "Guides", "Reference", "Evidence"]
+GUIDES = [
+    "measure_my_run",
+    "symptoms",
+    "trl",
+    "verl",
+    "other_trainers",
+    "one_gpu",
+    "eight_gpus",
+    "agents",
+    "quantised",
+    "on_policy",
+    "reliability",
+]
+
+
+def menu():
+    """Return the pages of each kind, in order."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    first, *rest = yaml.safe_load(text[text.index("\nnav:\n") :])["nav"]
+    assert first == "index.md"
+    assert [next(iter(part)) for part in rest] == KINDS
+    return {kind: list(pages(part[kind])) for kind, part in zip(KINDS, rest, strict=True)}
+
+
+def pages(entry):
+    """Return every file below an entry of the menu."""
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for part in entry.values() if isinstance(entry, dict) else entry:
+            yield from pages(part)
+
+
+def headings(page):
+    text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.S | re.M)
+    return re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+
+
+def test_every_page_is_of_exactly_one_kind():
+    listed = ["index.md", *(page for kind in menu().values() for page in kind)]
+    files = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+    assert sorted(listed) == files
+
+
+def test_the_guides_that_people_ask_for_are_there():
+    assert {f"{name}.md" for name in GUIDES} <= set(menu()["Guides"])
+
+
+def test_concepts_have_drawings():
+    drawn = re.findall(r"\]\((figures/\w+\.svg)\)", (DOCS / "concepts.md").read_text())
+    assert drawn == ["figures/step.svg", "figures/routing.svg", "figures/slots.svg"]
+    step = (DOCS / drawn[0]).read_text()
+    places = [step.index(f">{word}") for word in ("prompt", "tokens, log p", "routes", "new weig")]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("page", menu()["Guides"])
+def test_a_guide_is_no_evidence(page):
+    evidence = re.compile(r"^(measured|cost|speed|soak|what was run|calibration)\b", re.I)
+    assert not [heading for heading in headings(page) if evidence.match(heading)]
+
+
+@pytest.mark.parametrize("page", menu()["Evidence"])
+def test_evidence_has_tables_and_the_commands_that_made_them(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert re.search(r"^\|[ -]*-{3}", text, re.MULTILINE)
+    assert re.search(r"`?\b(pytest|python|onepolicy|make|VLLM_\w+=\S+) [\w./-]+", text)
