@@ -18,7 +18,8 @@ from onepolicy.launch.ray.wire import (
     encode_replies,
     encode_requests,
 )
-from onepolicy.sync.broadcast import BucketHeader, EndHeader, meta_tensors
+from onepolicy.sync.broadcast import BucketHeader, EndHeader
+from onepolicy.sync.buckets import meta_tensors
 from onepolicy.sync.messages import validate_message
 from onepolicy.sync.signed_store import Invitation, SignedStore
 from onepolicy.train.sharded.wire import Message, batch_message

@@ -85,9 +85,10 @@ class TrainConfig(Frozen):
     torchrun: the number of its processes, which may be left out."""
     rank_timeout: PositiveFloat = 1800.0
     """With train.ranks: seconds after which a rank that does not answer or start ends the run."""
-    reuse_scoring_forward: bool = False
+    reuse_scoring_forward: bool | None = None
     """Use the graph of the scoring forward for the update. Saves a forward, keeps all activations
-    of a step. Needs objective.num_minibatches = 1 and no activation checkpointing."""
+    of a step. Needs objective.num_minibatches = 1 and no activation checkpointing. Unset: in steps
+    of one micro-batch, where it costs no memory."""
 
     lora: LoraSetting = None
     """Train low-rank adapters in place of the weights (docs/lora.md). Unset or off: all weights."""

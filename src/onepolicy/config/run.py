@@ -13,7 +13,7 @@ from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.numerics import Numerics, dependent_defaults
 from onepolicy.config.objective import ObjectiveConfig
 from onepolicy.config.renamed import RUN_KEYS
-from onepolicy.config.replay import R3, ReplayConfig, RolloutReplay
+from onepolicy.config.replay import R2, R3, ReplayConfig, RolloutReplay
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.rules import check_sections
 from onepolicy.config.task import EpisodeTask, TaskConfig
@@ -131,7 +131,10 @@ class RunConfig(Frozen):
         """True if the trainer scores a batch before the update."""
         return self.correction.ratio == "old/rollout"
 
-    @property
-    def reuses_scoring_forward(self) -> bool:
-        """True if the update uses the graph of a scoring forward."""
-        return self.train.reuse_scoring_forward and self.scores_old
+    def reuses_scoring_forward(self, micro_batches: int) -> bool:
+        """Return whether the update uses the graphs of this many scoring forwards."""
+        wanted = self.train.reuse_scoring_forward
+        if wanted is None:  # the one graph takes the memory that the update's own would take
+            exact = self.objective.num_minibatches == 1 and not isinstance(self.replay, R2)
+            wanted = exact and micro_batches == 1 and not self.train.activation_checkpointing
+        return wanted and self.scores_old

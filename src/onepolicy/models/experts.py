@@ -23,7 +23,7 @@ from onepolicy.models import linear
 from onepolicy.models.linear import matmul_into, transposed_matmul
 
 NAME = "onepolicy_grouped"
-BLOCK = 64  # rows
+BLOCK, SMALLEST_BLOCK = 64, 16  # rows, powers of two
 
 # The product of a forward, as `linear.matmul_into`
 Multiply = Callable[[Tensor, Tensor, Tensor], None]
@@ -69,18 +69,18 @@ def sort_by_expert(
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Sort the (token, expert) rows of top_k_index [N, K] by expert.
 
-    The rows of each expert are filled up to a multiple of `least`. If there are many rows, it is a
-    multiple of BLOCK, so that oneDNN meets the same shapes again. Rows that fill up read token 0,
-    and must get weight 0.
+    The rows of each expert are filled up to a multiple of `least`, and of a larger power of two, at
+    most BLOCK, if there are many rows, so that oneDNN meets the same shapes again. Rows that fill
+    up read token 0, and must get weight 0.
 
     Returns:
         The token of each row [rows], the row of each (token, k) [N, K], and every expert's end.
     """
     tokens, top_k = top_k_index.shape
     experts = top_k_index.reshape(-1)
-    block = least
-    if linear.onednn_available() and len(experts) >= 4 * BLOCK * num_experts:
-        block = BLOCK
+    block, quarter = least, len(experts) // (4 * num_experts)  # of an expert's rows
+    if linear.onednn_available() and quarter >= SMALLEST_BLOCK:
+        block = max(least, min(BLOCK, 1 << (quarter.bit_length() - 1)))
     order = torch.argsort(experts, stable=True)
     counts = torch.bincount(experts, minlength=num_experts)
     filled = (counts + block - 1) // block * block

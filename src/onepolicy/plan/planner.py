@@ -233,7 +233,7 @@ class Planner:
         # With one rank and one micro-batch per update, the dry run is the update itself.
         exact = ranks == per_update == 1
         graphs = 1
-        if config.reuses_scoring_forward:
+        if config.reuses_scoring_forward(micro_batches):
             graphs = micro_batches
         return learner_memory(
             self.dims,

@@ -260,7 +260,7 @@ def learning_time(
         score = score.plus(forward)
     # The update is a forward and a backward of twice its cost. Checkpointing adds a forward.
     # Reusing the scoring forward saves one.
-    reused = config.reuses_scoring_forward
+    reused = config.reuses_scoring_forward(micro_batches)
     passes = 3 + train.activation_checkpointing - reused
     gathers = 1 + (not reused)
     update_gather = byte_gather * (gathers * itemsize + FLOAT32)

@@ -1,7 +1,6 @@
 """Sources of the old policy's log-probabilities, and the forward that an update is made of.
 
-`SeparateScoring` is the usual one. `train.reuse_scoring_forward` selects `ReusedScoring`, and
-`correction.ratio = new/rollout` (bypass) selects `BypassScoring`.
+`ScoringFirst` is the usual one. `correction.ratio = new/rollout` (bypass) selects `BypassScoring`.
 """
 
 from __future__ import annotations
@@ -18,18 +17,31 @@ from onepolicy.train.scorer import PolicyScorer, ScoreBuffer
 from onepolicy.types import TokenBatch
 
 
-class SeparateScoring:
-    """A scoring forward before the update, and a forward of its own in the update."""
+class ScoringFirst:
+    """A scoring forward before the update, and a forward of its own in the update.
+
+    With `train.reuse_scoring_forward` the update uses the graphs of the scoring forwards.
+    """
 
     def __init__(self, scorer: PolicyScorer) -> None:
         self.scorer = scorer
         # The batch as the update itself scored it; only BypassScoring sets it.
         self.scored: TokenBatch | None = None
         self.seconds = 0.0  # of the update's forwards
+        self._graphs: deque[tuple[list[int], Scored]] = deque()  # in the order of the micro-batches
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields of the old policy, if it is scored before the update."""
-        return self.scorer.score(batch)
+        self._graphs.clear()
+        scorer = self.scorer
+        if not scorer.config.reuses_scoring_forward(len(scorer.micro_batches(batch))):
+            return scorer.score(batch)
+
+        def keep_graph(samples: list[int], scored: Scored) -> None:
+            self._graphs.append((samples, scored))
+
+        scored = scorer.score_unchecked(batch, replay=True, keep_graph=keep_graph)
+        return scorer.check_scored_routes(scored)
 
     def begin_step(self) -> None:
         """Reset the measurements before the update of a step."""
@@ -44,6 +56,11 @@ class SeparateScoring:
         The context stays open during the backward, so that recomputed layers route as the forward
         did.
         """
+        if self._graphs:
+            samples_of_graph, scored = self._graphs.popleft()
+            assert samples_of_graph == samples
+            yield scored
+            return
         with self.scorer.routing_context(micro, native=False) as handle:
             scored = self._forward(micro)
             self.scorer.replay_mode.record_update_forward(handle)
@@ -59,31 +76,7 @@ class SeparateScoring:
         return self.scorer.forward(micro, entropy_graph=entropy_graph)
 
 
-class ReusedScoring(SeparateScoring):
-    """Scoring forwards that keep their graphs for the update (train.reuse_scoring_forward)."""
-
-    def __init__(self, scorer: PolicyScorer) -> None:
-        super().__init__(scorer)
-        self._graphs: deque[tuple[list[int], Scored]] = deque()  # in the order of the micro-batches
-
-    def score(self, batch: TokenBatch) -> TokenBatch:
-        self._graphs.clear()
-
-        def keep_graph(samples: list[int], scored: Scored) -> None:
-            self._graphs.append((samples, scored))
-
-        scored = self.scorer.score_unchecked(batch, replay=True, keep_graph=keep_graph)
-        return self.scorer.check_scored_routes(scored)
-
-    @contextmanager
-    def update_forward(self, samples: list[int], micro: TokenBatch) -> Iterator[Scored]:
-        assert self._graphs, "score() comes before step() when its forward is reused"
-        samples_of_graph, scored = self._graphs.popleft()
-        assert samples_of_graph == samples
-        yield scored
-
-
-class BypassScoring(SeparateScoring):
+class BypassScoring(ScoringFirst):
     """Scoring by the update's own forwards (correction.ratio = new/rollout).
 
     Nothing scores the batch before the update. The forwards of the first minibatch run before the
@@ -125,10 +118,8 @@ class BypassScoring(SeparateScoring):
         return {"time/score_saved": self.seconds}
 
 
-def build_scoring(scorer: PolicyScorer) -> SeparateScoring:
+def build_scoring(scorer: PolicyScorer) -> ScoringFirst:
     """Build the scoring that the run's settings ask for."""
     if not scorer.config.scores_old:
         return BypassScoring(scorer)
-    if scorer.config.train.reuse_scoring_forward:
-        return ReusedScoring(scorer)
-    return SeparateScoring(scorer)
+    return ScoringFirst(scorer)

@@ -45,7 +45,7 @@ def test_without_replay_the_gap_is_trained_on(train, capsys):
     run = train("off", *strong, FLOAT32, "replay.mode=off", "steps=1", "eval.every=0")
     (row,) = rows(run)
     assert row["mismatch/k3"] > 1e-4
-    assert 0 < row["train/halved_gradient"] < 1
+    assert 0 <= row["train/halved_gradient"] < 1  # 0 if no reward differs from its siblings'
     assert "looks like a bug" not in capsys.readouterr().out
 
 

@@ -9,7 +9,8 @@ import torch
 
 from onepolicy.config import TrainingError
 from onepolicy.sync import broadcast
-from onepolicy.sync.broadcast import Receiver, Sender, flatten_tensors
+from onepolicy.sync.broadcast import Receiver, Sender
+from onepolicy.sync.buckets import flatten_tensors
 from support.engine_runs import build, prompts, ragged, run
 from support.models import make
 

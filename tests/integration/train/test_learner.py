@@ -60,10 +60,29 @@ def test_step_equals_the_written_out_one():
     "option", ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"]
 )
 def test_options_that_must_not_change_a_bit(option):
-    _, metrics, plain = one_step(learner_of(), batch_of())
+    _, metrics, plain = one_step(learner_of("train.reuse_scoring_forward=false"), batch_of())
     _, with_option, other = one_step(learner_of(option), batch_of())
     assert metrics == with_option
     assert all(torch.equal(plain[n], other[n]) for n in plain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "forwards"),
+    [
+        ((), 1),
+        (("train.reuse_scoring_forward=false",), 2),
+        (("train.activation_checkpointing=true",), 2),
+        (("objective.num_minibatches=2",), 1 + 2),
+        (("train.tokens_per_micro_batch=50",), 2 + 2),
+        (("train.tokens_per_micro_batch=50", "train.reuse_scoring_forward=true"), 2),
+        (("correction.preset=ppo-is",), 1),
+    ],
+)
+def test_a_step_of_one_micro_batch_has_one_forward(settings, forwards):
+    learner, calls = learner_of(*settings), []
+    learner.model.register_forward_hook(lambda *_: calls.append(1))
+    one_step(learner, batch_of())
+    assert len(calls) == forwards
 
 
 def test_micro_batches_add_up():

@@ -22,7 +22,8 @@ from onepolicy.interfaces import NamedWeights
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.replies import MalformedReply
 from onepolicy.rollout.servers.update_ends import run_both_ends, sender_address
-from onepolicy.sync.broadcast import ReceiverLost, UpdateCancelled, split_into_buckets
+from onepolicy.sync.broadcast import ReceiverLost, UpdateCancelled
+from onepolicy.sync.buckets import split_into_buckets
 from onepolicy.sync.group import (
     make_process_group,
     open_store,

@@ -14,7 +14,7 @@ from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.generate_api import resumed_seed
 from onepolicy.sync import broadcast
 from onepolicy.sync.attach import attach_engine
-from onepolicy.sync.broadcast import unflatten_bucket
+from onepolicy.sync.buckets import unflatten_bucket
 from onepolicy.sync.push import checked_push
 from onepolicy.sync.weight_files import read_weights
 from onepolicy.types import Sampling
