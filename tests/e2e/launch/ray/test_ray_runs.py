@@ -150,6 +150,7 @@ def test_sampling_ahead_on_two_replicas(killed, train, processes, monkeypatch):
     killed. Every step has its problems once."""
     done = kill_in_the_middle(monkeypatch, processes, "replica 0", version=2) if killed else []
     settings = ["steps=6", "rollout.max_staleness=2", "eval.every=3", "train.device=cpu"]
+    settings += ["optim.lr=1e-4"]  # two steps of it leave the routes much as they were
     out = train("ray", *settings, *RAY, "cluster.replicas=2")
     assert bool(done) == killed == (repeated(out) > 0)
     steps = [row for row in rows(out) if "staleness/max" in row]
@@ -182,15 +183,15 @@ def test_a_replica_killed_in_the_middle_of_a_batch(train, processes, exact, monk
 def test_a_replica_killed_during_a_weight_sync(train, processes, exact, monkeypatch, caplog):
     """The broadcast ends for all replicas. The others are sent the weights alone, and the killed
     one gets them when it is back."""
-    send, killed = Sender._send_bucket, []
+    prepare, killed = Sender._prepare, []
 
-    def kill_and_send(sender, number, bucket, version):
+    def kill_and_prepare(sender, bucket, version):
         if version == 2 and not killed:
             killed.append(sender.settings.size)
             os.kill(processes["replica 0"].pid, signal.SIGKILL)
-        return send(sender, number, bucket, version)
+        return prepare(sender, bucket, version)
 
-    monkeypatch.setattr(Sender, "_send_bucket", kill_and_send)
+    monkeypatch.setattr(Sender, "_prepare", kill_and_prepare)
     with caplog.at_level(logging.WARNING):
         out = train("ray", *OVERRIDES, *EXACT, *RAY, "cluster.replicas=3")
     assert killed == [4]
