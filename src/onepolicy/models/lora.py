@@ -169,10 +169,10 @@ def scaled_adapters(model: nn.Module, factor: float) -> Iterator[None]:
 @contextlib.contextmanager
 def other_factors(model: nn.Module, others: Factors) -> Iterator[None]:
     """Compute with other A and B inside the context."""
-    saved = []
-    for name, layer in adapted_layers(model).items():
+    layers = adapted_layers(model)
+    saved = [(weight, weight.data) for layer in layers.values() for weight in factors_of(layer)]
+    for name, layer in layers.items():
         for weight, other in zip(factors_of(layer), others[name], strict=True):
-            saved.append((weight, weight.data))
             weight.data = other
     try:
         yield
@@ -188,17 +188,13 @@ def trial_adapter(model: nn.Module, size: float, seed: int) -> Iterator[None]:
     The first update of AdamW moves every element of B, which starts at 0, by its learning rate.
     """
     generator = torch.Generator().manual_seed(seed)
-    saved = []
-    for layer in adapted_layers(model).values():
-        _, weight = factors_of(layer)
-        saved.append((weight, weight.data))
-        signs = torch.randint(2, weight.shape, generator=generator, device="cpu") * 2.0 - 1
-        weight.data = (signs * size).to(weight.device)
-    try:
+    others = {}
+    for name, layer in adapted_layers(model).items():
+        a, b = factors_of(layer)
+        signs = torch.randint(2, b.shape, generator=generator, device="cpu") * 2.0 - 1
+        others[name] = a.data, (signs * size).to(b.device)
+    with other_factors(model, others):
         yield
-    finally:
-        for weight, data in saved:
-            weight.data = data
 
 
 @contextlib.contextmanager
@@ -287,6 +283,11 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Return a float32 model of the base with the adapter in `folder` merged into it."""
     tuner = inject(model, PeftConfig.from_pretrained(str(folder)))
     set_adapter(model, load_file(folder / WEIGHTS), str(folder))
+    return merge(tuner)
+
+
+def merge(tuner: LoraModel) -> PreTrainedModel:
+    """Return the plain model with its adapter added to its weights, in their dtype."""
     merged = tuner.merge_and_unload()
     assert isinstance(merged, PreTrainedModel)
     merged.requires_grad_(True)

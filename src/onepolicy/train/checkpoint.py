@@ -104,7 +104,7 @@ def write_files(learner: CheckpointedLearner, folder: Path, adapter: Adapter | N
         adapter.save(folder)
     else:
         learner.model.save_pretrained(folder)
-        _write_index(folder)
+        write_index(folder)
     rng = {"rng": torch.get_rng_state()}
     moments = optimizer_moments(learner.model, learner.optimizer)
     save_file(rng | moments, folder / OPTIMIZER)
@@ -114,7 +114,7 @@ def write_files(learner: CheckpointedLearner, folder: Path, adapter: Adapter | N
         save_file(optimizer_moments(critic.values, critic.optimizer), folder / CRITIC_OPTIMIZER)
 
 
-def _write_index(folder: Path) -> None:
+def write_index(folder: Path) -> None:
     """Write an index that names the model's file.
 
     Without an index vLLM and SGLang load every safetensors file of a folder.

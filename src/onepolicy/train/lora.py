@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -31,7 +31,7 @@ class Adapter:
         """Take over a model that has adapters. name: of the adapter in engines and replies."""
         self.model, self.name = model, name
         self.check: object = None  # of every sync (run/adapter_check.py)
-        self.base_checksum = _checksum(self._base_tensors())
+        self.base_checksum = weights_checksum(self._base_tensors())
 
     def _base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         with self.off():
@@ -92,7 +92,7 @@ class Adapter:
         lora.set_adapter(self.model, load_file(path), str(folder))
 
 
-def _checksum(tensors: Iterator[tuple[str, Tensor]]) -> str:
+def weights_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return a checksum of named tensors: their names, dtypes, shapes and bytes."""
     sums = ChecksumAccumulator()
     for name, tensor in tensors:

@@ -1,0 +1,140 @@
+"""Export of an adapter's checkpoint: the adapter alone, or its base with the adapter merged in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from onepolicy.config import ModelConfig, UsageError
+from onepolicy.models import lora
+from onepolicy.models.load import cast_model, context_length, load_model
+from onepolicy.sync.canary import canary_prompts
+from onepolicy.train import checkpoint
+from onepolicy.train.lora import BASE, weights_checksum
+from onepolicy.verdict.adapter import root_mean_square
+
+ADAPTER_FILES = (lora.CONFIG, lora.WEIGHTS)
+NOT_COPIED = (checkpoint.STATE, "config.json")
+PROMPTS, TOP = 32, 64
+"""Prompts of the fixed batch, and likeliest tokens after each that are compared."""
+
+
+class MergeLoss(NamedTuple):
+    """The change that a merge into another dtype makes to log-probabilities [nats]."""
+
+    effect: float  # how far the adapter moves them
+    lost: float  # how far a merge moves them otherwise
+
+
+def export_adapter(folder: Path, out: Path) -> int:
+    """Write the adapter and the tokenizer of a checkpoint to `out`, as peft loads them.
+
+    `out` is complete or absent. Returns the bytes of A and B. Raises UsageError if the checkpoint
+    is damaged or holds no adapter.
+    """
+    checkpoint.verify(folder)
+    if not lora.is_adapter_folder(folder):
+        raise UsageError(
+            f"--adapter: {folder} holds a whole model and no adapter; leave --adapter out"
+        )
+    with _written_whole(out) as writing:
+        for name in ADAPTER_FILES:
+            shutil.copyfile(folder / name, writing / name)
+        _copy_tokenizer(folder, writing)
+    return sum(tensor.nbytes for tensor in load_file(out / lora.WEIGHTS).values())
+
+
+def export_merged(folder: Path, out: Path, dtype: torch.dtype) -> tuple[int, MergeLoss]:
+    """Write base + adapter of a checkpoint to `out` as one model, with matrices in `dtype`.
+
+    Base and adapter are added in float32. `out` is complete or absent. Returns the bytes of the
+    weights and the loss of the merge. Raises UsageError if the checkpoint is damaged, or its base
+    is not the one that the adapter was trained on.
+    """
+    checkpoint.verify(folder)
+    model = _load_base(folder)
+    tuner = lora.inject(model, lora.PeftConfig.from_pretrained(str(folder)))
+    lora.set_adapter(model, load_file(folder / lora.WEIGHTS), str(folder))
+    loss = _merge_loss(model, dtype)
+    merged = lora.merge(tuner)
+    for parameter in merged.parameters():
+        if parameter.dim() > 1:
+            parameter.data = parameter.data.to(dtype)
+    merged.config.dtype = dtype
+    with _written_whole(out) as writing:
+        merged.save_pretrained(writing)
+        checkpoint.write_index(writing)
+        _copy_tokenizer(folder, writing)
+    return sum(parameter.nbytes for parameter in merged.parameters()), loss
+
+
+def _load_base(folder: Path) -> PreTrainedModel:
+    """Return the frozen weights of the run in float32, rounded as the run had them.
+
+    A run in bfloat16 rounded its base when it loaded it, and the checksum is of what it had.
+    """
+    path = lora.base_path(folder)
+    model = load_model(ModelConfig(path=path), torch.float32, torch.device("cpu"))
+    with safe_open(folder / lora.WEIGHTS, "pt") as file:
+        trained_on = (file.metadata() or {}).get(BASE)
+    if trained_on is None or weights_checksum(model.state_dict().items()) == trained_on:
+        return model
+    cast_model(model, torch.bfloat16)
+    if weights_checksum(model.state_dict().items()) != trained_on:
+        raise UsageError(
+            f"{folder}: the weights in {path} are not those that this adapter was trained on (its "
+            f"checksum of them is {trained_on}); restore them"
+        )
+    return cast_model(model, torch.float32)
+
+
+@torch.no_grad()
+def _merge_loss(model: PreTrainedModel, dtype: torch.dtype) -> MergeLoss:
+    """Measure the loss of a merge into `dtype` after random prompts, without an engine."""
+    vocab, longest = model.config.get_text_config().vocab_size, context_length(model.config)
+    prompts = torch.tensor(canary_prompts(vocab, longest, PROMPTS))
+    with lora.adapters_off(model):
+        base = _score(model, prompts)
+    ids = base.topk(min(TOP, vocab)).indices
+    moved = (_score(model, prompts) - base).gather(1, ids)
+    with lora.merged_in(model, dtype, adapter=True):
+        merged = _score(model, prompts)
+    with lora.merged_in(model, dtype, adapter=False):
+        merged = (merged - _score(model, prompts)).gather(1, ids)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    return MergeLoss(root_mean_square(moved, mask), root_mean_square(merged - moved, mask))
+
+
+def _score(model: PreTrainedModel, prompts: Tensor) -> Tensor:
+    """Return the log-probabilities of the token after each prompt, [P, vocabulary] float32."""
+    return model(input_ids=prompts, use_cache=False).logits[:, -1].float().log_softmax(-1)
+
+
+@contextmanager
+def _written_whole(out: Path) -> Iterator[Path]:
+    """Yield a folder to write to, which becomes `out` when the block ends without an error."""
+    writing = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+    try:
+        yield writing
+        os.rename(writing, out)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+
+
+def _copy_tokenizer(folder: Path, out: Path) -> None:
+    for path in folder.iterdir():
+        weights = path.suffix == ".safetensors" or path.name == lora.CONFIG
+        if path.is_file() and not weights and path.name not in NOT_COPIED:
+            shutil.copyfile(path, out / path.name)
