@@ -55,6 +55,7 @@ class Dims:
     top_k: int
     moe_layers: int  # routers
     attention: tuple[Attention, ...]  # of every decoder layer
+    adapter: int = 0  # parameters of A and B (train.lora), beside the above
 
     @property
     def layers(self) -> int:

@@ -46,6 +46,8 @@ def checkpoint_cost(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int)
         parameter_bytes += FLOAT32
     policies = 1 + config.objective.has_critic
     size = dims.total * parameter_bytes * policies
+    if dims.adapter:  # the base is not written
+        size = dims.adapter * 3 * FLOAT32
     disk, exported = cluster["disk"], BYTES["bfloat16"] * dims.total
     written, widened = size / disk, 0.0
     if config.optim.state == "8bit":
@@ -111,8 +113,9 @@ def learner_memory(
     keeps all of a step's). first: an optimiser step has one micro-batch, whose activations are
     freed by the time all gradients exist. one_memory: see `optimiser_memory`.
     """
-    state = optimiser_memory(dims.shapes, config, ranks, cpu=cpu, one_memory=one_memory)
+    state = policy_optimiser(dims, config, ranks, cpu=cpu, one_memory=one_memory)
     shard, itemsize = sum(shard_sizes(dims.shapes, ranks)), BYTES[config.model.dtype]
+    adapter = FLOAT32 * dims.adapter
     gathered = gathered_bytes(dims, config, ranks, held.layer, cpu=cpu)
     working = held.peak + (graphs - 1) * held.saved
     if first:
@@ -123,9 +126,9 @@ def learner_memory(
     if config.replay.mode != "off":
         routes = slots * kept_per_token(dims, config) * graphs
     return LearnerMemory(
-        parameters=shard * itemsize,
+        parameters=shard * itemsize + adapter,
         masters=state.masters,
-        gradients=shard * itemsize,
+        gradients=adapter or shard * itemsize,
         optimiser=state.moments,
         gathered=gathered,
         activations=working - logits,
@@ -133,6 +136,18 @@ def learner_memory(
         routes=routes,
         others=_other_models_bytes(dims, config, shard, state),
     )
+
+
+def policy_optimiser(
+    dims: Dims, config: RunConfig, ranks: int, *, cpu: bool, one_memory: bool
+) -> OptimiserMemory:
+    """Compute the bytes of AdamW's state: of adapters if there are any, else of all weights.
+
+    Adapters are float32 whatever model.dtype is, so there are no masters behind them.
+    """
+    if dims.adapter:
+        return OptimiserMemory(2.0 * FLOAT32 * dims.adapter, 0.0, 0.0, 0.0)
+    return optimiser_memory(dims.shapes, config, ranks, cpu=cpu, one_memory=one_memory)
 
 
 def _other_models_bytes(
@@ -146,7 +161,8 @@ def _other_models_bytes(
     critic = reference = recorder = 0.0
     if config.objective.has_critic:
         critic = shard * 2 * itemsize + state.moments + state.masters
-    if config.objective.kl.coef:
+    kl = config.objective.kl
+    if kl.coef and not (dims.adapter and kl.reference is None):  # else the adapter is turned off
         reference = shard * itemsize
     if uses_reprefill(config):  # a second, unsharded copy of the model records routes
         recorder = dims.total * BYTES[config.rollout.engine.dtype]

@@ -23,6 +23,7 @@ from onepolicy.plan.learner_memory import (
     checkpoint_cost,
     compute_dtype,
     learner_memory,
+    policy_optimiser,
     start_memory,
 )
 from onepolicy.plan.splits import DeviceSplit, possible_splits
@@ -35,7 +36,7 @@ from onepolicy.plan.times import (
     rollout_time,
     sync_seconds,
 )
-from onepolicy.train.optimiser_memory import OptimiserMemory, optimiser_memory
+from onepolicy.train.optimiser_memory import OptimiserMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,12 @@ class Planner:
         # by the dtype of the layers' computation, and train.logits_chunk
         self._models: dict[tuple[str, int | None], DryRunModel] = {}
         self._dry_runs: dict[tuple[Any, ...], MicroBatchMemory] = {}
-        self.dims: Dims = read_dims(self._model(config).model, config.model.path)
+        dry = self._model(config).model
+        self.dims: Dims = read_dims(dry, config.model.path)
+        if config.train.lora is not None:
+            from onepolicy.plan.adapters import with_adapters
+
+            self.dims = with_adapters(self.dims, dry, config.train.lora)
         self.work: StepWork = step_work(config, self.dims.context, prompt=prompt, response=response)
         self.sync_method = sync_method or default_sync_method(config)
 
@@ -249,7 +255,7 @@ class Planner:
 
     def _optimiser_memory(self, ranks: int, config: RunConfig) -> OptimiserMemory:
         cpu = self.cluster.is_cpu
-        return optimiser_memory(self.dims.shapes, config, ranks, cpu=cpu, one_memory=cpu)
+        return policy_optimiser(self.dims, config, ranks, cpu=cpu, one_memory=cpu)
 
     def _micro_batch_memory(
         self, samples: int, config: RunConfig, *, exact: bool

@@ -42,6 +42,10 @@ def possible_splits(
             f"--tensor-parallel: rollout.engine.kind = {kind} has one device; leave it out"
         )
     ranks = learners or config.train.ranks
+    if config.train.lora is not None and ranks > 1:
+        raise UsageError(
+            f"--learners: {ranks}, but adapters (train.lora) are not sharded; leave it out"
+        )
     if in_process(config):
         return _in_process_splits(config, cluster, ranks, engines)
     if replicated(config):

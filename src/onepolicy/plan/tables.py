@@ -16,7 +16,7 @@ from onepolicy.plan.dims import format_count
 from onepolicy.plan.planner import Planner, PlanOption
 from onepolicy.plan.splits import DeviceSplit
 from onepolicy.plan.step_work import in_process
-from onepolicy.plan.times import CommunicationVolume
+from onepolicy.plan.times import CommunicationVolume, sends_factors
 
 Tree = dict[str, Any]
 LEARNER_ROWS = {
@@ -56,7 +56,7 @@ def render_plan(
     yield _time_table(chosen)
     if len(options) > 1:
         yield _split_table(options, chosen)
-    yield _volume_table(volume, planner.sync_method)
+    yield _volume_table(volume, planner)
     yield _checkpoint_table(chosen)
     if lines:
         title, style = "does not fit; what would:", "bold red"
@@ -77,6 +77,8 @@ def plan_tree(
     dims = asdict(planner.dims)
     attention = dims.pop("attention")
     del dims["shapes"], dims["layer_shapes"]
+    if not dims["adapter"]:
+        del dims["adapter"]
     dims |= {
         "active": planner.dims.active,
         "layers": len(attention),
@@ -134,6 +136,8 @@ def _header(planner: Planner, chosen: PlanOption) -> Text:
         f"{work.prompt} + {work.response} tokens, {work.all_slots / 1e6:.2f}M slots, "
         f"micro-batches of {planner.micro_batch_slots(split.learners):,} slots\n"
     )
+    if dims.adapter:
+        model += f"train.lora: adapters of {format_count(dims.adapter)} parameters\n"
     return Text.assemble(
         (f"{dims.name}", "bold"),
         model,
@@ -259,13 +263,15 @@ def _split_table(options: list[PlanOption], chosen: PlanOption) -> Table:
     return table
 
 
-def _volume_table(volume: CommunicationVolume, sync_method: str) -> Table:
+def _volume_table(volume: CommunicationVolume, planner: Planner) -> Table:
     table = _table("sent per step", "what", "bytes")
     if volume.route_bytes_per_token:
         routes = f"routes, {volume.route_bytes_per_token:,} bytes a token"
         table.add_row(routes, format_bytes(volume.routes))
         table.add_row("  as the engine sends them", format_bytes(volume.routes_sent))
-    weights = f"weights to each engine ({SYNC_METHODS[sync_method]})"
+    weights = f"weights to each engine ({SYNC_METHODS[planner.sync_method]})"
+    if sends_factors(planner.config):
+        weights = "A and B to each engine, float32"
     table.add_row(weights, format_bytes(volume.weights))
     if volume.gathered:
         gathered = format_bytes(volume.gathered)

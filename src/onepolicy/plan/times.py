@@ -45,9 +45,21 @@ def communication_volume(
         route_bytes_per_token=kept_bytes,
         routes=kept,
         routes_sent=sent,
-        weights=dims.total * BYTES[sent_dtype(config)],
+        weights=_synced_bytes(dims, config),
         gathered=micro_batches * per_micro_batch,
     )
+
+
+def sends_factors(config: RunConfig) -> bool:
+    """Return whether a sync sends A and B of adapters, and not the weights."""
+    return config.train.lora is not None and config.train.lora.sync == "native"
+
+
+def _synced_bytes(dims: Dims, config: RunConfig) -> float:
+    """Return the bytes that one engine is given. A and B travel in float32."""
+    if sends_factors(config):
+        return FLOAT32 * dims.adapter
+    return dims.total * BYTES[sent_dtype(config)]
 
 
 def sent_per_token(dims: Dims, config: RunConfig) -> float:
@@ -312,11 +324,15 @@ def sync_seconds(
     - gloo: one broadcast through the hosts in a binomial tree, whose root sends once per level
     - stream: write once, then broadcast as gloo does
     - nccl: broadcast from rank 0
+
+    The check of an adapter after every sync is not counted.
     """
     model_bytes = dims.total * BYTES[config.model.dtype]
     gather = 0.0
     if ranks > 1:
         gather = model_bytes / cluster.collective_bandwidth(ranks)
+    if sends_factors(config):  # copied inside one process: servers take merged weights only
+        return 2 * FLOAT32 * dims.adapter / cluster["bandwidth"]
     if sync_method == "memory":
         return gather + (model_bytes + weights.total) / cluster["bandwidth"]
     sent = dims.total * BYTES[sent_dtype(config)]

@@ -1,0 +1,85 @@
+"""What `onepolicy plan` says of adapters (train.lora), beside what a run holds and sends."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onepolicy.cli import main
+from onepolicy.config import ModelConfig, UsageError, load
+from onepolicy.config.lora import LoraConfig
+from onepolicy.models import lora
+from onepolicy.models.load import load_model
+from onepolicy.plan.hardware import parse_cluster
+from onepolicy.plan.planner import Planner
+from onepolicy.sync.adapters import add_adapter
+from onepolicy.train import checkpoint
+from support.metrics import rows
+
+ALL = '["attention","experts","routers"]'
+
+
+def planned(recipe, tmp_path, *settings):
+    path = tmp_path / "plan.json"
+    command = ["plan", str(recipe), "--cluster", "1xcpu", "--json", str(path), *settings]
+    assert main(command) == 0
+    return json.loads(path.read_text())
+
+
+def within_5_percent(found):
+    return pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("train.lora.rank=4",),
+        ("train.lora.rank=16", f"train.lora.targets={ALL}", "train.lora.sync=native"),
+        ("train.lora.rank=8", "model.dtype=bfloat16", 'train.lora.targets=["attention"]'),
+    ],
+)
+def test_a_run_holds_and_sends_what_was_planned(train, recipe, tmp_path, settings):
+    plan = planned(recipe, tmp_path, *settings)
+    run = train("lora", *settings, "steps=1", "eval.every=0")
+    folder = checkpoint.checkpoint_folder(run, 1)
+    moments = load_file(folder / "optimizer.safetensors")
+    state = sum(t.nbytes for name, t in moments.items() if "exp_avg" in name)
+    adapter = sum(t.nbytes for t in load_file(folder / "adapter_model.safetensors").values())
+    learner = plan["chosen"]["learner_bytes"]
+    assert state > 0
+    assert learner["optimiser"] == within_5_percent(state)
+    assert learner["masters"] == 0
+    assert plan["model"]["adapter"] * 4 == adapter
+    assert plan["chosen"]["checkpoint"]["size"] == within_5_percent(state + adapter)
+    assert plan["traffic"]["weights"] == within_5_percent(rows(run)[-1]["sync/gib"] * 2**30)
+
+
+def test_gradients_are_those_of_adapters(recipe, tmp_path, policy):
+    plan = planned(recipe, tmp_path, "train.lora.rank=4")
+    model = load_model(ModelConfig(path=str(policy)), torch.float32, torch.device("cpu"))
+    base = sum(parameter.nbytes for parameter in model.parameters())
+    add_adapter(model, LoraConfig(rank=4), str(policy), seed=0)
+    for layer in lora.adapted_layers(model).values():
+        lora.factors_of(layer)[1].data.fill_(0.01)
+    model(input_ids=torch.arange(400).reshape(8, 50) % 11).logits.square().sum().backward()
+    found = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    learner = plan["chosen"]["learner_bytes"]
+    assert 0 < found < base / 2
+    assert learner["gradients"] == within_5_percent(found)
+    assert learner["parameters"] == within_5_percent(base + found)
+
+
+def test_the_reference_of_the_kl_takes_nothing(recipe, tmp_path, policy):
+    settings = ("train.lora.rank=4", "objective.kl.coef=0.1")
+    second = (*settings, f"objective.kl.reference={policy}")
+    own = planned(recipe, tmp_path, *settings)["chosen"]["learner_bytes"]
+    assert own["others"] == 0
+    assert planned(recipe, tmp_path, *second)["chosen"]["learner_bytes"]["others"] > 0
+
+
+def test_adapters_are_not_planned_on_several_ranks(recipe):
+    config = load(recipe, ["train.lora.rank=4"])
+    made = Planner(config, config.model, parse_cluster("4xcpu"))
+    with pytest.raises(UsageError, match=r"adapters .* are not sharded"):
+        made.possible_splits(learners=2)
