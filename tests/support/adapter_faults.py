@@ -26,6 +26,9 @@ FAULTS = {
     "merged twice": "",
     "stale by one": "",
 }
+ON_TOP = "merged into the last merge"
+LATE = ("merged twice", ON_TOP)
+"""Faults that begin at the second update, after a first one that arrived as it should."""
 UPDATE = 5e-3  # noise on every element of A and B
 LAST = 3  # updates until a fault counts as not seen
 WORDS = (
@@ -83,12 +86,20 @@ def plant(fault, components):
             last = before.get("sent", without())
             before["sent"] = now
             return last
+        if fault == ON_TOP:
+            base, held = without(), before["held"]
+            added = {n: held[n].float() + t.float() - base[n].float() for n, t in now.items()}
+            before["held"] = {n: t.to(now[n].dtype) for n, t in added.items()}
+            return before["held"]
         if fault == "merged twice" and engine.caps.takes_adapter:
             return {n: (a, 2 * b) for n, (a, b) in now.items()}
         if fault == "merged twice":
             base = without()
             return {n: 2 * t.float() - base[n].float() for n, t in now.items()}
         return without()
+
+    if fault == ON_TOP:
+        before["held"] = given()  # of the last update that arrived
 
     async def load(_, version):
         if fault == "never delivered":
@@ -162,18 +173,19 @@ def update(learner):
     learner.updates += 1
 
 
-async def first_seen(components, fault, *, by_weights=True):
+async def first_seen(components, fault, *, by_weights=True, since=1):
     """Return after which update the fault is named, and the error; (None, "") if it never is.
 
-    by_weights: the engine's weights are compared too, where they can be read."""
+    by_weights: the engine's weights are compared too, where they can be read. since: the first
+    update that the fault is there for; those before arrive as they should."""
     original = AdapterCheck._check_weights
     try:
         if not by_weights:
             AdapterCheck._check_weights = lambda _: None
         await start_adapter(components, lambda _: None)
-        if fault is not None:
-            plant(fault, components)
-        for _ in range(LAST):
+        for number in range(1, LAST + 1):
+            if fault is not None and number == since:
+                plant(fault, components)
             update(components.learner)
             await push_and_check(components)
     except TrainingError as error:
@@ -187,17 +199,21 @@ def seen_by(message):
     return next((words for part, words in WORDS if part in message), message)
 
 
-def rows(policy, kind, sync, faults=tuple(FAULTS), **engine):
+def rows(policy, kind, sync, faults=tuple(FAULTS), *, since=1, **engine):
     """Return the rows of an engine's table: after which update each check names a fault."""
+    late = ""
+    if since > 1:
+        late = f" from update {since} on"
     found = []
     for fault in faults:
         cells = []
         readings = (True, False) if kind == "hf" else (False,)
         for by_weights in readings:
             components, _ = build_components(settings(policy, kind, sync, **engine))
-            step, message = asyncio.run(first_seen(components, fault, by_weights=by_weights))
+            found_by = first_seen(components, fault, by_weights=by_weights, since=since)
+            step, message = asyncio.run(found_by)
             cells.append("not seen" if step is None else f"{step}: {seen_by(message)}")
-        found.append(f"| {kind} | {sync} | {fault} | {'; '.join(dict.fromkeys(cells))} |")
+        found.append(f"| {kind} | {sync} | {fault}{late} | {'; '.join(dict.fromkeys(cells))} |")
     return found
 
 
@@ -209,3 +225,5 @@ if __name__ == "__main__":
     _, policy, kind, sync, *faults = sys.argv
     engine = VLLM if kind == "vllm" else {}
     print("\n".join(rows(policy, kind, sync, faults or tuple(FAULTS), **engine)))
+    if sync == "merged" and not faults:
+        print("\n".join(rows(policy, kind, sync, LATE, since=2, **engine)))

@@ -231,6 +231,21 @@ def factors(model: nn.Module) -> Factors:
     return found
 
 
+def summed_factors(model: nn.Module, one: Factors, other: Factors) -> Factors:
+    """Return A and B of twice the rank, whose products are the sum of those of two adapters."""
+    summed = {}
+    for name, layer in adapted_layers(model).items():
+        experts = getattr(layer, "num_experts", 1)
+        (a, b), (more_a, more_b) = one[name], other[name]
+        a_parts = [each.reshape(experts, -1, a.shape[1]) for each in (a, more_a)]  # [E, r, I]
+        b_parts = [each.reshape(len(b), -1, experts) for each in (b, more_b)]  # [O, r, E]
+        summed[name] = (
+            torch.cat(a_parts, 1).reshape(-1, a.shape[1]),
+            torch.cat(b_parts, 1).reshape(len(b), -1),
+        )
+    return summed
+
+
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return A and B of every adapted weight under the names of an adapter's file: float32."""
     return {

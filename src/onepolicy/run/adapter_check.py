@@ -136,6 +136,9 @@ class AdapterCheck:
         if self._before is not None:
             with lora.other_factors(model, self._before):
                 others["stale"] = self._moved(canary)
+            on_top = lora.summed_factors(model, self._before, self.adapter.factors())
+            with lora.other_factors(model, on_top):
+                others["on_top"] = self._moved(canary)
         with lora.scaled_adapters(model, 2):
             others["twice"] = self._moved(canary)
         return others

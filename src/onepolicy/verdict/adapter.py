@@ -3,8 +3,8 @@
 The engine's and the trainer's log-probabilities of the same tokens are each compared with their own
 before any update, when the adapter is 0. So rounding that the engine's dtype puts on the frozen
 weights cancels. E is how far the engine has moved, L(h) how far the trainer has under hypothesis h:
-its adapter of now, that of the last version, none, or the adapter twice. Along the line from L(h)
-to L(now)
+its adapter of now, that of the last version, the sum of these two, none, or the adapter twice.
+Along the line from L(h) to L(now)
 
     share(h) = <E - L(h), L(now) - L(h)> / |L(now) - L(h)|^2
 
@@ -30,6 +30,7 @@ FAULTS = {
     "requests)",
     "stale": "the adapter of the version before (one sync late)",
     "twice": "the frozen weights with the adapter added twice",
+    "on_top": "the adapter added to weights that hold that of the version before",
 }
 """Hypothesis -> the words of an error."""
 

@@ -215,3 +215,19 @@ def test_an_adapter_folder_is_loaded_as_base_and_adapter_merged(tmp_path):
     for name, tensor in found.state_dict().items():
         torch.testing.assert_close(tensor, merged[name], rtol=0, atol=1e-6)
     assert linear(torch.ones(1, 64), found.lm_head.weight).shape == (1, 64)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_factors_of_a_sum_multiply_to_the_sum_of_the_products(family):
+    """Also of experts that are stored transposed."""
+    one, other = (adapted(family, targets_of(family), seed=seed) for seed in (0, 1))
+    summed = lora.summed_factors(one, lora.factors(one), lora.factors(other))
+    theirs = lora.adapted_layers(other)
+    expected = {
+        name: lora.delta(layer) + lora.delta(theirs[name])
+        for name, layer in lora.adapted_layers(one).items()
+    }
+    with lora.other_factors(one, summed):
+        for name, layer in lora.adapted_layers(one).items():
+            assert torch.allclose(lora.delta(layer), expected[name], atol=1e-6)
+    assert max(float(each.abs().max()) for each in expected.values()) > 1e-3

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from onepolicy.build.components import build_components
-from support.adapter_faults import FAULTS, first_seen, rows, settings
+from support.adapter_faults import FAULTS, LATE, ON_TOP, first_seen, rows, seen_by, settings
 from support.paths import ROOT
 
 
@@ -19,6 +19,28 @@ def documented(kind, sync, fault):
 @pytest.mark.parametrize("sync", ["merged", "native"])
 def test_the_table_of_planted_failures(policy, sync, fault):
     assert rows(policy, "hf", sync, [fault]) == documented("hf", sync, fault)
+
+
+@pytest.mark.parametrize("fault", LATE)
+def test_weights_that_are_wrong_from_the_second_update_on_are_named_there(policy, fault):
+    components, _ = build_components(settings(policy))
+    step, message = asyncio.run(first_seen(components, fault, since=2))
+    assert (step, seen_by(message)) == (2, "weights in the engine")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("merged twice", "the adapter added twice"),
+        (ON_TOP, "weights that hold that of the version"),
+    ],
+)
+def test_log_probabilities_alone_tell_two_merges_apart(policy, fault, words):
+    """In float32, where rounding hides nothing."""
+    components, _ = build_components(settings(policy, dtype="float32"))
+    step, message = asyncio.run(first_seen(components, fault, by_weights=False, since=2))
+    assert step == 2
+    assert words in message
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -38,12 +38,13 @@ def test_without_an_effect_nothing_is_certain():
 def hypotheses(prompts=32, tokens=16, size=1e-2):
     before = size * torch.randn(prompts, tokens)
     now = before + size * torch.randn(prompts, tokens)
-    others = {"base": torch.zeros_like(now), "stale": before, "twice": 2 * now}
+    others = {"base": torch.zeros_like(now), "stale": before, "on_top": before + now}
+    others["twice"] = 2 * now
     return now, others, torch.ones_like(now).bool()
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-3, 1e-2])
-@pytest.mark.parametrize("truth", ["now", "base", "stale", "twice"])
+@pytest.mark.parametrize("truth", ["now", "base", "stale", "on_top", "twice"])
 def test_the_true_weights_are_named(truth, noise):
     torch.manual_seed(1)
     now, others, mask = hypotheses()

@@ -7,6 +7,7 @@ import torch
 
 from onepolicy.config import ModelConfig
 from onepolicy.models.load import load_model
+from support.small_policy import policy  # noqa: F401
 from support.vllm_engines import ServerProcess, make_checkpoints, open_engine
 
 

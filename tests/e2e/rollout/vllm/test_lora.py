@@ -9,7 +9,7 @@ from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.config.policy import PolicyConfig, cached_policy_path
 from onepolicy.rollout.vllm.adapter import lora_args
-from support.adapter_faults import FAULTS, VLLM, first_seen, rows, settings
+from support.adapter_faults import FAULTS, ON_TOP, VLLM, first_seen, rows, settings
 from support.paths import ROOT
 from support.vllm_engines import make_checkpoints
 
@@ -27,6 +27,28 @@ def test_an_adapter_is_loaded_anew_after_every_update(checkpoint):
     engine = components.engine
     assert engine.loaded.request.lora_name == "lora-faults@3"
     assert engine.llm.list_loras() == {engine.loaded.request.lora_int_id}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("merged twice", "the adapter added twice"),
+        (ON_TOP, "weights that hold that of the version"),
+    ],
+)
+def test_a_second_merge_that_goes_wrong_is_named_at_once(policy, fault, words):
+    components, _ = build_components(settings(policy, "vllm", "merged", "float32", **VLLM))
+    step, message = asyncio.run(first_seen(components, fault, since=2))
+    assert step == 2
+    assert words in message
+
+
+@pytest.mark.slow
+def test_a_second_merge_of_twice_the_adapter_is_named_at_once_in_bfloat16(policy):
+    assert rows(policy, "vllm", "merged", ["merged twice"], since=2, **VLLM) == [
+        "| vllm | merged | merged twice from update 2 on | 2: log-probabilities |"
+    ]
 
 
 def test_what_vllm_cannot_compute_with_is_refused(checkpoint):
