@@ -4,18 +4,24 @@ of each in turn.
     pip install trl==1.16.0
     python benchmarks/step.py --threads 1
 
-64 sequences of about 75 new tokens (8 problems, 8 completions each), fp32 on both sides. Ours
-records and replays routes (R3) and measures the mismatch; TRL does neither, and its load-balancing
-loss is off. Prints medians, their ratio pair by pair, the same of CPU seconds (which other work on
-the machine moves less), and where our time goes.
+fp32 on both sides. Ours records and replays routes (R3) and measures the mismatch; TRL does
+neither, and its load-balancing loss is off. Workloads: 26+75 is 8 problems with 8 completions each
+that end by themselves after about 75 tokens. 512+128 and 128+1000 are 4 problems with 8 completions
+each; every prompt and every completion has that many tokens, and rewards differ within a group.
+Prints medians, their ratio pair by pair, the same of CPU seconds (which other work on the machine
+moves less), and where our time goes.
 """
 
 import argparse
 import asyncio
+import dataclasses
+import json
 import os
+import shutil
 import statistics
 import tempfile
 import time
+from pathlib import Path
 
 
 def arguments() -> argparse.Namespace:
@@ -29,6 +35,19 @@ def arguments() -> argparse.Namespace:
         "--steps", type=int, default=6, help="counted steps of each, after one warm-up"
     )
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--workload",
+        default="26+75",
+        choices=["26+75", "512+128", "128+1000"],
+        help="tokens of a prompt and of a completion",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=[],
+        metavar="PATH=VALUE",
+        help="settings of ours on top, such as train.reuse_scoring_forward=false",
+    )
     parser.add_argument(
         "--dtype", default="float32", choices=["float32", "bfloat16"], help="of our rollout engine"
     )
@@ -47,11 +66,18 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from onepolicy.build.components import build_components  # noqa: E402
 from onepolicy.config import resolve  # noqa: E402
+from onepolicy.config.model import ModelConfig  # noqa: E402
 from onepolicy.config.model_path import resolve_model  # noqa: E402
 from onepolicy.run.step import rl_step  # noqa: E402
 from onepolicy.sync.push import push_weights  # noqa: E402
 
-PROBLEMS, GROUP, NEW_TOKENS = 8, 8, 75
+GROUP = 8
+PROMPT, NEW_TOKENS = map(int, args.workload.split("+"))
+FORCED = args.workload != "26+75"  # prompts and completions have exactly these lengths
+PROBLEMS = 8
+if FORCED:
+    PROBLEMS = 4
+MAX_LEN = max(128, PROMPT + NEW_TOKENS)
 PARTS = ("rollout", "score", "update", "sync")
 
 
@@ -63,6 +89,39 @@ def now() -> tuple[float, float]:
 def since(begun: tuple[float, float]) -> tuple[float, float]:
     wall, cpu = now()
     return wall - begun[0], cpu - begun[1]
+
+
+class FixedLengths:
+    """The run's environment with prompts of PROMPT tokens and a reward that differs in a group."""
+
+    def __init__(self, environment) -> None:
+        self.environment = environment
+
+    def train_problem(self, index: int):
+        problem = self.environment.train_problem(index)
+        text = problem.prompt * (PROMPT // len(problem.prompt) + 1)  # a character is a token
+        return dataclasses.replace(problem, prompt=text[-PROMPT:])
+
+    async def episode(self, problem, sample, temperature):
+        (played,) = await self.environment.episode(problem, sample, temperature)
+        return (dataclasses.replace(played, reward=parity(played.tokens[PROMPT:].tolist())),)
+
+    def __getattr__(self, name: str):
+        return getattr(self.environment, name)
+
+
+def parity(tokens: list[int]) -> float:
+    return float(sum(tokens) % 2)
+
+
+def longer_policy(source: str, folder: str) -> str:
+    """Copy the policy with room for longer contexts. Its rotary positions have no table."""
+    target = Path(folder) / "policy"
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text())
+    config["max_position_embeddings"] = PROMPT + NEW_TOKENS
+    (target / "config.json").write_text(json.dumps(config))
+    return str(target)
 
 
 class SideBySide(TrainerCallback):
@@ -83,71 +142,90 @@ class SideBySide(TrainerCallback):
 
 
 def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        compare(folder)
+
+
+def compare(folder: str) -> None:
     torch.set_num_threads(args.threads)
+    path = args.model
+    if FORCED:
+        path = longer_policy(resolve_model(ModelConfig(path=path)).path, folder)
     config = resolve(
         {
             "out": "unused",
             "steps": args.steps + 1,
-            "model": {"path": args.model},
+            "model": {"path": path},
             "task": {"kind": "chain", "ops": 12},
             "rollout": {
                 "prompts_per_step": PROBLEMS,
                 "group_size": GROUP,
                 "sampling": {"max_tokens": NEW_TOKENS},
-                "engine": {"dtype": args.dtype, "max_num_seqs": PROBLEMS * GROUP, "max_len": 128},
+                "engine": {
+                    "dtype": args.dtype,
+                    "max_num_seqs": PROBLEMS * GROUP,
+                    "max_len": MAX_LEN,
+                },
             },
             "optim": {"lr": 1e-5},
             "train": {"reuse_scoring_forward": True, "threads": args.threads},
             "log": {"counterfactual_every": 0},
-        }
+        },
+        args.set,
     )
     parts, tokenizer = build_components(config)
+    generation = {}
+    if FORCED:
+        parts = dataclasses.replace(parts, stop=(), environment=FixedLengths(parts.environment))
+        generation = {"min_new_tokens": NEW_TOKENS}
     asyncio.run(push_weights(parts.learner, parts.engine))
     problems = [parts.environment.train_problem(i) for i in range(PROBLEMS * (args.steps + 1))]
     answers = {problem.prompt: problem.answer for problem in problems}
 
-    def reward(prompts, completions, **_):
+    def reward(prompts, completions, completion_ids, **_):
+        if FORCED:
+            return [parity(ids) for ids in completion_ids]
         return [
             float(c.rsplit("#", 1)[-1] == answers[p])
             for p, c in zip(prompts, completions, strict=True)
         ]
 
     side = SideBySide(parts)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(
-                resolve_model(config.model).path, dtype=torch.float32
-            ),
-            reward_funcs=reward,
-            args=GRPOConfig(
-                output_dir=folder,
-                per_device_train_batch_size=PROBLEMS * GROUP,
-                num_generations=GROUP,
-                max_completion_length=NEW_TOKENS,
-                max_steps=args.steps + 1,
-                learning_rate=1e-5,
-                beta=0.0,
-                # here: the trainer reads it once, when it is made; ours has no such loss
-                router_aux_loss_coef=0.0,
-                bf16=False,
-                use_cpu=True,
-                gradient_checkpointing=False,
-                model_init_kwargs=None,
-                logging_strategy="no",
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-                shuffle_dataset=False,
-            ),
-            train_dataset=Dataset.from_list([{"prompt": problem.prompt} for problem in problems]),
-            processing_class=tokenizer,
-            callbacks=[side],
-        )
-        assert not trainer.aux_loss_enabled, (
-            "TRL would also train the router's load balancing, which is more work"
-        )
-        trainer.train()
-        assert not trainer._metrics["train"].get("aux_loss"), "TRL has logged a load-balancing loss"
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(
+            resolve_model(config.model).path, dtype=torch.float32
+        ),
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=PROBLEMS * GROUP,
+            num_generations=GROUP,
+            max_completion_length=NEW_TOKENS,
+            generation_kwargs=generation,
+            max_steps=args.steps + 1,
+            learning_rate=1e-5,
+            beta=0.0,
+            # here: the trainer reads it once, when it is made; ours has no such loss
+            router_aux_loss_coef=0.0,
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            model_init_kwargs=None,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            shuffle_dataset=False,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": problem.prompt} for problem in problems]),
+        processing_class=tokenizer,
+        callbacks=[side],
+    )
+    assert not trainer.aux_loss_enabled, (
+        "TRL would also train the router's load balancing, which is more work"
+    )
+    trainer.train()
+    assert not trainer._metrics["train"].get("aux_loss"), "TRL has logged a load-balancing loss"
     trl, ours = (
         statistics.median(wall for wall, _ in times[1:]) for times in (side.trl, side.ours)
     )
@@ -157,7 +235,10 @@ def main() -> None:
         )
         for which in (0, 1)
     )
-    print(f"threads {args.threads}, our rollouts {args.dtype}, median of {args.steps} steps")
+    print(
+        f"{args.workload} tokens, threads {args.threads}, our rollouts {args.dtype}, "
+        f"median of {args.steps} steps"
+    )
     print(f"TRL        {trl:.2f} s per step")
     print(
         f"onepolicy  {ours:.2f} s per step, {pairs:.2f} of TRL's (pair by pair; "
