@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -429,6 +429,7 @@ class TokenBatch:
     keep: Tensor | None = None  # [T] bool, trainable and not rejected
     loss_weight: Tensor | None = None  # [T] float32, of the slot in the loss; 0 where untrainable
     fingerprints: frozenset[str] = frozenset()  # of its samples, as in Sample
+    shared: Any = None  # SharedSlots of a micro-batch (train/shared_prompts.py)
 
     @property
     def num_samples(self) -> int:

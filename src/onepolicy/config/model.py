@@ -90,6 +90,10 @@ class TrainConfig(Frozen):
     of a step. Needs objective.num_minibatches = 1 and no activation checkpointing. Unset: in steps
     of one micro-batch, where it costs no memory."""
 
+    share_prompts: bool = False
+    """Compute the common prefix of a group's samples once per forward, where tokens and replayed
+    routes agree. On a CPU; idle with numerics = on-policy and with soft replay."""
+
     lora: LoraSetting = None
     """Train low-rank adapters in place of the weights (docs/lora.md). Unset or off: all weights."""
 

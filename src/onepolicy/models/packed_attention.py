@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,10 @@ class Packing:
     order: Tensor | None
     bounds: Tensor  # [S + 1] int32, first slot of each sample, and T
     longest: int  # slots of the longest sample
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Return causal attention, as `attend_packed`. options: of `causal_attention`."""
+        return attend_packed(query, key, value, self, partial(causal_attention, **options))
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, device: torch.device, *, multiple: int = 1) -> Packing:
@@ -131,10 +136,8 @@ def packed_attention(
         out = flash.attend_spans(q, k, v, *spans, scale=scaling, window=sliding_window, sinks=s_aux)
         return out[None], None
 
-    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _causal(q, k, v, scaling=scaling, window=sliding_window, sinks=s_aux)
-
-    return attend_packed(query, key, value, packing, causal), None
+    options = {"scaling": scaling, "window": sliding_window, "sinks": s_aux}
+    return packing.attend(query, key, value, **options), None
 
 
 def takes_flash(query: Tensor, value: Tensor) -> bool:
@@ -173,7 +176,7 @@ def attend_packed(
     return out[None]
 
 
-def _causal(
+def causal_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -181,17 +184,18 @@ def _causal(
     scaling: float | None,
     window: int | None,
     sinks: Tensor | None,
+    start: int = 0,  # key at which the first query stands
 ) -> Tensor:
     """Return causal attention of q [S, heads, W, D], with a sliding window and sinks if given."""
-    width = q.shape[2]
-    whole = window is None or window >= width
+    width = k.shape[2]
+    whole = not start and (window is None or window >= width)
     groups = q.shape[1] // k.shape[1]
     if sinks is None:
         mask = None
         if groups > 1 and expands_heads(q):
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         if not whole:
-            mask = causal_mask(width, window, q.device)
+            mask = causal_mask(width, window, q.device)[start : start + q.shape[2]]
         return scaled_dot_product_attention(
             q,
             k,
@@ -201,13 +205,10 @@ def _causal(
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    if scaling is None:
-        scaling = q.shape[-1] ** -0.5
-    scores = (q @ k.transpose(-1, -2)).float() * scaling
-    scores = scores.masked_fill(~causal_mask(width, window, q.device), float("-inf"))
-    sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+    from onepolicy.models.sink_attention import attend_with_sinks
+
+    mask = causal_mask(width, window, q.device)[start : start + q.shape[2]]
+    return attend_with_sinks(q, k, v, mask, sinks, scaling=scaling)
 
 
 def expands_heads(q: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of the trainer: batches, replayed routes, and models whose forward is random."""
+"""Checks of the trainer: batches and replayed routes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import logging
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from onepolicy.config import RolloutReplay, TrainingError, UsageError
 from onepolicy.config.replay import MIN_AGREEMENT, ReplayConfig
@@ -28,20 +27,6 @@ PER_SLOT = (
     "routing",
 )
 """Fields of a batch that must have a row per slot."""
-
-RANDOM_SETTINGS = (
-    "attention_dropout",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "resid_dropout",
-    "resid_pdrop",
-    "attn_pdrop",
-    "embd_pdrop",
-    "router_jitter_noise",
-    "input_jitter_noise",
-    "moe_jitter_eps",
-)
-"""Settings of transformers' configs that make a forward in train mode random if they are not 0."""
 
 
 def check_batch(batch: TokenBatch, replay: ReplayConfig, vocab: int) -> None:
@@ -164,17 +149,3 @@ def _warn_of_collapse(layer: int, experts: tuple[int, ...]) -> None:
         layer,
         list(experts),
     )
-
-
-def refuse_randomness(model: PreTrainedModel) -> None:
-    """Raise UsageError if the model computes something else in train mode than in eval mode.
-
-    Otherwise the trainer's policy would not be the policy that is measured.
-    """
-    config = model.config.get_text_config()
-    for name in RANDOM_SETTINGS:
-        value = getattr(config, name, 0)
-        if value:
-            raise UsageError(
-                f"model.path: {name}={value} in the config; checkpointing activations needs 0"
-            )

@@ -28,6 +28,7 @@ class Scored(NamedTuple):
     top: Tensor | None
     # [T, k] int32, float32: the model's likeliest tokens and their log-probabilities, if asked for
     trainer_top: tuple[Tensor, Tensor] | None = None
+    row_of: Tensor | None = None  # [T] int64, row that computed each slot; None: a row each
 
 
 class SlotLayout(NamedTuple):
@@ -78,7 +79,8 @@ def forward(
 
     with _precision(batch, autocast):
         arguments = _model_arguments(model, batch, packing)
-        scores = map_logits(model, slots, score_chunk, chunk, **arguments)
+        rows = slots if batch.shared is None else batch.shared.row_of[slots]
+        scores = map_logits(model, rows, score_chunk, chunk, **arguments)
     return _scatter(scores, batch, slots)
 
 
@@ -115,7 +117,8 @@ def _scatter(scores: tuple[Tensor, ...], batch: TokenBatch, slots: Tensor) -> Sc
         top = tops[0]
     if len(tops) > 1:
         top_of_model = tops[1], tops[2]
-    return Scored(logp, entropy, top, top_of_model)
+    row_of = None if batch.shared is None else batch.shared.row_of
+    return Scored(logp, entropy, top, top_of_model, row_of)
 
 
 def entropy_of(logps: Tensor) -> Tensor:
@@ -159,7 +162,8 @@ def tempered_logits(
     """Return [n, vocabulary] float32: logits of these slots over their sample's temperature."""
     with _precision(batch, autocast):
         arguments = _model_arguments(model, batch, packing)
-        logits = model(**arguments, logits_to_keep=slots).logits[0]
+        rows = slots if batch.shared is None else batch.shared.row_of[slots]
+        logits = model(**arguments, logits_to_keep=rows).logits[0]
     return _tempered(logits, batch, slots)
 
 
@@ -177,14 +181,18 @@ def _model_arguments(
     model: PreTrainedModel, batch: TokenBatch, packing: Packing | None
 ) -> dict[str, Any]:
     """Return the arguments of a forward over the whole batch. packing: None means the batch's."""
-    if packing is None:
+    ids, positions = batch.input_ids, batch.positions
+    if batch.shared is not None:
+        slots, packing = batch.shared.slots, batch.shared.packing
+        ids, positions = ids[slots], positions[slots]
+    elif packing is None:
         multiple = 1
         if is_invariant(model):
             multiple = TILE
         packing = Packing.of(batch.cu_seqlens, batch.input_ids.device, multiple=multiple)
     return {
-        "input_ids": batch.input_ids[None],
-        "position_ids": batch.positions[None],
+        "input_ids": ids[None],
+        "position_ids": positions[None],
         "use_cache": False,
         "packing": packing,
     }

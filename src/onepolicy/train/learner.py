@@ -25,7 +25,7 @@ from onepolicy.objective.loss import loss_weights, policy_loss
 from onepolicy.replay.routers import Routers
 from onepolicy.sync.sent_tensors import sent_tensors
 from onepolicy.train import checkpoint, pack
-from onepolicy.train.checks import check_batch, refuse_randomness
+from onepolicy.train.checks import check_batch
 from onepolicy.train.extension import LearnerExtension, MicroBatch
 from onepolicy.train.old_policy_scoring import build_scoring
 from onepolicy.train.optim import (
@@ -66,13 +66,9 @@ class LocalLearner:
         self.optimizer = adamw(self.model, self.config.optim, scorer.device)
         self.scoring = build_scoring(scorer)
         if self.config.train.activation_checkpointing:
-            self._checkpoint_activations()
+            from onepolicy.train.activation_checkpointing import checkpoint_activations
 
-    def _checkpoint_activations(self) -> None:
-        refuse_randomness(self.model)
-        settings = {"use_reentrant": False}
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-        self.model.train()  # transformers checkpoints activations in train mode only
+            checkpoint_activations(self.model)
 
     # --- scoring ----------------------------------------------------------------------------------
 
@@ -123,7 +119,7 @@ class LocalLearner:
         """
         self.scoring.begin_minibatch(batch)
         for samples in self.scorer.micro_batches(batch):
-            self._backward(batch.select(samples), samples, slots, sums)
+            self._backward(self.scorer.micro_batch(batch, samples), samples, slots, sums)
         self.scoring.end_minibatch()
         return self._optimizer_step(index)
 
@@ -131,7 +127,6 @@ class LocalLearner:
         self, batch: TokenBatch, samples: list[int], slots: int, sums: Counter[str]
     ) -> None:
         """Run forward, loss and backward of one micro-batch: these samples of the minibatch."""
-        batch = batch.to(self.scorer.device)
         with self.scoring.update_forward(samples, batch) as scored:
             micro = MicroBatch(batch, scored)
             for extension in self.extensions:

@@ -13,12 +13,15 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+import torch
+
 from onepolicy.config import UsageError
 from onepolicy.interfaces import EngineCaps, NamedWeights
 from onepolicy.models.fp32_head import load_weights
+from onepolicy.train.forward import tempered_logits
 from onepolicy.train.pack import pack
 from onepolicy.train.scorer import PolicyScorer
-from onepolicy.types import Group, RouteSpan, RoutingTrace, Sample
+from onepolicy.types import Group, RouteSpan, RoutingTrace, Sample, TokenBatch
 
 
 class Reprefill:
@@ -85,9 +88,18 @@ class Reprefill:
         graded = tuple(dataclasses.replace(sample, outcome=0.0) for sample in samples)
         batch = pack([Group(0, graded)])
         on_device = batch.to(self._scorer.device)
-        trace = self._scorer.record_routes(on_device, weights=self._weights).to("cpu")
+        trace = self._record_batch(on_device).to("cpu")
         bounds = batch.cu_seqlens.tolist()
         return [self._mark(trace.rows(*rows)) for rows in itertools.pairwise(bounds)]
+
+    @torch.no_grad()
+    def _record_batch(self, batch: TokenBatch) -> RoutingTrace:
+        """Return the experts that every slot of a batch on the model's device is routed to."""
+        assert self._scorer.routers is not None
+        first_slot = torch.zeros(1, dtype=torch.int64, device=self._scorer.device)  # not read
+        with self._scorer.routers.record(weights=self._weights) as recorder:
+            tempered_logits(self._scorer.model, batch, first_slot)
+        return recorder.trace()
 
     def _mark(self, trace: RoutingTrace) -> RoutingTrace:
         """Mark all rows as recorded by a re-prefill."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from onepolicy.train.checks import check_routes
 from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
 from onepolicy.train.pack import micro_batches
 from onepolicy.train.replay_mode import ReplayMode, build_replay_mode
-from onepolicy.types import RoutingTrace, TokenBatch
+from onepolicy.types import RoutingTrace, TokenBatch, index_ids
 
 TOP_FIELDS = ("top_logp_old", "trainer_top_ids", "trainer_top_logp")  # of a TokenBatch
 KeepGraph = Callable[[list[int], Scored], None]
@@ -76,7 +78,7 @@ class PolicyScorer:
         with_graph = keep_graph is not None
         entropy_graph = with_graph and self.config.objective.entropy_coef > 0
         for samples in self.micro_batches(batch):
-            micro = batch.select(samples).to(self.device)
+            micro = self.micro_batch(batch, samples)
             with (
                 torch.set_grad_enabled(with_graph),
                 self.routing_context(micro, native=True, replay=replay) as handle,
@@ -111,6 +113,8 @@ class PolicyScorer:
         if replay:
             routes = self.replay_mode.routes(micro)
         if routes is not None:
+            if micro.shared is not None:
+                routes = routes.at(micro.shared.slots)
             # no check here: `check_scored_routes` checks the whole batch
             settings = self.replay_mode.settings
             return self.routers.replay(routes, native=native, check=False, **settings)
@@ -125,14 +129,33 @@ class PolicyScorer:
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         """Return the sample indices of each forward."""
-        return micro_batches(batch, self.config.train.tokens_per_micro_batch)
+        budget = self.config.train.tokens_per_micro_batch
+        if self._sharing is not None:
+            return self._sharing.micro_batches_of_groups(batch, budget)
+        return micro_batches(batch, budget)
+
+    def micro_batch(self, batch: TokenBatch, samples: list[int]) -> TokenBatch:
+        """Return the micro-batch of these samples, on the model's device."""
+        micro = batch.select(samples)
+        if self._sharing is not None:
+            micro = self._sharing.share_prompts(micro)
+        return micro.to(self.device)
+
+    @cached_property
+    def _sharing(self) -> ModuleType | None:
+        """The functions that share prompts, None if this model's forwards cannot."""
+        from onepolicy.train import shared_prompts
+
+        if shared_prompts.can_share(self.model, self.config, self.device):
+            return shared_prompts
+        return None
 
     @torch.no_grad()
     def compute_per_slot(self, batch: TokenBatch, values: Callable[[TokenBatch], Tensor]) -> Tensor:
         """Return `values` of every micro-batch, in the order of the batch: [T] float32, CPU."""
         found = torch.zeros(batch.num_slots)
         for samples in self.micro_batches(batch):
-            micro = batch.select(samples).to(self.device)
+            micro = self.micro_batch(batch, samples)
             found[batch.slots_of(samples)] = values(micro).cpu()
         return found
 
@@ -143,18 +166,6 @@ class PolicyScorer:
         `micro` is on the model's device.
         """
         return tempered_logits(self.model, micro, slots)
-
-    @torch.no_grad()
-    def record_routes(self, micro: TokenBatch, *, weights: bool = False) -> RoutingTrace:
-        """Return the experts that every slot of a micro-batch is routed to.
-
-        weights: return their combine weights too.
-        """
-        assert self.routers is not None
-        first_slot = torch.zeros(1, dtype=torch.int64, device=self.device)  # logits are not used
-        with self.routers.record(weights=weights) as recorder:
-            tempered_logits(self.model, micro, first_slot)
-        return recorder.trace()
 
     def named_weights(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
         yield from sent_tensors(self.model, dtype)
@@ -184,11 +195,12 @@ class ScoreBuffer:
             fields = zip(TOP_FIELDS, (scored.top, *scored.trainer_top), strict=True)
             for name, rows in fields:
                 self._add_top(name, slots, rows.detach().cpu())
+        computed = slice(None) if scored.row_of is None else scored.row_of.cpu()
         if isinstance(handle, ReplayHandle):
-            self._add_native(slots, handle.native().ids.cpu())
-            self._add_gate_mass(slots, handle.gate_mass().cpu())
+            self._add_native(slots, index_ids(handle.native().ids.cpu(), computed))
+            self._add_gate_mass(slots, handle.gate_mass().cpu()[computed])
         elif handle is not None:
-            self._add_native(slots, handle.trace().ids.cpu())
+            self._add_native(slots, index_ids(handle.trace().ids.cpu(), computed))
 
     def _add_top(self, name: str, slots: Tensor, rows: Tensor) -> None:
         if name not in self.top:

@@ -1,0 +1,216 @@
+"""Prompts that siblings share are computed once: the same scores and gradients to rounding."""
+
+import itertools
+
+import pytest
+import torch
+
+from onepolicy.models.packed_attention import Packing, causal_mask, packed_attention
+from onepolicy.models.shared_packing import SharedPacking
+from onepolicy.objective.advantages import compute_advantages
+from onepolicy.train.pack import pack
+from onepolicy.train.shared_prompts import share_prompts
+from onepolicy.types import Group, RoutingTrace, TokenBatch
+from support.learner_steps import learner_of, random_sample
+from support.models import VOCAB
+
+ON, OFF = "train.share_prompts=true", "train.share_prompts=false"
+
+
+def siblings(prompts=(9, 5, 1), members=3, *, routes_differ_at: int | None = None) -> TokenBatch:
+    """Return groups whose samples begin with the same tokens and routes."""
+    generator = torch.Generator().manual_seed(7)
+    groups = []
+    for number, prompt in enumerate(prompts):
+        samples = []
+        for member in range(members):
+            outcome = float(member - 1) + 0.25 * number
+            sample = random_sample(prompt + 4 + 5 * member, outcome, generator)
+            if samples:
+                leader = samples[0]
+                sample.tokens[:prompt] = leader.tokens[:prompt]
+                sample.routing.ids[:prompt] = leader.routing.ids[:prompt]
+                # no accident makes the first token of the responses the same
+                other = (leader.tokens[prompt] + member) % VOCAB
+                sample.tokens[prompt] = other
+                if routes_differ_at is not None and routes_differ_at < prompt:
+                    moved = (sample.routing.ids[routes_differ_at] + 1) % 8
+                    sample.routing.ids[routes_differ_at] = moved
+            trainable = torch.arange(len(sample.tokens) - 1) >= prompt - 1
+            logp = torch.where(trainable, -3.0, torch.nan)
+            sample.trainable.copy_(trainable)
+            sample.logp_rollout.copy_(logp)
+            samples.append(sample)
+        groups.append(Group(number, tuple(samples)))
+    return pack(groups)
+
+
+def scored_and_gradients(learner, batch):
+    """Return the scored batch and the gradients of all parameters, before the optimiser's step."""
+    scored = learner.score(batch)
+    ones = torch.ones(scored.num_slots)
+    scored = compute_advantages(
+        scored.replace(weight=ones, keep=scored.trainable.clone()), learner.config.objective
+    )
+    found = {}
+
+    def keep(*_, **__):
+        found.update({n: p.grad.clone() for n, p in learner.model.named_parameters()})
+
+    learner.optimizer.register_step_pre_hook(keep)
+    learner.step(scored)
+    return scored, found
+
+
+def distance(one, other) -> float:
+    """Return the L2 distance of two gradients, relative to the second."""
+    flat = [torch.cat([g.double().flatten() for g in grads.values()]) for grads in (one, other)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+def rows_computed(batch) -> int:
+    shared = share_prompts(batch).shared
+    if shared is None:
+        return batch.num_slots
+    return len(shared.slots)
+
+
+def test_a_prompt_is_computed_once():
+    batch = siblings((9, 5), members=3)
+    assert batch.num_slots == 3 * (9 + 5) + 2 * sum(3 + 5 * m for m in range(3))
+    assert rows_computed(batch) == batch.num_slots - 2 * (9 + 5)
+
+
+@pytest.mark.parametrize("slot", [0, 4, 8])
+def test_what_follows_other_routes_is_not_shared(slot):
+    batch = siblings((9, 9), members=3, routes_differ_at=slot)
+    expected = batch.num_slots - 2 * 2 * slot
+    assert rows_computed(batch) == expected
+
+
+def test_without_siblings_nothing_is_shared():
+    assert share_prompts(siblings((9, 5), members=1)).shared is None
+
+
+def test_rows_hold_the_tokens_and_routes_of_their_slots():
+    batch = siblings((9, 5, 1), members=3)
+    shared = share_prompts(batch).shared
+    for field in (batch.input_ids, batch.positions, batch.routing.ids):
+        assert torch.equal(field[shared.slots][shared.row_of], field)
+
+
+SETTINGS = {
+    "r3": [],
+    "off": ["replay.mode=off"],
+    "r2": ["replay.mode=r2"],
+    "several micro-batches": ["train.tokens_per_micro_batch=70"],
+    "a sample each": ["train.tokens_per_micro_batch=1"],
+    "reused forward": ["train.reuse_scoring_forward=true"],
+    "checkpointing": ["train.activation_checkpointing=true"],
+    "chunks of logits": ["train.logits_chunk=8"],
+    "entropy": ["objective.entropy_coef=0.01"],
+    "bypass": ["correction.ratio=new/rollout"],
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_scores_and_gradients_are_those_of_whole_samples(name):
+    batch = siblings((9, 5, 1), members=3)
+    (scored, gradient), (expected, whole) = (
+        scored_and_gradients(learner_of(*SETTINGS[name], *more), batch) for more in ([ON], [OFF])
+    )
+    if scored.logp_old is not None:
+        torch.testing.assert_close(scored.logp_old, expected.logp_old, atol=3e-6, rtol=1e-5)
+        torch.testing.assert_close(scored.entropy, expected.entropy, atol=3e-6, rtol=1e-5)
+        assert torch.equal(scored.routing_native.ids, expected.routing_native.ids)
+    assert distance(gradient, whole) < 5e-6
+    assert all(g.abs().sum() > 0 for g in gradient.values())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe"])
+def test_families(name):
+    batch = siblings((9, 5, 1), members=3).replace(routing=None)  # the routes of another model
+    learners = [learner_of(*more, "replay.mode=off", name=name) for more in ([ON], [OFF])]
+    (scored, gradient), (expected, whole) = (scored_and_gradients(x, batch) for x in learners)
+    torch.testing.assert_close(scored.logp_old, expected.logp_old, atol=5e-6, rtol=1e-5)
+    assert distance(gradient, whole) < 1e-5
+
+
+def paths_of(batch):
+    shared = share_prompts(batch).shared
+    return [shared.row_of[a:b] for a, b in itertools.pairwise(batch.cu_seqlens.tolist())], shared
+
+
+@pytest.mark.parametrize("window", [None, 4, 100])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_in_float64(window, sinks):
+    """Every sample alone, by the formula, against all of them with shared rows."""
+    batch = siblings((9, 5, 1), members=3)
+    paths, shared = paths_of(batch)
+    generator = torch.Generator().manual_seed(1)
+    shape = 1, 2, len(shared.slots), 4
+    q, k, v = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(3)
+    )
+    sink = torch.randn(2, generator=generator, dtype=torch.float64) if sinks else None
+    out, _ = packed_attention(
+        torch.nn.Module(), q, k, v, None, packing=shared.packing, sliding_window=window, s_aux=sink
+    )
+    weight = torch.randn(batch.num_slots, 2, 4, generator=generator, dtype=torch.float64)
+    gradients = torch.autograd.grad((out[0][shared.row_of] * weight).sum(), (q, k, v))
+    alone = []
+    for path in paths:
+        scores = q[0][:, path] @ k[0][:, path].transpose(1, 2) * 0.5
+        scores = scores.masked_fill(~causal_mask(len(path), window, q.device), -torch.inf)
+        if sink is not None:
+            scores = torch.cat([scores, sink[:, None, None].expand(2, len(path), 1)], -1)
+        alone.append((scores.softmax(-1)[..., : len(path)] @ v[0][:, path]).transpose(0, 1))
+    whole = torch.cat(alone)
+    tolerance = {"atol": 1e-6 if sinks else 1e-12, "rtol": 1e-6 if sinks else 1e-12}
+    torch.testing.assert_close(out[0][shared.row_of], whole, **tolerance)
+    expected = torch.autograd.grad((whole * weight).sum(), (q, k, v))
+    for one, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+def test_a_packing_without_shared_rows_is_the_usual_one():
+    packing = Packing.of(torch.tensor([0, 5, 9]), torch.device("cpu"))
+    paths = [torch.arange(5), torch.arange(5, 9)]
+    shared = SharedPacking.of_paths(paths, [0, 0], 9)
+    q, k, v = torch.randn(3, 1, 2, 9, 4).unbind(0)
+    one, other = (
+        packed_attention(torch.nn.Module(), q, k, v, None, packing=each)[0]
+        for each in (packing, shared)
+    )
+    torch.testing.assert_close(one, other)
+
+
+def test_siblings_stay_together_in_micro_batches():
+    batch = siblings((9, 9, 9, 9), members=3)
+    size = batch.num_slots // 4
+    budget = 2 * size
+    learner = learner_of(ON, f"train.tokens_per_micro_batch={budget}")
+    micro = learner.scorer.micro_batches(batch)
+    assert sorted(s for samples in micro for s in samples) == list(range(12))
+    assert [sorted({s // 3 for s in samples}) for samples in micro] == [[0, 1], [2, 3]]
+
+
+def test_float32_is_as_near_to_float64_as_without_sharing():
+    batch = siblings((9, 5, 1), members=3)
+    found = {}
+    for name, more in (("shared", [ON]), ("whole", [OFF])):
+        _, found[name] = scored_and_gradients(learner_of(*more), batch)
+    learner = learner_of(OFF)
+    learner.model.double()
+    _, reference = scored_and_gradients(learner, batch)
+    assert distance(found["shared"], reference) < 2 * distance(found["whole"], reference) + 1e-7
+
+
+def test_weights_of_routes_must_agree_too():
+    batch = siblings((9, 9), members=3)
+    weights = torch.rand(batch.routing.ids.shape, generator=torch.Generator().manual_seed(2))
+    routing = RoutingTrace(
+        batch.routing.ids, batch.routing.valid, batch.routing.layers, 8, weights=weights
+    )
+    assert rows_computed(batch.replace(routing=routing)) == batch.num_slots
