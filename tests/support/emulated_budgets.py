@@ -57,8 +57,12 @@ def engine_reads(family: str) -> dict[str, float]:
 
 
 def learner_reads(family: str, layers: int, tokens: int) -> tuple[Counter[str], int]:
-    """Return the learner's reads of a step by line, and its number of micro-batches."""
-    parts = parts_of(family, f"train.tokens_per_micro_batch={tokens}", layers=layers)
+    """Return the learner's reads of a step by line, and its number of micro-batches.
+
+    Each is scored and trained on by forwards of its own, as in a step of several.
+    """
+    settings = [f"train.tokens_per_micro_batch={tokens}", "train.reuse_scoring_forward=false"]
+    parts = parts_of(family, *settings, layers=layers)
     result = play(parts, 0, between=READS.pop_all)
     reads = {line: n for line, n in READS.pop_all().items() if not line.startswith("rollout")}
     return Counter(reads), len(parts.learner.scorer.micro_batches(result.batch))

@@ -102,7 +102,7 @@ def _load_base(folder: Path) -> PreTrainedModel:
 def _merge_loss(model: PreTrainedModel, dtype: torch.dtype) -> MergeLoss:
     """Measure the loss of a merge into `dtype` after random prompts, without an engine."""
     vocab, longest = model.config.get_text_config().vocab_size, context_length(model.config)
-    prompts = torch.tensor(canary_prompts(vocab, longest, PROMPTS))
+    prompts = torch.tensor(canary_prompts(vocab, longest, PROMPTS), device=model.device)
     with lora.adapters_off(model):
         base = _score(model, prompts)
     ids = base.topk(min(TOP, vocab)).indices

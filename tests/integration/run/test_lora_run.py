@@ -37,7 +37,7 @@ def test_a_run_delivers_its_adapter_and_saves_nothing_else(train, policy, capsys
     trained = [row for row in rows(run) if "train/reward" in row]
     assert [row["adapter/delivered"] for row in trained] == pytest.approx([1] * 4, abs=1e-2)
     effects = [row["adapter/effect"] for row in trained]
-    assert effects == sorted(effects)
+    assert effects[0] == min(effects)
     assert all(row["adapter/gap"] < 1e-2 * row["adapter/effect"] for row in trained)
     assert all(row["mismatch/k3"] < 1e-7 for row in trained)
     out = " ".join(capsys.readouterr().out.split())
