@@ -45,12 +45,12 @@ def parts_of(policy, *overrides: str) -> Components:
         "out": "x",
         "steps": 1,
         "model": {"path": str(policy)},
-        "task": {"kind": "chain", "ops": 2},
+        "task": {"kind": "chain", "ops": 6},
         "rollout": {
-            "prompts_per_step": 4,
+            "prompts_per_step": 8,
             "group_size": 2,
             "sampling": {"max_tokens": 40},
-            "engine": {"max_num_seqs": 8, "dtype": "bfloat16"},
+            "engine": {"max_num_seqs": 16, "dtype": "bfloat16"},
         },
         "optim": {"lr": 1e-3},
         "train": {"threads": 1},
@@ -100,9 +100,13 @@ def swapped(ids: Tensor, bounds: list[int], a: int, b: int) -> Tensor:
 
 
 def least_alike(ids: Tensor, bounds: list[int]) -> tuple[int, int]:
-    """Return the two samples whose exchange changes most choices."""
-    pairs = itertools.combinations(range(len(bounds) - 1), 2)
-    return max(pairs, key=lambda pair: int((swapped(ids, bounds, *pair) != ids).sum()))
+    """Return the two samples whose exchange changes the largest share of their choices."""
+
+    def share(pair: tuple[int, int]) -> float:
+        lengths = [bounds[sample + 1] - bounds[sample] for sample in pair]
+        return int((swapped(ids, bounds, *pair) != ids).sum()) / sum(lengths)
+
+    return max(itertools.combinations(range(len(bounds) - 1), 2), key=share)
 
 
 def late_in(ids: Tensor, start: int, stop: int) -> Tensor:
@@ -358,7 +362,7 @@ def test_a_constant_layer_of_older_weights(
     ids = batch.routing.ids.clone()
     ids[:, 1] = ids[0, 1]
     native = ids.clone()
-    native[::4, 1] = 15 - ids[::4, 1]
+    native[::4, 1] = torch.tensor([e for e in range(16) if e not in ids[0, 1]][:4])
     scored = with_ids(batch, ids).replace(
         routing_native=dataclasses.replace(batch.routing, ids=native)
     )
