@@ -7,6 +7,7 @@ sum tensors' storages.
     python benchmarks/plan.py --ranks 2 --compute bfloat16
     python benchmarks/plan.py --state host         # optim.state: on the device, and on the host
     python benchmarks/plan.py --logits-chunk 64
+    python benchmarks/plan.py --lora 8             # adapters of this rank, all but routers
 
 The measured step is the second one of a real LocalLearner on the CPU, with routes replayed:
 parameters, AdamW's state and the most of everything else that is alive at once. A rank has as many
@@ -40,15 +41,17 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig, resolve
+from onepolicy.config.lora import LoraConfig
 from onepolicy.models.logits_chunks import install_logits_chunks
 from onepolicy.models.prepare import prepare_for_training
+from onepolicy.plan.adapters import with_adapters
 from onepolicy.plan.dims import read_dims
 from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape, PeakMemory
-from onepolicy.plan.learner_memory import compute_dtype, learner_memory
+from onepolicy.plan.learner_memory import compute_dtype, learner_memory, policy_optimiser
 from onepolicy.replay.routers import bind_routers
+from onepolicy.sync.adapters import add_adapter
 from onepolicy.train import streamed_adamw
 from onepolicy.train.learner import LocalLearner
-from onepolicy.train.optimiser_memory import optimiser_memory
 from onepolicy.train.pack import pack
 from onepolicy.train.sharded.fsdp import FSDPSharding
 from onepolicy.train.streamed_adamw import HostAdamW
@@ -71,6 +74,7 @@ class Case:
     numerics: str = "fast"
     logits_chunk: int = 0
     state: str = "device"
+    lora: int = 0
 
     @property
     def slots(self) -> int:
@@ -93,6 +97,8 @@ class Case:
         tree = {"out": "unused", "steps": 4, "task": {"kind": "chain"}, "train": train}
         tree |= {"model": {"path": "unused", "dtype": self.dtype}, "numerics": self.numerics}
         tree |= {"optim": {"state": self.state}}
+        if self.lora:
+            train["lora"] = {"rank": self.lora}
         return resolve(tree | {"replay": {"min_agreement": 0}})
 
 
@@ -154,6 +160,8 @@ def _measured(model: PreTrainedModel, case: Case, sharding: FSDPSharding | None)
     if sharding is not None:
         sharding.shard(model)
     prepare_for_training(model, CPU, compute=None if sharding is None else sharding.compute)
+    if case.lora:
+        add_adapter(model, LoraConfig(rank=case.lora), "unused", seed=0)
     if case.logits_chunk:
         install_logits_chunks(model, case.logits_chunk)
     learner = LocalLearner(PolicyScorer(model, case.config(), routers=bind_routers(model)))
@@ -241,11 +249,14 @@ def predicted(name: str, case: Case) -> Tiers:
         logits_chunk=case.logits_chunk,
         invariant=case.numerics == "on-policy",
     )
+    dims = read_dims(dry.model, "unused")
+    if case.lora:
+        dims = with_adapters(dims, dry.model, LoraConfig(rank=case.lora))
+        dry.add_adapters(LoraConfig(rank=case.lora))
     first = case.micro_batches == 1
     held = dry.micro_batch_memory(
         case.micro, checkpointing=case.checkpointing, first=first and not case.ranks
     )
-    dims = read_dims(dry.model, "unused")
     memory = learner_memory(
         dims,
         config,
@@ -256,7 +267,7 @@ def predicted(name: str, case: Case) -> Tiers:
         first=first,
         cpu=True,
     )
-    state = optimiser_memory(dims.shapes, config, max(1, case.ranks), cpu=True, one_memory=False)
+    state = policy_optimiser(dims, config, max(1, case.ranks), cpu=True, one_memory=False)
     return Tiers(memory.total, state.host)
 
 
@@ -278,6 +289,9 @@ def main() -> None:
     )
     parser.add_argument("--state", choices=("device", "host", "8bit"), default="device")
     parser.add_argument("--logits-chunk", type=int, default=0, help="slots; 0: all at once")
+    parser.add_argument(
+        "--lora", type=int, default=0, help="rank of adapters; 0: all weights train"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.models:
@@ -291,6 +305,7 @@ def main() -> None:
                         numerics=args.numerics,
                         state=args.state,
                         logits_chunk=args.logits_chunk,
+                        lora=args.lora,
                     ),
                     micro_batches=micro_batches,
                     checkpointing=checkpointing,

@@ -30,12 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from onepolicy.config import UsageError
+from onepolicy.config.lora import LoraConfig
 from onepolicy.invariant import mode
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import chunk_size, experts, fp32_head, linear, logits_chunks, packed_attention
 from onepolicy.models.packed_attention import Packing
 from onepolicy.plan.dims import decoder_layers
-from onepolicy.plan.fake_kernels import kernel_stand_ins
+from onepolicy.plan.fake_kernels import kernel_stand_ins, patched
 from onepolicy.train.forward import SlotLayout, forward
 from onepolicy.types import TokenBatch
 
@@ -102,6 +103,7 @@ class MicroBatchMemory:
     peak: float  # the most at once, in forward or backward
     logits: float  # of the peak: the part that projecting one slot per sample would save
     layer: float  # of saved: the part of one layer
+    end: float  # the most at once in the backward of layer 0, the last layer that it visits
     tail: float  # the most at once after the backward has left the layers
 
     def for_samples(
@@ -162,6 +164,14 @@ class DryRunModel:
         self._kinds = _layer_kinds(self.model, self._layers)
         self._run = cache(self._run_uncached)
 
+    def add_adapters(self, config: LoraConfig) -> None:
+        """Put adapters on the model and freeze its own weights, before the first dry run."""
+        from onepolicy.sync.adapters import add_adapter
+
+        # A module of fake tensors cannot be moved, and is where it should be.
+        with self.fake, patched(nn.Module, "to", lambda module, *_, **__: module):
+            add_adapter(self.model, config, "unused", seed=0)
+
     def micro_batch_memory(
         self,
         micro: MicroBatchShape,
@@ -183,8 +193,11 @@ class DryRunModel:
         not_run = sum(layer_bytes[kind] for kind in self._kinds[depth:])
         late = run.late
         if first:  # at the end of the backward nearly all gradients exist
-            late += sum(_parameter_bytes(layer) for layer in self._layers[depth:])
+            late += sum(_gradient_bytes(layer) for layer in self._layers[depth:])
         one_layer = self._run(micro, 1, **settings, first=False)
+        end = one_layer.early
+        if len(self._layers) > 1:
+            end = self._run(micro, 2, **settings, first=False).late
         layer = layer_bytes.get(self._kinds[-1], 0.0)
         if not layer_bytes and depth > 1:
             layer = self._saved(micro, 2, settings) - one_layer.saved
@@ -195,6 +208,7 @@ class DryRunModel:
             peak=max(run.early + not_run, late),
             logits=max(0.0, one_layer.early - without_logits.early),
             layer=layer,
+            end=end,
             tail=one_layer.late,
         )
 
@@ -234,7 +248,8 @@ class DryRunModel:
         with self.fake, self._first_layers(depth), kernel_stand_ins(cpu=self.cpu):
             batch = _fake_batch(micro)
             for parameter in parameters:
-                parameter.grad = None if first else torch.empty_like(parameter)
+                makes_grad = first or not parameter.requires_grad
+                parameter.grad = None if makes_grad else torch.empty_like(parameter)
             existing = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
             if checkpointing:
                 self.model.gradient_checkpointing_enable(
@@ -248,6 +263,8 @@ class DryRunModel:
                     entropy = scored.entropy.sum() if entropy_graph else 0
                     loss = scored.logp.sum() + entropy
                     loss.backward()
+                if not early:  # nothing before this layer is trained: its backward is the last
+                    return _Run(saved, memory.peak, memory.now)
                 return _Run(saved, early[0], memory.peak)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise UsageError(
@@ -316,7 +333,7 @@ def _fake_batch(micro: MicroBatchShape) -> TokenBatch:
 def _peak_before(last: nn.Module, memory: PeakMemory) -> Iterator[list[float]]:
     """Yield a list that will have one number: the peak until the backward of layer `last` is done.
 
-    From there on, `memory` counts its peak anew.
+    From there on, `memory` counts its peak anew. The list stays empty if the backward ends there.
     """
     peaks: list[float] = []
     hooks: list[Any] = []
@@ -329,8 +346,9 @@ def _peak_before(last: nn.Module, memory: PeakMemory) -> Iterator[list[float]]:
         if hooks:  # a recompute calls the layer again
             return
         tensors = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]
-        hidden = next(x for x in tensors if x.requires_grad)
-        hooks.append(hidden.register_hook(mark))
+        hidden = next((x for x in tensors if x.requires_grad), None)
+        if hidden is not None:
+            hooks.append(hidden.register_hook(mark))
 
     handle = last.register_forward_pre_hook(hook_input, with_kwargs=True)
     try:
@@ -349,5 +367,6 @@ def _layer_kinds(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
     return kinds
 
 
-def _parameter_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+def _gradient_bytes(module: nn.Module) -> int:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return sum(p.numel() * p.element_size() for p in trained)

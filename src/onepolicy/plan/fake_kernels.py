@@ -103,8 +103,9 @@ class _GroupedMatmul(torch.autograd.Function):
         return rows.new_empty(len(rows), weight.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in wanted)
 
 
 def _grouped_mm(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:

@@ -117,9 +117,13 @@ def learner_memory(
     shard, itemsize = sum(shard_sizes(dims.shapes, ranks)), BYTES[config.model.dtype]
     adapter = FLOAT32 * dims.adapter
     gathered = gathered_bytes(dims, config, ranks, held.layer, cpu=cpu)
+    gradients = adapter or shard * itemsize
     working = held.peak + (graphs - 1) * held.saved
-    if first:
-        working = max(working - shard * itemsize, held.tail)
+    if first:  # the backward of layer 0 has all gradients but those of this layer and before it
+        missing = gradients / dims.layers
+        if not adapter:
+            missing = itemsize * sum(shard_sizes(dims.layer_shapes, ranks))
+        working = max(working - gradients, held.end - missing, held.tail)
     working = max(working, state.working - gathered)  # an update: no activations, no layers
     logits = min(held.logits, working)
     routes = 0.0
@@ -128,7 +132,7 @@ def learner_memory(
     return LearnerMemory(
         parameters=shard * itemsize + adapter,
         masters=state.masters,
-        gradients=adapter or shard * itemsize,
+        gradients=gradients,
         optimiser=state.moments,
         gathered=gathered,
         activations=working - logits,

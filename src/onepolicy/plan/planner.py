@@ -147,12 +147,14 @@ class Planner:
         # by the dtype of the layers' computation, and train.logits_chunk
         self._models: dict[tuple[str, int | None], DryRunModel] = {}
         self._dry_runs: dict[tuple[Any, ...], MicroBatchMemory] = {}
-        dry = self._model(config).model
-        self.dims: Dims = read_dims(dry, config.model.path)
+        dry = self._plain_model(config)
+        self.dims: Dims = read_dims(dry.model, config.model.path)
         if config.train.lora is not None:
             from onepolicy.plan.adapters import with_adapters
 
-            self.dims = with_adapters(self.dims, dry, config.train.lora)
+            self.dims = with_adapters(self.dims, dry.model, config.train.lora)
+            dry.add_adapters(config.train.lora)
+        self._models[_model_key(config)] = dry
         self.work: StepWork = step_work(config, self.dims.context, prompt=prompt, response=response)
         self.sync_method = sync_method or default_sync_method(config)
 
@@ -299,16 +301,23 @@ class Planner:
     def _model(self, config: RunConfig) -> DryRunModel:
         key = _model_key(config)
         if key not in self._models:
-            dtype, logits_chunk = key
-            self._models[key] = DryRunModel(
-                self._hf_config,
-                dtype=getattr(torch, dtype),
-                cpu=self.cluster.is_cpu,
-                fp32_lm_head=self.config.model.lm_head == "float32",
-                logits_chunk=logits_chunk,
-                invariant=self.config.numerics == ON_POLICY,
-            )
+            dry = self._plain_model(config)
+            if self.config.train.lora is not None:
+                dry.add_adapters(self.config.train.lora)
+            self._models[key] = dry
         return self._models[key]
+
+    def _plain_model(self, config: RunConfig) -> DryRunModel:
+        """Build the model without adapters."""
+        dtype, logits_chunk = _model_key(config)
+        return DryRunModel(
+            self._hf_config,
+            dtype=getattr(torch, dtype),
+            cpu=self.cluster.is_cpu,
+            fp32_lm_head=self.config.model.lm_head == "float32",
+            logits_chunk=logits_chunk,
+            invariant=self.config.numerics == ON_POLICY,
+        )
 
     @property
     def room_share(self) -> float:

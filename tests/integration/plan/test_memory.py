@@ -234,13 +234,15 @@ def test_families_that_cannot_be_run_dry_are_refused(name, words):
 
 @pytest.mark.parametrize(("micro_batches", "checkpointing"), [(1, False), (2, False), (2, True)])
 def test_predicted_memory_is_that_of_a_step(micro_batches, checkpointing):
-    within_tenth(benchmark.Case(micro_batches=micro_batches, checkpointing=checkpointing), "tiny")
+    within_5_percent(
+        benchmark.Case(micro_batches=micro_batches, checkpointing=checkpointing), "tiny"
+    )
 
 
 def test_predicted_memory_with_logits_in_chunks(monkeypatch):
     monkeypatch.setitem(benchmark.MODELS, "wide", lambda: wide_moe().eval())
     case, whole = (benchmark.Case(samples=8, logits_chunk=chunk) for chunk in (16, 0))
-    within_tenth(case, "wide")
+    within_5_percent(case, "wide")
     less, more = (benchmark.predicted("wide", each).device for each in (case, whole))
     assert less < 0.9 * more
 
@@ -260,11 +262,18 @@ def test_predicted_memory_of_states_elsewhere(state, dtype, monkeypatch):
         pytest.importorskip("torchao")
     for module in (streamed_adamw, optimiser_memory):
         monkeypatch.setattr(module, "BUCKET_BYTES", 12 * 1_200_000)
-    within_tenth(benchmark.Case(state=state, dtype=dtype), "tiny")
+    within_5_percent(benchmark.Case(state=state, dtype=dtype), "tiny")
+
+
+@pytest.mark.parametrize(("micro_batches", "checkpointing"), [(1, True), (2, False)])
+def test_predicted_memory_of_adapters(micro_batches, checkpointing):
+    """No gradients of the frozen weights, and no activations that only these would need."""
+    case = benchmark.Case(micro_batches=micro_batches, checkpointing=checkpointing, lora=8)
+    within_5_percent(case, "tiny")
 
 
 def test_predicted_memory_in_bfloat16():
-    within_tenth(benchmark.Case(dtype="bfloat16"), "tiny")
+    within_5_percent(benchmark.Case(dtype="bfloat16"), "tiny")
 
 
 @pytest.mark.parametrize(
@@ -275,25 +284,33 @@ def test_predicted_memory_in_bfloat16():
     ],
 )
 def test_predicted_memory_of_on_policy_numerics(samples, dtype):
-    within_tenth(benchmark.Case(samples=samples, dtype=dtype, numerics="on-policy"), "tiny")
+    within_5_percent(benchmark.Case(samples=samples, dtype=dtype, numerics="on-policy"), "tiny")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_predicted_memory_of_200_million_parameters(checkpointing):
-    within_tenth(benchmark.Case(checkpointing=checkpointing), "big")
+    within_5_percent(benchmark.Case(checkpointing=checkpointing), "big")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "big"])
 @pytest.mark.parametrize(("checkpointing", "compute"), [(False, "same"), (True, "bfloat16")])
 def test_predicted_memory_of_the_first_of_two_ranks(name, checkpointing, compute):
-    within_tenth(benchmark.Case(checkpointing=checkpointing, ranks=2, compute=compute), name)
+    within_5_percent(benchmark.Case(checkpointing=checkpointing, ranks=2, compute=compute), name)
 
 
-def within_tenth(case, name):
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["device", "host"])
+def test_predicted_memory_of_ranks_that_recompute_a_single_micro_batch(state):
+    """Layer 0 is recomputed when nearly all gradients exist."""
+    case = benchmark.Case(micro_batches=1, checkpointing=True, ranks=2, state=state)
+    within_5_percent(case, "tiny")
+
+
+def within_5_percent(case, name):
     guess, found = benchmark.predicted(name, case), benchmark.measured(name, case)
-    assert guess.device == pytest.approx(found.device, rel=0.1)
+    assert guess.device == pytest.approx(found.device, rel=0.05)
     assert guess.host == pytest.approx(found.host, rel=0.01)
 
 
