@@ -25,35 +25,69 @@ ROW_GROUP_ENTRIES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
-    """The type and the shape of a column."""
+    """The type, the shape and the meaning of a column."""
 
     kind: Literal["int", "float", "bool"]
     # router: tokens x route_layers x route_top_k, flat
     per: Literal["token", "token or row", "row", "router"]
+    meaning: str  # for docs/dump_schema.md
     required: bool = False
 
 
 COLUMNS = {
-    "tokens": ColumnSpec("int", "token", required=True),
-    "mask": ColumnSpec("bool", "token", required=True),  # true: sampled by the engine, trained on
-    "logp_rollout": ColumnSpec("float", "token", required=True),
-    "logp_trainer": ColumnSpec("float", "token", required=True),
-    "step": ColumnSpec("int", "row"),
-    "reward": ColumnSpec("float", "row"),
-    "version": ColumnSpec("int", "token or row"),  # of the weights that sampled
-    "trained_version": ColumnSpec("int", "token or row"),  # of the weights that scored and trained
-    "turn": ColumnSpec("int", "token or row"),
-    "entropy": ColumnSpec("float", "token"),  # of the trainer's distribution [nats]
-    # the trainer's score without replay, where logp_trainer is the score with replay
-    "logp_native": ColumnSpec("float", "token"),
-    # the trainer's score under its previous weights
-    "logp_previous": ColumnSpec("float", "token"),
-    # the tokens that the engine sampled, where they can differ from `tokens`
-    "tokens_rollout": ColumnSpec("int", "token"),
-    "routes_rollout": ColumnSpec("int", "router"),  # expert ids; -1: not recorded
-    "routes_trainer": ColumnSpec("int", "router"),
-    "route_layers": ColumnSpec("int", "row"),
-    "route_top_k": ColumnSpec("int", "row"),
+    "tokens": ColumnSpec("int", "token", "token ids; with or without the prompt", required=True),
+    "mask": ColumnSpec("bool", "token", "1: sampled by the engine and trained on", required=True),
+    "logp_rollout": ColumnSpec("float", "token", "of the engine that sampled", required=True),
+    "logp_trainer": ColumnSpec(
+        "float", "token", "of the trainer, before its update", required=True
+    ),
+    "step": ColumnSpec("int", "row", "training step: gives curves and the onset of divergence"),
+    "reward": ColumnSpec("float", "row", "reward of the sample"),
+    "version": ColumnSpec(
+        "int", "token or row", "version of the weights that sampled: finds stale weights"
+    ),
+    "trained_version": ColumnSpec(
+        "int",
+        "token or row",
+        "version of the weights that scored and trained. Where `version` is older, the gap is "
+        "expected from age (sampling while learning), and k3 is reported by age",
+    ),
+    "turn": ColumnSpec(
+        "int",
+        "token or row",
+        "number of the turn: tells a shift that begins at a turn from a lost token",
+    ),
+    "entropy": ColumnSpec(
+        "float",
+        "token",
+        "of the trainer's distribution [nats]: finds another temperature and narrowed sampling. "
+        "Without it the verdict is unclear, or a bug that needs no entropy",
+    ),
+    "logp_native": ColumnSpec(
+        "float",
+        "token",
+        "the trainer's score without replay, where `logp_trainer` is with it: what replay removes, "
+        "and bugs that wrong routes hide",
+    ),
+    "logp_previous": ColumnSpec(
+        "float",
+        "token",
+        "the trainer's score under its previous weights: finds an update the engine did not take",
+    ),
+    "tokens_rollout": ColumnSpec(
+        "int", "token", "what the engine sampled, where text was decoded and encoded again"
+    ),
+    "routes_rollout": ColumnSpec(
+        "int",
+        "router",
+        "expert ids of the engine, tokens x layers x top-k, flattened; -1: not recorded. Entry t "
+        "is of the forward that feeds `tokens[t]`",
+    ),
+    "routes_trainer": ColumnSpec(
+        "int", "router", "the same of the trainer: its own choice, not what it replays"
+    ),
+    "route_layers": ColumnSpec("int", "row", "MoE layers of these routes"),
+    "route_top_k": ColumnSpec("int", "row", "experts per token of these routes"),
 }
 ROUTES = ("routes_rollout", "routes_trainer", "route_layers", "route_top_k")
 

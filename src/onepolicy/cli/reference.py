@@ -1,6 +1,7 @@
 """Generated pages of docs/reference: the command line, the metrics, the presets.
 
-`python -m onepolicy.cli.reference docs/reference` writes them anew.
+`python -m onepolicy.cli.reference docs/reference` writes them anew, and the table of columns in the
+page beside the folder, docs/dump_schema.md.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from onepolicy.audit.schema import COLUMNS, ColumnSpec
 from onepolicy.cli import build_parser
 from onepolicy.cli.parser import Parser
 from onepolicy.config.correction import correction_presets
@@ -77,6 +79,24 @@ def presets() -> str:
     return text
 
 
+def with_columns(page: str) -> str:
+    """Return docs/dump_schema.md with a table of the columns that a dump may have."""
+    head, start, rest = page.partition("<!-- columns -->\n")
+    _, end, tail = rest.partition("<!-- end of columns -->")
+    table = "| column | type | meaning |\n|---|---|---|\n"
+    for name, spec in COLUMNS.items():
+        table += f"| `{name}` | {_column_type(spec)} | {_cell(spec.meaning)} |\n"
+    return head + start + table + end + tail
+
+
+def _column_type(spec: ColumnSpec) -> str:
+    one = {"int": "int", "float": "float", "bool": "0 / 1"}[spec.kind]
+    text = {"row": one, "token or row": f"{one}, or list of {one}"}.get(spec.per, f"list of {one}")
+    if spec.required:
+        text += ", required"
+    return text
+
+
 def _cell(text: str) -> str:
     return text.replace("|", r"\|").replace("\n", " ")
 
@@ -84,3 +104,5 @@ def _cell(text: str) -> str:
 if __name__ == "__main__":
     for file, text in pages().items():
         (Path(sys.argv[1]) / file).write_text(text, encoding="utf-8")
+    page = Path(sys.argv[1]).parent / "dump_schema.md"
+    page.write_text(with_columns(page.read_text(encoding="utf-8")), encoding="utf-8")
