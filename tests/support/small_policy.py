@@ -26,17 +26,19 @@ SMALL = PolicyConfig(
 def policy(tmp_path_factory):
     """Return the folder of a 3-layer MoE with its tokenizer, warmed up just enough to write
     responses."""
+    return make_small_policy(tmp_path_factory.mktemp("policies") / "small", SMALL)
+
+
+def make_small_policy(path, config):
     from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
     from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
 
     torch.set_num_threads(1)
-    tokenizer = make_tokenizer(task_alphabet(SMALL.task))
-    model = make_model(SMALL, len(tokenizer))
-    warm_up(
-        model, tokenizer, lambda mistakes: warmup_examples(SMALL.task, mistakes=0.0, seed=0), SMALL
-    )
-    path = tmp_path_factory.mktemp("policies") / "small"
-    save_policy(model, tokenizer, SMALL, path)
+    tokenizer = make_tokenizer(task_alphabet(config.task))
+    model = make_model(config, len(tokenizer))
+    examples = lambda mistakes: warmup_examples(config.task, mistakes=0.0, seed=0)  # noqa: E731
+    warm_up(model, tokenizer, examples, config)
+    save_policy(model, tokenizer, config, path)
     return path
 
 

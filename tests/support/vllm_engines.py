@@ -30,7 +30,7 @@ START_S = 600
 CONFIG = VLLMEngineConfig(dtype="float32", max_num_seqs=64, kv_cache_gib=0.125, block_size=BLOCK)
 
 
-def make_checkpoints(base):
+def make_checkpoints(base, expert_size=32):
     """Make `first`, and `second` with other weights, both with a tokenizer."""
     made = []
     for seed, name in enumerate(("first", "second")):
@@ -43,7 +43,7 @@ def make_checkpoints(base):
                 num_hidden_layers=3,
                 num_experts=16,
                 num_experts_per_tok=4,
-                moe_intermediate_size=32,
+                moe_intermediate_size=expert_size,
                 num_attention_heads=4,
                 num_key_value_heads=2,
                 head_dim=32,

@@ -62,6 +62,8 @@ class VLLMEngineConfig(Frozen):
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Share of a GPU's memory for weights, cache and activations. Unset: 0.92, or what a learner on
     the same GPU leaves."""
+    tensor_parallel_size: SmallCount = 1
+    """Devices that share the weights of one engine: of a server, or of a replica of Ray."""
     enable_sleep_mode: bool = True
     """Beside a learner on the same GPU: drop the cache and keep the weights in host memory while
     the learner works, unless they work at once (rollout.max_staleness)."""

@@ -6,7 +6,7 @@ A run without such an option does not load this file.
 from __future__ import annotations
 
 from onepolicy.config.cluster import ClusterConfig, RayCluster
-from onepolicy.config.engine import HFEngineConfig
+from onepolicy.config.engine import HFEngineConfig, VLLMEngineConfig
 from onepolicy.config.lora import LoraConfig
 from onepolicy.config.model import ModelConfig, TrainConfig
 from onepolicy.config.numerics import ON_POLICY, Numerics
@@ -28,6 +28,8 @@ def check_options(run: Sections) -> None:
         _check_stale_routes(run.rollout, run.replay, run.numerics)
     if run.train.lora is not None:
         _check_lora(run.train.lora, run)
+    if isinstance(run.rollout.engine, VLLMEngineConfig):
+        _check_tensor_parallel(run.rollout.engine.tensor_parallel_size, run.cluster)
 
 
 def _check_on_policy_engine(model: ModelConfig, rollout: RolloutConfig) -> None:
@@ -128,6 +130,22 @@ def _check_stale_routes(rollout: RolloutConfig, replay: ReplayConfig, numerics: 
             "replay.source: reprefill records routes when a step's samples are complete, with "
             f"other weights than sampled them where rollout.max_staleness = {stale}; set it to "
             f"engine, or {fix}"
+        )
+
+
+def _check_tensor_parallel(size: int, cluster: ClusterConfig) -> None:
+    if size == 1:
+        return
+    name = f"rollout.engine.tensor_parallel_size: {size}"
+    if not isinstance(cluster, RayCluster):
+        raise ValueError(
+            f"{name}, but an engine in the learner's process has that one device; set cluster.kind "
+            "= ray, or start a server (onepolicy engine serve) and use kind = vllm-server"
+        )
+    if cluster.gpus_per_replica not in (None, 0, size):
+        raise ValueError(
+            f"cluster.gpus_per_replica: {cluster.gpus_per_replica:g}, but {name} takes {size} "
+            "GPUs; leave cluster.gpus_per_replica out"
         )
 
 

@@ -31,7 +31,8 @@ def check_sections(run: Sections) -> None:
     _check_scale(run.objective, run.correction)
     rollout = run.rollout
     on_policy = run.numerics == ON_POLICY
-    if on_policy or rollout.pressure or rollout.overlaps or run.train.lora:
+    parallel = getattr(rollout.engine, "tensor_parallel_size", 1) > 1
+    if on_policy or rollout.pressure or rollout.overlaps or run.train.lora or parallel:
         from onepolicy.config.option_rules import check_options
 
         check_options(run)

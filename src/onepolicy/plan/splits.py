@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.step_work import devices_per_replica, in_process, num_servers, replicated
+from onepolicy.plan.step_work import (
+    devices_per_replica,
+    in_process,
+    num_servers,
+    replicated,
+    tensor_parallel_size,
+)
 
 ENGINE_SIZES = (1, 2, 4, 8, 16, 32, 64)  # devices of one engine that are tried
 
@@ -39,7 +45,8 @@ def possible_splits(
     kind = config.rollout.engine.kind
     if kind in ("hf", "vllm") and tensor_parallel not in (None, 1):
         raise UsageError(
-            f"--tensor-parallel: rollout.engine.kind = {kind} has one device; leave it out"
+            f"--tensor-parallel: it is for servers; rollout.engine.kind = {kind} has one device, "
+            "or under Ray rollout.engine.tensor_parallel_size; leave it out"
         )
     ranks = learners or config.train.ranks
     if config.train.lora is not None and ranks > 1:
@@ -92,7 +99,7 @@ def _ray_split(config: RunConfig, cluster: Cluster, ranks: int, engines: int | N
             f"--cluster: {cluster}, but train.ranks = {ranks} and {engines} replicas of "
             f"{replica_devices:g} need {needed} devices; give more, or lower cluster.replicas"
         )
-    return DeviceSplit(max(1, ranks), engines, 1)
+    return DeviceSplit(max(1, ranks), engines, tensor_parallel_size(config))
 
 
 def _server_splits(

@@ -120,5 +120,10 @@ def devices_per_replica(config: RunConfig, *, cpu: bool) -> float:
     if cpu:
         return cluster.cpus_per_replica
     if cluster.gpus_per_replica is None:
-        return 1.0
+        return tensor_parallel_size(config)
     return cluster.gpus_per_replica
+
+
+def tensor_parallel_size(config: RunConfig) -> int:
+    """Return the devices of an engine that the run starts itself."""
+    return getattr(config.rollout.engine, "tensor_parallel_size", 1)

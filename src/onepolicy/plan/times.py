@@ -322,7 +322,8 @@ def sync_seconds(
     - memory: copy into an engine in the same process
     - files: write once; every node of the engines reads
     - gloo: one broadcast through the hosts in a binomial tree, whose root sends once per level
-    - stream: write once, then broadcast as gloo does
+    - stream: write once, then broadcast to the replicas as gloo does; one of several devices
+      sends to these
     - nccl: broadcast from rank 0
 
     The check of an adapter after every sync is not counted.
@@ -336,13 +337,15 @@ def sync_seconds(
     if sync_method == "memory":
         return gather + (model_bytes + weights.total) / cluster["bandwidth"]
     sent = dims.total * BYTES[sent_dtype(config)]
-    receivers = engines * tensor_parallel
+    receivers, copied = engines * tensor_parallel, 0.0
+    if sync_method == "stream":  # to each replica, which sends to its devices
+        receivers, copied = engines, math.ceil(math.log2(tensor_parallel)) * sent / cluster["host"]
     levels, nodes = math.ceil(math.log2(1 + receivers)), math.ceil(receivers / cluster.per_node)
     written, broadcast = sent / cluster["disk"], levels * sent / cluster["host"]
     seconds = {
         "files": written * (1 + nodes),
         "gloo": broadcast,
-        "stream": written + broadcast,
+        "stream": written + broadcast + copied,
         "nccl": sent / cluster.point_to_point_bandwidth(),
     }
     return gather + seconds[sync_method]

@@ -29,7 +29,7 @@ from onepolicy.plan.learner_memory import (
     learner_memory,
     start_memory,
 )
-from onepolicy.plan.splits import DeviceSplit
+from onepolicy.plan.splits import DeviceSplit, possible_splits
 from onepolicy.plan.step_work import (
     StepWork,
     in_process,
@@ -72,7 +72,7 @@ DIMS = Dims(
 )
 WORK = StepWork(prompts=2, group=4, prompt=6, response=10, shared=True)
 WEIGHTS = EngineWeights(total=4000, routed=1600, embedding=1000)  # bfloat16
-HELD = MicroBatchMemory(saved=70.0, peak=100.0, logits=30.0, layer=6.0, tail=5.0)
+HELD = MicroBatchMemory(saved=70.0, peak=100.0, logits=30.0, layer=6.0, end=20.0, tail=5.0)
 HOW = {"slots": 30, "graphs": 1, "first": False, "cpu": True}
 ON_POLICY = ["numerics=on-policy", "rollout.engine.dtype=float32", "model.path=Qwen3-30B-A3B"]
 
@@ -215,6 +215,16 @@ def test_one_micro_batch_frees_activations_while_it_makes_gradients():
     assert held.activations + held.logits == 3000 - 500 * 4
     none_left = learner_memory(DIMS, config(), 4, HELD, **HOW | {"first": True})
     assert none_left.activations + none_left.logits == 5
+    recomputed = dataclasses.replace(HELD, end=900.0)  # only layer 0's gradients are to come
+    at_the_end = learner_memory(DIMS, config(), 4, recomputed, **HOW | {"first": True})
+    assert at_the_end.activations + at_the_end.logits == 900 - 4 * 125
+
+
+def test_adapters_alone_have_gradients():
+    dims = dataclasses.replace(DIMS, adapter=20)
+    held = learner_memory(dims, config(), 1, HELD, **HOW | {"first": True})
+    assert held.gradients == 80
+    assert held.activations + held.logits == 100 - 80
 
 
 def test_autocast_keeps_a_copy_of_every_matrix():
@@ -464,6 +474,12 @@ def test_ray_replicas_have_devices_of_their_own():
         DIMS, own, cluster(memory=10_000.0, engine_reserve=1000.0), WORK, WEIGHTS, 1
     )
     assert memory.room == 4000  # half a device
+    parallel = {"kind": "vllm", "tensor_parallel_size": 2}
+    own2 = config(cluster={"kind": "ray", "replicas": 3}, rollout={"engine": parallel})
+    (split,) = possible_splits(own2, cluster(8))
+    assert split == DeviceSplit(1, 3, 2)
+    with pytest.raises(UsageError, match="3 replicas of 2 need 7 devices"):
+        possible_splits(own2, cluster(6))
     assert default_sync_method(own) == "stream"
     assert default_sync_method(config(cluster=RAY | {"sync": "disk"})) == "files"
 

@@ -38,7 +38,7 @@ class ResourceRequest:
         rank_gpus = float(cuda)
         replica_gpus = cluster.gpus_per_replica
         if replica_gpus is None:
-            replica_gpus = rank_gpus
+            replica_gpus = rank_gpus * getattr(config.rollout.engine, "tensor_parallel_size", 1)
         rank = _bundle(config.train.threads or 1, rank_gpus)
         replica = _bundle(cluster.cpus_per_replica, replica_gpus)
         other_ranks = max(config.train.ranks - 1, 0)

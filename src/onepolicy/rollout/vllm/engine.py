@@ -31,7 +31,7 @@ from onepolicy.rollout.vllm.adapter import LoadedAdapter, adapter_of
 from onepolicy.rollout.vllm.memory import GPU_SHARE
 from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors, part_sizes
 from onepolicy.rollout.vllm.start import start_llm_engine
-from onepolicy.rollout.vllm.weights import reload_weights
+from onepolicy.rollout.vllm.weights import reload_weights, send_to_workers
 from onepolicy.sync.canary import inexact_dtype
 from onepolicy.types import Completion, RoutingTrace, Sampling
 
@@ -83,7 +83,7 @@ class VLLMEngine:
         text = hf_config.get_text_config()
         self.version = 0
         self.adapter: str | None = None  # name of the LoRA adapter that it samples with
-        self._vocab = int(text.vocab_size)
+        self._vocab, self._devices = int(text.vocab_size), config.tensor_parallel_size
         self.caps = EngineCaps(
             returns_routes=route_spec is not None,
             max_len=max_len,
@@ -149,7 +149,11 @@ class VLLMEngine:
         self._wake()
         self._runner.clear_cache("load_weights")
         self.version = -1  # until the last tensor is loaded
-        self.llm.collective_rpc(reload_weights, args=(self._names.stream_to_checkpoint(weights),))
+        named = self._names.stream_to_checkpoint(weights)
+        if self._devices > 1:
+            await send_to_workers(self.llm, named, version, self._devices)
+        else:
+            self.llm.collective_rpc(reload_weights, args=(named,))
         self._runner.clear_cache("load_weights")
         self.version = version
 

@@ -23,7 +23,7 @@ from onepolicy.rollout.servers.token import create_token_file, remove_token_file
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm import reaper
 from onepolicy.rollout.vllm.guard import HOSTS_VARIABLE, TOKEN_VARIABLE, VOCAB_VARIABLE, Guard
-from onepolicy.rollout.vllm.start import engine_args
+from onepolicy.rollout.vllm.start import UNBOUND, engine_args
 from onepolicy.rollout.vllm.worker import WorkerExtension
 from onepolicy.telemetry import OPT_OUT
 
@@ -95,6 +95,8 @@ def run_server(
     with _server_token(token, host, port, log) as server_token:
         hosts = allowed_hosts(host, names)
         variables = server_environment(server_token, hosts=hosts, vocab=vocab, cpu=cpu)
+        if cpu and config.tensor_parallel_size > 1:
+            variables |= UNBOUND
         url = _client_url(host, port)
         client = EngineClient(url, token_env=token_env, retries=0, server="the vLLM server")
         with _run_command(command, variables) as process:

@@ -27,6 +27,14 @@ from onepolicy.telemetry import OPT_OUT
 
 # In this process, so that weights are loaded without a copy. No telemetry.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **OPT_OUT}
+WORKER_PROCESSES = {
+    "distributed_executor_backend": "mp",
+    "worker_extension_cls": "onepolicy.rollout.vllm.worker.WorkerExtension",
+}
+"""EngineArgs of an engine of several devices, each in a process of its own."""
+UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Else vLLM 0.30 wants a NUMA node for each of several devices that are CPUs."""
+CPU_EXPERT_ROWS = 32
 OLDEST, NEWEST = (0, 16), (0, 33)
 """Versions with the Python interface used here. Run: 0.30 on the CPU. Read: the others."""
 
@@ -77,6 +85,11 @@ def start_llm_engine(
         gpu_share=gpu_share,
     )
     experts: AbstractContextManager[None] = nullcontext()
+    if config.tensor_parallel_size > 1:
+        arguments |= WORKER_PROCESSES
+        if cpu:
+            os.environ.update(UNBOUND)
+            _check_cpu_experts(path, config.tensor_parallel_size, trust_remote_code)
     if lora is not None:
         from onepolicy.rollout.vllm.adapter import cpu_experts, lora_args  # not in a server
 
@@ -153,6 +166,7 @@ def engine_args(
         "generation_config": "vllm",  # no sampling defaults from the model's folder
         "dtype": config.dtype,
         "max_model_len": max_len,
+        "tensor_parallel_size": config.tensor_parallel_size,
         "max_num_seqs": config.max_num_seqs,
         "block_size": config.block_size,
         "enable_prefix_caching": config.enable_prefix_caching,
@@ -168,6 +182,20 @@ def engine_args(
         **memory_args(config, cpu=cpu, share=gpu_share),
         **vllm_quant.quantization_args(quant),
     }
+
+
+def _check_cpu_experts(path: str, size: int, trust_remote_code: bool) -> None:
+    """Raise UsageError for experts that vLLM 0.30's CPU kernel pads, which it cannot load again."""
+    from onepolicy.models.load import read_config  # not in a server
+
+    model = ModelConfig(path=path, trust_remote_code=trust_remote_code)
+    rows = getattr(read_config(model).get_text_config(), "moe_intermediate_size", None)
+    if rows is not None and rows % (CPU_EXPERT_ROWS * size):
+        raise UsageError(
+            f"rollout.engine.tensor_parallel_size: {size}, but each of {size} processes would have "
+            f"{rows}/{size} rows of an expert, and on a CPU vLLM 0.30 loads only multiples of "
+            f"{CPU_EXPERT_ROWS} again; lower it"
+        )
 
 
 def check_vllm_version(version: str, *, cpu: bool) -> None:

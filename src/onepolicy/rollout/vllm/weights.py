@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from typing import Any
 
 from torch import nn
 
+from onepolicy.config import TrainingError
 from onepolicy.interfaces import NamedWeights
 
 
@@ -20,6 +22,37 @@ def reload_weights(worker: Any, weights: NamedWeights) -> None:
         abort_reload(worker)
         raise
     pack_experts(worker.get_model())
+
+
+async def send_to_workers(llm: Any, weights: NamedWeights, version: int, workers: int) -> None:
+    """Send weights to the worker processes of an LLMEngine on this machine, and wait for them.
+
+    Raises TrainingError, with the first cause, if one of them has not loaded all weights.
+    """
+    from onepolicy.sync.broadcast import ReceiverLost, Sender
+    from onepolicy.sync.group import start_in_daemon_thread
+
+    with Sender(receivers=workers) as sender:
+
+        def load() -> None:
+            try:
+                results = llm.collective_rpc("onepolicy_receive", args=(sender.invitation, version))
+                problems = [each["problem"] for each in results if each["problem"]]
+                if problems:
+                    raise TrainingError(problems[0])
+            except BaseException:
+                sender.cancel()
+                raise
+
+        loading = start_in_daemon_thread(load)
+        try:
+            sender.send(weights, version)
+        except ReceiverLost:
+            loading.result()
+            raise
+        finally:
+            wait([loading])  # vLLM takes one call at a time
+        loading.result()
 
 
 def abort_reload(worker: Any) -> None:

@@ -17,6 +17,8 @@ from onepolicy.train import checkpoint
 from onepolicy.types import Sampling
 from support.metrics import rows
 from support.ray_runs import RAY, kill_in_the_middle, repeated, start_noting
+from support.small_policy import SMALL, make_small_policy
+from support.small_recipe import write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(1800)]
 STEPS, MAX_LEN = 3, 128
@@ -79,14 +81,46 @@ def test_replicas_sample_from_the_learners_weights(
     assert_as_fresh(answers, checkpoint.latest_checkpoint(out))
 
 
-def assert_as_fresh(answers, folder):
+def test_replicas_of_two_devices(answers, tmp_path, monkeypatch, caplog):
+    """One of them is killed, with both of its processes, and comes back with its weights."""
+    wide = make_small_policy(tmp_path / "wide", SMALL.model_copy(update={"expert_size": 64}))
+    recipe = write_recipe(wide, "steps = 3", "train = { threads = 1 }", "eval = { every = 0 }")
+    processes = start_noting(monkeypatch)
+    done = kill_in_the_middle(monkeypatch, processes, "replica 0", version=1)
+    settings = [
+        *RAY,
+        *SETTINGS,
+        "cluster.replicas=2",
+        "train.device=cpu",
+        "cluster.cpus_per_replica=2",
+    ]
+    settings += ["rollout.engine.tensor_parallel_size=2", "cluster.start_timeout=900"]
+    settings += ["cluster.restart_timeout=900", "log.report=false"]
+    out = tmp_path / "run"
+    with caplog.at_level(logging.WARNING):
+        assert main(["train", str(recipe), f"out={out}", *settings]) == 0
+    assert done
+    assert "replica 0 is back after" in caplog.text
+    assert all(row["mismatch/k3"] < 1e-6 for row in rows(out))
+    assert list(answers) == list(range(STEPS + 1))
+    fresh = asyncio.run(answers_of(fresh_engine(checkpoint.latest_checkpoint(out))))
+    for version, of_replicas in answers.items():
+        for found in of_replicas.values():
+            (first, expected) = (each[0].logp for each in (found, fresh))
+            near = torch.allclose(first, expected, rtol=0, atol=1e-5)
+            assert near == (version == STEPS)
+
+
+def fresh_engine(folder):
     hf = read_config(model := ModelConfig(path=str(folder)))
     routes = RouteSpec(
         tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error"
     )
-    fresh = asyncio.run(
-        answers_of(VLLMEngine(model, hf, ENGINE, route_spec=routes, max_len=MAX_LEN, cpu=True))
-    )
+    return VLLMEngine(model, hf, ENGINE, route_spec=routes, max_len=MAX_LEN, cpu=True)
+
+
+def assert_as_fresh(answers, folder):
+    fresh = asyncio.run(answers_of(fresh_engine(folder)))
     assert len({float(of["replica 0"][0].logp.sum()) for of in answers.values()}) == STEPS + 1
     for version, of_replicas in answers.items():
         assert len(of_replicas) == 2

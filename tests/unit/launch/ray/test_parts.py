@@ -106,6 +106,21 @@ def test_room():
     assert [request.rank_bundle(1), request.replica_bundle(0)] == [1, 3]
     request = ResourceRequest.from_config(settings("cluster.gpus_per_replica=0.5"), cuda=True)
     assert request.replicas == ({"CPU": 1.0, "GPU": 0.5},)
+    parallel = settings("rollout.engine.kind=vllm", "rollout.engine.tensor_parallel_size=4")
+    request = ResourceRequest.from_config(parallel, cuda=True)
+    assert request.replicas == ({"CPU": 1.0, "GPU": 4.0},)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cluster.kind=local", "the learner's process has that one device"),
+        ("cluster.gpus_per_replica=1", "tensor_parallel_size: 4 takes 4 GPUs"),
+    ],
+)
+def test_devices_that_do_not_go_with_tensor_parallelism(override, words):
+    with pytest.raises(UsageError, match=words):
+        settings("rollout.engine.kind=vllm", "rollout.engine.tensor_parallel_size=4", override)
 
 
 def completion(weights=False):

@@ -39,6 +39,7 @@ class Names:
 @pytest.fixture
 def asleep():
     engine = VLLMEngine.__new__(VLLMEngine)
+    engine._devices = 1
     engine.llm = engine._runner = Log()
     engine._names, engine._sleeps, engine._asleep, engine.version = Names(), True, False, 0
     engine.sleep()
