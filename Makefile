@@ -200,7 +200,7 @@ test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## the tests that need it
 
 # A machine with a GPU brings its own torch: GPU_PYTHON is the Python that has it. What else its image lacks travels as wheels.
 GPU_PYTHON ?= python3
-GPU_WHEELS := transformers tokenizers huggingface_hub pydantic pydantic_core annotated-types typing-inspection tomlkit httpx2 httpcore2 truststore rich markdown-it-py mdurl Pygments
+GPU_WHEELS := transformers tokenizers huggingface_hub pydantic pydantic_core annotated-types typing-inspection tomlkit httpx2 httpcore2 anyio h11 idna typing_extensions truststore rich markdown-it-py mdurl Pygments
 .PHONY: gpu-wheels gpu-site
 gpu-wheels: ## packages that an image with torch may lack, for Python 3.12 on Linux, into .gpu-wheels
 	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \
