@@ -1,4 +1,4 @@
-"""The cost of the alignment detector, and the agreement of real routes: the numbers of
+"""The cost of the alignment detector, and the agreement of real routes: numbers of docs/costs.md and
 docs/replay_checks.md.
 
     python benchmarks/detector.py cost --model tiny        # the parts of a replayed forward
