@@ -59,9 +59,9 @@ def test_every_recipe_is_tested():
 def test_the_planned_cache_is_that_of_the_server_that_the_recipe_starts(name):
     """The server is started by the command in the recipe's first comment."""
     head = (FOLDER / name).read_text()
-    command = r"engine serve \S+ ((?:\w+=\w+ )+).*?--tensor-parallel-size=(\d+)"
-    settings, size = re.search(command, head, re.DOTALL).groups()
-    served = ServeConfig.model_validate(dict(each.split("=") for each in settings.split()))
+    (command,) = re.search(r"engine serve (.*?tensor_parallel_size=\d+)", head, re.DOTALL).groups()
+    served = ServeConfig.model_validate(dict(re.findall(r"(\w+)=(\w+)", command)))
+    size = served.tensor_parallel_size
     arguments = engine_args(
         served,
         "MODEL",
@@ -72,16 +72,18 @@ def test_the_planned_cache_is_that_of_the_server_that_the_recipe_starts(name):
         trust_remote_code=False,
     )
     made = planned(name)
-    device = made.engine_device_memory(int(size))
+    device = made.engine_device_memory(size)
     left = cache_bytes(
         arguments,
         memory=made.cluster["memory"],
-        weights=made.weights.total / int(size),
+        weights=made.weights.total / size,
         reserve=made.cluster["engine_reserve"],
     )
     assert device.cache == left
     assert left > 30e9
-    assert "--kv-cache-memory-bytes" not in command_line(arguments, "127.0.0.1", 8000)
+    words = command_line(arguments, "127.0.0.1", 8000)
+    assert "--kv-cache-memory-bytes" not in words
+    assert words[words.index("--tensor-parallel-size") + 1] == str(size)
     assert tuple(
         parse_cluster("8xH200")[constant] for constant in ("engine_share", "engine_reserve")
     ) == (GPU_SHARE, RESERVE)
