@@ -85,7 +85,7 @@ def open_engine(path):
 class ServerProcess:
     """`onepolicy engine serve` and its output."""
 
-    def __init__(self, folder, log, port=None, token_env=None):
+    def __init__(self, folder, log, port=None, token_env=None, settings=()):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = port or free.getsockname()[1]
@@ -93,7 +93,7 @@ class ServerProcess:
         settings = [
             f"{name}={getattr(CONFIG, name)}"
             for name in ("dtype", "max_num_seqs", "kv_cache_gib", "block_size")
-        ]
+        ] + list(settings)
         serve = [sys.executable, "-m", "onepolicy", "engine", "serve", "--port", str(self.port)]
         serve += ["--token-env", token_env, str(folder)] if token_env else [str(folder)]
         with log.open("ab") as file:

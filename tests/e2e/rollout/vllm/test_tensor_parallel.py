@@ -1,4 +1,5 @@
-"""An engine whose weights two processes share, as a replica of Ray with two devices has it."""
+"""Engines whose weights two processes share: as a replica of Ray with two devices, and as a server
+of two workers."""
 
 import asyncio
 
@@ -12,7 +13,9 @@ from onepolicy.types import Sampling
 from support.vllm_engines import (
     CONFIG,
     MAX_LEN,
+    ServerProcess,
     alone,
+    connect,
     make_checkpoints,
     play,
     prompts,
@@ -70,6 +73,17 @@ def test_both_processes_follow_the_learner(parallel, models):
     check_follows(parallel, models[1])
     (done,) = alone(parallel, [(prompts(1)[0], Sampling(1.0, 8), 3)])
     assert (done.version == 7).all()
+
+
+def test_both_workers_of_a_server_follow_the_learner(folders, models, tmp_path):
+    server = ServerProcess(folders[0], tmp_path / "log", settings=["tensor_parallel_size=2"])
+    try:
+        engine = connect(server.wait_until_ready(), folders[0])
+        asyncio.run(engine.load_weights(models[1].state_dict().items(), 5))
+        assert engine.version == 5
+        check_follows(engine, models[1])
+    finally:
+        server.stop()
 
 
 def test_a_sync_that_breaks_off_is_an_error_and_the_next_one_repairs_it(parallel, models):
