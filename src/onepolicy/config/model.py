@@ -90,6 +90,9 @@ class TrainConfig(Frozen):
     of a step. Needs objective.num_minibatches = 1 and no activation checkpointing. Unset: in steps
     of one micro-batch, where it costs no memory."""
 
+    skip_zero_advantage: bool = True
+    """Leave groups whose rewards are equal out of the update's forward and backward, where the
+    loss has no other term: objective.baseline group or leave-one-out, one minibatch, no ranks."""
     share_prompts: bool = False
     """Compute the common prefix of a group's samples once per forward, where tokens and replayed
     routes agree. On a CPU; idle with numerics = on-policy and with soft replay."""

@@ -13,7 +13,7 @@ from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.numerics import Numerics, dependent_defaults
 from onepolicy.config.objective import ObjectiveConfig
 from onepolicy.config.renamed import RUN_KEYS
-from onepolicy.config.replay import R2, R3, ReplayConfig, RolloutReplay
+from onepolicy.config.replay import R2, R3, ReplayConfig, RolloutReplay, SoftReplay
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.rules import check_sections
 from onepolicy.config.task import EpisodeTask, TaskConfig
@@ -130,6 +130,26 @@ class RunConfig(Frozen):
     def scores_old(self) -> bool:
         """True if the trainer scores a batch before the update."""
         return self.correction.ratio == "old/rollout"
+
+    @property
+    def skips_zero_advantage(self) -> bool:
+        """True if groups without advantages have no part in the update, nor in what it measures.
+
+        Their ratios would be 1, because the weights are those of the scoring.
+        """
+        objective = self.objective
+        return (
+            self.train.skip_zero_advantage
+            and not self.train.ranks
+            and self.scores_old
+            and self.correction.live_part is None
+            and not isinstance(self.replay, SoftReplay)
+            and objective.baseline in ("group", "leave-one-out")
+            and objective.normalise != "global"
+            and objective.num_minibatches == 1
+            and not objective.kl.coef
+            and not objective.entropy_coef
+        )
 
     def reuses_scoring_forward(self, micro_batches: int) -> bool:
         """Return whether the update uses the graphs of this many scoring forwards."""

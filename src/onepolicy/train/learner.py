@@ -118,7 +118,7 @@ class LocalLearner:
         step. Adds the loss and its parts to `sums`. Returns the gradient norm.
         """
         self.scoring.begin_minibatch(batch)
-        for samples in self.scorer.micro_batches(batch):
+        for samples in self.scorer.updated_micro_batches(batch):
             self._backward(self.scorer.micro_batch(batch, samples), samples, slots, sums)
         self.scoring.end_minibatch()
         return self._optimizer_step(index)

@@ -70,21 +70,22 @@ class PolicyScorer:
     ) -> TokenBatch:
         """Score like `score`, without its check of the routes.
 
-        keep_graph: called with the samples and the scores of each micro-batch, which then carry a
-        graph.
+        keep_graph: called with the samples and the scores of each micro-batch that the update
+        computes. These scores carry a graph.
         """
         buffer = ScoreBuffer(batch)
         replay = replay and self.replay_mode.replays_in_scoring
-        with_graph = keep_graph is not None
-        entropy_graph = with_graph and self.config.objective.entropy_coef > 0
+        updated = [] if keep_graph is None else self.updated_micro_batches(batch)
         for samples in self.micro_batches(batch):
+            with_graph = samples in updated
+            entropy_graph = with_graph and self.config.objective.entropy_coef > 0
             micro = self.micro_batch(batch, samples)
             with (
                 torch.set_grad_enabled(with_graph),
                 self.routing_context(micro, native=True, replay=replay) as handle,
             ):
                 scored = self.forward(micro, entropy_graph=entropy_graph, trainer_top=True)
-                if keep_graph is not None:
+                if with_graph and keep_graph is not None:
                     self.replay_mode.record_update_forward(handle)
                     keep_graph(samples, scored)
             buffer.add_scores(samples, scored, handle)
@@ -129,6 +130,21 @@ class PolicyScorer:
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         """Return the sample indices of each forward."""
+        if self.config.skips_zero_advantage:
+            from onepolicy.train.zero_advantage import split_micro_batches
+
+            return split_micro_batches(batch, self._pack)
+        return self._pack(batch)
+
+    def updated_micro_batches(self, batch: TokenBatch) -> list[list[int]]:
+        """Return the sample indices of each forward of an update, some of `micro_batches`."""
+        if self.config.skips_zero_advantage:
+            from onepolicy.train.zero_advantage import with_advantage
+
+            return with_advantage(batch, self.micro_batches(batch))
+        return self.micro_batches(batch)
+
+    def _pack(self, batch: TokenBatch) -> list[list[int]]:
         budget = self.config.train.tokens_per_micro_batch
         if self._sharing is not None:
             return self._sharing.micro_batches_of_groups(batch, budget)
