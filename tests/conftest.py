@@ -22,11 +22,12 @@ from support.needs import need  # noqa: E402
 MAY_LACK = ("this processor", "this system", "no CUDA device")
 
 
-# A shell lets what it starts in the background ignore these, and so would every process that a test
-# starts.
+# A shell lets what it starts in the background ignore these, nohup the last. So would every process
+# that a test starts.
 for number, usual in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
 ):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
