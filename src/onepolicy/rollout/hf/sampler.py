@@ -88,10 +88,7 @@ def sample_tokens(logits: Tensor, uniform: Tensor, rows: BatchSampling) -> Sampl
     if rows.top_k is not None or rows.top_p is not None:
         tempered = apply_top_k_top_p(tempered, top_k=rows.top_k, top_p=rows.top_p)
     logp = torch.log_softmax(tempered, -1)
-    cdf = logp.exp().cumsum(-1, dtype=torch.float64)
-    target = uniform[:, None] * cdf[:, -1:]  # rounding may leave the total a little off 1
-    tokens = torch.searchsorted(cdf, target, right=True)  # skips zero probabilities
-    tokens = tokens.clamp_(max=logits.shape[1] - 1)
+    tokens = _invert_cdf(logp.exp(), uniform)
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
     top_logp: Tensor | None = None
@@ -99,6 +96,18 @@ def sample_tokens(logits: Tensor, uniform: Tensor, rows: BatchSampling) -> Sampl
     if rows.top_logprobs:
         top_logp, top_ids = logp.topk(rows.top_logprobs, -1)
     return Sampled(tokens[:, 0], logp.gather(-1, tokens)[:, 0], top_ids, top_logp)
+
+
+def _invert_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
+    """Return [B, 1] int64: the token at which the running sum of each row passes `uniform`."""
+    if probability.shape[1] >= 8192 and probability.device.type == "cpu":
+        from onepolicy.rollout.hf import large_vocabulary
+
+        return large_vocabulary.invert_cdf(probability, uniform)
+    cdf = probability.cumsum(-1, dtype=torch.float64)
+    target = uniform[:, None] * cdf[:, -1:]  # rounding may leave the total a little off 1
+    tokens = torch.searchsorted(cdf, target, right=True)  # skips zero probabilities
+    return tokens.clamp_(max=probability.shape[1] - 1)
 
 
 def check_sampling(sampling: Sampling) -> None:
