@@ -79,7 +79,7 @@ def sort_by_expert(
     tokens, top_k = top_k_index.shape
     experts = top_k_index.reshape(-1)
     block, quarter = least, len(experts) // (4 * num_experts)  # of an expert's rows
-    if linear.onednn_available() and quarter >= SMALLEST_BLOCK:
+    if linear.prefers_onednn() and quarter >= SMALLEST_BLOCK:
         block = max(least, min(BLOCK, 1 << (quarter.bit_length() - 1)))
     order = torch.argsort(experts, stable=True)
     counts = torch.bincount(experts, minlength=num_experts)

@@ -1,13 +1,14 @@
-"""float32 linear layers on a CPU with AVX-512, by oneDNN's kernels.
+"""float32 linear layers on a CPU with AVX-512 that is not Intel's, by oneDNN's kernels.
 
 torch multiplies float32 with MKL, which uses AVX-512 on Intel's CPUs only. On others oneDNN is
-about twice as fast. Both are exact float32 sums, in different orders. oneDNN compiles a kernel for
-every shape, in about 1 ms, and keeps it.
+about twice as fast; on Intel's it is not, so that they keep MKL. Both are exact float32 sums, in
+different orders. oneDNN compiles a kernel for every shape, in about 1 ms, and keeps it.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ MIN_MULTIPLICATIONS = 2_000_000
 
 def use_onednn_linear(model: nn.Module, device: torch.device) -> None:
     """Make this model's linear layers use `linear`. Parameters, names and hooks stay the same."""
-    if device.type == "cpu" and onednn_available():
+    if device.type == "cpu" and prefers_onednn():
         for module in model.modules():
             if is_plain_linear(module):
                 module.__class__ = CPULinear
@@ -32,11 +33,19 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 @cache
-def onednn_available() -> bool:
-    """Return whether oneDNN's kernels can be used, and with AVX-512."""
+def prefers_onednn() -> bool:
+    """Return whether oneDNN's kernels use AVX-512 on this CPU, and MKL's do not."""
     return (
-        torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+        torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and torch.backends.mkldnn.is_available()
+        and not (torch.backends.mkl.is_available() and _is_intel())
     )
+
+
+def _is_intel() -> bool:
+    """Return whether Linux says that the CPU is Intel's."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "GenuineIntel" in info.read_text()
 
 
 class CPULinear(nn.Linear):
@@ -78,7 +87,7 @@ def _onednn_is_faster(x: Tensor, width: int) -> bool:
     return (
         (x.dtype, x.device.type) == (torch.float32, "cpu")
         and x.numel() * width >= MIN_MULTIPLICATIONS
-        and onednn_available()
+        and prefers_onednn()
     )
 
 

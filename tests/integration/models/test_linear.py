@@ -13,7 +13,7 @@ from onepolicy.models import linear
 @pytest.mark.parametrize("shape", [(7, 48), (1, 300, 48), (2, 3, 40, 48)])
 def test_same_values_and_gradients(shape, bias, monkeypatch):
     monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 0)
-    monkeypatch.setattr(linear, "onednn_available", lambda: True)
+    monkeypatch.setattr(linear, "prefers_onednn", lambda: True)
     torch.manual_seed(0)
     theirs = nn.Sequential(nn.Linear(48, 24, bias=bias), nn.Linear(24, 16, bias=bias))
     ours = copy.deepcopy(theirs)
@@ -45,7 +45,7 @@ def test_other_dtypes_and_autocast_are_torchs_own(monkeypatch):
 
 
 def test_prepare_skips_subclasses_and_other_devices(monkeypatch):
-    monkeypatch.setattr(linear, "onednn_available", lambda: True)
+    monkeypatch.setattr(linear, "prefers_onednn", lambda: True)
 
     class Other(nn.Linear):
         pass
@@ -60,7 +60,7 @@ def test_prepare_skips_subclasses_and_other_devices(monkeypatch):
 @pytest.mark.parametrize("shape", [(70, 8, 20), (70, 20, 8)])
 def test_products_without_a_graph(shape, monkeypatch):
     monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 0)
-    monkeypatch.setattr(linear, "onednn_available", lambda: True)
+    monkeypatch.setattr(linear, "prefers_onednn", lambda: True)
     torch.manual_seed(0)
     rows, inner, outer = shape
     x, weight, y = torch.randn(rows, inner), torch.randn(outer, inner).T, torch.randn(rows, outer)

@@ -79,7 +79,7 @@ def test_experts_equal_the_eager_loop(monkeypatch, seed, tokens, blocks):
     monkeypatch.setattr(
         experts, "BLOCK", 2 if blocks else 1 << 40
     )  # rows of an expert filled up to pairs, or not
-    monkeypatch.setattr(linear, "onednn_available", lambda: True)
+    monkeypatch.setattr(linear, "prefers_onednn", lambda: True)
     monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 0 if blocks else 1 << 40)
     block = make("qwen3_moe").model.layers[0].mlp.experts
     generator = torch.Generator().manual_seed(seed)
