@@ -93,9 +93,9 @@ class TrainConfig(Frozen):
     skip_zero_advantage: bool = True
     """Leave groups whose rewards are equal out of the update's forward and backward, where the
     loss has no other term: objective.baseline group or leave-one-out, one minibatch, no ranks."""
-    share_prompts: bool = False
+    share_prompts: bool = True
     """Compute the common prefix of a group's samples once per forward, where tokens and replayed
-    routes agree. On a CPU; idle with numerics = on-policy and with soft replay."""
+    routes agree. On a CPU; not with numerics = on-policy, nor in soft replay."""
 
     lora: LoraSetting = None
     """Train low-rank adapters in place of the weights (docs/lora.md). Unset or off: all weights."""
