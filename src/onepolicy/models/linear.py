@@ -45,7 +45,7 @@ def prefers_onednn() -> bool:
 def _is_intel() -> bool:
     """Return whether Linux says that the CPU is Intel's."""
     info = Path("/proc/cpuinfo")
-    return info.exists() and "GenuineIntel" in info.read_text()
+    return info.exists() and "GenuineIntel" in info.read_text(encoding="utf-8")
 
 
 class CPULinear(nn.Linear):

@@ -189,14 +189,15 @@ def test_rows_not_valid_are_not_compared(parts, batch) -> None:
 
 
 def test_the_library_call(parts, batch) -> None:
-    model, routers = parts.learner.model, parts.learner.routers
+    model = copy.deepcopy(parts.learner.model)  # with another attention than the learner's
+    model.set_attn_implementation("eager")
+    routers = bind_routers(model)
     for by, aligned in ((0, True), (1, False)):
         rows = slice(0, int(batch.cu_seqlens[1]))
         trace = dataclasses.replace(batch.routing.rows(rows.start, rows.stop), spans=())
         trace = dataclasses.replace(trace, ids=trace.ids.roll(by, 0))
         micro = batch.select([0])
         with torch.no_grad(), routers.replay(trace, native=True) as replayed:
-            model.set_attn_implementation("eager")
             model(input_ids=micro.input_ids[None], use_cache=False)
         if aligned:
             replayed.check_alignment()
