@@ -2,6 +2,7 @@
 
     python benchmarks/engine.py              # batch 16, 64, 256 in float32 and bfloat16, one thread
     python benchmarks/engine.py --batches 64 --dtypes float32 --rounds 7
+    python benchmarks/engine.py --batches 64 --dtypes float32 --profile   # where its time is
 
 Absolute numbers depend on the machine and on what else runs on it (one thread is timed in CPU
 seconds, so that waiting for a core does not count); the ratios are what to look at. `on / off` is
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -104,6 +106,19 @@ def measure(batch: int, dtype: str, args: argparse.Namespace) -> dict[str, float
     return {name: batch * args.new / value for name, value in seconds.items()}
 
 
+def profile_engine(batch: int, dtype: str, args: argparse.Namespace) -> None:
+    """Print the operators of a recording engine by their own CPU time."""
+    model = build_model().to(args.device, DTYPES[dtype])
+    prompts = torch.randint(3, 32, (batch, args.prompt), device=args.device)
+    config = HFEngineConfig(dtype=dtype, max_num_seqs=batch)
+    engine = HFEngine(model, config, return_routes=True, max_len=args.prompt + args.new)
+    run = engine_runner(engine, prompts, args.new)
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        run()
+    print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -117,8 +132,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds; the median counts")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--profile", action="store_true", help="operators of the engine, no times")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.profile:
+        for dtype, batch in itertools.product(args.dtypes, args.batches):
+            profile_engine(batch, dtype, args)
+        return
     table = Table(
         title=f"tokens per second, {args.prompt} + {args.new} tokens, {args.threads} thread(s), "
         f"{args.device}"
