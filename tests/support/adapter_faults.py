@@ -17,7 +17,6 @@ from onepolicy.config import TrainingError, resolve
 from onepolicy.models import lora
 from onepolicy.run.adapter_check import AdapterCheck, start_adapter
 from onepolicy.run.step import push_and_check
-from onepolicy.sync.sent_tensors import sent_tensors
 
 FAULTS = {
     "never delivered": "verl#7495",
@@ -41,7 +40,7 @@ WORDS = (
 """Part of an error -> what showed the fault."""
 
 
-def settings(policy, kind="hf", sync="merged", dtype="bfloat16", **engine):
+def settings(policy, kind="hf", sync="merged", dtype="bfloat16", ranks=0, **engine):
     lora = {"rank": 4, "sync": sync}
     if (kind, sync) == ("vllm", "native"):
         lora["targets"] = ["attention"]
@@ -55,7 +54,7 @@ def settings(policy, kind="hf", sync="merged", dtype="bfloat16", **engine):
                 "sampling": {"max_tokens": 32},
                 "engine": {"kind": kind, "dtype": dtype, "max_num_seqs": 32, **engine},
             },
-            "train": {"threads": 1, "lora": lora},
+            "train": {"threads": 1, "ranks": ranks, "device": "cpu", "lora": lora},
             "eval": {"every": 0},
             "log": {"tensorboard": False, "report": False},
         },
@@ -73,7 +72,7 @@ def plant(fault, components):
         """Return what this sync gives: merged tensors, or A and B."""
         if engine.caps.takes_adapter:
             return learner.adapter.copy_factors()
-        tensors = sent_tensors(learner.model, engine.caps.weights_dtype)
+        tensors = learner.named_weights(engine.caps.weights_dtype)
         return {n: t.clone() for n, t in tensors}
 
     def without():
@@ -165,7 +164,8 @@ def _frozen(engine):
 
 @torch.no_grad()
 def update(learner):
-    """Stand in for an optimiser step."""
+    """Stand in for an optimiser step. On several ranks it is rank 0's adapter that is sent."""
+    learner = getattr(learner, "rank_0", learner)
     generator = torch.Generator().manual_seed(learner.version)
     for tensor in lora.adapter_tensors(learner.model).values():
         tensor += UPDATE * torch.randn(tensor.shape, generator=generator)

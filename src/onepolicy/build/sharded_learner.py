@@ -16,6 +16,7 @@ from onepolicy.build.learner import (
 from onepolicy.config import ModelConfig, RunConfig
 from onepolicy.models.empty import empty_model
 from onepolicy.models.load import DTYPES
+from onepolicy.train.extension import LearnerExtension
 from onepolicy.train.sharded.fsdp import FSDPSharding
 from onepolicy.train.sharded.learner import ShardedLearner
 from onepolicy.train.sharded.rank import RankLearner, RankScorer
@@ -40,14 +41,25 @@ def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> R
     set_num_threads(config)
     sharding = FSDPSharding(ranks.mesh, _compute_dtype(config))
     trained = load_training_model(model, ranks.device, sharding)
+    if config.train.lora is not None:
+        from onepolicy.sync.adapters import add_adapter
+
+        add_adapter(trained, config.train.lora, model.path, config.seed)
     install_chunks(trained, config)
     scorer = RankScorer(trained, config, routers=routers_of(trained, model))
     like = empty_model(model)
     like.generation_config = trained.generation_config
-    reference = build_reference(config, scorer.vocab_size, ranks.device, sharding)
+    extensions: list[LearnerExtension] = []
+    reference = adapter = None
+    if config.train.lora is not None:
+        from onepolicy.build.lora import build_adapter
+
+        adapter, extensions = build_adapter(scorer)
+    if not extensions:
+        reference = build_reference(config, scorer.vocab_size, ranks.device, sharding)
     critic = build_critic(model, config, ranks.device, sharding)
-    extensions = build_extensions(config, reference=reference, critic=critic)
-    return RankLearner(scorer, like=like, extensions=extensions, critic=critic)
+    extensions += build_extensions(config, reference=reference, critic=critic)
+    return RankLearner(scorer, like=like, extensions=extensions, critic=critic, adapter=adapter)
 
 
 def _compute_dtype(config: RunConfig) -> torch.dtype | None:

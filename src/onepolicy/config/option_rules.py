@@ -152,11 +152,6 @@ def _check_tensor_parallel(size: int, cluster: ClusterConfig) -> None:
 def _check_lora(lora: LoraConfig, run: Sections) -> None:
     """Refuse settings that adapters do not go with."""
     engine = run.rollout.engine
-    if run.train.ranks:
-        raise ValueError(
-            f"train.lora: with train.ranks = {run.train.ranks} the adapters would have to be "
-            "sharded, which onepolicy does not do yet; set train.ranks to 0, or leave it out"
-        )
     if run.numerics == ON_POLICY:
         raise ValueError(
             "train.lora: the trainer adds B A x to W x and the engine multiplies by W + B A, which "

@@ -9,6 +9,7 @@ which peft stores as A [r E, I] and B [O, r E].
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
@@ -126,7 +128,9 @@ def product(a: Tensor, b: Tensor, scaling: float, experts: int, *, transposed: b
 def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the plain model: base + adapter, in float32 where there is an adapter.
 
-    Inside `adapters_off` these are the frozen weights themselves.
+    Inside `adapters_off` these are the frozen weights themselves. Of a sharded model every adapted
+    weight is gathered, so that this rank's A and B alone count. All ranks must read it together;
+    which of them have their adapters off does not matter. Other tensors stay shards.
     """
     layers = adapted_layers(model)
     for name, tensor in model.state_dict().items():
@@ -134,10 +138,19 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         plain = name.replace(WRAPPED, "")
         layer = layers.get(plain)
-        if layer is None or layer.disable_adapters:
+        if layer is None:
             yield plain, tensor
+        elif layer.disable_adapters:
+            yield plain, gather_whole(tensor)
         else:
-            yield plain, tensor.float() + delta(layer)
+            yield plain, gather_whole(tensor).float() + delta(layer)
+
+
+def gather_whole(tensor: Tensor) -> Tensor:
+    """Return the whole tensor of a shard. Every rank must call this together."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 @contextlib.contextmanager
@@ -203,20 +216,39 @@ def merged_in(model: nn.Module, dtype: torch.dtype, *, adapter: bool) -> Iterato
 
     They are rounded to `dtype`. adapter: with the adapter; False: the frozen weights alone.
     """
-    saved = []
-    for name, layer in adapted_layers(model).items():
-        weight = getattr(layer.get_base_layer(), name.rsplit(".", 1)[1])
-        merged = weight.data.float()
-        if adapter:
-            merged = merged + delta(layer)
-        saved.append((weight, weight.data.cpu()))  # for the CPU this is no copy
-        weight.data = merged.to(dtype).to(weight.dtype)
-    try:
-        with adapters_off(model):
-            yield
-    finally:
-        for weight, data in saved:
-            weight.data = data.to(weight.device)
+    with contextlib.ExitStack() as undo:
+        for name, layer in adapted_layers(model).items():
+            weight = getattr(layer.get_base_layer(), name.rsplit(".", 1)[1])
+            if isinstance(weight, DTensor):
+                hook = functools.partial(_merge_gathered, name=name, dtype=dtype, adapter=adapter)
+                assert isinstance(layer, nn.Module)
+                undo.callback(layer.register_forward_pre_hook(hook).remove)
+            else:
+                undo.callback(_set_data, weight, weight.data.cpu())  # for the CPU this is no copy
+                weight.data = _merged(layer, weight, dtype, adapter=adapter)
+        undo.enter_context(adapters_off(model))
+        yield
+
+
+def _merged(layer: LoraLayer, weight: Tensor, dtype: torch.dtype, *, adapter: bool) -> Tensor:
+    """Return the weight of a layer, with its adapter or without, rounded to `dtype`."""
+    merged = weight.data.float()
+    if adapter:
+        merged = merged + delta(layer)
+    return merged.to(dtype).to(weight.dtype)
+
+
+def _set_data(weight: Tensor, data: Tensor) -> None:
+    weight.data = data.to(weight.device)
+
+
+@torch.no_grad()
+def _merge_gathered(
+    layer: LoraLayer, _: object, *, name: str, dtype: torch.dtype, adapter: bool
+) -> None:
+    """Merge into the copy of a sharded weight that was gathered for this forward alone."""
+    weight = getattr(layer.get_base_layer(), name.rsplit(".", 1)[1])
+    weight.copy_(_merged(layer, weight, dtype, adapter=adapter))
 
 
 @torch.no_grad()

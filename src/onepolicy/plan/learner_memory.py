@@ -52,7 +52,7 @@ def checkpoint_cost(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int)
     written, widened = size / disk, 0.0
     if config.optim.state == "8bit":
         widened = dims.total * (parameter_bytes - weight_bytes) * policies
-    if ranks == 1:
+    if ranks == 1 or dims.adapter:  # rank 0 writes an adapter alone
         return CheckpointCost(size, widened, written, 2 * written, None, exported)
     rewritten = 2 * dims.total * weight_bytes / disk
     staged = (size + widened) * min(ranks, cluster.per_node) / ranks
@@ -184,7 +184,7 @@ def gathered_bytes(
 
     A layer's gradients are sent to the other ranks in float32 after its `activations` [bytes] have
     been freed. On a GPU two layers' gradients exist at once, because one layer sends while the next
-    computes.
+    computes. Beside adapters a layer has none.
     """
     copies = 0.0
     if config.train.autocast == "bfloat16":
@@ -194,7 +194,7 @@ def gathered_bytes(
     gathered_layers, sent_layers = (2, 1) if cpu else (3, 2)
     itemsize = BYTES[gather_dtype(config)]
     layer = ranks * sum(shard_sizes(dims.layer_shapes, ranks))
-    sent = FLOAT32 * layer * sent_layers
+    sent = 0.0 if dims.adapter else FLOAT32 * layer * sent_layers
     gathered = itemsize * (dims.outside + layer * gathered_layers)
     return copies + gathered + max(0.0, sent - activations)
 

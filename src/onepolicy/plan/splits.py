@@ -49,10 +49,6 @@ def possible_splits(
             "or under Ray rollout.engine.tensor_parallel_size; leave it out"
         )
     ranks = learners or config.train.ranks
-    if config.train.lora is not None and ranks > 1:
-        raise UsageError(
-            f"--learners: {ranks}, but adapters (train.lora) are not sharded; leave it out"
-        )
     if in_process(config):
         return _in_process_splits(config, cluster, ranks, engines)
     if replicated(config):

@@ -40,14 +40,26 @@ def communication_volume(
     micro_batches = work.micro_batches(config.train.tokens_per_micro_batch, ranks)
     itemsize = BYTES[gather_dtype(config)]
     gathers = 2 + config.scores_old
-    per_micro_batch = dims.total * (ranks - 1) / ranks * (itemsize * gathers + FLOAT32)
+    gathered = micro_batches * dims.total * itemsize * gathers
+    summed = summed_bytes(dims, config, micro_batches)
     return CommunicationVolume(
         route_bytes_per_token=kept_bytes,
         routes=kept,
         routes_sent=sent,
         weights=_synced_bytes(dims, config),
-        gathered=micro_batches * per_micro_batch,
+        gathered=(ranks - 1) / ranks * (gathered + summed),
     )
+
+
+def summed_bytes(dims: Dims, config: RunConfig, micro_batches: int) -> float:
+    """Return the bytes of gradients that the ranks sum in a step.
+
+    FSDP2 sums those of all weights after every micro-batch. Those of adapters are summed once per
+    optimiser step, on every rank, which sends them twice.
+    """
+    if dims.adapter:
+        return 2.0 * FLOAT32 * dims.adapter * config.objective.num_minibatches
+    return float(FLOAT32) * dims.total * micro_batches
 
 
 def sends_factors(config: RunConfig) -> bool:
@@ -275,7 +287,8 @@ def learning_time(
     reused = config.reuses_scoring_forward(micro_batches)
     passes = 3 + train.activation_checkpointing - reused
     gathers = 1 + (not reused)
-    update_gather = byte_gather * (gathers * itemsize + FLOAT32)
+    summed = summed_bytes(dims, config, micro_batches) * (ranks - 1) / ranks / bandwidth
+    update_gather = byte_gather * gathers * itemsize + summed
     update = PassTime(passes * compute, update_gather, passes * launch)
     if config.objective.has_critic:
         score, update = score.plus(forward), update.times(2)

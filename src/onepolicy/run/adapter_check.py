@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,10 +25,12 @@ from onepolicy.models import lora
 from onepolicy.models.load import DTYPES
 from onepolicy.sync.canary import canary_prompts
 from onepolicy.sync.push import checked_push, push_weights
-from onepolicy.sync.sent_tensors import sent_tensors
-from onepolicy.train.learner import LocalLearner
 from onepolicy.types import Completion, Sampling
 from onepolicy.verdict.adapter import FAULTS, Share, find_fault, root_mean_square, share
+
+if TYPE_CHECKING:
+    from onepolicy.train.learner import LocalLearner
+    from onepolicy.train.sharded.learner import ShardedLearner
 
 PROMPTS, TOP = 32, 64
 """Prompts of the fixed batch, and likeliest tokens after each that are compared."""
@@ -46,8 +48,7 @@ class AdapterCheck:
     """The check of one run's adapter, with what it has to remember from sync to sync."""
 
     def __init__(self, components: Components, note: Callable[[str], None]) -> None:
-        learner = components.learner
-        assert isinstance(learner, LocalLearner)
+        learner = _learner_of(components)
         assert learner.adapter is not None
         self.components, self.learner, self.adapter = components, learner, learner.adapter
         self.engine, self.note = components.engine, note
@@ -210,15 +211,18 @@ class AdapterCheck:
         if self.engine.caps.takes_adapter:
             self._check_factors()
             frozen = self.adapter.off()
+        compared = adapted.keys() & held.keys()
         with frozen:
-            sent = dict(sent_tensors(self.learner.model, self.engine.caps.weights_dtype))
-        for name in adapted.keys() & held.keys():
-            if not _equal(held[name], sent[name]):
-                raise TrainingError(
-                    f"weight sync: after version {self.learner.version} of the adapter "
-                    f"{self.adapter.name!r} was pushed, {name!r} of {type(self.engine).__name__} "
-                    f"is {self._name_weights(name, held[name])}"
-                )
+            sent = self.learner.named_weights(self.engine.caps.weights_dtype)
+            # read to the end, so that the ranks of a sharded learner stay in step
+            wrong = [n for n, own in sent if n in compared and not _equal(held[n], own)]
+        if wrong:
+            name = wrong[0]
+            raise TrainingError(
+                f"weight sync: after version {self.learner.version} of the adapter "
+                f"{self.adapter.name!r} was pushed, {name!r} of {type(self.engine).__name__} "
+                f"is {self._name_weights(name, held[name])}"
+            )
 
     def _check_factors(self) -> None:
         """Raise TrainingError if an engine that computes with A and B has others."""
@@ -240,10 +244,10 @@ class AdapterCheck:
         """Return words for the weights that an engine holds in place of the right ones."""
         dtype = self.engine.caps.weights_dtype
         with self.adapter.off():
-            if _equal(held, dict(sent_tensors(self.learner.model, dtype))[name]):
+            if _equal(held, dict(self.learner.named_weights(dtype))[name]):
                 return FAULTS["base"]
         with lora.scaled_adapters(self.learner.model, 2):
-            if _equal(held, dict(sent_tensors(self.learner.model, dtype))[name]):
+            if _equal(held, dict(self.learner.named_weights(dtype))[name]):
                 return FAULTS["twice"]
         return "something else, perhaps an earlier version"
 
@@ -304,12 +308,15 @@ def _equal(held: Tensor, sent: Tensor) -> bool:
     return torch.equal(held, sent.to(held.device, held.dtype))
 
 
+def _learner_of(components: Components) -> LocalLearner | ShardedLearner:
+    return cast("LocalLearner | ShardedLearner", components.learner)
+
+
 async def check_adapter(components: Components) -> dict[str, float]:
     """Check the engine's adapter after a sync. Return what was measured."""
-    learner = components.learner
-    assert isinstance(learner, LocalLearner)
-    assert learner.adapter is not None
-    check = learner.adapter.check
+    adapter = _learner_of(components).adapter
+    assert adapter is not None
+    check = adapter.check
     assert isinstance(check, AdapterCheck), "the start of a run makes it"
     return await check.after_push()
 

@@ -25,7 +25,10 @@ BASE = "base_checksum"  # in the header of the adapter's file
 
 
 class Adapter:
-    """The adapter inside the learner's model."""
+    """The adapter inside the learner's model.
+
+    On several ranks every rank has one with the same A and B, and the frozen weights are sharded.
+    """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         """Take over a model that has adapters. name: of the adapter in engines and replies."""
@@ -35,7 +38,8 @@ class Adapter:
 
     def _base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         with self.off():
-            yield from lora.merged_tensors(self.model)
+            for name, tensor in lora.merged_tensors(self.model):
+                yield name, lora.gather_whole(tensor)
 
     def off(self) -> AbstractContextManager[None]:
         """Return a context in which the model computes with its frozen weights alone."""

@@ -7,12 +7,14 @@ import torch
 from safetensors.torch import load_file
 
 from onepolicy.cli import main
-from onepolicy.config import ModelConfig, UsageError, load
+from onepolicy.config import ModelConfig, load
 from onepolicy.config.lora import LoraConfig
 from onepolicy.models import lora
 from onepolicy.models.load import load_model
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner
+from onepolicy.plan.splits import DeviceSplit
+from onepolicy.plan.times import communication_volume
 from onepolicy.sync.adapters import add_adapter
 from onepolicy.train import checkpoint
 from support.metrics import rows
@@ -78,8 +80,20 @@ def test_the_reference_of_the_kl_takes_nothing(recipe, tmp_path, policy):
     assert planned(recipe, tmp_path, *second)["chosen"]["learner_bytes"]["others"] > 0
 
 
-def test_adapters_are_not_planned_on_several_ranks(recipe):
-    config = load(recipe, ["train.lora.rank=4"])
-    made = Planner(config, config.model, parse_cluster("4xcpu"))
-    with pytest.raises(UsageError, match=r"adapters .* are not sharded"):
-        made.possible_splits(learners=2)
+def test_every_rank_has_the_whole_adapter_and_a_part_of_the_rest(recipe):
+    """What ranks send is counted by hand: weights for two passes over each micro-batch, and A and B
+    twice, since every rank gets the sum of their gradients."""
+    config = load(recipe, ["train.lora.rank=4", "objective.num_minibatches=2"])
+    planner = Planner(config, config.model, parse_cluster("4xcpu"))
+    one, two = (planner.evaluate_split(DeviceSplit(ranks, 1, 1)) for ranks in (1, 2))
+    held, shared = one.learner, two.learner
+    dims = planner.dims
+    assert (shared.optimiser, shared.gradients) == (held.optimiser, held.gradients)
+    assert shared.parameters - 4 * dims.adapter == within_5_percent(
+        (held.parameters - 4 * dims.adapter) / 2
+    )
+    assert two.save.size == one.save.size
+    gathers = 2 + config.scores_old
+    micro_batches = planner.work.micro_batches(config.train.tokens_per_micro_batch, 2)
+    sent = (micro_batches * gathers * 4 * dims.total + 2 * 2 * 4 * dims.adapter) / 2
+    assert communication_volume(dims, config, planner.work, 2).gathered == sent

@@ -167,7 +167,6 @@ def test_every_target_is_trained(train):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("train.ranks=2", "adapters would have to be sharded"),
         ("numerics=on-policy", "numerics = on-policy forbids"),
         ("objective.preset=ppo", "a critic is trained whole"),
         ("train.lora.base=nf4", "QLoRA"),

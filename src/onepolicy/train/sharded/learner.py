@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from onepolicy.config import R2, RunConfig
 from onepolicy.interfaces import Update
@@ -27,6 +28,12 @@ from onepolicy.train.sharded.rank import NATIVE, REPLACED, SCORED, RankLearner
 from onepolicy.train.sharded.ranks import Ranks
 from onepolicy.train.sharded.wire import Message, batch_message
 from onepolicy.types import RoutingTrace, TokenBatch
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
+    from onepolicy.train.lora import Adapter
 
 
 class RankDispatcher:
@@ -119,8 +126,17 @@ class ShardedScorer:
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         return micro_batches(batch, self._scorer.config.train.tokens_per_micro_batch)
 
+    def routing_context(
+        self, micro: TokenBatch, *, native: bool
+    ) -> AbstractContextManager[RouteRecorder | ReplayHandle | None]:
+        """Return a context in which rank 0 replays routes. The other ranks' logits are dropped."""
+        return self._scorer.routing_context(micro, native=native)
+
     def logits(self, micro: TokenBatch, slots: Tensor) -> Tensor:
-        """Return logits like `PolicyScorer.logits`. All ranks compute them together."""
+        """Return logits like `PolicyScorer.logits`. All ranks compute them together.
+
+        They are those of rank 0's adapter and routes: the others only help to gather weights.
+        """
         other_ranks = self._dispatcher.other_ranks
         other_ranks.broadcast(batch_message({"do": "logits"}, micro))
         with other_ranks.attribute_failures():
@@ -140,6 +156,15 @@ class ShardedLearner:
     @property
     def config(self) -> RunConfig:
         return self.rank_0.config
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model of rank 0: its shards, and all of an adapter."""
+        return self.rank_0.model
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.rank_0.adapter
 
     @property
     def routers(self) -> Routers | None:
@@ -231,7 +256,13 @@ class ShardedLearner:
                 other_ranks.recv()
 
     def save(self, folder: Path, finish: Callable[[], None]) -> None:
-        """Write the checkpoint into `folder` in the background, then call `finish` there."""
+        """Write the checkpoint into `folder` in the background, then call `finish` there.
+
+        Every rank has the whole adapter and its optimiser, so rank 0 writes them at once.
+        """
+        if self.adapter is not None:
+            self.rank_0.save(folder, finish)
+            return
         self.dispatcher.run_on_folder("save", folder)
         assert self.rank_0.pending_save is not None
         self.rank_0.pending_save.then(partial(self._export, folder, finish))
@@ -243,7 +274,7 @@ class ShardedLearner:
             self.rank_0.pending_save = None
 
     def restore(self, folder: Path) -> None:
-        """Restore a checkpoint, except for the policy's weights."""
+        """Restore a checkpoint, except for the policy's weights. An adapter is restored."""
         self.dispatcher.run_on_folder("restore", folder)
 
     def _export(self, folder: Path, finish: Callable[[], None]) -> None:

@@ -120,6 +120,13 @@ class RankLearner(LocalLearner):
         for name, tensor in sent_tensors(self.model, dtype):
             yield name, gather_full_tensor(tensor)
 
+    def _optimizer_step(self, minibatch: int) -> float:
+        if self.adapter is not None:
+            from onepolicy.train.sharded.adapter import sum_gradients
+
+            sum_gradients(self.model)
+        return super()._optimizer_step(minibatch)
+
     def start_saving(self, folder: Path) -> shards.PendingSave:
         """Start to write the shards in the background.
 

@@ -144,6 +144,16 @@ def test_replicas_and_ranks_on_two_nodes(train, two_nodes, processes):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
 
 
+def test_adapters_on_ranks_reach_a_replica(train, two_nodes):
+    """The replica cannot be read, so log-probabilities say that it holds the adapter."""
+    lora = ["train.lora.rank=4", "optim.lr=5e-3", "rollout.engine.dtype=float32", "eval.every=0"]
+    cluster = [f"cluster.address={two_nodes.address}", "cluster.replicas=1", "train.ranks=2"]
+    out = train("lora", *OVERRIDES, *RAY, *lora, *cluster)
+    delivered = [row["adapter/delivered"] for row in rows(out) if "adapter/delivered" in row]
+    assert delivered == pytest.approx([1] * 3, abs=1e-2)
+    assert (checkpoint.latest_checkpoint(out) / "adapter_model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_sampling_ahead_on_two_replicas(killed, train, processes, monkeypatch):
     """No token is older than allowed, also in requests that are repeated after a replica was

@@ -1,0 +1,239 @@
+"""Adapters (train.lora) on two ranks: their gradients, merged weights, checkpoints and checks."""
+
+import asyncio
+import itertools
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onepolicy.build.components import build_components
+from onepolicy.cli import main
+from onepolicy.models import lora
+from onepolicy.tiny.model import make_tokenizer
+from onepolicy.train import checkpoint
+from onepolicy.train.optim import clip_gradients
+from support.adapter_faults import FAULTS, first_seen, seen_by, settings
+from support.metrics import rows, timeless
+from support.models import make
+from support.rank_cases import (
+    QWEN,
+    assert_close,
+    assert_equal_steps,
+    batch_for,
+    joined,
+    learner_on,
+    one_step,
+)
+
+ALL = 'train.lora.targets=["attention", "experts", "routers"]'
+LORA = [*QWEN, "train.lora.rank=4", ALL]
+CASES = {
+    "plain": LORA,
+    "idle": [*LORA, "train.tokens_per_micro_batch=15"],
+    "recompute": [*LORA, "train.activation_checkpointing=true"],
+    "kl_entropy": [*LORA, "objective.kl.coef=0.1", "objective.entropy_coef=0.01"],
+    "r2": ["train.lora.rank=4", ALL, "replay.mode=r2", "objective.num_minibatches=2"],
+    "weights": ["train.lora.rank=4", "replay.mode=weights", *QWEN],
+    "bypass": [*LORA, "correction.preset=ppo-is", "objective.num_minibatches=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    with joined(2, tmp_path_factory.mktemp("rendezvous")) as others:
+        yield others
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make("qwen3_moe").save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one(case, two, folder):
+    assert_equal_steps(CASES[case], two, folder)
+
+
+def gradients_of_a_step(learner, monkeypatch):
+    """Return the gradients of one optimiser step, before they are clipped."""
+    found = {}
+
+    def clip(model, limit):
+        found.update((n, p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None)
+        return clip_gradients(model, limit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("onepolicy.train.learner.clip_gradients", clip)
+        one_step(learner, batch_for(learner))
+    return found
+
+
+@pytest.mark.parametrize("case", ["plain", "idle", "recompute"])
+def test_gradients_of_two_ranks_are_those_of_one_process(case, two, folder, monkeypatch):
+    one, ranked = (learner_on(others, folder, CASES[case]) for others in (None, two))
+    for learner in (one, ranked):  # B is 0 at first, and so is the gradient of A
+        one_step(learner, batch_for(learner))
+    expected, found = (gradients_of_a_step(each, monkeypatch) for each in (one, ranked))
+    assert found.keys() == expected.keys()
+    assert all(".lora_" in name for name in found)
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        assert scale > 0, name
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-4 * scale)
+
+
+def test_every_rank_updates_the_same_adapter(two, folder):
+    """The same sample on either rank gets the same scores, which updates have moved."""
+    learner = learner_on(two, folder, ["train.lora.rank=4", ALL, "replay.mode=off"])
+    batch = batch_for(learner)
+    pair = batch.select([3, 3])
+    before = learner.score(pair).logp_old
+    for _ in range(3):
+        one_step(learner, batch)
+    after = learner.score(pair).logp_old
+    on_rank_0, on_rank_1 = after.chunk(2)
+    assert (after - before).abs().max() > 1e-3
+    torch.testing.assert_close(on_rank_1, on_rank_0, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_merged_weights_are_those_of_one_process(dtype, two, folder):
+    """To the bit, with the adapter and without it, whatever the other rank's adapter does."""
+    one, ranked = (learner_on(others, folder, LORA) for others in (None, two))
+    one_step(ranked, batch_for(ranked))
+    lora.set_adapter(one.model, ranked.adapter.tensors(), "")
+    assert ranked.adapter.base_checksum == one.adapter.base_checksum
+    merged, expected = dict(ranked.named_weights(dtype)), dict(one.named_weights(dtype))
+    with ranked.adapter.off(), one.adapter.off():
+        frozen, expected_frozen = dict(ranked.named_weights(dtype)), dict(one.named_weights(dtype))
+    for found, known in ((merged, expected), (frozen, expected_frozen)):
+        assert found.keys() == known.keys()
+        assert all(found[name].dtype == known[name].dtype for name in known)
+        assert all(torch.equal(found[name], known[name]) for name in known)
+    assert any(not torch.equal(merged[name], frozen[name]) for name in frozen)
+
+
+def test_a_trial_merge_leaves_the_shards_alone(two, folder):
+    """Its logits are those of one process, whose weights are replaced meanwhile."""
+    one, ranked = (learner_on(others, folder, LORA) for others in (None, two))
+    start = {name: tensor.clone() for name, tensor in ranked.named_weights()}
+    micro = batch_for(one).replace(routing=None)
+    slots = micro.trainable.nonzero()[:, 0]
+    found, kinds = [], (("float32", True), ("bfloat16", True), ("bfloat16", False))
+    for dtype, adapter in kinds:
+        logits = []
+        for learner in (one, ranked):
+            with (
+                lora.trial_adapter(learner.model, 0.05, seed=0),
+                lora.merged_in(learner.model, getattr(torch, dtype), adapter=adapter),
+            ):
+                logits.append(learner.scorer.logits(micro, slots))
+        torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=2e-4)
+        found.append(logits[1])
+    assert min(float((a - b).abs().max()) for a, b in itertools.pairwise(found)) > 2e-3
+    assert all(torch.equal(tensor, start[name]) for name, tensor in ranked.named_weights())
+
+
+def saved(learner, run):
+    path = checkpoint.save(run, learner, make_tokenizer("abc"), step=1, extra={})
+    learner.finish_saving()
+    return path
+
+
+def test_checkpoints_have_one_layout_and_resume_on_either(two, folder, tmp_path):
+    learners = {0: learner_on(None, folder, LORA), 2: learner_on(two, folder, LORA)}
+    paths, tensors, expected = {}, {}, {}
+    for ranks, learner in learners.items():
+        one_step(learner, batch_for(learner))
+        paths[ranks] = saved(learner, tmp_path / str(ranks))
+        names = (lora.WEIGHTS, checkpoint.OPTIMIZER)
+        tensors[ranks] = {name: load_file(paths[ranks] / name) for name in names}
+        _, expected[ranks], _ = one_step(learner, batch_for(learner))
+    files = [sorted(path.name for path in paths[ranks].iterdir()) for ranks in (0, 2)]
+    assert files[0] == files[1]
+    assert (paths[0] / lora.CONFIG).read_text() == (paths[2] / lora.CONFIG).read_text()
+    shapes = [
+        {(name, k): (t.shape, t.dtype) for name, each in of_run.items() for k, t in each.items()}
+        for of_run in tensors.values()
+    ]
+    assert shapes[0] == shapes[1]
+    assert all(".lora_" in name for name in tensors[2][checkpoint.OPTIMIZER] if name != "rng")
+    for source, others in ((2, two), (2, None), (0, two)):
+        again = learner_on(others, folder, LORA)
+        again.restore(paths[source])
+        assert (again.version, again.updates) == (1, 1)
+        _, found, _ = one_step(again, batch_for(again))
+        if (source, others) == (2, two):
+            assert {k: v for k, v in found.items() if "time" not in k} == {
+                k: v for k, v in expected[2].items() if "time" not in k
+            }
+            own, known = again.adapter.tensors(), learners[2].adapter.tensors()
+            assert all(torch.equal(own[name], known[name]) for name in known)
+        else:
+            assert_close(found, expected[source])
+
+
+@pytest.mark.parametrize("sync", ["merged", "native"])
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_planted_failure_is_named(fault, sync, two, policy):
+    components, _ = build_components(settings(policy, "hf", sync, ranks=2), ranks=two)
+    step, message = asyncio.run(first_seen(components, fault))
+    if fault is None:
+        assert (step, message) == (None, "")
+    else:
+        assert step in (1, 2), message
+        assert seen_by(message) != message
+
+
+RUN = ("train.ranks=2", "train.device=cpu", "train.lora.rank=4", "optim.lr=5e-3", "eval.every=0")
+
+
+def adapter_and_optimizer(run, step):
+    folder = checkpoint.checkpoint_folder(run, step)
+    names = (lora.WEIGHTS, checkpoint.OPTIMIZER)
+    return {f"{name} {k}": t for name in names for k, t in load_file(folder / name).items()}
+
+
+def test_a_run_on_two_ranks_resumes_to_the_bit_and_on_one_process(train, tmp_path):
+    settings = (*RUN, "rollout.engine.dtype=float32", "checkpoint.every=1")
+    whole = train("whole", *settings, "steps=3")
+    part = train("part", *settings, "steps=1")
+    shutil.copytree(part, tmp_path / "one")
+    assert main(["train", "--resume", str(part), "steps=3"]) == 0
+    assert list(map(timeless, rows(whole))) == list(map(timeless, rows(part)))
+    expected, found = adapter_and_optimizer(whole, 3), adapter_and_optimizer(part, 3)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for row in rows(whole):
+        assert row["adapter/delivered"] == pytest.approx(1, abs=1e-2)
+        assert row["mismatch/k3"] < 1e-7
+    assert main(["train", "--resume", str(tmp_path / "one"), "steps=2", "train.ranks=0"]) == 0
+    again = rows(tmp_path / "one")[1]
+    for name in ("train/loss", "train/grad_norm", "adapter/effect"):
+        assert again[name] == pytest.approx(rows(whole)[1][name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "train.lora.sync=native",
+        "train.lora.sync=native rollout.max_staleness=1",
+        "rollout.max_staleness=1",
+        "train.activation_checkpointing=true",
+        "train.fsdp_param_dtype=bfloat16",
+        "objective.kl.coef=0.1",
+        "rollout.quant=int8",
+        "eval.every=1",
+    ],
+)
+def test_options_beside_adapters_on_two_ranks(train, setting):
+    run = train("lora", *RUN, "steps=2", *setting.split(" "))
+    last = [row for row in rows(run) if "adapter/effect" in row][-1]
+    assert last["adapter/effect"] > 0
+    stale = "rollout.max_staleness=1" in setting  # k3 counts a step of learning too
+    assert last["mismatch/k3"] < (1 if stale else 0.05)
