@@ -27,7 +27,7 @@ from onepolicy.sync.sent_tensors import sent_tensors
 from onepolicy.train import checkpoint, pack
 from onepolicy.train.checks import check_batch
 from onepolicy.train.extension import LearnerExtension, MicroBatch
-from onepolicy.train.old_policy_scoring import build_scoring
+from onepolicy.train.old_policy_scoring import ScoringFirst
 from onepolicy.train.optim import (
     clip_gradients,
     learning_rate,
@@ -64,7 +64,11 @@ class LocalLearner:
         self.updates = 0  # optimiser steps made, by this run and the runs it was forked from
         self.skipped = 0  # optimiser steps skipped in a row, because gradients were not finite
         self.optimizer = adamw(self.model, self.config.optim, scorer.device)
-        self.scoring = build_scoring(scorer)
+        self.scoring = ScoringFirst(scorer)
+        if not self.config.scores_old:
+            from onepolicy.train.bypass_scoring import BypassScoring
+
+            self.scoring = BypassScoring(scorer)
         if self.config.train.activation_checkpointing:
             from onepolicy.train.activation_checkpointing import checkpoint_activations
 

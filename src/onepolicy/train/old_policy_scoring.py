@@ -70,12 +70,3 @@ class ScoringFirst:
     def _forward(self, micro: TokenBatch) -> Scored:
         entropy_graph = self.scorer.config.objective.entropy_coef > 0
         return self.scorer.forward(micro, entropy_graph=entropy_graph)
-
-
-def build_scoring(scorer: PolicyScorer) -> ScoringFirst:
-    """Build the scoring that the run's settings ask for."""
-    if not scorer.config.scores_old:
-        from onepolicy.train.bypass_scoring import BypassScoring
-
-        return BypassScoring(scorer)
-    return ScoringFirst(scorer)
