@@ -1,6 +1,6 @@
 """GRPO in TRL with rollout routing replay: a tiny MoE, on a CPU, in seconds.
 
-    pip install onepolicy trl==1.16.0
+    pip install onepolicy trl==1.16.0   # until the first release: the path of a clone
     python examples/trl_grpo.py
 
 The sampler is a bfloat16 copy of the trainer's model behind a `rollout_func`, in the place of an

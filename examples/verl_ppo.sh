@@ -2,7 +2,7 @@
 # verl 0.9.1 trains a MoE with GRPO on GSM8K: its vLLM returns the experts of every token, onepolicy's FSDP engine replays
 # them, truncated importance sampling corrects the rest. Eight GPUs of 80 GB.
 #
-#   pip install verl==0.9.1 'vllm>=0.22' onepolicy pyarrow
+#   pip install verl==0.9.1 'vllm>=0.22' onepolicy pyarrow  # until the first release: the path of a clone
 #   MODEL=Qwen/Qwen3-30B-A3B DATA=~/data/gsm8k examples/verl_ppo.sh  # train.parquet and test.parquet, as for any run of verl
 #
 # Only the lines between the two marks are onepolicy's. Further overrides go behind: examples/verl_ppo.sh trainer.nnodes=2
@@ -17,7 +17,7 @@ export VERL_ENGINE_VENDOR=onepolicy
 OURS=(
   # --- onepolicy
   trainer.v1.trainer_mode=onepolicy_sync
-  +trainer.onepolicy.correction=tis
+  +trainer.onepolicy.correction=tis  # with replay only where mismatch/k3 stays above 1e-3
   +trainer.onepolicy.dump="$PWD/dump"
   actor_rollout_ref.rollout.enable_rollout_routing_replay=true
   actor_rollout_ref.rollout.calculate_log_probs=true
