@@ -36,6 +36,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
+        "--trl-continuous-batching",
+        action="store_true",
+        help="TRL samples by transformers' paged attention with continuous batching",
+    )
+    parser.add_argument(
         "--workload",
         default="26+75",
         choices=["26+75", "512+128", "128+1000"],
@@ -210,6 +215,7 @@ def compare(folder: str) -> None:
             bf16=False,
             use_cpu=True,
             gradient_checkpointing=False,
+            use_transformers_continuous_batching=args.trl_continuous_batching,
             model_init_kwargs=None,
             logging_strategy="no",
             save_strategy="no",

@@ -1,0 +1,109 @@
+"""Norms with a backward of one formula: bits of the forward, gradients against float64."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+
+from onepolicy.models import rms_norm
+from onepolicy.models.prepare import prepare_for_training
+from support.models import CONFIGS, make
+
+
+def norm_of(kind, size=48):
+    """Return a norm whose weights are random."""
+    module = kind(size)
+    with torch.no_grad():
+        module.weight.uniform_(-2, 2)
+    return module
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeRMSNorm, MixtralRMSNorm, OlmoeRMSNorm, GptOssRMSNorm])
+@pytest.mark.parametrize("shape", [(5, 48), (1, 7, 4, 48), (1, 0, 48)])
+def test_same_bits_forward_and_gradients_as_near_to_float64(kind, shape):
+    torch.manual_seed(0)
+    theirs = norm_of(kind)
+    ours = copy.deepcopy(theirs)
+    exact = copy.deepcopy(theirs).double()
+    rms_norm.use_few_passes(ours)
+    assert isinstance(ours, kind)
+    assert type(ours).__name__ == kind.__name__
+    x, grad = torch.randn(shape) * 3, torch.randn(shape)
+    found = []
+    for module, leaf in ((theirs, x.clone()), (ours, x.clone()), (exact, x.double())):
+        out = module(leaf.requires_grad_())
+        if module is exact:  # the class itself rounds to float32: compute the formula
+            mean = leaf.pow(2).mean(-1, keepdim=True)
+            out = module.weight * leaf * torch.rsqrt(mean + module.variance_epsilon)
+        found.append((out, *torch.autograd.grad(out, (leaf, module.weight), grad.to(out.dtype))))
+    assert torch.equal(found[0][0], found[1][0])
+    assert "RMSNormFunction" in found[1][0].grad_fn.name()
+    for their, our, right in zip(*(f[1:] for f in found), strict=True):
+        assert our.shape == right.shape
+        if right.numel() and right.any():
+            errors = [((g - right).abs().max() / right.abs().max()).item() for g in (their, our)]
+            assert errors[1] <= 2 * errors[0] + 1e-7
+
+
+def test_only_what_needs_a_gradient_has_one():
+    module = norm_of(Qwen3MoeRMSNorm)
+    rms_norm.use_few_passes(module)
+    module.weight.requires_grad_(False)
+    x = torch.randn(3, 48, requires_grad=True)
+    module(x).sum().backward()
+    assert x.grad is not None
+    assert module.weight.grad is None
+    module.weight.requires_grad_()
+    module(x.detach()).sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_norms_of_other_bits_are_left_alone():
+    """Gemma adds 1 to its weights; a norm may also round, or have another parameter."""
+
+    class RoundingRMSNorm(Qwen3MoeRMSNorm):
+        def forward(self, x):
+            return super().forward(x).bfloat16().float()
+
+    class ShiftedRMSNorm(Qwen3MoeRMSNorm):
+        def __init__(self, size):
+            super().__init__(size)
+            self.bias = nn.Parameter(torch.zeros(size))
+
+    kinds = [Gemma2RMSNorm, RoundingRMSNorm, ShiftedRMSNorm, nn.RMSNorm, nn.LayerNorm]
+    model = nn.Sequential(*(kind(48) for kind in kinds))
+    rms_norm.use_few_passes(model)
+    assert [type(module) for module in model] == kinds
+
+
+def test_without_a_graph_or_in_other_dtypes_the_class_computes(monkeypatch):
+    module = norm_of(Qwen3MoeRMSNorm)
+    rms_norm.use_few_passes(module)
+    monkeypatch.setattr(rms_norm, "RMSNormFunction", None)  # a use would raise
+    x = torch.randn(3, 48)
+    with torch.no_grad():
+        assert module(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        module(x)
+    assert module(x.bfloat16()).requires_grad
+    assert module.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in CONFIGS if n.startswith(("qwen3", "mixtral", "olmoe"))]
+)
+def test_a_prepared_model_has_them_and_a_copy_keeps_them(name):
+    model = make(name)
+    prepare_for_training(model, torch.device("cpu"))
+    norms = [m for m in model.modules() if "RMSNorm" in type(m).__name__]
+    assert norms
+    assert all(isinstance(module, rms_norm.FewPasses) for module in norms)
+    kinds = [type(module) for module in model.modules()]
+    rms_norm.use_few_passes(model)  # twice changes nothing
+    assert [type(module) for module in copy.deepcopy(model).modules()] == kinds
