@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "licences.md"
-EXTRAS = ("", "train", "report", "audit", "lora", "server", "envs", "wandb", "ray")
+EXTRAS = ("", "train", "report", "audit", "lora", "qlora", "server", "envs", "wandb", "ray")
 """Those that `make test` installs; "" is the library alone."""
 CLASSIFIER = "License :: OSI Approved :: "
 SHORT = {

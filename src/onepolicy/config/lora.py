@@ -29,7 +29,9 @@ class LoraConfig(Frozen):
     """Steps between measurements of how much of the adapter a merge into the engine's dtype loses.
     0: only before the run."""
     base: Literal["same", "nf4"] = "same"
-    """Format of the frozen weights. nf4 (QLoRA) is refused."""
+    """Format of the frozen linear layers and experts. same: model.dtype. nf4: 4 bits (QLoRA), by
+    bitsandbytes; the policy is then the dequantised base + adapter, in the trainer and the engine.
+    Routers, embeddings, norms and the head keep model.dtype."""
 
     @property
     def scaling(self) -> float:
@@ -40,11 +42,6 @@ class LoraConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:
-        if self.base == "nf4":
-            raise ValueError(
-                "train.lora.base: nf4 (QLoRA) needs bitsandbytes, with which onepolicy was never "
-                "run; leave it out, and the frozen weights keep model.dtype"
-            )
         targets = self.targets
         if targets is not None and (not targets or len(set(targets)) < len(targets)):
             raise ValueError(

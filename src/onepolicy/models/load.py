@@ -121,16 +121,20 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
         UsageError: the checkpoint is damaged, incomplete, or has tensors of other shapes than its
             config. transformers would fill missing weights with random numbers.
 
-    An adapter's folder is its base with the adapter merged into it.
+    An adapter's folder is its base, dequantised if it was in nf4, with the adapter merged into it.
     """
     opened: Any
     adapter = Path(model.path)
     if (adapter / "adapter_config.json").is_file():
-        from onepolicy.models.lora import base_path, merge_adapter
+        from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
 
         base = model.model_copy(update={"path": base_path(adapter)})
-        whole = merge_adapter(load_model(base, torch.float32, device), adapter)
-        return cast_model(whole, dtype).eval()
+        whole = load_model(base, torch.float32, device)
+        if NF4 in read_header(adapter):
+            from onepolicy.models.nf4 import restore_base
+
+            restore_base(whole, adapter)
+        return cast_model(merge_adapter(whole, adapter), dtype).eval()
     _refuse_foreign_files(Path(model.path))
     quantisation = dequantisation_of(model, read_config(model))
     with _unreadable_is_usage_error("the weights", model):

@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
@@ -29,6 +32,10 @@ PREFIX = "base_model.model."
 Factors = dict[str, tuple[Tensor, Tensor]]
 """A and B of every adapted weight, by the weight's name in the plain model."""
 WRAPPED = ".base_layer"  # part of a tensor's name for every layer of peft around its module
+STORED = re.compile(r"\.parametrizations\.(\w+)\.original$")
+"""The end of a tensor's name if the weight is stored in another format (models/nf4.py)."""
+NF4 = "nf4"
+"""In the header of an adapter's file: the weights of its base in nf4, and the others' dtype."""
 
 try:
     from peft import LoraConfig as PeftConfig
@@ -136,14 +143,41 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in model.state_dict().items():
         if _is_adapter(name):
             continue
-        plain = name.replace(WRAPPED, "")
+        plain = _plain(name)
         layer = layers.get(plain)
+        if STORED.search(name):
+            tensor = _dequantised(model, name, tensor)
         if layer is None:
             yield plain, tensor
         elif layer.disable_adapters:
             yield plain, gather_whole(tensor)
         else:
             yield plain, gather_whole(tensor).float() + delta(layer)
+
+
+def rules_of(module: nn.Module, parameter: str) -> ParametrizationList:
+    """Return what reads a module's weight that is stored in another format (models/nf4.py)."""
+    rules = module.get_submodule(f"parametrizations.{parameter}")
+    assert isinstance(rules, ParametrizationList)
+    return rules
+
+
+def _dequantised(model: nn.Module, name: str, codes: Tensor) -> Tensor:
+    """Return a frozen weight, without the adapter that a forward may be adding to it."""
+    path, _, rest = name.rpartition(".parametrizations.")
+    weight = rules_of(model.get_submodule(path), rest.partition(".")[0])[0](codes)
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _plain(name: str) -> str:
+    """Return a tensor's name in the plain model."""
+    return STORED.sub(r".\1", name.replace(WRAPPED, ""))
+
+
+def stored_names(model: nn.Module) -> list[str]:
+    """Return the weights that are stored in nf4, by their names in the plain model."""
+    return [_plain(name) for name in model.state_dict() if STORED.search(name)]
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
@@ -156,7 +190,7 @@ def gather_whole(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Compute with the frozen weights alone inside the context."""
-    layers = adapted_layers(model).values()
+    layers = [each for each in adapted_layers(model).values() if not each.disable_adapters]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -218,19 +252,26 @@ def merged_in(model: nn.Module, dtype: torch.dtype, *, adapter: bool) -> Iterato
     """
     with contextlib.ExitStack() as undo:
         for name, layer in adapted_layers(model).items():
-            weight = getattr(layer.get_base_layer(), name.rsplit(".", 1)[1])
+            module, parameter = layer.get_base_layer(), name.rsplit(".", 1)[1]
+            if is_parametrized(module, parameter):
+                rule = rules_of(module, parameter)[0]
+                change = functools.partial(_merged, layer, dtype=dtype, adapter=adapter)
+                undo.callback(setattr, rule, "change", None)
+                setattr(rule, "change", change)  # noqa: B010  # a Module's type has no attributes
+                continue
+            weight = getattr(module, parameter)
             if isinstance(weight, DTensor):
                 hook = functools.partial(_merge_gathered, name=name, dtype=dtype, adapter=adapter)
                 assert isinstance(layer, nn.Module)
                 undo.callback(layer.register_forward_pre_hook(hook).remove)
             else:
                 undo.callback(_set_data, weight, weight.data.cpu())  # for the CPU this is no copy
-                weight.data = _merged(layer, weight, dtype, adapter=adapter)
+                weight.data = _merged(layer, weight, dtype=dtype, adapter=adapter)
         undo.enter_context(adapters_off(model))
         yield
 
 
-def _merged(layer: LoraLayer, weight: Tensor, dtype: torch.dtype, *, adapter: bool) -> Tensor:
+def _merged(layer: LoraLayer, weight: Tensor, *, dtype: torch.dtype, adapter: bool) -> Tensor:
     """Return the weight of a layer, with its adapter or without, rounded to `dtype`."""
     merged = weight.data.float()
     if adapter:
@@ -248,7 +289,7 @@ def _merge_gathered(
 ) -> None:
     """Merge into the copy of a sharded weight that was gathered for this forward alone."""
     weight = getattr(layer.get_base_layer(), name.rsplit(".", 1)[1])
-    weight.copy_(_merged(layer, weight, dtype, adapter=adapter))
+    weight.copy_(_merged(layer, weight, dtype=dtype, adapter=adapter))
 
 
 @torch.no_grad()
@@ -324,6 +365,12 @@ def base_path(folder: Path) -> str:
     if not isinstance(path, str):
         raise UsageError(f"{folder / CONFIG}: names no base_model_name_or_path; add it")
     return path
+
+
+def read_header(folder: Path) -> dict[str, str]:
+    """Return the header of the adapter's file in `folder`."""
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        return file.metadata() or {}
 
 
 def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

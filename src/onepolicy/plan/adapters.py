@@ -19,7 +19,10 @@ def with_adapters(dims: Dims, model: PreTrainedModel, config: LoraConfig) -> Dim
     modules, parameters = Targets(model).choose(config.targets, type(model).__name__)
     names = [*(f"{path}.weight" for path in modules), *parameters]
     count = sum(_elements(tuple(model.get_parameter(name).shape), config.rank) for name in names)
-    return replace(dims, adapter=count)
+    four_bit = 0
+    if config.base == "nf4":
+        four_bit = sum(model.get_parameter(name).numel() for name in Targets(model).matrices)
+    return replace(dims, adapter=count, four_bit=four_bit)
 
 
 def _elements(shape: tuple[int, ...], rank: int) -> int:

@@ -56,6 +56,7 @@ class Dims:
     moe_layers: int  # routers
     attention: tuple[Attention, ...]  # of every decoder layer
     adapter: int = 0  # parameters of A and B (train.lora), beside the above
+    four_bit: int = 0  # of all parameters those that the trainer stores in nf4 (train.lora.base)
 
     @property
     def layers(self) -> int:

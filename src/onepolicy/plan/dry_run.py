@@ -159,6 +159,10 @@ class DryRunModel:
             if invariant:
                 with kernel_stand_ins(cpu=cpu):
                     mode.install_invariant(self.model)
+        if cpu:
+            from onepolicy.models import rms_norm
+
+            rms_norm.use_few_passes(self.model)  # not fake: it compares bits
         self._layer_list = decoder_layers(self.model)
         self._layers = list(self._layer_list)
         self._kinds = _layer_kinds(self.model, self._layers)
@@ -170,7 +174,8 @@ class DryRunModel:
 
         # A module of fake tensors cannot be moved, and is where it should be.
         with self.fake, patched(nn.Module, "to", lambda module, *_, **__: module):
-            add_adapter(self.model, config, "unused", seed=0)
+            plain = config.model_copy(update={"base": "same"})  # nf4 has no fake tensors
+            add_adapter(self.model, plain, "unused", seed=0)
 
     def micro_batch_memory(
         self,

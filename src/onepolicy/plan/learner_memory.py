@@ -14,6 +14,7 @@ from onepolicy.train.optimiser_memory import OptimiserMemory, optimiser_memory, 
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
+NF4 = 0.5 + FLOAT32 / 64  # bytes of a weight in nf4: its code, and its part of a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def learner_memory(
     if config.replay.mode != "off":
         routes = slots * kept_per_token(dims, config) * graphs
     return LearnerMemory(
-        parameters=shard * itemsize + adapter,
+        parameters=shard * itemsize + adapter - dims.four_bit / ranks * (itemsize - NF4),
         masters=state.masters,
         gradients=gradients,
         optimiser=state.moments,

@@ -77,8 +77,9 @@ def plan_tree(
     dims = asdict(planner.dims)
     attention = dims.pop("attention")
     del dims["shapes"], dims["layer_shapes"]
-    if not dims["adapter"]:
-        del dims["adapter"]
+    for name in ("adapter", "four_bit"):
+        if not dims[name]:
+            del dims[name]
     dims |= {
         "active": planner.dims.active,
         "layers": len(attention),
@@ -138,6 +139,8 @@ def _header(planner: Planner, chosen: PlanOption) -> Text:
     )
     if dims.adapter:
         model += f"train.lora: adapters of {format_count(dims.adapter)} parameters\n"
+    if dims.four_bit:
+        model += f"train.lora.base: {format_count(dims.four_bit)} frozen parameters in nf4\n"
     return Text.assemble(
         (f"{dims.name}", "bold"),
         model,

@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
+from onepolicy.config.lora import LoraConfig
 from onepolicy.models import lora
 from onepolicy.sync.checksum import ChecksumAccumulator
 from onepolicy.train.extension import LearnerExtension
@@ -35,6 +35,7 @@ class Adapter:
         self.model, self.name = model, name
         self.check: object = None  # of every sync (run/adapter_check.py)
         self.base_checksum = weights_checksum(self._base_tensors())
+        self.stored_names = lora.stored_names(model)  # frozen weights in 4 bits
 
     def _base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         with self.off():
@@ -63,7 +64,11 @@ class Adapter:
 
     def metadata(self) -> dict[str, str]:
         """Return the header of an adapter's file."""
-        return {"format": "pt", BASE: self.base_checksum}
+        header = {"format": "pt", BASE: self.base_checksum}
+        if self.stored_names:
+            dtype = str(self.model.dtype).removeprefix("torch.")
+            header[lora.NF4] = json.dumps({"dtype": dtype, "weights": self.stored_names})
+        return header
 
     def write(self, folder: Path) -> None:
         """Write the adapter's two files alone, as an engine loads them."""
@@ -86,8 +91,7 @@ class Adapter:
         targets.
         """
         path = folder / lora.WEIGHTS
-        with safe_open(path, "pt") as file:
-            trained_on = (file.metadata() or {}).get(BASE)
+        trained_on = lora.read_header(folder).get(BASE)
         if trained_on not in (None, self.base_checksum):
             raise UsageError(
                 f"model.path: its weights are not those that the adapter in {folder} was trained "
@@ -104,20 +108,29 @@ def weights_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return hashlib.sha256(json.dumps(sums.pop_all(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def check_start(folder: Path, *, lora_is_set: bool) -> None:
+def check_start(folder: Path, config: LoraConfig | None) -> None:
     """Raise UsageError if a checkpoint cannot start a run with, or without, train.lora."""
     is_adapter = lora.is_adapter_folder(folder)
-    if is_adapter == lora_is_set:
-        return
-    if is_adapter:
+    if is_adapter and config is None:
         raise UsageError(
             f"train.lora: {folder} holds an adapter, but this run trains all weights; start a new "
             f"run with model.path={folder}, which merges it"
         )
-    raise UsageError(
-        f"train.lora: {folder} holds a whole model, so there is no adapter to go on from; start a "
-        f"new run with model.path={folder}"
-    )
+    if not is_adapter and config is not None:
+        raise UsageError(
+            f"train.lora: {folder} holds a whole model, so there is no adapter to go on from; "
+            f"start a new run with model.path={folder}"
+        )
+    if config is None:
+        return
+    trained_on = "same"
+    if lora.NF4 in lora.read_header(folder):
+        trained_on = "nf4"
+    if trained_on != config.base:
+        raise UsageError(
+            f"train.lora.base: {config.base}, but the adapter in {folder} was trained on frozen "
+            f"weights of format {trained_on}; set train.lora.base = {trained_on}"
+        )
 
 
 class FrozenReference(LearnerExtension):

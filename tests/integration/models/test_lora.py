@@ -60,6 +60,16 @@ def test_the_model_without_adapters_is_the_base(family):
     assert not torch.equal(logits(model), logits(make(family)))
 
 
+def test_adapters_stay_off_until_the_outer_context_ends():
+    model = adapted()
+    on, base = logits(model), logits(make("qwen3_moe"))
+    with lora.adapters_off(model):
+        with lora.adapters_off(model):
+            assert torch.equal(logits(model), base)
+        assert torch.equal(logits(model), base)
+    assert torch.equal(logits(model), on)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_base_plus_adapter_is_the_model_with_adapters(family):
     model = adapted(family, targets_of(family))
@@ -125,11 +135,11 @@ def test_an_adapter_is_refused_on_other_weights_ranks_and_targets(tmp_path):
         Adapter(adapted(rank=8), "test").load(tmp_path)
     with pytest.raises(UsageError, match="use the targets"):
         Adapter(adapted(targets=("attention",)), "test").load(tmp_path)
-    check_start(tmp_path, lora_is_set=True)
+    check_start(tmp_path, LoraConfig())
     with pytest.raises(UsageError, match="trains all weights"):
-        check_start(tmp_path, lora_is_set=False)
+        check_start(tmp_path, None)
     with pytest.raises(UsageError, match="holds a whole model"):
-        check_start(tmp_path / "other", lora_is_set=True)
+        check_start(tmp_path / "other", LoraConfig())
 
 
 def test_a_target_that_the_model_lacks_is_refused():

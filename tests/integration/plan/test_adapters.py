@@ -97,3 +97,18 @@ def test_every_rank_has_the_whole_adapter_and_a_part_of_the_rest(recipe):
     micro_batches = planner.work.micro_batches(config.train.tokens_per_micro_batch, 2)
     sent = (micro_batches * gathers * 4 * dims.total + 2 * 2 * 4 * dims.adapter) / 2
     assert communication_volume(dims, config, planner.work, 2).gathered == sent
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frozen_weights_in_nf4_take_what_was_planned(recipe, tmp_path, policy, dtype):
+    from onepolicy.models.nf4 import stored_bytes
+
+    settings = ("train.lora.rank=4", f"model.dtype={dtype}")
+    whole = planned(recipe, tmp_path, *settings)
+    plan = planned(recipe, tmp_path, *settings, "train.lora.base=nf4")
+    model = load_model(ModelConfig(path=str(policy)), getattr(torch, dtype), torch.device("cpu"))
+    add_adapter(model, LoraConfig(rank=4, base="nf4"), str(policy), seed=0)
+    now, before = stored_bytes(model)
+    assert plan["model"]["four_bit"] == before / model.dtype.itemsize
+    saved = (each["chosen"]["learner_bytes"]["parameters"] for each in (whole, plan))
+    assert next(saved) - next(saved) == within_5_percent(before - now)

@@ -1,0 +1,322 @@
+"""Runs with train.lora.base = nf4: the policy is the dequantised base + adapter everywhere."""
+
+import asyncio
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from onepolicy.build.components import build_components
+from onepolicy.cli import main
+from onepolicy.config import ModelConfig, TrainingError
+from onepolicy.models import lora, nf4
+from onepolicy.models.load import load_model
+from onepolicy.run.adapter_check import AdapterCheck
+from onepolicy.run.adapter_start import start_adapter
+from onepolicy.run.step import push_and_check
+from onepolicy.sync.adapters import Targets
+from onepolicy.train import checkpoint
+from support.adapter_faults import first_seen, settings, update
+from support.metrics import rows, timeless
+
+QLORA = ("train.lora.rank=4", "train.lora.base=nf4", "optim.lr=5e-3")
+FLOAT32 = "rollout.engine.dtype=float32"
+
+
+def files(run, step):
+    folder = checkpoint.checkpoint_folder(run, step)
+    names = ("adapter_model.safetensors", "optimizer.safetensors")
+    return {name: load_file(folder / name) for name in names}
+
+
+def assert_same_files(a, b, step):
+    first, second = files(a, step), files(b, step)
+    for name in first:
+        assert first[name].keys() == second[name].keys()
+        assert all(torch.equal(first[name][key], second[name][key]) for key in first[name])
+
+
+def opened(folder, dtype=torch.float32):
+    return load_model(ModelConfig(path=str(folder)), dtype, torch.device("cpu"))
+
+
+def dequantised(policy, dtype=torch.float32):
+    """Return the policy with its linear layers and experts rounded to nf4."""
+    model = opened(policy, dtype)
+    for name in Targets(model).matrices:
+        weight = model.get_parameter(name)
+        weight.data = nf4.rounded(weight.data)
+    return model
+
+
+@pytest.fixture(scope="module")
+def rounded(policy, tmp_path_factory):
+    """Save the policy with the weights that nf4 dequantises to, as a plain checkpoint."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("rounded")
+    dequantised(policy).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+    return folder
+
+
+def test_a_run_is_the_lora_run_on_the_dequantised_base(train, rounded, capsys):
+    """Its evaluations, rewards and gradients; and the adapter arrives."""
+    run = train("nf4", *QLORA, FLOAT32)
+    words = " ".join(capsys.readouterr().out.split())
+    assert "train.lora.base = nf4: the frozen linear layers and experts take" in words
+    same = train("same", *QLORA, FLOAT32, "train.lora.base=same", f"model.path={rounded}")
+    assert len(rows(run)) == len(rows(same)) > 4
+    for a, b in zip(rows(run), rows(same), strict=True):
+        for name in ("train/reward", "eval/greedy"):
+            assert a.get(name) == b.get(name)
+        if "train/reward" in a:
+            for name in ("train/grad_norm", "adapter/effect"):
+                assert a[name] == pytest.approx(b[name], rel=1e-3)
+            assert a["adapter/delivered"] == pytest.approx(1, abs=1e-2)
+            assert a["mismatch/k3"] < 1e-7
+    for name, tensor in files(run, 4)["adapter_model.safetensors"].items():
+        torch.testing.assert_close(
+            tensor, files(same, 4)["adapter_model.safetensors"][name], rtol=0, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_holds_the_dequantised_base_and_the_adapter(policy, dtype):
+    """To the bit, after the first sync and after an update."""
+    components, _ = build_components(settings(policy, dtype=dtype, base="nf4"))
+    learner, engine = components.learner, components.engine
+    asyncio.run(start_adapter(components, lambda _: None))
+    base = dequantised(policy).state_dict()
+    own = opened(policy).state_dict()
+    for updated in (False, True):
+        if updated:
+            update(learner)
+            asyncio.run(push_and_check(components))
+        held = engine.held_weights()
+        layers = lora.adapted_layers(learner.model)
+        assert held.keys() == base.keys() > layers.keys()
+        for name, tensor in held.items():
+            expected = base[name]
+            if name in layers:
+                expected = expected + lora.delta(layers[name])
+            assert torch.equal(tensor, expected.to(tensor.dtype)), name
+    assert not torch.equal(held["lm_head.weight"], torch.zeros(()))
+    assert all(not torch.equal(own[name], base[name]) for name in layers)
+
+
+def test_resume_and_fork(train, tmp_path):
+    options = (*QLORA, "checkpoint.every=1", "eval.every=0")
+    whole = train("whole", *options, "steps=3")
+    part = train("part", *options, "steps=1")
+    assert main(["train", "--resume", str(part), "steps=3"]) == 0
+    assert list(map(timeless, rows(whole))) == list(map(timeless, rows(part)))
+    assert_same_files(whole, part, 3)
+    out = tmp_path / "fork"
+    assert main(["train", "--from", f"{whole}/1", f"out={out}", "steps=3"]) == 0
+    assert_same_files(whole, out, 3)
+
+
+@pytest.mark.parametrize("base", ["nf4", "same"])
+def test_a_fork_on_a_base_of_another_format_is_refused(train, tmp_path, capsys, base):
+    other = {"nf4": "same", "same": "nf4"}[base]
+    run = train("run", *QLORA, f"train.lora.base={base}", "steps=1", "eval.every=0")
+    folder = checkpoint.checkpoint_folder(run, 1)
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        header = file.metadata()
+    assert ("nf4" in header) == (base == "nf4")
+    capsys.readouterr()
+    fork = ["train", "--from", str(run), f"out={tmp_path}/fork", "steps=2"]
+    assert main([*fork, f"train.lora.base={other}"]) == 2
+    words = " ".join(capsys.readouterr().err.split())
+    assert f"train.lora.base: {other}, but the adapter in" in words
+    assert f"set train.lora.base = {base}" in words
+
+
+def test_a_base_that_was_changed_is_refused(train, policy, tmp_path, capsys):
+    """By more than nf4 rounds away: a weight that rounds to the same codes is the same base."""
+    base = shutil.copytree(policy, tmp_path / "base")
+    run = train("run", *QLORA, "steps=1", "eval.every=0", f"model.path={base}")
+    model = opened(base)
+    model.get_parameter("model.layers.0.mlp.experts.down_proj").data *= 1.5
+    model.save_pretrained(base)
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run), "steps=2"]) == 2
+    assert "its weights are not those that the adapter" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_is_dequantised_base_and_adapter(train, policy, tmp_path, dtype, capsys):
+    """For eval, model.path and export."""
+    run = train("run", *QLORA, FLOAT32, f"model.dtype={dtype}")
+    folder = checkpoint.checkpoint_folder(run, 4)
+    last = next(row for row in reversed(rows(run)) if "eval/greedy" in row)
+    capsys.readouterr()
+    assert main(["eval", str(run)]) == 0
+    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    if dtype == "float32":  # eval rounds base + adapter to model.dtype
+        assert found["eval/greedy"] == last["eval/greedy"]
+    command = ["export", str(run), "--out", str(tmp_path / "whole"), "--dtype", "float32"]
+    assert main(command) == 0
+    assert "what that dequantises to" in " ".join(capsys.readouterr().err.split())
+    merged, exported = opened(folder).state_dict(), opened(tmp_path / "whole").state_dict()
+    base = dequantised(policy, getattr(torch, dtype)).float().state_dict()
+    adapted = dict.fromkeys(merged, 0.0)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, tensor in tensors.items():
+        if "self_attn" in name and ".lora_A." in name:
+            b = tensors[name.replace(".lora_A.", ".lora_B.")]
+            plain = name.removeprefix(lora.PREFIX).replace(".lora_A.weight", ".weight")
+            adapted[plain] = 2.0 * b @ tensor
+    checked = [name for name in merged if "experts" not in name]
+    assert sum(torch.is_tensor(adapted[name]) for name in checked) == 12
+    for name in checked:
+        torch.testing.assert_close(exported[name], base[name] + adapted[name], rtol=0, atol=1e-6)
+    rounded = Targets(opened(policy)).matrices
+    for name, tensor in merged.items():
+        if dtype == "float32" or name in rounded:  # export rounds the others too, as the run did
+            torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-6)
+    experts = "model.layers.1.mlp.experts.gate_up_proj"
+    assert 0 < float((merged[experts] - base[experts]).abs().max()) < 0.1
+    assert main(["export", str(run), "--out", str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert "on its base in nf4" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_reference_is_the_dequantised_base(train, rounded):
+    """It is the same KL as to the second model that objective.kl.reference loads."""
+    options = (*QLORA, FLOAT32, "objective.kl.coef=0.1", "steps=2", "eval.every=0")
+    own = train("own", *options)
+    second = train("second", *options, f"objective.kl.reference={rounded}")
+    for a, b in zip(rows(own), rows(second), strict=True):
+        assert a["train/kl"] == pytest.approx(b["train/kl"], rel=1e-4, abs=1e-9)
+    assert rows(own)[1]["train/kl"] > 1e-6
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "train.autocast=bfloat16",
+        "train.reuse_scoring_forward=true",
+        "train.tokens_per_micro_batch=64",
+        "replay.mode=off",
+        "replay.source=reprefill",
+        "rollout.max_staleness=1",
+        "rollout.quant=int8",
+        "model.dtype=bfloat16",
+        'train.lora.targets=["attention","experts","routers"]',
+        'train.lora.targets=["attention"]',
+    ],
+)
+def test_options_beside_nf4(train, setting):
+    run = train("run", *QLORA, "steps=2", "eval.every=0", setting)
+    last = rows(run)[-1]
+    assert last["adapter/effect"] > 0
+    stale = setting == "rollout.max_staleness=1"  # k3 counts a step of learning too
+    assert last["mismatch/k3"] < (1 if stale else 0.05)
+
+
+def test_activation_checkpointing_computes_the_same(train):
+    options = (*QLORA, FLOAT32, "steps=2", "eval.every=0")
+    plain = train("plain", *options)
+    again = train("again", *options, "train.activation_checkpointing=true")
+    for a, b in zip(rows(plain), rows(again), strict=True):
+        assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.lora.sync=native", "use train.lora.sync = merged"),
+        ("train.ranks=2", "set train.ranks to 0, or leave it out"),
+        ("cluster.kind=ray", "was not run under cluster.kind = ray"),
+        ("numerics=on-policy", "numerics = on-policy forbids"),
+        ("optim.state=host", "optim.state: host is for the state of whole models"),
+    ],
+)
+def test_refusals(recipe, tmp_path, capsys, setting, message):
+    assert main(["train", str(recipe), f"out={tmp_path}/run", *QLORA, setting]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_bitsandbytes_it_says_what_to_install(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    monkeypatch.delitem(sys.modules, "onepolicy.models.nf4")
+    assert main(["train", str(recipe), f"out={tmp_path}/run", *QLORA]) == 2
+    words = " ".join(capsys.readouterr().err.split())
+    assert "train.lora.base: nf4 needs bitsandbytes" in words
+    assert "pip install 'onepolicy[qlora]'" in words
+
+
+# --- adapter truth --------------------------------------------------------------------------------
+
+
+def keep_unquantised(components, policy, *, adapter):
+    """From now on give the engine the unquantised base, with the adapter or without."""
+    engine, learner = components.engine, components.learner
+    real, base = engine.load_weights, opened(policy).state_dict()
+
+    def wrong():
+        layers = lora.adapted_layers(learner.model)
+        for name, tensor in base.items():
+            if adapter and name in layers:
+                tensor = tensor + lora.delta(layers[name])
+            yield name, tensor
+
+    async def load(_, version):
+        await real(wrong(), version)
+
+    engine.load_weights = load
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_correct_engine_passes(policy, dtype):
+    components, _ = build_components(settings(policy, dtype=dtype, base="nf4"))
+    assert asyncio.run(first_seen(components, None)) == (None, "")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_that_never_gets_the_dequantised_base_is_named_at_the_start(policy, dtype):
+    components, _ = build_components(settings(policy, dtype=dtype, base="nf4"))
+    engine = components.engine
+
+    async def load(_, version):
+        engine.version = version
+
+    engine.load_weights = load
+    step, message = asyncio.run(first_seen(components, None, by_weights=False))
+    assert step == 0
+    assert "samples with the unquantised base" in message
+
+
+@pytest.mark.parametrize("by_weights", [True, False])
+@pytest.mark.parametrize("adapter", [True, False])
+def test_an_engine_that_goes_back_to_the_unquantised_base_is_named(policy, adapter, by_weights):
+    components, _ = build_components(settings(policy, base="nf4"))
+    checks = AdapterCheck._check_weights
+
+    async def run():
+        await start_adapter(components, lambda _: None)
+        if not by_weights:
+            AdapterCheck._check_weights = lambda _: None
+        keep_unquantised(components, policy, adapter=adapter)
+        update(components.learner)
+        await push_and_check(components)
+
+    words = {True: r"\.weight' of HFEngine is", False: "samples with"}[by_weights]
+    try:
+        with pytest.raises(TrainingError, match=f"{words} the unquantised base"):
+            asyncio.run(run())
+    finally:
+        AdapterCheck._check_weights = checks
+
+
+def test_the_faults_of_lora_are_named_beside_it(policy):
+    for fault in ("never delivered", "merged twice", "stale by one"):
+        components, _ = build_components(settings(policy, base="nf4"))
+        step, message = asyncio.run(first_seen(components, fault))
+        assert step == 1, fault
+        assert "was pushed, 'model." in message
