@@ -1,6 +1,7 @@
 """The README: its code runs, its links lead somewhere; its first example."""
 
 import inspect
+import math
 import re
 
 import pytest
@@ -30,7 +31,8 @@ def test_the_line_for_trl():
     assert set(names) <= set(inspect.signature(attach).parameters)
 
 
-def test_the_lines_for_a_trainer_of_your_own():
+@pytest.mark.parametrize(("preset", "weight"), [("off", 1), ("tis", math.exp(0.01))])
+def test_the_lines_for_a_trainer_of_your_own(preset, weight):
     """They run as they are printed, given a model, an engine's ids, and the usual tensors."""
     torch.manual_seed(0)
     model, tokens = build("qwen3_moe"), torch.randint(40, (1, 13))
@@ -47,9 +49,11 @@ def test_the_lines_for_a_trainer_of_your_own():
         "mask": torch.ones(12, dtype=torch.bool),
         "advantages": torch.randn(12),
     }
-    exec(compile(blocks(README, "python")[1], "README.md", "exec"), names)
+    lines = blocks(README, "python")[1]
+    assert 'op.preset("off"))  # or "tis"' in lines
+    exec(compile(lines.replace('"off"', f'"{preset}"'), "README.md", "exec"), names)
     names["loss"].backward()
-    assert names["applied"].weight.allclose(torch.tensor(0.01).exp())
+    assert names["applied"].weight.allclose(torch.tensor(weight, dtype=torch.float32))
     gates = [p.grad for n, p in model.named_parameters() if n.endswith("mlp.gate.weight")]
     assert gates
     assert all(gate.abs().sum() > 0 for gate in gates)

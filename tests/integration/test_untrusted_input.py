@@ -14,7 +14,7 @@ import torch
 
 from onepolicy.audit.read import read_dump
 from onepolicy.config import ModelConfig, UsageError, VLLMServerConfig, resolve
-from onepolicy.config.engine import ServeConfig
+from onepolicy.config.serve import ServeConfig
 from onepolicy.models.load import load_model
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.vllm import serve

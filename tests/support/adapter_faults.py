@@ -15,7 +15,8 @@ import torch
 from onepolicy.build.components import build_components
 from onepolicy.config import TrainingError, resolve
 from onepolicy.models import lora
-from onepolicy.run.adapter_check import AdapterCheck, start_adapter
+from onepolicy.run.adapter_check import AdapterCheck
+from onepolicy.run.adapter_start import start_adapter
 from onepolicy.run.step import push_and_check
 
 FAULTS = {
@@ -40,9 +41,9 @@ WORDS = (
 """Part of an error -> what showed the fault."""
 
 
-def settings(policy, kind="hf", sync="merged", dtype="bfloat16", ranks=0, **engine):
-    lora = {"rank": 4, "sync": sync}
-    if (kind, sync) == ("vllm", "native"):
+def settings(policy, kind="hf", sync="merged", dtype="bfloat16", ranks=0, base="same", **engine):
+    lora = {"rank": 4, "sync": sync, "base": base}
+    if sync == "native" and kind != "hf":
         lora["targets"] = ["attention"]
     return resolve(
         {
@@ -139,6 +140,8 @@ def _plant_in_requests(engine, *, named):
         context = contextlib.nullcontext()
         if hasattr(engine, "loaded"):  # vLLM: the request does not name it
             engine.loaded.request = None
+        elif getattr(engine, "_adapters", None) is not None:  # its server
+            engine._adapters.name = None
         elif engine.caps.takes_adapter:
             context = _frozen(engine)
         with context:
@@ -224,6 +227,14 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     _, policy, kind, sync, *faults = sys.argv
     engine = VLLM if kind == "vllm" else {}
-    print("\n".join(rows(policy, kind, sync, faults or tuple(FAULTS), **engine)))
+    served = contextlib.nullcontext()
+    if kind == "vllm-server":
+        from support.vllm_engines import serving_adapters
+
+        served = serving_adapters(policy)
+    with served as server:
+        if server is not None:
+            engine = {"url": server.url}
+        print("\n".join(rows(policy, kind, sync, faults or tuple(FAULTS), **engine)))
     if sync == "merged" and not faults:
         print("\n".join(rows(policy, kind, sync, LATE, since=2, **engine)))

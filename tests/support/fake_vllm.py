@@ -76,11 +76,17 @@ def serving(checkpoints):
         yield fake
 
 
-def engine_of(fake, quant=None, **settings):
+def engine_of(fake, quant=None, lora=None, **settings):
     usual = {"url": fake.server.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S}
     config = VLLMServerConfig(**usual | settings)
     return VLLMServer(
-        ModelConfig(path=fake.model), HF, config, route_spec=RULES, max_len=96, quant=quant
+        ModelConfig(path=fake.model),
+        HF,
+        config,
+        route_spec=RULES,
+        max_len=96,
+        quant=quant,
+        lora=lora,
     )
 
 
@@ -122,6 +128,7 @@ class FakeVLLM:
         self.weights, self.table, self.probe = "default", embedding(self.model), None
         self.paused, self.aborts, self.sampled = threading.Event(), 0, 0
         self._numbers = {}
+        self.folders, self.adapters, self.full_syncs = {}, {}, 0
         self.server = Server(
             {
                 "GET /version": lambda r: {"version": "0.30.0"},
@@ -132,6 +139,9 @@ class FakeVLLM:
                 "POST /abort_requests": self._abort,
                 "POST /reset_prefix_cache": lambda r: {"success": True},
                 "POST /collective_rpc": self._rpc,
+                "GET /v1/models": self._models,
+                "POST /v1/load_lora_adapter": self._load_adapter,
+                "POST /v1/unload_lora_adapter": self._unload_adapter,
                 "POST /inference/v1/generate": self._generate,
             }
         )
@@ -189,6 +199,7 @@ class FakeVLLM:
                 "routes": True,
                 "deployment": {"version": [0, 30], "platform": "cpu"},
                 "initial_canary": self.probe,
+                "adapters": None,
             }
             return {"results": [truth | self.told]}
         if name == "onepolicy_remember":
@@ -199,6 +210,10 @@ class FakeVLLM:
             return {"results": [self._take_files(*args)]}
         elif name == "onepolicy_receive":
             return {"results": [self._receive(*args)]}
+        elif name == "onepolicy_receive_adapter":
+            return {"results": [self._receive_adapter(*args)]}
+        elif name == "onepolicy_read_adapter":
+            return {"results": [self._read_adapter(*args)]}
         else:
             return Reply({"error": {"message": f"no attribute {name!r}"}}, 500)
         return {"results": [None]}
@@ -218,15 +233,55 @@ class FakeVLLM:
             return {"problem": str(error)}
         return {"problem": None}
 
+    def _receive_adapter(self, invitation, version, settings):
+        try:
+            with Receiver(invitation, 1, version=version) as tensors:
+                return {"problem": None, "folder": self._write_adapter(dict(tensors), settings)}
+        except TrainingError as error:
+            return {"problem": str(error), "folder": None}
+
+    def _read_adapter(self, folder, sent, settings):
+        checksums = ChecksumAccumulator()
+        read = dict(checksums.add_each(read_weights(folder)))
+        difference = describe_difference(sent, checksums.pop_all())
+        return {"difference": difference, "folder": self._write_adapter(read, settings)}
+
+    def _write_adapter(self, tensors, settings):
+        folder = f"/adapters/{len(self.folders)}"
+        self.folders[folder] = tensors, json.loads(settings)
+        return folder
+
+    def _models(self, request: Request):
+        adapters = [{"id": name, "parent": self.model} for name in self.adapters]
+        return {"data": [{"id": self.model, "parent": None}, *adapters]}
+
+    def _load_adapter(self, request: Request):
+        name, folder = request.body["lora_name"], request.body["lora_path"]
+        if name in self.adapters:
+            return Reply({"error": {"message": f"{name!r} has already been loaded"}}, 400)
+        self.adapters[name] = sum(float(t.sum()) for t in self.folders[folder][0].values())
+        return "Success"
+
+    def _unload_adapter(self, request: Request):
+        if self.adapters.pop(request.body["lora_name"], None) is None:
+            return Reply({"error": {"message": "cannot be found"}}, 404)
+        return "Success"
+
     def _take(self, weights):
+        self.full_syncs += 1
         for name, tensor in weights:
             if name == TABLE:
                 self.table = tensor.numpy()
 
     def _generate(self, request: Request):
         prompt, sampling = request.body["token_ids"], request.body["sampling_params"]
-        if set(request.body) != {"token_ids", "sampling_params"} or set(sampling) != SENT:
+        known = set(request.body) - {"model"} == {"token_ids", "sampling_params"}
+        if not known or set(sampling) != SENT:
             return Reply({"error": f"unknown fields {sorted(set(sampling) ^ SENT)}"}, 400)
+        model = request.body.get("model", self.model)
+        if model not in (self.model, *self.adapters):
+            return Reply({"error": {"message": f"The model {model} does not exist."}}, 404)
+        bias = self.adapters.get(model, 0.0)
         aborts = self.aborts
         while self.paused.is_set() and aborts == self.aborts:  # held back
             time.sleep(0.001)
@@ -238,7 +293,7 @@ class FakeVLLM:
             if aborts != self.aborts or request.gone():
                 finish = "abort"
                 break
-            token, entry = self._sample([*prompt, *tokens][-1], sampling, random)
+            token, entry = self._sample([*prompt, *tokens][-1], sampling, random, bias)
             self.sampled += 1
             tokens.append(token)
             content.append(entry)
@@ -249,6 +304,7 @@ class FakeVLLM:
         first = sampling["routed_experts_prompt_start"]
         rows = routes_of([*prompt, *tokens])[first:-1]
         return {
+            "model": model,
             "choices": [
                 {
                     "index": 0,
@@ -265,8 +321,10 @@ class FakeVLLM:
             },
         }
 
-    def _sample(self, last, sampling, random):
+    def _sample(self, last, sampling, random, bias=0.0):
+        """Sample one token. bias: of token 0, which is all that an adapter changes."""
         logits = (self.table[last] @ self.table.T).astype(np.float64)
+        logits[0] += bias
         raw = logits - np.log(np.exp(logits).sum())
         tempered = logits / (sampling["temperature"] or 1.0)
         if sampling["top_k"]:

@@ -2,12 +2,15 @@
 checkpoints, requests, and transformers' results for them."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -118,6 +121,18 @@ class ServerProcess:
     def stop(self):
         self.process.terminate()
         self.process.wait(START_S)
+
+
+@contextlib.contextmanager
+def serving_adapters(folder, log=None):
+    """Run a server of the usual dtype that takes adapters of rank 16."""
+    with tempfile.TemporaryDirectory() as own:
+        log = log or Path(own) / "log"
+        server = ServerProcess(folder, log, settings=("dtype=bfloat16", "lora_rank=16"))
+        try:
+            yield server.wait_until_ready()
+        finally:
+            server.stop()
 
 
 def connect(server, path, **settings):

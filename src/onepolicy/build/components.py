@@ -145,6 +145,10 @@ def build_components(
 
         check_installed()
     model = model_to_load(config, weights)
+    if config.train.lora is not None:
+        from onepolicy.build.adapter_checks import check_adapters
+
+        check_adapters(config.train.lora, config, model)
     check_replayable(config, model)
     environment, tokenizer, max_len = build_environment(config, model, trains=True)
     refuse_distributed(config, ranks, engine_builder)
@@ -184,7 +188,7 @@ def model_to_load(config: RunConfig, weights: Path | None) -> ModelConfig:
     if has_adapter or config.train.lora is not None:
         from onepolicy.train.lora import check_start
 
-        check_start(weights, lora_is_set=config.train.lora is not None)
+        check_start(weights, config.train.lora)
         return resolve_model(config.model)
     return config.model.model_copy(update={"path": str(weights)})
 

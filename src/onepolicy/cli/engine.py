@@ -16,9 +16,10 @@ from onepolicy.cli.common import (
 )
 from onepolicy.config import RunConfig, UsageError, read_recipe
 from onepolicy.config.address import check_host, check_port
-from onepolicy.config.engine import ENGINE_KINDS, ServeConfig
+from onepolicy.config.engine import ENGINE_KINDS
 from onepolicy.config.idle import idle_engine_settings
 from onepolicy.config.load import resolve_as
+from onepolicy.config.serve import ServeConfig
 
 
 def add_engine(commands: Commands) -> None:
@@ -64,11 +65,15 @@ def _add_serve(commands: Commands) -> None:
         examples=(
             "onepolicy engine serve Qwen/Qwen3-30B-A3B --port 8000 max_num_seqs=256",
             "onepolicy engine serve tiny --vllm=--enforce-eager",
+            "onepolicy engine serve tiny lora_rank=16",
         ),
         settings=ServeConfig,
     )
     serve.add_argument("model", help="folder, hub id, or `tiny`")
-    settings = "of rollout.engine of kind vllm: max_num_seqs=256; and quant=fp8"
+    settings = (
+        "of rollout.engine of kind vllm: max_num_seqs=256; and quant=fp8, or lora_rank=16 for runs "
+        "with train.lora.sync=native"
+    )
     serve.add_argument("overrides", nargs="*", metavar="a=value", help=settings)
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument(

@@ -77,13 +77,19 @@ def run_export(arguments: argparse.Namespace) -> None:
 def _export_lora(folder: Path, out: Path, arguments: argparse.Namespace) -> int:
     """Write an adapter, alone or merged into its base. Return the bytes of the weights."""
     from onepolicy.models.load import DTYPES
+    from onepolicy.models.lora import NF4, read_header
     from onepolicy.train.adapter_export import export_adapter, export_merged
 
     if arguments.adapter:
         print_status(f"exporting the adapter of {folder}")
-        return export_adapter(folder, out)
+        size = export_adapter(folder, out)
+        if NF4 in read_header(folder):
+            print_status("it was trained on its base in nf4, and is another policy on any other")
+        return size
     print_status(f"merging the adapter of {folder} into its base in {arguments.dtype}")
     size, loss = export_merged(folder, out, DTYPES[arguments.dtype])
+    if NF4 in read_header(folder):
+        print_status("its base was in nf4: the model written holds what that dequantises to")
     print_status(
         f"the adapter moves the log-probabilities of a fixed batch by {loss.effect:.2g} nats; "
         f"merged into {arguments.dtype} it moves them {loss.lost:.2g} nats otherwise"

@@ -14,8 +14,7 @@ from onepolicy.config.base import (
     SmallCount,
     Tokens,
 )
-from onepolicy.config.quant import Fp8, Int8, QuantConfig, QuantFormat
-from onepolicy.config.renamed import SERVE_KEYS
+from onepolicy.config.quant import Fp8, Int8, QuantFormat
 
 Dtype = Literal["float32", "bfloat16"]
 FILE, DNS = "file:", "dns:"  # marks of a url that names a list of servers
@@ -67,21 +66,6 @@ class VLLMEngineConfig(Frozen):
     enable_sleep_mode: bool = True
     """Beside a learner on the same GPU: drop the cache and keep the weights in host memory while
     the learner works, unless they work at once (rollout.max_staleness)."""
-
-
-class ServeConfig(VLLMEngineConfig):
-    """Settings of the vLLM server that `onepolicy engine serve` starts."""
-
-    renamed: ClassVar = SERVE_KEYS
-
-    quant: QuantConfig = None
-    """Quantisation of the weights, as rollout.quant of the runs that will use the server."""
-
-    @model_validator(mode="after")
-    def _check_quant(self) -> Self:
-        if self.quant is not None:
-            check_vllm_quant(self.quant, self.dtype)
-        return self
 
 
 class ServerEngineConfig(Frozen):

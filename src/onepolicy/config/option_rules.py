@@ -162,6 +162,8 @@ def _check_lora(lora: LoraConfig, run: Sections) -> None:
             "train.lora: a critic is trained whole, with as much memory as full training; choose "
             "an objective without one, or leave it out"
         )
+    if lora.base == "nf4":
+        _check_nf4(lora, run)
     if lora.sync == "native":
         _check_native_sync(lora, run)
     if run.cluster.kind == "ray" and engine.kind != "hf":
@@ -169,6 +171,24 @@ def _check_lora(lora: LoraConfig, run: Sections) -> None:
             f"train.lora: under cluster.kind = ray only rollout.engine.kind = hf was run with "
             f"adapters, not {engine.kind}; use hf, or cluster.kind = local"
         )
+
+
+def _check_nf4(lora: LoraConfig, run: Sections) -> None:
+    """Refuse settings that frozen weights in 4 bits do not go with."""
+    name, fix = "train.lora.base: nf4", "leave it out, and the frozen weights keep model.dtype"
+    if lora.sync == "native":
+        raise ValueError(
+            f"{name} with train.lora.sync = native: the engine would add A and B to the weights "
+            "that it loaded, which are not the trainer's dequantised ones; use train.lora.sync = "
+            "merged"
+        )
+    if run.train.ranks:
+        raise ValueError(
+            f"{name} is not sharded over train.ranks = {run.train.ranks}; set train.ranks to 0, "
+            f"or {fix}"
+        )
+    if run.cluster.kind == "ray":
+        raise ValueError(f"{name} was not run under cluster.kind = ray; use local, or {fix}")
 
 
 def _check_native_sync(lora: LoraConfig, run: Sections) -> None:
@@ -186,12 +206,17 @@ def _check_native_sync(lora: LoraConfig, run: Sections) -> None:
             "train.lora.sync: native, but replay.source = reprefill pushes whole weights to its "
             f"copy; {fix}"
         )
-    if kind not in ("hf", "vllm"):
+    if kind == "sglang":
         raise ValueError(
-            f"train.lora.sync: native is not there for rollout.engine.kind = {kind}, whose server "
-            f"would have to load and unload adapters by name; {fix}"
+            "train.lora.sync: native was never run with rollout.engine.kind = sglang, whose server "
+            f"would have to load and unload adapters by name; {fix}, or kind = vllm-server"
         )
-    if kind == "vllm" and lora.targets is not None:
+    if kind == "vllm-server" and run.train.ranks:
+        raise ValueError(
+            "train.lora.sync: native to a server was never run with train.ranks = "
+            f"{run.train.ranks}; {fix}"
+        )
+    if kind != "hf" and lora.targets is not None:
         wrong = [each for each in lora.targets if each in ("experts", "routers")]
         if wrong:
             raise ValueError(

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args, get_origin
 
 from onepolicy.config.base import LARGEST_FLOAT, LARGEST_INT, Frozen
-from onepolicy.config.engine import ServeConfig
 from onepolicy.config.load import VARIANT_KEYS
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.renamed import RUN_KEYS, SERVE_KEYS
 from onepolicy.config.run import RunConfig
+from onepolicy.config.serve import ServeConfig
 
 INTRODUCTION = """\
 # Settings

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.config.engine import ServeConfig
 from onepolicy.config.model_path import resolve_model
+from onepolicy.config.serve import ServeConfig
 from onepolicy.models.load import context_length, read_config
 from onepolicy.replay.checks import is_moe
 from onepolicy.rollout.vllm.serve import run_server
@@ -39,6 +40,9 @@ def serve_model(
     max_len = config.max_len or context
     if max_len > context:
         raise UsageError(f"max_len: {max_len} is more than the model's context of {context}")
+    adapters = None
+    if config.lora_rank is not None:
+        adapters = _adapter_settings(config, config.lora_rank, model)
     path = model.path
     if Path(path).exists():
         path = str(Path(path).resolve())
@@ -49,6 +53,7 @@ def serve_model(
         vocab=int(hf_config.get_text_config().vocab_size),
         return_routes=routes and is_moe(hf_config),
         cpu=not torch.cuda.is_available(),
+        adapters=adapters,
         host=host,
         port=port,
         token_env=token_env,
@@ -56,3 +61,24 @@ def serve_model(
         extra=extra,
         log=log,
     )
+
+
+def _adapter_settings(config: ServeConfig, rank: int, model: ModelConfig) -> dict[str, Any]:
+    """Return vLLM's settings of a server that takes adapters.
+
+    Raises UsageError for settings that were never run with them.
+    """
+    name = f"lora_rank: {rank}"
+    if config.quant is not None:
+        raise UsageError(
+            f"{name}, but runs with train.lora.sync = native refuse rollout.quant; leave "
+            "lora_rank or quant out"
+        )
+    if config.tensor_parallel_size > 1:
+        raise UsageError(
+            f"{name}, but adapters were never run with tensor_parallel_size = "
+            f"{config.tensor_parallel_size}; leave lora_rank out, and use train.lora.sync = merged"
+        )
+    from onepolicy.rollout.vllm.adapter import server_args
+
+    return server_args(rank, model)

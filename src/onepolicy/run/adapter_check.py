@@ -89,7 +89,8 @@ class AdapterCheck:
             effect, lost = self._merge_loss()
         advice = ""
         if self.settings.sync == "merged" and lost > 0.1 * effect:
-            advice = "; train.lora.sync = native or rollout.engine.dtype = float32 loses less"
+            native = "" if self.settings.base == "nf4" else "train.lora.sync = native or "
+            advice = f"; {native}rollout.engine.dtype = float32 loses less"
         self.note(
             f"train.lora: {what} moves the log-probabilities of a fixed batch by {effect:.2g} "
             f"nats; merged into {dtype} it moves them {lost:.2g} nats otherwise{advice}"
@@ -211,7 +212,7 @@ class AdapterCheck:
         if self.engine.caps.takes_adapter:
             self._check_factors()
             frozen = self.adapter.off()
-        compared = adapted.keys() & held.keys()
+        compared = (adapted.keys() | self.adapter.stored_names) & held.keys()
         with frozen:
             sent = self.learner.named_weights(self.engine.caps.weights_dtype)
             # read to the end, so that the ranks of a sharded learner stay in step
@@ -272,7 +273,8 @@ class AdapterCheck:
     def _score(self, canary: EngineCanary) -> Tensor:
         """Return the trainer's log-probabilities after the prompts, [P, vocabulary] float32, CPU.
 
-        The engine's routes are replayed if the run replays them.
+        The engine's routes are replayed if the run replays them. With replay.source = reprefill it
+        returns none, and both sides route by themselves.
         """
         scorer = self.learner.scorer
         replies = [
@@ -282,7 +284,10 @@ class AdapterCheck:
         batch = pack_generated(generated, routes=True)
         micro = batch.to(scorer.device)
         slots = micro.trainable.nonzero()[:, 0]
-        with scorer.routing_context(micro, native=False):
+        routing: AbstractContextManager[object] = nullcontext()
+        if self.components.reprefill is None:
+            routing = scorer.routing_context(micro, native=False)
+        with routing:
             logits = scorer.logits(micro, slots)
         return logits.log_softmax(-1).cpu()
 
@@ -319,10 +324,3 @@ async def check_adapter(components: Components) -> dict[str, float]:
     check = adapter.check
     assert isinstance(check, AdapterCheck), "the start of a run makes it"
     return await check.after_push()
-
-
-async def start_adapter(components: Components, note: Callable[[str], None]) -> None:
-    """Give the engine its first weights, and start the checks of every sync."""
-    check = AdapterCheck(components, note)
-    check.adapter.check = check
-    await check.start()

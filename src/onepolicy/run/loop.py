@@ -93,7 +93,7 @@ class TrainingLoop:
             )
         with _without_pressure(engine):
             if self.config.train.lora is not None:
-                from onepolicy.run.adapter_check import start_adapter
+                from onepolicy.run.adapter_start import start_adapter
 
                 await start_adapter(components, self.progress.note)
             else:

@@ -78,6 +78,14 @@ class Targets:
             raise UsageError(f"train.lora: {kind} has no weights that an adapter can be put on")
         return modules, parameters
 
+    @property
+    def matrices(self) -> set[str]:
+        """The weights that can be stored in 4 bits: all but routers, embedding and head."""
+        layers = [
+            f"{path}.weight" for each in ALL_BUT_ROUTERS for path in self.modules.get(each, [])
+        ]
+        return {*layers, *(n for each in ALL_BUT_ROUTERS for n in self.parameters.get(each, []))}
+
 
 def peft_settings(model: PreTrainedModel, config: LoraConfig, base: str) -> lora.PeftConfig:
     """Return peft's settings of the adapter of this model.
@@ -111,9 +119,13 @@ def _shorten(names: list[str], every: list[str], *, parts: int) -> list[str]:
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str, seed: int) -> None:
-    """Put the adapters of a run into its model. Raises UsageError if they cannot be."""
+    """Put the adapters of a run into its model, and its frozen weights into their format.
+
+    Raises UsageError if that cannot be.
+    """
     settings = peft_settings(model, config, base)
-    modules, parameters = Targets(model).choose(config.targets, type(model).__name__)
+    targets = Targets(model)
+    modules, parameters = targets.choose(config.targets, type(model).__name__)
     expected = {f"{path}.weight" for path in modules} | set(parameters)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # A is random, and every engine must draw the same
@@ -124,3 +136,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str, seed: int
             f"train.lora.targets: peft adapts {sorted(found ^ expected)[0]} otherwise than asked "
             f"for in {type(model).__name__}; choose other targets"
         )
+    if config.base == "nf4":
+        from onepolicy.models import nf4
+
+        nf4.store(model, targets.matrices)

@@ -24,6 +24,9 @@ async def push_weights(learner: WeightSource, *engines: WeightTarget) -> int:
     given = 0
     for engine in engines:
         if adapter is not None and engine.caps.takes_adapter:
+            if hasattr(engine, "lacks_base") and await engine.lacks_base():  # a server
+                with adapter.off():
+                    await _push_whole(learner, engine)
             await engine.load_adapter(adapter, learner.version)  # type: ignore[attr-defined]
             given = sum(a.nbytes + b.nbytes for a, b in adapter.factors().values())
         else:

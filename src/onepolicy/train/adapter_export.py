@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -81,12 +80,17 @@ def export_merged(folder: Path, out: Path, dtype: torch.dtype) -> tuple[int, Mer
 def _load_base(folder: Path) -> PreTrainedModel:
     """Return the frozen weights of the run in float32, rounded as the run had them.
 
-    A run in bfloat16 rounded its base when it loaded it, and the checksum is of what it had.
+    A run in bfloat16 rounded its base when it loaded it, and one with train.lora.base = nf4 to
+    4 bits. The checksum is of what it had.
     """
     path = lora.base_path(folder)
     model = load_model(ModelConfig(path=path), torch.float32, torch.device("cpu"))
-    with safe_open(folder / lora.WEIGHTS, "pt") as file:
-        trained_on = (file.metadata() or {}).get(BASE)
+    header = lora.read_header(folder)
+    if lora.NF4 in header:
+        from onepolicy.models.nf4 import restore_base
+
+        restore_base(model, folder)
+    trained_on = header.get(BASE)
     if trained_on is None or weights_checksum(model.state_dict().items()) == trained_on:
         return model
     cast_model(model, torch.bfloat16)

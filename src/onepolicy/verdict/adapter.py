@@ -3,7 +3,8 @@
 The engine's and the trainer's log-probabilities of the same tokens are each compared with their own
 before any update, when the adapter is 0. So rounding that the engine's dtype puts on the frozen
 weights cancels. E is how far the engine has moved, L(h) how far the trainer has under hypothesis h:
-its adapter of now, that of the last version, the sum of these two, none, or the adapter twice.
+its adapter of now, that of the last version, the sum of these two, none, or the adapter twice;
+on a base in 4 bits also the adapter on the unquantised base (run/nf4_check.py).
 Along the line from L(h) to L(now)
 
     share(h) = <E - L(h), L(now) - L(h)> / |L(now) - L(h)|^2
@@ -31,6 +32,8 @@ FAULTS = {
     "stale": "the adapter of the version before (one sync late)",
     "twice": "the frozen weights with the adapter added twice",
     "on_top": "the adapter added to weights that hold that of the version before",
+    "unquantised": "the unquantised base, with the adapter or without (the base of its checkpoint, "
+    "and not the dequantised one of train.lora.base = nf4)",
 }
 """Hypothesis -> the words of an error."""
 

@@ -119,6 +119,7 @@ def test_the_reference_is_the_model_without_its_adapter(train, policy):
         "train.reuse_scoring_forward=true",
         "train.tokens_per_micro_batch=64",
         "replay.mode=off",
+        "replay.source=reprefill",
         "correction.preset=tis",
         "rollout.max_staleness=1",
         "train.lora.sync=native",
@@ -169,8 +170,20 @@ def test_every_target_is_trained(train):
     [
         ("numerics=on-policy", "numerics = on-policy forbids"),
         ("objective.preset=ppo", "a critic is trained whole"),
-        ("train.lora.base=nf4", "QLoRA"),
-        (NATIVE + " rollout.engine.kind=vllm-server", "not there for rollout.engine.kind"),
+        (NATIVE + " rollout.engine.kind=sglang", "never run with rollout.engine.kind = sglang"),
+        (
+            NATIVE + " rollout.engine.kind=vllm-server train.ranks=2",
+            "never run with train.ranks = 2; use train.lora.sync = merged",
+        ),
+        (
+            NATIVE + ' rollout.engine.kind=vllm-server train.lora.targets=["experts"]',
+            "vllm-server cannot compute with adapters of experts; use train.lora.sync = merged",
+        ),
+        (
+            NATIVE + " rollout.engine.kind=vllm-server",
+            "adapters of experts are not what vLLM computes with here (its CPU kernels of experts "
+            'take none); use train.lora.sync = merged, or train.lora.targets=["attention"]',
+        ),
         (NATIVE + ' rollout.engine.kind=vllm train.lora.targets=["experts"]', "of experts"),
         (NATIVE + " rollout.quant=int8", "rollout.quant makes them anew"),
         ('train.lora.targets=["dense"]', "dense, but Qwen3MoeForCausalLM has no such weights"),

@@ -11,7 +11,6 @@ from onepolicy.cli import main
 from onepolicy.cli.common import is_set_by, warn_idle
 from onepolicy.config import HFEngineConfig, RunConfig, SGLangConfig, load, resolve
 from onepolicy.config.correction import correction_presets
-from onepolicy.config.engine import ServeConfig
 from onepolicy.config.idle import (
     describe_idle,
     idle_engine_settings,
@@ -20,6 +19,7 @@ from onepolicy.config.idle import (
 )
 from onepolicy.config.objective import objective_presets
 from onepolicy.config.policy import PolicyConfig
+from onepolicy.config.serve import ServeConfig
 from onepolicy.correct.presets import preset
 from support.paths import ROOT
 

@@ -10,9 +10,9 @@ import pytest
 
 from onepolicy.config import RunConfig, UsageError, load, resolve
 from onepolicy.config import renamed as module
-from onepolicy.config.engine import ServeConfig
 from onepolicy.config.load import resolve_as
 from onepolicy.config.renamed import RUN_KEYS, SERVE_KEYS
+from onepolicy.config.serve import ServeConfig
 from onepolicy.config.spelling import paths_of
 from onepolicy.config.stored_config import read_stored_config
 

@@ -9,7 +9,7 @@ takes the new ones, the ratio is 1, and its gradient is that of log p.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -89,9 +89,3 @@ def correct_micro_batch(
         return metrics
     gates = "correction/rejected/"
     return {f"{name}.new": value for name, value in metrics.items() if name.startswith(gates)}
-
-
-def rollout_logps(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the sampler's log-probabilities [B, T] of a batch, or None if it has none."""
-    found: Tensor | None = batch.get("sampling_per_token_logps")
-    return found

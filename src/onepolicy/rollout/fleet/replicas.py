@@ -198,6 +198,7 @@ def common_caps(caps: Sequence[EngineCaps]) -> EngineCaps:
         top_logprobs=min(each.top_logprobs for each in caps),
         seeded=all(each.seeded for each in caps),
         weights_dtype=weights_dtype,
+        takes_adapter=all(each.takes_adapter for each in caps),
         inexact_dtype=_coarsest({each.inexact_dtype for each in caps}),
     )
 

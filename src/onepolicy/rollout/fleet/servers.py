@@ -8,10 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import NamedWeights, PersistentEngine
+from onepolicy.rollout.adapter_source import AdapterSource
 from onepolicy.rollout.fleet.placement import Placement
 from onepolicy.rollout.fleet.replicas import common_caps
 from onepolicy.rollout.fleet.shared_stream import SharedStream
@@ -37,6 +38,16 @@ class Server(PersistentEngine, Protocol):
         ...
 
 
+class AdapterServer(Server, Protocol):
+    """A server that takes adapters (train.lora.sync = native)."""
+
+    async def lacks_base(self) -> bool:
+        """Return whether it needs the frozen weights before an adapter."""
+        ...
+
+    async def load_adapter(self, adapter: AdapterSource, version: int) -> None: ...
+
+
 @dataclass(eq=False)
 class Member:
     """A server of the fleet and its requests."""
@@ -44,6 +55,7 @@ class Member:
     url: str
     engine: Server
     is_lost: bool = False
+    is_new: bool = False  # it waits for its first weights, and gets no requests
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     last_used: float = -IDLE_S  # time.monotonic()
 
@@ -75,6 +87,8 @@ class ServerFleet:
         self._placement = Placement()
         self._repeated = 0
         self.caps = common_caps([member.engine.caps for member in self._all])
+        if self.caps.takes_adapter:
+            self.adapter: str | None = None  # that the servers sample with
 
     async def start(self, path: str) -> None:
         """Connect all servers and load the checkpoint at `path` into them.
@@ -123,7 +137,7 @@ class ServerFleet:
         return completion
 
     def _choose(self, prompt_ids: Sequence[int], first: int) -> Member:
-        members = {member.url: member for member in self._members}
+        members = {member.url: member for member in self._members if not member.is_new}
         if not members:
             raise EngineLost(_none_left(self._all))
         loads = {url: len(member.running) for url, member in members.items()}
@@ -168,12 +182,15 @@ class ServerFleet:
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load the weights into all servers at once, each tensor gathered once.
 
-        A server that is lost meanwhile does not keep the others from their weights.
+        A server that is lost meanwhile does not keep the others from their weights. With adapters
+        these are the frozen weights, and only servers that lack them are sent them.
         """
         await self._readmit()
         self._placement.forget()
         self.version = -1
         members = self._members
+        if self.caps.takes_adapter:
+            members = await self._members_without_base()
         stream = SharedStream(weights, len(members), ahead=TENSORS_AHEAD)
 
         async def load(number: int, member: Member) -> None:
@@ -183,7 +200,35 @@ class ServerFleet:
                 stream.close(number)
 
         await self._on_each(members, load)
+        if not self.caps.takes_adapter:
+            self._end_update(members)
         self.version = version
+
+    async def lacks_base(self) -> bool:
+        """Return whether a server needs the frozen weights before an adapter."""
+        await self._readmit()
+        return bool(await self._members_without_base())
+
+    async def _members_without_base(self) -> list[Member]:
+        members = self._members
+        return [each for each in members if await _adapter_server(each).lacks_base()]
+
+    async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
+        """Load A and B into all servers at once. They have the frozen weights."""
+        self._placement.forget()
+        self.version = -1
+        members = self._members
+
+        async def load(_: int, member: Member) -> None:
+            await _adapter_server(member).load_adapter(adapter, version)
+
+        await self._on_each(members, load)
+        self._end_update(members)
+        self.version = version
+
+    def _end_update(self, members: Sequence[Member]) -> None:
+        for member in members:
+            member.is_new = False
 
     async def reset_cache(self) -> None:
         self._placement.forget()
@@ -258,7 +303,7 @@ class ServerFleet:
         except UsageError as error:
             LOG.warning("%s answers again, but is not used: %s", member.url, error)
             return
-        member.is_lost, member.last_used = False, time.monotonic()
+        member.is_lost, member.is_new, member.last_used = False, True, time.monotonic()
         LOG.warning("%s is back; it gets the weights before it gets requests", member.url)
 
     def take_metrics(self) -> dict[str, float]:
@@ -270,6 +315,10 @@ class ServerFleet:
         self._repeated = 0
         metrics: dict[str, float] = dict(total)
         return metrics | {"rollout/servers": len(self._members)}
+
+
+def _adapter_server(member: Member) -> AdapterServer:
+    return cast("AdapterServer", member.engine)
 
 
 def _none_left(members: Sequence[Member]) -> str:

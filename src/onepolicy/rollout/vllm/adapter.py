@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.config.lora import LoraConfig
+from onepolicy.config.lora import LoraConfig, Target
 from onepolicy.models.empty import empty_model
 from onepolicy.rollout.adapter_source import AdapterSource
 from onepolicy.sync.adapters import Targets
 
 
-def lora_args(config: LoraConfig, model: ModelConfig) -> dict[str, Any]:
-    """Return vLLM's EngineArgs for these adapters.
+def layer_names(config: LoraConfig, model: ModelConfig) -> list[str]:
+    """Return the last part of the name of every layer with an adapter, such as `q_proj`.
 
     Raises UsageError for targets that vLLM cannot compute with.
     """
@@ -41,22 +41,55 @@ def lora_args(config: LoraConfig, model: ModelConfig) -> dict[str, Any]:
             "computes with here (its CPU kernels of experts take none); use train.lora.sync = "
             'merged, or train.lora.targets=["attention"]'
         )
+    linear = chosen + [name.removesuffix(".weight") for name in parameters]
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def lora_args(config: LoraConfig, model: ModelConfig) -> dict[str, Any]:
+    """Return vLLM's EngineArgs for these adapters.
+
+    Raises UsageError for targets and ranks that vLLM cannot compute with.
+    """
+    return _adapter_args(config.rank, layer_names(config, model), "train.lora.rank")
+
+
+def server_args(rank: int, model: ModelConfig) -> dict[str, Any]:
+    """Return the EngineArgs of a server for all adapters that vLLM computes with, up to this rank.
+
+    Raises UsageError if it can compute with none on this model.
+    """
+    targets = Targets(empty_model(model))
+    kinds: list[Target] = ["attention", "dense"]
+    found = [kind for kind in kinds if targets.modules[kind] or targets.parameters.get(kind)]
+    if not found:
+        raise UsageError(
+            f"lora_rank: {rank}, but vLLM could put adapters on no layer of {model.path}; leave it "
+            "out, and use train.lora.sync = merged"
+        )
+    names = layer_names(LoraConfig(rank=rank, targets=tuple(found)), model)
+    return _adapter_args(rank, names, "lora_rank")
+
+
+def _adapter_args(rank: int, names: list[str], setting: str) -> dict[str, Any]:
+    """Return EngineArgs for adapters of at most `rank` on layers of these names.
+
+    setting: of the rank, for errors.
+    """
     from vllm.config.lora import MaxLoRARanks
 
-    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= config.rank]
+    ranks = [each for each in get_args(MaxLoRARanks) if each >= rank]
     if not ranks:
         largest = max(get_args(MaxLoRARanks))
         raise UsageError(
-            f"train.lora.rank: {config.rank} is more than vLLM's largest, {largest}; lower it, or "
-            "use train.lora.sync = merged"
+            f"{setting}: {rank} is more than vLLM's largest, {largest}; lower it, or use "
+            "train.lora.sync = merged"
         )
-    linear = chosen + [name.removesuffix(".weight") for name in parameters]
     return {
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 2,  # the next one is loaded before the last one is dropped
         "max_lora_rank": min(ranks),
-        "lora_target_modules": sorted({name.rpartition(".")[2] for name in linear}),
+        "lora_target_modules": names,
     }
 
 

@@ -23,6 +23,8 @@ ENDPOINTS = {
     "/reset_prefix_cache",
     "/resume",
     "/update_weight_version",
+    "/v1/load_lora_adapter",  # vLLM has these two only if it was started with lora_rank
+    "/v1/unload_lora_adapter",
 }
 """Endpoints that a run posts to. vLLM has others that take token ids and load weights unchecked."""
 LOAD_METHODS = {"onepolicy_load", "onepolicy_load_files", "onepolicy_receive", "reload_weights"}

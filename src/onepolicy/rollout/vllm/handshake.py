@@ -20,6 +20,7 @@ from onepolicy.rollout.servers.replies import MalformedReply, get_field, make_pr
 from onepolicy.rollout.vllm.compatibility import Deployment, check_route_compatibility
 from onepolicy.rollout.vllm.generate_api import ReplyParser
 from onepolicy.rollout.vllm.quant import PartTensors, part_sizes, quantization_method
+from onepolicy.rollout.vllm.served_adapter import AdapterLimits
 from onepolicy.rollout.vllm.start import check_vllm_version
 from onepolicy.rollout.vllm.worker import ServerDescription, model_shape
 
@@ -43,6 +44,7 @@ class VLLMServerInfo:
     reply_parser: ReplyParser
     sizes: SizeReport | None  # of quantised weights
     cpu: bool
+    adapters: AdapterLimits | None  # that it takes
 
 
 async def handshake(
@@ -85,7 +87,14 @@ async def handshake(
         ),
         sizes=sizes,
         cpu=server.device == "cpu",
+        adapters=_adapters(server, client),
     )
+
+
+def _adapters(server: ServerDescription, client: EngineClient) -> AdapterLimits | None:
+    if server.adapters is None:
+        return None
+    return _validate(AdapterLimits, server.adapters, client)
 
 
 def _max_top_logprobs(max_logprobs: int, vocab: int) -> int:

@@ -17,18 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.config import UsageError
-from onepolicy.config.engine import ServeConfig
+from onepolicy.config.serve import ServeConfig
 from onepolicy.rollout.servers.http import EngineClient, is_loopback
 from onepolicy.rollout.servers.token import create_token_file, remove_token_file, token_from_env
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm import reaper
 from onepolicy.rollout.vllm.guard import HOSTS_VARIABLE, TOKEN_VARIABLE, VOCAB_VARIABLE, Guard
+from onepolicy.rollout.vllm.served_adapter import ADAPTERS_VARIABLE
 from onepolicy.rollout.vllm.start import UNBOUND, engine_args
 from onepolicy.rollout.vllm.worker import WorkerExtension
 from onepolicy.telemetry import OPT_OUT
 
 START_TIMEOUT_S = 1800.0
 STOP_TIMEOUT_S = 30.0
+CPU_ADAPTER_WORKER = "onepolicy.rollout.vllm.adapter_worker.AdapterCPUWorker"
 RESERVED_FLAGS = (
     "--allow-credentials",
     "--allowed-headers",
@@ -57,6 +59,7 @@ def run_server(
     return_routes: bool,
     cpu: bool,
     trust_remote_code: bool = False,
+    adapters: dict[str, Any] | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     token_env: str | None = None,
@@ -66,6 +69,7 @@ def run_server(
 ) -> int:
     """Run a server until it ends or this process gets a signal. Return its exit status.
 
+    adapters: EngineArgs of `adapter.server_args`, for a server that runs send LoRA adapters to.
     token_env: environment variable with the bearer token of every request; a token is needed
     because the endpoints that load weights run code. None, for a loopback address only: make a
     token in a file that this user's runs find. names: further host names that requests may use.
@@ -90,11 +94,17 @@ def run_server(
         trust_remote_code=trust_remote_code,
         quant=config.quant,
     )
+    if adapters is not None:
+        settings |= adapters
+        if cpu:
+            settings["worker_cls"] = CPU_ADAPTER_WORKER
     command = [*command_line(settings, host, port), *extra]
     started = time.monotonic()
     with _server_token(token, host, port, log) as server_token:
         hosts = allowed_hosts(host, names)
         variables = server_environment(server_token, hosts=hosts, vocab=vocab, cpu=cpu)
+        if adapters is not None:
+            variables[ADAPTERS_VARIABLE] = "1"
         if cpu and config.tensor_parallel_size > 1:
             variables |= UNBOUND
         url = _client_url(host, port)
@@ -171,6 +181,8 @@ def _flag(name: str, value: Any) -> list[str]:
         return [f"--no-{name}"]
     if isinstance(value, dict):
         return [f"--{name}", json.dumps(value)]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
     return [f"--{name}", str(value)]
 
 

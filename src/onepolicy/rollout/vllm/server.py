@@ -10,16 +10,24 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
-from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMServerConfig
+from onepolicy.config import (
+    ModelConfig,
+    QuantFormat,
+    TrainingError,
+    UsageError,
+    VLLMServerConfig,
+)
 from onepolicy.config.base import short_repr
+from onepolicy.config.lora import LoraConfig
 from onepolicy.interfaces import EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
+from onepolicy.rollout.adapter_source import AdapterSource
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.resume import join_partial_completions
@@ -46,13 +54,18 @@ from onepolicy.rollout.vllm.handshake import (
     read_weights_id,
 )
 from onepolicy.rollout.vllm.weight_update import (
+    broadcast_adapter,
     broadcast_weights,
     load_weight_files,
+    write_adapter_files,
     write_weight_files,
 )
 from onepolicy.sync.canary import inexact_dtype
 from onepolicy.sync.weight_files import WeightFiles, num_files
 from onepolicy.types import Completion, Sampling
+
+if TYPE_CHECKING:
+    from onepolicy.rollout.vllm.server_adapters import ServerAdapters
 
 INCOMPLETE = "incomplete"  # suffix of the id of weights of which only some may be loaded
 ABORT_INTERVAL_S = 0.1  # while requests on a paused server end
@@ -76,6 +89,7 @@ def make_client(spec: EngineSpec) -> VLLMServer:
         route_spec=spec.route_spec,
         max_len=spec.max_len,
         quant=spec.quant,
+        lora=spec.lora,
     )
 
 
@@ -95,16 +109,26 @@ class VLLMServer:
         route_spec: RouteSpec | None,
         max_len: int,
         quant: QuantFormat | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Make a client. Call `connect` before any other method.
 
         route_spec: layers whose experts are returned for every token. quant: format that the server
-        was started with.
+        was started with. lora: adapters that it is sent, which it computes with.
         """
         self.version = 0
         self.caps = EngineCaps(
-            returns_routes=route_spec is not None, max_len=max_len, weights_dtype=config.dtype
+            returns_routes=route_spec is not None,
+            max_len=max_len,
+            weights_dtype=config.dtype,
+            takes_adapter=lora is not None,
         )
+        self.adapter: str | None = None  # that it samples with, without the version
+        self._adapters: ServerAdapters | None = None
+        if lora is not None:
+            from onepolicy.rollout.vllm.server_adapters import ServerAdapters
+
+            self._adapters = ServerAdapters(lora, model, config.one_url)
         self.client, self._client_without_retries = make_clients(config, server="the vLLM server")
         self.config, self._text = config, hf_config.get_text_config()
         self._route_spec, self._quant = route_spec, quant
@@ -137,6 +161,8 @@ class VLLMServer:
                 inexact_dtype=inexact_dtype(self.config.dtype, cpu=info.cpu),
             )
             self._server_info, self._weights_id = info, info.weights_id
+            if self._adapters is not None:
+                await self._adapters.start(self.client, info)
             if info.weights_id.endswith(INCOMPLETE):
                 await self.load_checkpoint(None, 0)
             await check_processed_logprobs(self)
@@ -169,7 +195,11 @@ class VLLMServer:
                 parts.append(part)
                 path += part.token_ids.tolist()
             if part.finish != "aborted" or not paused:
-                return join_partial_completions(parts, part.finish, sampling.routes_from)
+                whole = join_partial_completions(parts, part.finish, sampling.routes_from)
+                adapter = self.adapter
+                if self._adapters is not None:
+                    adapter = part.adapter  # that the server says
+                return dataclasses.replace(whole, adapter=adapter)
             self._resumed += 1
 
     async def pause(self, mode: str = "abort") -> None:
@@ -204,11 +234,19 @@ class VLLMServer:
         self._request_gate().is_open.set()
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Load all of the model's tensors into the server.
+        """Load all of the model's tensors into the server. With adapters these are the frozen ones.
 
         Raises TrainingError if the server receives other tensors. Then the engine has no version
         and answers no requests.
         """
+        if self._adapters is None:
+            await self._load_whole(weights, version)
+            return
+        self._adapters.forget()
+        await self._load_whole(weights, version)
+        self._adapters.lack_base = False
+
+    async def _load_whole(self, weights: NamedWeights, version: int) -> None:
         tensors = self._names.stream_to_checkpoint(weights)
         if self._files is not None:
             folder, sums = await asyncio.to_thread(
@@ -223,6 +261,32 @@ class VLLMServer:
         async with self._update(version):
             workers = self._connected_info.workers
             await broadcast_weights(call, tensors, version, config=self.config, workers=workers)
+
+    async def lacks_base(self) -> bool:
+        """Return whether the server needs the frozen weights before an adapter.
+
+        It gets them at the start of a run and when it comes back. So they are the learner's.
+        """
+        return self._adapters is not None and self._adapters.lack_base
+
+    async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
+        """Load A and B of the adapter as `version` in place of the last one."""
+        assert self._adapters is not None
+        from onepolicy.rollout.vllm.server_adapters import read_adapter
+
+        tensors, settings = read_adapter(adapter)
+        async with self._update(version):
+            if self._files is not None:
+                folder = await write_adapter_files(
+                    self.call_workers, self._files, tensors, version, settings
+                )
+            else:
+                client = self._client_without_retries
+                call = partial(self.call_workers, client=client, timeout_s=math.inf)
+                folder = await broadcast_adapter(
+                    call, tensors, version, settings, config=self.config
+                )
+            await self._adapters.load(self._client_without_retries, adapter.name, version, folder)
 
     def has_initial_checkpoint(self, path: str) -> bool:
         """Return whether the server still has its start-up weights, and they come from `path`.
@@ -328,6 +392,9 @@ class VLLMServer:
                     "the last load_weights failed half-way; load a complete set of weights first"
                 )
             pauses, version = self._pauses, self.version
+            named = None
+            if self._adapters is not None:
+                named = self._adapters.name
             parser = self._connected_info.reply_parser
 
             def parse(reply: Any) -> Completion:
@@ -336,17 +403,27 @@ class VLLMServer:
                 )
                 if not len(part.token_ids) and pauses == self._pauses:
                     raise MalformedReply("no token, and nothing of ours aborted the request")
-                return part
+                if self._adapters is None:
+                    return part
+                return self._adapters.read_reply(part, reply, named)
 
             params = sampling_params(sampling, seed, first=first, vocab=parser.vocab)
-            part = await self.client.post(
-                "/inference/v1/generate",
-                {"token_ids": path, "sampling_params": params},
-                parse=parse,
-                max_bytes=parser.max_reply_bytes(prompt=len(path), sampling=sampling),
-                confirm=self.confirm_weights,
-                tokens=sampling.max_tokens,
-            )
+            body: dict[str, Any] = {"token_ids": path, "sampling_params": params}
+            if named is not None:
+                body["model"] = named
+            try:
+                part = await self.client.post(
+                    "/inference/v1/generate",
+                    body,
+                    parse=parse,
+                    max_bytes=parser.max_reply_bytes(prompt=len(path), sampling=sampling),
+                    confirm=self.confirm_weights,
+                    tokens=sampling.max_tokens,
+                )
+            except TrainingError as error:
+                if named is not None and not isinstance(error, EngineLost):
+                    await self.confirm_weights()  # a restarted server does not know the adapter
+                raise
             return part, pauses != self._pauses
 
     @asynccontextmanager

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from onepolicy.config import TrainingError, VLLMServerConfig
 from onepolicy.interfaces import NamedWeights
@@ -56,11 +59,89 @@ async def broadcast_weights(
     it has ended: a broadcast may take as long as it makes progress.
     """
     assert config.sync != "disk"
+    await _broadcast(
+        call,
+        weights,
+        version,
+        "onepolicy_receive",
+        config=config,
+        workers=workers,
+        backend=config.sync,
+    )
+
+
+async def broadcast_adapter(
+    call: CallWorkers,
+    tensors: dict[str, Tensor],
+    version: int,
+    settings: str,
+    *,
+    config: VLLMServerConfig,
+) -> str:
+    """Broadcast an adapter to the only worker, as `broadcast_weights`. Return its folder there.
+
+    settings: content of adapter_config.json. Its tensors are in host memory, so gloo sends them
+    where sync = nccl sends weights.
+    """
+    (result,) = await _broadcast(
+        call,
+        tensors.items(),
+        version,
+        "onepolicy_receive_adapter",
+        settings,
+        config=config,
+        workers=1,
+        backend="gloo",
+    )
+    return _folder_of(result)
+
+
+async def write_adapter_files(
+    call: CallWorkers,
+    files: WeightFiles,
+    tensors: dict[str, Tensor],
+    version: int,
+    settings: str,
+) -> str:
+    """Give an adapter to the only worker as files that it reads. Return its folder there.
+
+    Raises TrainingError if the worker reads other bytes.
+    """
+    written = await asyncio.to_thread(write_weight_files, files, tensors.items(), version)
+    folder, sums = written
+    (result,) = await call("onepolicy_read_adapter", str(folder), sums, settings)
+    if result["difference"] is not None:
+        raise TrainingError(
+            f"rollout.engine.sync_dir: the adapter of version {version} in {folder}, as the vLLM "
+            f"server read it: {result['difference']}"
+        )
+    return _folder_of(result)
+
+
+def _folder_of(result: Any) -> str:
+    folder = result["folder"]
+    if not isinstance(folder, str) or not folder:
+        raise TrainingError("weight sync: the vLLM server did not say where it put the adapter")
+    return folder
+
+
+async def _broadcast(
+    call: CallWorkers,
+    weights: NamedWeights,
+    version: int,
+    method: str,
+    *args: str,
+    config: VLLMServerConfig,
+    workers: int,
+    backend: str,
+) -> list[Any]:
+    """Broadcast the weights to this method of the workers. Return its results."""
     server = "the vLLM server"
     host = sender_address(config.one_url, server)
+    results: list[Any] = []
     with Sender(
         receivers=workers,
-        backend=config.sync,
+        backend=backend,
         host=host,
         timeout_s=config.timeout_s,
         bucket_bytes=config.bucket_bytes,
@@ -68,7 +149,7 @@ async def broadcast_weights(
 
         async def receive() -> list[str]:
             try:
-                results = await call("onepolicy_receive", sender.invitation, version)
+                results.extend(await call(method, sender.invitation, version, *args))
                 problems = [each["problem"] for each in results if each["problem"]]
             except BaseException:
                 sender.cancel()
@@ -79,3 +160,4 @@ async def broadcast_weights(
 
         send = run_in_daemon_thread(partial(sender.send, weights, version))
         await run_both_ends(receive(), send, config.timeout_s, server)
+    return results

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onepolicy.config import TrainingError
 from onepolicy.rollout.vllm.compatibility import Deployment, deployment_of
 from onepolicy.rollout.vllm.quant import measure_part_tensors
+from onepolicy.rollout.vllm.served_adapter import AdapterFiles, adapter_limits
 from onepolicy.rollout.vllm.start import has_monolithic_kernel, head_dtypes
 from onepolicy.rollout.vllm.weights import abort_reload, pack_experts, reload_weights
 from onepolicy.sync.broadcast import Receiver
@@ -58,6 +60,7 @@ class ServerDescription:
     routes: bool
     deployment: dict[str, Any]  # compatibility.Deployment
     initial_canary: list[float] | None  # argument of onepolicy_remember
+    adapters: dict[str, Any] | None  # served_adapter.AdapterLimits; None: it takes no adapters
 
 
 class WorkerExtension:
@@ -73,6 +76,7 @@ class WorkerExtension:
     get_model: Callable[[], Any]
     onepolicy_initial_canary: list[float] | None = None
     onepolicy_start_checkpoint: tuple[str, str | None] | None = None
+    onepolicy_adapter_files: AdapterFiles | None = None
 
     def onepolicy_describe(self) -> dict[str, Any]:
         """Return the ServerDescription as JSON."""
@@ -91,6 +95,7 @@ class WorkerExtension:
             routes=bool(model.enable_return_routed_experts),
             deployment=dataclasses.asdict(self._onepolicy_deployment()),
             initial_canary=self.onepolicy_initial_canary,
+            adapters=adapter_limits(config.lora_config),
         )
         return dataclasses.asdict(description)
 
@@ -128,6 +133,39 @@ class WorkerExtension:
         checksums = ChecksumAccumulator()
         reload_weights(self, checksums.add_each(read_weights(folder)))
         return {"difference": describe_difference(sent, checksums.pop_all())}
+
+    def onepolicy_receive_adapter(
+        self, invitation: str, version: int, settings: str
+    ) -> dict[str, str | None]:
+        """Write the adapter of a Sender to a folder of this process.
+
+        settings: content of adapter_config.json. Return the problem or None, and the folder.
+        """
+        try:
+            with Receiver(invitation, 1 + self.rank, version=version) as tensors:
+                received = {name: tensor.clone() for name, tensor in tensors}
+        except TrainingError as error:
+            return {"problem": str(error), "folder": None}
+        return {"problem": None, "folder": self._onepolicy_write_adapter(received, settings)}
+
+    def onepolicy_read_adapter(
+        self, folder: str, sent: ChecksumTable, settings: str
+    ) -> dict[str, str | None]:
+        """Write the adapter that WeightFiles hold to a folder of this process.
+
+        Return the difference between the tensors read and sent, or None, and the folder.
+        """
+        checksums = ChecksumAccumulator()
+        read = dict(checksums.add_each(read_weights(folder)))
+        difference = describe_difference(sent, checksums.pop_all())
+        if difference is not None:
+            return {"difference": difference, "folder": None}
+        return {"difference": None, "folder": self._onepolicy_write_adapter(read, settings)}
+
+    def _onepolicy_write_adapter(self, tensors: dict[str, Tensor], settings: str) -> str:
+        if self.onepolicy_adapter_files is None:
+            self.onepolicy_adapter_files = AdapterFiles()
+        return self.onepolicy_adapter_files.write(tensors, settings)
 
     def onepolicy_load(self, path: str | None = None) -> None:
         """Load a checkpoint, by default that of the start-up. The caller drops all caches."""

@@ -8,7 +8,7 @@ from onepolicy.build.components import build_components
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.config.policy import PolicyConfig, cached_policy_path
-from onepolicy.rollout.vllm.adapter import lora_args
+from onepolicy.rollout.vllm.adapter import lora_args, server_args
 from support.adapter_faults import FAULTS, ON_TOP, VLLM, first_seen, rows, settings
 from support.paths import ROOT
 from support.vllm_engines import make_checkpoints
@@ -60,6 +60,9 @@ def test_what_vllm_cannot_compute_with_is_refused(checkpoint):
     found = lora_args(LoraConfig(sync="native", rank=20, targets=("attention",)), model)
     assert found["max_lora_rank"] == 32
     assert found["lora_target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert server_args(20, model) == found
+    with pytest.raises(UsageError, match=r"lora_rank: 1000 is more than vLLM's largest"):
+        server_args(1000, model)
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, VLLMEngineConfig
-from onepolicy.config.engine import ServeConfig
+from onepolicy.config.serve import ServeConfig
 from onepolicy.rollout.servers.token import find_token
 from onepolicy.rollout.vllm import serve
 from onepolicy.rollout.vllm.guard import HOSTS_VARIABLE, TOKEN_VARIABLE, VOCAB_VARIABLE
@@ -65,6 +66,45 @@ def test_the_command_line_equals_the_engine_in_this_process():
     assert not {"--block-size", "--trust-remote-code"} & line.keys()  # vLLM's choice; nobody asked
     assert line["--middleware"] == "onepolicy.rollout.vllm.guard.Guard"
     assert json.loads(line["--allowed-origins"]) == []
+
+
+def test_a_server_that_takes_adapters_has_its_own_worker_and_variable(monkeypatch):
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
+    seen = {}
+
+    @contextlib.contextmanager
+    def run(command, environment):
+        seen.update(command=command, environment=environment)
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(serve, "_run_command", run)
+    adapters = {"enable_lora": True, "max_lora_rank": 16, "lora_target_modules": ["q", "v"]}
+    settings = {"max_len": 8, "vocab": 8, "return_routes": True, "cpu": True}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for given in (adapters, None):
+        with pytest.raises(KeyboardInterrupt):
+            serve.run_server(ServeConfig(), "m", adapters=given, port=port, **settings)
+        line = flags(seen["command"])
+        at = seen["environment"].get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+        assert ("--enable-lora" in line, at) == ((True, "1") if given else (False, None))
+        if given:
+            first = seen["command"].index("--lora-target-modules")
+            assert seen["command"][first + 1 : first + 3] == ["q", "v"]
+            assert line["--worker-cls"] == serve.CPU_ADAPTER_WORKER
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("quant=fp8", "lora_rank: 16, but runs with train.lora.sync = native refuse rollout.quan"),
+        ("tensor_parallel_size=2", "adapters were never run with tensor_parallel_size = 2"),
+    ],
+)
+def test_settings_that_adapters_were_never_run_with_are_refused(policy, setting, message, capsys):
+    assert main(["engine", "serve", str(policy), "lora_rank=16", setting]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_environment_opens_the_endpoints_and_has_the_token(monkeypatch):
