@@ -27,6 +27,7 @@ from onepolicy.invariant.switch import STATE, TILE
 from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import recurrent_layers
+from onepolicy.models.rms_norm import FewPasses, own_class
 
 FEW_TOKENS = 5  # tokens of the forward that finds which modules to change
 _LOCK = RLock()
@@ -123,6 +124,8 @@ def _swap(model: PreTrainedModel, state: _State) -> None:
     for module in model.modules():
         if is_plain_linear(module):
             _change_class(module, InvariantLinear, state)
+        elif isinstance(module, FewPasses):  # its mean would depend on the batch
+            _change_class(module, own_class(module), state)
     for module in _modules_that_call_functions(model):
         module_class: Any = type(module)
         _change_class(module, _with_invariant_functions(module_class), state)
@@ -130,7 +133,7 @@ def _swap(model: PreTrainedModel, state: _State) -> None:
 
 def _restore(model: PreTrainedModel, state: _State) -> None:
     delattr(model, STATE)
-    for module, original in state.classes:
+    for module, original in reversed(state.classes):
         module.__class__ = original
     model.set_attn_implementation(state.attention)
     if state.experts is not None:

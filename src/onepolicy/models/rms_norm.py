@@ -21,6 +21,12 @@ def use_few_passes(model: nn.Module) -> None:
             module.__class__ = _with_few_passes(type(module))
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of this module without fewer passes."""
+    own = type(module)
+    return own.__mro__[2] if isinstance(module, FewPasses) else own
+
+
 def computes_these_bits(module: nn.Module) -> bool:
     """Return whether `w * x / rms(x)` has the bits of this module's float32 output."""
     parameters = dict(module.named_parameters())

@@ -159,7 +159,7 @@ class DryRunModel:
             if invariant:
                 with kernel_stand_ins(cpu=cpu):
                     mode.install_invariant(self.model)
-        if cpu:
+        if cpu and not invariant:
             from onepolicy.models import rms_norm
 
             rms_norm.use_few_passes(self.model)  # not fake: it compares bits

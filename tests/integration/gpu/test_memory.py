@@ -5,11 +5,10 @@ import torch
 from gpu.shapes import QWEN3_06B
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from onepolicy.models import packed_attention
 from onepolicy.models.chunk_size import slots_per_chunk
-from onepolicy.models.linear import use_onednn_linear
 from onepolicy.models.logits_chunks import install_logits_chunks
 from onepolicy.models.packed_attention import Packing
+from onepolicy.models.prepare import prepare_for_training
 from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape, PeakMemory
 from onepolicy.train.forward import SlotLayout, forward
 from onepolicy.train.pack import pack
@@ -45,8 +44,7 @@ def measured(config, dtype, micro, chunk, device):
     """Return the most bytes that a forward and backward hold beside parameters and gradients."""
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-    model.set_attn_implementation(packed_attention.NAME)
-    use_onednn_linear(model, device)
+    prepare_for_training(model, device)
     slots = slots_per_chunk(chunk, config.vocab_size)
     if slots:
         install_logits_chunks(model, slots)

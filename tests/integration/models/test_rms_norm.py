@@ -11,6 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
+from onepolicy.invariant.mode import Invariant
 from onepolicy.models import rms_norm
 from onepolicy.models.prepare import prepare_for_training
 from support.models import CONFIGS, make
@@ -107,3 +108,19 @@ def test_a_prepared_model_has_them_and_a_copy_keeps_them(name):
     kinds = [type(module) for module in model.modules()]
     rms_norm.use_few_passes(model)  # twice changes nothing
     assert [type(module) for module in copy.deepcopy(model).modules()] == kinds
+
+
+def test_on_policy_mode_has_the_norms_of_the_class():
+    """Those are what the engine computes; ours take a mean whose bits depend on the batch."""
+    model = make("qwen3_moe")
+    own = [type(module) for module in model.modules() if "RMSNorm" in type(module).__name__]
+    prepare_for_training(model, torch.device("cpu"))
+
+    def norms():
+        return [module for module in model.modules() if "RMSNorm" in type(module).__name__]
+
+    before = [type(module) for module in norms()]
+    with Invariant(model):
+        assert not any(isinstance(module, rms_norm.FewPasses) for module in norms())
+        assert all(issubclass(type(m), kind) for m, kind in zip(norms(), own, strict=True))
+    assert [type(module) for module in norms()] == before

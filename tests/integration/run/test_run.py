@@ -56,7 +56,8 @@ def test_checkpoint_is_a_plain_transformers_model(finished):
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([tokenizer.encode("1+2=", add_special_tokens=False)])
-    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 7)
+    generated = model.generate(ids, min_new_tokens=3, max_new_tokens=3, do_sample=False)
+    assert generated.shape == (1, 7)
 
 
 def test_counterfactual_equals_a_run_without_replay(train):
