@@ -30,6 +30,13 @@ class Reply:
     encoding: str = ""  # of the body, which is bytes in it
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    # A client may open more connections at once than a busy machine accepts. Past the default of 5
+    # the kernel resets them.
+    request_queue_size = 128
+
+
 @dataclass
 class Server:
     """A server: `with Server({"GET /health": handler}) as server:`. A handler takes a Request and
@@ -103,8 +110,7 @@ class Server:
             def log_message(self, *_):
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
+        self._http = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
