@@ -34,6 +34,8 @@ NAMED = re.compile(r"\{([\w/-]+): ([^:{}]+): ([^:{}]+)\}")
 WIDTH = 130
 KEYS = {"id", "claim", "columns", "rows", "study", "commands", "measured"}
 COLUMN_KEYS = {"name", "unit", "signed", "value"}
+TEXTS = {"study", "arm", "against"}
+"""Values of a study that are no numbers."""
 
 Table = dict[str, Any]
 
@@ -199,11 +201,16 @@ def printed(cell: Any, signed: bool = False) -> str:
 
 
 def study_rows(study: dict[str, Any], names: list[str]) -> list[list[Any]]:
-    """Return a row for every arm of a study, computed from its runs in the tree."""
-    return [
-        [text if name == "arm" else Number(text) for name, text in zip(names, row, strict=True)]
-        for row in evidence_rows().rows(study, names)
-    ]
+    """Return the rows that are computed from the runs of a study in the tree."""
+    found = evidence_rows().rows(study, names)
+    return [[typed(name, text) for name, text in zip(names, row, strict=True)] for row in found]
+
+
+def typed(name: str, text: str) -> Any:
+    """Return a computed value: text, number, or None where it is empty."""
+    if name in TEXTS:
+        return text
+    return Number(text.replace("e-0", "e-")) if text else None
 
 
 @functools.cache

@@ -17,7 +17,7 @@ EVIDENCE = [
     for part in yaml.safe_load(NAV[NAV.index("\nnav:\n") :])["nav"][1:]
     for entry in part.get("Evidence", [])
 ]
-WRITTEN_BY_HAND = {"results", "evidence", "costs", "engines_measured", "lora_measured"}
+WRITTEN_BY_HAND = {"results", "costs", "engines_measured", "lora_measured"}
 NUMBER = r"[-+~<>]{0,2}\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 TABLES = [(name, table) for name in doc_tables.pages() for table in doc_tables.tables(name)]
 
@@ -34,7 +34,7 @@ def words(cell: str) -> list[str]:
 def has_measured_numbers(cell: str) -> bool:
     """Return whether a cell is a number or several, with units at most."""
     plain = re.sub(r"`[^`]*`", "", cell)
-    return bool(re.search(r"\d", plain)) and not words(plain)
+    return bool(re.search(r"\b\d", plain)) and not words(plain)
 
 
 def has_several_numbers(cell: str) -> bool:
