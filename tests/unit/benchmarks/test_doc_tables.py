@@ -143,8 +143,10 @@ def test_a_number_keeps_its_digits() -> None:
 
 
 def test_a_table_takes_numbers_of_another() -> None:
-    cell = {"table": "on_policy_proof/exact", "row": "57540", "column": "that differ"}
+    cell = {"table": "on_policy_proof/exact", "row": "on-policy", "column": "that differ"}
     assert doc_tables.resolved(cell) == "0"
+    highest = {"table": "plan_accuracy/memory-ranks", "of": "highest", "column": "off by"}
+    assert doc_tables.resolved(highest) == "1.8"
     assert (
         doc_tables.named(
             "gym/warm-ups", "8 layers, 400 steps, `mistakes=0.2 mistakes_from=0.7`", "greedy"
