@@ -1,4 +1,4 @@
-"""Adapters of the server of fake_sglang.py: loaded from folders, unloaded, and named in requests."""
+"""Adapters of the server of fake_sglang.py: loaded from folders, unloaded, named in requests."""
 
 from pathlib import Path
 

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError
 from onepolicy.config.lora import LoraConfig
@@ -18,6 +17,7 @@ from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.rollout.sglang.engine import SGLangEngine
 from onepolicy.sync.push import push_weights
 from onepolicy.types import Sampling
+from support.adapter_learner import Adapter, Learner
 from support.fake_sglang import VOCAB, FakeSGLang
 from support.fake_sglang_adapters import TAKES_ADAPTERS
 from support.http_server import Reply
@@ -25,39 +25,6 @@ from support.sglang_engines import PROMPT, RULES, bigram, make_models, play
 from support.waiting import LIMIT_S, until
 
 LORA = LoraConfig(rank=4, targets=("attention",), sync="native")
-A, B = "base_model.model.x.lora_A.weight", "base_model.model.x.lora_B.weight"
-
-
-class Adapter:
-    """An adapter of one layer. `bias` is what it adds to the logit of token 0."""
-
-    name, bias, is_off = "lora-run", 0.0, False
-
-    def factors(self):
-        return {"x.weight": (torch.zeros(4, 2), torch.full((2, 4), self.bias / 8))}
-
-    def write(self, folder):
-        a, b = self.factors()["x.weight"]
-        save_file({A: a, B: b}, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text('{"r": 4}')
-
-    @contextlib.contextmanager
-    def off(self):
-        before, self.is_off = self.is_off, True
-        yield
-        self.is_off = before
-
-
-class Learner:
-    """A learner whose frozen weights are these, and whose merged weights are twice these."""
-
-    def __init__(self, model):
-        self.model, self.version, self.adapter = model, 0, Adapter()
-
-    def named_weights(self, dtype=None):
-        factor = 1 if self.adapter.is_off else 2
-        for name, tensor in self.model.state_dict().items():
-            yield name, tensor * factor
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +48,7 @@ def engine_of(fake, lora=LORA, **settings):
     config = SGLangConfig(
         **{"url": fake.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S} | settings
     )
-    return SGLangEngine(
-        model, read_config(model), config, route_spec=RULES, max_len=200, lora=lora
-    )
+    return SGLangEngine(model, read_config(model), config, route_spec=RULES, max_len=200, lora=lora)
 
 
 def connected(fake, lora=LORA, **settings):
@@ -209,9 +174,7 @@ def test_a_request_without_a_name_has_no_adapter(fake, models):
     done = one(engine)
     assert done.adapter is None
     path = [*PROMPT, *done.token_ids.tolist()]
-    torch.testing.assert_close(
-        done.logp, logp_of(models[0][1], path, [0.0] * 6), atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(done.logp, logp_of(models[0][1], path, [0.0] * 6), atol=1e-5, rtol=0)
 
 
 def test_tokens_of_another_version_than_the_adapter_stop_the_run(fake, models):
