@@ -119,13 +119,22 @@ def recipe(folder, server, out):
     return str(path)
 
 
-def test_a_run_trains_and_its_exported_adapter_is_loaded(server, folders, tmp_path):
-    assert main(["train", recipe(folders[0], server, tmp_path)]) == 0
-    run, out = tmp_path / "run", tmp_path / "adapter"
+@pytest.fixture(scope="module")
+def run(server, folders, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run")
+    assert main(["train", recipe(folders[0], server, out)]) == 0
+    return out / "run"
+
+
+def test_a_run_trains(run):
     steps = [row for row in metrics_of(run) if "mismatch/k3" in row]
     assert len(steps) == 2
     assert all(row["mismatch/k3"] < 1e-6 for row in steps)  # float32 on both sides
     assert_delivered(steps[-1])
+
+
+def test_an_exported_adapter_is_loaded(run, server, folders, tmp_path):
+    out = tmp_path / "adapter"
     assert main(["export", str(run), "--out", str(out), "--adapter"]) == 0
     post(server, "/load_lora_adapter", lora_name="exported", lora_path=str(out))
     path = str(checkpoint_folder(run, 2))
@@ -136,6 +145,14 @@ def test_a_run_trains_and_its_exported_adapter_is_loaded(server, folders, tmp_pa
         torch.testing.assert_close(found, scored(merged, prompt, ids), atol=2e-4, rtol=0)
         assert (found - scored(base, prompt, ids)).abs().max() > 1e-2
     post(server, "/unload_lora_adapter", lora_name="exported")
+
+
+def test_a_checkpoint_is_refused_because_sglang_reads_its_optimiser_too(run, server):
+    """It reads every safetensors file of the folder. docs/lora.md says so."""
+    body = {"lora_name": "checkpoint", "lora_path": str(checkpoint_folder(run, 2))}
+    reply = httpx2.post(f"{server}/load_lora_adapter", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "cannot be concatenated" in reply.text
 
 
 def post(server, path, **body):
