@@ -187,12 +187,12 @@ class AdapterCheck:
     def _check_names(self, completions: list[Completion]) -> None:
         """Raise TrainingError unless replies carry the name and version of this adapter."""
         for completion in completions:
-            named, expected = completion.adapter, getattr(self.engine, "adapter", None)
+            named, expected = completion.adapter, self.adapter.name
             if named != expected:
                 raise TrainingError(
-                    f"weight sync: {type(self.engine).__name__} holds the adapter {expected!r}, "
-                    f"but a reply names {named!r}: requests do not name the adapter, and the "
-                    "frozen weights would be sampled"
+                    f"weight sync: {type(self.engine).__name__} was given the adapter "
+                    f"{expected!r}, but a reply names {named!r}: requests do not name the adapter, "
+                    "and the frozen weights would be sampled"
                 )
             versions = completion.version.unique().tolist()
             if versions != [self.learner.version]:

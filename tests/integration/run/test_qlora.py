@@ -235,10 +235,20 @@ def test_activation_checkpointing_computes_the_same(train):
         ("cluster.kind=ray", "was not run under cluster.kind = ray"),
         ("numerics=on-policy", "numerics = on-policy forbids"),
         ("optim.state=host", "optim.state: host is for the state of whole models"),
+        ("optim.state=8bit", "optim.state: 8bit is for the state of whole models"),
+        (
+            "train.lora.sync=native rollout.engine.kind=vllm-server",
+            "the engine would add A and B to the weights that it loaded",
+        ),
+        (
+            "train.lora.sync=native rollout.engine.kind=sglang",
+            "the engine would add A and B to the weights that it loaded",
+        ),
     ],
 )
 def test_refusals(recipe, tmp_path, capsys, setting, message):
-    assert main(["train", str(recipe), f"out={tmp_path}/run", *QLORA, setting]) == 2
+    command = ["train", str(recipe), f"out={tmp_path}/run", *QLORA, *setting.split(" ")]
+    assert main(command) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
