@@ -1,7 +1,8 @@
 """Rows of the tables of docs/evidence.md, from the runs in the tree.
 
 `study` of a table in docs/data/evidence.json names the runs: `names`, the studies and how the page
-calls them; `arms`; `against`, for pairs of arms by seed; `file`, if not runs.jsonl.
+calls them; `arms`; `against`, for pairs of arms by seed; `each` = "seed", for the growth of k3 in
+every arm by seed; `file`, if not runs.jsonl.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from run import finished_runs
-from tables import Arms, Line, by_arm, curve, fails, mcnemar, signed_rank, spread
+from tables import Arms, Line, by_arm, curve, fails, mcnemar, ratio, signed_rank, spread
 
 FOLDER = Path(__file__).parent
 
@@ -22,11 +23,25 @@ def rows(study: dict[str, Any], values: list[str]) -> list[list[str]]:
     found = []
     for name, label in study["names"].items():
         arms = by_arm(line for line in lines if line["study"] == name)
+        if study.get("each") == "seed":
+            found += by_seed(arms, values)
+            continue
         for arm in study["arms"]:
             for base in study.get("against", [""]):
                 texts = {"study": label, "arm": arm, "against": base}
                 texts |= paired(arms, base, arm) if base else numbers(list(arms[arm].values()))
                 found.append([texts.get(value, "") for value in values])
+    return found
+
+
+def by_seed(arms: Arms, values: list[str]) -> list[list[str]]:
+    """Return the growth of k3 in every arm, a row per seed."""
+    seeds = sorted({seed for runs in arms.values() for seed in runs})
+    found = []
+    for seed in seeds:
+        texts = {arm: f"{ratio(runs[seed]):.2f}" for arm, runs in arms.items() if seed in runs}
+        texts["seed"] = str(seed)
+        found.append([texts.get(value, "") for value in values])
     return found
 
 
@@ -48,7 +63,7 @@ def numbers(lines: list[Line]) -> dict[str, str]:
         "norm": rounded(statistics.median(line["largest_norm"] for line in lines)),
         "largest norm": rounded(max(line["largest_norm"] for line in lines)),
     }
-    for name in ("k3", "halved"):
+    for name in ("k3", "halved", "routers", "entropy"):
         found[f"first {name}"] = curve(whole, name, 0)
         found[f"last {name}"] = curve(whole, name, -1)
     return found | {f"seed {line['seed']}": f"{line['sampled'][-1]:.2f}" for line in whole}
