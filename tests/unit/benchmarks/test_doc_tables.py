@@ -38,7 +38,7 @@ def has_measured_numbers(cell: str) -> bool:
 
 
 def has_several_numbers(cell: str) -> bool:
-    """Return whether numbers are put together in a cell: 0.1 → 0.3, 0.5 ± 0.1, 2 [1, 3], 18 / 0."""
+    """Return whether a cell has more than one number: 0.1 → 0.3, 0.5 ± 0.1, 2 [1, 3], 18 / 0."""
     plain = re.sub(r"`[^`]*`|\"[^\"]*\"", "", cell)
     joined = rf"{NUMBER}%?\s*(?:→|±|;|/|\[|\()\s*{NUMBER}"
     several = has_measured_numbers(plain) and len(re.findall(NUMBER, plain)) > 1
