@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from onepolicy.train.learner import LocalLearner
     from onepolicy.train.sharded.learner import ShardedLearner
 
-PROMPTS, TOP = 32, 64
-"""Prompts of the fixed batch, and likeliest tokens after each that are compared."""
+TOP = 64
+"""Likeliest tokens after each prompt that are compared."""
 
 
 class EngineCanary(NamedTuple):
@@ -47,6 +47,9 @@ class EngineCanary(NamedTuple):
 class AdapterCheck:
     """The check of one run's adapter, with what it has to remember from sync to sync."""
 
+    prompts = 32
+    """Prompts of the fixed batch."""
+
     def __init__(self, components: Components, note: Callable[[str], None]) -> None:
         learner = _learner_of(components)
         assert learner.adapter is not None
@@ -56,7 +59,7 @@ class AdapterCheck:
         assert settings is not None
         self.settings = settings
         vocab, longest = learner.scorer.vocab_size, self.engine.caps.max_len
-        self._prompts = canary_prompts(vocab, longest, PROMPTS)
+        self._prompts = canary_prompts(vocab, longest, self.prompts)
         self._noted = False
 
     # --- start ------------------------------------------------------------------------------------
@@ -258,7 +261,7 @@ class AdapterCheck:
         """Return the engine's log-probabilities after the fixed prompts."""
         top = min(TOP, self.engine.caps.top_logprobs)
         greedy = Sampling(temperature=0.0, max_tokens=1, top_logprobs=top)
-        asked = await generate_all(self.engine, self._prompts, greedy, range(PROMPTS))
+        asked = await generate_all(self.engine, self._prompts, greedy, range(self.prompts))
         replies = asked.completions
         ids = [reply.token_ids[:, None] for reply in replies]
         logp = [reply.logp[:, None] for reply in replies]

@@ -1,0 +1,18 @@
+"""Tables and figure of lora_curves.py, and the rule by which LoRA learns like full training.
+
+The rule was fixed before the first run. A run's rise is the mean reward of its last BLOCK steps less
+that of its first BLOCK. LoRA's reward rises as in the full run if, on the same engine, the mean rise
+of its seeds is at least SHARE of the full runs', and no seed falls. Its k3 is the mean over steps and
+seeds, and may be at most LARGEST_K3 times the full runs'.
+"""
+
+BLOCK, SHARE, LARGEST_K3 = 8, 0.5, 2.0
+COMPARED = ("hf-full", "hf-lora", "vllm-full", "vllm-lora", "hf-lora-native")
+
+
+def write_page(lines, page):
+    raise NotImplementedError
+
+
+def write_figure(lines, folder, *, png):
+    raise NotImplementedError
