@@ -54,7 +54,8 @@ ARMS = {
     "hf-lora-fast": (HF, "train.lora.rank=16", "optim.lr=3e-3"),
 }
 """Arm -> its settings. The first five are compared; the last two are another rank and rate."""
-COMPARED = ("hf-full", "hf-lora", "vllm-full", "vllm-lora", "hf-lora-native")
+FIRST = ("hf-full", "hf-lora", "vllm-full", "vllm-lora")
+"""Arms that are played with every seed before the others."""
 CURVES = {
     "reward": "train/reward",
     "k3": "mismatch/k3",
@@ -74,8 +75,8 @@ def main() -> None:
     if not options.show:
         found = {(line["arm"], line["seed"]) for line in finished_runs(RESULTS)}
         arms = options.arms or list(ARMS)
-        jobs = [(arm, seed) for seed in options.seeds for arm in arms if arm in COMPARED]
-        jobs += [(arm, seed) for seed in options.seeds for arm in arms if arm not in COMPARED]
+        jobs = [(arm, seed) for seed in options.seeds for arm in arms if arm in FIRST]
+        jobs += [(arm, seed) for seed in options.seeds for arm in arms if arm not in FIRST]
         jobs = [job for job in jobs if job not in found]
         with ThreadPoolExecutor(options.workers) as pool:
             for line in pool.map(lambda job: play(*job, options.out), jobs):
