@@ -162,6 +162,11 @@ def _check_lora(lora: LoraConfig, run: Sections) -> None:
             "train.lora: a critic is trained whole, with as much memory as full training; choose "
             "an objective without one, or leave it out"
         )
+    if run.optim.state != "device":
+        raise ValueError(
+            f"optim.state: {run.optim.state} is for the state of whole models; that of adapters "
+            "is small, so leave it out beside train.lora"
+        )
     if lora.base == "nf4":
         _check_nf4(lora, run)
     if lora.sync == "native":

@@ -78,19 +78,21 @@ def test_a_name_that_the_server_never_had_is_refused(server, folders):
 
 
 def test_a_base_in_nf4_reaches_the_server(server, folders):
-    """The server loaded the unquantised base. The first sync replaces it, or the run stops."""
     chosen = settings(folders[0], "sglang", "merged", "float32", base="nf4", url=server)
     components, _ = build_components(chosen)
     assert asyncio.run(first_seen(components, None)) == (None, "")
+
+
+def test_a_server_that_keeps_the_unquantised_base_is_named_at_the_start(server, folders):
+    chosen = settings(folders[0], "sglang", "merged", "float32", base="nf4", url=server)
     components, _ = build_components(chosen)
     real = components.engine.load_weights
 
-    async def rename(_, version):
-        """Load the unquantised base under the learner's version."""
+    async def load(_, version):
         base = load_model(ModelConfig(path=str(folders[0])), torch.float32, CPU)
         await real(base.state_dict().items(), version)
 
-    components.engine.load_weights = rename
+    components.engine.load_weights = load
     step, message = asyncio.run(first_seen(components, None))
     assert step == 0
     assert "SGLangEngine samples with the unquantised base" in message

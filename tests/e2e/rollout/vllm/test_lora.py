@@ -39,6 +39,14 @@ def test_an_adapter_is_loaded_anew_after_every_update(checkpoint):
     assert engine.llm.list_loras() == {engine.loaded.request.lora_int_id}
 
 
+def test_requests_that_name_no_adapter_are_named_at_once(checkpoint):
+    """By what vLLM itself reports."""
+    components, _ = build_components(settings(checkpoint, "vllm", "native", "float32", **VLLM))
+    step, message = asyncio.run(first_seen(components, "never named"))
+    assert step == 1
+    assert "was given the adapter 'lora-faults', but a reply names None" in message
+
+
 def test_a_saved_checkpoint_is_an_adapter_that_vllm_loads(checkpoint, tmp_path):
     """From the folder of the checkpoint as it is."""
     from vllm.lora.request import LoRARequest
