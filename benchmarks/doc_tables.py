@@ -10,9 +10,14 @@ A page has a pair of comments where a table belongs:
 
 docs/data/PAGE.json has for each: `claim`, the sentence above it; `columns`, with units; `rows`;
 `commands`, which made it; `measured`, the machine. A row has a cell for every column: a text, a
-number, null for nothing, or {"table": "PAGE/ID", "row": FIRST_CELL, "column": NAME} for a number
-that another table has; a claim names such a number as {PAGE/ID: FIRST_CELL: NAME}. In place of
-`rows`, `study` computes them from benchmarks/evidence/runs.jsonl.
+number, null for nothing, or a number that another table has:
+
+    {"table": "PAGE/ID", "row": FIRST_CELL or [FIRST_CELLS], "column": NAME}
+    {"table": "PAGE/ID", "of": "lowest" or "highest", "column": NAME}
+
+A claim names such a number as {PAGE/ID: FIRST_CELL: NAME}. In place of `rows`, `from` names a table
+whose rows they are, in columns of the same name or of `value`; `study` computes them from
+benchmarks/evidence/runs.jsonl.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ DATA = ROOT / "docs" / "data"
 BLOCK = re.compile(r"<!-- table: ([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NAMED = re.compile(r"\{([\w/-]+): ([^:{}]+): ([^:{}]+)\}")
 WIDTH = 130
-KEYS = {"id", "claim", "columns", "rows", "study", "commands", "measured"}
+KEYS = {"id", "claim", "columns", "rows", "from", "study", "commands", "measured"}
 COLUMN_KEYS = {"name", "unit", "signed", "value"}
 TEXTS = {"study", "arm", "against"}
 """Values of a study that are no numbers."""
@@ -166,23 +171,47 @@ def values(table: Table) -> list[list[Any]]:
     """Return the cells of every row: Number, text or None."""
     if "study" in table:
         return study_rows(table["study"], [column["value"] for column in table["columns"]])
+    if "from" in table:
+        columns = [column.get("value", column["name"]) for column in table["columns"]]
+        return list(
+            map(list, zip(*(cells_of(table["from"], each) for each in columns), strict=True))
+        )
     return [[resolved(cell) for cell in row] for row in table["rows"]]
 
 
 def resolved(cell: Any) -> Any:
     """Return the cell that a reference names, or the cell itself."""
-    if isinstance(cell, dict):
-        return named(cell["table"], cell["row"], cell["column"])
-    return cell
+    if not isinstance(cell, dict):
+        return cell
+    if "of" in cell:
+        choose = {"lowest": min, "highest": max}[cell["of"]]
+        found = [each for each in cells_of(cell["table"], cell["column"]) if each is not None]
+        return choose(found, key=float)
+    return named(cell["table"], cell["row"], cell["column"])
 
 
-def named(table_name: str, first_cell: str, column: str) -> Any:
-    """Return the cell of another table."""
+def named(table_name: str, first: str | list[str], column: str) -> Any:
+    """Return the cell of the row of another table that begins with these."""
+    keys = [first] if isinstance(first, str) else first
+    rows = values(other(table_name))
+    (found,) = [
+        cell
+        for row, cell in zip(rows, cells_of(table_name, column), strict=True)
+        if row[: len(keys)] == keys
+    ]
+    return found
+
+
+def cells_of(table_name: str, column: str) -> list[Any]:
+    """Return the cells of a column of another table."""
+    table = other(table_name)
+    (at,) = [at for at, each in enumerate(table["columns"]) if each["name"] == column]
+    return [row[at] for row in values(table)]
+
+
+def other(table_name: str) -> Table:
     page, _, table_id = table_name.partition("/")
-    table = tables(page)[table_id]
-    names = [each["name"] for each in table["columns"]]
-    (row,) = [row for row in values(table) if row[0] == first_cell]
-    return row[names.index(column)]
+    return tables(page)[table_id]
 
 
 def printed(cell: Any, signed: bool = False) -> str:

@@ -193,6 +193,8 @@ async def first_seen(components, fault, *, by_weights=True, since=1):
     try:
         if not by_weights:
             AdapterCheck._check_weights = lambda _: None
+        if fault is not None and since == 0:
+            plant(fault, components)
         await start_adapter(components, lambda _: None)
         for number in range(1, LAST + 1):
             if fault is not None and number == since:
