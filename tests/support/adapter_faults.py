@@ -1,14 +1,18 @@
 """The five published failures of LoRA syncs, planted in real engines, and the table of where each
 is named.
 
-`PYTHONPATH=src:tests python -m support.adapter_faults POLICY hf merged` prints an engine's rows of
-the table in docs/lora_measured.md, without training: an update adds noise to the adapter.
+`PYTHONPATH=src:tests python -m support.adapter_faults` plants them on a policy of the tree in the
+engines it is given (all that run here), writes what came out to adapter_faults.json beside this
+file, and the table into docs/lora_measured.md. Nothing is trained: an update adds noise to the
+adapter.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import json
 import sys
+from pathlib import Path
 
 import torch
 
@@ -18,6 +22,7 @@ from onepolicy.models import lora
 from onepolicy.run.adapter_check import AdapterCheck
 from onepolicy.run.adapter_start import start_adapter
 from onepolicy.run.step import push_and_check
+from support.paths import ROOT
 
 FAULTS = {
     "never delivered": "verl#7495",
@@ -180,7 +185,8 @@ async def first_seen(components, fault, *, by_weights=True, since=1):
     """Return after which update the fault is named, and the error; (None, "") if it never is.
 
     by_weights: the engine's weights are compared too, where they can be read. since: the first
-    update that the fault is there for; those before arrive as they should."""
+    update that the fault is there for; those before arrive as they should. 0: it is there before
+    the first push, and an error before the first update is "after update 0"."""
     original = AdapterCheck._check_weights
     try:
         if not by_weights:
@@ -204,39 +210,86 @@ def seen_by(message):
     return next((words for part, words in WORDS if part in message), message)
 
 
-def rows(policy, kind, sync, faults=tuple(FAULTS), *, since=1, **engine):
-    """Return the rows of an engine's table: after which update each check names a fault."""
-    late = ""
-    if since > 1:
-        late = f" from update {since} on"
-    found = []
-    for fault in faults:
-        cells = []
-        readings = (True, False) if kind == "hf" else (False,)
-        for by_weights in readings:
-            components, _ = build_components(settings(policy, kind, sync, **engine))
-            found_by = first_seen(components, fault, by_weights=by_weights, since=since)
-            step, message = asyncio.run(found_by)
-            cells.append("not seen" if step is None else f"{step}: {seen_by(message)}")
-        found.append(f"| {kind} | {sync} | {fault}{late} | {'; '.join(dict.fromkeys(cells))} |")
+def planted(policy, kind, sync, fault, *, since=0, **engine):
+    """Plant a fault. Return its entry of the table: when it began, and what named it when.
+
+    since: the update that the fault is there from, 0: from the start. Where an engine has weights
+    to read, the fault is tried again without them."""
+    named = []
+    readings = (True, False) if kind == "hf" else (False,)
+    for by_weights in readings:
+        components, _ = build_components(settings(policy, kind, sync, **engine))
+        found = first_seen(components, fault, by_weights=by_weights, since=since)
+        step, message = asyncio.run(found)
+        cell = [step, seen_by(message) or "not seen"]
+        if cell not in named:
+            named.append(cell)
+    return {"engine": kind, "sync": sync, "fault": fault, "since": since, "named": named}
+
+
+def expected(kind, sync, since=0):
+    """Return the entries of an engine in the file that the table is made of."""
+    entries = json.loads(RESULTS.read_text())
+    return [e for e in entries if (e["engine"], e["sync"], e["since"]) == (kind, sync, since)]
+
+
+def table(entries):
+    """Return the rows of docs/lora_measured.md."""
+    when = {0: "before step 1", 1: "1", 2: "2"}
+    begins = {0: "the start", 1: "update 1"}
+    found = ["| engine | sync | planted | from | named after update: by |", "|---|---|---|---|---|"]
+    for e in entries:
+        cells = "; ".join(f"{when.get(step, step)}: {words}" for step, words in e["named"])
+        start = begins[e["since"]]
+        found.append(f"| {e['engine']} | {e['sync']} | {e['fault']} | {start} | {cells} |")
     return found
 
 
+def write_table(entries):
+    """Write the table into its page, in place of the one that is there."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text("\n".join([before + BEGIN, *table(entries), END + after]))
+
+
+PAGE = ROOT / "docs" / "lora_measured.md"
+RESULTS = Path(__file__).with_suffix(".json")
+POLICY = ROOT / "benchmarks" / "evidence" / "policies" / "one-of-8"
+BEGIN = "<!-- planted failures: written by support.adapter_faults -->"
+END = "<!-- end of the planted failures -->"
 VLLM = {"kv_cache_gib": 0.25, "block_size": 32}
+ENGINES = ("hf", "vllm", "vllm-server")
+BEGINNINGS = {"hf": (0, 1), "vllm": (0,), "vllm-server": (0, 1)}
+"""Updates from which faults are planted; of vLLM in this process every case loads it anew."""
+
+
+def main(kinds):
+    torch.set_num_threads(1)
+    entries = []
+    if RESULTS.exists():
+        entries = json.loads(RESULTS.read_text())
+    for kind in kinds:
+        engine = VLLM if kind == "vllm" else {}
+        served = contextlib.nullcontext()
+        if kind == "vllm-server":
+            from support.vllm_engines import serving_adapters
+
+            served = serving_adapters(POLICY)
+        entries = [e for e in entries if e["engine"] != kind]
+        with served as server:
+            if server is not None:
+                engine = {"url": server.url}
+            for since in BEGINNINGS[kind]:
+                for sync in ("merged", "native"):
+                    for fault in FAULTS:
+                        entry = planted(POLICY, kind, sync, fault, since=since, **engine)
+                        print(entry, flush=True)
+                        entries.append(entry)
+        entries.sort(key=lambda e: (ENGINES.index(e["engine"]), e["since"]))
+        lines = ",\n".join(f" {json.dumps(entry)}" for entry in entries)
+        RESULTS.write_text(f"[\n{lines}\n]\n")
+    write_table(entries)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    _, policy, kind, sync, *faults = sys.argv
-    engine = VLLM if kind == "vllm" else {}
-    served = contextlib.nullcontext()
-    if kind == "vllm-server":
-        from support.vllm_engines import serving_adapters
-
-        served = serving_adapters(policy)
-    with served as server:
-        if server is not None:
-            engine = {"url": server.url}
-        print("\n".join(rows(policy, kind, sync, faults or tuple(FAULTS), **engine)))
-    if sync == "merged" and not faults:
-        print("\n".join(rows(policy, kind, sync, LATE, since=2, **engine)))
+    main(sys.argv[1:] or ENGINES)
