@@ -159,15 +159,19 @@ def _plant_in_requests(engine, *, named):
 @contextlib.contextmanager
 def _frozen(engine):
     """Compute without the adapter of the embedded engine inside the context."""
-    saved = []
-    for name, frozen in engine._held._frozen.items():
-        parameter = engine.model.get_parameter(name)
-        saved.append((parameter, parameter.data))
-        parameter.data = frozen
-    with lora.adapters_off(engine.model):
-        yield
-    for parameter, data in saved:
-        parameter.data = data
+    inside = getattr(engine, "requests_inside", 0)
+    engine.requests_inside = inside + 1
+    if not inside:  # several requests are inside at a time
+        engine.around = contextlib.ExitStack()
+        for name, frozen in engine._held._frozen.items():
+            parameter = engine.model.get_parameter(name)
+            engine.around.callback(setattr, parameter, "data", parameter.data)
+            parameter.data = frozen
+        engine.around.enter_context(lora.adapters_off(engine.model))
+    yield
+    engine.requests_inside -= 1
+    if not engine.requests_inside:
+        engine.around.close()
 
 
 @torch.no_grad()
@@ -210,38 +214,28 @@ def seen_by(message):
     return next((words for part, words in WORDS if part in message), message)
 
 
-def planted(policy, kind, sync, fault, *, since=0, **engine):
-    """Plant a fault. Return its entry of the table: when it began, and what named it when.
+def planted(policy, kind, sync, fault, **engine):
+    """Plant a fault from the start on. Return its entry of the table: what named it, and when.
 
-    since: the update that the fault is there from, 0: from the start. Where an engine has weights
-    to read, the fault is tried again without them."""
+    Where an engine has weights to read, the fault is tried again without them."""
     named = []
     readings = (True, False) if kind == "hf" else (False,)
     for by_weights in readings:
         components, _ = build_components(settings(policy, kind, sync, **engine))
-        found = first_seen(components, fault, by_weights=by_weights, since=since)
+        found = first_seen(components, fault, by_weights=by_weights, since=0)
         step, message = asyncio.run(found)
         cell = [step, seen_by(message) or "not seen"]
         if cell not in named:
             named.append(cell)
-    return {"engine": kind, "sync": sync, "fault": fault, "since": since, "named": named}
-
-
-def expected(kind, sync, since=0):
-    """Return the entries of an engine in the file that the table is made of."""
-    entries = json.loads(RESULTS.read_text())
-    return [e for e in entries if (e["engine"], e["sync"], e["since"]) == (kind, sync, since)]
+    return {"engine": kind, "sync": sync, "fault": fault, "named": named}
 
 
 def table(entries):
     """Return the rows of docs/lora_measured.md."""
-    when = {0: "before step 1", 1: "1", 2: "2"}
-    begins = {0: "the start", 1: "update 1"}
-    found = ["| engine | sync | planted | from | named after update: by |", "|---|---|---|---|---|"]
+    found = ["| engine | sync | planted | named before step: by |", "|---|---|---|---|"]
     for e in entries:
-        cells = "; ".join(f"{when.get(step, step)}: {words}" for step, words in e["named"])
-        start = begins[e["since"]]
-        found.append(f"| {e['engine']} | {e['sync']} | {e['fault']} | {start} | {cells} |")
+        cells = "; ".join(f"{step + 1}: {words}" for step, words in e["named"])
+        found.append(f"| {e['engine']} | {e['sync']} | {e['fault']} | {cells} |")
     return found
 
 
@@ -258,36 +252,46 @@ POLICY = ROOT / "benchmarks" / "evidence" / "policies" / "one-of-8"
 BEGIN = "<!-- planted failures: written by support.adapter_faults -->"
 END = "<!-- end of the planted failures -->"
 VLLM = {"kv_cache_gib": 0.25, "block_size": 32}
-ENGINES = ("hf", "vllm", "vllm-server")
-BEGINNINGS = {"hf": (0, 1), "vllm": (0,), "vllm-server": (0, 1)}
-"""Updates from which faults are planted; of vLLM in this process every case loads it anew."""
+ENGINES, SYNCS = ("hf", "vllm", "vllm-server"), ("merged", "native")
+
+
+def entries_there():
+    """Return the entries of the table that were played before."""
+    if not RESULTS.exists():
+        return []
+    return json.loads(RESULTS.read_text())
+
+
+def write(entries):
+    entries.sort(key=lambda e: (ENGINES.index(e["engine"]), SYNCS.index(e["sync"])))
+    lines = ",\n".join(f" {json.dumps(entry)}" for entry in entries)
+    RESULTS.write_text(f"[\n{lines}\n]\n")
+    write_table(entries)
 
 
 def main(kinds):
+    """Plant what is not in the file yet. Delete the file to plant everything anew."""
     torch.set_num_threads(1)
-    entries = []
-    if RESULTS.exists():
-        entries = json.loads(RESULTS.read_text())
+    entries = entries_there()
+    there = {(e["engine"], e["sync"], e["fault"]) for e in entries}
     for kind in kinds:
-        engine = VLLM if kind == "vllm" else {}
+        cases = [(kind, sync, fault) for sync in SYNCS for fault in FAULTS]
+        cases = [case for case in cases if case not in there]
+        engine = {}
+        if kind == "vllm":
+            engine = VLLM
         served = contextlib.nullcontext()
-        if kind == "vllm-server":
+        if kind == "vllm-server" and cases:
             from support.vllm_engines import serving_adapters
 
             served = serving_adapters(POLICY)
-        entries = [e for e in entries if e["engine"] != kind]
         with served as server:
             if server is not None:
                 engine = {"url": server.url}
-            for since in BEGINNINGS[kind]:
-                for sync in ("merged", "native"):
-                    for fault in FAULTS:
-                        entry = planted(POLICY, kind, sync, fault, since=since, **engine)
-                        print(entry, flush=True)
-                        entries.append(entry)
-        entries.sort(key=lambda e: (ENGINES.index(e["engine"]), e["since"]))
-        lines = ",\n".join(f" {json.dumps(entry)}" for entry in entries)
-        RESULTS.write_text(f"[\n{lines}\n]\n")
+            for case in cases:
+                entries.append(planted(POLICY, *case, **engine))
+                print(entries[-1], flush=True)
+                write(entries)
     write_table(entries)
 
 
