@@ -15,7 +15,7 @@ from onepolicy.models.load import load_model
 from onepolicy.run.step import push_and_check
 from onepolicy.train.checkpoint import checkpoint_folder
 from onepolicy.types import Sampling
-from support.adapter_faults import FAULTS, first_seen, rows, settings, update
+from support.adapter_faults import FAULTS, first_seen, planted, settings, table, update
 from support.metrics import rows as metrics_of
 from support.paths import ROOT
 from support.sglang_live import ADAPTERS, prompts, serving
@@ -65,8 +65,8 @@ def test_the_table_of_planted_failures(server, folders, sync, fault):
     start = f"| sglang | {sync} | {fault} | "
     lines = (ROOT / "docs" / "lora_measured.md").read_text().splitlines()
     documented = [line for line in lines if line.startswith(start)]
-    found = rows(folders[0], "sglang", sync, [fault], dtype="float32", url=server)
-    assert found == documented
+    found = planted(folders[0], "sglang", sync, fault, dtype="float32", url=server)
+    assert table([found])[2:] == documented
 
 
 def test_a_name_that_the_server_never_had_is_refused(server, folders):
