@@ -75,7 +75,7 @@ def _check_pressure(pressure: RoutingPressure, run: Sections) -> None:
     name, rollout, replay = f"rollout.pressure: {pressure.kind}", run.rollout, run.replay
     if not isinstance(rollout.engine, HFEngineConfig):
         raise ValueError(
-            f"{name} is noise on the routers of the embedded engine, but rollout.engine.kind = "
+            f"{name} is pressure on the routers of the embedded engine, but rollout.engine.kind = "
             f"{rollout.engine.kind}; use hf, or leave it out"
         )
     if isinstance(run.cluster, RayCluster):

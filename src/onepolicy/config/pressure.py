@@ -13,22 +13,25 @@ PRESSED = "under artificial routing pressure"
 
 
 class RoutingPressure(Frozen):
-    """Noise on the weights of the engine's routers, drawn for a study. Never for a real run."""
+    """Other experts than the engine's routers would choose, for a study. Never for a real run."""
 
-    kind: Literal["routing"] = "routing"
-    """Noise on the weights with which the engine's routers choose experts."""
+    kind: Literal["routing", "runner-up"] = "routing"
+    """routing: noise on the weights with which the engine's routers choose experts. runner-up: the
+    best expert that a router left out takes the place of the last that it chose, for tokens drawn
+    by position and id, however close the choice was."""
     scale: float = Field(ge=0, le=1e3)
-    """Standard deviation of the noise, as a multiple of the rms of the router's row. 0: no noise,
-    with every result the same to the bit."""
+    """routing: standard deviation of the noise, as a multiple of the rms of the router's row.
+    runner-up: share of the tokens, at most 1. 0: no pressure, with every result the same to the
+    bit."""
     redraw: Literal["never", "sync"] = "never"
-    """never: one noise for the whole run. sync: another one for every version of the weights."""
+    """never: drawn once for the whole run. sync: drawn anew for every version of the weights."""
     weights: bool = False
     """The combine weights come from the noisy router too, which replay.mode = r3 cannot undo. Else
     only the choice does, and the chosen experts are weighted as without noise."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Decoder indices of the MoE layers with noise. Unset: all."""
+    """Decoder indices of the MoE layers under pressure. Unset: all."""
     seed: Seed = 0
-    """Seed of the noise. The run's own seed does not change it."""
+    """Seed of what is drawn. The run's own seed does not change it."""
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
@@ -40,8 +43,27 @@ class RoutingPressure(Frozen):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_runner_up(self) -> Self:
+        if self.kind != "runner-up":
+            return self
+        if self.scale > 1:
+            raise ValueError(
+                f"rollout.pressure.scale: {self.scale:g} is a share of the tokens with kind = "
+                "runner-up; set it to 1 or less"
+            )
+        if self.weights:
+            raise ValueError(
+                "rollout.pressure.weights: true needs noisy weights, which kind = runner-up has "
+                "not; leave it out"
+            )
+        return self
+
     def describe(self) -> str:
         """Return the line that a run, its summary and its report begin with."""
+        what, drawn = f"scale {self.scale:g}", "noise"
+        if self.kind == "runner-up":
+            what, drawn = f"the runner-up for {self.scale:.3g} of the tokens", "tokens"
         where, when, how = "all MoE layers", "drawn once", "the choice of experts only"
         if self.layers is not None:
             where = f"layers {', '.join(map(str, self.layers))}"
@@ -50,7 +72,7 @@ class RoutingPressure(Frozen):
         if self.weights:
             how = "the choice of experts and their weights"
         return (
-            f"the engine is {PRESSED} (scale {self.scale:g}, {where}, noise {when}, {how}): "
+            f"the engine is {PRESSED} ({what}, {where}, {drawn} {when}, {how}): "
             "its numbers say nothing about real engines"
         )
 

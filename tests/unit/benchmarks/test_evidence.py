@@ -31,8 +31,9 @@ def planned(study, *names):
     return list(study[0].planned(options))
 
 
-def line(arm, seed, *sampled, error=None):
-    return {"study": "main", "arm": arm, "seed": seed, "sampled": list(sampled), "error": error}
+def line(arm, seed, *sampled, error=None, k3=0.1):
+    found = {"study": "main", "arm": arm, "seed": seed, "sampled": list(sampled), "error": error}
+    return found | {"curves": {"k3": [0.05, k3]}}
 
 
 def test_the_main_study_is_the_registered_one(study):
@@ -75,9 +76,21 @@ def test_exact_mcnemar(study):
 def test_pairs_are_of_one_seed(study):
     _, tables = study
     there = {seed: line("recompute", seed, 0.3, 0.1) for seed in range(8)}
-    here = {seed: line("r3", seed, 0.3, 0.5) for seed in range(7)} | {9: line("r3", 9, 0.3, 0.1)}
+    here = {seed: line("r3", seed, 0.3, 0.5, k3=0.05) for seed in range(7)}
+    here |= {9: line("r3", 9, 0.3, 0.1)}
+    start = "| recompute | r3 | 7 | 7 / 0 | 0.016 | +0.400 ± 0.000 | 0.016 |"
     row = tables.paired("recompute", "r3", there, here)
-    assert row == "| recompute | r3 | 7 | 7 / 0 | 0.016 | +0.400 ± 0.000 | 0.016 |"
+    assert row == f"{start} 0.5 (0.5 to 0.5) | 7 of 7 | 0.016 |"
+    here[0] = line("r3", 0, 0.3, 0.5, k3=0.2)
+    row = tables.paired("recompute", "r3", there, here)
+    assert row.startswith(f"{start} 0.5 (0.5 to 2) | 6 of 7 | ")
+
+
+def test_late_k3_is_of_pairs_that_went_to_their_end(study):
+    _, tables = study
+    there = {0: line("recompute", 0, 0.3, 0.1), 1: line("recompute", 1, 0.3, 0.1, error="lost")}
+    here = {0: line("tis", 0, 0.3, 0.2, k3=0.3), 1: line("tis", 1, 0.3, 0.2, k3=1e-9)}
+    assert " 3 (3 to 3) | 0 of 1 | " in tables.paired("recompute", "tis", there, here)
 
 
 def test_growth_is_last_tenth_by_first_tenth_of_k3_without_replay(study):
