@@ -109,7 +109,7 @@ if args.trl_vllm:
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback  # noqa: E402
+from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 STEPS = args.warm_up + args.steps
@@ -290,7 +290,7 @@ def report(ours: Ours, turns: InTurn) -> None:
         f"{args.workload} tokens, {OPTIONS.num_problems * GROUP} samples, threads {args.threads}, "
         f"median of {args.steps} steps (lowest to highest), load {os.getloadavg()[0]:.1f}"
     )
-    print(f"policy {args.model}: {shape_of(ours.path)}")
+    print(f"policy {args.model}: {shape_of(ours)}")
     print(f"both train in float32; rollouts: ours {args.dtype}, TRL's {args.trl_dtype} ({sampler})")
     trl = turns.trl[args.warm_up :]
     print(describe("TRL", trl))
@@ -308,8 +308,8 @@ def report(ours: Ours, turns: InTurn) -> None:
             print(f"  {part:<8} {seconds:.2f} s  {seconds / total:.0%}")
 
 
-def shape_of(path: str) -> str:
-    config = AutoConfig.from_pretrained(path)
+def shape_of(ours: Ours) -> str:
+    config = ours.parts.learner.model.config
     return (
         f"{config.num_hidden_layers} layers of width {config.hidden_size}, top "
         f"{config.num_experts_per_tok} of {config.num_experts} experts"
