@@ -26,7 +26,6 @@ of CPU seconds (which other work on the machine moves less), and of seconds per 
 """
 
 import argparse
-import copy
 import functools
 import os
 import statistics
@@ -46,7 +45,13 @@ def arguments() -> argparse.Namespace:
         "--model", default="tiny", help="policy folder (default: the one make-policy made)"
     )
     parser.add_argument(
-        "--steps", type=int, default=6, help="counted steps of each, after one warm-up"
+        "--steps", type=int, default=6, help="counted steps of each, after the warm-up"
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=0,
+        help="steps not counted (default 1, with --trl-vllm 3: vLLM compiles in its first ones)",
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
@@ -84,7 +89,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--source", type=Path, help="another source tree, whose steps are measured too"
     )
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.warm_up = given.warm_up or (3 if given.trl_vllm else 1)
+    return given
 
 
 args = arguments()
@@ -102,11 +109,12 @@ if args.trl_vllm:
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback  # noqa: E402
+from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
+STEPS = args.warm_up + args.steps
 OPTIONS = Options(
-    args.model, args.workload, args.steps, args.threads, args.dtype, args.set, args.problems
+    args.model, args.workload, STEPS, args.threads, args.dtype, args.set, args.problems
 )
 PROMPT, NEW_TOKENS = OPTIONS.lengths
 
@@ -135,6 +143,7 @@ class InTurn(TrainerCallback):
     def __init__(self, sides: dict[str, Ours | OtherTree], count: TokenCount) -> None:
         self.sides, self.count = sides, count
         self.trl: list[Step] = []
+        self.sampled_from: set[torch.dtype] = set()  # of the logits of TRL's copy
         self.found: dict[str, list[Step]] = {name: [] for name in sides}
 
     def on_step_begin(self, *_, **__) -> None:
@@ -162,7 +171,7 @@ def main() -> None:
 
 def compare(folder: str, ours: Ours, sides: dict[str, Ours | OtherTree]) -> InTurn:
     """Train with TRL, and run a step of each of our sides after every step of it."""
-    environment, count = ours.parts.environment, OPTIONS.num_problems * (args.steps + 1)
+    environment, count = ours.parts.environment, OPTIONS.num_problems * STEPS
     problems = [environment.train_problem(i) for i in range(count)]
     answers = {problem.prompt: problem.answer for problem in problems}
     turns = InTurn(sides, TokenCount(answers, ours.tokenizer))
@@ -181,8 +190,10 @@ def compare(folder: str, ours: Ours, sides: dict[str, Ours | OtherTree]) -> InTu
     if args.trl_vllm:
         trainer.vllm_generation.sync_weights = functools.partial(give_weights, trainer)
     elif args.trl_dtype == "bfloat16":
-        sample_from_copy(trainer)
+        sample_from_copy(trainer, turns)
     trainer.train()
+    if args.trl_dtype == "bfloat16" and not args.trl_vllm:
+        assert turns.sampled_from == {torch.bfloat16}, f"TRL has sampled from {turns.sampled_from}"
     assert not trainer._metrics["train"].get("aux_loss"), "TRL has logged a load-balancing loss"
     return turns
 
@@ -205,7 +216,7 @@ def trl_settings(folder: str) -> GRPOConfig:
         num_generations=GROUP,
         max_completion_length=NEW_TOKENS,
         generation_kwargs=generation,
-        max_steps=args.steps + 1,
+        max_steps=STEPS,
         learning_rate=1e-5,
         beta=0.0,
         # here: the trainer reads it once, when it is made; ours has no such loss
@@ -254,11 +265,12 @@ def give_weights(trainer: GRPOTrainer) -> None:
     llm.reset_prefix_cache()
 
 
-def sample_from_copy(trainer: GRPOTrainer) -> None:
+def sample_from_copy(trainer: GRPOTrainer, turns: InTurn) -> None:
     """Let TRL sample from a bf16 copy of its model, which gets its weights before each batch."""
     from trl.trainer import grpo_trainer
 
-    copied = copy.deepcopy(trainer.model).to(torch.bfloat16)
+    copied = AutoModelForCausalLM.from_pretrained(trainer.model.name_or_path, dtype=torch.bfloat16)
+    copied.lm_head.register_forward_hook(lambda *given: turns.sampled_from.add(given[-1].dtype))
 
     @contextmanager
     def unwrap(*_, **__) -> Iterator[torch.nn.Module]:
@@ -278,12 +290,12 @@ def report(ours: Ours, turns: InTurn) -> None:
         f"{args.workload} tokens, {OPTIONS.num_problems * GROUP} samples, threads {args.threads}, "
         f"median of {args.steps} steps (lowest to highest), load {os.getloadavg()[0]:.1f}"
     )
-    print(f"policy {args.model}: {shape_of(ours.path)}")
+    print(f"policy {args.model}: {shape_of(ours)}")
     print(f"both train in float32; rollouts: ours {args.dtype}, TRL's {args.trl_dtype} ({sampler})")
-    trl = turns.trl[1:]
+    trl = turns.trl[args.warm_up :]
     print(describe("TRL", trl))
     for name, steps in turns.found.items():
-        counted = steps[1:]
+        counted = steps[args.warm_up :]
         print(describe(name, counted))
         rounds = list(zip(counted, trl, strict=True))
         print(f"  step / TRL's               {middle([o.wall / t.wall for o, t in rounds])}")
@@ -296,8 +308,8 @@ def report(ours: Ours, turns: InTurn) -> None:
             print(f"  {part:<8} {seconds:.2f} s  {seconds / total:.0%}")
 
 
-def shape_of(path: str) -> str:
-    config = AutoConfig.from_pretrained(path)
+def shape_of(ours: Ours) -> str:
+    config = ours.parts.learner.model.config
     return (
         f"{config.num_hidden_layers} layers of width {config.hidden_size}, top "
         f"{config.num_experts_per_tok} of {config.num_experts} experts"

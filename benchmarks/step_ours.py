@@ -28,7 +28,7 @@ class Options:
 
     model: str
     workload: str  # tokens of a prompt + of a completion
-    steps: int
+    steps: int  # with those of the warm-up
     threads: int
     dtype: str  # of our rollout engine
     settings: list[str] = field(default_factory=list)
@@ -151,7 +151,7 @@ def settings_of(options: Options, path: str) -> dict[str, Any]:
     samples = options.num_problems * GROUP
     return {
         "out": "unused",
-        "steps": options.steps + 1,
+        "steps": options.steps,
         "model": {"path": path},
         "task": {"kind": "chain", "ops": 12},
         "rollout": {
