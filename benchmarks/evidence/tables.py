@@ -33,6 +33,8 @@ def main() -> None:
             print(f"\n### {study}\n{table(arms)}\n\n{tests(arms)}")
             if any(len(line["sampled"]) > 2 for runs in arms.values() for line in runs.values()):
                 print(f"\n{courses(arms, PLAN['study'][study])}")
+            if study.startswith("growth"):
+                print(f"\n{growth(arms)}")
         if options.seeds:
             print(every_run(arms))
 
@@ -113,6 +115,38 @@ def crash(scores: Sequence[float]) -> int | None:
         return None
     best = list(scores).index(max(scores))
     return max(at for at in range(best, len(scores)) if scores[at] >= limit) + 1
+
+
+def growth(arms: Arms) -> str:
+    """Return last tenth / first tenth of k3 without replay, a row per seed.
+
+    Below the seeds: on how many of an arm it is above 1, and on how many of the seeds that the
+    first arm has too it is below the first arm's.
+    """
+    found = {arm: {seed: ratio(line) for seed, line in runs.items()} for arm, runs in arms.items()}
+    seeds = sorted({seed for ratios in found.values() for seed in ratios})
+    rows = ["| seed | " + " | ".join(found) + " |", "|" + " --- |" * (len(found) + 1)]
+    for seed in seeds:
+        cells = [f"{each[seed]:.2f}" if seed in each else "" for each in found.values()]
+        rows.append(f"| {seed} | " + " | ".join(cells) + " |")
+    first = next(iter(found))
+    above, below = [], []
+    for each in found.values():
+        above.append(f"{sum(value > 1 for value in each.values())} of {len(each)}")
+        both = [(value, found[first][seed]) for seed, value in each.items() if seed in found[first]]
+        below.append(f"{sum(here < there for here, there in both)} of {len(both)}")
+    below[0] = ""
+    rows.append("| above 1 | " + " | ".join(above) + " |")
+    rows.append(f"| below {first} | " + " | ".join(below) + " |")
+    return "\n".join(rows)
+
+
+def ratio(line: Line) -> float:
+    """Return last tenth / first tenth of k3 without replay."""
+    k3 = line["curves"]["unreplayed"]
+    if k3[0] is None:  # not trained with replay, so that k3 itself is without it
+        k3 = line["curves"]["k3"]
+    return float(k3[-1] / k3[0])
 
 
 def spread(values: Sequence[float]) -> float:

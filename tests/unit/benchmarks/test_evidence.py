@@ -80,6 +80,22 @@ def test_pairs_are_of_one_seed(study):
     assert row == "| recompute | r3 | 7 | 7 / 0 | 0.016 | +0.400 ± 0.000 | 0.016 |"
 
 
+def test_growth_is_last_tenth_by_first_tenth_of_k3_without_replay(study):
+    """Of an arm with replay it is that of the batches scored without; seed 401 has one arm."""
+    _, tables = study
+    plain = {"curves": {"k3": [0.1, 0.3, 0.2], "unreplayed": [None, None, None]}}
+    replayed = {"curves": {"k3": [1e-13, 1e-13, 1e-13], "unreplayed": [0.2, 0.3, 0.1]}}
+    assert tables.ratio(plain) == pytest.approx(2)
+    assert tables.ratio(replayed) == pytest.approx(0.5)
+    found = tables.growth({"recompute": {400: plain, 401: plain}, "r3-probed": {400: replayed}})
+    assert found.splitlines()[2:] == [
+        "| 400 | 2.00 | 0.50 |",
+        "| 401 | 2.00 |  |",
+        "| above 1 | 2 of 2 | 0 of 1 |",
+        "| below recompute |  | 1 of 1 |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("scores", "at"),
     [
@@ -98,3 +114,6 @@ def test_the_pilots_in_the_tree_are_pilots(study):
     lines = [json.loads(each) for each in (FOLDER / "pilots.jsonl").read_text().splitlines()]
     assert lines
     assert all(each["seed"] < 100 and each["study"].startswith("pilot") for each in lines)
+    earlier = (FOLDER / "earlier_pilots.jsonl").read_text().splitlines()
+    assert len(earlier) == 88
+    assert all(json.loads(each)["seed"] < 100 for each in earlier)
