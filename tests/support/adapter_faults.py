@@ -133,20 +133,28 @@ class _Given:
 
 
 def _plant_in_requests(engine, *, named):
-    """Sample without the adapter. named: the reply names it all the same."""
+    """Sample without the adapter. named: the reply names it all the same.
+
+    Otherwise what vLLM or a server reports is left as it is. The embedded engine and merged weights
+    have no report: there the name is ours, and it is left out."""
     real = engine.generate
+    reports = engine.caps.takes_adapter and not hasattr(engine, "held_factors")
 
     async def generate(prompt_ids, sampling, *, seed):
         context = contextlib.nullcontext()
         if hasattr(engine, "loaded"):  # vLLM: the request does not name it
             engine.loaded.request = None
-        elif getattr(engine, "_adapters", None) is not None:  # its server
+        elif getattr(engine, "_adapters", None) is not None:  # a server
             engine._adapters.name = None
         elif engine.caps.takes_adapter:
             context = _frozen(engine)
         with context:
             found = await real(prompt_ids, sampling, seed=seed)
-        return dataclasses.replace(found, adapter=engine.adapter if named else None)
+        if named:
+            return dataclasses.replace(found, adapter=engine.adapter)
+        if not reports:
+            return dataclasses.replace(found, adapter=None)
+        return found
 
     engine.generate = generate
 
@@ -185,6 +193,8 @@ async def first_seen(components, fault, *, by_weights=True, since=1):
     try:
         if not by_weights:
             AdapterCheck._check_weights = lambda _: None
+        if fault is not None and since == 0:
+            plant(fault, components)
         await start_adapter(components, lambda _: None)
         for number in range(1, LAST + 1):
             if fault is not None and number == since:

@@ -170,7 +170,35 @@ def test_every_target_is_trained(train):
     [
         ("numerics=on-policy", "numerics = on-policy forbids"),
         ("objective.preset=ppo", "a critic is trained whole"),
-        (NATIVE + " rollout.engine.kind=sglang", "never run with rollout.engine.kind = sglang"),
+        (
+            NATIVE + " rollout.engine.kind=sglang rollout.engine.pause=in_place",
+            "with rollout.engine.pause = in_place a request keeps the adapter that it began with",
+        ),
+        (
+            NATIVE + " rollout.engine.kind=sglang",
+            "adapters of experts are not sent to SGLang here (its CPU kernels of experts take "
+            'none); use train.lora.sync = merged, or train.lora.targets=["attention"]',
+        ),
+        (
+            NATIVE + " rollout.engine.kind=sglang train.ranks=2",
+            "never run with train.ranks = 2; use train.lora.sync = merged",
+        ),
+        (
+            NATIVE + ' rollout.engine.kind=sglang train.lora.targets=["routers"]',
+            "rollout.engine.kind = sglang cannot compute with adapters of routers",
+        ),
+        (NATIVE + " cluster.kind=ray", "native is not sent to replicas of Ray; use train.lora.syn"),
+        (
+            "cluster.kind=ray rollout.engine.kind=vllm",
+            "under cluster.kind = ray only rollout.engine.kind = hf was run with adapters, not vll",
+        ),
+        (
+            NATIVE + " replay.source=reprefill",
+            "replay.source = reprefill pushes whole weights to its copy; use train.lora.sync = m",
+        ),
+        ("optim.state=host", "optim.state: host is for the state of whole models"),
+        ("optim.state=8bit", "optim.state: 8bit is for the state of whole models"),
+        ("model.dtype=bfloat16 train.ranks=2", "train.fsdp_param_dtype"),
         (
             NATIVE + " rollout.engine.kind=vllm-server train.ranks=2",
             "never run with train.ranks = 2; use train.lora.sync = merged",

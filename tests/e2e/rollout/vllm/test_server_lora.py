@@ -71,12 +71,17 @@ def test_an_adapter_is_loaded_anew_after_every_update(server, folders):
         assert asyncio.run(loaded(components.engine)) == ["lora-faults@4"], number
 
 
-def test_a_fault_is_named_at_once(server, folders):
-    step, message = asyncio.run(
-        first_seen(parts_of(folders[0], server.url), "base weights sampled")
-    )
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("base weights sampled", "samples with the frozen weights"),
+        ("never named", "was given the adapter 'lora-faults', but a reply names None"),
+    ],
+)
+def test_a_fault_is_named_at_once(server, folders, fault, words):
+    step, message = asyncio.run(first_seen(parts_of(folders[0], server.url), fault))
     assert step == 1
-    assert "samples with the frozen weights" in message
+    assert words in message
 
 
 def test_a_rank_that_the_server_does_not_take_is_refused(server, folders):
