@@ -228,3 +228,25 @@ def test_refusals(recipe, tmp_path, capsys, setting, message):
     ]
     assert main(command) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loss_of_a_merge_is_measured_every_so_many_steps(train, dtype, capsys):
+    """Before the run, and at the steps that train.lora.loss_every divides."""
+    options = (*LORA, f"rollout.engine.dtype={dtype}", "eval.every=0")
+    measured = {}
+    for every in (2, 0):
+        run = train(f"every{every}", *options, f"train.lora.loss_every={every}")
+        found = [row for row in rows(run) if "train/reward" in row]
+        measured[every] = [row.get("adapter/merge_loss") for row in found]
+        assert len(found) == 4
+        out = " ".join(capsys.readouterr().out.split())
+        assert f"nats; merged into {dtype} it moves them" in out
+    assert measured[0] == [None] * 4
+    assert [value is None for value in measured[2]] == [True, False, True, False]
+    effect = [row["adapter/effect"] for row in found]
+    for step in (1, 3):
+        if dtype == "float32":
+            assert 0 <= measured[2][step] < 1e-3 * effect[step]
+        else:
+            assert 1e-3 * effect[step] < measured[2][step] < effect[step]

@@ -9,13 +9,22 @@ from onepolicy.build.components import build_components
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.lora import LoraConfig
-from onepolicy.config.policy import PolicyConfig, cached_policy_path
 from onepolicy.models.load import load_model
 from onepolicy.rollout.vllm.adapter import lora_args, server_args
 from onepolicy.train.checkpoint import checkpoint_folder
 from onepolicy.types import Sampling
-from support.adapter_faults import FAULTS, ON_TOP, VLLM, first_seen, rows, settings
-from support.paths import ROOT
+from support.adapter_faults import (
+    FAULTS,
+    ON_TOP,
+    POLICY,
+    SYNCS,
+    VLLM,
+    entries_there,
+    first_seen,
+    planted,
+    seen_by,
+    settings,
+)
 from support.small_recipe import write_recipe
 from support.vllm_engines import make_checkpoints
 
@@ -95,9 +104,9 @@ def test_a_second_merge_that_goes_wrong_is_named_at_once(policy, fault, words):
 
 @pytest.mark.slow
 def test_a_second_merge_of_twice_the_adapter_is_named_at_once_in_bfloat16(policy):
-    assert rows(policy, "vllm", "merged", ["merged twice"], since=2, **VLLM) == [
-        "| vllm | merged | merged twice from update 2 on | 2: log-probabilities |"
-    ]
+    components, _ = build_components(settings(policy, "vllm", "merged", **VLLM))
+    step, message = asyncio.run(first_seen(components, "merged twice", since=2))
+    assert (step, seen_by(message)) == (2, "log-probabilities")
 
 
 def test_what_vllm_cannot_compute_with_is_refused(checkpoint):
@@ -116,10 +125,8 @@ def test_what_vllm_cannot_compute_with_is_refused(checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("sync", ["merged", "native"])
+@pytest.mark.parametrize("sync", SYNCS)
 def test_the_table_of_planted_failures(sync, fault):
-    policy = cached_policy_path(PolicyConfig())
-    start = f"| vllm | {sync} | {fault} | "
-    lines = (ROOT / "docs" / "lora_measured.md").read_text().splitlines()
-    documented = [line for line in lines if line.startswith(start)]
-    assert rows(policy, "vllm", sync, [fault], **VLLM) == documented
+    found = planted(POLICY, "vllm", sync, fault, **VLLM)
+    assert {step for step, _ in found["named"]} == {0}
+    assert found in entries_there()

@@ -8,7 +8,7 @@ import torch
 
 from onepolicy.build.components import build_components
 from onepolicy.run.step import push_and_check
-from support.adapter_faults import FAULTS, first_seen, rows, settings, update
+from support.adapter_faults import FAULTS, first_seen, planted, settings, table, update
 from support.fake_sglang_adapters import TAKES_ADAPTERS
 from support.fake_sglang_model import ModelSGLang
 from support.paths import ROOT
@@ -38,8 +38,8 @@ def test_the_table_of_planted_failures(fake, policy, sync, fault):
     start = f"| sglang | {sync} | {fault} | "
     lines = (ROOT / "docs" / "lora_measured.md").read_text().splitlines()
     documented = [line for line in lines if line.startswith(start)]
-    found = rows(policy, "sglang", sync, [fault], dtype="float32", url=fake.url)
-    assert found == documented
+    found = planted(policy, "sglang", sync, fault, dtype="float32", url=fake.url)
+    assert table([found])[2:] == documented
 
 
 def test_a_base_in_nf4_reaches_the_server(fake, policy):
