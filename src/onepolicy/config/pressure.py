@@ -16,13 +16,11 @@ class RoutingPressure(Frozen):
     """Other experts than the engine's routers would choose, for a study. Never for a real run."""
 
     kind: Literal["routing", "runner-up"] = "routing"
-    """routing: noise on the weights with which the engine's routers choose experts. runner-up: the
-    best expert that a router left out takes the place of the last that it chose, for tokens drawn
-    by position and id, however close the choice was."""
+    """routing: noise on the weights with which the engine's routers choose experts. runner-up: for
+    some tokens, the best expert left out takes the place of the last chosen, by any margin."""
     scale: float = Field(ge=0, le=1e3)
     """routing: standard deviation of the noise, as a multiple of the rms of the router's row.
-    runner-up: share of the tokens, at most 1. 0: no pressure, with every result the same to the
-    bit."""
+    runner-up: share of the tokens, at most 1. 0: no pressure, to the bit."""
     redraw: Literal["never", "sync"] = "never"
     """never: drawn once for the whole run. sync: drawn anew for every version of the weights."""
     weights: bool = False
@@ -34,28 +32,17 @@ class RoutingPressure(Frozen):
     """Seed of what is drawn. The run's own seed does not change it."""
 
     @model_validator(mode="after")
-    def _check_layers(self) -> Self:
+    def _check_options(self) -> Self:
         layers = self.layers
         if layers is not None and (not layers or len(set(layers)) < len(layers)):
             raise ValueError(
                 f"rollout.pressure.layers: {list(layers)}; name each layer once, or leave it out "
                 "for all"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_runner_up(self) -> Self:
-        if self.kind != "runner-up":
-            return self
-        if self.scale > 1:
+        if self.kind == "runner-up" and (self.scale > 1 or self.weights):
             raise ValueError(
-                f"rollout.pressure.scale: {self.scale:g} is a share of the tokens with kind = "
-                "runner-up; set it to 1 or less"
-            )
-        if self.weights:
-            raise ValueError(
-                "rollout.pressure.weights: true needs noisy weights, which kind = runner-up has "
-                "not; leave it out"
+                "rollout.pressure: kind = runner-up takes the share of the tokens, at most 1, as "
+                f"scale ({self.scale:g}), and has no noisy weights (weights = {self.weights})"
             )
         return self
 

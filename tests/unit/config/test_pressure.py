@@ -41,11 +41,11 @@ RUNNER_UP = ("rollout.pressure.kind=runner-up", "rollout.pressure.scale=0.6")  #
         ([OFF, "rollout.pressure.kind=heat"], ["rollout.pressure.kind", "heat"]),
         (
             [OFF, *RUNNER_UP, "rollout.pressure.scale=1.5"],
-            ["rollout.pressure.scale: 1.5", "share of the tokens", "1 or less"],
+            ["rollout.pressure: kind = runner-up", "share of the tokens, at most 1", "(1.5)"],
         ),
         (
             [OFF, *RUNNER_UP, "rollout.pressure.weights=true"],
-            ["rollout.pressure.weights: true", "kind = runner-up"],
+            ["rollout.pressure: kind = runner-up", "(weights = True)"],
         ),
     ],
     ids=lambda x: x[-1] if x and "=" in str(x[-1]) else None,
