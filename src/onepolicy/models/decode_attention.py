@@ -11,6 +11,7 @@ batched matmuls.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from onepolicy.models.attention_arguments import no_mask, refuse_unsupported_arg
 from onepolicy.models.embedding_bag_matmul import weighted_rows
 from onepolicy.models.packed_attention import takes_flash
 
-# Positions per row of the keys' table. On the CPU a cache row's length is a multiple of it.
+# Fewest positions per row of the keys' table. On the CPU a cache row's length is a multiple of it.
 KEY_BLOCK = 64
+# Reading one more row of the keys' table takes as long as reading this many more positions.
+ROW_COST = 24
 # With more query heads per key than this, a matmul is faster than reading keys as a table.
 MAX_HEADS_PER_KEY = 8
 NAME = "onepolicy_kv_cache"
@@ -118,14 +121,15 @@ class KVCacheStep:
 
         Returns:
             keys: [T * G * blocks * R, D] int32, rows of the table
-                [V * G * D * length / KEY_BLOCK, KEY_BLOCK]; one row of the index per query head and
-                block of positions.
+                [V * G * D * length / block, block] with block = `key_block`; one row of the index
+                per query head and block of positions.
             values: [T * G * R, S] int32, rows of the table [V * G * length, Dv].
         """
         if (groups, shared, width, length) not in self._tables:
             row = self.rows.to(torch.int32) * groups
             head = (row[:, None] + _steps(groups)).view(-1, 1, 1)  # [T * G, 1, 1]
-            blocks, stride = -(-self.keys // KEY_BLOCK), length // KEY_BLOCK
+            block = key_block(self.keys, length)
+            blocks, stride = -(-self.keys // block), length // block
             keys = head * (width * stride) + _steps(blocks).view(-1, 1) + _steps(width) * stride
             # With a single bag reshape returns a view, but embedding_bag needs contiguous memory.
             keys = keys[:, :, None].expand(-1, -1, shared, -1).reshape(-1, width).contiguous()
@@ -133,6 +137,17 @@ class KVCacheStep:
             values = values.reshape(-1, self.keys).contiguous()
             self._tables[groups, shared, width, length] = keys, values
         return self._tables[groups, shared, width, length]
+
+
+@lru_cache(maxsize=4096)
+def key_block(keys: int, length: int) -> int:
+    """Return the positions per row of the table in which `keys` of `length` positions are read.
+
+    A row of several KEY_BLOCKs reads positions that nobody needs, but every row has a cost of its
+    own, and with one row per key nothing has to be put in order afterwards.
+    """
+    fitting = [block for block in range(KEY_BLOCK, length + 1, KEY_BLOCK) if not length % block]
+    return min(fitting, key=lambda block: -(-keys // block) * (block + ROW_COST))
 
 
 def _steps(count: int) -> Tensor:
@@ -184,7 +199,7 @@ def kv_cache_attention(
         return out[None].to(query.dtype), None
     if reads_as_table(q, key, kv_cache_step):
         bias = kv_cache_step.bias(sliding_window, None)
-        out = _table_attention(q, key, value, kv_cache_step, bias=bias, scale=scale, sinks=s_aux)
+        out = table_attention(q, key, value, kv_cache_step, bias=bias, scale=scale, sinks=s_aux)
     else:
         rows = len(key)
         bias = kv_cache_step.bias(sliding_window, rows)
@@ -212,7 +227,7 @@ def reads_as_table(q: Tensor, key: Tensor, step: KVCacheStep) -> bool:
     )
 
 
-def _table_attention(
+def table_attention(
     q: Tensor,
     key: Tensor,
     value: Tensor,
@@ -241,14 +256,15 @@ def table_scores(
     bias [T, 1, 1, 1, S].
     """
     (tokens, heads, width), (rows, groups, keys, _), length = q.shape, key.shape, key.stride(3)
-    shared, blocks = heads // groups, -(-keys // KEY_BLOCK)
+    block = key_block(keys, length)
+    shared, blocks = heads // groups, -(-keys // block)
     key_rows, _ = step.table_rows(groups, shared, width, length)
     scaled = (q.to(key.dtype) * scale).reshape(tokens, groups, 1, shared, width)
     weight = scaled.expand(-1, -1, blocks, -1, -1)
-    table = key.as_strided((rows * groups * width * length // KEY_BLOCK, KEY_BLOCK), (KEY_BLOCK, 1))
+    table = key.as_strided((rows * groups * width * length // block, block), (block, 1))
     scores = weighted_rows(table, key_rows, weight)
-    scores = scores.view(tokens, groups, blocks, shared, KEY_BLOCK).transpose(2, 3)
-    scores = scores.reshape(tokens, groups, shared, 1, blocks * KEY_BLOCK)[..., :keys]
+    scores = scores.view(tokens, groups, blocks, shared, block).transpose(2, 3)
+    scores = scores.reshape(tokens, groups, shared, 1, blocks * block)[..., :keys]
     if bias is None:
         return scores
     return scores + bias

@@ -123,6 +123,8 @@ class HFEngine:
         self.batch = _make_batch(model, config, max_len, routers, combine_weights=combine_weights)
         if numerics == "on-policy":
             _enable_on_policy_numerics(model, self.batch)
+        elif device.type == "cpu" and quant is None and lora is None:
+            _decode_by_functions(model, self.batch)
         self.fingerprint = compute_fingerprint(device, numerics)
         sizes: WeightSizes | None = None
         if self.quantised is not None:
@@ -364,6 +366,13 @@ def _enable_on_policy_numerics(model: PreTrainedModel, batch: InterruptibleBatch
             "numerics does not support; use numerics = fast"
         )
     enable_invariant(model)
+
+
+def _decode_by_functions(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
+    if isinstance(batch, ContinuousBatch):
+        from onepolicy.rollout.hf.plain_layers import use_plain_layers
+
+        use_plain_layers(model, batch.cache)
 
 
 def _kv_cache_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:

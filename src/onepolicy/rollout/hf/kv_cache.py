@@ -34,6 +34,9 @@ class KVCache:
         # [rows, max_len, L, K] in the router's dtype, allocated by the first write
         self.combine_weights: Tensor | None = None
         self._step: KVCacheStep | None = None
+        self._places_of: KVCacheStep | None = None  # the step and shape of the places below
+        self._places_shape: torch.Size | None = None
+        self._key_places = self._value_places = torch.empty(0, device=device)
 
     def allocate_routes(self, layers: int, top_k: int, num_experts: int) -> None:
         dtype = torch.int16
@@ -115,6 +118,46 @@ class KVCache:
             seen_keys = keys[:, :, :, : step.keys].index_select(0, step.view)
             seen_values = values[:, :, : step.keys].index_select(0, step.view)
         return seen_keys.transpose(2, 3), seen_values
+
+    def write_tokens(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store key [T, G, D] and value [T, G, Dv] of a decode step's tokens, on a CPU.
+
+        Their places are computed once per step, and for layers of the same shape once.
+        """
+        assert self._step is not None
+        if layer not in self.keys:
+            self._allocate(layer, key.transpose(0, 1)[None], value.transpose(0, 1)[None])
+        keys, values = self.keys[layer], self.values[layer]
+        key_places, value_places = self._places(keys, values)
+        keys.view(-1).scatter_(0, key_places, key.reshape(-1).to(self.dtype))
+        width = value.shape[-1]
+        values.view(-1, width).index_copy_(0, value_places, value.reshape(-1, width).to(self.dtype))
+
+    def read_tokens(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the cached keys [V, G, S, D] and values [V, G, S, Dv] of a decode step's view."""
+        step = self._step
+        assert step is not None
+        assert isinstance(step.view, slice)
+        keys = self.keys[layer][step.view, :, :, : step.keys]
+        return keys.transpose(2, 3), self.values[layer][step.view, :, : step.keys]
+
+    def _places(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the places of the step's keys and values in layers of this shape, flattened.
+
+        keys: [T * G * D] int64, of elements. values: [T * G] int64, of rows.
+        """
+        step, shape = self._step, keys.shape
+        assert step is not None
+        if self._places_of is not step or self._places_shape != shape:
+            _, groups, width, length = shape
+            device, position = keys.device, step.positions[:, None]
+            element = torch.arange(groups * width, device=device)
+            head = torch.arange(groups, device=device)
+            rows = step.rows[:, None]
+            self._key_places = ((rows * len(element) + element) * length + position).view(-1)
+            self._value_places = ((rows * groups + head) * values.shape[2] + position).view(-1)
+            self._places_of, self._places_shape = step, shape
+        return self._key_places, self._value_places
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # every forward is given its positions

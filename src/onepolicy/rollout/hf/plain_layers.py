@@ -1,0 +1,263 @@
+"""Decoding with the layers of a plain decoder as functions, on a CPU.
+
+A decode step of a small model is hundreds of calls of a few microseconds. A plain decoder layer
+(Llama, Qwen3, Qwen3-MoE, Mixtral without a window) needs fewer: the queries, keys and values of a
+token are one product, their norms and rotations are one each. Whether a layer is plain is not
+looked up but tried: it must compute the same bits both ways. A dense MLP and the router stay
+modules, and so does everything outside the layers. Prefills run the layer's own forward. With many
+rows the modules may multiply with oneDNN (`models/linear.py`) and the functions do not: equal to
+rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from onepolicy.models import decode_attention
+from onepolicy.models.decode_attention import (
+    KVCacheStep,
+    kv_cache_attention,
+    reads_as_table,
+    table_attention,
+)
+from onepolicy.models.decode_experts import (
+    expert_activation,
+    expert_weights,
+    holds_experts,
+    weighted_experts,
+)
+from onepolicy.models.linear import is_plain_linear
+from onepolicy.rollout.hf.kv_cache import KVCache
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+ATTENTION = {*PROJECTIONS, "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+NORMS = {"input_layernorm", "post_attention_layernorm"}
+
+
+def use_plain_layers(model: PreTrainedModel, cache: KVCache) -> None:
+    """Let every plain layer of the model decode by functions. Names and hooks stay the same.
+
+    The weights of its queries, keys and values become views of one tensor.
+    """
+    rotation = Rotation()
+    for layer in list(model.modules()):
+        if not _looks_plain(layer):
+            continue
+        plain = PlainLayer(layer, rotation)
+        if computes_these_bits(plain, layer, cache):
+            plain.share_weights()
+            layer.__dict__["forward"] = plain
+
+
+def _looks_plain(layer: nn.Module) -> bool:
+    """Return whether the layer has the parts of a plain one, and no others."""
+    children = dict(layer.named_children())
+    if children.keys() != {"self_attn", "mlp", *NORMS}:
+        return False
+    attention = layer.get_submodule("self_attn")
+    parts = dict(attention.named_children())
+    norms = [children[name] for name in NORMS]
+    norms += [parts[name] for name in HEAD_NORMS & parts.keys()]
+    return (
+        parts.keys() in (ATTENTION, ATTENTION | HEAD_NORMS)
+        and not list(attention.parameters(recurse=False))
+        and not list(attention.buffers())
+        and all(is_plain_linear(parts[name]) for name in ATTENTION)
+        and all(isinstance(getattr(norm, "variance_epsilon", None), float) for norm in norms)
+        and all([name for name, _ in norm.named_parameters()] == ["weight"] for norm in norms)
+        and isinstance(getattr(attention, "head_dim", None), int)
+        and isinstance(getattr(attention, "scaling", None), float)
+    )
+
+
+@torch.inference_mode()
+def computes_these_bits(plain: PlainLayer, layer: nn.Module, cache: KVCache) -> bool:
+    """Return whether the function and the layer compute the same bits.
+
+    They are tried on a sequence's second position and on the cache's last one, so that windows and
+    scales that depend on the position show.
+    """
+    weight = plain.weight
+    last = cache.max_len - 1
+    step = KVCacheStep(
+        torch.arange(2, device=weight.device),
+        torch.tensor([1, last], device=weight.device),
+        cache.max_len,
+        slice(0, 2),
+    )
+    random = torch.Generator("cpu").manual_seed(0)
+    hidden = torch.randn(1, 2, weight.shape[1], generator=random, device="cpu").to(weight)
+    angles = torch.randn(1, 2, plain.head_dim // 2, generator=random, device="cpu").to(weight)
+    angles = torch.cat([angles, angles], -1)
+    found = []
+    for forward in (layer.forward, plain):
+        scratch = KVCache(2, cache.max_len, device=cache.device, dtype=cache.dtype)
+        scratch.set_step(step)
+        out = forward(
+            hidden.clone(),
+            attention_mask=None,
+            position_ids=step.positions[None],
+            position_embeddings=(angles.cos(), angles.sin()),
+            past_key_values=scratch,
+            use_cache=True,
+            kv_cache_step=step,
+        )
+        found.append(out)
+    theirs, ours = found
+    return isinstance(theirs, Tensor) and torch.equal(theirs, ours)
+
+
+class PlainLayer:
+    """A stand-in for the `forward` of one decoder layer."""
+
+    def __init__(self, layer: nn.Module, rotation: Rotation) -> None:
+        attention = layer.get_submodule("self_attn")
+        self._own, self._rotation, self._attention = layer.forward, rotation, attention
+        self.head_dim, self._scale = int(attention.head_dim), float(attention.scaling)  # type: ignore[arg-type]
+        self._index = int(attention.layer_idx)  # type: ignore[arg-type]
+        self._projections: list[nn.Linear] = [attention.get_submodule(n) for n in PROJECTIONS]  # type: ignore[misc]
+        self._widths = [len(projection.weight) for projection in self._projections]
+        self._heads, self._groups = (width // self.head_dim for width in self._widths[:2])
+        self.weight = torch.cat([projection.weight for projection in self._projections])
+        self._bias: Tensor | None = None
+        if self._projections[0].bias is not None:
+            self._bias = torch.cat([projection.bias for projection in self._projections])
+        self._out = attention.get_submodule("o_proj")
+        self._before, self._after = (
+            layer.get_submodule(n) for n in ("input_layernorm", "post_attention_layernorm")
+        )
+        self._head_norms = [
+            attention.get_submodule(n) for n in ("q_norm", "k_norm") if hasattr(attention, n)
+        ]
+        self._mlp = layer.get_submodule("mlp")
+        self._experts = _plain_experts(self._mlp)
+        # Modules that are not called. A hook of one of these needs the layer's own forward.
+        inside = [self._before, self._after, *attention.modules()]
+        if self._experts is not None:
+            inside += self._mlp.modules()
+        self._hooks = [hooks for m in inside for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+
+    def share_weights(self) -> None:
+        """Make the weights of the projections views of one tensor, into which a sync writes."""
+        bias: tuple[Tensor, ...] | None = None
+        if self._bias is not None:
+            bias = self._bias.split(self._widths)
+        for i, weight in enumerate(self.weight.split(self._widths)):
+            projection = self._projections[i]
+            projection.weight = nn.Parameter(weight, requires_grad=False)
+            if bias is not None:
+                projection.bias = nn.Parameter(bias[i], requires_grad=False)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        step, cache = kwargs.get("kv_cache_step"), kwargs.get("past_key_values")
+        if args or step is None or step.queries is not None or not self._is_decoding(kwargs):
+            return self._own(hidden_states, *args, **kwargs)
+        return self._decode(hidden_states, kwargs["position_embeddings"], cache, step)
+
+    def _is_decoding(self, kwargs: dict[str, Any]) -> bool:
+        """Return whether a decode step may skip the modules that it would call."""
+        cos = kwargs["position_embeddings"][0]
+        implementation = self._attention.config._attn_implementation  # type: ignore[union-attr]
+        return (
+            not any(self._hooks)
+            and cos.shape[-1] == self.head_dim
+            and implementation == decode_attention.NAME
+            and not torch.is_grad_enabled()
+        )
+
+    def _decode(
+        self, hidden: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, step: KVCacheStep
+    ) -> Tensor:
+        """Return the layer's output [1, T, H] for hidden [1, T, H], one token per sequence."""
+        x = _norm(hidden[0], self._before)
+        x = F.linear(x, self.weight, self._bias).view(len(x), -1, self.head_dim)
+        heads, rotated = self._heads, self._heads + self._groups
+        queries_keys = x[:, :rotated]
+        if self._head_norms:
+            queries_keys = self._norm_heads(queries_keys)
+        queries_keys = self._rotation.apply(queries_keys, *rope)
+        cache.write_tokens(self._index, queries_keys[:, heads:], x[:, rotated:])
+        out = self._attend(queries_keys[:, :heads], cache, step)
+        out = F.linear(out.flatten(1), self._out.weight, self._out.bias)  # type: ignore[arg-type]
+        hidden = hidden + out
+        x = _norm(hidden, self._after)
+        if self._experts is None:
+            return hidden + self._mlp(x)
+        return self._experts(x[0]).add_(hidden[0])[None]
+
+    def _attend(self, query: Tensor, cache: KVCache, step: KVCacheStep) -> Tensor:
+        """Return [T, heads, D] of query [T, heads, D], in its dtype."""
+        key, value = cache.read_tokens(self._index)
+        if not reads_as_table(query, key, step):
+            query = query.transpose(0, 1)[None]
+            out, _ = kv_cache_attention(
+                self._attention, query, key, value, None, kv_cache_step=step, scaling=self._scale
+            )
+            return out[0]
+        out = table_attention(
+            query, key, value, step, bias=step.bias(None, None), scale=self._scale, sinks=None
+        )
+        return out.to(query.dtype)
+
+    def _norm_heads(self, x: Tensor) -> Tensor:
+        """Return the norms of queries and keys, x [T, heads + groups, D]."""
+        norms = self._head_norms
+        normed = _normed(x, norms[0].variance_epsilon)  # type: ignore[arg-type]
+        normed[:, : self._heads].mul_(norms[0].weight)  # type: ignore[arg-type]
+        normed[:, self._heads :].mul_(norms[1].weight)  # type: ignore[arg-type]
+        return normed
+
+
+class PlainExperts:
+    """A router and the experts that it selects, without their block."""
+
+    def __init__(self, router: nn.Module, experts: nn.Module) -> None:
+        self._router, self._weights = router, expert_weights(experts)
+        self._activate = expert_activation(experts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [T, H] of x [T, H]. The router's forward may be a recorder's."""
+        _, combine_weights, ids = self._router.forward(x)
+        return weighted_experts(self._weights, self._activate, x, ids, combine_weights)
+
+
+def _plain_experts(block: nn.Module) -> PlainExperts | None:
+    """Return the router and experts of a block that has only these, else None."""
+    parts = dict(block.named_children())
+    if parts.keys() != {"gate", "experts"} or not holds_experts(parts["experts"]):
+        return None
+    return PlainExperts(parts["gate"], parts["experts"])
+
+
+class Rotation:
+    """The rotary embedding of one step's tokens, whose sines all layers share."""
+
+    def __init__(self) -> None:
+        self._of: Tensor | None = None  # the sines that `_signed` was made of
+        self._signed = torch.empty(0, device="cpu")
+
+    def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return x cos + rotate_half(x) sin. x [T, heads, D], cos and sin [1, T, D]."""
+        half = x.shape[-1] // 2
+        if self._of is not sin:
+            signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+            self._of, self._signed = sin, signed[:, None]
+        return (x * cos[0, :, None]).add_(x.roll(half, -1).mul_(self._signed))
+
+
+def _norm(x: Tensor, norm: nn.Module) -> Tensor:
+    """Return the norm's output, as transformers' RMSNorm computes it."""
+    return _normed(x, norm.variance_epsilon).mul_(norm.weight)  # type: ignore[arg-type]
+
+
+def _normed(x: Tensor, epsilon: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + epsilon) of each row in a new tensor, computed in float32."""
+    wide = x.float()
+    reciprocal = wide.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+    return (wide * reciprocal).to(x.dtype)
