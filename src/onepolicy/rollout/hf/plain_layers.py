@@ -158,6 +158,7 @@ class PlainLayer:
         step, cache = kwargs.get("kv_cache_step"), kwargs.get("past_key_values")
         if args or step is None or step.queries is not None or not self._is_decoding(kwargs):
             return self._own(hidden_states, *args, **kwargs)
+        assert isinstance(cache, KVCache), "a decode step has one"
         return self._decode(hidden_states, kwargs["position_embeddings"], cache, step)
 
     def _is_decoding(self, kwargs: dict[str, Any]) -> bool:
