@@ -17,7 +17,8 @@ _HEAD = """\
 
 The library (`import onepolicy`, `onepolicy audit`) runs on torch {torch} and later and transformers
 {transformers} and later, beside whatever your trainer pins. Commands that train, measure or plan
-need newer ones, the extra `train`: `pip install 'onepolicy[train]'`.
+need newer ones, the extra `train`: `pip install 'onepolicy[train]'` (until the first release: the
+path of a clone in the name's place).
 
 Each row is a venv in which the library's tests ran on a CPU, some minutes a row:
 
