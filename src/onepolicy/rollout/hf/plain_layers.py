@@ -162,8 +162,10 @@ class PlainLayer:
                 projection.bias = nn.Parameter(bias[i], requires_grad=False)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        step, cache = kwargs.get("kv_cache_step"), kwargs.get("past_key_values")
-        if args or step is None or step.queries is not None or not self._is_decoding(kwargs):
+        step: Any = kwargs.get("kv_cache_step")
+        cache: Any = kwargs.get("past_key_values")
+        decodes = isinstance(cache, KVCache) and step is not None and step.queries is None
+        if args or not decodes or not self._is_decoding(kwargs):
             return self._own(hidden_states, *args, **kwargs)
         return self._decode(hidden_states, kwargs["position_embeddings"], cache, step)
 
