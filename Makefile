@@ -5,7 +5,7 @@ VENV := .venv
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 
-.PHONY: help train rescue train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl test-megatron vllm test-vllm sglang test-sglang test-versions test-versions-fast site test-release test-gpu bench-gpu clean
+.PHONY: help train rescue demonstration train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl test-megatron vllm test-vllm sglang test-sglang test-versions test-versions-fast site test-release test-gpu bench-gpu clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -94,6 +94,12 @@ rescue: | $(VENV)/.train ## the run that fails under routing pressure, the same 
 	$(BIN)/onepolicy compare benchmarks/evidence/study.toml --out runs/rescue \
 	  seed=136 rollout.pressure.scale=0.6 rollout.pressure.seed=1136 \
 	  --arm recompute --arm r3 replay.mode=r3 replay.min_agreement=0 --arm no-pressure rollout.pressure=off
+
+# The policy in the tree, which is the same for everyone; `make train` makes one.
+demonstration: | $(VENV)/.train ## seeds 0 to 4 of docs/evidence.md's demonstration, ten runs, into benchmarks/evidence/demonstration.json
+	$(BIN)/onepolicy compare recipes/routing_gap.toml --out runs/demonstration \
+	  model.path=benchmarks/evidence/policies/one-of-8 --seeds 0 1 2 3 4
+	cp runs/demonstration/comparison.json benchmarks/evidence/demonstration.json
 
 AGENT := runs/policies/agent_products
 $(AGENT): | $(VENV)/.train

@@ -1,8 +1,8 @@
 """Replay rules of other projects beside ours, on the same tiny models and rollouts:
 docs/comparison.md.
 
-    python benchmarks/comparison.py            # prints the table
-    python benchmarks/comparison.py --write    # and writes it into docs/comparison.md
+    python benchmarks/comparison.py            # prints the tables
+    python benchmarks/comparison.py --write    # and writes them into docs/comparison.md
 
 Every rule is our own few lines from the project's source or paper. No other project is run or
 copied.
@@ -19,6 +19,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from doc_tables import Number, replace_rows, write_page
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,8 +33,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.families import TABLE  # noqa: E402
 
-PAGE = ROOT / "docs" / "comparison.md"
-BEGIN, END = "<!-- table: python benchmarks/comparison.py --write -->\n", "<!-- end -->\n"
 MODELS = {
     "Qwen3-MoE": ("qwen3_moe", {"norm_topk_prob": True}),  # layer 1 of 3 dense
     "Qwen2-MoE": (
@@ -239,13 +238,22 @@ def compare(name: str, *, samples: int = 32, length: int = 48) -> dict[str, Resu
         return {rule: measure(trainer, rollout, replay) for rule, replay in RULES.items()}
 
 
-def table() -> str:
+def tables() -> dict[str, list[list[str]]]:
+    """Return the rows of every table of the page, a column for each model."""
     columns = [compare(name) for name in MODELS]
-    rows = [["k3, max abs dlogp, routers wrong", *MODELS], ["---"] * (len(MODELS) + 1)]
+    found: dict[str, list[list[str]]] = {"k3": [], "max-dlogp": [], "routers-wrong": []}
     for rule in RULES:
-        found = [results[rule] for results in columns]
-        rows.append([rule, *(f"{r.k3:.1e}, {r.max_dlogp:.2f}, {r.wrong:.1%}" for r in found)])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        of_rule = [results[rule] for results in columns]
+        found["k3"].append([rule, *(scientific(r.k3) for r in of_rule)])
+        found["max-dlogp"].append([rule, *(Number(f"{r.max_dlogp:.2f}") for r in of_rule)])
+        found["routers-wrong"].append([rule, *(Number(f"{100 * r.wrong:.1f}") for r in of_rule)])
+    return found
+
+
+def scientific(value: float) -> Number:
+    """Return two digits and an exponent without leading zeros."""
+    digits, exponent = f"{value:.1e}".split("e")
+    return Number(f"{digits}e{int(exponent)}")
 
 
 def main() -> None:
@@ -253,15 +261,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--write", action="store_true", help="replace the table in docs/comparison.md"
+        "--write", action="store_true", help="replace the tables in docs/comparison.md"
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    text = table()
-    print(text)
+    for table_id, rows in tables().items():
+        print(f"\n{table_id}: {', '.join(MODELS)}", *map(" | ".join, rows), sep="\n")
+        if args.write:
+            replace_rows("comparison", table_id, rows)
     if args.write:
-        page = PAGE.read_text()
-        PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + text + page[page.index(END) :])
+        write_page("comparison")
 
 
 if __name__ == "__main__":

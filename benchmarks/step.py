@@ -1,27 +1,40 @@
-"""A whole GRPO step beside TRL's, in one process: same policy, same prompts, same threads, one step
-of each in turn.
+"""A whole GRPO step beside TRL's: same policy, prompts and threads, one step of each in turn.
 
     pip install trl==1.16.0
     python benchmarks/step.py --threads 1
+    python benchmarks/step.py --workload 512+128 --dtype bfloat16 --trl-dtype bfloat16
+    python benchmarks/step.py --trl-continuous-batching
+    python benchmarks/step.py --trl-vllm --trl-dtype bfloat16
+    python benchmarks/step.py --source ../before      # our side of another source tree too
 
-fp32 on both sides. Ours records and replays routes (R3) and measures the mismatch; TRL does
-neither, and its load-balancing loss is off. Workloads: 26+75 is 8 problems with 8 completions each
-that end by themselves after about 75 tokens. 512+128 and 128+1000 are 4 problems with 8 completions
-each; every prompt and every completion has that many tokens, and rewards differ within a group.
-Prints medians, their ratio pair by pair, the same of CPU seconds (which other work on the machine
-moves less), and where our time goes.
+Both sides train in fp32. --dtype is that of our rollouts and --trl-dtype that of TRL's, fp32 each
+by default: TRL samples from the model that it trains. With --trl-dtype bfloat16 it samples from a
+bf16 copy of it, which TRL has no setting for; with --trl-vllm it is vLLM's dtype. Ours records and
+replays routes (R3) and measures the mismatch; TRL does neither, its load-balancing loss is off, and
+with vLLM its correction is, so that it does not score.
+
+Workloads: 26+75 is 8 problems with 8 completions each that end by themselves after about 75 tokens.
+512+128 and 128+1000 are 4 problems with 8 completions each; every prompt and every completion has
+that many tokens, and rewards differ within a group. All of them use the policy of --model (`tiny`:
+8 layers of 32 experts, 3.6M parameters), whose shape is printed.
+
+TRL's weight sync to vLLM fails on vLLM's CPU build, so ours stands in for it
+(tests/support/trl/colocate.py).
+
+Prints for each of our sides medians and the range of the rounds: seconds per step / TRL's, the same
+of CPU seconds (which other work on the machine moves less), and of seconds per sampled token.
 """
 
 import argparse
-import asyncio
-import dataclasses
-import json
+import functools
 import os
-import shutil
 import statistics
 import tempfile
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from step_ours import GROUP, PARTS, Options, OtherTree, Ours, Step, now, parity, since
 
 
 def arguments() -> argparse.Namespace:
@@ -32,14 +45,15 @@ def arguments() -> argparse.Namespace:
         "--model", default="tiny", help="policy folder (default: the one make-policy made)"
     )
     parser.add_argument(
-        "--steps", type=int, default=6, help="counted steps of each, after one warm-up"
+        "--steps", type=int, default=6, help="counted steps of each, after the warm-up"
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=0,
+        help="steps not counted (default 1, with --trl-vllm 3: vLLM compiles in its first ones)",
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--trl-continuous-batching",
-        action="store_true",
-        help="TRL samples by transformers' paged attention with continuous batching",
-    )
     parser.add_argument(
         "--workload",
         default="26+75",
@@ -47,213 +61,275 @@ def arguments() -> argparse.Namespace:
         help="tokens of a prompt and of a completion",
     )
     parser.add_argument(
-        "--set",
-        nargs="*",
-        default=[],
-        metavar="PATH=VALUE",
-        help="settings of ours on top, such as train.reuse_scoring_forward=false",
+        "--problems", type=int, default=0, help="of a step (default: the workload's)"
+    )
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--dtype", default="float32", choices=dtypes, help="of our rollouts")
+    parser.add_argument("--trl-dtype", default="float32", choices=dtypes, help="of TRL's rollouts")
+    sampler = parser.add_mutually_exclusive_group()
+    sampler.add_argument(
+        "--trl-continuous-batching",
+        action="store_true",
+        help="TRL samples by transformers' paged attention with continuous batching",
+    )
+    sampler.add_argument(
+        "--trl-vllm", action="store_true", help="TRL samples by vLLM in the same process"
     )
     parser.add_argument(
-        "--dtype", default="float32", choices=["float32", "bfloat16"], help="of our rollout engine"
+        "--trl-vllm-eager", action="store_true", help="this vLLM compiles nothing (enforce_eager)"
     )
-    return parser.parse_args()
+    for name, whose in (("--set", "ours"), ("--source-set", "the run of --source")):
+        parser.add_argument(
+            name,
+            nargs="*",
+            default=[],
+            metavar="PATH=VALUE",
+            help=f"settings of {whose} on top, such as train.reuse_scoring_forward=false",
+        )
+    parser.add_argument(
+        "--source", type=Path, help="another source tree, whose steps are measured too"
+    )
+    given = parser.parse_args()
+    given.warm_up = given.warm_up or (3 if given.trl_vllm else 1)
+    return given
 
 
 args = arguments()
 os.environ.update(
     OMP_NUM_THREADS=str(args.threads), OMP_WAIT_POLICY="passive", TOKENIZERS_PARALLELISM="false"
 )
+if args.trl_vllm:
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="1",  # GiB
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_LOGGING_LEVEL="ERROR",
+    )
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from onepolicy.build.components import build_components  # noqa: E402
-from onepolicy.config import resolve  # noqa: E402
-from onepolicy.config.model import ModelConfig  # noqa: E402
-from onepolicy.config.model_path import resolve_model  # noqa: E402
-from onepolicy.run.step import rl_step  # noqa: E402
-from onepolicy.sync.push import push_weights  # noqa: E402
-
-GROUP = 8
-PROMPT, NEW_TOKENS = map(int, args.workload.split("+"))
-FORCED = args.workload != "26+75"  # prompts and completions have exactly these lengths
-PROBLEMS = 8
-if FORCED:
-    PROBLEMS = 4
-MAX_LEN = max(128, PROMPT + NEW_TOKENS)
-PARTS = ("rollout", "score", "update", "sync")
+STEPS = args.warm_up + args.steps
+OPTIONS = Options(
+    args.model, args.workload, STEPS, args.threads, args.dtype, args.set, args.problems
+)
+PROMPT, NEW_TOKENS = OPTIONS.lengths
 
 
-def now() -> tuple[float, float]:
-    """Return the seconds of the clock, and of this process on all its cores."""
-    return time.perf_counter(), time.process_time()
+class TokenCount:
+    """TRL's reward function, which counts the tokens of its batches."""
+
+    __name__ = "reward"
+
+    def __init__(self, answers: dict[str, str], tokenizer) -> None:
+        self.answers, self.tokenizer = answers, tokenizer
+        self.prompt = self.completion = 0  # of the last batch
+
+    def __call__(self, prompts, completions, completion_ids, **_) -> list[float]:
+        self.prompt = sum(len(self.tokenizer(prompt)["input_ids"]) for prompt in prompts)
+        self.completion = sum(map(len, completion_ids))
+        if OPTIONS.forced:
+            return [parity(ids) for ids in completion_ids]
+        pairs = zip(prompts, completions, strict=True)
+        return [float(c.rsplit("#", 1)[-1] == self.answers[p]) for p, c in pairs]
 
 
-def since(begun: tuple[float, float]) -> tuple[float, float]:
-    wall, cpu = now()
-    return wall - begun[0], cpu - begun[1]
+class InTurn(TrainerCallback):
+    """A callback that runs a step of each of our sides after every TRL step."""
 
-
-class FixedLengths:
-    """The run's environment with prompts of PROMPT tokens and a reward that differs in a group."""
-
-    def __init__(self, environment) -> None:
-        self.environment = environment
-
-    def train_problem(self, index: int):
-        problem = self.environment.train_problem(index)
-        text = problem.prompt * (PROMPT // len(problem.prompt) + 1)  # a character is a token
-        return dataclasses.replace(problem, prompt=text[-PROMPT:])
-
-    async def episode(self, problem, sample, temperature):
-        (played,) = await self.environment.episode(problem, sample, temperature)
-        return (dataclasses.replace(played, reward=parity(played.tokens[PROMPT:].tolist())),)
-
-    def __getattr__(self, name: str):
-        return getattr(self.environment, name)
-
-
-def parity(tokens: list[int]) -> float:
-    return float(sum(tokens) % 2)
-
-
-def longer_policy(source: str, folder: str) -> str:
-    """Copy the policy with room for longer contexts. Its rotary positions have no table."""
-    target = Path(folder) / "policy"
-    shutil.copytree(source, target)
-    config = json.loads((target / "config.json").read_text())
-    config["max_position_embeddings"] = PROMPT + NEW_TOKENS
-    (target / "config.json").write_text(json.dumps(config))
-    return str(target)
-
-
-class SideBySide(TrainerCallback):
-    """A callback that runs one of our steps after every TRL step."""
-
-    def __init__(self, parts) -> None:
-        self.parts, self.trl, self.ours, self.split = parts, [], [], []
+    def __init__(self, sides: dict[str, Ours | OtherTree], count: TokenCount) -> None:
+        self.sides, self.count = sides, count
+        self.trl: list[Step] = []
+        self.sampled_from: set[torch.dtype] = set()  # of the logits of TRL's copy
+        self.found: dict[str, list[Step]] = {name: [] for name in sides}
 
     def on_step_begin(self, *_, **__) -> None:
         self.begun = now()
 
     def on_step_end(self, *_, **__) -> None:
-        self.trl.append(since(self.begun))
-        begun = now()
-        result = asyncio.run(rl_step(self.parts, len(self.ours)))
-        self.ours.append(since(begun))
-        self.split.append({part: result.metrics[f"time/{part}"] for part in PARTS})
+        self.trl.append(Step(*since(self.begun), self.count.prompt, self.count.completion))
+        torch.set_num_threads(args.threads)
+        for name, side in self.sides.items():
+            self.found[name].append(side.step())
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        compare(folder)
+        ours = Ours(OPTIONS, folder)
+        sides: dict[str, Ours | OtherTree] = {"onepolicy": ours}
+        if args.source is not None:
+            other = Options(**vars(OPTIONS) | {"settings": args.source_set})
+            sides[str(args.source)] = OtherTree(args.source, other)
+        turns = compare(folder, ours, sides)
+        if args.source is not None:
+            sides[str(args.source)].close()
+    report(ours, turns)
 
 
-def compare(folder: str) -> None:
-    torch.set_num_threads(args.threads)
-    path = args.model
-    if FORCED:
-        path = longer_policy(resolve_model(ModelConfig(path=path)).path, folder)
-    config = resolve(
-        {
-            "out": "unused",
-            "steps": args.steps + 1,
-            "model": {"path": path},
-            "task": {"kind": "chain", "ops": 12},
-            "rollout": {
-                "prompts_per_step": PROBLEMS,
-                "group_size": GROUP,
-                "sampling": {"max_tokens": NEW_TOKENS},
-                "engine": {
-                    "dtype": args.dtype,
-                    "max_num_seqs": PROBLEMS * GROUP,
-                    "max_len": MAX_LEN,
-                },
-            },
-            "optim": {"lr": 1e-5},
-            "train": {"reuse_scoring_forward": True, "threads": args.threads},
-            "log": {"counterfactual_every": 0},
-        },
-        args.set,
-    )
-    parts, tokenizer = build_components(config)
-    generation = {}
-    if FORCED:
-        parts = dataclasses.replace(parts, stop=(), environment=FixedLengths(parts.environment))
-        generation = {"min_new_tokens": NEW_TOKENS}
-    asyncio.run(push_weights(parts.learner, parts.engine))
-    problems = [parts.environment.train_problem(i) for i in range(PROBLEMS * (args.steps + 1))]
+def compare(folder: str, ours: Ours, sides: dict[str, Ours | OtherTree]) -> InTurn:
+    """Train with TRL, and run a step of each of our sides after every step of it."""
+    environment, count = ours.parts.environment, OPTIONS.num_problems * STEPS
+    problems = [environment.train_problem(i) for i in range(count)]
     answers = {problem.prompt: problem.answer for problem in problems}
-
-    def reward(prompts, completions, completion_ids, **_):
-        if FORCED:
-            return [parity(ids) for ids in completion_ids]
-        return [
-            float(c.rsplit("#", 1)[-1] == answers[p])
-            for p, c in zip(prompts, completions, strict=True)
-        ]
-
-    side = SideBySide(parts)
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(
-            resolve_model(config.model).path, dtype=torch.float32
-        ),
-        reward_funcs=reward,
-        args=GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=PROBLEMS * GROUP,
-            num_generations=GROUP,
-            max_completion_length=NEW_TOKENS,
-            generation_kwargs=generation,
-            max_steps=args.steps + 1,
-            learning_rate=1e-5,
-            beta=0.0,
-            # here: the trainer reads it once, when it is made; ours has no such loss
-            router_aux_loss_coef=0.0,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            use_transformers_continuous_batching=args.trl_continuous_batching,
-            model_init_kwargs=None,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            shuffle_dataset=False,
-        ),
-        train_dataset=Dataset.from_list([{"prompt": problem.prompt} for problem in problems]),
-        processing_class=tokenizer,
-        callbacks=[side],
-    )
+    turns = InTurn(sides, TokenCount(answers, ours.tokenizer))
+    with vllm_of_this_benchmark():
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(ours.path, dtype=torch.float32),
+            reward_funcs=turns.count,
+            args=trl_settings(folder),
+            train_dataset=Dataset.from_list([{"prompt": problem.prompt} for problem in problems]),
+            processing_class=ours.tokenizer,
+            callbacks=[turns],
+        )
     assert not trainer.aux_loss_enabled, (
         "TRL would also train the router's load balancing, which is more work"
     )
+    if args.trl_vllm:
+        trainer.vllm_generation.sync_weights = functools.partial(give_weights, trainer)
+    elif args.trl_dtype == "bfloat16":
+        sample_from_copy(trainer, turns)
     trainer.train()
+    if args.trl_dtype == "bfloat16" and not args.trl_vllm:
+        assert turns.sampled_from == {torch.bfloat16}, f"TRL has sampled from {turns.sampled_from}"
     assert not trainer._metrics["train"].get("aux_loss"), "TRL has logged a load-balancing loss"
-    trl, ours = (
-        statistics.median(wall for wall, _ in times[1:]) for times in (side.trl, side.ours)
+    return turns
+
+
+def trl_settings(folder: str) -> GRPOConfig:
+    generation, sampler = {}, {}
+    if OPTIONS.forced:
+        generation = {"min_tokens" if args.trl_vllm else "min_new_tokens": NEW_TOKENS}
+    if args.trl_vllm:
+        sampler = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_max_model_length": OPTIONS.max_len,
+            "vllm_gpu_memory_utilization": 0.1,
+            "vllm_importance_sampling_correction": False,
+        }
+    return GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=OPTIONS.num_problems * GROUP,
+        num_generations=GROUP,
+        max_completion_length=NEW_TOKENS,
+        generation_kwargs=generation,
+        max_steps=STEPS,
+        learning_rate=1e-5,
+        beta=0.0,
+        # here: the trainer reads it once, when it is made; ours has no such loss
+        router_aux_loss_coef=0.0,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        use_transformers_continuous_batching=args.trl_continuous_batching,
+        model_init_kwargs=None,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        shuffle_dataset=False,
+        **sampler,
     )
-    pairs, of_cpu = (
-        statistics.median(
-            o[which] / t[which] for o, t in zip(side.ours[1:], side.trl[1:], strict=True)
-        )
-        for which in (0, 1)
+
+
+@contextmanager
+def vllm_of_this_benchmark() -> Iterator[None]:
+    """Give the `LLM` that TRL builds in this context arguments that TRL has no setting for."""
+    if not args.trl_vllm:
+        yield
+        return
+    from trl.generation import vllm_generation
+
+    own = vllm_generation.LLM
+    vllm_generation.LLM = functools.partial(
+        own, dtype=args.trl_dtype, enforce_eager=args.trl_vllm_eager
     )
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = own
+
+
+def give_weights(trainer: GRPOTrainer) -> None:
+    """Give the trainer's weights to its vLLM by our sync."""
+    from onepolicy.models.checkpoint_names import CheckpointNames
+    from onepolicy.rollout.vllm.weights import reload_weights
+
+    llm = trainer.vllm_generation.llm
+    names = CheckpointNames(trainer.model.config, trust_remote_code=False)
+    weights = names.stream_to_checkpoint(trainer.model.state_dict().items())
+    llm.collective_rpc(reload_weights, args=(weights,))
+    llm.reset_prefix_cache()
+
+
+def sample_from_copy(trainer: GRPOTrainer, turns: InTurn) -> None:
+    """Let TRL sample from a bf16 copy of its model, which gets its weights before each batch."""
+    from trl.trainer import grpo_trainer
+
+    copied = AutoModelForCausalLM.from_pretrained(trainer.model.name_or_path, dtype=torch.bfloat16)
+    copied.lm_head.register_forward_hook(lambda *given: turns.sampled_from.add(given[-1].dtype))
+
+    @contextmanager
+    def unwrap(*_, **__) -> Iterator[torch.nn.Module]:
+        copied.load_state_dict(trainer.model.state_dict())
+        yield copied
+
+    grpo_trainer.unwrap_model_for_generation = unwrap
+
+
+def report(ours: Ours, turns: InTurn) -> None:
+    sampler = "generate"
+    if args.trl_continuous_batching:
+        sampler = "paged generation"
+    if args.trl_vllm:
+        sampler = "vLLM in the process" + ", eager" * args.trl_vllm_eager
     print(
-        f"{args.workload} tokens, threads {args.threads}, our rollouts {args.dtype}, "
-        f"median of {args.steps} steps"
+        f"{args.workload} tokens, {OPTIONS.num_problems * GROUP} samples, threads {args.threads}, "
+        f"median of {args.steps} steps (lowest to highest), load {os.getloadavg()[0]:.1f}"
     )
-    print(f"TRL        {trl:.2f} s per step")
-    print(
-        f"onepolicy  {ours:.2f} s per step, {pairs:.2f} of TRL's (pair by pair; "
-        f"CPU seconds: {of_cpu:.2f})"
+    print(f"policy {args.model}: {shape_of(ours)}")
+    print(f"both train in float32; rollouts: ours {args.dtype}, TRL's {args.trl_dtype} ({sampler})")
+    trl = turns.trl[args.warm_up :]
+    print(describe("TRL", trl))
+    for name, steps in turns.found.items():
+        counted = steps[args.warm_up :]
+        print(describe(name, counted))
+        rounds = list(zip(counted, trl, strict=True))
+        print(f"  step / TRL's               {middle([o.wall / t.wall for o, t in rounds])}")
+        print(f"  CPU seconds / TRL's        {middle([o.cpu / t.cpu for o, t in rounds])}")
+        tokens = [o.wall / o.completion / (t.wall / t.completion) for o, t in rounds]
+        print(f"  per sampled token / TRL's  {middle(tokens)}")
+        total = statistics.median(step.wall for step in counted)
+        for part in PARTS:
+            seconds = statistics.median(step.parts[part] for step in counted)
+            print(f"  {part:<8} {seconds:.2f} s  {seconds / total:.0%}")
+
+
+def shape_of(ours: Ours) -> str:
+    config = ours.parts.learner.model.config
+    return (
+        f"{config.num_hidden_layers} layers of width {config.hidden_size}, top "
+        f"{config.num_experts_per_tok} of {config.num_experts} experts"
     )
-    print(f"load average {os.getloadavg()[0]:.1f}")
-    for part in PARTS:
-        seconds = statistics.median(split[part] for split in side.split[1:])
-        print(f"  {part:<8} {seconds:.2f} s  {seconds / ours:.0%}")
+
+
+def describe(name: str, steps: list[Step]) -> str:
+    seconds, prompt, completion = (
+        statistics.median(getattr(step, key) for step in steps)
+        for key in ("wall", "prompt", "completion")
+    )
+    return (
+        f"{name}: {seconds:.2f} s per step, {prompt:.0f} tokens of prompts, "
+        f"{completion:.0f} sampled"
+    )
+
+
+def middle(values: list[float]) -> str:
+    """Return the median and the range of the rounds."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ Seeds come one after the other, so that finished runs are paired.
 
     python benchmarks/turn_curves.py                          # everything: 45 runs, then the tables
     python benchmarks/turn_curves.py --bits 4 --turns 16 8 2  # rollouts with 4-bit weights
-    python benchmarks/turn_curves.py --pressure 0.6 --turns 16 4 1 --arms off r3  # docs/pressure.md
+    python benchmarks/turn_curves.py --pressure 1 --turns 16 4 1 --arms off r3 \\
+        --seeds 110 111 --results benchmarks/evidence/turns_pressure.jsonl  # docs/interaction.md
     python benchmarks/turn_curves.py --show --figures docs/figures --png    # the finished runs
 """
 
@@ -22,7 +23,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from turn_tables import Outcome, figures, tables
+from turn_tables import Outcome, figures, k3_table, tables
 from turn_task import HELD_OUT, make_data, make_policy
 
 from onepolicy.config import EvalConfig, RunConfig, load
@@ -44,6 +45,9 @@ ARMS = {
 # another order.
 CONTROL = ("off, reordered", (*ARMS["off"], "train.tokens_per_micro_batch=4096"))
 TURNS = (16, 8, 4, 2, 1)
+# What a line of --results keeps of a step: names that begin so
+KEPT = ("train/reward", "mismatch/k3", "counterfactual/mismatch/k3", "train/tokens_turn@")
+KEPT += ("routing/routers", "train/grad_norm", "time/step")
 JUDGED = EvalConfig(problems=HELD_OUT, greedy=True, k=2)
 
 
@@ -53,15 +57,23 @@ def main() -> None:
     jobs = [(arm, turns, seed) for seed in options.seeds for turns in options.turns for arm in arms]
     if options.control:
         jobs += [(CONTROL[0], max(options.turns), seed) for seed in options.seeds]
-    found, suffix = [], name_of_setting(options)
+    found, suffix, kept = [], name_of_setting(options), read_results(options.results)
     for arm, turns, seed in jobs:
         run = options.out / f"{re.sub('[^a-z0-9]+', '-', arm)}{suffix}-turns{turns}-seed{seed}"
+        if run.name in kept:
+            found.append(kept[run.name])
+            continue
         if not options.show:
             play(options.out, run, arm, turns, seed, engine_settings(options, arm, seed))
         if (run / "eval.json").exists():
             found.append(outcome(run, arm, turns, seed))
+            if options.results:
+                add_result(options.results, run.name, found[-1])
     there = Counter((each.turns, each.seed) for each in found if each.arm in arms)
     paired = [each for each in found if there[each.turns, each.seed] == len(arms)]
+    if "r3" not in options.arms:
+        print(k3_table(paired))
+        return
     print(tables(paired))
     if options.figures:
         drawn = [
@@ -115,6 +127,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--pressure", type=float, metavar="SCALE", help="noise on the engine's choice of experts"
     )
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="a line per run; none that is there is played"
+    )
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
     parser.add_argument(
         "--control", action="store_true", help="and, with most turns, `off` summed in another order"
@@ -164,6 +179,23 @@ def play(folder: Path, run: Path, arm: str, turns: int, seed: int, engine: list[
 def outcome(run: Path, arm: str, turns: int, seed: int) -> Outcome:
     rows = [row for row in read_metrics(run) if "train/reward" in row]
     return Outcome(arm, turns, seed, rows, json.loads((run / "eval.json").read_text()))
+
+
+def read_results(path: Path | None) -> dict[str, Outcome]:
+    """Return the outcomes of a file of --results, by the names of their runs."""
+    if path is None or not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line.pop("run"): Outcome(**line) for line in lines}
+
+
+def add_result(path: Path, name: str, found: Outcome) -> None:
+    rows = [
+        {key: value for key, value in row.items() if key.startswith(KEPT)} for row in found.rows
+    ]
+    line = {"run": name} | dataclasses.asdict(dataclasses.replace(found, rows=rows))
+    with path.open("a") as results:
+        results.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

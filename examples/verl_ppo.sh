@@ -17,7 +17,7 @@ export VERL_ENGINE_VENDOR=onepolicy
 OURS=(
   # --- onepolicy
   trainer.v1.trainer_mode=onepolicy_sync
-  +trainer.onepolicy.correction=tis  # with replay only where mismatch/k3 stays above 1e-3
+  +trainer.onepolicy.correction=tis  # leave this line out where mismatch/k3 stays below 1e-3 with replay
   +trainer.onepolicy.dump="$PWD/dump"
   actor_rollout_ref.rollout.enable_rollout_routing_replay=true
   actor_rollout_ref.rollout.calculate_log_probs=true

@@ -6,6 +6,7 @@ python benchmarks/evidence/tables.py main                    # needs scipy, of t
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ def main() -> None:
             print(f"\n### {study}\n{table(arms)}\n\n{tests(arms)}")
             if any(len(line["sampled"]) > 2 for runs in arms.values() for line in runs.values()):
                 print(f"\n{courses(arms, PLAN['study'][study])}")
+            if study.startswith("growth"):
+                print(f"\n{growth(arms)}")
         if options.seeds:
             print(every_run(arms))
 
@@ -115,6 +118,38 @@ def crash(scores: Sequence[float]) -> int | None:
     return max(at for at in range(best, len(scores)) if scores[at] >= limit) + 1
 
 
+def growth(arms: Arms) -> str:
+    """Return last tenth / first tenth of k3 without replay, a row per seed.
+
+    Below the seeds: on how many of an arm it is above 1, and on how many of the seeds that the
+    first arm has too it is below the first arm's.
+    """
+    found = {arm: {seed: ratio(line) for seed, line in runs.items()} for arm, runs in arms.items()}
+    seeds = sorted({seed for ratios in found.values() for seed in ratios})
+    rows = ["| seed | " + " | ".join(found) + " |", "|" + " --- |" * (len(found) + 1)]
+    for seed in seeds:
+        cells = [f"{each[seed]:.2f}" if seed in each else "" for each in found.values()]
+        rows.append(f"| {seed} | " + " | ".join(cells) + " |")
+    first = next(iter(found))
+    above, below = [], []
+    for each in found.values():
+        above.append(f"{sum(value > 1 for value in each.values())} of {len(each)}")
+        both = [(value, found[first][seed]) for seed, value in each.items() if seed in found[first]]
+        below.append(f"{sum(here < there for here, there in both)} of {len(both)}")
+    below[0] = ""
+    rows.append("| above 1 | " + " | ".join(above) + " |")
+    rows.append(f"| below {first} | " + " | ".join(below) + " |")
+    return "\n".join(rows)
+
+
+def ratio(line: Line) -> float:
+    """Return last tenth / first tenth of k3 without replay."""
+    k3 = line["curves"]["unreplayed"]
+    if k3[0] is None:  # not trained with replay, so that k3 itself is without it
+        k3 = line["curves"]["k3"]
+    return float(k3[-1] / k3[0])
+
+
 def spread(values: Sequence[float]) -> float:
     if len(values) < 2:
         return float("nan")
@@ -138,8 +173,9 @@ def tests(arms: Arms) -> str:
     """Return the paired tests of every arm against recompute and against control."""
     rows = [
         "| against | arm | pairs | fail only there / only here | exact McNemar | "
-        "end, here - there | Wilcoxon |",
-        "|" + " --- |" * 7,
+        "end, here - there | Wilcoxon | k3 of the last tenth, here / there: median (range) | "
+        "lower here | Wilcoxon of its logarithm |",
+        "|" + " --- |" * 10,
     ]
     for base in ("recompute", "control"):
         for arm in arms:
@@ -151,23 +187,33 @@ def tests(arms: Arms) -> str:
 def paired(base: str, arm: str, there: dict[int, Line], here: dict[int, Line]) -> str:
     """Return the row of two arms over the seeds that both have.
 
-    The accuracies are of runs that went to their end.
+    Accuracies and late k3 are of runs that went to their end.
     """
     seeds = sorted(set(there) & set(here))
     only_there = sum(fails(there[seed]) and not fails(here[seed]) for seed in seeds)
     only_here = sum(fails(here[seed]) and not fails(there[seed]) for seed in seeds)
-    gaps = [
-        here[seed]["sampled"][-1] - there[seed]["sampled"][-1]
+    row = f"| {base} | {arm} | {len(seeds)} | {only_there} / {only_here} | "
+    both = [
+        (here[seed], there[seed])
         for seed in seeds
         if here[seed]["error"] is None and there[seed]["error"] is None
     ]
-    if not gaps:
-        return f"| {base} | {arm} | {len(seeds)} | {only_there} / {only_here} | | | |"
+    if not both:
+        return row + "| | | | | |"
+    gaps = [mine["sampled"][-1] - other["sampled"][-1] for mine, other in both]
+    ratios = [late_k3(mine) / late_k3(other) for mine, other in both]
+    logs = [math.log(each) for each in ratios]
     return (
-        f"| {base} | {arm} | {len(seeds)} | {only_there} / {only_here} | "
-        f"{mcnemar(only_there, only_here):.2g} | {statistics.fmean(gaps):+.3f} ± "
-        f"{spread(gaps):.3f} | {signed_rank(gaps):.2g} |"
+        row + f"{mcnemar(only_there, only_here):.2g} | {statistics.fmean(gaps):+.3f} ± "
+        f"{spread(gaps):.3f} | {signed_rank(gaps):.2g} | {statistics.median(ratios):.2g} "
+        f"({min(ratios):.2g} to {max(ratios):.2g}) | {sum(each < 1 for each in ratios)} of "
+        f"{len(ratios)} | {signed_rank(logs):.2g} |"
     )
+
+
+def late_k3(line: Line) -> float:
+    """Return k3 of the last tenth of a run's steps, each arm's own: with replay where it has it."""
+    return float(line["curves"]["k3"][-1])
 
 
 def mcnemar(only_there: int, only_here: int) -> float:

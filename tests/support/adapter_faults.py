@@ -1,14 +1,18 @@
 """The five published failures of LoRA syncs, planted in real engines, and the table of where each
 is named.
 
-`PYTHONPATH=src:tests python -m support.adapter_faults POLICY hf merged` prints an engine's rows of
-the table in docs/lora_measured.md, without training: an update adds noise to the adapter.
+`PYTHONPATH=src:tests python -m support.adapter_faults` plants them on a policy of the tree in the
+engines it is given (all that run here), writes what came out to adapter_faults.json beside this
+file, and the table into docs/lora_measured.md. Nothing is trained: an update adds noise to the
+adapter.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import json
 import sys
+from pathlib import Path
 
 import torch
 
@@ -18,6 +22,7 @@ from onepolicy.models import lora
 from onepolicy.run.adapter_check import AdapterCheck
 from onepolicy.run.adapter_start import start_adapter
 from onepolicy.run.step import push_and_check
+from support.paths import ROOT
 
 FAULTS = {
     "never delivered": "verl#7495",
@@ -133,20 +138,28 @@ class _Given:
 
 
 def _plant_in_requests(engine, *, named):
-    """Sample without the adapter. named: the reply names it all the same."""
+    """Sample without the adapter. named: the reply names it all the same.
+
+    Otherwise what vLLM or a server reports is left as it is. The embedded engine and merged weights
+    have no report: there the name is ours, and it is left out."""
     real = engine.generate
+    reports = engine.caps.takes_adapter and not hasattr(engine, "held_factors")
 
     async def generate(prompt_ids, sampling, *, seed):
         context = contextlib.nullcontext()
         if hasattr(engine, "loaded"):  # vLLM: the request does not name it
             engine.loaded.request = None
-        elif getattr(engine, "_adapters", None) is not None:  # its server
+        elif getattr(engine, "_adapters", None) is not None:  # a server
             engine._adapters.name = None
         elif engine.caps.takes_adapter:
             context = _frozen(engine)
         with context:
             found = await real(prompt_ids, sampling, seed=seed)
-        return dataclasses.replace(found, adapter=engine.adapter if named else None)
+        if named:
+            return dataclasses.replace(found, adapter=engine.adapter)
+        if not reports:
+            return dataclasses.replace(found, adapter=None)
+        return found
 
     engine.generate = generate
 
@@ -154,15 +167,19 @@ def _plant_in_requests(engine, *, named):
 @contextlib.contextmanager
 def _frozen(engine):
     """Compute without the adapter of the embedded engine inside the context."""
-    saved = []
-    for name, frozen in engine._held._frozen.items():
-        parameter = engine.model.get_parameter(name)
-        saved.append((parameter, parameter.data))
-        parameter.data = frozen
-    with lora.adapters_off(engine.model):
-        yield
-    for parameter, data in saved:
-        parameter.data = data
+    inside = getattr(engine, "requests_inside", 0)
+    engine.requests_inside = inside + 1
+    if not inside:  # several requests are inside at a time
+        engine.around = contextlib.ExitStack()
+        for name, frozen in engine._held._frozen.items():
+            parameter = engine.model.get_parameter(name)
+            engine.around.callback(setattr, parameter, "data", parameter.data)
+            parameter.data = frozen
+        engine.around.enter_context(lora.adapters_off(engine.model))
+    yield
+    engine.requests_inside -= 1
+    if not engine.requests_inside:
+        engine.around.close()
 
 
 @torch.no_grad()
@@ -180,11 +197,14 @@ async def first_seen(components, fault, *, by_weights=True, since=1):
     """Return after which update the fault is named, and the error; (None, "") if it never is.
 
     by_weights: the engine's weights are compared too, where they can be read. since: the first
-    update that the fault is there for; those before arrive as they should."""
+    update that the fault is there for; those before arrive as they should. 0: it is there before
+    the first push, and an error before the first update is "after update 0"."""
     original = AdapterCheck._check_weights
     try:
         if not by_weights:
             AdapterCheck._check_weights = lambda _: None
+        if fault is not None and since == 0:
+            plant(fault, components)
         await start_adapter(components, lambda _: None)
         for number in range(1, LAST + 1):
             if fault is not None and number == since:
@@ -202,39 +222,86 @@ def seen_by(message):
     return next((words for part, words in WORDS if part in message), message)
 
 
-def rows(policy, kind, sync, faults=tuple(FAULTS), *, since=1, **engine):
-    """Return the rows of an engine's table: after which update each check names a fault."""
-    late = ""
-    if since > 1:
-        late = f" from update {since} on"
-    found = []
-    for fault in faults:
-        cells = []
-        readings = (True, False) if kind == "hf" else (False,)
-        for by_weights in readings:
-            components, _ = build_components(settings(policy, kind, sync, **engine))
-            found_by = first_seen(components, fault, by_weights=by_weights, since=since)
-            step, message = asyncio.run(found_by)
-            cells.append("not seen" if step is None else f"{step}: {seen_by(message)}")
-        found.append(f"| {kind} | {sync} | {fault}{late} | {'; '.join(dict.fromkeys(cells))} |")
+def planted(policy, kind, sync, fault, **engine):
+    """Plant a fault from the start on. Return its entry of the table: what named it, and when.
+
+    Where an engine has weights to read, the fault is tried again without them."""
+    named = []
+    readings = (True, False) if kind == "hf" else (False,)
+    for by_weights in readings:
+        components, _ = build_components(settings(policy, kind, sync, **engine))
+        found = first_seen(components, fault, by_weights=by_weights, since=0)
+        step, message = asyncio.run(found)
+        cell = [step, seen_by(message) or "not seen"]
+        if cell not in named:
+            named.append(cell)
+    return {"engine": kind, "sync": sync, "fault": fault, "named": named}
+
+
+def table(entries):
+    """Return the rows of docs/lora_measured.md."""
+    found = ["| engine | sync | planted | named before step: by |", "|---|---|---|---|"]
+    for e in entries:
+        cells = "; ".join(f"{step + 1}: {words}" for step, words in e["named"])
+        found.append(f"| {e['engine']} | {e['sync']} | {e['fault']} | {cells} |")
     return found
 
 
+def write_table(entries):
+    """Write the table into its page, in place of the one that is there."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text("\n".join([before + BEGIN, *table(entries), END + after]))
+
+
+PAGE = ROOT / "docs" / "lora_measured.md"
+RESULTS = Path(__file__).with_suffix(".json")
+POLICY = ROOT / "benchmarks" / "evidence" / "policies" / "one-of-8"
+BEGIN = "<!-- planted failures: written by support.adapter_faults -->"
+END = "<!-- end of the planted failures -->"
 VLLM = {"kv_cache_gib": 0.25, "block_size": 32}
+ENGINES, SYNCS = ("hf", "vllm", "vllm-server"), ("merged", "native")
+
+
+def entries_there():
+    """Return the entries of the table that were played before."""
+    if not RESULTS.exists():
+        return []
+    return json.loads(RESULTS.read_text())
+
+
+def write(entries):
+    entries.sort(key=lambda e: (ENGINES.index(e["engine"]), SYNCS.index(e["sync"])))
+    lines = ",\n".join(f" {json.dumps(entry)}" for entry in entries)
+    RESULTS.write_text(f"[\n{lines}\n]\n")
+    write_table(entries)
+
+
+def main(kinds):
+    """Plant what is not in the file yet. Delete the file to plant everything anew."""
+    torch.set_num_threads(1)
+    entries = entries_there()
+    there = {(e["engine"], e["sync"], e["fault"]) for e in entries}
+    for kind in kinds:
+        cases = [(kind, sync, fault) for sync in SYNCS for fault in FAULTS]
+        cases = [case for case in cases if case not in there]
+        engine = {}
+        if kind == "vllm":
+            engine = VLLM
+        served = contextlib.nullcontext()
+        if kind == "vllm-server" and cases:
+            from support.vllm_engines import serving_adapters
+
+            served = serving_adapters(POLICY)
+        with served as server:
+            if server is not None:
+                engine = {"url": server.url}
+            for case in cases:
+                entries.append(planted(POLICY, *case, **engine))
+                print(entries[-1], flush=True)
+                write(entries)
+    write_table(entries)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    _, policy, kind, sync, *faults = sys.argv
-    engine = VLLM if kind == "vllm" else {}
-    served = contextlib.nullcontext()
-    if kind == "vllm-server":
-        from support.vllm_engines import serving_adapters
-
-        served = serving_adapters(policy)
-    with served as server:
-        if server is not None:
-            engine = {"url": server.url}
-        print("\n".join(rows(policy, kind, sync, faults or tuple(FAULTS), **engine)))
-    if sync == "merged" and not faults:
-        print("\n".join(rows(policy, kind, sync, LATE, since=2, **engine)))
+    main(sys.argv[1:] or ENGINES)

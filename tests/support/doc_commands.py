@@ -6,13 +6,16 @@ import re
 import shlex
 from typing import NamedTuple
 
+import yaml
+
 from support.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("onepolicy", "python", "python3", "pytest", "make", "torchrun", "pip", "ray", "uv")
+PROGRAMS += ("trl", "examples/verl_ppo.sh")
 ENVIRONMENT = re.compile(r"^[A-Z_]+=\S* ")
-FENCED = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-ANY_FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+SHELL = ("", "bash", "sh")
 
 
 class Command(NamedTuple):
@@ -27,8 +30,9 @@ class Command(NamedTuple):
 
 def written(text: str) -> list[str]:
     """Return the lines of a page that may be commands."""
-    lines = "\n".join(FENCED.findall(text)).replace("\\\n", " ").splitlines()
-    prose = ANY_FENCE.sub("", text)
+    blocks = [body for language, body in FENCE.findall(text) if language in SHELL]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    prose = FENCE.sub("", text)
     lines += re.findall(r"^    (\S.*)$", prose, re.MULTILINE)
     lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose)]
     return lines
@@ -41,7 +45,7 @@ def commands() -> list[Command]:
         for line in written(page.read_text(encoding="utf-8")):
             for part in re.split(r"&&|\|\s|;\s", re.sub(r"\s#.*", "", line)):
                 words = split(part.strip())
-                if len(words) > 1 and words[0] in PROGRAMS:
+                if words and words[0] in PROGRAMS and (len(words) > 1 or "/" in words[0]):
                     found[Command(page.name, tuple(words))] = None
     return list(found)
 
@@ -56,3 +60,21 @@ def split(line: str) -> list[str]:
         return shlex.split(line)
     except ValueError:  # an apostrophe of prose
         return []
+
+
+def guides() -> set[str]:
+    """Return the names of the README and of the guides in the site's menu."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    menu = yaml.safe_load(text[text.index("\nnav:\n") :])["nav"]
+    [parts] = [part["Guides"] for part in menu if isinstance(part, dict) and "Guides" in part]
+    return {"README.md", *re.findall(r"[\w/]+\.md", str(parts))}
+
+
+def commands_of_guides() -> dict[tuple[str, ...], list[str]]:
+    """Return every command of README and guides with the pages that print it."""
+    names = guides()
+    pages: dict[tuple[str, ...], list[str]] = {}
+    for command in commands():
+        if command.page in names:
+            pages.setdefault(command.words, []).append(command.page)
+    return pages

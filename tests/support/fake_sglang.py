@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from support.fake_sglang_adapters import Adapters
 from support.fake_sglang_updates import Refused, Updates, fields
 from support.http_server import Reply, Server
 from support.waiting import LIMIT_S
@@ -33,6 +34,9 @@ SERVER_INFO = {
     "disaggregation_mode": "null",
     "speculative_algorithm": None,
     "sampling_mask_max_tokens": 4096,
+    "enable_lora": None,
+    "max_lora_rank": None,
+    "lora_target_modules": None,
 }
 GENERATE = {
     "input_ids",
@@ -42,6 +46,7 @@ GENERATE = {
     "top_logprobs_num",
     "return_sampling_mask",
     "extra_key",
+    "lora_path",
     "return_routed_experts",
     "routed_experts_start_len",
 }
@@ -57,7 +62,7 @@ SAMPLING = {
 
 
 @dataclass
-class FakeSGLang(Updates):
+class FakeSGLang(Updates, Adapters):
     folder: str  # checkpoint it starts with
     eos: int = 1
     info: dict = field(default_factory=dict)  # replaces what /server_info says
@@ -75,6 +80,7 @@ class FakeSGLang(Updates):
         self.most, self.wrong = 0, 0.0  # requests at once; what is added to every tensor it loads
         self.cache: set = set()
         self.change = threading.Condition()
+        self.start_adapters()
         posts = {
             "/generate": self.generate,
             "/pause_generation": self.pause,
@@ -87,8 +93,11 @@ class FakeSGLang(Updates):
             "/update_weights_from_distributed": self.from_broadcast,
             "/end_weight_update": self.end,
             "/destroy_weights_update_group": self.leave,
+            "/load_lora_adapter": self.load_adapter,
+            "/unload_lora_adapter": self.unload_adapter,
         }
         handlers = {f"POST {path}": self.guarded(handler) for path, handler in posts.items()}
+        handlers["GET /v1/models"] = self.models
         handlers["GET /server_info"] = lambda _: (
             SERVER_INFO | {"model_path": self.folder} | self.info
         )
@@ -116,8 +125,16 @@ class FakeSGLang(Updates):
 
     # sampling
 
-    def logits(self, path):
-        return self.weights["lm_head.weight"] @ self.weights["model.embed_tokens.weight"][path[-1]]
+    def logits(self, path, adapter=None):
+        """adapter: tensors by name; here their sum is added to the logit of token 0."""
+        table = self.weights["model.embed_tokens.weight"]
+        logits = self.weights["lm_head.weight"] @ table[path[-1]]
+        if adapter is not None:
+            logits[0] += sum(float(tensor.sum()) for tensor in adapter.values())
+        return logits
+
+    def rows(self, path, adapter=None):  # [len(path)][LAYERS, TOP_K]
+        return [self.row(token) for token in path]
 
     def row(self, token):  # [LAYERS, TOP_K]
         shift = int(self.weights["lm_head.weight"].sum() * 1000)
@@ -135,7 +152,8 @@ class FakeSGLang(Updates):
         fields(asked, SAMPLING, SAMPLING)
         prompt, path = body["input_ids"], list(body["input_ids"])
         first = body.get("routed_experts_start_len", 0)
-        if not all(type(token) is int and 0 <= token < VOCAB for token in path):
+        vocab, name = len(self.weights["model.embed_tokens.weight"]), body.get("lora_path")
+        if not all(type(token) is int and 0 <= token < vocab for token in path):
             raise Refused("input_ids")  # the real one dies of it
         if not 0 <= first <= len(prompt) or len(prompt) + asked["max_new_tokens"] > 254:
             raise Refused("lengths")
@@ -147,9 +165,11 @@ class FakeSGLang(Updates):
         with self.change:
             self.change.wait_for(lambda: self.mode is None)
             aborted = self.aborted
-            cached = self.cached(body["extra_key"], prompt)
-            out.rows = [self.row(token) for token in path]
+            out.adapter = self.resolve_adapter(name)
+            cached = self.cached((body["extra_key"], name), prompt)
+            out.rows = self.rows(path, out.adapter)
             self.running += 1
+            self.naming.append(name)
             self.most = max(self.most, self.running)
         finish = "length"
         try:
@@ -162,7 +182,7 @@ class FakeSGLang(Updates):
                     token = self.token(path, asked, generator, body["top_logprobs_num"], out)
                     out.versions.append(self.version)
                     if len(out.logp) > 1:
-                        out.rows.append(self.row(path[-1]))
+                        out.rows.append(self.rows(path, out.adapter)[-1])
                     path.append(token)
                 if token in stops:
                     finish = "stop"
@@ -170,6 +190,7 @@ class FakeSGLang(Updates):
         finally:
             with self.change:
                 self.running -= 1
+                self.naming.remove(name)
                 self.change.notify_all()
         reply = self.reply(body, out, path, finish, cached, first)
         return reply if self.damage is None else self.damage(reply)
@@ -188,15 +209,15 @@ class FakeSGLang(Updates):
         self.change.wait_for(lambda: self.mode is None or over())
         if retracted:
             out.retractions += 1
-            out.rows = [self.row(token) for token in path[:-1]] if out.logp else out.rows
+            out.rows = self.rows(path[:-1], out.adapter) if out.logp else out.rows
 
     def token(self, path, asked, generator, top, out):
-        logits = self.logits(path)
+        logits = self.logits(path, out.adapter)
         greedy = asked["temperature"] == 0
         logp = torch.log_softmax(logits / (asked["temperature"] or 1), -1)
         narrowed = logp.clone()
         if asked["top_k"] > 0:
-            narrowed[logp < logp.topk(min(asked["top_k"], VOCAB)).values[-1]] = float("-inf")
+            narrowed[logp < logp.topk(min(asked["top_k"], len(logp))).values[-1]] = float("-inf")
         if asked["top_p"] < 1:
             best = logp.argsort(descending=True)
             before = logp[best].exp().cumsum(0) - logp[best].exp()
@@ -281,6 +302,7 @@ class FakeSGLang(Updates):
 
 class _Out:
     def __init__(self):
+        self.adapter = None
         self.logp, self.narrowed, self.top, self.versions, self.rows, self.retractions = (
             [],
             [],

@@ -17,6 +17,7 @@ from onepolicy.launch.ranks import joined_ranks
 from onepolicy.objective.advantages import compute_advantages
 from onepolicy.types import RoutingTrace
 from support.learner_steps import BASE, batch_of
+from support.siblings import siblings, with_routes_of
 
 STEPS = 3
 QWEN = ["replay.min_agreement=0"]
@@ -50,6 +51,25 @@ CASES = {
     "bypass": [*QWEN, "correction.preset=ppo-is", "objective.num_minibatches=2"],
     "centering": [*QWEN, "correction.preset=score-centering", "objective.surrogate=pg"],
 }
+SIBLINGS = {
+    "r3": QWEN,
+    "deepseek_v3": QWEN,
+    "one_micro_batch_each": [*QWEN, "train.tokens_per_micro_batch=1000"],
+    "several_rounds": [*QWEN, "train.tokens_per_micro_batch=60"],
+    "own_forward": [
+        *QWEN,
+        "train.reuse_scoring_forward=false",
+        "train.tokens_per_micro_batch=1000",
+    ],
+    "reuse": [*QWEN, "train.reuse_scoring_forward=true", "train.tokens_per_micro_batch=60"],
+    "recompute": [*QWEN, "train.activation_checkpointing=true"],
+    "r2": ["replay.mode=r2", "objective.num_minibatches=2"],
+    "weights": ["replay.mode=weights", *QWEN],
+    "off": ["replay.mode=off"],
+    "kl_entropy": [*QWEN, "objective.kl.coef=0.1", "objective.entropy_coef=0.01"],
+    "bypass": [*QWEN, "correction.preset=ppo-is"],
+}
+"""Settings of batches whose samples share prompts."""
 
 
 @contextmanager
@@ -123,6 +143,14 @@ def batch_for(learner):
     return batch
 
 
+def siblings_for(learner):
+    """Return groups with shared prompts, and routes of this model."""
+    batch, replay = siblings(temperature=0.8), learner.config.replay.mode
+    if replay not in ("r3", "weights"):
+        return batch.replace(routing=None)
+    return with_routes_of(batch, learner.routers, weights=replay == "weights")
+
+
 def one_step(learner, batch):
     cfg = learner.config
     batch = compute_advantages(learner.score(batch), cfg.objective)
@@ -143,8 +171,11 @@ def weights_of(learner):
     return {name: tensor.detach().clone() for name, tensor in learner.named_weights()}
 
 
-def assert_equal_steps(overrides, several, folder):
-    """Check that STEPS steps on these ranks equal those in one process, on the same data."""
+def assert_equal_steps(overrides, several, folder, batch_for=batch_for):
+    """Check that STEPS steps on these ranks equal those in one process, on the same data.
+
+    batch_for: makes the batch of a learner.
+    """
     one, ranked = (learner_on(others, folder, overrides) for others in (None, several))
     start = weights_of(one)
     for _ in range(STEPS):

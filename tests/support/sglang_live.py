@@ -23,6 +23,12 @@ from support.waiting import LIMIT_S, wait_until
 
 RULES = RouteSpec((0, 1, 2), 16, 4, "error")
 START_S = 800
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ADAPTERS = (
+    *("--enable-lora", "--max-lora-rank", "16", "--lora-target-modules", *ATTENTION),
+    *("--lora-backend", "torch_native", "--max-loras-per-batch", "2"),
+)
+"""Arguments of a server that takes adapters. Its other kernels of adapters need a GPU."""
 
 
 def start_module():
@@ -41,8 +47,8 @@ def answers(url, process, log):
 
 
 @contextmanager
-def serving(folder, log):
-    """Start a server with this model in float32 and yield its URL."""
+def serving(folder, log, *extra):
+    """Start a server with this model in float32 and yield its URL. extra: arguments of SGLang."""
     start = start_module()
     if not start.PYTHON.exists():
         assert "CI" not in os.environ, "make sglang was not run"
@@ -52,7 +58,7 @@ def serving(folder, log):
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as out:
-        process = start.start(folder, port, dtype="float32", log=out)
+        process = start.start(folder, port, *extra, dtype="float32", log=out)
     try:
         wait_until(lambda: answers(url, process, log), START_S, poll=1)
         yield url

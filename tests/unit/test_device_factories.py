@@ -49,6 +49,7 @@ ON_THE_HOST = {
     "rollout/hf/forward.py:_prefill_step": SENT_ONCE,
     "rollout/hf/pressure.py:__init__": "empty until it is drawn",
     "rollout/hf/pressure.py:draw": "the same noise on every device",
+    "rollout/hf/runner_up.py:__init__": "empty until a forward feeds tokens",
     "rollout/hf/scheduler.py:empty_completion": COMPLETION,
     "rollout/hf/static_batch.py:_completion": COMPLETION,
     "rollout/hf/static_batch.py:_trace": COMPLETION,

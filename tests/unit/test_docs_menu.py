@@ -1,10 +1,12 @@
 """The menu of the site: each page is of one kind, and evidence stands apart from guides."""
 
+import importlib
 import re
 
 import pytest
 import yaml
 
+import onepolicy as op
 from support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -76,3 +78,19 @@ def test_evidence_has_tables_and_the_commands_that_made_them(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     assert re.search(r"^\|[ -]*-{3}", text, re.MULTILINE)
     assert re.search(r"`?\b(pytest|python|onepolicy|make|VLLM_\w+=\S+) [\w./-]+", text)
+
+
+def test_the_reference_of_the_library_has_every_public_name():
+    """Also what stability.md calls stable of the adapters: `attach`."""
+    text = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    shown = {path.rpartition(".") for path in re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
+    assert {name for _, _, name in shown} >= set(op.__all__) - {"__version__"}
+    for module, _, name in shown:
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+    adapters = (ROOT / "src" / "onepolicy" / "integrations").glob("*/__init__.py")
+    attaching = {
+        f"onepolicy.integrations.{path.parent.name}"
+        for path in adapters
+        if re.search(r"^from .* import attach\b", path.read_text(), re.MULTILINE)
+    }
+    assert attaching == {module for module, _, name in shown if name == "attach"}

@@ -14,3 +14,7 @@ def check_adapters(lora: LoraConfig, config: RunConfig, model: ModelConfig) -> N
         from onepolicy.rollout.vllm.adapter import layer_names
 
         layer_names(lora, model)
+    if lora.sync == "native" and config.rollout.engine.kind == "sglang":
+        from onepolicy.rollout.sglang.adapters import layer_names as sglang_layer_names
+
+        sglang_layer_names(lora, model)

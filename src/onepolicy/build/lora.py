@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from onepolicy.config import RunConfig, UsageError
+from onepolicy.config import RunConfig
 from onepolicy.train.extension import LearnerExtension
 from onepolicy.train.lora import Adapter, FrozenReference
 from onepolicy.train.scorer import PolicyScorer
@@ -19,11 +19,6 @@ def build_adapter(scorer: PolicyScorer) -> tuple[Adapter, list[LearnerExtension]
     The reference of objective.kl is the model without its adapter, unless another one is named.
     """
     config = scorer.config
-    if config.optim.state != "device":
-        raise UsageError(
-            f"optim.state: {config.optim.state} is for the state of whole models; that of adapters "
-            "is small, so leave it out beside train.lora"
-        )
     adapter = Adapter(scorer.model, adapter_name(config))
     if config.objective.kl.coef and config.objective.kl.reference is None:
         return adapter, [FrozenReference(adapter)]

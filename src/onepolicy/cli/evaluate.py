@@ -21,7 +21,8 @@ from onepolicy.config import RunConfig, UsageError, read_recipe, resolve
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_task_files
 from onepolicy.config.model_path import check_model_path
-from onepolicy.config.stored_config import CONFIG, read_stored_config
+from onepolicy.config.output_paths import CONFIG
+from onepolicy.config.stored_config import read_stored_config
 
 
 def add_eval(commands: Commands) -> None:

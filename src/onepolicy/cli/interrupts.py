@@ -19,7 +19,7 @@ from types import FrameType
 
 from onepolicy.cli.common import CHECKPOINTS
 from onepolicy.config import UsageError
-from onepolicy.config.stored_config import CONFIG
+from onepolicy.config.output_paths import CONFIG
 from onepolicy.report.jsonl import read_jsonl
 
 INTERRUPTED = 130  # exit status of shells after Ctrl-C

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.input_files import check_input_files
-from onepolicy.config.output_paths import check_new_run_folder
-from onepolicy.config.stored_config import CONFIG, read_stored_config
+from onepolicy.config.output_paths import CONFIG, check_new_run_folder
+from onepolicy.config.stored_config import read_stored_config
 from onepolicy.launch.arms import Arm
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")

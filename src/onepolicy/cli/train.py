@@ -26,9 +26,9 @@ from onepolicy.config import RunConfig, UsageError, load, resolve
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_input_files, check_task_files
 from onepolicy.config.load import parse_value
-from onepolicy.config.output_paths import check_new_run_folder, check_resumable
+from onepolicy.config.output_paths import CONFIG, check_new_run_folder, check_resumable
 from onepolicy.config.renamed import without_warnings
-from onepolicy.config.stored_config import CONFIG, read_stored_config
+from onepolicy.config.stored_config import read_stored_config
 from onepolicy.launch.agent import end_with_agent, needs_agent, run_on_ranks
 
 RESUME_SETTINGS = (

@@ -202,7 +202,8 @@ class CorrectionConfig(Frozen):
     """
 
     preset: str | None = None
-    """Published correction to start from (`onepolicy config preset`). Unset: no correction."""
+    """Published correction to start from (`onepolicy config preset`). Unset: only what the settings
+    beside it say."""
     ratio: Ratio = "old/rollout"
     """Probability that is divided by the rollout engine's. new/rollout (bypass): there is no old
     policy. Without a weight it is the PPO ratio, else the surrogate is weight * advantage * log

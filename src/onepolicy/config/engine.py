@@ -102,7 +102,8 @@ class ServerEngineConfig(Frozen):
     """With sync = gloo or nccl: MiB of weights that are sent at once. The trainer holds two times
     that, the server once. Unset: 1024 with nccl, 64 with gloo; SGLang: 256."""
     sync_dir: str | None = None
-    """With sync = disk: a folder that server and trainer both see. Unset: the temporary folder."""
+    """With sync = disk, or adapters that SGLang loads (train.lora.sync = native): a folder that
+    server and trainer both see. Unset: the temporary folder."""
 
     @model_validator(mode="after")
     def _check_url(self) -> Self:

@@ -16,6 +16,7 @@ from onepolicy.config.engine import (
     EngineConfig,
     HFEngineConfig,
     ServerEngineConfig,
+    SGLangConfig,
     VLLMEngineConfig,
 )
 from onepolicy.config.model import ModelConfig, TrainConfig
@@ -118,9 +119,12 @@ def _model(model: ModelConfig, train: TrainConfig) -> Iterator[Idle]:
 
 
 def _engine(run: RunConfig) -> Iterator[Idle]:
-    for idle in idle_engine_settings(run.rollout.engine, "rollout.engine."):
+    lora, engine = run.train.lora, run.rollout.engine
+    adapters = lora is not None and lora.sync == "native" and isinstance(engine, SGLangConfig)
+    for idle in idle_engine_settings(engine, "rollout.engine."):
         follows_model = run.numerics == ON_POLICY and idle.setting.endswith("lm_head")
-        if not follows_model:
+        has_adapters = adapters and idle.setting.endswith("sync_dir")  # SGLang's, as files
+        if not follows_model and not has_adapters:
             yield idle
 
 

@@ -6,7 +6,7 @@ A run without such an option does not load this file.
 from __future__ import annotations
 
 from onepolicy.config.cluster import ClusterConfig, RayCluster
-from onepolicy.config.engine import HFEngineConfig, VLLMEngineConfig
+from onepolicy.config.engine import HFEngineConfig, SGLangConfig, VLLMEngineConfig
 from onepolicy.config.lora import LoraConfig
 from onepolicy.config.model import ModelConfig, TrainConfig
 from onepolicy.config.numerics import ON_POLICY, Numerics
@@ -75,7 +75,7 @@ def _check_pressure(pressure: RoutingPressure, run: Sections) -> None:
     name, rollout, replay = f"rollout.pressure: {pressure.kind}", run.rollout, run.replay
     if not isinstance(rollout.engine, HFEngineConfig):
         raise ValueError(
-            f"{name} is noise on the routers of the embedded engine, but rollout.engine.kind = "
+            f"{name} is pressure on the routers of the embedded engine, but rollout.engine.kind = "
             f"{rollout.engine.kind}; use hf, or leave it out"
         )
     if isinstance(run.cluster, RayCluster):
@@ -162,6 +162,11 @@ def _check_lora(lora: LoraConfig, run: Sections) -> None:
             "train.lora: a critic is trained whole, with as much memory as full training; choose "
             "an objective without one, or leave it out"
         )
+    if run.optim.state != "device":
+        raise ValueError(
+            f"optim.state: {run.optim.state} is for the state of whole models; that of adapters "
+            "is small, so leave it out beside train.lora"
+        )
     if lora.base == "nf4":
         _check_nf4(lora, run)
     if lora.sync == "native":
@@ -206,12 +211,14 @@ def _check_native_sync(lora: LoraConfig, run: Sections) -> None:
             "train.lora.sync: native, but replay.source = reprefill pushes whole weights to its "
             f"copy; {fix}"
         )
-    if kind == "sglang":
+    engine = run.rollout.engine
+    if isinstance(engine, SGLangConfig) and engine.pause != "abort":
         raise ValueError(
-            "train.lora.sync: native was never run with rollout.engine.kind = sglang, whose server "
-            f"would have to load and unload adapters by name; {fix}, or kind = vllm-server"
+            f"train.lora.sync: native, but with rollout.engine.pause = {engine.pause} a request "
+            "keeps the adapter that it began with, and SGLang waits for it before it unloads that; "
+            f"set rollout.engine.pause to abort, or {fix}"
         )
-    if kind == "vllm-server" and run.train.ranks:
+    if kind in ("vllm-server", "sglang") and run.train.ranks:
         raise ValueError(
             "train.lora.sync: native to a server was never run with train.ranks = "
             f"{run.train.ranks}; {fix}"

@@ -7,8 +7,11 @@ import stat
 from pathlib import Path
 
 from onepolicy.config.base import UsageError
-from onepolicy.config.stored_config import CONFIG
 
+CONFIG = "config.json"
+"""In a run's folder: its effective settings."""
+BEGUN = ".step"
+"""In a run's folder: the step that its process began last."""
 NAME_BYTES = 255
 """Longest name on every usual file system of Linux."""
 PATH_BYTES = 4096 - 256

@@ -13,35 +13,44 @@ PRESSED = "under artificial routing pressure"
 
 
 class RoutingPressure(Frozen):
-    """Noise on the weights of the engine's routers, drawn for a study. Never for a real run."""
+    """Other experts than the engine's routers would choose, for a study. Never for a real run."""
 
-    kind: Literal["routing"] = "routing"
-    """Noise on the weights with which the engine's routers choose experts."""
+    kind: Literal["routing", "runner-up"] = "routing"
+    """routing: noise on the weights with which the engine's routers choose experts. runner-up: for
+    some tokens, the best expert left out takes the place of the last chosen, by any margin."""
     scale: float = Field(ge=0, le=1e3)
-    """Standard deviation of the noise, as a multiple of the rms of the router's row. 0: no noise,
-    with every result the same to the bit."""
+    """routing: standard deviation of the noise, as a multiple of the rms of the router's row.
+    runner-up: share of the tokens, at most 1. 0: no pressure, to the bit."""
     redraw: Literal["never", "sync"] = "never"
-    """never: one noise for the whole run. sync: another one for every version of the weights."""
+    """never: drawn once for the whole run. sync: drawn anew for every version of the weights."""
     weights: bool = False
     """The combine weights come from the noisy router too, which replay.mode = r3 cannot undo. Else
     only the choice does, and the chosen experts are weighted as without noise."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Decoder indices of the MoE layers with noise. Unset: all."""
+    """Decoder indices of the MoE layers under pressure. Unset: all."""
     seed: Seed = 0
-    """Seed of the noise. The run's own seed does not change it."""
+    """Seed of what is drawn. The run's own seed does not change it."""
 
     @model_validator(mode="after")
-    def _check_layers(self) -> Self:
+    def _check_options(self) -> Self:
         layers = self.layers
         if layers is not None and (not layers or len(set(layers)) < len(layers)):
             raise ValueError(
                 f"rollout.pressure.layers: {list(layers)}; name each layer once, or leave it out "
                 "for all"
             )
+        if self.kind == "runner-up" and (self.scale > 1 or self.weights):
+            raise ValueError(
+                "rollout.pressure: kind = runner-up takes the share of the tokens, at most 1, as "
+                f"scale ({self.scale:g}), and has no noisy weights (weights = {self.weights})"
+            )
         return self
 
     def describe(self) -> str:
         """Return the line that a run, its summary and its report begin with."""
+        what, drawn = f"scale {self.scale:g}", "noise"
+        if self.kind == "runner-up":
+            what, drawn = f"the runner-up for {self.scale:.3g} of the tokens", "tokens"
         where, when, how = "all MoE layers", "drawn once", "the choice of experts only"
         if self.layers is not None:
             where = f"layers {', '.join(map(str, self.layers))}"
@@ -50,7 +59,7 @@ class RoutingPressure(Frozen):
         if self.weights:
             how = "the choice of experts and their weights"
         return (
-            f"the engine is {PRESSED} (scale {self.scale:g}, {where}, noise {when}, {how}): "
+            f"the engine is {PRESSED} ({what}, {where}, {drawn} {when}, {how}): "
             "its numbers say nothing about real engines"
         )
 

@@ -155,7 +155,7 @@ def _settings_table(section: Section, variant_key: str | None) -> list[str]:
         if variant_key is not None:
             chosen = f"`{variant.default_of(variant_key)}`"
         for name in variant.model_fields:
-            if name not in (variant_key, "kind"):
+            if name != variant_key and not _is_only_kind(variant, name):
                 rows.setdefault(_row(variant, name, section), []).append(chosen)
     header = ["key", "type", "default", "description"]
     if variant_key is not None:
@@ -170,6 +170,10 @@ def _settings_table(section: Section, variant_key: str | None) -> list[str]:
             cells.insert(1, chosen)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _is_only_kind(variant: type[Frozen], name: str) -> bool:
+    return name == "kind" and len(get_args(variant.model_fields[name].annotation)) == 1
 
 
 def _row(variant: type[Frozen], name: str, section: Section) -> tuple[str, ...]:

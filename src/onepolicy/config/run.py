@@ -81,8 +81,9 @@ class RunConfig(Frozen):
     replay: ReplayConfig = R3()
     """Routing replay of Mixture-of-Experts models. Without a mode: r3."""
     correction: CorrectionConfig = Field(default_factory=_usual_correction)
-    """Correction of the mismatch. Unset: recompute if the rollout's routes are replayed, else TIS
-    with cap 2, as also where tokens may be of older weights (rollout.max_staleness)."""
+    """Correction of the mismatch. Unset: `recompute`, which corrects nothing, if the rollout's
+    routes are replayed, else TIS with cap 2, as also where tokens may be of older weights
+    (rollout.max_staleness)."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """Advantages and loss."""
     optim: OptimConfig = OptimConfig()

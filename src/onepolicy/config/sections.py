@@ -6,7 +6,7 @@ from typing import Protocol
 
 from onepolicy.config.cluster import ClusterConfig
 from onepolicy.config.correction import CorrectionConfig
-from onepolicy.config.model import ModelConfig, TrainConfig
+from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.numerics import Numerics
 from onepolicy.config.objective import ObjectiveConfig
 from onepolicy.config.replay import ReplayConfig
@@ -31,6 +31,8 @@ class Sections(Protocol):
     def correction(self) -> CorrectionConfig: ...
     @property
     def objective(self) -> ObjectiveConfig: ...
+    @property
+    def optim(self) -> OptimConfig: ...
     @property
     def train(self) -> TrainConfig: ...
     @property

@@ -8,11 +8,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from onepolicy.config.base import UsageError
+from onepolicy.config.output_paths import CONFIG
 from onepolicy.config.renamed import rename_keys
 from onepolicy.config.run import RunConfig
-
-CONFIG = "config.json"
-BEGUN = ".step"  # in the run's folder: the step that its process began last
 
 
 def read_stored_config(run: Path) -> RunConfig:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError
-from onepolicy.config.stored_config import CONFIG
+from onepolicy.config.output_paths import CONFIG
 from onepolicy.launch.restarts import describe_status
 
 SUMMARY, METRICS, CONSOLE = "summary.json", "metrics.jsonl", "console.txt"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onepolicy.config import ServiceUnavailable
-from onepolicy.config.stored_config import BEGUN, CONFIG
+from onepolicy.config.output_paths import BEGUN, CONFIG
 
 # Numbers of crashes after which the supervisor gives up
 MAX_CRASHES_IN_STEP = 3  # in a row in one step: the step itself is at fault

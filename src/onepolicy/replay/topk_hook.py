@@ -151,7 +151,7 @@ class TopkRecorder(TopkHook):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        scores, k, width = _topk_operands(self.router, func, args, kwargs)
+        scores, k, width = topk_operands(self.router, func, args, kwargs)
         if k and width == self.router.num_experts:
             self._selections.append((_flat(scores), _flat(out[0]), _flat(out[1])))
         return out
@@ -183,7 +183,7 @@ class TopkAnswer(TopkHook):
         return out
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        scores, k, width = _topk_operands(self.router, func, args, kwargs)
+        scores, k, width = topk_operands(self.router, func, args, kwargs)
         if k and width == self.router.num_experts:
             self._selected += k
             return _select(func, scores, self._ids)
@@ -377,7 +377,7 @@ class TopkReplayer(TopkHook):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         router = self.router
         assert self._target is not None
-        scores, k, width = _topk_operands(router, func, args, kwargs)
+        scores, k, width = topk_operands(router, func, args, kwargs)
         if k and width == router.num_experts:
             return self._replayed_selection(func, scores, k, lambda: func(*args, **(kwargs or {})))
         if k and width == router.num_groups:
@@ -390,7 +390,7 @@ class TopkReplayer(TopkHook):
         return out
 
 
-def _topk_operands(
+def topk_operands(
     router: Router, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> tuple[Tensor, int, int]:
     """Return (scores, k, width) of a call that selects k of `width` experts or groups per token.

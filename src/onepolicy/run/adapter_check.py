@@ -32,8 +32,12 @@ if TYPE_CHECKING:
     from onepolicy.train.learner import LocalLearner
     from onepolicy.train.sharded.learner import ShardedLearner
 
-PROMPTS, TOP = 32, 64
-"""Prompts of the fixed batch, and likeliest tokens after each that are compared."""
+TOP = 64
+"""Likeliest tokens after each prompt that are compared."""
+TRIAL = 0.5
+"""About how far the trial adapter at the start moves the fixed batch [nats]. bfloat16 rounds by
+0.01 to 0.1."""
+TRIES = 8  # sizes of B that are tried to get there
 
 
 class EngineCanary(NamedTuple):
@@ -47,6 +51,9 @@ class EngineCanary(NamedTuple):
 class AdapterCheck:
     """The check of one run's adapter, with what it has to remember from sync to sync."""
 
+    prompts = 32
+    """Prompts of the fixed batch."""
+
     def __init__(self, components: Components, note: Callable[[str], None]) -> None:
         learner = _learner_of(components)
         assert learner.adapter is not None
@@ -56,16 +63,18 @@ class AdapterCheck:
         assert settings is not None
         self.settings = settings
         vocab, longest = learner.scorer.vocab_size, self.engine.caps.max_len
-        self._prompts = canary_prompts(vocab, longest, PROMPTS)
+        self._prompts = canary_prompts(vocab, longest, self.prompts)
         self._noted = False
 
     # --- start ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Push the frozen weights, which the engine already holds, and then the adapter.
+        """Push the frozen weights, which the engine already holds, a trial adapter, and the run's.
 
-        Raises TrainingError if the first push changes a log-probability, or the second does not
-        arrive.
+        The run's own adapter is 0 at first, and its first updates may be smaller than the engine's
+        rounding. The trial adapter is larger, so that an engine that always loses or doubles
+        adapters is named before the first step. Raises TrainingError if the first push changes a
+        log-probability, or an adapter does not arrive.
         """
         learner, vocab = self.learner, self.learner.scorer.vocab_size
         with self.adapter.off():
@@ -74,8 +83,34 @@ class AdapterCheck:
             self._base = self._score(self._engine_base)
         self._before: lora.Factors | None = None
         self._note_merge_loss()
+        with lora.trial_adapter(learner.model, self._trial_size(), seed=0):
+            await push_weights(learner, *self.components.samplers)
+            delivered, effect, gap = await self._check_push()  # it is the adapter of before now
+        if not delivered.certain:
+            self.note(
+                f"train.lora: a trial adapter that moves the fixed batch by {effect:.2g} nats is "
+                f"hidden by the engine's rounding ({gap:.2g} nats): log-probabilities may show an "
+                "adapter that was not delivered late"
+            )
         await push_weights(learner, *self.components.samplers)
-        await self.after_push()
+        await self._check_push()
+
+    def _trial_size(self) -> float:
+        """Return the size of B's elements that moves the fixed batch by about TRIAL nats."""
+        size = self.components.config.optim.lr
+        for _ in range(TRIES):
+            with lora.trial_adapter(self.learner.model, size, seed=0):
+                effect = self._effect()
+            if effect >= TRIAL / 2:
+                break
+            size *= TRIAL / max(effect, TRIAL / 8)
+        return size
+
+    def _effect(self) -> float:
+        """Return how far the trainer's adapter moves the fixed batch [nats]."""
+        ids = self._engine_base.ids
+        moved = (self._score(self._engine_base) - self._base).gather(1, ids)
+        return root_mean_square(moved, torch.ones_like(ids, dtype=torch.bool))
 
     def _note_merge_loss(self) -> None:
         """Report what a merge into the engine's dtype loses of an adapter, before any step."""
@@ -107,6 +142,15 @@ class AdapterCheck:
 
         Raises TrainingError if the engine samples with anything but this version of the adapter.
         """
+        delivered, effect, gap = await self._check_push()
+        self._note_invisible(delivered, effect, gap)
+        return self._metrics(delivered, effect, gap)
+
+    async def _check_push(self) -> tuple[Share, float, float]:
+        """Return the share, effect and gap of the adapter that was just pushed, after the checks.
+
+        Raises TrainingError as `after_push`.
+        """
         self._check_weights()
         canary = await self._ask_engine()
         self._check_names(canary.completions)
@@ -123,8 +167,7 @@ class AdapterCheck:
         self._before = self.adapter.copy_factors()
         effect = root_mean_square(now - others["base"], mask)
         gap = root_mean_square(moved - now, mask)
-        self._note_invisible(delivered, effect, gap)
-        return self._metrics(delivered, effect, gap)
+        return delivered, effect, gap
 
     def _hypotheses(self, canary: EngineCanary) -> dict[str, Tensor]:
         """Return how far the trainer has moved with every wrong adapter, [P, K] each.
@@ -175,7 +218,7 @@ class AdapterCheck:
     def _error(self, fault: str, delivered: Share) -> TrainingError:
         name, version = type(self.engine).__name__, self.learner.version
         words = FAULTS[fault]
-        if fault == "base" and version == 1:
+        if fault == "base" and version <= 1:
             words += ", or the adapter of version 0, which is the same"
         return TrainingError(
             f"weight sync: after version {version} of the adapter {self.adapter.name!r} was "
@@ -187,12 +230,12 @@ class AdapterCheck:
     def _check_names(self, completions: list[Completion]) -> None:
         """Raise TrainingError unless replies carry the name and version of this adapter."""
         for completion in completions:
-            named, expected = completion.adapter, getattr(self.engine, "adapter", None)
+            named, expected = completion.adapter, self.adapter.name
             if named != expected:
                 raise TrainingError(
-                    f"weight sync: {type(self.engine).__name__} holds the adapter {expected!r}, "
-                    f"but a reply names {named!r}: requests do not name the adapter, and the "
-                    "frozen weights would be sampled"
+                    f"weight sync: {type(self.engine).__name__} was given the adapter "
+                    f"{expected!r}, but a reply names {named!r}: requests do not name the adapter, "
+                    "and the frozen weights would be sampled"
                 )
             versions = completion.version.unique().tolist()
             if versions != [self.learner.version]:
@@ -258,7 +301,7 @@ class AdapterCheck:
         """Return the engine's log-probabilities after the fixed prompts."""
         top = min(TOP, self.engine.caps.top_logprobs)
         greedy = Sampling(temperature=0.0, max_tokens=1, top_logprobs=top)
-        asked = await generate_all(self.engine, self._prompts, greedy, range(PROMPTS))
+        asked = await generate_all(self.engine, self._prompts, greedy, range(self.prompts))
         replies = asked.completions
         ids = [reply.token_ids[:, None] for reply in replies]
         logp = [reply.logp[:, None] for reply in replies]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.build.components import Components
 from onepolicy.config import RolloutReplay
-from onepolicy.config.stored_config import BEGUN
+from onepolicy.config.output_paths import BEGUN
 from onepolicy.envs.multiturn.tokenization import decode_tokens
 from onepolicy.files import write_text_atomically
 from onepolicy.interfaces import PressedEngine, Progress, RolloutEngine

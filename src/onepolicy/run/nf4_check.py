@@ -20,6 +20,9 @@ from onepolicy.verdict.adapter import FAULTS, Share, share
 class Nf4Check(AdapterCheck):
     """The check of an adapter on a base in nf4."""
 
+    prompts = 64
+    """Prompts of the fixed batch. In bfloat16 the two bases differ by little more than rounding."""
+
     async def start(self) -> None:
         """Push the dequantised base, and check that the engine has it in place of its own.
 
@@ -33,6 +36,7 @@ class Nf4Check(AdapterCheck):
         )
         with self.adapter.off():
             self._loaded = await self._ask_engine()
+            self._loaded_beside = _beside(self._loaded, self._score(self._loaded))
             self._loaded_weight = self._copy_a_weight()
             await push_weights(self.learner, self.engine)
             await self._check_base()
@@ -60,10 +64,14 @@ class Nf4Check(AdapterCheck):
     def _hypotheses(self, canary: EngineCanary) -> dict[str, Tensor]:
         """Add what the engine would have moved by with the base that it loaded.
 
-        With the adapter, and without. An error does not tell these two apart.
+        With the adapter, and without. An error does not tell these two apart. Two engines with two
+        bases also route otherwise, and `_moved` has that already where routes are replayed. So
+        each base is compared with the trainer on the routes that it was asked with, and only what
+        its weights differ by is left.
         """
         others = super()._hypotheses(canary)
-        back, mask = _changes(self._engine_base, self._loaded)  # by quantisation, at the base
+        base = _beside(self._engine_base, self._base)
+        back, mask = _changes(base, self._loaded_beside)  # by quantisation, at the base's routes
         ids = self._engine_base.ids
         same = (canary.ids[:, :, None] == ids[:, None, :]) & mask[:, None, :]  # [P, K, K]
         loaded = back.gather(1, same.int().argmax(2))
@@ -94,6 +102,11 @@ class Nf4Check(AdapterCheck):
             f"{FAULTS['unquantised']}, by its log-probabilities of a fixed batch. Every rollout "
             "would be another policy's"
         )
+
+
+def _beside(canary: EngineCanary, own: Tensor) -> EngineCanary:
+    """Return how far the engine is from the trainer. own: [P, vocabulary] of `_score`."""
+    return canary._replace(logp=canary.logp - own.gather(1, canary.ids))
 
 
 def _changes(canary: EngineCanary, before: EngineCanary) -> tuple[Tensor, Tensor]:

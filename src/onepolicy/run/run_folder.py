@@ -24,8 +24,7 @@ from safetensors import SafetensorError
 import onepolicy
 from onepolicy.config import RunConfig, TrainingError, UsageError
 from onepolicy.config.json_shapes import RunInfo, read_json_object
-from onepolicy.config.output_paths import check_new_run_folder, not_writable_error
-from onepolicy.config.stored_config import CONFIG
+from onepolicy.config.output_paths import CONFIG, check_new_run_folder, not_writable_error
 from onepolicy.files import write_text_atomically
 from onepolicy.train import checkpoint
 

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from onepolicy.config import UsageError
+from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.lora import LoraConfig, Target
 from onepolicy.models import lora
+from onepolicy.models.empty import empty_model
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
 
@@ -104,6 +105,33 @@ def peft_settings(model: PreTrainedModel, config: LoraConfig, base: str) -> lora
         parameters=_shorten(parameters, all_parameters, parts=2),
         base=base,
     )
+
+
+def linear_layers(
+    config: LoraConfig, model: ModelConfig, *, refused: tuple[Target, ...], reason: str
+) -> list[str]:
+    """Return the last part of the name of every layer with an adapter, such as `q_proj`.
+
+    refused: targets that an engine cannot compute with; `dense` is so in a Mixture-of-Experts
+    model only. reason: why, for the error. Raises UsageError for them.
+    """
+    empty = empty_model(model)
+    targets = Targets(empty)
+    chosen, parameters = targets.choose(config.targets, type(empty).__name__)
+    wanted, found = {*chosen, *parameters}, []
+    for kind in refused:
+        names = set(targets.parameters[kind])
+        if kind != "dense":
+            names |= set(targets.modules.get(kind, []))
+        if names & wanted:
+            found.append(kind)
+    if found:
+        raise UsageError(
+            f"train.lora.sync: native, but adapters of {' and '.join(found)} {reason}; use "
+            'train.lora.sync = merged, or train.lora.targets=["attention"]'
+        )
+    linear = chosen + [name.removesuffix(".weight") for name in parameters]
+    return sorted({name.rpartition(".")[2] for name in linear})
 
 
 def _shorten(names: list[str], every: list[str], *, parts: int) -> list[str]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 FOLDER = "checkpoints"
 STATE = "state.json"
+ADAPTER = "adapter_model.safetensors"  # as peft names it
 OPTIMIZER = "optimizer.safetensors"
 CRITIC = "critic.safetensors"
 CRITIC_OPTIMIZER = "critic_optimizer.safetensors"
@@ -102,6 +103,7 @@ def write_files(learner: CheckpointedLearner, folder: Path, adapter: Adapter | N
     """
     if adapter is not None:
         adapter.save(folder)
+        write_index(folder, ADAPTER)
     else:
         learner.model.save_pretrained(folder)
         write_index(folder)
@@ -114,12 +116,13 @@ def write_files(learner: CheckpointedLearner, folder: Path, adapter: Adapter | N
         save_file(optimizer_moments(critic.values, critic.optimizer), folder / CRITIC_OPTIMIZER)
 
 
-def write_index(folder: Path) -> None:
-    """Write an index that names the model's file.
+def write_index(folder: Path, name: str = "model.safetensors") -> None:
+    """Write an index that names the file of the model, or of the adapter.
 
-    Without an index vLLM and SGLang load every safetensors file of a folder.
+    Without an index vLLM and SGLang load every safetensors file of a model's folder, and SGLang of
+    an adapter's.
     """
-    index, model = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, model = folder / "model.safetensors.index.json", folder / name
     if not index.exists():
         with safe_open(model, "pt") as file:
             weight_map = dict.fromkeys(file.keys(), model.name)

@@ -80,7 +80,7 @@ class Adapter:
         return lora.factors(self.model)
 
     def save(self, folder: Path) -> None:
-        """Write the adapter as peft, vLLM and SGLang load it, and the config of its base."""
+        """Write the adapter as peft and vLLM load it, and the config of its base."""
         self.model.config.save_pretrained(folder)
         self.write(folder)
 

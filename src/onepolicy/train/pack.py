@@ -101,21 +101,39 @@ def _outcome(sample: Sample) -> float:
 def micro_batches(batch: TokenBatch, budget: int) -> list[list[int]]:
     """Return the sample indices of each micro-batch, at most `budget` slots each.
 
-    A single sample may exceed the budget: it then has a micro-batch of its own. This is first-fit
-    over samples sorted by length, so micro-batches are few and hold samples of similar length.
+    A single sample may exceed the budget: it then has a micro-batch of its own. Micro-batches are
+    few and hold samples of similar length.
     """
-    lengths = batch.cu_seqlens.diff().tolist()
+    units = [[sample] for sample in range(batch.num_samples)]
+    return first_fit(units, batch.cu_seqlens.diff().tolist(), budget)
+
+
+def first_fit(units: list[list[int]], lengths: list[int], budget: int) -> list[list[int]]:
+    """Put units, longest first, into the first bin of `budget` slots that has room for all of one.
+
+    units: samples that stay together. lengths: slots of every sample. A unit that exceeds the
+    budget has a bin of its own. Returns the samples of each bin.
+    """
     bins: list[list[int]] = []
     free_slots: list[int] = []
-    for sample in sorted(range(len(lengths)), key=lambda s: -lengths[s]):
-        fit = next((b for b, free in enumerate(free_slots) if lengths[sample] <= free), None)
+    for unit in sorted(units, key=lambda samples: -sum(lengths[s] for s in samples)):
+        size = sum(lengths[s] for s in unit)
+        fit = next((b for b, free in enumerate(free_slots) if size <= free), None)
         if fit is None:
             bins.append([])
             free_slots.append(budget)
             fit = len(bins) - 1
-        bins[fit].append(sample)
-        free_slots[fit] -= lengths[sample]
+        bins[fit] += unit
+        free_slots[fit] -= size
     return [sorted(samples) for samples in bins]
+
+
+def samples_of_groups(batch: TokenBatch) -> dict[int, list[int]]:
+    """Return the sample indices of each group."""
+    groups: dict[int, list[int]] = {}
+    for sample, group in enumerate(batch.group.tolist()):
+        groups.setdefault(group, []).append(sample)
+    return groups
 
 
 def minibatches(batch: TokenBatch, count: int) -> list[list[int]]:
@@ -127,9 +145,7 @@ def minibatches(batch: TokenBatch, count: int) -> list[list[int]]:
     groups = batch.group.unique_consecutive().tolist()
     count = min(count, len(groups))  # dynamic sampling may find fewer groups than asked for
     size = len(groups) // count
-    samples_of: dict[int, list[int]] = {}
-    for sample, group in enumerate(batch.group.tolist()):
-        samples_of.setdefault(group, []).append(sample)
+    samples_of = samples_of_groups(batch)
     starts = [size * i for i in range(count)]
     parts = [groups[start : start + size] for start in starts[:-1]] + [groups[starts[-1] :]]
     return [[sample for group in part for sample in samples_of[group]] for part in parts]

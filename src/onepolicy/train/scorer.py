@@ -157,6 +157,11 @@ class PolicyScorer:
             micro = self._sharing.share_prompts(micro)
         return micro.to(self.device)
 
+    @property
+    def shares_prompts(self) -> bool:
+        """True if forwards compute the common prefix of siblings once."""
+        return self._sharing is not None
+
     @cached_property
     def _sharing(self) -> ModuleType | None:
         """The functions that share prompts, None if this model's forwards cannot."""

@@ -7,6 +7,7 @@ and routes with the first sample of their group in the micro-batch.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from onepolicy.config.replay import SoftReplay
 from onepolicy.invariant.switch import is_invariant
 from onepolicy.models.packed_attention import NAME
 from onepolicy.models.shared_packing import SharedPacking
-from onepolicy.train.pack import micro_batches
+from onepolicy.train.pack import first_fit, micro_batches, samples_of_groups
 from onepolicy.types import RoutingTrace, TokenBatch
 
 WORTH = 0.95
@@ -90,6 +91,20 @@ def common_prefix(batch: TokenBatch, one: slice, other: slice) -> int:
     return int(equal.long().cumprod(0).sum())
 
 
+def shared_prefixes(batch: TokenBatch) -> list[int]:
+    """Return how many first slots each sample could share with the first sample of its group.
+
+    It is all of them for that first sample.
+    """
+    bounds = batch.cu_seqlens.tolist()
+    spans = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+    leaders: dict[int, int] = {}
+    return [
+        common_prefix(batch, spans[leaders.setdefault(group, sample)], spans[sample])
+        for sample, group in enumerate(batch.group.tolist())
+    ]
+
+
 def _equal_routes(one: RoutingTrace, other: RoutingTrace) -> Tensor:
     """Return which rows [T] bool of two traces are equal."""
     equal = one.valid == other.valid
@@ -110,23 +125,8 @@ def micro_batches_of_groups(batch: TokenBatch, budget: int) -> list[list[int]]:
     """
     if batch.num_slots <= budget:
         return [list(range(batch.num_samples))]
-    lengths = batch.cu_seqlens.diff().tolist()
-    groups: dict[int, list[int]] = {}
-    for sample, group in enumerate(batch.group.tolist()):
-        groups.setdefault(group, []).append(sample)
     units: list[list[int]] = []
-    for samples in groups.values():
+    for samples in samples_of_groups(batch).values():
         parts = micro_batches(batch.select(samples), budget)
         units += [[samples[i] for i in part] for part in parts]
-    bins: list[list[int]] = []
-    free: list[int] = []
-    for unit in sorted(units, key=lambda samples: -sum(lengths[s] for s in samples)):
-        size = sum(lengths[s] for s in unit)
-        fit = next((b for b, room in enumerate(free) if size <= room), None)
-        if fit is None:
-            bins.append([])
-            free.append(budget)
-            fit = len(bins) - 1
-        bins[fit] += unit
-        free[fit] -= size
-    return [sorted(samples) for samples in bins]
+    return first_fit(units, batch.cu_seqlens.diff().tolist(), budget)

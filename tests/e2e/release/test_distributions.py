@@ -1,5 +1,6 @@
 """Wheel and sdist: what is in them, and that the wheel works in a venv that has nothing else."""
 
+import os
 import re
 import subprocess
 import sys
@@ -74,3 +75,30 @@ def test_it_imports_where_nothing_else_is_installed(built, tmp_path):
     failed = subprocess.run(command, capture_output=True, text=True)
     assert failed.returncode != 0
     assert "No module named" in failed.stderr or "pip install" in failed.stderr
+
+
+def test_it_replays_beside_an_installed_torch(built, tmp_path):
+    """The README's first example, run by the installed wheel; torch is that of the tests' venv."""
+    lender = ROOT / ".venv" / "bin" / "python"
+    if not lender.exists():
+        pytest.skip("no .venv with torch; make test makes it")
+    venv.create(tmp_path, with_pip=False)
+    python = str(tmp_path / "bin" / "python")
+    install = ["-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([sys.executable, *install, str(built[1])], check=True)
+    [site] = tmp_path.glob("lib/python*/site-packages")
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    lent = subprocess.run([lender, "-c", where], capture_output=True, text=True, check=True)
+    (site / "lent.pth").write_text(lent.stdout)
+    code = f"""
+import runpy, onepolicy
+assert onepolicy.__file__.startswith({str(site)!r}), onepolicy.__file__
+runpy.run_path({str(ROOT / "examples" / "record_and_replay.py")!r}, run_name="__main__")
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    shown = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert shown.returncode == 0, shown.stderr
+    without, replayed = map(float, re.findall(r"k3 [\w ]+: ([\d.e-]+)", shown.stdout))
+    assert 0 < replayed < without

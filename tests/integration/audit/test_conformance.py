@@ -9,6 +9,7 @@ import pytest
 
 from onepolicy.audit.conformance import EXPECTED, check_conformance
 from onepolicy.cli import main
+from onepolicy.verdict.rules import CAUSES
 from support.paths import ROOT
 
 KIT = ROOT / "conformance"
@@ -30,7 +31,37 @@ def test_every_dump_conforms():
     assert {outcome.dump for outcome in outcomes} == {path.name for path in KIT.glob("*.parquet")}
     assert [outcome for outcome in outcomes if not outcome.conforms] == []
     found = {outcome.found for outcome in outcomes}
-    assert {"nothing", "bug: shift", "bug: temperature", "bug: stale"} <= found
+    assert {"nothing", "correct", "unclear", "refused"} <= found
+
+
+def test_every_cause_has_a_dump():
+    """Probabilities in the place of logarithms are refused before there is a verdict."""
+    expected = json.loads((KIT / EXPECTED).read_text())
+    causes = {cause for each in expected.values() for cause in each["causes"]}
+    assert causes == set(CAUSES) - {"not_log"}
+    assert "probabilities" in expected["probabilities.parquet"]["refused"]
+
+
+def test_a_real_engine_has_a_gap_that_replay_closes():
+    expected = json.loads((KIT / EXPECTED).read_text())
+    without, replayed = (
+        expected[f"other_experts{name}.parquet"]["numbers"]["k3"] for name in ("", "_replayed")
+    )
+    assert without > 1e-3 > 1e-4 > replayed > 0
+
+
+def test_a_dump_that_must_be_refused_and_is_not_is_an_error(kit, capsys):
+    path = kit / EXPECTED
+    expected = json.loads(path.read_text())
+    expected["clean_small.parquet"] |= {"action": "refused", "numbers": {}, "refused": "logarithm"}
+    path.write_text(json.dumps(expected))
+    assert main(["audit", "--conformance", str(kit)]) == 1
+    assert "refused" in capsys.readouterr().out
+    shutil.copy(KIT / "probabilities.parquet", kit / "clean_small.parquet")
+    assert main(["audit", "--conformance", str(kit)]) == 0
+    expected["clean_small.parquet"]["refused"] = "another reason"
+    path.write_text(json.dumps(expected))
+    assert main(["audit", "--conformance", str(kit)]) == 2
 
 
 def test_the_numbers_are_those_of_the_page():

@@ -1,15 +1,14 @@
 """The comparison page's rules behave as it describes, on the family where each of them is wrong."""
 
 import comparison
+import doc_tables
 import pytest
-
-from support.paths import ROOT
 
 
 def test_every_rule_is_in_the_page():
-    page = (ROOT / "docs" / "comparison.md").read_text()
-    table = page[page.index(comparison.BEGIN) : page.index(comparison.END)]
-    assert [line.split("|")[1].strip() for line in table.splitlines()[3:]] == list(comparison.RULES)
+    for table in doc_tables.tables("comparison").values():
+        assert [row[0] for row in table["rows"]] == list(comparison.RULES)
+        assert [column["name"] for column in table["columns"][1:]] == list(comparison.MODELS)
 
 
 @pytest.fixture(scope="module")

@@ -1,34 +1,52 @@
-"""The five published failures of LoRA syncs are named after the first update, as documented."""
+"""The five published failures of LoRA syncs are named before the first step, as documented."""
 
 import asyncio
-import re
 
 import pytest
 
 from onepolicy.build.components import build_components
-from support.adapter_faults import FAULTS, LATE, ON_TOP, first_seen, rows, seen_by, settings
-from support.paths import ROOT
-
-
-def documented(kind, sync, fault):
-    start = f"| {kind} | {sync} | {fault} | "
-    lines = (ROOT / "docs" / "lora_measured.md").read_text().splitlines()
-    return [line for line in lines if line.startswith(start)]
-
-
-def without_update(lines):
-    """Return the rows without the update at which log-probabilities named a fault: 1 or 2.
-
-    It depends on the policy how far above bfloat16's rounding the first update is.
-    """
-    return [re.sub("[12]: log-probabilities", "log-probabilities", line) for line in lines]
+from support.adapter_faults import (
+    BEGIN,
+    END,
+    FAULTS,
+    LATE,
+    ON_TOP,
+    PAGE,
+    POLICY,
+    SYNCS,
+    entries_there,
+    first_seen,
+    planted,
+    seen_by,
+    settings,
+    table,
+)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("sync", ["merged", "native"])
-def test_the_table_of_planted_failures(policy, sync, fault):
-    found = rows(policy, "hf", sync, [fault])
-    assert without_update(found) == without_update(documented("hf", sync, fault)) != []
+@pytest.mark.parametrize("sync", SYNCS)
+def test_the_table_of_planted_failures(sync, fault):
+    found = planted(POLICY, "hf", sync, fault)
+    assert found in entries_there()
+    assert {step for step, _ in found["named"]} == {0}
+
+
+def test_the_page_has_the_table_and_every_fault_is_named_before_the_first_step():
+    written = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+    assert written == "\n".join(table(entries_there()))
+    for entry in entries_there():
+        for step, words in entry["named"]:
+            assert step == 0, entry
+            assert words != "not seen", entry
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("sync", SYNCS)
+def test_failures_that_begin_at_the_first_update_are_named_there(sync, fault):
+    components, _ = build_components(settings(POLICY, "hf", sync))
+    step, message = asyncio.run(first_seen(components, fault, since=1))
+    assert step == 1
+    assert seen_by(message) != message
 
 
 @pytest.mark.parametrize("fault", LATE)

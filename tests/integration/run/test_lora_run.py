@@ -170,7 +170,35 @@ def test_every_target_is_trained(train):
     [
         ("numerics=on-policy", "numerics = on-policy forbids"),
         ("objective.preset=ppo", "a critic is trained whole"),
-        (NATIVE + " rollout.engine.kind=sglang", "never run with rollout.engine.kind = sglang"),
+        (
+            NATIVE + " rollout.engine.kind=sglang rollout.engine.pause=in_place",
+            "with rollout.engine.pause = in_place a request keeps the adapter that it began with",
+        ),
+        (
+            NATIVE + " rollout.engine.kind=sglang",
+            "adapters of experts are not sent to SGLang here (its CPU kernels of experts take "
+            'none); use train.lora.sync = merged, or train.lora.targets=["attention"]',
+        ),
+        (
+            NATIVE + " rollout.engine.kind=sglang train.ranks=2",
+            "never run with train.ranks = 2; use train.lora.sync = merged",
+        ),
+        (
+            NATIVE + ' rollout.engine.kind=sglang train.lora.targets=["routers"]',
+            "rollout.engine.kind = sglang cannot compute with adapters of routers",
+        ),
+        (NATIVE + " cluster.kind=ray", "native is not sent to replicas of Ray; use train.lora.syn"),
+        (
+            "cluster.kind=ray rollout.engine.kind=vllm",
+            "under cluster.kind = ray only rollout.engine.kind = hf was run with adapters, not vll",
+        ),
+        (
+            NATIVE + " replay.source=reprefill",
+            "replay.source = reprefill pushes whole weights to its copy; use train.lora.sync = m",
+        ),
+        ("optim.state=host", "optim.state: host is for the state of whole models"),
+        ("optim.state=8bit", "optim.state: 8bit is for the state of whole models"),
+        ("model.dtype=bfloat16 train.ranks=2", "train.fsdp_param_dtype"),
         (
             NATIVE + " rollout.engine.kind=vllm-server train.ranks=2",
             "never run with train.ranks = 2; use train.lora.sync = merged",
@@ -200,3 +228,25 @@ def test_refusals(recipe, tmp_path, capsys, setting, message):
     ]
     assert main(command) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loss_of_a_merge_is_measured_every_so_many_steps(train, dtype, capsys):
+    """Before the run, and at the steps that train.lora.loss_every divides."""
+    options = (*LORA, f"rollout.engine.dtype={dtype}", "eval.every=0")
+    measured = {}
+    for every in (2, 0):
+        run = train(f"every{every}", *options, f"train.lora.loss_every={every}")
+        found = [row for row in rows(run) if "train/reward" in row]
+        measured[every] = [row.get("adapter/merge_loss") for row in found]
+        assert len(found) == 4
+        out = " ".join(capsys.readouterr().out.split())
+        assert f"nats; merged into {dtype} it moves them" in out
+    assert measured[0] == [None] * 4
+    assert [value is None for value in measured[2]] == [True, False, True, False]
+    effect = [row["adapter/effect"] for row in found]
+    for step in (1, 3):
+        if dtype == "float32":
+            assert 0 <= measured[2][step] < 1e-3 * effect[step]
+        else:
+            assert 1e-3 * effect[step] < measured[2][step] < effect[step]

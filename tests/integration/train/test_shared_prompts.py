@@ -6,66 +6,21 @@ import pytest
 import torch
 
 from onepolicy.models.packed_attention import Packing, causal_mask, packed_attention
+from onepolicy.models.prepare import prepare_for_training
 from onepolicy.models.shared_packing import SharedPacking
-from onepolicy.objective.advantages import compute_advantages
-from onepolicy.train.pack import pack
 from onepolicy.train.shared_prompts import share_prompts
-from onepolicy.types import Group, RoutingTrace, TokenBatch
-from support.learner_steps import learner_of, random_sample
-from support.models import VOCAB
+from onepolicy.types import RoutingTrace
+from support.learner_steps import learner_of
+from support.models import CONFIGS, MOE, VOCAB, make
+from support.siblings import (
+    distance,
+    scored_and_gradients,
+    siblings,
+    with_routes_of,
+    with_top_ids,
+)
 
 ON, OFF = "train.share_prompts=true", "train.share_prompts=false"
-
-
-def siblings(prompts=(9, 5, 1), members=3, *, routes_differ_at: int | None = None) -> TokenBatch:
-    """Return groups whose samples begin with the same tokens and routes."""
-    generator = torch.Generator().manual_seed(7)
-    groups = []
-    for number, prompt in enumerate(prompts):
-        samples = []
-        for member in range(members):
-            outcome = float(member - 1) + 0.25 * number
-            sample = random_sample(prompt + 4 + 5 * member, outcome, generator)
-            if samples:
-                leader = samples[0]
-                sample.tokens[:prompt] = leader.tokens[:prompt]
-                sample.routing.ids[:prompt] = leader.routing.ids[:prompt]
-                # no accident makes the first token of the responses the same
-                other = (leader.tokens[prompt] + member) % VOCAB
-                sample.tokens[prompt] = other
-                if routes_differ_at is not None and routes_differ_at < prompt:
-                    moved = (sample.routing.ids[routes_differ_at] + 1) % 8
-                    sample.routing.ids[routes_differ_at] = moved
-            trainable = torch.arange(len(sample.tokens) - 1) >= prompt - 1
-            logp = torch.where(trainable, -3.0, torch.nan)
-            sample.trainable.copy_(trainable)
-            sample.logp_rollout.copy_(logp)
-            samples.append(sample)
-        groups.append(Group(number, tuple(samples)))
-    return pack(groups)
-
-
-def scored_and_gradients(learner, batch):
-    """Return the scored batch and the gradients of all parameters, before the optimiser's step."""
-    scored = learner.score(batch)
-    ones = torch.ones(scored.num_slots)
-    scored = compute_advantages(
-        scored.replace(weight=ones, keep=scored.trainable.clone()), learner.config.objective
-    )
-    found = {}
-
-    def keep(*_, **__):
-        found.update({n: p.grad.clone() for n, p in learner.model.named_parameters()})
-
-    learner.optimizer.register_step_pre_hook(keep)
-    learner.step(scored)
-    return scored, found
-
-
-def distance(one, other) -> float:
-    """Return the L2 distance of two gradients, relative to the second."""
-    flat = [torch.cat([g.double().flatten() for g in grads.values()]) for grads in (one, other)]
-    return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
 def rows_computed(batch) -> int:
@@ -115,25 +70,71 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_scores_and_gradients_are_those_of_whole_samples(name):
-    batch = siblings((9, 5, 1), members=3)
+    assert_equal(siblings((9, 5, 1), members=3), *SETTINGS[name])
+
+
+@pytest.mark.parametrize("name", ["r3", "reused forward", "several micro-batches"])
+def test_top_log_probabilities_are_scored(name):
+    scored = assert_equal(with_top_ids(siblings(), 6), *SETTINGS[name])
+    for field in (scored.top_logp_old, scored.trainer_top_logp):
+        assert (field[scored.trainable] < 0).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["r3", "several micro-batches", "checkpointing", "chunks of logits"]
+)
+def test_score_centering(name):
+    """The update takes the gradients of the rollout's likeliest tokens too."""
+    settings = ["correction.preset=score-centering", "objective.surrogate=pg", *SETTINGS[name]]
+    top = learner_of(*settings).config.correction.top_logprobs(VOCAB)
+    assert_equal(with_top_ids(siblings(), top), *settings)
+
+
+@pytest.mark.parametrize("more", [[], ["train.reuse_scoring_forward=true"]])
+def test_replayed_weights(more):
+    batch = with_routes_of(siblings(), learner_of().routers, weights=True)
+    assert rows_computed(batch) < batch.num_slots
+    assert_equal(batch, "replay.mode=weights", *more)
+
+
+@pytest.mark.parametrize("kind", ["k3", "k2"])
+def test_a_reference(kind):
+    """The reference computes shared prompts once too."""
+    reference = make("qwen3_moe", seed=1).requires_grad_(False)
+    prepare_for_training(reference, torch.device("cpu"))
+    settings = ["objective.kl.coef=0.1", f"objective.kl.estimator={kind}"]
+    assert_equal(siblings(), *settings, reference=reference)
+
+
+def assert_equal(batch, *settings, tolerance=5e-6, **options):
+    """Check scores and gradients of a learner that shares prompts against one that does not."""
     (scored, gradient), (expected, whole) = (
-        scored_and_gradients(learner_of(*SETTINGS[name], *more), batch) for more in ([ON], [OFF])
+        scored_and_gradients(learner_of(*settings, *more, **options), batch)
+        for more in ([ON], [OFF])
     )
-    if scored.logp_old is not None:
-        torch.testing.assert_close(scored.logp_old, expected.logp_old, atol=3e-6, rtol=1e-5)
-        torch.testing.assert_close(scored.entropy, expected.entropy, atol=3e-6, rtol=1e-5)
+    for name in ("logp_old", "entropy", "top_logp_old", "trainer_top_logp", "logp_ref"):
+        wanted, found = getattr(expected, name), getattr(scored, name)
+        assert (wanted is None) == (found is None), name
+        if wanted is not None:
+            torch.testing.assert_close(found, wanted, atol=tolerance, rtol=1e-5, msg=name)
+    if expected.routing_native is not None:
         assert torch.equal(scored.routing_native.ids, expected.routing_native.ids)
-    assert distance(gradient, whole) < 5e-6
+    assert distance(gradient, whole) < 2 * tolerance
     assert all(g.abs().sum() > 0 for g in gradient.values())
+    return scored
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_families(name):
-    batch = siblings((9, 5, 1), members=3).replace(routing=None)  # the routes of another model
-    learners = [learner_of(*more, "replay.mode=off", name=name) for more in ([ON], [OFF])]
-    (scored, gradient), (expected, whole) = (scored_and_gradients(x, batch) for x in learners)
-    torch.testing.assert_close(scored.logp_old, expected.logp_old, atol=5e-6, rtol=1e-5)
-    assert distance(gradient, whole) < 1e-5
+    batch = siblings().replace(routing=None)
+    assert_equal(batch, "replay.mode=off", name=name, routed=name in MOE)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_families_with_replay(name):
+    batch = with_routes_of(siblings(), learner_of(name=name).routers)
+    assert rows_computed(batch) == batch.num_slots - 2 * (9 + 5 + 1)
+    assert_equal(batch, name=name)
 
 
 def paths_of(batch):

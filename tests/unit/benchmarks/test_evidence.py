@@ -31,8 +31,9 @@ def planned(study, *names):
     return list(study[0].planned(options))
 
 
-def line(arm, seed, *sampled, error=None):
-    return {"study": "main", "arm": arm, "seed": seed, "sampled": list(sampled), "error": error}
+def line(arm, seed, *sampled, error=None, k3=0.1):
+    found = {"study": "main", "arm": arm, "seed": seed, "sampled": list(sampled), "error": error}
+    return found | {"curves": {"k3": [0.05, k3]}}
 
 
 def test_the_main_study_is_the_registered_one(study):
@@ -75,9 +76,37 @@ def test_exact_mcnemar(study):
 def test_pairs_are_of_one_seed(study):
     _, tables = study
     there = {seed: line("recompute", seed, 0.3, 0.1) for seed in range(8)}
-    here = {seed: line("r3", seed, 0.3, 0.5) for seed in range(7)} | {9: line("r3", 9, 0.3, 0.1)}
+    here = {seed: line("r3", seed, 0.3, 0.5, k3=0.05) for seed in range(7)}
+    here |= {9: line("r3", 9, 0.3, 0.1)}
+    start = "| recompute | r3 | 7 | 7 / 0 | 0.016 | +0.400 ± 0.000 | 0.016 |"
     row = tables.paired("recompute", "r3", there, here)
-    assert row == "| recompute | r3 | 7 | 7 / 0 | 0.016 | +0.400 ± 0.000 | 0.016 |"
+    assert row == f"{start} 0.5 (0.5 to 0.5) | 7 of 7 | 0.016 |"
+    here[0] = line("r3", 0, 0.3, 0.5, k3=0.2)
+    row = tables.paired("recompute", "r3", there, here)
+    assert row.startswith(f"{start} 0.5 (0.5 to 2) | 6 of 7 | ")
+
+
+def test_late_k3_is_of_pairs_that_went_to_their_end(study):
+    _, tables = study
+    there = {0: line("recompute", 0, 0.3, 0.1), 1: line("recompute", 1, 0.3, 0.1, error="lost")}
+    here = {0: line("tis", 0, 0.3, 0.2, k3=0.3), 1: line("tis", 1, 0.3, 0.2, k3=1e-9)}
+    assert " 3 (3 to 3) | 0 of 1 | " in tables.paired("recompute", "tis", there, here)
+
+
+def test_growth_is_last_tenth_by_first_tenth_of_k3_without_replay(study):
+    """Of an arm with replay it is that of the batches scored without; seed 401 has one arm."""
+    _, tables = study
+    plain = {"curves": {"k3": [0.1, 0.3, 0.2], "unreplayed": [None, None, None]}}
+    replayed = {"curves": {"k3": [1e-13, 1e-13, 1e-13], "unreplayed": [0.2, 0.3, 0.1]}}
+    assert tables.ratio(plain) == pytest.approx(2)
+    assert tables.ratio(replayed) == pytest.approx(0.5)
+    found = tables.growth({"recompute": {400: plain, 401: plain}, "r3-probed": {400: replayed}})
+    assert found.splitlines()[2:] == [
+        "| 400 | 2.00 | 0.50 |",
+        "| 401 | 2.00 |  |",
+        "| above 1 | 2 of 2 | 0 of 1 |",
+        "| below recompute |  | 1 of 1 |",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,3 +127,6 @@ def test_the_pilots_in_the_tree_are_pilots(study):
     lines = [json.loads(each) for each in (FOLDER / "pilots.jsonl").read_text().splitlines()]
     assert lines
     assert all(each["seed"] < 100 and each["study"].startswith("pilot") for each in lines)
+    earlier = (FOLDER / "earlier_pilots.jsonl").read_text().splitlines()
+    assert len(earlier) == 88
+    assert all(json.loads(each)["seed"] < 100 for each in earlier)

@@ -4,13 +4,15 @@ and one limit."""
 import asyncio
 import itertools
 import json
+import sys
 
 import numpy as np
 import pytest
+import turn_curves
 from turn_tables import VALUES, Outcome, probes, table, turn_table
 from turn_task import HELD_OUT, LINKS, found, make_data, question, random_chain, search, worked
 
-from onepolicy.config import SearchTool
+from onepolicy.config import SearchTool, load
 from onepolicy.envs.tools import Search
 
 
@@ -122,3 +124,48 @@ def test_k3_by_turn_is_of_steps_scored_both_ways():
         "2.0e-06 (2.0e-06 to 2.0e-06)",
         "4.00",
     ]
+
+
+def settings_of(monkeypatch, arm, seed, *arguments):
+    """Return the checked settings of one run of the script."""
+    monkeypatch.setattr(sys, "argv", ["turn_curves", *arguments])
+    engine = turn_curves.engine_settings(turn_curves.arguments(), arm, seed)
+    return load(turn_curves.RECIPE, [f"seed={seed}", *turn_curves.ARMS[arm], *engine])
+
+
+def test_pressure_is_the_only_difference_of_engine_and_trainer(monkeypatch):
+    """The same noise in both arms of a seed, another for another seed."""
+    off = settings_of(monkeypatch, "off", 110, "--pressure", "1")
+    r3 = settings_of(monkeypatch, "r3", 110, "--pressure", "1")
+    assert off.rollout == r3.rollout
+    assert off.rollout.engine.dtype == "float32"
+    assert (off.rollout.pressure.scale, off.rollout.pressure.seed) == (1, 1110)
+    assert (off.replay.mode, r3.replay.mode, r3.replay.min_agreement) == ("off", "r3", 0)
+    assert settings_of(monkeypatch, "off", 111, "--pressure", "1").rollout.pressure.seed == 1111
+    assert settings_of(monkeypatch, "off", 110).rollout.pressure is None
+
+
+def test_a_run_whose_line_is_there_is_not_played_again(monkeypatch, tmp_path, capsys):
+    results, played = tmp_path / "results.jsonl", []
+
+    def play(folder, run, arm, turns, seed, engine):
+        played.append((run.name, "rollout.pressure.scale=1.0" in engine))
+        run.mkdir(parents=True)
+        row = {"train/reward": 0.5, "mismatch/k3": 1e-2, "routing/routers": 0.4, "step": 0}
+        (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        (run / "eval.json").write_text(json.dumps({"eval/avg@2": 0.25, "eval/greedy": 0.5}))
+
+    monkeypatch.setattr(turn_curves, "play", play)
+    command = ["turn_curves", "--pressure", "1", "--turns", "4", "1", "--arms", "off"]
+    command += ["--seeds", "110", "--results", str(results)]
+    for folder in ("a", "b"):
+        monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path / folder)])
+        turn_curves.main()
+    assert played == [
+        ("off-pressure1-turns4-seed110", True),
+        ("off-pressure1-turns1-seed110", True),
+    ]
+    kept = turn_curves.read_results(results)["off-pressure1-turns4-seed110"]
+    assert (kept.arm, kept.turns, kept.seed, kept.k3) == ("off", 4, 110, 1e-2)
+    assert kept.rows == [{"train/reward": 0.5, "mismatch/k3": 1e-2, "routing/routers": 0.4}]
+    assert capsys.readouterr().out.count("| 4 | 1.0e-02 (1.0e-02 to 1.0e-02) |") == 2

@@ -227,6 +227,13 @@ def test_idle_settings_of_the_other_commands():
     assert list(idle_engine_settings(server)) == []
 
 
+def test_a_sglang_server_reads_its_adapters_from_sync_dir():
+    typed = ["rollout.engine.kind=sglang", "rollout.engine.sync_dir=/x", "train.lora.rank=4"]
+    names = [each.setting for each in idle_settings(resolve(MINIMAL, typed))]
+    assert names == ["rollout.engine.sync_dir"]
+    assert idle_settings(resolve(MINIMAL, [*typed, "train.lora.sync=native"])) == []
+
+
 def test_config_writes_the_line_on_stderr_only(tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(

@@ -13,6 +13,7 @@ MINIMAL = {
     "rollout": {"pressure": {"kind": "routing", "scale": 0.6}},
 }
 OFF = "replay.mode=off"
+RUNNER_UP = ("rollout.pressure.kind=runner-up", "rollout.pressure.scale=0.6")  # kind drops scale
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,14 @@ OFF = "replay.mode=off"
         ([OFF, "rollout.pressure.layers=[1, 1]"], ["rollout.pressure.layers: [1, 1]"]),
         ([OFF, "rollout.pressure.scale=-1"], ["rollout.pressure.scale", "-1"]),
         ([OFF, "rollout.pressure.kind=heat"], ["rollout.pressure.kind", "heat"]),
+        (
+            [OFF, *RUNNER_UP, "rollout.pressure.scale=1.5"],
+            ["rollout.pressure: kind = runner-up", "share of the tokens, at most 1", "(1.5)"],
+        ),
+        (
+            [OFF, *RUNNER_UP, "rollout.pressure.weights=true"],
+            ["rollout.pressure: kind = runner-up", "(weights = True)"],
+        ),
     ],
     ids=lambda x: x[-1] if x and "=" in str(x[-1]) else None,
 )
@@ -77,4 +86,10 @@ def test_the_line_says_what_is_pressed():
         "the engine is under artificial routing pressure (scale 0.6, layers 0, 2, noise drawn anew "
         "at every weight sync, the choice of experts and their weights): its numbers say nothing "
         "about real engines"
+    )
+    run = resolve(MINIMAL, [OFF, *RUNNER_UP])
+    assert run.rollout.pressure.describe() == (
+        "the engine is under artificial routing pressure (the runner-up for 0.6 of the tokens, all "
+        "MoE layers, tokens drawn once, the choice of experts only): its numbers say nothing about "
+        "real engines"
     )

@@ -75,6 +75,7 @@ class Replicas:
         """
         assert engines
         self.version = 0
+        self.adapter: str | None = None  # name of the LoRA adapter in the engines' weights
         self.caps = dataclasses.replace(
             common_caps([each.caps for each in engines]), contract=contract, sizes=sizes
         )
@@ -110,7 +111,7 @@ class Replicas:
                     f"versions {int(found.min())} to {int(found.max())}, while the newest is "
                     f"{self._newest}"
                 )
-            return completion
+            return dataclasses.replace(completion, adapter=self.adapter)
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load the weights into all engines. Each engine resumes its running requests with them."""

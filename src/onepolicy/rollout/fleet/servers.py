@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections import Counter
@@ -87,8 +88,7 @@ class ServerFleet:
         self._placement = Placement()
         self._repeated = 0
         self.caps = common_caps([member.engine.caps for member in self._all])
-        if self.caps.takes_adapter:
-            self.adapter: str | None = None  # that the servers sample with
+        self.adapter: str | None = None  # that the servers sample with, or have in their weights
 
     async def start(self, path: str) -> None:
         """Connect all servers and load the checkpoint at `path` into them.
@@ -123,7 +123,9 @@ class ServerFleet:
             if completion is not None:
                 path = [*prompt_ids, *completion.token_ids.tolist()]
                 self._placement.note(path, first, member.url)
-                return completion
+                if self.caps.takes_adapter:
+                    return completion  # with the name that the server's client found
+                return dataclasses.replace(completion, adapter=self.adapter)
             self._repeated += 1
 
     async def _generate_with(

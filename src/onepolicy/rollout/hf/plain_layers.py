@@ -167,6 +167,7 @@ class PlainLayer:
         decodes = isinstance(cache, KVCache) and step is not None and step.queries is None
         if args or not decodes or not self._is_decoding(kwargs):
             return self._own(hidden_states, *args, **kwargs)
+        assert isinstance(cache, KVCache), "a decode step has one"
         return self._decode(hidden_states, kwargs["position_embeddings"], cache, step)
 
     def _is_decoding(self, kwargs: dict[str, Any]) -> bool:

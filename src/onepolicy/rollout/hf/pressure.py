@@ -1,16 +1,18 @@
-"""Routing pressure: noise with which the embedded engine's routers choose their experts.
+"""Routing pressure: the embedded engine's routers choose other experts than they would.
 
 A study needs a routing mismatch of a known size. The trainer's router selects by its weight W
 [E, H]; a pressed router selects by W + D, D = scale * rms(row of W) * N(0, 1), and by default
 weighs the selected experts by W. Then engine and trainer differ in their routes alone, and
-replaying these (R3, arXiv:2510.11370) removes the difference. No engine has such a noise:
-docs/pressure.md.
+replaying these (R3, arXiv:2510.11370) removes the difference. With kind = runner-up a token's
+router takes the best expert that it left out, with a fixed probability (`runner_up.py`). No engine
+does either: docs/pressure.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from onepolicy.config import RoutingPressure, UsageError
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import Router, find_routers, moe_layers_of
 from onepolicy.replay.topk_hook import TopkAnswer, TopkRecorder
+from onepolicy.rollout.hf.runner_up import FedTokens, RunnerUpRouter
 
 
 def check_pressure(pressure: RoutingPressure, hf_config: Any) -> None:
@@ -49,7 +52,7 @@ def _check_layers(pressure: RoutingPressure, layers: Sequence[int]) -> None:
 
 
 class Pressure:
-    """The noise on the routers of one model, which it changes for good."""
+    """The pressure on the routers of one model, which it changes for good."""
 
     def __init__(self, model: PreTrainedModel, settings: RoutingPressure) -> None:
         """Take over the forwards of the model's routers. `refresh` must come before a forward.
@@ -59,18 +62,24 @@ class Pressure:
         self.settings = settings
         routers = find_routers(model)
         _check_layers(settings, [router.layer for router in routers])
+        press: Callable[[Router], _PressedRouter | RunnerUpRouter]
+        if settings.kind == "runner-up":
+            press = partial(RunnerUpRouter, fed=FedTokens(model))
+        else:
+            press = partial(_PressedRouter, combine_weights=settings.weights)
+        for router in routers:
+            _check_answerable(router)
         self._pressed = {
-            column: _PressedRouter(router, combine_weights=settings.weights)
+            column: press(router)
             for column, router in enumerate(routers)
             if settings.layers is None or router.layer in settings.layers
         }
-        self._drawn: int | None = None  # the version that the noise was drawn for
+        self._drawn: int | None = None  # the version that was drawn for
 
     def refresh(self, version: int) -> None:
-        """Add the noise to the weights that the model has now, which are of this version.
+        """Press the routers with the weights that the model has now, which are of this version.
 
-        It depends on the weights and on (seed, version, router), with redraw = never on (seed,
-        router).
+        What is drawn depends on (seed, version, router), with redraw = never on (seed, router).
         """
         if self.settings.redraw == "never":
             version = 0
@@ -82,7 +91,7 @@ class Pressure:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Let the routers choose without noise inside the context."""
+        """Let the routers choose without pressure inside the context."""
         for router in self._pressed.values():
             router.active = False
         try:
@@ -142,14 +151,16 @@ class _PressedRouter:
             self._owner._parameters[self._name] = self._weight
 
 
-def _weight_of(router: Router) -> tuple[nn.Module, str]:
-    """Return the module and the name of the weight [E, H] that scores the experts."""
-    kind = type(router.module).__name__
+def _check_answerable(router: Router) -> None:
     if router.by_max:
         raise UsageError(
-            f"rollout.pressure: {kind} selects expert after expert with one max each, not with a "
-            "top-k that can be answered; leave it out"
+            f"rollout.pressure: {type(router.module).__name__} selects expert after expert with "
+            "one max each, not with a top-k that can be answered; leave it out"
         )
+
+
+def _weight_of(router: Router) -> tuple[nn.Module, str]:
+    """Return the module and the name of the weight [E, H] that scores the experts."""
     found = [
         (module, name)
         for module in router.module.modules()
@@ -158,7 +169,7 @@ def _weight_of(router: Router) -> tuple[nn.Module, str]:
     ]
     if len(found) != 1:
         raise UsageError(
-            f"rollout.pressure: {kind} at {router.path!r} has {len(found)} weights with a row per "
-            "expert, and noise needs one; leave it out"
+            f"rollout.pressure: {type(router.module).__name__} at {router.path!r} has {len(found)} "
+            "weights with a row per expert, and noise needs one; leave it out"
         )
     return found[0]

@@ -210,3 +210,14 @@ def max_reply_bytes(*, tokens: int, path: int, per_token: int, routes: int) -> i
 
 def base64_bytes(size: int) -> int:
     return 4 * math.ceil(size / 3)
+
+
+def adapter_names(reply: Any) -> list[str]:
+    """Return the names of the adapters in a list of models: those that have a parent."""
+    names = []
+    for card in get_field(reply, "data", list):
+        if not isinstance(card, dict):
+            raise MalformedReply("data: not a list of models")
+        if card.get("parent") is not None:
+            names.append(get_field(card, "id", str))
+    return names

@@ -8,14 +8,17 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError
+from onepolicy.config.lora import LoraConfig
 from onepolicy.interfaces import EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
+from onepolicy.rollout.adapter_source import AdapterSource
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.resume import join_partial_completions
@@ -43,7 +46,10 @@ from onepolicy.rollout.sglang.handshake import (
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.canary import inexact_dtype
 from onepolicy.sync.weight_files import WeightFiles, num_files
-from onepolicy.types import Completion, Sampling
+from onepolicy.types import Completion, FinishReason, Sampling
+
+if TYPE_CHECKING:
+    from onepolicy.rollout.sglang.adapters import SGLangAdapters
 
 MIN_TEMPERATURE = 1e-6  # SGLang samples greedily below it
 FLUSH_TIMEOUT_S = 10  # for the server to clean up requests that have ended
@@ -66,6 +72,7 @@ def make_client(spec: EngineSpec) -> SGLangEngine:
         spec.config,
         route_spec=spec.route_spec,
         max_len=spec.max_len,
+        lora=spec.lora,
     )
 
 
@@ -83,10 +90,12 @@ class SGLangEngine:
         *,
         route_spec: RouteSpec | None,
         max_len: int,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Make a client. Call `connect` before any other method.
 
-        route_spec: layers whose experts are returned for every token.
+        route_spec: layers whose experts are returned for every token. lora: adapters that the
+        server is sent, which it computes with.
         """
         text = hf_config.get_text_config()
         vocab = int(text.vocab_size)
@@ -96,7 +105,14 @@ class SGLangEngine:
             max_len=max_len,
             top_logprobs=vocab,
             weights_dtype=config.dtype,
+            takes_adapter=lora is not None,
         )
+        self.adapter: str | None = None  # that it samples with, without the version
+        self._adapters: SGLangAdapters | None = None
+        if lora is not None:
+            from onepolicy.rollout.sglang.adapters import SGLangAdapters
+
+            self._adapters = SGLangAdapters(lora, model, config)
         self.config = config
         self.client, self._client_without_retries = make_clients(config, server="the SGLang server")
         self._model = ModelShape(vocab, int(text.num_hidden_layers), route_spec)
@@ -121,6 +137,8 @@ class SGLangEngine:
             inexact = inexact_dtype(self.config.dtype, cpu=info.cpu)
             self.caps = dataclasses.replace(self.caps, seeded=info.seeded, inexact_dtype=inexact)
             self.version = info.weights_id.version_number
+            if self._adapters is not None:
+                await self._adapters.start(self.client, info)
             run = secrets.token_hex(4)
             await self._set_weights_id(dataclasses.replace(info.weights_id, run=run))
             await check_processed_logprobs(self)
@@ -140,11 +158,19 @@ class SGLangEngine:
         return await self._sample(prompt, sampling, seed)
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Load all of the model's tensors into the server.
+        """Load all of the model's tensors into the server. With adapters these are the frozen ones.
 
         rollout.engine.pause is the mode of running requests. After a failure the server stays
         paused.
         """
+        if self._adapters is None:
+            await self._load_whole(weights, version)
+            return
+        self._adapters.forget()
+        await self._load_whole(weights, version)
+        self._adapters.lack_base = False
+
+    async def _load_whole(self, weights: NamedWeights, version: int) -> None:
         tensors = self._names.stream_to_checkpoint(weights)
         if self._files is not None:
             folder = await asyncio.to_thread(self._files.write_version, tensors, version)
@@ -165,6 +191,21 @@ class SGLangEngine:
                 flush=flush,
                 bucket_bytes=self.config.bucket_bytes,
             )
+
+    async def lacks_base(self) -> bool:
+        """Return whether the server needs the frozen weights before an adapter.
+
+        It gets them at the start of a run and when it comes back. So they are the learner's.
+        """
+        return self._adapters is not None and self._adapters.lack_base
+
+    async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
+        """Load the adapter as `version` in place of the last one, from files."""
+        assert self._adapters is not None
+        async with self._update(version) as (weights_id, _):
+            await self._adapters.load(self._client_without_retries, adapter, version)
+            await self._name_weights(weights_id)
+            await self._flush_cache()
 
     async def load_checkpoint(self, path: str | None, version: int) -> None:
         """Load a checkpoint that both processes can read.
@@ -202,6 +243,9 @@ class SGLangEngine:
             raise RuntimeError(
                 f"reset_cache while {running} requests are running; await them first"
             )
+        await self._flush_cache()
+
+    async def _flush_cache(self) -> None:
         await self.client.post("/flush_cache", params={"timeout": str(FLUSH_TIMEOUT_S)})
 
     async def answers(self) -> bool:
@@ -230,10 +274,13 @@ class SGLangEngine:
 
         A running request's tokens would seem to be sampled by other weights.
         """
-        # by default SGLang aborts all requests, of other clients too
-        body = {"new_version": str(weights_id), "abort_all_requests": False}
-        await self.client.post("/update_weight_version", body, parse=sync.check_success)
+        await self._name_weights(str(weights_id))
         self._weights_id = weights_id
+
+    async def _name_weights(self, weights_id: str) -> None:
+        # by default SGLang aborts all requests, of other clients too
+        body = {"new_version": weights_id, "abort_all_requests": False}
+        await self.client.post("/update_weight_version", body, parse=sync.check_success)
 
     def _version_of(self, text: str) -> int:
         """Return the version of a weights id. Raise EngineLost if it is not of this run."""
@@ -311,15 +358,18 @@ class SGLangEngine:
             if parts:  # the last token of a part was never fed: its row comes with the next part
                 first_row = len(path) - 1
             async with self._request_gate().admit_request():
-                aborts = self._aborts
-                part = await self._post_generate(path, rest, seed, first_row)
+                aborts, request = self._aborts, self._make_request(path, rest, seed, first_row)
+                part = await self._post_generate(request)
+            if part is None:  # an update unloaded its adapter before the server saw the request
+                self._resumed += 1
+                continue
             if len(part.token_ids):
                 parts.append(part)
                 path += part.token_ids.tolist()
             if parts and path[-1] in sampling.stop:
-                return join_partial_completions(parts, "stop", sampling.routes_from)
+                return self._join(parts, "stop", sampling, request)
             if len(path) - len(prompt) == sampling.max_tokens:
-                return join_partial_completions(parts, "length", sampling.routes_from)
+                return self._join(parts, "length", sampling, request)
             self._resumed += 1  # aborted, or SGLang stopped at an end token of the model
             foreign_aborts += part.aborted and aborts == self._aborts
             if foreign_aborts > self.config.retries:
@@ -328,19 +378,51 @@ class SGLangEngine:
                     f"{foreign_aborts} times; use a server of this run only"
                 )
 
-    async def _post_generate(
+    def _join(
+        self,
+        parts: list[SGLangReply],
+        finish: FinishReason,
+        sampling: Sampling,
+        request: SGLangRequest,
+    ) -> Completion:
+        """Return the completion with the adapter that its last request named, or of the weights."""
+        whole = join_partial_completions(parts, finish, sampling.routes_from)
+        adapter = self.adapter
+        if self._adapters is not None:
+            adapter = None
+            if request.adapter is not None:
+                adapter = request.adapter.rpartition("@")[0]
+        return dataclasses.replace(whole, adapter=adapter)
+
+    def _make_request(
         self, path: list[int], sampling: Sampling, seed: int, first_row: int
-    ) -> SGLangReply:
+    ) -> SGLangRequest:
         if self.version < 0:
             raise RuntimeError(
                 "the last load_weights failed half-way; load a complete set of weights first"
             )
+        adapter: str | None = None
+        if self._adapters is not None:
+            adapter = self._adapters.name
         prefix_key = self._weights_id.prefix_key
-        request = SGLangRequest(path, sampling, seed, first_row, self.version, prefix_key)
-        return await self.client.post(
-            "/generate",
-            request.body(self._model),
-            parse=lambda reply: parse_reply(reply, request, self._model, self._version_of),
-            max_bytes=request.max_reply_bytes(self._model),
-            tokens=sampling.max_tokens,
-        )
+        return SGLangRequest(path, sampling, seed, first_row, self.version, prefix_key, adapter)
+
+    async def _post_generate(self, request: SGLangRequest) -> SGLangReply | None:
+        """Return the reply, None if an update has replaced the adapter that the request names."""
+        try:
+            part = await self.client.post(
+                "/generate",
+                request.body(self._model),
+                parse=lambda reply: parse_reply(reply, request, self._model, self._version_of),
+                max_bytes=request.max_reply_bytes(self._model),
+                tokens=request.sampling.max_tokens,
+            )
+            if self._adapters is not None:
+                self._adapters.check_reply(part.version, request.adapter)
+            return part
+        except EngineLost:
+            raise
+        except TrainingError:
+            if self._adapters is None or request.adapter in (None, self._adapters.name):
+                raise
+            return None

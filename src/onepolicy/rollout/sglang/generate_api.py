@@ -61,6 +61,7 @@ class SGLangRequest:
     first_row: int  # of the routes to return
     version: int  # weight version at the time of the request
     prefix_key: str  # requests with the same key share prefixes
+    adapter: str | None = None  # that SGLang samples with, as the server names it
 
     def body(self, model: ModelShape) -> dict[str, Any]:
         """Return the JSON body."""
@@ -88,6 +89,8 @@ class SGLangRequest:
             "return_sampling_mask": uses_top_k_or_top_p(sampling),
             "extra_key": self.prefix_key,
         }
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter  # SGLang's field for a name, too
         if model.route_spec is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": self.first_row}
         return body

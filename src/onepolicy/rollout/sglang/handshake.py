@@ -15,7 +15,7 @@ from onepolicy.config import SGLangConfig, UsageError
 from onepolicy.config.base import short_repr
 from onepolicy.interfaces import EngineCaps
 from onepolicy.rollout.servers.http import EngineClient
-from onepolicy.rollout.servers.replies import MalformedReply, get_count, make_printable
+from onepolicy.rollout.servers.replies import MalformedReply, get_count, get_field, make_printable
 
 DEFAULT_WEIGHTS_ID = "default"  # SGLang's name of its start-up weights
 INITIAL_VERSION = "first"  # our version of the start-up weights
@@ -107,6 +107,14 @@ async def read_weights_id(client: EngineClient) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """The adapters that a server takes."""
+
+    rank: int  # the largest
+    layers: list[str]  # last parts of the names of layers that may have one, or "all"
+
+
+@dataclass(frozen=True, slots=True)
 class SGLangServerInfo:
     """The properties of a connected server."""
 
@@ -116,6 +124,7 @@ class SGLangServerInfo:
     max_masked_tokens: int  # most tokens in a sampling mask; more return no log-probabilities
     seeded: bool  # a request's seed determines its random numbers
     cpu: bool
+    adapters: AdapterLimits | None  # None: it takes none
 
 
 async def handshake(
@@ -145,6 +154,18 @@ async def handshake(
         max_masked_tokens=info.get("sampling_mask_max_tokens", 0),
         seeded=info.get("enable_deterministic_inference") is True,
         cpu=info.get("device") == "cpu",
+        adapters=_adapter_limits(info),
+    )
+
+
+def _adapter_limits(info: dict[str, Any]) -> AdapterLimits | None:
+    """Return the adapters that the server takes, None if it was not started to take any."""
+    inferred = info.get("max_lora_rank") is None or not info.get("lora_target_modules")
+    if info.get("enable_lora") is not True or inferred:  # from adapters that it was started with
+        return None
+    layers = get_field(info, "lora_target_modules", list)
+    return AdapterLimits(
+        rank=get_count(info, "max_lora_rank", MAX_COUNT), layers=[str(each) for each in layers]
     )
 
 

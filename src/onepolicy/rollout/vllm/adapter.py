@@ -19,7 +19,7 @@ from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.lora import LoraConfig, Target
 from onepolicy.models.empty import empty_model
 from onepolicy.rollout.adapter_source import AdapterSource
-from onepolicy.sync.adapters import Targets
+from onepolicy.sync.adapters import Targets, linear_layers
 
 
 def layer_names(config: LoraConfig, model: ModelConfig) -> list[str]:
@@ -27,22 +27,12 @@ def layer_names(config: LoraConfig, model: ModelConfig) -> list[str]:
 
     Raises UsageError for targets that vLLM cannot compute with.
     """
-    empty = empty_model(model)
-    targets = Targets(empty)
-    chosen, parameters = targets.choose(config.targets, type(empty).__name__)
-    refused = [
-        kind
-        for kind in ("experts", "routers")
-        if set(targets.parameters[kind] + targets.modules.get(kind, [])) & {*chosen, *parameters}
-    ]
-    if refused:
-        raise UsageError(
-            f"train.lora.sync: native, but adapters of {' and '.join(refused)} are not what vLLM "
-            "computes with here (its CPU kernels of experts take none); use train.lora.sync = "
-            'merged, or train.lora.targets=["attention"]'
-        )
-    linear = chosen + [name.removesuffix(".weight") for name in parameters]
-    return sorted({name.rpartition(".")[2] for name in linear})
+    return linear_layers(
+        config,
+        model,
+        refused=("experts", "routers"),
+        reason="are not what vLLM computes with here (its CPU kernels of experts take none)",
+    )
 
 
 def lora_args(config: LoraConfig, model: ModelConfig) -> dict[str, Any]:

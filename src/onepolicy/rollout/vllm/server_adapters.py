@@ -19,7 +19,7 @@ from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.rollout.adapter_source import AdapterSource
 from onepolicy.rollout.servers.http import EngineClient
-from onepolicy.rollout.servers.replies import MalformedReply, get_field, make_printable
+from onepolicy.rollout.servers.replies import adapter_names, get_field, make_printable
 from onepolicy.rollout.vllm.adapter import layer_names
 from onepolicy.rollout.vllm.handshake import VLLMServerInfo
 from onepolicy.rollout.vllm.served_adapter import CONFIG, WEIGHTS
@@ -47,7 +47,7 @@ class ServerAdapters:
         """
         self._check_limits(info)
         self.forget()
-        self._held = await client.get("/v1/models", parse=_adapters_of)
+        self._held = await client.get("/v1/models", parse=adapter_names)
 
     def _check_limits(self, info: VLLMServerInfo) -> None:
         rank, limits, where = self._config.rank, info.adapters, self._where
@@ -121,14 +121,3 @@ def read_adapter(adapter: AdapterSource) -> tuple[dict[str, Tensor], str]:
         tensors = load_file(Path(folder) / WEIGHTS)
         settings = (Path(folder) / CONFIG).read_text(encoding="utf-8")
     return tensors, settings
-
-
-def _adapters_of(reply: Any) -> list[str]:
-    """Return the names of the adapters in a list of models: those that have a parent."""
-    names = []
-    for card in get_field(reply, "data", list):
-        if not isinstance(card, dict):
-            raise MalformedReply("data: not a list of models")
-        if card.get("parent") is not None:
-            names.append(get_field(card, "id", str))
-    return names

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onepolicy.train.pack import micro_batches
+from onepolicy.train.pack import first_fit, samples_of_groups
 from onepolicy.types import RoutingTrace, TokenBatch
 
 
@@ -24,31 +24,103 @@ class RankBatch:
     batch: TokenBatch  # the samples, then the dummy sample if there is one
 
 
-def divide_batch(batch: TokenBatch, budget: int, ranks: int) -> list[RankBatch]:
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Slots of a batch's samples, and how many of them siblings share."""
+
+    lengths: list[int]  # slots of each sample
+    groups: list[int]  # group of each sample
+    # first slots of each sample that siblings compute once for all of them; 0 without sharing
+    prefixes: list[int]
+
+    @classmethod
+    def of(cls, batch: TokenBatch, *, share: bool) -> Sizes:
+        """Return the sizes of a batch's samples. share: see `divide_batch`."""
+        prefixes = [0] * batch.num_samples
+        if share:
+            from onepolicy.train.shared_prompts import shared_prefixes
+
+            # without the trainer's own routes, which an update knows and its scoring did not:
+            # both get the same division
+            prefixes = shared_prefixes(batch.replace(routing_native=None))
+        return cls(batch.cu_seqlens.diff().tolist(), batch.group.tolist(), prefixes)
+
+    def slots(self, samples: list[int]) -> int:
+        return sum(self.lengths[s] for s in samples)
+
+    def rows(self, samples: list[int]) -> int:
+        """Return the rows that a micro-batch computes: its slots, less those shared."""
+        rows, leaders = 0, dict[int, int]()
+        for sample in samples:
+            rows += self.lengths[sample]
+            prefix, group = self.prefixes[sample], self.groups[sample]
+            if group in leaders:
+                rows -= min(prefix, leaders[group])
+            leaders.setdefault(group, prefix)
+        return rows
+
+
+def divide_batch(
+    batch: TokenBatch, budget: int, ranks: int, *, share: bool = False
+) -> list[RankBatch]:
     """Divide the batch over the ranks.
 
     There are as few rounds as `budget` slots per micro-batch allow. In each round the ranks have
-    about the same number of slots. A dummy sample has no trainable slot and no route.
+    about the same number of slots. A dummy sample has no trainable slot and no route. share:
+    forwards compute the common prefix of siblings once, so siblings stay together where it pays.
     """
-    assignment = assign_micro_batches(batch, budget, ranks)
+    assignment = assign_micro_batches(batch, budget, ranks, share=share)
     return [_rank_batch(batch, rounds) for rounds in assignment]
 
 
-def assign_micro_batches(batch: TokenBatch, budget: int, ranks: int) -> list[list[list[int]]]:
+def assign_micro_batches(
+    batch: TokenBatch, budget: int, ranks: int, *, share: bool = False
+) -> list[list[list[int]]]:
     """Return [ranks][rounds]: the sample indices of each micro-batch.
 
-    It is [] where a rank has no samples in a round. For one rank it is the same as `micro_batches`.
+    It is [] where a rank has no samples in a round. For one rank without `share` it is the same as
+    `micro_batches`. With `share` there are several divisions: single samples, and groups in 1, 2,
+    4, ... pieces. The ranks get the one whose slowest ranks compute the fewest rows.
     """
-    packed = micro_batches(batch, budget)
+    sizes = Sizes.of(batch, share=share)
+    singles = [[sample] for sample in range(batch.num_samples)]
+    divisions = [_deal(singles, sizes, budget, ranks)]
+    if share:
+        groups = list(samples_of_groups(batch).values())
+        pieces, largest = 1, max(len(samples) for samples in groups)
+        while pieces < largest:
+            units = [unit for samples in groups for unit in _cut(samples, pieces, sizes, budget)]
+            divisions.append(_deal(units, sizes, budget, ranks))
+            pieces *= 2
+    return min(divisions, key=lambda division: _slowest(division, sizes))
+
+
+def _cut(samples: list[int], pieces: int, sizes: Sizes, budget: int) -> list[list[int]]:
+    """Divide a group into this many pieces of about the same size, or more to fit the budget."""
+    singles = [[sample] for sample in samples]
+    even = _balance(singles, min(pieces, len(samples)), sizes, budget)
+    return even or first_fit(singles, sizes.lengths, budget)
+
+
+def _slowest(division: list[list[list[int]]], sizes: Sizes) -> int:
+    """Return the rows that the slowest ranks of all rounds compute. They wait for each other."""
+    return sum(max(map(sizes.rows, of_round)) for of_round in zip(*division, strict=True))
+
+
+def _deal(units: list[list[int]], sizes: Sizes, budget: int, ranks: int) -> list[list[list[int]]]:
+    """Return [ranks][rounds]: the samples of each micro-batch.
+
+    units: samples that stay together.
+    """
+    packed = first_fit(units, sizes.lengths, budget)
     if ranks == 1:
         return [packed]
-    lengths = batch.cu_seqlens.diff().tolist()
     rounds = -(-len(packed) // ranks)
-    bins = _balance(lengths, rounds * ranks, budget)
+    bins = _balance(units, rounds * ranks, sizes, budget)
     if bins is None:  # balanced bins exceed the budget: keep the packed ones, and add empty ones
         bins = packed + [[] for _ in range(rounds * ranks - len(packed))]
     # sorted, so that the micro-batches of a round are about equally long
-    bins.sort(key=lambda samples: -sum(lengths[s] for s in samples))
+    bins.sort(key=lambda samples: -sizes.rows(samples))
     assignment: list[list[list[int]]] = [[] for _ in range(ranks)]
     for r in range(rounds):
         order = list(range(ranks))
@@ -59,19 +131,21 @@ def assign_micro_batches(batch: TokenBatch, budget: int, ranks: int) -> list[lis
     return assignment
 
 
-def _balance(lengths: list[int], count: int, budget: int) -> list[list[int]] | None:
-    """Put the samples into `count` bins with about the same number of slots.
+def _balance(
+    units: list[list[int]], count: int, sizes: Sizes, budget: int
+) -> list[list[int]] | None:
+    """Put the units into `count` bins that compute about the same number of rows.
 
-    Each sample is put into the emptiest bin, the longest sample first. None if a bin of several
-    samples would exceed `budget`.
+    Each unit is put into the emptiest bin, the largest unit first. None if a bin of several
+    samples would exceed `budget` slots.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
-    for sample in sorted(range(len(lengths)), key=lambda s: -lengths[s]):
+    for unit in sorted(units, key=lambda samples: -sizes.rows(samples)):
         emptiest = filled.index(min(filled))
-        bins[emptiest].append(sample)
-        filled[emptiest] += lengths[sample]
-    if any(len(samples) > 1 and n > budget for samples, n in zip(bins, filled, strict=True)):
+        bins[emptiest] += unit
+        filled[emptiest] += sizes.rows(unit)
+    if any(len(samples) > 1 and sizes.slots(samples) > budget for samples in bins):
         return None
     return [sorted(samples) for samples in bins]
 

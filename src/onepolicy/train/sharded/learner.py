@@ -44,8 +44,9 @@ class RankDispatcher:
 
     def divide(self, batch: TokenBatch) -> list[RankBatch]:
         """Divide the batch over the ranks."""
-        budget = self.rank_0.config.train.tokens_per_micro_batch
-        return divide_batch(batch, budget, self.other_ranks.world_size)
+        scorer, ranks = self.rank_0.scorer, self.other_ranks.world_size
+        budget = scorer.config.train.tokens_per_micro_batch
+        return divide_batch(batch, budget, ranks, share=scorer.shares_prompts)
 
     def run_on_batches(
         self, command: str, batches: list[RankBatch], about: dict[str, Any]

@@ -16,7 +16,7 @@ from onepolicy.models.load import load_model
 from onepolicy.replay.checks import RouteSpec, check_completion
 from onepolicy.sync.attach import attach_engine
 from onepolicy.sync.push import checked_push
-from onepolicy.tiny.model import make_model, make_tokenizer, save_policy
+from onepolicy.tiny.model import make_tokenizer
 from onepolicy.types import Sampling
 from support.sglang_live import (
     RULES,
@@ -33,22 +33,7 @@ from support.sglang_live import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(900)]
 CPU = torch.device("cpu")
-SIZE = PolicyConfig(hidden_size=64, layers=3, experts=16, top_k=4, max_len=512)
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    """Make two random policies of one shape, sharp enough for their tokens to differ."""
-    made, tokenizer = [], make_tokenizer(task_alphabet(SIZE.task))
-    for seed in (0, 1):
-        settings = SIZE.model_copy(update={"seed": seed})
-        model = make_model(settings, len(tokenizer))
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight += 0.15 * torch.randn_like(weight)
-        made.append(tmp_path_factory.mktemp("models") / f"policy{seed}")
-        save_policy(model, tokenizer, settings, made[-1])
-    return made
+TASK = PolicyConfig().task
 
 
 @pytest.fixture(scope="session")
@@ -278,7 +263,7 @@ def test_a_family_with_dense_layers_and_other_names_is_synced(tmp_path):
     fused experts."""
     model = make_glm()
     model.save_pretrained(tmp_path)
-    make_tokenizer(task_alphabet(SIZE.task)).save_pretrained(tmp_path)
+    make_tokenizer(task_alphabet(TASK)).save_pretrained(tmp_path)
     rules = RouteSpec((1, 2), 8, 2, "error")
     with serving(tmp_path, tmp_path / "server.log") as server:
         engine = open_engine(server, tmp_path, rules)

@@ -3,17 +3,36 @@
 import asyncio
 
 import pytest
+import torch
 
 from onepolicy.build.components import build_components
+from onepolicy.cli import main
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.lora import LoraConfig
-from onepolicy.config.policy import PolicyConfig, cached_policy_path
+from onepolicy.models.load import load_model
 from onepolicy.rollout.vllm.adapter import lora_args, server_args
-from support.adapter_faults import FAULTS, ON_TOP, VLLM, first_seen, rows, settings
-from support.paths import ROOT
+from onepolicy.train.checkpoint import checkpoint_folder
+from onepolicy.types import Sampling
+from support.adapter_faults import (
+    FAULTS,
+    ON_TOP,
+    POLICY,
+    SYNCS,
+    VLLM,
+    entries_there,
+    first_seen,
+    planted,
+    seen_by,
+    settings,
+)
+from support.small_recipe import write_recipe
 from support.vllm_engines import make_checkpoints
 
 pytestmark = pytest.mark.vllm
+QUIET = (
+    "eval = { every = 0 }",
+    "log = { counterfactual_every = 0, tensorboard = false, report = false }",
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +46,45 @@ def test_an_adapter_is_loaded_anew_after_every_update(checkpoint):
     engine = components.engine
     assert engine.loaded.request.lora_name == "lora-faults@3"
     assert engine.llm.list_loras() == {engine.loaded.request.lora_int_id}
+
+
+def test_requests_that_name_no_adapter_are_named_at_once(checkpoint):
+    """By what vLLM itself reports."""
+    components, _ = build_components(settings(checkpoint, "vllm", "native", "float32", **VLLM))
+    step, message = asyncio.run(first_seen(components, "never named"))
+    assert step == 1
+    assert "was given the adapter 'lora-faults', but a reply names None" in message
+
+
+def test_a_saved_checkpoint_is_an_adapter_that_vllm_loads(checkpoint, tmp_path):
+    """From the folder of the checkpoint as it is."""
+    from vllm.lora.request import LoRARequest
+
+    recipe = write_recipe(checkpoint, "steps = 2", "train = { threads = 1 }", *QUIET)
+    lora = ["train.lora.rank=4", 'train.lora.targets=["attention"]', "optim.lr=1e-2"]
+    out = tmp_path / "run"
+    moved = "objective.entropy_coef=0.3"  # random weights earn nothing; this moves the adapter
+    assert main(["train", str(recipe), f"out={out}", moved, *lora]) == 0
+    folder = str(checkpoint_folder(out, 2))
+    components, _ = build_components(settings(checkpoint, "vllm", "native", "float32", **VLLM))
+    engine = components.engine
+    engine.loaded.request = LoRARequest(lora_name="saved@2", lora_int_id=7, lora_path=folder)
+    cpu = torch.device("cpu")
+    merged = load_model(ModelConfig(path=folder), torch.float32, cpu)
+    base = load_model(ModelConfig(path=str(checkpoint)), torch.float32, cpu)
+    for prompt in ([5, 9, 3, 20], [7, 8, 4], [12, 6, 3, 3, 9]):
+        done = asyncio.run(engine.generate(prompt, Sampling(0.0, 12), seed=0))
+        assert done.adapter == "saved"
+        torch.testing.assert_close(done.logp, scored(merged, prompt, done), atol=1e-4, rtol=0)
+        assert (done.logp - scored(base, prompt, done)).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def scored(model, prompt, done):
+    """Return the model's log-probabilities [n] of a completion's tokens."""
+    ids = done.token_ids.long()
+    logits = model(input_ids=torch.tensor([[*prompt, *ids.tolist()]]), use_cache=False).logits[0]
+    return torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(-1, ids[:, None])[:, 0]
 
 
 @pytest.mark.slow
@@ -46,9 +104,9 @@ def test_a_second_merge_that_goes_wrong_is_named_at_once(policy, fault, words):
 
 @pytest.mark.slow
 def test_a_second_merge_of_twice_the_adapter_is_named_at_once_in_bfloat16(policy):
-    assert rows(policy, "vllm", "merged", ["merged twice"], since=2, **VLLM) == [
-        "| vllm | merged | merged twice from update 2 on | 2: log-probabilities |"
-    ]
+    components, _ = build_components(settings(policy, "vllm", "merged", **VLLM))
+    step, message = asyncio.run(first_seen(components, "merged twice", since=2))
+    assert (step, seen_by(message)) == (2, "log-probabilities")
 
 
 def test_what_vllm_cannot_compute_with_is_refused(checkpoint):
@@ -67,10 +125,8 @@ def test_what_vllm_cannot_compute_with_is_refused(checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("sync", ["merged", "native"])
+@pytest.mark.parametrize("sync", SYNCS)
 def test_the_table_of_planted_failures(sync, fault):
-    policy = cached_policy_path(PolicyConfig())
-    start = f"| vllm | {sync} | {fault} | "
-    lines = (ROOT / "docs" / "lora_measured.md").read_text().splitlines()
-    documented = [line for line in lines if line.startswith(start)]
-    assert rows(policy, "vllm", sync, [fault], **VLLM) == documented
+    found = planted(POLICY, "vllm", sync, fault, **VLLM)
+    assert {step for step, _ in found["named"]} == {0}
+    assert found in entries_there()

@@ -11,11 +11,18 @@ from safetensors.torch import load_file
 from onepolicy.build.components import build_components
 from onepolicy.cli import main
 from onepolicy.config import UsageError
-from onepolicy.config.policy import PolicyConfig, cached_policy_path
 from onepolicy.run.adapter_start import start_adapter
 from onepolicy.run.step import push_and_check, with_recovery
-from support.adapter_faults import FAULTS, first_seen, rows, settings, update
-from support.paths import ROOT
+from support.adapter_faults import (
+    FAULTS,
+    POLICY,
+    SYNCS,
+    entries_there,
+    first_seen,
+    planted,
+    settings,
+    update,
+)
 from support.vllm_engines import ServerProcess, recipe, serving_adapters
 from support.vllm_engines import rows as metrics_of
 
@@ -71,12 +78,17 @@ def test_an_adapter_is_loaded_anew_after_every_update(server, folders):
         assert asyncio.run(loaded(components.engine)) == ["lora-faults@4"], number
 
 
-def test_a_fault_is_named_at_once(server, folders):
-    step, message = asyncio.run(
-        first_seen(parts_of(folders[0], server.url), "base weights sampled")
-    )
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("base weights sampled", "samples with the frozen weights"),
+        ("never named", "was given the adapter 'lora-faults', but a reply names None"),
+    ],
+)
+def test_a_fault_is_named_at_once(server, folders, fault, words):
+    step, message = asyncio.run(first_seen(parts_of(folders[0], server.url), fault))
     assert step == 1
-    assert "samples with the frozen weights" in message
+    assert words in message
 
 
 def test_a_rank_that_the_server_does_not_take_is_refused(server, folders):
@@ -155,18 +167,17 @@ def test_each_of_two_servers_gets_the_adapter(server, folders, tmp_path):
 
 @pytest.fixture(scope="module")
 def table_server():
-    with tempfile.TemporaryDirectory() as folder:
-        policy = cached_policy_path(PolicyConfig())
-        with serving_adapters(policy, Path(folder) / "log") as made:
-            yield policy, made
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving_adapters(POLICY, Path(folder) / "log") as made,
+    ):
+        yield made
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("sync", ["merged", "native"])
+@pytest.mark.parametrize("sync", SYNCS)
 def test_the_table_of_planted_failures(table_server, sync, fault):
-    policy, made = table_server
-    start = f"| vllm-server | {sync} | {fault} | "
-    lines = (ROOT / "docs" / "lora_measured.md").read_text().splitlines()
-    documented = [line for line in lines if line.startswith(start)]
-    assert rows(policy, "vllm-server", sync, [fault], url=made.url) == documented
+    found = planted(POLICY, "vllm-server", sync, fault, url=table_server.url)
+    assert {step for step, _ in found["named"]} == {0}
+    assert found in entries_there()

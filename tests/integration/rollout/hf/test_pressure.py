@@ -12,6 +12,7 @@ from onepolicy.divergence.logprob import mismatch
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.hf.pressure import Pressure, check_pressure
+from onepolicy.rollout.hf.runner_up import uniform_of
 from support.engine_runs import prompts, ragged, run
 from support.families import TABLE
 from support.models import CONFIGS, MOE, make
@@ -221,3 +222,100 @@ def test_models_that_cannot_be_pressed_are_refused_without_weights():
         check_pressure(RoutingPressure(scale=1, layers=(0, 1)), CONFIGS["deepseek_v3"])
     with pytest.raises(UsageError, match=r"layers: \[7\] are no MoE layers"):
         Pressure(make("qwen3_moe"), RoutingPressure(scale=1, layers=(7,)))
+
+
+def runner_up(**settings):
+    return RoutingPressure(kind="runner-up", **settings)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [name for name in TABLE if name != "phimoe"])
+def test_the_runner_up_of_every_family(family):
+    """At share 1 every row has one other expert, at share 0 none; a forward of the unpressed model
+    that replays the routes has the bits of the pressed one."""
+    clean = TABLE[family].model().eval()
+    tokens = inputs(clean)
+    logits, trace = recorded(clean, tokens)
+    idle, pressed = copy.deepcopy(clean), copy.deepcopy(clean)
+    Pressure(idle, runner_up(scale=0)).refresh(0)
+    same_logits, same_trace = recorded(idle, tokens)
+    assert torch.equal(same_logits, logits)
+    assert torch.equal(same_trace.ids, trace.ids)
+    pressure = Pressure(pressed, runner_up(scale=1))
+    pressure.refresh(0)
+    other_logits, other = recorded(pressed, tokens)
+    first = int(family == "jetmoe")  # the first router: its inputs are the unpressed model's
+    shared = (other.ids[:, first, :, None] == trace.ids[:, first, None, :]).any(-1).sum(-1)
+    assert (shared == trace.ids.shape[-1] - 1).all()
+    with bind_routers(clean).replay(other, check=False):
+        replayed = clean(input_ids=tokens, use_cache=False).logits
+    assert torch.equal(replayed, other_logits)
+    with pressure.lifted():
+        assert torch.equal(recorded(pressed, tokens)[0], logits)
+
+
+@torch.no_grad()
+def test_the_runner_up_takes_the_place_of_the_last():
+    """Of the first router, whose scores are those of the unpressed model."""
+    clean = make("qwen3_moe")
+    tokens = inputs(clean)
+    router = clean.model.layers[0].mlp.gate
+    seen = []
+    handle = router.register_forward_hook(lambda _, args, out: seen.append(out[0]))
+    _, trace = recorded(clean, tokens)
+    handle.remove()
+    pressed = copy.deepcopy(clean)
+    Pressure(pressed, runner_up(scale=1)).refresh(0)
+    _, other = recorded(pressed, tokens)
+    order = seen[0].view(-1, 8).argsort(-1, descending=True)
+    assert torch.equal(trace.ids[:, 0].sort(-1).values.long(), order[:, :2].sort(-1).values)
+    assert torch.equal(other.ids[:, 0].sort(-1).values.long(), order[:, [0, 2]].sort(-1).values)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_replay_undoes_the_runner_up_in_the_engine(name):
+    model, done = make(name), run(pressed_engine(name, kind="runner-up", scale=0.3), REQUESTS)
+    assert k3(model, done) > 1e-4
+    assert k3(model, done, {}) < 1e-9
+
+
+def test_the_runner_up_depends_on_position_and_token_and_not_on_the_batch():
+    """The same requests one after the other, in smaller batches, give the same completions."""
+    together = run(pressed_engine(kind="runner-up", scale=0.3), REQUESTS)
+    alone = pressed_engine(kind="runner-up", scale=0.3)
+    for request, expected in zip(REQUESTS, together, strict=True):
+        (done,) = run(alone, [request])
+        assert torch.equal(done.token_ids, expected.token_ids)
+        assert torch.equal(done.routing.ids, expected.routing.ids)
+
+
+def drawn(settings, version, positions, ids):
+    """Return which tokens of the first router lose an expert."""
+    pressure = Pressure(make("qwen3_moe"), settings)
+    pressure.refresh(version)
+    return uniform_of(pressure._pressed[0]._keys, positions, ids) < settings.scale
+
+
+def test_the_share_of_tokens_is_the_one_that_is_set():
+    """And over all pairs of 200 positions and ids, the next position or id is independent."""
+    positions, ids = torch.arange(200).repeat_interleave(200), torch.arange(200).repeat(200)
+    shares = []
+    for seed in range(20):
+        lost = drawn(runner_up(scale=0.3, seed=seed), 0, positions, ids)
+        shares.append(float(lost.double().mean()))
+    assert sum(shares) / len(shares) == pytest.approx(0.3, abs=0.01)
+
+
+def test_the_runner_up_is_drawn_anew_by_seed_and_with_sync_by_version():
+    positions, ids = torch.arange(50), torch.arange(50) % 7
+    first = drawn(runner_up(scale=0.5), 0, positions, ids)
+    assert torch.equal(first, drawn(runner_up(scale=0.5), 3, positions, ids))
+    assert not torch.equal(first, drawn(runner_up(scale=0.5, seed=1), 0, positions, ids))
+    synced = drawn(runner_up(scale=0.5, redraw="sync"), 3, positions, ids)
+    assert not torch.equal(first, synced)
+    assert torch.equal(synced, drawn(runner_up(scale=0.5, redraw="sync"), 3, positions, ids))
+
+
+def test_a_router_that_chooses_all_its_experts_has_no_runner_up():
+    with pytest.raises(UsageError, match="selects all of its 8 experts and leaves out none"):
+        Pressure(make("qwen3_moe", num_experts_per_tok=8), runner_up(scale=1))

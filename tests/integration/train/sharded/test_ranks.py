@@ -27,17 +27,19 @@ from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.sync.push import push_weights
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded import learner as sharded
 from onepolicy.train.sharded import rank
 from onepolicy.train.sharded.export import export_model
 from onepolicy.train.sharded.fsdp import gather_full_tensor
-from onepolicy.train.sharded.rank import RankLearner
+from onepolicy.train.sharded.rank import RankLearner, RankScorer
 from onepolicy.train.sharded.wire import batch_from_message as batch_in
 from support.models import CONFIGS, make
 from support.mxfp4 import write_mxfp4
 from support.rank_cases import (
     CASES,
     QWEN,
+    SIBLINGS,
     assert_close,
     assert_equal_steps,
     batch_for,
@@ -46,6 +48,7 @@ from support.rank_cases import (
     learner_of,
     learner_on,
     one_step,
+    siblings_for,
     weights_of,
 )
 
@@ -70,6 +73,26 @@ def test_two_ranks_equal_one(case, two, folders):
     assert_equal_steps(
         CASES[case], two, folders["deepseek_v3" if case == "deepseek_v3" else "qwen3_moe"]
     )
+
+
+@pytest.mark.parametrize("case", SIBLINGS)
+def test_two_ranks_share_prompts_and_equal_one(case, two, folders, monkeypatch):
+    saved = []  # slots of each forward of rank 0 that it does not compute
+
+    def micro_batch(self, batch, samples):
+        found = PolicyScorer.micro_batch(self, batch, samples)
+        rows = found.num_slots if found.shared is None else len(found.shared.slots)
+        saved.append(found.num_slots - rows)
+        return found
+
+    monkeypatch.setattr(RankScorer, "micro_batch", micro_batch, raising=False)
+    folder = folders["deepseek_v3" if case == "deepseek_v3" else "qwen3_moe"]
+    for setting, shares in (("true", True), ("false", False)):
+        saved.clear()
+        overrides = [*SIBLINGS[case], f"train.share_prompts={setting}"]
+        assert_equal_steps(overrides, two, folder, siblings_for)
+        assert any(saved) == shares
+        assert saved
 
 
 def test_a_rank_has_only_its_own_samples_and_routes(two, folders, monkeypatch):

@@ -1,10 +1,10 @@
 """TEST FIXTURE, no part of onepolicy: lets SGLang 0.5.23's CUDA wheel start on a CPU. start.py puts
 it on PYTHONPATH.
 
-Three obstacles are removed. SGLang imports torchvision (which has no build that fits here) and
+Four obstacles are removed. SGLang imports torchvision (which has no build that fits here) and
 sgl_kernel (CUDA only) without using them for the models of these tests. Its cache of routes
-registers host memory with CUDA on every device. The stubs raise when called. A test that passes
-here proves nothing about SGLang on a GPU.
+registers host memory with CUDA on every device. Its adapters ask for pinned memory on every device.
+The stubs raise when called. A test that passes here proves nothing about SGLang on a GPU.
 """
 
 import importlib.abc
@@ -14,7 +14,6 @@ import sys
 import types
 
 STUBS = ("torchvision", "sgl_kernel")
-PATCHED = "sglang.srt.mem_cache.pool_host.common"
 
 
 class Missing:
@@ -47,27 +46,50 @@ class StubLoader(importlib.abc.Loader):
         pass
 
 
-class PatchLoader(importlib.abc.Loader):
-    """A loader that runs the real module, then removes the call of CUDA."""
+def without_registration(module):
+    module._cuda_host_register = lambda *args, **kwargs: None
 
-    def __init__(self, real):
-        self._real = real
+
+def without_pinned_memory(module):
+    """Let torch give ordinary memory to whoever asks for pinned memory."""
+    import torch
+
+    def ordinary(make):
+        return lambda *args, pin_memory=False, **settings: make(*args, **settings)
+
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, ordinary(getattr(torch, name)))
+
+
+PATCHES = {
+    "sglang.srt.mem_cache.pool_host.common": without_registration,
+    "sglang.srt.lora.layers": without_pinned_memory,
+}
+"""Module -> what is done once it was imported."""
+
+
+class PatchLoader(importlib.abc.Loader):
+    """A loader that runs the real module, then its patch."""
+
+    def __init__(self, real, patch):
+        self._real, self._patch = real, patch
 
     def create_module(self, spec):
         return self._real.create_module(spec)
 
     def exec_module(self, module):
         self._real.exec_module(module)
-        module._cuda_host_register = lambda *args, **kwargs: None
+        self._patch(module)
 
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in STUBS:
             return importlib.machinery.ModuleSpec(name, StubLoader(), is_package=True)
-        if name == PATCHED:
+        if name in PATCHES:
             spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-            spec.loader = PatchLoader(spec.loader)
+            spec.loader = PatchLoader(spec.loader, PATCHES[name])
             return spec
         return None
 

@@ -16,9 +16,10 @@ from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.launch import ranks as launch_ranks
 from onepolicy.launch.launcher import apply_torchrun_ranks
 from onepolicy.launch.ranks import LaunchedRanks, RankInfo, _await_ranks, launched_ranks
-from onepolicy.train.sharded.divide import assign_micro_batches, divide_batch
+from onepolicy.train.sharded.divide import Sizes, assign_micro_batches, divide_batch
 from onepolicy.train.sharded.ranks import RankLost, Ranks, error_key, process_key
 from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
+from onepolicy.train.shared_prompts import WORTH, share_prompts
 from support.token_batches import batch_with
 
 
@@ -40,6 +41,102 @@ def test_every_sample_is_dealt_once_within_the_budget(lengths, budget, ranks):
     chosen = [part for rounds in dealt for part in rounds]
     assert sorted(s for part in chosen for s in part) == list(range(len(lengths)))
     assert all(len(part) < 2 or sum(lengths[s] for s in part) <= budget for part in chosen)
+
+
+def groups_of(prompt, responses, groups):
+    """Return groups whose samples share their first `prompt` slots, of these response lengths."""
+    batch = batch_with([prompt + n for n in responses] * groups)
+    group = torch.arange(groups).repeat_interleave(len(responses))
+    first, last = batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()
+    ids, routes = batch.input_ids.clone(), batch.routing.ids.view(torch.int16).clone()
+    for sample, start in enumerate(first):
+        leader = first[sample - sample % len(responses)]
+        for field in (ids, routes):
+            field[start : start + prompt] = field[leader : leader + prompt]
+    assert last[-1] == batch.num_slots
+    trace = dataclasses.replace(batch.routing, ids=routes.view(torch.uint16))
+    return batch.replace(group=group, input_ids=ids, routing=trace)
+
+
+def grouped(dealt, size):
+    """Return the groups of each micro-batch. size: samples of a group."""
+    return [[sorted({s // size for s in part}) for part in rounds] for rounds in dealt]
+
+
+def test_siblings_stay_on_one_rank_where_that_is_balanced():
+    batch = groups_of(20, [5, 4, 3], 4)  # 72 slots a group, 32 of them distinct
+    dealt = assign_micro_batches(batch, 1000, 2, share=True)
+    assert [sorted(part) for rounds in dealt for part in rounds] == [
+        [0, 1, 2, 6, 7, 8],
+        [3, 4, 5, 9, 10, 11],
+    ]
+    # in micro-batches of one group: two rounds, as many as before
+    dealt = assign_micro_batches(batch, 80, 2, share=True)
+    assert sorted(grouped(dealt, 3)) == [[[0], [3]], [[1], [2]]]
+    assert len(assign_micro_batches(batch, 80, 2)[0]) == 2
+
+
+def test_a_group_is_divided_where_ranks_would_be_idle():
+    one = groups_of(20, [30, 30, 30, 30], 1)
+    halves = assign_micro_batches(one, 1000, 2, share=True)
+    assert sorted(len(part) for rounds in halves for part in rounds) == [2, 2]
+    alone = assign_micro_batches(one, 1000, 4, share=True)
+    assert sorted(len(part) for rounds in alone for part in rounds) == [1, 1, 1, 1]
+    # four ranks and two groups: each group in two pieces, not in single samples
+    two = assign_micro_batches(groups_of(20, [30, 30, 30, 30], 2), 1000, 4, share=True)
+    assert all(len(set(of)) == 1 for (of,) in grouped(two, 4))
+    assert [len(part) for rounds in two for part in rounds] == [2, 2, 2, 2]
+
+
+def test_groups_without_a_common_prefix_are_dealt_as_single_samples():
+    batch = groups_of(0, [8, 13, 5, 22], 3)
+    for budget in (30, 1000):
+        dealt = (assign_micro_batches(batch, budget, 2, share=share) for share in (True, False))
+        assert next(dealt) == next(dealt)
+
+
+def test_a_division_does_not_depend_on_the_routes_that_scoring_adds():
+    batch = groups_of(20, [5, 4, 3], 4)
+    other = batch.routing.ids.view(torch.int16).roll(1, 0).view(torch.uint16)
+    scored = batch.replace(routing_native=dataclasses.replace(batch.routing, ids=other))
+    before, after = (assign_micro_batches(b, 80, 2, share=True) for b in (batch, scored))
+    assert before == after
+
+
+@given(
+    st.integers(0, 20),
+    st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    st.integers(1, 5),
+    st.integers(1, 90),
+    st.integers(1, 4),
+)
+def test_every_sibling_is_dealt_once_within_the_budget(prompt, responses, groups, budget, ranks):
+    batch = groups_of(prompt, responses, groups)
+    dealt = assign_micro_batches(batch, budget, ranks, share=True)
+    assert len(dealt) == ranks
+    assert len({len(rounds) for rounds in dealt}) == 1
+    lengths = batch.cu_seqlens.diff().tolist()
+    chosen = [part for rounds in dealt for part in rounds]
+    assert sorted(s for part in chosen for s in part) == list(range(len(lengths)))
+    assert all(len(part) < 2 or sum(lengths[s] for s in part) <= budget for part in chosen)
+    sizes, plain = Sizes.of(batch, share=True), assign_micro_batches(batch, budget, ranks)
+    assert slowest(dealt, sizes) <= slowest(plain, sizes)
+
+
+def slowest(dealt, sizes):
+    """Return the rows of the slowest rank of each round, added up."""
+    return sum(max(map(sizes.rows, of_round)) for of_round in zip(*dealt, strict=True))
+
+
+@given(st.integers(0, 20), st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 5))
+def test_predicted_rows_are_those_of_the_forward(prompt, responses, groups):
+    batch = groups_of(prompt, responses, groups)
+    rows = Sizes.of(batch, share=True).rows(list(range(batch.num_samples)))
+    shared = share_prompts(batch).shared
+    if shared is None:
+        assert rows > WORTH * batch.num_slots
+    else:
+        assert rows == len(shared.slots)
 
 
 def test_an_idle_rank_gets_a_sample_that_counts_for_nothing():

@@ -1,0 +1,259 @@
+"""Write the tables of the Evidence pages and of the README from docs/data/*.json.
+
+python benchmarks/doc_tables.py            # every page; a test compares them
+python benchmarks/doc_tables.py gym        # one page
+
+A page has a pair of comments where a table belongs:
+
+    <!-- table: ID -->
+    <!-- end -->
+
+docs/data/PAGE.json has for each: `claim`, the sentence above it; `columns`, with units; `rows`;
+`commands`, which made it; `measured`, the machine. A row has a cell for every column: a text, a
+number, null for nothing, or a number that another table has:
+
+    {"table": "PAGE/ID", "row": FIRST_CELL or [FIRST_CELLS], "column": NAME}
+    {"table": "PAGE/ID", "of": "lowest" or "highest", "column": NAME}
+
+A claim names such a number as {PAGE/ID: FIRST_CELL: NAME}. In place of `rows`, `from` names a table
+whose rows they are, in columns of the same name or of `value`; `study` computes them from
+benchmarks/evidence/runs.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "docs" / "data"
+BLOCK = re.compile(r"<!-- table: ([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
+NAMED = re.compile(r"\{([\w/-]+): ([^:{}]+): ([^:{}]+)\}")
+WIDTH = 130
+KEYS = {"id", "claim", "columns", "rows", "from", "study", "commands", "measured"}
+COLUMN_KEYS = {"name", "unit", "signed", "value"}
+TEXTS = {"study", "arm", "against"}
+"""Values of a study that are no numbers."""
+
+Table = dict[str, Any]
+
+
+class Number(str):
+    """A number with the digits that docs/data has: 0.20 stays 0.20, and 1.5e-4 stays 1.5e-4."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pages", nargs="*", default=pages(), metavar="PAGE")
+    for name in parser.parse_args().pages:
+        write_page(name)
+
+
+def write_page(name: str) -> None:
+    """Write the tables into a page, where they differ."""
+    path = file_of(name)
+    before = path.read_text(encoding="utf-8")
+    after = written(name, before)
+    if after != before:
+        path.write_text(after, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+def pages() -> list[str]:
+    """Return the names of the pages that have data."""
+    return sorted(path.stem for path in DATA.glob("*.json"))
+
+
+def file_of(name: str) -> Path:
+    """Return the file of a page."""
+    if name == "README":
+        return ROOT / "README.md"
+    return ROOT / "docs" / f"{name}.md"
+
+
+@functools.cache
+def tables(name: str) -> dict[str, Table]:
+    """Return the tables of a page by their ids, numbers with their digits."""
+    text = (DATA / f"{name}.json").read_text(encoding="utf-8")
+    found = json.loads(text, parse_float=Number, parse_int=Number)
+    return {table["id"]: table for table in found}
+
+
+def replace_rows(name: str, table_id: str, rows: list[list[Any]]) -> None:
+    """Write other rows into a page's data. A number is given as it shall be printed: Number."""
+    found = tables(name)
+    found[table_id]["rows"] = rows
+    (DATA / f"{name}.json").write_text(source(list(found.values())), encoding="utf-8")
+
+
+def source(found: list[Table]) -> str:
+    """Return the text of a data file: a line for each column and each row."""
+    return "[\n" + ",\n".join(map(table_source, found)) + "\n]\n"
+
+
+def table_source(table: Table) -> str:
+    fields = []
+    for key, value in table.items():
+        text = compact(value)
+        if key in ("columns", "rows"):
+            text = "[\n    " + ",\n    ".join(map(compact, value)) + "\n  ]"
+        fields.append(f'  "{key}": {text}')
+    return "{\n" + ",\n".join(fields) + "\n}"
+
+
+def compact(value: Any) -> str:
+    """Return JSON on one line, numbers with their digits."""
+    if isinstance(value, Number):
+        return str(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(compact, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{compact(key)}: {compact(each)}' for key, each in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def written(name: str, text: str) -> str:
+    """Return the page's text with every table as its data has it."""
+    return BLOCK.sub(lambda match: block(name, match.group(1)), text)
+
+
+def block(name: str, table_id: str) -> str:
+    """Return one table with its claim above and its commands below."""
+    table = tables(name)[table_id]
+    head = [heading(column) for column in table["columns"]]
+    lines = [head, ["---"] * len(head), *cells(table)]
+    claim = NAMED.sub(lambda match: printed(named(*match.groups())), table["claim"])
+    parts = [wrapped(claim), "".join(f"| {' | '.join(line)} |\n" for line in lines)]
+    parts.append(wrapped(". ".join(origin(table))))
+    body = "\n".join(part for part in parts if part)
+    return f"<!-- table: {table_id} -->\n{body}<!-- end -->"
+
+
+def origin(table: Table) -> list[str]:
+    """Return the commands of a table, and the machine with its full stop."""
+    made = [f"`{command}`" for command in table.get("commands", [])]
+    if len(made) > 1:
+        made = [f"{', '.join(made[:-1])} and {made[-1]}"]
+    if "measured" in table:
+        made.append(f"{table['measured']}.")
+    return made
+
+
+def wrapped(text: str) -> str:
+    if not text:
+        return ""
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def heading(column: dict[str, Any]) -> str:
+    """Return a column's title with its unit."""
+    if "unit" in column:
+        return f"{column['name']} [{column['unit']}]"
+    return str(column["name"])
+
+
+def cells(table: Table) -> list[list[str]]:
+    """Return the printed cells of every row."""
+    signed = [column.get("signed", False) for column in table["columns"]]
+    return [list(map(printed, row, signed)) for row in values(table)]
+
+
+def values(table: Table) -> list[list[Any]]:
+    """Return the cells of every row: Number, text or None."""
+    if "study" in table:
+        return study_rows(table["study"], [column["value"] for column in table["columns"]])
+    if "from" in table:
+        columns = [column.get("value", column["name"]) for column in table["columns"]]
+        return list(
+            map(list, zip(*(cells_of(table["from"], each) for each in columns), strict=True))
+        )
+    return [[resolved(cell) for cell in row] for row in table["rows"]]
+
+
+def resolved(cell: Any) -> Any:
+    """Return the cell that a reference names, or the cell itself."""
+    if not isinstance(cell, dict):
+        return cell
+    if "of" in cell:
+        choose = {"lowest": min, "highest": max}[cell["of"]]
+        found = [each for each in cells_of(cell["table"], cell["column"]) if each is not None]
+        return choose(found, key=float)
+    return named(cell["table"], cell["row"], cell["column"])
+
+
+def named(table_name: str, first: str | list[str], column: str) -> Any:
+    """Return the cell of the row of another table that begins with these."""
+    keys = [first] if isinstance(first, str) else first
+    rows = values(other(table_name))
+    (found,) = [
+        cell
+        for row, cell in zip(rows, cells_of(table_name, column), strict=True)
+        if row[: len(keys)] == keys
+    ]
+    return found
+
+
+def cells_of(table_name: str, column: str) -> list[Any]:
+    """Return the cells of a column of another table."""
+    table = other(table_name)
+    (at,) = [at for at, each in enumerate(table["columns"]) if each["name"] == column]
+    return [row[at] for row in values(table)]
+
+
+def other(table_name: str) -> Table:
+    page, _, table_id = table_name.partition("/")
+    return tables(page)[table_id]
+
+
+def printed(cell: Any, signed: bool = False) -> str:
+    """Return the text of a cell: thousands with a comma, a plus where the column has a sign."""
+    if cell is None:
+        return ""
+    if not isinstance(cell, Number):
+        return str(cell)
+    text = str(cell)
+    large = re.fullmatch(r"(-?)(\d{4,})(\.\d+)?", cell)
+    if large:
+        text = f"{large[1]}{int(large[2]):,}{large[3] or ''}"
+    if signed and float(cell) > 0:
+        text = f"+{text}"
+    return text
+
+
+def study_rows(study: dict[str, Any], names: list[str]) -> list[list[Any]]:
+    """Return the rows that are computed from the runs of a study in the tree."""
+    found = evidence_rows().rows(study, names)
+    return [[typed(name, text) for name, text in zip(names, row, strict=True)] for row in found]
+
+
+def typed(name: str, text: str) -> Any:
+    """Return a computed value: text, number, or None where it is empty."""
+    if name in TEXTS:
+        return text
+    return Number(text.replace("e-0", "e-")) if text else None
+
+
+@functools.cache
+def evidence_rows() -> Any:
+    """Return the module page_rows of benchmarks/evidence."""
+    folder = str(ROOT / "benchmarks" / "evidence")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("page_rows")
+    finally:
+        sys.path.remove(folder)
+        for name in ("page_rows", "run", "tables"):
+            sys.modules.pop(name, None)
+
+
+if __name__ == "__main__":
+    main()

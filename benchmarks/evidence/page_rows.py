@@ -1,0 +1,92 @@
+"""Rows of the tables of docs/evidence.md, from the runs in the tree.
+
+`study` of a table in docs/data/evidence.json names the runs: `names`, the studies and how the page
+calls them; `arms`; `against`, for pairs of arms by seed; `each` = "seed", for the growth of k3 in
+every arm by seed; `file`, if not runs.jsonl.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from run import finished_runs
+from tables import Arms, Line, by_arm, curve, fails, mcnemar, ratio, signed_rank, spread
+
+FOLDER = Path(__file__).parent
+
+
+def rows(study: dict[str, Any], values: list[str]) -> list[list[str]]:
+    """Return these values of every arm, or of every arm against another; "" for none."""
+    lines = finished_runs(FOLDER / study.get("file", "runs.jsonl"))
+    found = []
+    for name, label in study["names"].items():
+        arms = by_arm(line for line in lines if line["study"] == name)
+        if study.get("each") == "seed":
+            found += by_seed(arms, values)
+            continue
+        for arm in study["arms"]:
+            for base in study.get("against", [""]):
+                texts = {"study": label, "arm": arm, "against": base}
+                texts |= paired(arms, base, arm) if base else numbers(list(arms[arm].values()))
+                found.append([texts.get(value, "") for value in values])
+    return found
+
+
+def by_seed(arms: Arms, values: list[str]) -> list[list[str]]:
+    """Return the growth of k3 in every arm, a row per seed."""
+    seeds = sorted({seed for runs in arms.values() for seed in runs})
+    found = []
+    for seed in seeds:
+        texts = {arm: f"{ratio(runs[seed]):.2f}" for arm, runs in arms.items() if seed in runs}
+        texts["seed"] = str(seed)
+        found.append([texts.get(value, "") for value in values])
+    return found
+
+
+def numbers(lines: list[Line]) -> dict[str, str]:
+    """Return what the runs of an arm gave.
+
+    Accuracies and curves are of runs that went to their end.
+    """
+    whole = [line for line in lines if line["error"] is None]
+    ends = [line["sampled"][-1] for line in whole]
+    found = {
+        "runs": str(len(lines)),
+        "failed": str(sum(map(fails, lines))),
+        "end": f"{statistics.fmean(ends):.3f}",
+        "sd": f"{spread(ends):.3f}",
+        "lowest": f"{min(ends):.3f}",
+        "spikes": rounded(statistics.median(line["spikes"] for line in lines)),
+        "most spikes": rounded(max(line["spikes"] for line in lines)),
+        "norm": rounded(statistics.median(line["largest_norm"] for line in lines)),
+        "largest norm": rounded(max(line["largest_norm"] for line in lines)),
+    }
+    for name in ("k3", "halved", "routers", "entropy"):
+        found[f"first {name}"] = curve(whole, name, 0)
+        found[f"last {name}"] = curve(whole, name, -1)
+    return found | {f"seed {line['seed']}": f"{line['sampled'][-1]:.2f}" for line in whole}
+
+
+def paired(arms: Arms, base: str, arm: str) -> dict[str, str]:
+    """Return the paired tests of an arm against another, over the seeds that both have."""
+    there, here = arms[base], arms[arm]
+    seeds = sorted(set(there) & set(here))
+    only_there = sum(fails(there[seed]) and not fails(here[seed]) for seed in seeds)
+    only_here = sum(fails(here[seed]) and not fails(there[seed]) for seed in seeds)
+    gaps = [here[seed]["sampled"][-1] - there[seed]["sampled"][-1] for seed in seeds]
+    return {
+        "pairs": str(len(seeds)),
+        "only there": str(only_there),
+        "only here": str(only_here),
+        "mcnemar": f"{mcnemar(only_there, only_here):.2g}",
+        "gap": f"{statistics.fmean(gaps):.3f}",
+        "gap sd": f"{spread(gaps):.3f}",
+        "wilcoxon": f"{signed_rank(gaps):.1g}",
+    }
+
+
+def rounded(value: float) -> str:
+    """Return three digits, without an exponent."""
+    return f"{float(f'{value:.3g}'):.12g}"

@@ -1,0 +1,98 @@
+"""Colours and bars in a terminal, plain lines in a pipe, no colour where NO_COLOR is set."""
+
+import errno
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+from support.paths import ROOT
+
+PROGRESS = """
+from onepolicy.run.progress import terminal_progress
+with terminal_progress(2) as progress:
+    for step in (1, 2):
+        progress.step(step, {"reward/mean": 0.5})
+    progress.note("a note")
+"""
+AUDIT = """
+import sys
+from onepolicy.cli import main
+sys.exit(main(["audit", "conformance/embedded_bfloat16.parquet"]))
+"""
+ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+COLOUR = re.compile(rb"\x1b\[[0-9;]*\b(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;[0-9;]*)?m")
+
+
+def environment(**changes):
+    """Return an environment in which nothing but a change speaks of colours."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    return kept | {"PYTHONPATH": str(ROOT / "src"), "TERM": "xterm-256color", **changes}
+
+
+def in_a_terminal(code, **changes):
+    """Run the code with a pseudo terminal as stdout and stderr; return what it shows."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment(**changes),
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := read(ours):
+            shown += chunk
+        assert process.wait() == 0, shown
+    finally:
+        os.close(ours)
+        process.kill()
+    return shown
+
+
+def read(terminal):
+    """Return the next bytes, none once the other side is closed."""
+    try:
+        return os.read(terminal, 65536)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            return b""
+        raise
+
+
+def in_a_pipe(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, check=True
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("code", [PROGRESS, AUDIT], ids=["train", "audit"])
+def test_a_pipe_gets_plain_lines(code):
+    text = in_a_pipe(code)
+    assert text
+    assert b"\x1b" not in text
+    assert b"\r" not in text
+
+
+@pytest.mark.parametrize("code", [PROGRESS, AUDIT], ids=["train", "audit"])
+def test_a_terminal_gets_colours_unless_no_color_is_set(code):
+    assert COLOUR.search(in_a_terminal(code))
+    plain = in_a_terminal(code, NO_COLOR="1")
+    assert plain
+    assert not COLOUR.search(plain), plain
+
+
+def test_steps_are_a_bar_in_a_terminal_and_lines_in_a_pipe():
+    lines = in_a_pipe(PROGRESS).decode().splitlines()
+    assert [line.split()[:2] for line in lines] == [["step", "1"], ["step", "2"], ["a", "note"]]
+    shown = ESCAPE.sub(b"", in_a_terminal(PROGRESS)).decode()
+    assert "━" in shown
+    assert "step    1" not in shown
+    assert "a note" in shown

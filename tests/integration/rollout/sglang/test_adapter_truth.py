@@ -1,0 +1,49 @@
+"""The five published failures of LoRA syncs are named as documented, planted in an engine whose
+server keeps SGLang 0.5.23's contract. tests/e2e/rollout/sglang/test_lora.py runs SGLang itself."""
+
+import asyncio
+
+import pytest
+import torch
+
+from onepolicy.build.components import build_components
+from onepolicy.run.step import push_and_check
+from support.adapter_faults import FAULTS, first_seen, planted, settings, table, update
+from support.fake_sglang_adapters import TAKES_ADAPTERS
+from support.fake_sglang_model import ModelSGLang
+from support.paths import ROOT
+
+
+@pytest.fixture(scope="module")
+def fake(policy):
+    torch.set_num_threads(1)
+    with ModelSGLang(str(policy), info=dict(TAKES_ADAPTERS)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("sync", ["merged", "native"])
+def test_a_correct_engine_passes(fake, policy, sync):
+    components, _ = build_components(settings(policy, "sglang", sync, "float32", url=fake.url))
+    assert asyncio.run(first_seen(components, None)) == (None, "")
+    update(components.learner)
+    found = asyncio.run(push_and_check(components))
+    assert found["adapter/delivered"] == pytest.approx(1, abs=0.01)
+    assert found["adapter/gap"] < 1e-3 * found["adapter/effect"]
+    assert list(fake.adapters) == ["lora-faults@4"] * (sync == "native")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("sync", ["merged", "native"])
+def test_the_table_of_planted_failures(fake, policy, sync, fault):
+    start = f"| sglang | {sync} | {fault} | "
+    lines = (ROOT / "docs" / "lora_measured.md").read_text().splitlines()
+    documented = [line for line in lines if line.startswith(start)]
+    found = planted(policy, "sglang", sync, fault, dtype="float32", url=fake.url)
+    assert table([found])[2:] == documented
+
+
+def test_a_base_in_nf4_reaches_the_server(fake, policy):
+    pytest.importorskip("bitsandbytes")
+    chosen = settings(policy, "sglang", "merged", "float32", base="nf4", url=fake.url)
+    components, _ = build_components(chosen)
+    assert asyncio.run(first_seen(components, None)) == (None, "")

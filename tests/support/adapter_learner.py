@@ -1,0 +1,40 @@
+"""A learner with an adapter of one layer, for the tests of what servers are sent."""
+
+import contextlib
+
+import torch
+from safetensors.torch import save_file
+
+A, B = "base_model.model.x.lora_A.weight", "base_model.model.x.lora_B.weight"
+
+
+class Adapter:
+    """An adapter of one layer. `bias` is what it adds to the logit of token 0."""
+
+    name, bias, is_off = "lora-run", 0.0, False
+
+    def factors(self):
+        return {"x.weight": (torch.zeros(4, 2), torch.full((2, 4), self.bias / 8))}
+
+    def write(self, folder):
+        a, b = self.factors()["x.weight"]
+        save_file({A: a, B: b}, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text('{"r": 4}')
+
+    @contextlib.contextmanager
+    def off(self):
+        before, self.is_off = self.is_off, True
+        yield
+        self.is_off = before
+
+
+class Learner:
+    """A learner whose frozen weights are these, and whose merged weights are twice these."""
+
+    def __init__(self, model):
+        self.model, self.version, self.adapter = model, 0, Adapter()
+
+    def named_weights(self, dtype=None):
+        factor = 1 if self.adapter.is_off else 2
+        for name, tensor in self.model.state_dict().items():
+            yield name, tensor * factor

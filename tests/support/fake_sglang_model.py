@@ -1,0 +1,65 @@
+"""The server of fake_sglang.py with the checkpoint's own model, computed by transformers in
+float32, and with adapters added to its weights."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from onepolicy.config import ModelConfig
+from onepolicy.models.load import load_model
+from onepolicy.replay.routers import bind_routers
+from support.fake_sglang import FakeSGLang
+
+PREFIX, SUFFIX = "base_model.model.", ".lora_A.weight"
+
+
+class ModelSGLang(FakeSGLang):
+    def __enter__(self):
+        self.built, self.last = None, None
+        return super().__enter__()
+
+    def read_adapter(self, name, folder):
+        super().read_adapter(name, folder)
+        config = json.loads((Path(folder) / "adapter_config.json").read_text())
+        assert not config.get("use_rslora")  # SGLang does not read it
+        scale = config["lora_alpha"] / config["r"]
+        tensors = self.tensors[name]
+        for key in tensors:
+            if ".lora_B." in key:
+                tensors[key] = scale * tensors[key]
+
+    def logits(self, path, adapter=None):
+        return self.forward(path, adapter)[0].clone()
+
+    def rows(self, path, adapter=None):
+        return self.forward(path, adapter)[1]
+
+    @torch.no_grad()
+    def forward(self, path, adapter):
+        """Return the logits [V] after the path, and its routes, [LAYERS, TOP_K] for each token."""
+        weights = (self.updates, id(adapter))
+        if self.built is None or self.built[0] != weights:
+            self.built = weights, self.build(adapter)
+        asked = weights, tuple(path)
+        if self.last is None or self.last[0] != asked:
+            model = self.built[1]
+            with bind_routers(model).record() as tape:
+                logits = model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1]
+            self.last = asked, (logits, list(tape.trace().ids.int().numpy()))
+        return self.last[1]
+
+    def build(self, adapter):
+        tensors = dict(self.weights)
+        for key, a in (adapter or {}).items():
+            if key.endswith(SUFFIX):
+                name = key.removeprefix(PREFIX).removesuffix(SUFFIX)
+                b = adapter[key.replace(".lora_A.", ".lora_B.")]
+                tensors[f"{name}.weight"] = tensors[f"{name}.weight"] + b @ a
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(Path(self.folder) / "config.json", folder)
+            save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
+            return load_model(ModelConfig(path=folder), torch.float32, torch.device("cpu"))

@@ -1,0 +1,159 @@
+"""The tables of the Evidence pages and of the README: written from data, a number a cell."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import doc_tables
+import pytest
+import yaml
+
+from support.paths import ROOT
+
+NAV = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+EVIDENCE = [
+    next(iter(entry.values())).removesuffix(".md")
+    for part in yaml.safe_load(NAV[NAV.index("\nnav:\n") :])["nav"][1:]
+    for entry in part.get("Evidence", [])
+]
+WRITTEN_BY_HAND = {"results"}  # its section on speed
+WRITTEN = re.compile(r"<!-- [\w ]+: written by .*?<!-- end of ", re.DOTALL)
+"""A table that another script writes from data in the tree, and another test compares."""
+NUMBER = r"[-+~<>]{0,2}\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+TABLES = [(name, table) for name in doc_tables.pages() for table in doc_tables.tables(name)]
+
+
+def of_tables():
+    return pytest.mark.parametrize(("page", "table_id"), TABLES, ids=map("/".join, TABLES))
+
+
+def words(cell: str) -> list[str]:
+    """Return the words of three letters and more of a cell, outside of code."""
+    return re.findall(r"[^\W\d_]{3,}", re.sub(r"`[^`]*`", "", cell))
+
+
+def has_measured_numbers(cell: str) -> bool:
+    """Return whether a cell is a number or several, with units at most."""
+    plain = re.sub(r"`[^`]*`", "", cell)
+    return bool(re.search(r"\b\d", plain)) and not words(plain)
+
+
+def has_several_numbers(cell: str) -> bool:
+    """Return whether a cell has more than one number: 0.1 → 0.3, 0.5 ± 0.1, 2 [1, 3], 18 / 0."""
+    plain = re.sub(r"`[^`]*`|\"[^\"]*\"", "", cell)
+    joined = rf"{NUMBER}%?\s*(?:→|±|;|/|\[|\()\s*{NUMBER}"
+    several = has_measured_numbers(plain) and len(re.findall(NUMBER, plain)) > 1
+    return several or bool(re.search(joined, plain))
+
+
+def table_cells(text: str) -> list[str]:
+    """Return the cells below the heads of all tables of a text."""
+    lines = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+    rows = [line.strip() for line in lines if line.lstrip().startswith("|")]
+    heads = {i - 1 for i, row in enumerate(rows) if re.fullmatch(r"[|\s:-]+", row)}
+    return [
+        cell.strip()
+        for i, row in enumerate(rows)
+        if i not in heads and i - 1 not in heads
+        for cell in re.split(r"(?<!\\)\|", row.strip("|"))
+    ]
+
+
+def test_what_counts_as_several_numbers() -> None:
+    for cell in (
+        "0.1 → 0.3",
+        "0.5 ± 0.1",
+        "2.0 [1, 3]",
+        "18 / 0",
+        "95 to 229",
+        "7 (21)",
+        "0.1, 2%",
+    ):
+        assert has_several_numbers(cell), cell
+    for cell in (
+        "0.1",
+        "-3e-4",
+        "",
+        "3 layers, 1 of 8 experts",
+        "`--lengths 16 64`",
+        "9 to 16, each",
+    ):
+        assert not has_several_numbers(cell), cell
+
+
+@pytest.mark.parametrize("page", doc_tables.pages())
+def test_the_page_has_the_tables_of_its_data(page: str) -> None:
+    text = doc_tables.file_of(page).read_text(encoding="utf-8")
+    assert text == doc_tables.written(page, text), "run: python benchmarks/doc_tables.py"
+    found = re.findall(r"<!-- table: (\S+) -->", text)
+    assert sorted(found) == sorted(doc_tables.tables(page))
+
+
+@pytest.mark.parametrize("page", ["README", *sorted(set(EVIDENCE) - WRITTEN_BY_HAND)])
+def test_numbers_of_evidence_stand_in_such_tables(page: str) -> None:
+    text = doc_tables.file_of(page).read_text(encoding="utf-8")
+    cells = table_cells(WRITTEN.sub("", doc_tables.BLOCK.sub("", text)))
+    assert [cell for cell in cells if has_measured_numbers(cell)] == []
+
+
+@of_tables()
+def test_a_cell_has_one_number(page: str, table_id: str) -> None:
+    rows = doc_tables.values(doc_tables.tables(page)[table_id])
+    texts = [cell for row in rows for cell in row if type(cell) is str]
+    assert [cell for cell in texts if has_several_numbers(cell)] == []
+
+
+@of_tables()
+def test_a_column_is_of_numbers_or_of_texts(page: str, table_id: str) -> None:
+    table = doc_tables.tables(page)[table_id]
+    by_column = zip(*doc_tables.values(table), strict=True)
+    for column, cells in zip(table["columns"], by_column, strict=True):
+        assert len({type(cell) for cell in cells if cell is not None}) <= 1, column
+        if "unit" in column or "signed" in column:
+            assert all(isinstance(cell, doc_tables.Number | None) for cell in cells), column
+
+
+@of_tables()
+def test_a_table_says_what_it_shows_and_which_command_made_it(page: str, table_id: str) -> None:
+    table = doc_tables.tables(page)[table_id]
+    assert set(table) <= doc_tables.KEYS
+    assert all(set(column) <= doc_tables.COLUMN_KEYS for column in table["columns"])
+    names = {column["name"] for column in table["columns"]}
+    if page != "README":  # docs/results.md has the commands of its numbers
+        assert table.get("commands") or names & {"command", "test"}
+        assert re.match(r"\*\*.+\*\*", table["claim"])
+
+
+def test_the_readme_has_five_rows() -> None:
+    assert len(doc_tables.values(doc_tables.tables("README")["results"])) == 5
+
+
+@pytest.mark.parametrize("page", doc_tables.pages())
+def test_the_data_are_plain_json_with_a_row_a_line(page: str) -> None:
+    text = (doc_tables.DATA / f"{page}.json").read_text(encoding="utf-8")
+    found = json.loads(text)
+    assert len({table["id"] for table in found}) == len(found)
+    assert text == doc_tables.source(list(doc_tables.tables(page).values()))
+
+
+def test_a_number_keeps_its_digits() -> None:
+    numbers = [doc_tables.Number(text) for text in ("0.20", "26624", "-1.5e-4", "1234.50")]
+    assert list(map(doc_tables.printed, numbers)) == ["0.20", "26,624", "-1.5e-4", "1,234.50"]
+    assert doc_tables.printed(numbers[0], signed=True) == "+0.20"
+    assert doc_tables.heading({"name": "a step", "unit": "s"}) == "a step [s]"
+
+
+def test_a_table_takes_numbers_of_another() -> None:
+    cell = {"table": "on_policy_proof/exact", "row": "on-policy", "column": "that differ"}
+    assert doc_tables.resolved(cell) == "0"
+    highest = {"table": "plan_accuracy/memory-ranks", "of": "highest", "column": "off by"}
+    assert doc_tables.resolved(highest) == "1.8"
+    assert (
+        doc_tables.named(
+            "gym/warm-ups", "8 layers, 400 steps, `mistakes=0.2 mistakes_from=0.7`", "greedy"
+        )
+        == "0.98"
+    )
+    with pytest.raises(ValueError, match="unpack"):
+        doc_tables.named("gym/warm-ups", "another", "greedy")
