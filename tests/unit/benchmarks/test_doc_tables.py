@@ -17,7 +17,6 @@ EVIDENCE = [
     for part in yaml.safe_load(NAV[NAV.index("\nnav:\n") :])["nav"][1:]
     for entry in part.get("Evidence", [])
 ]
-WRITTEN_BY_HAND = {"results"}  # its section on speed
 WRITTEN = re.compile(r"<!-- [\w ]+: written by .*?<!-- end of ", re.DOTALL)
 """A table that another script writes from data in the tree, and another test compares."""
 NUMBER = r"[-+~<>]{0,2}\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
@@ -90,7 +89,7 @@ def test_the_page_has_the_tables_of_its_data(page: str) -> None:
     assert sorted(found) == sorted(doc_tables.tables(page))
 
 
-@pytest.mark.parametrize("page", ["README", *sorted(set(EVIDENCE) - WRITTEN_BY_HAND)])
+@pytest.mark.parametrize("page", ["README", *sorted(EVIDENCE)])
 def test_numbers_of_evidence_stand_in_such_tables(page: str) -> None:
     text = doc_tables.file_of(page).read_text(encoding="utf-8")
     cells = table_cells(WRITTEN.sub("", doc_tables.BLOCK.sub("", text)))
