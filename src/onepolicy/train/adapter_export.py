@@ -139,6 +139,6 @@ def _written_whole(out: Path) -> Iterator[Path]:
 
 def _copy_tokenizer(folder: Path, out: Path) -> None:
     for path in folder.iterdir():
-        weights = path.suffix == ".safetensors" or path.name == lora.CONFIG
+        weights = ".safetensors" in path.suffixes or path.name == lora.CONFIG  # or their index
         if path.is_file() and not weights and path.name not in NOT_COPIED:
             shutil.copyfile(path, out / path.name)

@@ -121,10 +121,7 @@ class HFEngine:
         if return_routes:
             routers = bind_routers(model)
         self.batch = _make_batch(model, config, max_len, routers, combine_weights=combine_weights)
-        if numerics == "on-policy":
-            _enable_on_policy_numerics(model, self.batch)
-        elif device.type == "cpu" and quant is None and lora is None:
-            _decode_by_functions(model, self.batch)
+        _choose_layers(model, self.batch, numerics, plain=quant is None and lora is None)
         self.fingerprint = compute_fingerprint(device, numerics)
         sizes: WeightSizes | None = None
         if self.quantised is not None:
@@ -368,8 +365,18 @@ def _enable_on_policy_numerics(model: PreTrainedModel, batch: InterruptibleBatch
     enable_invariant(model)
 
 
+def _choose_layers(
+    model: PreTrainedModel, batch: InterruptibleBatch, numerics: Numerics, *, plain: bool
+) -> None:
+    """Select on-policy numerics, or else functions for layers that may be plain."""
+    if numerics == "on-policy":
+        _enable_on_policy_numerics(model, batch)
+    elif plain:
+        _decode_by_functions(model, batch)
+
+
 def _decode_by_functions(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
-    if isinstance(batch, ContinuousBatch):
+    if isinstance(batch, ContinuousBatch) and batch.cache.device.type == "cpu":
         from onepolicy.rollout.hf.plain_layers import use_plain_layers
 
         use_plain_layers(model, batch.cache)
