@@ -1,7 +1,9 @@
 """A small HTTP server for tests of engines over HTTP: handlers by path, and replies with planted
 faults."""
 
+import contextlib
 import json
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,10 +33,30 @@ class Reply:
 
 
 class _Server(ThreadingHTTPServer):
+    """One whose connections end with it, as those of a killed process do."""
+
     daemon_threads = True
     # A client may open more connections at once than a busy machine accepts. Past the default of 5
     # the kernel resets them.
     request_queue_size = 128
+
+    def __init__(self, *args):
+        self._connections = set()
+        super().__init__(*args)
+
+    def process_request(self, request, client_address):
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request):
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self):
+        super().server_close()
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):  # the client has closed it
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass
