@@ -74,7 +74,28 @@ def table(runs: Sequence[Run]) -> list[str]:
                     f"| {words} | {trained} | {run['seed']} | {first:.2f} | {last:.2f} | "
                     f"{fmean(run['k3']):.1e} |"
                 )
-    return [*rows, "", *(f"- {verdict(runs, engine)}" for engine in ENGINES)]
+    rows += ["", *(f"- {verdict(runs, engine)}" for engine in ENGINES)]
+    return [*rows, "", *table_of_rises(runs)]
+
+
+def table_of_rises(runs: Sequence[Run]) -> list[str]:
+    """Return how far each rank and rate came with the embedded engine."""
+    rows = [
+        f"Rise: last {BLOCK} rewards less the first {BLOCK}. Embedded engine.",
+        "",
+        "| what is trained | rank | rate | mean rise | lowest seed |",
+        "|---|---|---|---|---|",
+    ]
+    for arm, trained in TRAINED.items():
+        found = of_arm(runs, f"hf-{arm}")
+        if found:
+            settings = dict(setting.split("=", 1) for setting in found[0]["settings"])
+            rises = [last - first for first, last in map(ends, found)]
+            rows.append(
+                f"| {trained} | {settings.get('train.lora.rank', '')} | {settings['optim.lr']} | "
+                f"{fmean(rises):.2f} | {min(rises):.2f} |"
+            )
+    return rows
 
 
 def verdict(runs: Sequence[Run], engine: str) -> str:

@@ -43,6 +43,7 @@ def run(arm, seed, first, last, k3=1e-5):
     return {
         "arm": arm,
         "seed": seed,
+        "settings": list(ARMS[arm]),
         "reward": [first] * BLOCK + [0.5] * 4 + [last] * BLOCK,
         "k3": [k3],
     }
@@ -58,4 +59,11 @@ def test_the_rule():
     assert not rises_alike(runs((0.4, 0.39, 0.39)), "hf")  # less than half of the rise
     assert not rises_alike(runs((0.29, 0.6, 0.6)), "hf")  # one seed falls
     assert k3_ratio(runs((0.4, 0.4, 0.4), k3=3e-5), "hf") == pytest.approx(3)
-    assert "not decided" in table(runs((0.4, 0.4, 0.4))[:5])[-2]
+    assert "embedded: 2 of 3 pairs of runs are there: not decided" in "\n".join(
+        table(runs((0.4, 0.4, 0.4))[:5])
+    )
+
+
+def test_the_rises_of_a_rank_and_a_rate():
+    row = table(runs((0.4, 0.5, 0.6)))[-1]
+    assert row == "| LoRA, merged | 16 | 1e-3 | 0.20 | 0.10 |"
