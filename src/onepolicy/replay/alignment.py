@@ -21,6 +21,7 @@ from onepolicy.types import RoutingTrace, index_ids
 
 WINDOW = 16  # rows per window
 MIN_ROWS = 8  # a window with fewer valid rows is not tested
+CHANCE = 5.0  # standard errors by which a window of few routers may miss `least` by chance
 
 
 def check_alignment(
@@ -39,7 +40,9 @@ def check_alignment(
 
     - Each layer over all rows. One wrong layer would be hidden in a mean over layers.
     - Each window of about 16 rows of a sample over all layers. One wrong sample, or a wrong part of
-      a sample, would be hidden in a mean over the batch.
+      a sample, would be hidden in a mean over the batch. With few layers and experts per token a
+      window of right routes may be below `least` by chance: it must also be CHANCE standard errors
+      below the mean of all rows.
 
     Args:
         replayed: the routes in question, ids [T, L, K].
@@ -198,7 +201,7 @@ def _check_overlapping_windows(
     starts = torch.arange(0, last_start + WINDOW // 2, WINDOW // 2).clamp(max=last_start)
     mean = agreement.cpu().unfold(0, WINDOW, 1).mean(1)[starts]
     window = int(mean.argmin())
-    if mean[window] >= least:
+    if mean[window] >= least or not _beyond_chance(mean[window], agreement, WINDOW, replayed):
         return
     first, last = rows[starts[window]], rows[starts[window] + WINDOW - 1]
     where = f"rows {int(first)} to {int(last)} agree in {mean[window]:.0%}"
@@ -221,7 +224,8 @@ def _check_windows_of_samples(
     window_of_row = torch.searchsorted(starts, rows.cpu(), right=True) - 1
     counts = torch.bincount(window_of_row, minlength=len(starts))
     mean = torch.zeros(len(starts)).index_add(0, window_of_row, agreement.cpu()) / counts
-    wrong = ((mean < least) & (counts >= MIN_ROWS)).nonzero()[:, 0]
+    wrong = (mean < least) & (counts >= MIN_ROWS)
+    wrong = (wrong & _beyond_chance(mean, agreement, counts, replayed)).nonzero()[:, 0]
     if len(wrong) == 0:
         return
     window = int(wrong[mean[wrong].argmin()])
@@ -230,6 +234,18 @@ def _check_windows_of_samples(
     last = row + int(counts[window]) - 1
     where = f"sample {sample} of the batch, rows {row} to {last}, agree in {mean[window]:.0%}"
     _refuse_sample(where, replayed, native, bounds, sample, least)
+
+
+def _beyond_chance(
+    mean: Tensor, agreement: Tensor, rows: Tensor | int, trace: RoutingTrace
+) -> Tensor:
+    """Return whether windows of `rows` rows with this mean are too low for the mean of all rows.
+
+    The standard error is that of independent experts. agreement [n]: of every row.
+    """
+    expected = agreement.mean().cpu()
+    experts = rows * len(trace.layers) * trace.ids.shape[2]
+    return expected - mean > CHANCE * (expected * (1 - expected) / experts).sqrt()
 
 
 def _refuse_sample(

@@ -235,6 +235,24 @@ def test_thresholds_by_hand() -> None:
             check_alignment(replayed, native)
 
 
+@pytest.mark.parametrize("bounds", [torch.arange(0, 6401, 32), None], ids=["samples", "unknown"])
+def test_few_routers_may_differ_by_chance(bounds: Tensor | None) -> None:
+    """2 layers, top 1 of 128, 7% of the routers differ: the lowest of 400 windows is below 80%."""
+    generator = torch.Generator().manual_seed(0)
+    native = torch.randint(128, (6400, 2, 1), generator=generator).byte()
+    others = (native + torch.randint(1, 128, native.shape, generator=generator)).byte() % 128
+    ids = torch.where(torch.rand(native.shape, generator=generator) < 0.07, others, native)
+    valid = torch.ones(6400, dtype=torch.bool)
+    right, own = (RoutingTrace(trace, valid, (0, 1), 128) for trace in (ids, native))
+    agreement = routing_agreement(right, own).mean(1)
+    assert agreement.view(400, 16).mean(1).min() < 0.8 < agreement.mean()
+    check_alignment(right, own, bounds)
+    wrong = ids.clone()
+    wrong[640:672] = ids[6080:6112]  # another sample's
+    with pytest.raises(RoutingError, match="sample 20" if bounds is not None else "rows 6[45]"):
+        check_alignment(RoutingTrace(wrong, valid, (0, 1), 128), own, bounds)
+
+
 # --- in the loop ----------------------------------------------------------------------------------
 
 
