@@ -13,12 +13,15 @@ class Adapter:
 
     name, bias, is_off = "lora-run", 0.0, False
 
+    def tensors(self):
+        b = torch.full((2, 4), 0.0 if self.is_off else self.bias / 8)
+        return {A: torch.zeros(4, 2), B: b}
+
     def factors(self):
-        return {"x.weight": (torch.zeros(4, 2), torch.full((2, 4), self.bias / 8))}
+        return {"x.weight": (self.tensors()[A], self.tensors()[B])}
 
     def write(self, folder):
-        a, b = self.factors()["x.weight"]
-        save_file({A: a, B: b}, folder / "adapter_model.safetensors")
+        save_file(self.tensors(), folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text('{"r": 4}')
 
     @contextlib.contextmanager

@@ -15,6 +15,7 @@ from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.rollout.vllm import weight_update
 from onepolicy.sync.push import push_weights
 from onepolicy.types import Sampling
+from support.adapter_learner import A, Learner
 from support.fake_vllm import (
     GENERATE,
     HF,
@@ -31,42 +32,6 @@ from support.http_server import Reply
 pytestmark = pytest.mark.usefixtures("no_waiting")
 LORA = LoraConfig(rank=4, targets=("attention",), sync="native")
 LIMITS = {"rank": 8, "layers": ["k_proj", "o_proj", "q_proj", "v_proj"]}
-A, B = "base_model.model.x.lora_A.weight", "base_model.model.x.lora_B.weight"
-
-
-class Adapter:
-    """An adapter of one layer. `bias` is what it adds to the logit of token 0."""
-
-    name, bias, is_off = "lora-run", 0.0, False
-
-    def tensors(self):
-        b = torch.full((2, 4), 0.0 if self.is_off else self.bias / 8)
-        return {A: torch.zeros(4, 2), B: b}
-
-    def factors(self):
-        return {"x.weight": (self.tensors()[A], self.tensors()[B])}
-
-    def write(self, folder):
-        save_file(self.tensors(), folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text('{"r": 4}')
-
-    @contextlib.contextmanager
-    def off(self):
-        before, self.is_off = self.is_off, True
-        yield
-        self.is_off = before
-
-
-class Learner:
-    """A learner whose frozen weights are these, and whose merged weights are twice these."""
-
-    def __init__(self, model):
-        self.model, self.version, self.adapter = model, 0, Adapter()
-
-    def named_weights(self, dtype=None):
-        factor = 1 if self.adapter.is_off else 2
-        for name, tensor in self.model.state_dict().items():
-            yield name, tensor * factor
 
 
 @pytest.fixture
