@@ -199,9 +199,13 @@ def adapter_and_optimizer(run, step):
 
 
 def test_a_run_on_two_ranks_resumes_to_the_bit_and_on_one_process(train, tmp_path):
-    settings = (*RUN, "rollout.engine.dtype=float32", "checkpoint.every=1")
+    settings = (*RUN, "rollout.engine.dtype=float32", "checkpoint={every=1,keep=3}")
     whole = train("whole", *settings, "steps=3")
-    part = train("part", *settings, "steps=1")
+    part = tmp_path / "part"  # as if it had been killed after its first checkpoint
+    shutil.copytree(whole, part)
+    for step in (2, 3):
+        shutil.rmtree(checkpoint.checkpoint_folder(part, step))
+    (part / "summary.json").unlink()
     shutil.copytree(part, tmp_path / "one")
     assert main(["train", "--resume", str(part), "steps=3"]) == 0
     assert list(map(timeless, rows(whole))) == list(map(timeless, rows(part)))
