@@ -163,7 +163,7 @@ $(VENV)/.vllm: $(VENV)/.dev requirements-vllm.txt
 vllm: $(VENV)/.vllm ## the rollout engine vLLM for the CPU
 
 test-vllm: $(VENV)/.vllm ## only the tests that need it
-	$(BIN)/pytest -m "vllm and not slow and not gpu"
+	$(BIN)/pytest -m "vllm and not slow and not gpu" tests/e2e
 
 test-envs: $(ENVS)/.ready ## the environments of other packages, played; trackio, and AdamW's states of torchao
 	PYTHONPATH=src $(ENVS)/bin/python -m pytest -m envs tests/e2e/envs tests/unit/train/test_streamed_adamw.py
