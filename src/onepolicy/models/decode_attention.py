@@ -120,7 +120,7 @@ class KVCacheStep:
             length: positions per cache row.
 
         Returns:
-            keys: [T * G * blocks * R, D] int32, rows of the table
+            keys: [T * G * R * blocks, D] int32, rows of the table
                 [V * G * D * length / block, block] with block = `key_block`; one row of the index
                 per query head and block of positions.
             values: [T * G * R, S] int32, rows of the table [V * G * length, Dv].
@@ -132,7 +132,7 @@ class KVCacheStep:
             blocks, stride = -(-self.keys // block), length // block
             keys = head * (width * stride) + _steps(blocks).view(-1, 1) + _steps(width) * stride
             # With a single bag reshape returns a view, but embedding_bag needs contiguous memory.
-            keys = keys[:, :, None].expand(-1, -1, shared, -1).reshape(-1, width).contiguous()
+            keys = keys[:, None].expand(-1, shared, -1, -1).reshape(-1, width).contiguous()
             values = (head * length + _steps(self.keys)).expand(-1, shared, -1)
             values = values.reshape(-1, self.keys).contiguous()
             self._tables[groups, shared, width, length] = keys, values
@@ -259,15 +259,13 @@ def table_scores(
     block = key_block(keys, length)
     shared, blocks = heads // groups, -(-keys // block)
     key_rows, _ = step.table_rows(groups, shared, width, length)
-    scaled = (q.to(key.dtype) * scale).reshape(tokens, groups, 1, shared, width)
-    weight = scaled.expand(-1, -1, blocks, -1, -1)
+    weight = (q.to(key.dtype) * scale).unsqueeze(2).expand(-1, -1, blocks, -1)
     table = key.as_strided((rows * groups * width * length // block, block), (block, 1))
     scores = weighted_rows(table, key_rows, weight)
-    scores = scores.view(tokens, groups, blocks, shared, block).transpose(2, 3)
-    scores = scores.reshape(tokens, groups, shared, 1, blocks * block)[..., :keys]
+    scores = scores.view(tokens, groups, shared, 1, blocks * block)[..., :keys]
     if bias is None:
         return scores
-    return scores + bias
+    return scores.add_(bias)
 
 
 def table_values(
