@@ -96,10 +96,10 @@ rescue: | $(VENV)/.train ## the run that fails under routing pressure, the same 
 	  --arm recompute --arm r3 replay.mode=r3 replay.min_agreement=0 --arm no-pressure rollout.pressure=off
 
 # The policy in the tree, which is the same for everyone; `make train` makes one.
-demonstration: | $(VENV)/.train ## seeds 0 to 4 of docs/evidence.md's demonstration, ten runs, into benchmarks/evidence/demonstration.json
+demonstration: | $(VENV)/.train ## seeds 0 to 4 of docs/evidence.md's demonstration: ten runs, their numbers and tables
 	$(BIN)/onepolicy compare recipes/routing_gap.toml --out runs/demonstration \
 	  model.path=benchmarks/evidence/policies/one-of-8 --seeds 0 1 2 3 4
-	cp runs/demonstration/comparison.json benchmarks/evidence/demonstration.json
+	$(BIN)/python benchmarks/evidence/demonstration.py runs/demonstration
 
 AGENT := runs/policies/agent_products
 $(AGENT): | $(VENV)/.train

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from doc_tables import tables
 
 from onepolicy.config import load
 from support.paths import ROOT
@@ -130,3 +131,48 @@ def test_the_pilots_in_the_tree_are_pilots(study):
     earlier = (FOLDER / "earlier_pilots.jsonl").read_text().splitlines()
     assert len(earlier) == 88
     assert all(json.loads(each)["seed"] < 100 for each in earlier)
+
+
+@pytest.fixture
+def demonstration():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield importlib.import_module("demonstration")
+    finally:
+        sys.path.remove(str(FOLDER))
+        sys.modules.pop("demonstration", None)
+
+
+def test_the_page_has_the_demonstration(demonstration):
+    found = json.loads(demonstration.RESULTS.read_text())
+    assert [each["seed"] for each in found] == [0, 1, 2, 3, 4]
+    assert {(each["first"], each["other"], *each["lengths"]) for each in found} == {
+        ("off", "r3", 400, 400)
+    }
+    for name, rows in demonstration.tables(found).items():
+        assert tables("evidence")[name]["rows"] == rows
+
+
+def test_the_demonstration_meets_what_was_asked_beforehand(demonstration):
+    for each in json.loads(demonstration.RESULTS.read_text()):
+        assert each["k3_ratio"]["value"] > 2
+        assert each["k3_ratio"]["low"] > 1.2
+
+
+def test_a_row_of_the_demonstration(demonstration):
+    interval = {"value": 95.4, "low": 5.62, "high": 1580.0}
+    gain = {"value": -0.051, "low": -0.08, "high": 0.02}
+    found = {
+        "seed": 3,
+        "k3": [1.454e-3, 1.2e-5],
+        "k3_ratio": interval,
+        "reward": [0.6, 0.549],
+        "reward_difference": gain,
+        "held_out": [[0.3, 0.3], [0.5, 0.61]],
+        "largest_norm": [123.4, 9.87],
+    }
+    rows = demonstration.tables([found])
+    assert rows["real-k3"] == [["3", "1.45e-3", "1.20e-5", "95", "5.6", "1580"]]
+    reward = ["3", "0.60", "0.55", "-0.05", "-0.08", "0.02", "0.50", "0.61"]
+    assert rows["real-reward"] == [reward]
+    assert rows["real-norms"] == [["3", "123", "9.9"]]
