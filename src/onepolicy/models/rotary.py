@@ -29,7 +29,9 @@ def use_few_passes(model: nn.Module) -> None:
 def _function_of(attention: type[nn.Module]) -> Rotate | None:
     """Return the function by which this class turns queries and keys, None if it calls none."""
     forward = attention.forward
-    if not isinstance(forward, FunctionType) or NAME not in forward.__code__.co_names:
+    if attention in MADE.values() or not isinstance(forward, FunctionType):
+        return None
+    if NAME not in forward.__code__.co_names:
         return None
     found: Rotate | None = forward.__globals__.get(NAME)
     return found
@@ -46,7 +48,7 @@ def computes_these_bits(theirs: Rotate) -> bool:
         with torch.no_grad():
             try:
                 expected = theirs(query, key, cos, sin)
-            except RuntimeError:  # gpt-oss: cos and sin of half the size
+            except (RuntimeError, TypeError):  # gpt-oss halves cos and sin, gemma4 turns one vector
                 return False
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
             ours = [RotaryFunction.apply(x, cos, sin) for x in (query, key)]

@@ -160,9 +160,10 @@ class DryRunModel:
                 with kernel_stand_ins(cpu=cpu):
                     mode.install_invariant(self.model)
         if cpu and not invariant:
-            from onepolicy.models import rms_norm
+            from onepolicy.models import rms_norm, rotary
 
             rms_norm.use_few_passes(self.model)  # not fake: it compares bits
+            rotary.use_few_passes(self.model)
         self._layer_list = decoder_layers(self.model)
         self._layers = list(self._layer_list)
         self._kinds = _layer_kinds(self.model, self._layers)

@@ -1,9 +1,12 @@
 """RoPE with a backward of one formula: bits of the forward, gradients against float64."""
 
 import copy
+import importlib
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeAttention,
     apply_rotary_pos_emb,
@@ -89,9 +92,21 @@ def test_attention_of_the_usual_families_turns_so():
     attention = model.model.layers[0].self_attn
     assert isinstance(attention, Qwen3MoeAttention)
     assert type(attention) is not Qwen3MoeAttention
-    turn = type(attention).forward.__globals__[rotary.NAME]
+    made = type(attention)
+    rotary.use_few_passes(model)  # twice changes nothing
+    assert type(attention) is made
+    turn = made.forward.__globals__[rotary.NAME]
     x, (cos, sin) = torch.randn(1, 2, 3, 8, requires_grad=True), angles(3, 8)
     out, _ = turn(x, x, cos, sin)
     assert "RotaryFunction" in out.grad_fn.name()
     with torch.no_grad():
         assert torch.equal(turn(x, x, cos, sin)[0], out)
+
+
+def test_functions_of_the_name_with_other_arguments_stay():
+    """Every function of the name in transformers is tried: with few passes, or as it was."""
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        if f"def {rotary.NAME}(" in path.read_text():
+            name = f"transformers.models.{path.parent.name}.{path.stem}"
+            theirs = getattr(importlib.import_module(name), rotary.NAME)
+            assert rotary.computes_these_bits(theirs) in (True, False), name
