@@ -202,6 +202,7 @@ LIBC = "import ctypes; l = ctypes.CDLL(None); "
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 VMSPLICE = {"x86_64": 278, "aarch64": 75}.get(platform.machine())
 EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine())
+ARENA_MAX = -8  # malloc.h: M_ARENA_MAX
 PIPES = {"x86_64": {"tee": 276, "splice": 275}, "aarch64": {"tee": 77, "splice": 76}}.get(
     platform.machine(), {}
 )
@@ -451,15 +452,21 @@ import signal; signal.pause()
 
 
 def test_page_tables_are_bounded_when_the_first_thread_has_ended(driver):
-    """When the first thread has ended, the process's own folder in /proc reports no memory."""
+    """When the first thread has ended, the process's own folder in /proc reports no memory.
+
+    The heap of the second thread would reserve 64 MiB where it finds them aligned (by chance), and
+    the pages below would then exceed the address space.
+    """
     code = f"""
 import ctypes, threading
 l = ctypes.CDLL(None)
+l.mallopt({ARENA_MAX}, 1)
 l.mmap.restype = ctypes.c_void_p
 l.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 def work():
     while 'Z' not in open('/proc/self/stat').read().rpartition(')')[2]: pass
     kept = [l.mmap(2**36 + i * 2**30, 4096, 3, 0x22, -1, 0) for i in range(15000)]
+    assert 2**64 - 1 not in kept, 'no address space'
     for page in kept: ctypes.memset(page, 1, 1)
     import signal; signal.pause()
 threading.Thread(target=work).start()
