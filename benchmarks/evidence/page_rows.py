@@ -11,8 +11,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from run import finished_runs
-from tables import Arms, Line, by_arm, curve, fails, mcnemar, ratio, signed_rank, spread
+from run import PLAN, finished_runs
+from tables import Arms, Line, by_arm, course, curve, fails, mcnemar, ratio, signed_rank, spread
 
 FOLDER = Path(__file__).parent
 
@@ -30,6 +30,8 @@ def rows(study: dict[str, Any], values: list[str]) -> list[list[str]]:
             for base in study.get("against", [""]):
                 texts = {"study": label, "arm": arm, "against": base}
                 texts |= paired(arms, base, arm) if base else numbers(list(arms[arm].values()))
+                if not base and "eval_every" in PLAN["study"][name]:
+                    texts |= course(list(arms[arm].values()), PLAN["study"][name]["eval_every"])
                 found.append([texts.get(value, "") for value in values])
     return found
 

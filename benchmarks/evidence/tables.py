@@ -86,27 +86,33 @@ def table(arms: Arms) -> str:
 
 
 def courses(arms: Arms, study: dict[str, Any]) -> str:
-    """Return best, last and crash of runs that were evaluated along the way, as in the R3 paper.
-
-    A run crashed if its last accuracy is below 80% of its best. The crash step is that of the first
-    evaluation after the best from which on all are below.
-    """
-    every = study["eval_every"]
+    """Return best, last and crash of runs that were evaluated along the way, as in the R3 paper."""
     rows = ["| arm | best (median step) | last | crashed (median step) |", "|" + " --- |" * 4]
     for arm, runs in arms.items():
-        scores = [line["sampled"] for line in runs.values() if line["error"] is None]
-        best = [max(each) for each in scores]
-        when = [every * each.index(max(each)) for each in scores]
-        crashes = [every * at for each in scores if (at := crash(each)) is not None]
-        ended = f"{len(crashes)} of {len(scores)}"
-        if crashes:
-            ended += f" ({statistics.median(crashes):.0f})"
-        last = statistics.fmean(each[-1] for each in scores)
-        rows.append(
-            f"| {arm} | {statistics.fmean(best):.3f} ({statistics.median(when):.0f}) | "
-            f"{last:.3f} | {ended} |"
-        )
+        whole = [line for line in runs.values() if line["error"] is None]
+        found = course(whole, study["eval_every"])
+        ended = f"{found['crashed']} of {len(whole)}"
+        if found["crash step"]:
+            ended += f" ({found['crash step']})"
+        last = statistics.fmean(line["sampled"][-1] for line in whole)
+        rows.append(f"| {arm} | {found['best']} ({found['best step']}) | {last:.3f} | {ended} |")
     return "\n".join(rows)
+
+
+def course(whole: Sequence[Line], every: int) -> dict[str, str]:
+    """Return the mean of the best accuracies, how many runs crashed, and the median steps of both.
+
+    A run crashed if its last accuracy is below 80% of its best. The crash step is that of the first
+    evaluation after the best from which on all are below; "" if no run crashed.
+    """
+    scores = [line["sampled"] for line in whole]
+    crashes = [every * at for each in scores if (at := crash(each)) is not None]
+    return {
+        "best": f"{statistics.fmean(map(max, scores)):.3f}",
+        "best step": f"{statistics.median(every * each.index(max(each)) for each in scores):.0f}",
+        "crashed": str(len(crashes)),
+        "crash step": f"{statistics.median(crashes):.0f}" if crashes else "",
+    }
 
 
 def crash(scores: Sequence[float]) -> int | None:
