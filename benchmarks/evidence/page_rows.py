@@ -30,8 +30,9 @@ def rows(study: dict[str, Any], values: list[str]) -> list[list[str]]:
             for base in study.get("against", [""]):
                 texts = {"study": label, "arm": arm, "against": base}
                 texts |= paired(arms, base, arm) if base else numbers(list(arms[arm].values()))
-                if not base and "eval_every" in PLAN["study"][name]:
-                    texts |= course(list(arms[arm].values()), PLAN["study"][name]["eval_every"])
+                every = PLAN["study"][name].get("eval_every")
+                if every and not base:
+                    texts |= course(arms[arm].values(), every)
                 found.append([texts.get(value, "") for value in values])
     return found
 

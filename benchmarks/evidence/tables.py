@@ -89,25 +89,28 @@ def courses(arms: Arms, study: dict[str, Any]) -> str:
     """Return best, last and crash of runs that were evaluated along the way, as in the R3 paper."""
     rows = ["| arm | best (median step) | last | crashed (median step) |", "|" + " --- |" * 4]
     for arm, runs in arms.items():
-        whole = [line for line in runs.values() if line["error"] is None]
-        found = course(whole, study["eval_every"])
-        ended = f"{found['crashed']} of {len(whole)}"
+        found = course(runs.values(), study["eval_every"])
+        ended = f"{found['crashed']} of {found['whole']}"
         if found["crash step"]:
             ended += f" ({found['crash step']})"
-        last = statistics.fmean(line["sampled"][-1] for line in whole)
-        rows.append(f"| {arm} | {found['best']} ({found['best step']}) | {last:.3f} | {ended} |")
+        rows.append(
+            f"| {arm} | {found['best']} ({found['best step']}) | {found['last']} | {ended} |"
+        )
     return "\n".join(rows)
 
 
-def course(whole: Sequence[Line], every: int) -> dict[str, str]:
-    """Return the mean of the best accuracies, how many runs crashed, and the median steps of both.
+def course(lines: Iterable[Line], every: int) -> dict[str, str]:
+    """Return mean best and last accuracy, how many runs crashed, and the median steps of both.
 
-    A run crashed if its last accuracy is below 80% of its best. The crash step is that of the first
-    evaluation after the best from which on all are below; "" if no run crashed.
+    Of runs that went to their end. A run crashed if its last accuracy is below 80% of its best. The
+    crash step is that of the first evaluation after the best from which on all are below; "" if no
+    run crashed.
     """
-    scores = [line["sampled"] for line in whole]
+    scores = [line["sampled"] for line in lines if line["error"] is None]
     crashes = [every * at for each in scores if (at := crash(each)) is not None]
     return {
+        "whole": str(len(scores)),
+        "last": f"{statistics.fmean(each[-1] for each in scores):.3f}",
         "best": f"{statistics.fmean(map(max, scores)):.3f}",
         "best step": f"{statistics.median(every * each.index(max(each)) for each in scores):.0f}",
         "crashed": str(len(crashes)),

@@ -124,6 +124,22 @@ def test_crash_step(study, scores, at):
     assert study[1].crash(scores) == at
 
 
+def test_course_of_the_runs_that_went_to_their_end(study):
+    lines = [
+        line("r3", 300, 0.3, 0.5, 0.1),
+        line("r3", 301, 0.3, 0.4, 0.6),
+        line("r3", 302, 0.3, 0.9, error="NaN"),
+    ]
+    assert study[1].course(lines, every=40) == {
+        "whole": "2",
+        "last": "0.350",
+        "best": "0.550",
+        "best step": "60",
+        "crashed": "1",
+        "crash step": "80",
+    }
+
+
 def test_the_pilots_in_the_tree_are_pilots(study):
     lines = [json.loads(each) for each in (FOLDER / "pilots.jsonl").read_text().splitlines()]
     assert lines
