@@ -4,6 +4,8 @@ CORES := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
 VENV := .venv
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
+# Debian 12's pip would otherwise install an sdist by setup.py, without its licence.
+export PIP_USE_PEP517 := 1
 
 .PHONY: help train rescue demonstration train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl test-megatron vllm test-vllm sglang test-sglang test-versions test-versions-fast site test-release test-gpu bench-gpu clean
 help: ## this text
