@@ -21,6 +21,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,8 @@ def play(job: Job) -> Json:
     line: Json = {"study": job.study, "arm": job.arm, "seed": job.seed, "settings": job.settings}
     line["commit"] = commit()
     try:
-        start_run(load(RECIPE, [f"out={job.folder}", *job.settings]), Progress())
+        with intervention(job.arm):
+            start_run(load(RECIPE, [f"out={job.folder}", *job.settings]), Progress())
         line["error"] = None
     except UsageError:
         raise
@@ -151,6 +153,16 @@ def play(job: Job) -> Json:
     line |= measured(read_metrics(job.folder))
     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
     return line
+
+
+def intervention(arm: str) -> AbstractContextManager[None]:
+    """Return the context that a run of this arm trains in: most are their settings alone."""
+    from hold_entropy import held_entropy
+
+    target = PLAN["hold_entropy"].get(arm)
+    if target is None:
+        return nullcontext()
+    return held_entropy(target)
 
 
 def commit() -> str:
