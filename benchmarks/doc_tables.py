@@ -39,7 +39,7 @@ NAMED = re.compile(r"\{([\w/-]+): ([^:{}]+): ([^:{}]+)\}")
 WIDTH = 130
 KEYS = {"id", "claim", "columns", "rows", "from", "study", "commands", "measured"}
 COLUMN_KEYS = {"name", "unit", "signed", "value"}
-TEXTS = {"study", "arm", "against"}
+TEXTS = {"study", "arm", "against", "turns"}
 """Values of a study that are no numbers."""
 
 Table = dict[str, Any]
@@ -251,7 +251,7 @@ def evidence_rows() -> Any:
         return importlib.import_module("page_rows")
     finally:
         sys.path.remove(folder)
-        for name in ("page_rows", "run", "tables"):
+        for name in ("page_rows", "run", "tables", "turn_rows"):
             sys.modules.pop(name, None)
 
 

@@ -2,23 +2,39 @@
 
 `study` of a table in docs/data/evidence.json names the runs: `names`, the studies and how the page
 calls them; `arms`; `against`, for pairs of arms by seed; `each` = "seed", for the growth of k3 in
-every arm by seed; `file`, if not runs.jsonl.
+every arm by seed; `file`, if not runs.jsonl. `turns`: the runs of turn_rows.py.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
 
+import turn_rows
 from run import PLAN, finished_runs
-from tables import Arms, Line, by_arm, course, curve, fails, mcnemar, ratio, signed_rank, spread
+from tables import (
+    Arms,
+    Line,
+    by_arm,
+    course,
+    curve,
+    fails,
+    late_ratios,
+    mcnemar,
+    ratio,
+    signed_rank,
+    spread,
+)
 
 FOLDER = Path(__file__).parent
 
 
 def rows(study: dict[str, Any], values: list[str]) -> list[list[str]]:
     """Return these values of every arm, or of every arm against another; "" for none."""
+    if "turns" in study:
+        return turn_rows.rows(study["turns"], values)
     lines = finished_runs(FOLDER / study.get("file", "runs.jsonl"))
     found = []
     for name, label in study["names"].items():
@@ -79,6 +95,7 @@ def paired(arms: Arms, base: str, arm: str) -> dict[str, str]:
     only_there = sum(fails(there[seed]) and not fails(here[seed]) for seed in seeds)
     only_here = sum(fails(here[seed]) and not fails(there[seed]) for seed in seeds)
     gaps = [here[seed]["sampled"][-1] - there[seed]["sampled"][-1] for seed in seeds]
+    late = late_ratios(there, here)
     return {
         "pairs": str(len(seeds)),
         "only there": str(only_there),
@@ -87,6 +104,11 @@ def paired(arms: Arms, base: str, arm: str) -> dict[str, str]:
         "gap": f"{statistics.fmean(gaps):.3f}",
         "gap sd": f"{spread(gaps):.3f}",
         "wilcoxon": f"{signed_rank(gaps):.1g}",
+        "k3 ratio": f"{statistics.median(late):.2g}",
+        "k3 lowest": f"{min(late):.2g}",
+        "k3 highest": f"{max(late):.2g}",
+        "k3 lower": str(sum(each < 1 for each in late)),
+        "k3 wilcoxon": f"{signed_rank([math.log(each) for each in late]):.1g}",
     }
 
 

@@ -210,7 +210,7 @@ def paired(base: str, arm: str, there: dict[int, Line], here: dict[int, Line]) -
     if not both:
         return row + "| | | | | |"
     gaps = [mine["sampled"][-1] - other["sampled"][-1] for mine, other in both]
-    ratios = [late_k3(mine) / late_k3(other) for mine, other in both]
+    ratios = late_ratios(there, here)
     logs = [math.log(each) for each in ratios]
     return (
         row + f"{mcnemar(only_there, only_here):.2g} | {statistics.fmean(gaps):+.3f} ± "
@@ -218,6 +218,16 @@ def paired(base: str, arm: str, there: dict[int, Line], here: dict[int, Line]) -
         f"({min(ratios):.2g} to {max(ratios):.2g}) | {sum(each < 1 for each in ratios)} of "
         f"{len(ratios)} | {signed_rank(logs):.2g} |"
     )
+
+
+def late_ratios(there: dict[int, Line], here: dict[int, Line]) -> list[float]:
+    """Return k3 of the last tenth, here / there, on seeds whose runs both went to their end."""
+    whole = [
+        seed
+        for seed in sorted(there.keys() & here.keys())
+        if there[seed]["error"] is None and here[seed]["error"] is None
+    ]
+    return [late_k3(here[seed]) / late_k3(there[seed]) for seed in whole]
 
 
 def late_k3(line: Line) -> float:

@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from doc_tables import tables
 
-from onepolicy.config import load
+import onepolicy.train.learner
+from onepolicy.config import ObjectiveConfig, load
+from onepolicy.objective.loss import policy_loss
+from support.objective_batches import batch
 from support.paths import ROOT
 
 FOLDER = ROOT / "benchmarks" / "evidence"
@@ -23,7 +27,7 @@ def study():
         yield importlib.import_module("run"), importlib.import_module("tables")
     finally:
         sys.path.remove(str(FOLDER))
-        for name in ("run", "tables"):
+        for name in ("run", "tables", "page_rows", "turn_rows", "hold_entropy"):
             sys.modules.pop(name, None)
 
 
@@ -92,6 +96,79 @@ def test_late_k3_is_of_pairs_that_went_to_their_end(study):
     there = {0: line("recompute", 0, 0.3, 0.1), 1: line("recompute", 1, 0.3, 0.1, error="lost")}
     here = {0: line("tis", 0, 0.3, 0.2, k3=0.3), 1: line("tis", 1, 0.3, 0.2, k3=1e-9)}
     assert " 3 (3 to 3) | 0 of 1 | " in tables.paired("recompute", "tis", there, here)
+
+
+def test_a_page_has_late_k3_by_seed(study):
+    """Ratios 2, 1/2 and 1/4 of three seeds; the fourth pair has a run that ended early."""
+    page_rows = importlib.import_module("page_rows")
+    there = {seed: line("recompute", seed, 0.3, 0.1) for seed in range(4)}
+    here = {seed: line("tis", seed, 0.3, 0.2) for seed in range(4)}
+    for seed, k3 in enumerate((0.2, 0.05, 0.025)):
+        here[seed]["curves"]["k3"][-1] = k3
+    here[3]["error"] = "lost"
+    found = page_rows.paired({"recompute": there, "tis": here}, "recompute", "tis")
+    assert [found[f"k3 {name}"] for name in ("ratio", "lowest", "highest", "lower")] == [
+        "0.5",
+        "0.25",
+        "2",
+        "2",
+    ]
+    assert found["k3 wilcoxon"] == "0.8"  # log ratios 1, -1, -2: ranks 1.5, -1.5, -3
+
+
+def turn_run(arm, turns, seed, score, k3):
+    rows = [{"mismatch/k3": each, "train/reward": 0.5} for each in k3]
+    run = {"arm": arm, "turns": turns, "seed": seed, "rows": rows}
+    return run | {"scores": {"eval/avg@2": score}}
+
+
+def test_rows_of_the_turns_under_pressure(study, tmp_path, monkeypatch):
+    """Two seeds by hand: D(4) = 0 and 0.1, D(16) = 0.25 and 0.05, so D(16) - D(4) = 0.25, -0.05."""
+    turn_rows = importlib.import_module("turn_rows")
+    found = [
+        *(turn_run("off", 4, seed, 0.2, [0.01, 0.03]) for seed in (110, 111)),
+        *(turn_run("r3", 4, seed, score, [1e-9]) for seed, score in ((110, 0.2), (111, 0.3))),
+        *(turn_run("off", 16, seed, 0.5, [0.02, 0.06]) for seed in (110, 111)),
+        *(turn_run("r3", 16, seed, score, [1e-9]) for seed, score in ((110, 0.75), (111, 0.55))),
+    ]
+    path = tmp_path / "turns.jsonl"
+    path.write_text("\n".join(map(json.dumps, found)))
+    monkeypatch.setattr(turn_rows, "RESULTS", path)
+    names = ["turns", "off", "r3", "off k3", "mean", "error", "above", "seed 110", "seed 111"]
+    assert turn_rows.rows("reward", names) == [
+        ["4", "0.200", "0.250", "2.0e-02", "0.050", "0.050", "1", "0.000", "0.100"],
+        ["16", "0.500", "0.650", "4.0e-02", "0.150", "0.100", "2", "0.250", "0.050"],
+    ]
+    assert turn_rows.rows("gain", ["turns", "mean", "error", "above", "below", "seeds"]) == [
+        ["D(16) - D(4)", "0.100", "0.150", "1", "1", "2"]
+    ]
+
+
+def test_the_bonus_follows_the_entropy(study):
+    """Below the target it raises the entropy, above it lowers it; the mean moves a tenth a step."""
+    hold_entropy = importlib.import_module("hold_entropy")
+    assert hold_entropy.bonus_share(0.09, 0.18) == pytest.approx(0.5)
+    assert hold_entropy.bonus_share(0.18, 0.18) == 0
+    assert hold_entropy.bonus_share(3.0, 0.18) == -1
+
+    zeros, seen = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    made = batch([2], seen, [0.0], loss_weight=torch.full((2,), 0.5), advantage=zeros)
+    made = made.replace(weight=zeros, keep=seen, logp_old=zeros)
+    config = ObjectiveConfig(entropy_coef=0.2)
+    gradients = []
+    with hold_entropy.held_entropy(0.18):
+        for value in (0.09, 0.27):
+            entropy = torch.full((2,), value, requires_grad=True)
+            loss, _ = onepolicy.train.learner.policy_loss(
+                torch.zeros(2), made, config=config, entropy=entropy
+            )
+            loss.backward()
+            gradients += entropy.grad.tolist()
+    half = -0.5 * 0.2  # of a token's share of the loss
+    mean = 0.9 * 0.09 + 0.1 * 0.27
+    assert gradients[:2] == pytest.approx([half * 0.5] * 2)
+    assert gradients[2:] == pytest.approx([half * (1 - mean / 0.18)] * 2)
+    assert onepolicy.train.learner.policy_loss is policy_loss
 
 
 def test_growth_is_last_tenth_by_first_tenth_of_k3_without_replay(study):
