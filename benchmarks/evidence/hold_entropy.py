@@ -32,10 +32,11 @@ def held_entropy(target: float) -> Iterator[None]:
         batch: TokenBatch,
         *,
         config: ObjectiveConfig,
-        entropy: Tensor,
+        entropy: Tensor | None = None,
         **rest: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         nonlocal mean
+        assert entropy is not None, "objective.entropy_coef is above 0"
         now = float(entropy.detach()[batch.trainable].mean())
         mean = now if mean is None else DECAY * mean + (1 - DECAY) * now
         bonus = config.entropy_coef * bonus_share(mean, target)
