@@ -54,12 +54,16 @@ def rows(study: dict[str, Any], values: list[str]) -> list[list[str]]:
 
 
 def by_seed(arms: Arms, values: list[str]) -> list[list[str]]:
-    """Return the growth of k3 in every arm, a row per seed."""
+    """Return the growth of k3 in every arm, and where it ended, a row per seed."""
     seeds = sorted({seed for runs in arms.values() for seed in runs})
     found = []
     for seed in seeds:
-        texts = {arm: f"{ratio(runs[seed]):.2f}" for arm, runs in arms.items() if seed in runs}
-        texts["seed"] = str(seed)
+        texts = {"seed": str(seed)}
+        for arm, runs in arms.items():
+            if seed in runs:
+                texts[arm] = f"{ratio(runs[seed]):.2f}"
+                for name in ("entropy", "routers"):
+                    texts[f"{arm} {name}"] = rounded(runs[seed]["curves"][name][-1], digits=2)
         found.append([texts.get(value, "") for value in values])
     return found
 
@@ -112,6 +116,6 @@ def paired(arms: Arms, base: str, arm: str) -> dict[str, str]:
     }
 
 
-def rounded(value: float) -> str:
-    """Return three digits, without an exponent."""
-    return f"{float(f'{value:.3g}'):.12g}"
+def rounded(value: float, digits: int = 3) -> str:
+    """Return so many digits, without an exponent."""
+    return f"{float(f'{value:.{digits}g}'):.12g}"
