@@ -86,7 +86,7 @@ def numbers(lines: list[Line]) -> dict[str, str]:
         "norm": rounded(statistics.median(line["largest_norm"] for line in lines)),
         "largest norm": rounded(max(line["largest_norm"] for line in lines)),
     }
-    for name in ("k3", "halved", "routers", "entropy"):
+    for name in ("k3", "halved", "routers", "entropy", "rejected"):
         found[f"first {name}"] = curve(whole, name, 0)
         found[f"last {name}"] = curve(whole, name, -1)
     return found | {f"seed {line['seed']}": f"{line['sampled'][-1]:.2f}" for line in whole}

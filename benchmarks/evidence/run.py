@@ -42,6 +42,7 @@ CURVES = {
     "entropy": "train/entropy",
     "grad_norm": "train/grad_norm",
     "halved": "train/halved_gradient",
+    "rejected": "correction/rejected",  # not in the lines of the first runs
     "unreplayed": "counterfactual/mismatch/k3",  # the same batch scored without replay
 }
 DEFAULT_POLICY = "one-of-8"  # of study.toml
