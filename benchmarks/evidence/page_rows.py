@@ -1,7 +1,7 @@
 """Rows of the tables of docs/evidence.md, from the runs in the tree.
 
 `study` of a table in docs/data/evidence.json names the runs: `names`, the studies and how the page
-calls them; `arms`; `against`, for pairs of arms by seed; `each` = "seed", for the growth of k3 in
+calls them; `arms`, unset: all; `against`, for pairs of arms by seed; `each` = "seed", for the growth of k3 in
 every arm by seed; `file`, if not runs.jsonl. `turns`: the runs of turn_rows.py.
 """
 
@@ -42,7 +42,7 @@ def rows(study: dict[str, Any], values: list[str]) -> list[list[str]]:
         if study.get("each") == "seed":
             found += by_seed(arms, values)
             continue
-        for arm in study["arms"]:
+        for arm in study.get("arms", arms):
             for base in study.get("against", [""]):
                 texts = {"study": label, "arm": arm, "against": base}
                 texts |= paired(arms, base, arm) if base else numbers(list(arms[arm].values()))
