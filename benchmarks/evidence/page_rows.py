@@ -1,8 +1,8 @@
 """Rows of the tables of docs/evidence.md, from the runs in the tree.
 
 `study` of a table in docs/data/evidence.json names the runs: `names`, the studies and how the page
-calls them; `arms`, unset: all; `against`, for pairs of arms by seed; `each` = "seed", for the growth of k3 in
-every arm by seed; `file`, if not runs.jsonl. `turns`: the runs of turn_rows.py.
+calls them; `arms`, unset: all; `against`, for pairs of arms by seed; `each` = "seed", for the
+growth of k3 in every arm by seed; `file`, if not runs.jsonl. `turns`: the runs of turn_rows.py.
 """
 
 from __future__ import annotations
