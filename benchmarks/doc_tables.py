@@ -39,7 +39,7 @@ NAMED = re.compile(r"\{([\w/-]+): ([^:{}]+): ([^:{}]+)\}")
 WIDTH = 130
 KEYS = {"id", "claim", "columns", "rows", "from", "study", "commands", "measured"}
 COLUMN_KEYS = {"name", "unit", "signed", "value"}
-TEXTS = {"study", "arm", "against", "turns"}
+TEXTS = {"study", "arm", "against"}
 """Values of a study that are no numbers."""
 
 Table = dict[str, Any]

@@ -55,7 +55,7 @@ def gain(found: Runs, turns: int) -> dict[str, str]:
     """Return D(16) - D(turns), D the difference of the arms on a seed."""
     most, fewer = differences(found, MOST), differences(found, turns)
     both = {seed: most[seed] - fewer[seed] for seed in sorted(most.keys() & fewer.keys())}
-    return {"turns": f"D({MOST}) - D({turns})"} | summary(both)
+    return {"turns": str(turns)} | summary(both)
 
 
 def differences(found: Runs, turns: int) -> dict[int, float]:

@@ -140,7 +140,7 @@ def test_rows_of_the_turns_under_pressure(study, tmp_path, monkeypatch):
         ["16", "0.500", "0.650", "4.0e-02", "0.150", "0.100", "2", "0.250", "0.050"],
     ]
     assert turn_rows.rows("gain", ["turns", "mean", "error", "above", "below", "seeds"]) == [
-        ["D(16) - D(4)", "0.100", "0.150", "1", "1", "2"]
+        ["4", "0.100", "0.150", "1", "1", "2"]
     ]
 
 
