@@ -112,7 +112,7 @@ def paired(arms: Arms, base: str, arm: str) -> dict[str, str]:
         "k3 lowest": f"{min(late):.2g}",
         "k3 highest": f"{max(late):.2g}",
         "k3 lower": str(sum(each < 1 for each in late)),
-        "k3 wilcoxon": f"{signed_rank([math.log(each) for each in late]):.1g}",
+        "k3 wilcoxon": f"{signed_rank([math.log(each) for each in late]):.2g}",
     }
 
 
