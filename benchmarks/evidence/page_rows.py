@@ -1,8 +1,9 @@
 """Rows of the tables of docs/evidence.md, from the runs in the tree.
 
 `study` of a table in docs/data/evidence.json names the runs: `names`, the studies and how the page
-calls them; `arms`, unset: all; `against`, for pairs of arms by seed; `each` = "seed", for the
-growth of k3 in every arm by seed; `file`, if not runs.jsonl. `turns`: the runs of turn_rows.py.
+calls them ("a+b": the runs of both, whose seeds differ); `arms`, unset: all; `against`, for pairs
+of arms by seed; `each` = "seed", for the growth of k3 in every arm by seed; `file`, if not
+runs.jsonl. `turns`: the runs of turn_rows.py.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def rows(study: dict[str, Any], values: list[str]) -> list[list[str]]:
     lines = finished_runs(FOLDER / study.get("file", "runs.jsonl"))
     found = []
     for name, label in study["names"].items():
-        arms = by_arm(line for line in lines if line["study"] == name)
+        parts = name.split("+")
+        arms = by_arm(line for line in lines if line["study"] in parts)
         if study.get("each") == "seed":
             found += by_seed(arms, values)
             continue
@@ -46,7 +48,7 @@ def rows(study: dict[str, Any], values: list[str]) -> list[list[str]]:
             for base in study.get("against", [""]):
                 texts = {"study": label, "arm": arm, "against": base}
                 texts |= paired(arms, base, arm) if base else numbers(list(arms[arm].values()))
-                every = PLAN["study"][name].get("eval_every")
+                every = PLAN["study"][parts[0]].get("eval_every")
                 if every and not base:
                     texts |= course(arms[arm].values(), every)
                 found.append([texts.get(value, "") for value in values])

@@ -116,6 +116,25 @@ def test_a_page_has_late_k3_by_seed(study):
     assert found["k3 wilcoxon"] == "0.75"  # log ratios 1, -1, -2: ranks 1.5, -1.5, -3
 
 
+def test_a_page_puts_the_seeds_of_two_studies_together(study, tmp_path, monkeypatch):
+    """Four seeds of one and three of the other, which all fail without replay: p = 2 / 2^7."""
+    page_rows = importlib.import_module("page_rows")
+    found = [
+        line(arm, seed, 0.3, end) | {"study": name}
+        for name, seeds in (("replicate", range(132, 136)), ("replicate-2", range(148, 151)))
+        for seed in seeds
+        for arm, end in (("recompute", 0.1), ("r3", 0.5))
+    ]
+    (tmp_path / "both.jsonl").write_text("\n".join(map(json.dumps, found)))
+    monkeypatch.setattr(page_rows, "FOLDER", tmp_path)
+    table = {"file": "both.jsonl", "arms": ["r3"], "against": ["recompute"]}
+    values = ["study", "pairs", "only there", "mcnemar"]
+    together = {"names": {"replicate+replicate-2": "both"}}
+    assert page_rows.rows(table | together, values) == [["both", "7", "7", "0.016"]]
+    one = {"names": {"replicate-2": "fresh"}}
+    assert page_rows.rows(table | one, values) == [["fresh", "3", "3", "0.25"]]
+
+
 def turn_run(arm, turns, seed, score, k3):
     rows = [{"mismatch/k3": each, "train/reward": 0.5} for each in k3]
     run = {"arm": arm, "turns": turns, "seed": seed, "rows": rows}
