@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import onepolicy.integrations.trl as op_trl
 from support.trl.tiny import CopySampler, make_trainer, parameters, train
@@ -26,6 +27,7 @@ def main(folder: Path) -> None:
     torch.save(parameters(trainer), folder / f"parameters_{rank}.pt")
     if rank == 0:
         (folder / "log.json").write_text(json.dumps(log))
+    dist.destroy_process_group()  # else gloo aborts a process now and then as it ends
 
 
 if __name__ == "__main__":
