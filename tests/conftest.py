@@ -1,5 +1,5 @@
-"""Hooks of all tests: programs that a test needs, and random numbers that do not depend on test
-order.
+"""Hooks of all tests: what `make test` runs of them, programs that a test needs, the lane of tests
+that start processes, and random numbers that do not depend on test order.
 
 A test that drives a system program declares it: `@pytest.mark.needs("bwrap")`, or `need("bwrap")`
 in its fixture. Where the program is missing, the test is skipped with the name of the package that
@@ -11,12 +11,16 @@ import os
 import random
 import signal
 import sys
+import tomllib
+from operator import attrgetter
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 pytest.register_assert_rewrite("support")
 
+from support import gate, processes  # noqa: E402
 from support.needs import need  # noqa: E402
 
 MAY_LACK = ("this processor", "this system", "no CUDA device")
@@ -32,23 +36,61 @@ for number, usual in (
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
-# Hypothesis would fail an example that takes longer than 200 ms.
-settings.register_profile("onepolicy", deadline=None)
-settings.load_profile("onepolicy")
+# Hypothesis would fail an example that takes longer than 200 ms. `make test` draws the same
+# examples every time; elsewhere they are new ones, and a failure prints the one to add.
+settings.register_profile("all", deadline=None, print_blob=True)
+settings.register_profile("gate", deadline=None, derandomize=True)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--gate", action="store_true", help="run what `make test` runs (support/gate.py)"
+    )
+    parser.addoption(
+        "--order", type=int, metavar="SEED", help="shuffle the files, and the tests in each"
+    )
+
+
+def pytest_configure(config):
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile("gate" if config.getoption("--gate") else "all")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--gate"):
+        table = Path(__file__).parent / "support" / "families.toml"
+        kept = gate.selected(items, tomllib.loads(table.read_text(encoding="utf-8")))
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+    if (seed := config.getoption("--order")) is not None:
+        places = {item: random.Random(f"{seed} {item.nodeid}").random() for item in items}
+        files = {item.path: random.Random(f"{seed} {item.path}").random() for item in items}
+        items.sort(key=lambda item: (files[item.path], places[item]))
 
 
 def pytest_runtest_setup(item):
     """Seed the global random numbers, so that no test depends on the tests that ran before it."""
     random.seed(0)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    for module, seed in (("torch", "manual_seed"), ("numpy", "random.seed")):
+        if module in sys.modules:
+            attrgetter(seed)(sys.modules[module])(0)
     for mark in item.iter_markers("needs"):
         need(*mark.args)
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    with processes.watch(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    return _failed_in_ci((yield))
+    report = _failed_in_ci((yield))
+    if call.when == "call" and report.passed and (started := processes.unmarked(item)):
+        report.outcome = "failed"
+        report.longrepr = f"mark it `process`, it starts one: {started}"
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

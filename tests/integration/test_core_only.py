@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 from support.paths import ROOT
 
+pytestmark = pytest.mark.process
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 CHECK = """
@@ -43,25 +44,30 @@ def closure(requirements: list[str]) -> set[str]:
     return found
 
 
-@pytest.fixture
-def core_python(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def core_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a virtual environment that links only the core's dependencies, as they are installed
     here."""
-    venv.create(tmp_path / "venv", with_pip=False)
-    packages = next((tmp_path / "venv").glob("lib/python*/site-packages"))
+    folder = tmp_path_factory.mktemp("core") / "venv"
+    venv.create(folder, with_pip=False)
+    packages = next(folder.glob("lib/python*/site-packages"))
     (packages / "onepolicy").symlink_to(ROOT / "src" / "onepolicy")
     for name in closure(PROJECT["dependencies"]):
         installed = distribution(name)
-        for top in {
-            file.parts[0]
-            for file in installed.files or []
-            if file.parts[0] not in ("..", "__pycache__")
-        }:
+        tops = {file.parts[0] for file in installed.files or []} - {"..", "__pycache__"}
+        for top in tops:
             if not (packages / top).exists():
                 (packages / top).symlink_to(Path(str(installed.locate_file(top))))
-    return tmp_path / "venv" / "bin" / "python"
+    return folder / "bin" / "python"
 
 
+def run(python: Path, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    command = [str(python), *map(str, words)]
+    return subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True)
+
+
+@pytest.mark.full
 def test_the_library_needs_the_core_only(core_python: Path, tmp_path: Path) -> None:
     """The first example binds, records, replays, measures and reweights."""
     groups = PROJECT["optional-dependencies"].values()
@@ -74,28 +80,17 @@ def test_the_library_needs_the_core_only(core_python: Path, tmp_path: Path) -> N
     assert brought <= {"httpx2", "jinja2"}  # huggingface_hub 2 and torch need them
     extras -= brought
     example = (ROOT / "examples" / "record_and_replay.py").read_text()
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    code = CHECK.format(extras=sorted(extras), example=example)
-    run = subprocess.run(
-        [core_python, "-c", code], cwd=tmp_path, env=clean, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    assert "k3 with replay" in run.stdout
+    done = run(core_python, tmp_path, "-c", CHECK.format(extras=sorted(extras), example=example))
+    assert done.returncode == 0, done.stderr
+    assert "k3 with replay" in done.stdout
     assert str(core_python) != sys.executable
 
 
 def test_a_command_of_the_trainer_names_the_missing_extra(
     core_python: Path, tmp_path: Path
 ) -> None:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    run = subprocess.run(
-        [core_python, "-m", "onepolicy", "config", str(ROOT / "recipes" / "quickstart.toml")],
-        cwd=tmp_path,
-        env=clean,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 2, run.stderr
-    assert "this command needs tomlkit>=0.13 (not installed); pip install 'onepolicy[train]'" in (
-        run.stderr
-    )
+    recipe = ROOT / "recipes" / "quickstart.toml"
+    done = run(core_python, tmp_path, "-m", "onepolicy", "config", recipe)
+    assert done.returncode == 2, done.stderr
+    needs = "this command needs tomlkit>=0.13 (not installed); pip install 'onepolicy[train]'"
+    assert needs in done.stderr

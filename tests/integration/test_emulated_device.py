@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from support.paths import ROOT
-from support.step_cases import FAMILIES, FAST, SLOW
+from support.step_cases import FAMILIES, SLOW
 
+pytestmark = pytest.mark.process
 COMMAND = "import support.emulated_device, support.{module} as run; run.main({arguments!r})"
 
 
@@ -36,9 +37,25 @@ def check_all(cases):
         check(each)
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_steps_of_every_family_mode_and_kind_of_correction(half):
-    check_all(FAST[half::2])
+STEPS = [
+    "qwen3_dense off tis",
+    "qwen3_moe off centering",
+    "qwen3_moe r2 kl-entropy gspo",
+    "qwen3_moe r3 tis bfloat16",
+    "qwen3_moe r3 critic m2po",
+    "qwen3_moe r3 int8-static mis",
+    "olmoe r3 tis fp8",
+    "mixtral r3 tis",
+    "deepseek_v3 r3 tis",
+    "deepseek_v3 weights seq-mis reuse",
+    "gpt_oss soft opsm chunks",
+]
+"""Every family, mode and kind of correction, and two formats, with as few steps as hold them."""
+
+
+@pytest.mark.full
+def test_steps_of_every_family_mode_and_kind_of_correction():
+    check_all(STEPS)
 
 
 @pytest.mark.slow
@@ -59,6 +76,7 @@ READS = {
 MoE model has its routes to return. The numbers may only go down."""
 
 
+@pytest.mark.full
 def test_the_host_waits_as_often_as_the_budget_says():
     moe, dense = run("emulated_budgets", ["qwen3_moe", "qwen3_dense"])
     for line in (moe, dense):

@@ -49,12 +49,12 @@ def test_every_example_is_tested_and_listed():
     assert set(re.findall(r"`examples/([\w.]+)`", listed)) == files
 
 
-@pytest.mark.parametrize("name", sorted(TESTED))
-def test_each_is_one_file_of_under_100_lines(name):
-    text = (EXAMPLES / name).read_text(encoding="utf-8")
-    if name.endswith(".ipynb"):
-        text = "\n".join(cells())
-    assert len(text.splitlines()) < 100
+def test_each_is_one_file_of_under_100_lines():
+    for name in TESTED:
+        text = (EXAMPLES / name).read_text(encoding="utf-8")
+        if name.endswith(".ipynb"):
+            text = "\n".join(cells())
+        assert len(text.splitlines()) < 100, name
 
 
 def test_a_grpo_loop_of_transformers_and_the_library(capsys):
@@ -66,6 +66,8 @@ def test_a_grpo_loop_of_transformers_and_the_library(capsys):
     assert max(reward for reward, *_ in steps[-3:]) > 3 * steps[0][0]
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_the_loop_under_fsdp2_on_two_ranks():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(EXAMPLES / "fsdp2_loop.py")]
@@ -77,6 +79,7 @@ def test_the_loop_under_fsdp2_on_two_ranks():
     assert max(reward for reward, *_ in steps[-3:]) > 2 * steps[0][0]
 
 
+@pytest.mark.full
 def test_an_agent_with_a_tool(capsys):
     """Over turns the routes are still those of their tokens: replay leaves the smaller gap."""
     names = runpy.run_path(str(EXAMPLES / "agent_with_tool.py"))
@@ -92,6 +95,8 @@ def test_an_agent_with_a_tool(capsys):
     assert names["call_tool"](names["encode"]("3*=")) == (names["encode"]("?"), 0.0)
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_the_audit_of_a_dump_tells_a_gap_from_a_forgotten_temperature(tmp_path):
     command = [sys.executable, str(EXAMPLES / "audit_dump.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
@@ -102,6 +107,7 @@ def test_the_audit_of_a_dump_tells_a_gap_from_a_forgotten_temperature(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"right.jsonl", "forgotten.jsonl"}
 
 
+@pytest.mark.full
 def test_the_notebook_draws_the_scatter_f_of_tau_and_the_routing():
     names = {}
     shown = []

@@ -10,6 +10,7 @@ import pytest
 
 from support.paths import ROOT
 
+pytestmark = pytest.mark.process
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OLDEST = {
     "torch": "2.6.0",

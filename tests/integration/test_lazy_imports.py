@@ -1,91 +1,51 @@
 """A plain local run imports only the modules that it uses."""
 
+import json
 import subprocess
 import sys
 
+import pytest
+
 from support.paths import ROOT
 
+pytestmark = pytest.mark.process
 RECIPE = ROOT / "recipes" / "quickstart.toml"
-BESIDE = (
-    "onepolicy.audit",
-    "onepolicy.build.calibrate",
-    "onepolicy.build.measure_components",
-    "onepolicy.config.errors",
-    "onepolicy.correct.equations",
-    "onepolicy.diagnose",
-    "onepolicy.envs.adapters",
-    "onepolicy.envs.tools",
-    "onepolicy.launch.ranks",
-    "onepolicy.launch.ray",
-    "onepolicy.models.quant",
-    "onepolicy.objective.gae",
-    "onepolicy.plan",
-    "onepolicy.replay.axes",
-    "onepolicy.replay.misalignment",
-    "onepolicy.replay.padding",
-    "onepolicy.rollout.fleet",
-    "onepolicy.rollout.servers",
-    "onepolicy.rollout.sglang",
-    "onepolicy.rollout.vllm",
-    "onepolicy.run.async_rollouts",
-    "onepolicy.run.recovery",
-    "onepolicy.run.resume",
-    "onepolicy.sync.broadcast",
-    "onepolicy.train.critic",
-    "onepolicy.train.current_policy",
-    "onepolicy.train.restore",
-    "onepolicy.train.sharded",
-    "ray",
-    "sglang",
-    "vllm",
-)
+BESIDE = """
+onepolicy.audit onepolicy.build.calibrate onepolicy.build.measure_components
+onepolicy.config.errors onepolicy.correct.equations onepolicy.diagnose onepolicy.envs.adapters
+onepolicy.envs.tools onepolicy.launch.ranks onepolicy.launch.ray onepolicy.models.quant
+onepolicy.objective.gae onepolicy.plan onepolicy.replay.axes onepolicy.replay.misalignment
+onepolicy.replay.padding onepolicy.rollout.fleet onepolicy.rollout.servers
+onepolicy.rollout.sglang onepolicy.rollout.vllm onepolicy.run.async_rollouts
+onepolicy.run.recovery onepolicy.run.resume onepolicy.sync.broadcast onepolicy.train.critic
+onepolicy.train.current_policy onepolicy.train.restore onepolicy.train.sharded ray sglang vllm
+"""
 CODE = """
-import sys
+import json, sys
 from onepolicy.cli import main
-assert main(sys.argv[1:]) == 0
-print("LOADED", *sorted(sys.modules))
+for words in json.loads(sys.argv[1]):
+    assert main(words) == 0
+    print("LOADED", *sorted(sys.modules))
 """
 
 
-def loaded(policy, out, *settings):
-    """Return the modules of a process that has trained one step of the quickstart."""
-    quick = [
-        "rollout.prompts_per_step=2",
-        "rollout.group_size=2",
-        "rollout.engine.max_num_seqs=4",
-        "eval.problems=2",
-    ]
-    command = [
-        sys.executable,
-        "-c",
-        CODE,
-        "train",
-        str(RECIPE),
-        f"model.path={policy}",
-        f"out={out}",
-        "steps=1",
-    ]
-    done = subprocess.run(
-        [*command, "task.ops=2", *quick, *settings], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return next(line for line in done.stdout.splitlines() if line.startswith("LOADED")).split()[1:]
-
-
 def beside(modules):
-    return [
-        name
-        for name in modules
-        if name.startswith(tuple(f"{each}." for each in BESIDE)) or name in BESIDE
-    ]
+    names = BESIDE.split()
+    inside = tuple(f"{each}." for each in names)
+    return [module for module in modules if module.startswith(inside) or module in names]
 
 
-def test_the_quickstart_loads_nothing_beside_the_road(policy, tmp_path):
-    assert not beside(loaded(policy, tmp_path / "run"))
-
-
-def test_an_option_is_loaded_where_it_is_used(policy, tmp_path):
-    modules = loaded(
-        policy, tmp_path / "run", "rollout.max_staleness=0", "train.reuse_scoring_forward=false"
-    )
-    assert beside(modules) == ["onepolicy.run.async_rollouts"]
+@pytest.mark.full
+def test_a_run_loads_nothing_beside_the_road_and_an_option_where_it_is_used(policy, tmp_path):
+    """One step of the quickstart, then one with an option, in one process."""
+    quick = ["train", str(RECIPE), f"model.path={policy}", "steps=1", "task.ops=2"]
+    quick += ["rollout.prompts_per_step=2", "rollout.group_size=2", "eval.problems=2"]
+    quick += ["rollout.engine.max_num_seqs=4"]
+    option = ["rollout.max_staleness=0", "train.reuse_scoring_forward=false"]
+    runs = [[*quick, f"out={tmp_path / 'a'}"], [*quick, *option, f"out={tmp_path / 'b'}"]]
+    command = [sys.executable, "-c", CODE, json.dumps(runs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    loaded = [beside(words[1:]) for words in lines if words[:1] == ["LOADED"]]
+    assert loaded == [[], ["onepolicy.run.async_rollouts"]]

@@ -20,53 +20,35 @@ SHOW = (
 
 def test_statistics_are_switched_off():
     """The switches have the names of their documentation."""
-    assert (
-        OPT_OUT["HF_HUB_DISABLE_TELEMETRY"]
-        == OPT_OUT["VLLM_NO_USAGE_STATS"]
-        == OPT_OUT["DO_NOT_TRACK"]
-        == "1"
-    )
+    for name in ("HF_HUB_DISABLE_TELEMETRY", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
+        assert OPT_OUT[name] == "1"
     assert OPT_OUT["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
-@pytest.mark.parametrize("exported", [{}, ON])
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import onepolicy",
-        "import onepolicy.cli",
-        "import onepolicy.config",
-        "import onepolicy.launch.ray.replica_actor",
-    ],
-)
-def test_every_kind_of_our_processes_is_covered(first, exported):
-    """They are the command line, learner ranks and Ray's actors."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in OPT_OUT
-    } | exported
-    done = subprocess.run(
-        [sys.executable, "-c", f"{first}\n{SHOW}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(done.stdout) == OPT_OUT
+PROCESSES = [  # the command line, learner ranks, Ray's actors, and the model hub's client
+    ("import onepolicy", {}),
+    ("import onepolicy", ON),
+    ("import onepolicy.cli", ON),
+    ("import onepolicy.config", ON),
+    ("import onepolicy.launch.ray.replica_actor", ON),
+    (
+        "import onepolicy.models.load, huggingface_hub.constants as hub\n"
+        "assert hub.HF_HUB_DISABLE_TELEMETRY is True",
+        ON,
+    ),
+]
 
 
-def test_the_model_hubs_client_is_switched_off_before_its_import():
-    code = (
-        "import onepolicy.models.load, huggingface_hub.constants as hub; "
-        "print(hub.HF_HUB_DISABLE_TELEMETRY)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | ON,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "True"
+@pytest.mark.full
+@pytest.mark.process
+def test_every_kind_of_our_processes_is_covered(subtests):
+    others = {name: value for name, value in os.environ.items() if name not in OPT_OUT}
+    for first, exported in PROCESSES:
+        command = [sys.executable, "-c", f"{first}\n{SHOW}"]
+        with subtests.test(first, exported=exported):
+            done = subprocess.run(command, env=others | exported, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout) == OPT_OUT
 
 
 def test_a_vllm_server(monkeypatch):
@@ -78,13 +60,8 @@ def test_a_vllm_server(monkeypatch):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_ray(monkeypatch, own):
-    for name in (
-        *OPT_OUT,
-        *connect.QUIET,
-        *connect.ON_LOOPBACK,
-        "RAY_AUTH_MODE",
-        "RAY_AUTH_TOKEN_PATH",
-    ):
+    others = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+    for name in (*OPT_OUT, *connect.QUIET, *connect.ON_LOOPBACK, *others):
         monkeypatch.setenv(name, ON.get(name, ""))  # so that it is put back afterwards
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     connect.prepare_environment(own=own)
@@ -117,18 +94,16 @@ with connect._connected(RayCluster(kind="ray")):
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_ray_starts_no_api_server():
     """An API server would ask which cloud this is."""
     pytest.importorskip("ray")
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("RAY_")
-    } | ON
-    done = subprocess.run(
-        [sys.executable, "-c", ACTORS], env=environment, capture_output=True, text=True, check=False
-    )
+    others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", ACTORS]
+    done = subprocess.run(command, env=others | ON, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     variables, processes = json.loads(done.stdout.splitlines()[-1])
     assert variables == OPT_OUT

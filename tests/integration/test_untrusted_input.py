@@ -46,16 +46,10 @@ def model_folder(tmp_path):
 
 def test_a_model_with_pickled_weights_is_refused(model_folder, tmp_path):
     (model_folder / "model.safetensors").unlink()
-    torch.save(
-        {"model.embed_tokens.weight": Trap(tmp_path / "sprung")}, model_folder / "pytorch_model.bin"
-    )
-    with pytest.raises(UsageError, match="safetensors"):
-        load_model(ModelConfig(path=str(model_folder)), torch.float32, CPU)
-    torch.save(
-        {"model.embed_tokens.weight": torch.zeros(32, 8)}, model_folder / "pytorch_model.bin"
-    )
-    with pytest.raises(UsageError, match="safetensors"):  # one without a trap neither
-        load_model(ModelConfig(path=str(model_folder)), torch.float32, CPU)
+    for weights in (Trap(tmp_path / "sprung"), torch.zeros(32, 8)):  # one without a trap neither
+        torch.save({"model.embed_tokens.weight": weights}, model_folder / "pytorch_model.bin")
+        with pytest.raises(UsageError, match="safetensors"):
+            load_model(ModelConfig(path=str(model_folder)), torch.float32, CPU)
     assert not (tmp_path / "sprung").exists()
 
 
@@ -73,13 +67,12 @@ def test_a_dump_with_an_object_in_it_is_refused_unread(tmp_path, suffix):
         pickle.loads(pickle.dumps(Trap(tmp_path / "no" / "such")))
 
 
-@pytest.mark.parametrize("name", ["../1/model.safetensors", "/etc/hostname", "a/b.safetensors", 3])
-def test_an_index_names_files_of_its_folder_only(model_folder, name):
-    (model_folder / INDEX).write_text(
-        json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}})
-    )
-    with pytest.raises(UsageError, match=r"is not a file of this folder"):
-        load_model(ModelConfig(path=str(model_folder)), torch.float32, CPU)
+def test_an_index_names_files_of_its_folder_only(model_folder):
+    for name in ("../1/model.safetensors", "/etc/hostname", "a/b.safetensors", 3):
+        index = {"metadata": {}, "weight_map": {"lm_head.weight": name}}
+        (model_folder / INDEX).write_text(json.dumps(index))
+        with pytest.raises(UsageError, match=r"is not a file of this folder"):
+            load_model(ModelConfig(path=str(model_folder)), torch.float32, CPU)
 
 
 def test_the_files_of_a_sync_are_those_of_its_folder(tmp_path):
@@ -91,15 +84,12 @@ def test_the_files_of_a_sync_are_those_of_its_folder(tmp_path):
         list(read_weights(str(folder)))
 
 
-@pytest.mark.parametrize("name", ["../../etc/hostname", "/etc/hostname"])
-def test_a_checkpoint_lists_files_of_its_folder_only(tmp_path, name):
-    folder = tmp_path / "step_00001"
-    folder.mkdir()
-    (folder / checkpoint.STATE).write_text(
-        json.dumps({"step": 1, "updates": 1, "files": {name: 1}})
-    )
-    with pytest.raises(UsageError, match="which is not in this folder"):
-        checkpoint.verify(folder)
+def test_a_checkpoint_lists_files_of_its_folder_only(tmp_path):
+    for name in ("../../etc/hostname", "/etc/hostname"):
+        state = {"step": 1, "updates": 1, "files": {name: 1}}
+        (tmp_path / checkpoint.STATE).write_text(json.dumps(state))
+        with pytest.raises(UsageError, match="which is not in this folder"):
+            checkpoint.verify(tmp_path)
 
 
 def test_a_link_out_of_a_dump_is_refused(tmp_path):
@@ -128,42 +118,30 @@ def test_engine_files_are_not_written_where_others_may_change_them(tmp_path, mon
         WeightFiles(None)
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "--host=0.0.0.0",
-        "--host",
-        "--hos=::",
-        "--middleware=x.Y",
-        "--trust-remote-code",
-        "--trust_remote",
-    ],
-)
-def test_guard_settings_of_a_server_cannot_be_passed_through(argument, monkeypatch):
+def test_guard_settings_of_a_server_cannot_be_passed_through(monkeypatch, subtests):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
     settings = {"max_len": 96, "vocab": 32, "return_routes": False, "cpu": True}
-    with pytest.raises(UsageError, match="is set by onepolicy engine serve"):
-        serve.run_server(
-            ServeConfig(), "model", **settings, extra=["--tensor-parallel-size=2", argument]
-        )
+    guarded = "--host=0.0.0.0 --host --hos=:: --middleware=x.Y --trust-remote-code --trust_remote"
+    for argument in guarded.split():
+        extra = ["--tensor-parallel-size=2", argument]
+        with (
+            subtests.test(argument),
+            pytest.raises(UsageError, match="is set by onepolicy engine serve"),
+        ):
+            serve.run_server(ServeConfig(), "model", **settings, extra=extra)
 
 
 SECRET = "hunter2-not-to-be-seen"
 
 
-@pytest.mark.parametrize(
-    "url", [f"http://me:{SECRET}@127.0.0.1:1", f"http://127.0.0.1:1/?key={SECRET}"]
-)
 @pytest.mark.parametrize("kind", ["vllm-server", "sglang"])
-def test_an_address_with_a_secret_is_refused_without_repeating_it(kind, url):
-    tree = {
-        "out": "x",
-        "model": {"path": "tiny"},
-        "rollout": {"engine": {"kind": kind, "url": url}},
-    }
-    with pytest.raises(UsageError, match="has a user, a password or a query in it") as caught:
-        resolve(tree)
-    assert SECRET not in "".join(traceback.format_exception(caught.value))
+def test_an_address_with_a_secret_is_refused_without_repeating_it(kind):
+    for url in (f"http://me:{SECRET}@127.0.0.1:1", f"http://127.0.0.1:1/?key={SECRET}"):
+        engine = {"kind": kind, "url": url}
+        tree = {"out": "x", "model": {"path": "tiny"}, "rollout": {"engine": engine}}
+        with pytest.raises(UsageError, match="has a user, a password or a query in it") as caught:
+            resolve(tree)
+        assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_token_is_in_no_message_setting_or_log(monkeypatch, caplog):
@@ -171,9 +149,12 @@ def test_a_token_is_in_no_message_setting_or_log(monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
     assert SECRET not in VLLMServerConfig(token_env="ENGINE_TOKEN").model_dump_json()
     told = []
-    with Server(
-        {"GET /a": lambda r: told.append(r.headers["authorization"]) or Reply({"error": "no"}, 403)}
-    ) as server:
+
+    def refuse(request):
+        told.append(request.headers["authorization"])
+        return Reply({"error": "no"}, 403)
+
+    with Server({"GET /a": refuse}) as server:
         client = EngineClient(server.url, token_env="ENGINE_TOKEN", retries=0, server="the server")
         for path in ("/a", "/b"):
             with pytest.raises(RuntimeError) as caught:

@@ -10,6 +10,8 @@ import sysconfig
 import venv
 from pathlib import Path
 
+import pytest
+
 import onepolicy
 
 CORRECT_FILE = """\
@@ -101,6 +103,8 @@ def strict_mypy(folder: Path, *files: str) -> list[tuple[str, int, str]]:
     return [(found["file"], int(found["line"]), found["code"]) for found in errors if found]
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_a_type_checker_finds_three_mistakes_and_nothing_else(tmp_path):
     text, expected = CORRECT_FILE, []
     for right, wrong, code in MISTAKES:

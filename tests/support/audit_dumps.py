@@ -14,13 +14,7 @@ ROWS, LENGTH, VOCABULARY = 24, 40, 50
 
 
 def gaussian_rows(
-    kl: float,
-    *,
-    rows: int = 50,
-    length: int = 80,
-    seed: int = 0,
-    entropy: bool = True,
-    **extra: object,
+    kl: float, *, rows: int = 50, length: int = 80, seed: int = 0, entropy: bool = True, **extra
 ) -> Rows:
     """Return rows with log rho normal, mean -kl and variance 2 kl under the rollout: E[rho] = 1, KL
     = kl. Each has two prompt tokens."""
@@ -30,12 +24,8 @@ def gaussian_rows(
         rollout = -(10 + rng.random(length) * 6)  # never above 0, whatever the noise
         trainer = rollout + rng.normal(-kl, math.sqrt(2 * kl), length)
         mask = np.arange(length) >= 2
-        row = {
-            "tokens": np.arange(length),
-            "mask": mask,
-            "logp_rollout": rollout,
-            "logp_trainer": trainer,
-        }
+        row = {"tokens": np.arange(length), "mask": mask}
+        row |= {"logp_rollout": rollout, "logp_trainer": trainer}
         row |= {"entropy": np.full(length, 13.0)} if entropy else {}
         rollout[:2] = np.nan  # prompts carry no log-probability
         out.append({name: value.tolist() for name, value in row.items()} | extra)
@@ -55,9 +45,8 @@ def world_rows(
     planted cause. stale: half of the rows were sampled by weights this far from the trainer's, and
     `version` shows it."""
     g = torch.Generator().manual_seed(seed)
-    logits = torch.randn(ROWS, LENGTH, VOCABULARY, generator=g) * (
-        3 * torch.rand(ROWS, LENGTH, 1, generator=g) + 0.5
-    )
+    logits = torch.randn(ROWS, LENGTH, VOCABULARY, generator=g)
+    logits = logits * (3 * torch.rand(ROWS, LENGTH, 1, generator=g) + 0.5)
     rollout_logits = logits + noise * torch.randn(logits.shape, generator=g)
     if stale:
         rollout_logits[::2] += stale * torch.randn(rollout_logits[::2].shape, generator=g)
@@ -77,13 +66,7 @@ def world_rows(
 
 
 def with_routes(
-    rows: Rows,
-    *,
-    layers: int = 4,
-    experts: int = 16,
-    k: int = 4,
-    noise: float = 0.02,
-    seed: int = 0,
+    rows: Rows, *, layers: int = 4, experts: int = 16, k: int = 4, noise: float = 0.02, seed=0
 ) -> Rows:
     """Add routes: both sides route every token to the same experts, but a fraction `noise` of the
     routers differs in one expert."""
@@ -94,10 +77,8 @@ def with_routes(
         rollout = rng.random((tokens, layers, experts)).argsort(-1)[..., : k + 1]
         trainer, differs = rollout[..., :k].copy(), rng.random((tokens, layers)) < noise
         trainer[..., 0] = np.where(differs, rollout[..., k], trainer[..., 0])
-        both = {
-            "routes_rollout": rollout[..., :k].reshape(-1).tolist(),
-            "routes_trainer": trainer.reshape(-1).tolist(),
-        }
+        sides = {"routes_rollout": rollout[..., :k], "routes_trainer": trainer}
+        both = {name: ids.reshape(-1).tolist() for name, ids in sides.items()}
         out.append(row | both | {"route_layers": layers, "route_top_k": k})
     return out
 
@@ -106,16 +87,15 @@ def moved_routes(rows: Rows, how: str) -> Rows:
     """Move the rollout's routes one layer on, one row late, or to the next sample."""
     out = []
     for i, row in enumerate(rows):
-        ids = np.array(row["routes_rollout"]).reshape(
-            len(row["tokens"]), row["route_layers"], row["route_top_k"]
-        )
+        shape = len(row["tokens"]), row["route_layers"], row["route_top_k"]
+        ids = np.array(row["routes_rollout"]).reshape(shape)
         match how:
             case "layer":
                 ids = np.roll(ids, 1, axis=1)
             case "row":
                 ids = np.roll(ids, 1, axis=0)
             case "swap":
-                ids = np.array(rows[i ^ 1]["routes_rollout"]).reshape(ids.shape)
+                ids = np.array(rows[i ^ 1]["routes_rollout"]).reshape(shape)
         out.append(row | {"routes_rollout": ids.reshape(-1).tolist()})
     return out
 

@@ -86,6 +86,11 @@ class World:
         chosen[torch.randperm(self.rows, generator=self.generator)[:count]] = True
         return chosen[self.segment]
 
+    def point_of_each_row(self) -> Tensor:
+        """Draw a token of every row's first 70%, [R] int64."""
+        share = 0.1 + 0.6 * torch.rand(self.rows, generator=self.generator)
+        return (PROMPT + (self.lengths - PROMPT) * share).long()
+
     def audited(self) -> AuditResult:
         lengths = self.lengths.numpy()
         raw = {}
@@ -121,18 +126,8 @@ def world(
     sampled = place >= PROMPT
     columns = {"mask": sampled.clone()} | ({"version": torch.full((rows,), 3)} if version else {})
     tokens = torch.randint(VOCABULARY, (n,), generator=g)
-    made = World(
-        np.random.default_rng(seed),
-        g,
-        lengths,
-        segment,
-        place,
-        sampled,
-        logits,
-        engine,
-        tokens,
-        columns,
-    )
+    shape = (lengths, segment, place, sampled)
+    made = World(np.random.default_rng(seed), g, *shape, logits, engine, tokens, columns)
     made.draw(engine)
     return made
 
@@ -237,17 +232,11 @@ def merged(share: float, *, lost: int = 1) -> Fault:
     """Merge one token of a row on one side: everything behind it is `lost` slots early."""
 
     def plant(w: World) -> None:
-        at = (
-            PROMPT + (w.lengths - PROMPT) * (0.1 + 0.6 * torch.rand(w.rows, generator=w.generator))
-        ).long()
-        where = (
-            w.pick_rows(share)
-            & (w.place >= at[w.segment])
-            & (w.place < (w.lengths - lost)[w.segment])
-        )
-        w.columns["logp_trainer"] = torch.where(
-            where, w.columns["logp_trainer"].roll(-lost), w.columns["logp_trainer"]
-        )
+        at = w.point_of_each_row()
+        behind = (w.place >= at[w.segment]) & (w.place < (w.lengths - lost)[w.segment])
+        scored = w.columns["logp_trainer"]
+        moved = torch.where(w.pick_rows(share) & behind, scored.roll(-lost), scored)
+        w.columns["logp_trainer"] = moved
 
     return plant
 
@@ -256,9 +245,7 @@ def other_tokens(share: float) -> Fault:
     """Let the trainer score other text from a point of the row on."""
 
     def plant(w: World) -> None:
-        at = (
-            PROMPT + (w.lengths - PROMPT) * (0.1 + 0.6 * torch.rand(w.rows, generator=w.generator))
-        ).long()
+        at = w.point_of_each_row()
         where = w.pick_rows(share) & (w.place >= at[w.segment])
         others = torch.randint(VOCABULARY, w.tokens.shape, generator=w.generator)
         scored = logp(w.trainer, torch.where(where, others, w.tokens))
@@ -304,9 +291,8 @@ def stale(
         if not version:
             w.columns.pop("version", None)
         elif declared:
-            old = torch.zeros(w.rows, dtype=torch.bool).index_fill(
-                0, w.segment[rows].unique(), True
-            )
+            old = torch.zeros(w.rows, dtype=torch.bool)
+            old[w.segment[rows].unique()] = True
             w.columns["version"] = torch.where(old, 2, 3)
 
     return plant
@@ -322,9 +308,8 @@ def swapped(share: float, side: str = "logp_rollout") -> Fault:
         before = w.columns[side].clone()
         for a, b in zip(rows, rows[1:] + rows[:1], strict=True):
             n = int(min(w.lengths[a], w.lengths[b]))
-            w.columns[side][starts[a] + PROMPT : starts[a] + n] = before[
-                starts[b] + PROMPT : starts[b] + n
-            ]
+            others = before[starts[b] + PROMPT : starts[b] + n]
+            w.columns[side][starts[a] + PROMPT : starts[a] + n] = others
 
     return plant
 
@@ -384,10 +369,9 @@ def constant_rows(side: str, share: float = 1.0) -> Fault:
 
     def plant(w: World) -> None:
         values, mask = w.columns[side], w.columns["mask"]
-        total = torch.zeros(w.rows).index_add(0, w.segment[mask], values[mask])
-        means = total / torch.zeros(w.rows).index_add(
-            0, w.segment[mask], torch.ones(int(mask.sum()))
-        )
+        none, of = torch.zeros(w.rows), w.segment[mask]
+        counts = none.index_add(0, of, torch.ones(len(of)))
+        means = none.index_add(0, of, values[mask]) / counts
         w.columns[side] = torch.where(w.pick_rows(share), means[w.segment], values)
 
     return plant
@@ -499,21 +483,19 @@ def same_for_group(share: float, size: int = 4) -> Fault:
 
 
 ROLLOUT, TRAINER = "logp_rollout", "logp_trainer"
+BASE_10, COLD = scaled(ROLLOUT, 1 / math.log(10)), temperature(0.7, reported=True)
+HOT = ("temperature",)
 FAULTS: dict[str, Planted] = {
     # listed
-    "T 0.7, processed": Planted(temperature(0.7, reported=True), ("temperature",)),
-    "T 0.7, processed, no entropy": Planted(
-        _both(temperature(0.7, reported=True), _without("entropy"))
-    ),
+    "T 0.7, processed": Planted(COLD, HOT),
+    "T 0.7, processed, no entropy": Planted(_both(COLD, _without("entropy"))),
     "T 0.7, raw": Planted(temperature(0.7, reported=False), ("support", "temperature")),
     "T 0.7, raw, no entropy": Planted(_both(temperature(0.7, reported=False), _without("entropy"))),
     "top-k 5": Planted(narrowed(top_k=5), ("support",)),
     "top-k 20": Planted(narrowed(top_k=20), ("support",)),
     "top-p 0.95": Planted(narrowed(top_p=0.95), ("support",)),
-    "base 10, rollout": Planted(scaled(ROLLOUT, 1 / math.log(10)), ("scale",)),
-    "base 10, no entropy": Planted(
-        _both(scaled(ROLLOUT, 1 / math.log(10)), _without("entropy")), ("scale",)
-    ),
+    "base 10, rollout": Planted(BASE_10, ("scale",)),
+    "base 10, no entropy": Planted(_both(BASE_10, _without("entropy")), ("scale",)),
     "shift, second turn, all": Planted(shifted(1, turn=True), ("shift",)),
     "shift, second turn, 50%": Planted(shifted(1, turn=True, share=0.5), ("shift",)),
     "shift, second turn, 25%": Planted(shifted(1, turn=True, share=0.25), ("shift",)),
@@ -539,9 +521,7 @@ FAULTS: dict[str, Planted] = {
     "T 1.3, processed": Planted(temperature(1.3, reported=True), ("temperature",)),
     "T 1.3, raw": Planted(temperature(1.3, reported=False)),
     "T 0.9, processed": Planted(temperature(0.9, reported=True), ("temperature",)),
-    "T 0.6, processed, 30% of rows": Planted(
-        temperature(0.6, reported=True, share=0.3), ("temperature",)
-    ),
+    "T 0.6, processed, 30% of rows": Planted(temperature(0.6, reported=True, share=0.3), HOT),
     "T 1.4 in the trainer": Planted(trainer_temperature(1.4), ("temperature",)),
     "T 0.6 in the trainer, half": Planted(trainer_temperature(0.6, 0.5), ("temperature",)),
     "top-k 3, no entropy": Planted(_both(narrowed(top_k=3), _without("entropy")), ("support",)),
@@ -586,12 +566,10 @@ FAULTS: dict[str, Planted] = {
     "cut at 64, last value repeated": Planted(cut(64, None)),
     "cut at 64, 0": Planted(cut(64, 0.0), ("fill",)),
     "cut at 64, -1e-4": Planted(cut(64, -1e-4)),
-    "clipped at -2, both": Planted(
-        _both(clipped(ROLLOUT, -2.0), clipped(TRAINER, -2.0)), ("fill",)
-    ),
+    "clipped at -2, both": Planted(_both(clipped(ROLLOUT, -2), clipped(TRAINER, -2)), ("fill",)),
     "filled with 0, the first token": Planted(first_filled(0.0), ("fill",)),
     "filled with -7, the first token": Planted(first_filled(-7.0), ("fill",)),
-    "T 0.7 and shifted": Planted(_both(temperature(0.7, reported=True), shifted(1)), ("shift",)),
+    "T 0.7 and shifted": Planted(_both(COLD, shifted(1)), ("shift",)),
     "T 0.8, raw": Planted(temperature(0.8, reported=False), ("support", "temperature")),
     "T 1.5, raw, half of the rows": Planted(temperature(1.5, reported=False, share=0.5)),
     "top-k 2, raw": Planted(narrowed(top_k=2, reported=False), ("support",)),
@@ -626,22 +604,15 @@ def clean(seed: int, gap: str, *, routes: float = 0.0, **settings: object) -> Au
     w = world(seed, gap, **settings)  # type: ignore[arg-type]
     if routes:
         layers, experts, k = 2, 16, 4
-        chosen = (
-            torch.rand(len(w.tokens), layers, experts, generator=w.generator)
-            .argsort(-1)[..., : k + 1]
-            .clone()
-        )
+        drawn = torch.rand(len(w.tokens), layers, experts, generator=w.generator)
+        chosen = drawn.argsort(-1)[..., : k + 1].clone()
         trainer = chosen[..., :k].clone()
         other = torch.rand(trainer.shape[:2], generator=w.generator) < routes
         trainer[..., 0] = torch.where(other, chosen[..., k], trainer[..., 0])
-        w.columns |= {
-            "routes_rollout": chosen[..., :k].flatten(),
-            "routes_trainer": trainer.flatten(),
-        }
-        w.columns |= {
-            "route_layers": torch.full((w.rows,), layers),
-            "route_top_k": torch.full((w.rows,), k),
-        }
+        rollout = chosen[..., :k].flatten()
+        w.columns |= {"routes_rollout": rollout, "routes_trainer": trainer.flatten()}
+        shape = {"route_layers": layers, "route_top_k": k}
+        w.columns |= {name: torch.full((w.rows,), value) for name, value in shape.items()}
     return w.audited()
 
 
@@ -667,9 +638,8 @@ def table(found: dict[str, list[Outcome]]) -> str:
         wanted = set(FAULTS[name].causes)
         right = sum(bool(wanted & set(causes)) for _, causes, _ in outcomes)
         share = f"{right} of {len(outcomes)}" if wanted else "no mark names it"
-        said, causes = (
-            ", ".join(key for key, _ in each.most_common()) for each in (actions, named)
-        )
+        both = (actions, named)
+        said, causes = (", ".join(key for key, _ in each.most_common()) for each in both)
         lines.append(f"| {name} | {said} | {causes} | {share} |")
     return "\n".join(lines)
 

@@ -73,6 +73,17 @@ def chromium() -> str:
     return found
 
 
+def headless(folder: Path) -> list[str]:
+    """Return the command of a browser with a profile of its own in the folder."""
+    quiet = ["--no-sandbox", "--disable-gpu", "--disable-sync", "--no-first-run"]
+    return [chromium(), "--headless", *quiet, f"--user-data-dir={folder / 'profile'}"]
+
+
+def with_script(html: str, script: str) -> str:
+    """Return the page with a script ahead of everything else."""
+    return html.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{script}', 1)
+
+
 @dataclass
 class Page:
     """One page being opened. `drawn` waits for it."""
@@ -92,28 +103,11 @@ class Page:
 def opened(html: str, folder: Path, *, width: int) -> Iterator[Page]:
     folder.mkdir()
     page = folder / "page.html"
-    page.write_text(
-        html.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{COLLECTOR}', 1),
-        encoding="utf-8",
-    )
-    quiet = [
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-    ]
-    command = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-sync", *quiet]
-    command += [
-        f"--user-data-dir={folder / 'profile'}",
-        f"--window-size={width},3000",
-        "--virtual-time-budget=5000",
-    ]
-    process = subprocess.Popen(
-        [*command, "--dump-dom", page.as_uri()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    page.write_text(with_script(html, COLLECTOR), encoding="utf-8")
+    command = [*headless(folder), f"--window-size={width},3000", "--virtual-time-budget=5000"]
+    command += ["--disable-quic", "--disable-background-networking", "--disable-component-update"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*command, "--dump-dom", page.as_uri()], **pipes)
     try:
         yield Page(process)
     finally:

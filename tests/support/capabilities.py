@@ -13,24 +13,12 @@ from support.paths import ROOT
 PAGE = ROOT / "docs" / "trainers.md"
 START, END = "<!-- capabilities -->", "<!-- end of capabilities -->"
 TRAINERS = {
-    "TRL": "trl.md",
-    "verl": "verl.md",
-    "Megatron": "megatron.md",
-    "SkyRL": "skyrl.md",
-    "prime-rl": "prime_rl.md",
-    "slime": "slime_miles.md",
-    "miles": "slime_miles.md",
+    **{"TRL": "trl.md", "verl": "verl.md", "Megatron": "megatron.md", "SkyRL": "skyrl.md"},
+    **{"prime-rl": "prime_rl.md", "slime": "slime_miles.md", "miles": "slime_miles.md"},
     "OpenRLHF": "openrlhf.md",
 }
-CAPABILITIES = (
-    "measured",
-    "fixed corrections",
-    "live corrections",
-    "R3",
-    "detector",
-    "dump",
-    "preflight",
-)
+CAPABILITIES = ("measured", "fixed corrections", "live corrections", "R3")
+CAPABILITIES += ("detector", "dump", "preflight")
 HOW = ("live", "contract")  # the first is the stronger
 NONE = "-"
 OWN = {("slime", "R3"), ("SkyRL", "R3"), ("prime-rl", "R3")}
@@ -65,10 +53,7 @@ def _mark(decorator):
 def table():
     """Return the lines of the table."""
     known = set(marks())
-    lines = [
-        "| trainer | " + " | ".join(CAPABILITIES) + " |",
-        "|---" * (len(CAPABILITIES) + 1) + "|",
-    ]
+    lines = [f"| trainer | {' | '.join(CAPABILITIES)} |", "|---" * (len(CAPABILITIES) + 1) + "|"]
     for trainer, page in TRAINERS.items():
         cells = [_cell(known, trainer, name) for name in CAPABILITIES]
         if any(cell in HOW for cell in cells):

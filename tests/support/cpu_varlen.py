@@ -38,13 +38,11 @@ def check(query, key, value, bounds_q, bounds_k, longest_q, longest_k):
     """Raise AssertionError for what the kernel on CUDA would refuse or read beyond."""
     width = query.shape[-1]
     assert width == key.shape[-1] == value.shape[-1]
-    assert width % 8 == 0
-    assert width <= 256
+    assert width in range(8, 257, 8)
     assert query.dtype == key.dtype == value.dtype
     assert all(x.stride(-1) == 1 for x in (query, key, value))
     assert bounds_q.dtype == bounds_k.dtype == torch.int32
-    assert bounds_q.is_contiguous()
-    assert bounds_k.is_contiguous()
+    assert all(bounds.is_contiguous() for bounds in (bounds_q, bounds_k))
     assert (int(bounds_q[0]), int(bounds_q[-1])) == (0, len(query))
     assert (bounds_q.diff() <= longest_q).all()
     assert longest_k >= 1

@@ -26,16 +26,8 @@ HOST = torch.device("cpu")
 MAY_TAKE_BOTH = {"copy_", "_to_copy", "_copy_from", "index", "index_put", "index_put_"}
 """Operators that take tensors of two devices, as CUDA's do: copies, and indices on the host."""
 SIZE_DEPENDS_ON_VALUES = {
-    "_local_scalar_dense",
-    "_unique2",
-    "bincount",
-    "equal",
-    "is_nonzero",
-    "masked_select",
-    "nonzero",
-    "repeat_interleave",
-    "unique_consecutive",
-    "unique_dim",
+    *("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select"),
+    *("nonzero", "repeat_interleave", "unique_consecutive", "unique_dim"),
 }
 """Operators that a GPU answers only after the host has waited for it."""
 PACKAGE = "onepolicy/"
@@ -82,13 +74,9 @@ class EmulatedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor) -> EmulatedTensor:
+        layout = {"strides": host.stride(), "storage_offset": host.storage_offset()}
         made: EmulatedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            host.size(),
-            strides=host.stride(),
-            storage_offset=host.storage_offset(),
-            dtype=host.dtype,
-            device=DEVICE,
+            cls, host.size(), **layout, dtype=host.dtype, device=DEVICE
         )
         made.host = host
         return made

@@ -20,43 +20,20 @@ from support.waiting import LIMIT_S
 
 LAYERS, DENSE, EXPERTS, TOP_K, VOCAB = 3, 1, 8, 2, 32  # the first layer is dense
 SERVER_INFO = {
-    "device": "cpu",
-    "version": "0.5.23",
-    "dtype": "float32",
-    "quantization": None,
-    "max_req_input_len": 250,
-    "tp_size": 1,
-    "pp_size": 1,
-    "dp_size": 1,
-    "enable_return_routed_experts": True,
-    "enable_deterministic_inference": False,
-    "enable_hierarchical_cache": False,
-    "disaggregation_mode": "null",
-    "speculative_algorithm": None,
-    "sampling_mask_max_tokens": 4096,
-    "enable_lora": None,
-    "max_lora_rank": None,
-    "lora_target_modules": None,
+    **{"device": "cpu", "version": "0.5.23", "dtype": "float32", "quantization": None},
+    **{"max_req_input_len": 250, "tp_size": 1, "pp_size": 1, "dp_size": 1},
+    **{"enable_return_routed_experts": True, "enable_deterministic_inference": False},
+    **{"enable_hierarchical_cache": False, "disaggregation_mode": "null"},
+    **{"speculative_algorithm": None, "sampling_mask_max_tokens": 4096, "enable_lora": None},
+    **{"max_lora_rank": None, "lora_target_modules": None},
 }
 GENERATE = {
-    "input_ids",
-    "sampling_params",
-    "return_logprob",
-    "logprob_start_len",
-    "top_logprobs_num",
-    "return_sampling_mask",
-    "extra_key",
-    "lora_path",
-    "return_routed_experts",
+    *("input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num"),
+    *("return_sampling_mask", "extra_key", "lora_path", "return_routed_experts"),
     "routed_experts_start_len",
 }
 SAMPLING = {
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "stop_token_ids",
-    "ignore_eos",
+    *("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos"),
     "sampling_seed",
 }
 
@@ -72,9 +49,8 @@ class FakeSGLang(Updates, Adapters):
 
     def __enter__(self):
         loaded = load_file(f"{self.folder}/model.safetensors")
-        self.weights = {
-            name: tensor.clone() for name, tensor in loaded.items()
-        }  # aligned: sums round alike
+        # aligned: sums round alike
+        self.weights = {name: tensor.clone() for name, tensor in loaded.items()}
         self.version, self.mode, self.session, self.groups = "default", None, False, {}
         self.aborted, self.running, self.updates, self.held = 0, 0, 0, False
         self.most, self.wrong = 0, 0.0  # requests at once; what is added to every tensor it loads
@@ -82,25 +58,21 @@ class FakeSGLang(Updates, Adapters):
         self.change = threading.Condition()
         self.start_adapters()
         posts = {
-            "/generate": self.generate,
-            "/pause_generation": self.pause,
-            "/continue_generation": self.resume,
-            "/flush_cache": self.flush,
-            "/update_weight_version": self.rename,
-            "/update_weights_from_disk": self.from_disk,
-            "/init_weights_update_group": self.join,
-            "/begin_weight_update": self.begin,
+            **{"/generate": self.generate, "/flush_cache": self.flush},
+            **{"/pause_generation": self.pause, "/continue_generation": self.resume},
+            **{"/update_weight_version": self.rename, "/update_weights_from_disk": self.from_disk},
+            **{"/init_weights_update_group": self.join, "/begin_weight_update": self.begin},
             "/update_weights_from_distributed": self.from_broadcast,
-            "/end_weight_update": self.end,
-            "/destroy_weights_update_group": self.leave,
-            "/load_lora_adapter": self.load_adapter,
-            "/unload_lora_adapter": self.unload_adapter,
+            **{"/end_weight_update": self.end, "/destroy_weights_update_group": self.leave},
+            **{
+                "/load_lora_adapter": self.load_adapter,
+                "/unload_lora_adapter": self.unload_adapter,
+            },
         }
         handlers = {f"POST {path}": self.guarded(handler) for path, handler in posts.items()}
         handlers["GET /v1/models"] = self.models
-        handlers["GET /server_info"] = lambda _: (
-            SERVER_INFO | {"model_path": self.folder} | self.info
-        )
+        given = SERVER_INFO | {"model_path": self.folder}
+        handlers["GET /server_info"] = lambda _: given | self.info
         handlers["GET /model_info"] = lambda _: {
             "model_type": "qwen3_moe",
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -140,10 +112,8 @@ class FakeSGLang(Updates, Adapters):
         shift = int(self.weights["lm_head.weight"].sum() * 1000)
         found = np.zeros((LAYERS, TOP_K), np.int32)
         for layer in range(DENSE, LAYERS):
-            found[layer] = [
-                (token + layer + shift) % EXPERTS,
-                (token + layer + shift + 3) % EXPERTS,
-            ]
+            first = token + layer + shift
+            found[layer] = [first % EXPERTS, (first + 3) % EXPERTS]
         return found
 
     def generate(self, body, request):
@@ -213,7 +183,6 @@ class FakeSGLang(Updates, Adapters):
 
     def token(self, path, asked, generator, top, out):
         logits = self.logits(path, out.adapter)
-        greedy = asked["temperature"] == 0
         logp = torch.log_softmax(logits / (asked["temperature"] or 1), -1)
         narrowed = logp.clone()
         if asked["top_k"] > 0:
@@ -223,32 +192,28 @@ class FakeSGLang(Updates, Adapters):
             before = logp[best].exp().cumsum(0) - logp[best].exp()
             narrowed[best[before > asked["top_p"]]] = float("-inf")
         narrowed = torch.log_softmax(narrowed, -1)
-        token = int(
-            logits.argmax() if greedy else torch.multinomial(narrowed.exp(), 1, generator=generator)
-        )
+        token = int(logits.argmax())
+        if asked["temperature"]:
+            token = int(torch.multinomial(narrowed.exp(), 1, generator=generator))
         shown = logp if self.tempered else torch.log_softmax(logits, -1)
         out.logp.append([float(shown[token]), token, None])
         out.narrowed.append(float(narrowed[token]))
-        out.top.append(
-            [[float(value), int(i), None] for value, i in zip(*shown.topk(top), strict=True)]
-        )
+        likeliest = zip(*shown.topk(top), strict=True)
+        out.top.append([[float(value), int(i), None] for value, i in likeliest])
         return token
 
     def cached(self, key, prompt):
-        longest = max(
-            (n for n in range(len(prompt)) if (key, *prompt[:n]) in self.cache), default=0
-        )
+        known = [n for n in range(len(prompt)) if (key, *prompt[:n]) in self.cache]
         self.cache |= {(key, *prompt[:n]) for n in range(len(prompt) + 1)}
-        return longest
+        return max(known, default=0)
 
     def reply(self, body, out, path, finish, cached, first):
         n = len(out.logp)
-        spans = [
-            {"version": version, "start": i, "end": i + 1} for i, version in enumerate(out.versions)
-        ]
-        for i in range(len(spans) - 1, 0, -1):
-            if spans[i]["version"] == spans[i - 1]["version"]:
-                spans[i - 1]["end"] = spans.pop(i)["end"]
+        spans = []
+        for i, version in enumerate(out.versions):
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": i})
+            spans[-1]["end"] = i + 1
         meta = {
             "finish_reason": {"type": finish},
             "prompt_tokens": len(body["input_ids"]),
@@ -261,10 +226,8 @@ class FakeSGLang(Updates, Adapters):
         }
         if body["return_sampling_mask"]:
             meta["output_token_sampling_logprobs"] = out.narrowed
-        if (
-            body.get("return_routed_experts")
-            and (SERVER_INFO | self.info)["enable_return_routed_experts"]
-        ):
+        asked, info = body.get("return_routed_experts"), SERVER_INFO | self.info
+        if asked and info["enable_return_routed_experts"]:
             rows = np.stack(out.rows)[first : len(path) - 1]
             meta["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
         return {"output_ids": [entry[1] for entry in out.logp], "meta_info": meta}
@@ -302,12 +265,5 @@ class FakeSGLang(Updates, Adapters):
 
 class _Out:
     def __init__(self):
-        self.adapter = None
-        self.logp, self.narrowed, self.top, self.versions, self.rows, self.retractions = (
-            [],
-            [],
-            [],
-            [],
-            [],
-            0,
-        )
+        self.adapter, self.retractions = None, 0
+        self.logp, self.narrowed, self.top, self.versions, self.rows = [], [], [], [], []

@@ -34,9 +34,8 @@ class Updates:
                 "still running"
             )
         with self.change:
-            self.weights = self.weights | {
-                name: tensor + self.wrong for name, tensor in weights.items()
-            }
+            loaded = {name: tensor + self.wrong for name, tensor in weights.items()}
+            self.weights = self.weights | loaded
             self.version = body["weight_version"] or self.version
             self.updates += 1
             if body["flush_cache"]:
@@ -45,41 +44,29 @@ class Updates:
         return {"success": True}
 
     def from_disk(self, body, _):
-        fields(
-            body,
-            {"model_path", "weight_version", "flush_cache", "abort_all_requests"},
-            {"model_path"},
-        )
+        known = {"model_path", "weight_version", "flush_cache", "abort_all_requests"}
+        fields(body, known, {"model_path"})
         if self.running and self.mode is None:
             raise Refused("not paused")
         files = sorted(Path(body["model_path"]).glob("*.safetensors"))
         loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        if {name: tensor.shape for name, tensor in loaded.items()} != {
-            n: t.shape for n, t in self.weights.items()
-        }:
+        mine, theirs = ({n: t.shape for n, t in held.items()} for held in (self.weights, loaded))
+        if mine != theirs:
             raise Refused(f"{body['model_path']} is another model")
         return self.took(loaded, body)
 
     def join(self, body, _):
-        known = {
-            "master_address",
-            "master_port",
-            "rank_offset",
-            "world_size",
-            "group_name",
-            "backend",
-        }
+        known = {"master_address", "master_port", "rank_offset", "world_size"}
+        known |= {"group_name", "backend"}
         fields(body, known, known)
         if body["backend"] != "gloo" or body["group_name"] in self.groups:
             raise Refused("backend or group_name")
         name, limit = body["group_name"], timedelta(seconds=LIMIT_S)
         store = dist.TCPStore(body["master_address"], body["master_port"], None, False, limit)
-        prefixed = dist.PrefixStore(
-            "cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
-        )
-        self.groups[name] = dist.ProcessGroupGloo(
-            prefixed, body["rank_offset"], body["world_size"], limit
-        )
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        rank, ranks = body["rank_offset"], body["world_size"]
+        self.groups[name] = dist.ProcessGroupGloo(store, rank, ranks, limit)
         return {"success": True}
 
     def begin(self, body, _):
@@ -90,21 +77,11 @@ class Updates:
         return {"success": True}
 
     def from_broadcast(self, body, _):
-        known = {
-            "names",
-            "dtypes",
-            "shapes",
-            "group_name",
-            "load_format",
-            "flush_cache",
-            "weight_version",
-        }
+        known = {"names", "dtypes", "shapes", "group_name", "load_format", "flush_cache"}
+        known |= {"weight_version"}
         fields(body, known | {"abort_all_requests"}, known)
-        if (
-            not self.session
-            or body["group_name"] not in self.groups
-            or body["load_format"] != "flattened_bucket"
-        ):
+        known_group = body["group_name"] in self.groups
+        if not (self.session and known_group and body["load_format"] == "flattened_bucket"):
             raise Refused("must run between begin_weight_update() and end_weight_update()")
         empty = [
             torch.empty(shape, dtype=getattr(torch, dtype))
@@ -115,10 +92,8 @@ class Updates:
         options.rootRank = 0
         self.groups[body["group_name"]].broadcast([flat], options).wait()
         parts = flat.split([tensor.nbytes for tensor in empty])
-        values = [
-            part.view(tensor.dtype).view(tensor.shape)
-            for part, tensor in zip(parts, empty, strict=True)
-        ]
+        pairs = zip(parts, empty, strict=True)
+        values = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in pairs]
         return self.took(dict(zip(body["names"], values, strict=True)), body)
 
     def end(self, body, _):

@@ -30,33 +30,23 @@ from support.waiting import LIMIT_S, until
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 3, 16, 4, 32
 SENT = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-    "logprobs",
-    "detokenize",
-} | {"routed_experts_prompt_start"}
+    *("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "ignore_eos", "seed"),
+    *("logprobs", "detokenize", "routed_experts_prompt_start"),
+}
 HF = Qwen3MoeConfig(
-    vocab_size=VOCAB,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=LAYERS,
-    num_experts=EXPERTS,
-    num_experts_per_tok=TOP_K,
-    moe_intermediate_size=8,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_position_embeddings=96,
-    initializer_range=0.7,
+    **{"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": LAYERS},
+    **{"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 8},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
+    **{"max_position_embeddings": 96, "initializer_range": 0.7},
 )
 RULES = RouteSpec(tuple(range(LAYERS)), EXPERTS, TOP_K, "error")
 TABLE = "model.embed_tokens.weight"
 GENERATE = "/inference/v1/generate"
+ANSWERED = {
+    **{"onepolicy_load_files": "_take_files", "onepolicy_receive": "_receive"},
+    **{"onepolicy_receive_adapter": "_receive_adapter", "onepolicy_read_adapter": "_read_adapter"},
+}
+"""Calls of the workers -> method whose result they return."""
 
 
 def make_checkpoints(base):
@@ -78,16 +68,9 @@ def serving(checkpoints):
 
 def engine_of(fake, quant=None, lora=None, **settings):
     usual = {"url": fake.server.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S}
-    config = VLLMServerConfig(**usual | settings)
-    return VLLMServer(
-        ModelConfig(path=fake.model),
-        HF,
-        config,
-        route_spec=RULES,
-        max_len=96,
-        quant=quant,
-        lora=lora,
-    )
+    model, config = ModelConfig(path=fake.model), VLLMServerConfig(**usual | settings)
+    more = {"route_spec": RULES, "max_len": 96, "quant": quant, "lora": lora}
+    return VLLMServer(model, HF, config, **more)
 
 
 def connected(fake, **settings):
@@ -118,9 +101,7 @@ class FakeVLLM:
     shape: dict
     told: dict = field(default_factory=dict)  # of onepolicy_describe, instead of the truth
     hold: int | None = None  # with so many tokens a request waits for the next abort or pause
-    spoil: dict = field(
-        default_factory=dict
-    )  # path -> function of (reply, number of the request) -> reply
+    spoil: dict = field(default_factory=dict)  # path -> (reply, number of the request) -> reply
     cut_off: bool = False  # it cannot connect to the trainer
     raw: bool = False  # log-probabilities before temperature and top_k
 
@@ -129,25 +110,18 @@ class FakeVLLM:
         self.paused, self.aborts, self.sampled = threading.Event(), 0, 0
         self._numbers = {}
         self.folders, self.adapters, self.full_syncs = {}, {}, 0
-        self.server = Server(
-            {
-                "GET /version": lambda r: {"version": "0.30.0"},
-                "GET /weight_info": lambda r: {"weight_version": self.weights},
-                "POST /update_weight_version": self._stamp,
-                "POST /pause": self._pause,
-                "POST /resume": self._resume,
-                "POST /abort_requests": self._abort,
-                "POST /reset_prefix_cache": lambda r: {"success": True},
-                "POST /collective_rpc": self._rpc,
-                "GET /v1/models": self._models,
-                "POST /v1/load_lora_adapter": self._load_adapter,
-                "POST /v1/unload_lora_adapter": self._unload_adapter,
-                "POST /inference/v1/generate": self._generate,
-            }
-        )
-        self.server.handlers = {
-            path: self._spoiled(path, handler) for path, handler in self.server.handlers.items()
+        handlers = {
+            "GET /version": lambda r: {"version": "0.30.0"},
+            "GET /weight_info": lambda r: {"weight_version": self.weights},
+            "GET /v1/models": self._models,
+            "POST /reset_prefix_cache": lambda r: {"success": True},
+            **{"POST /update_weight_version": self._stamp, "POST /collective_rpc": self._rpc},
+            **{"POST /pause": self._pause, "POST /resume": self._resume},
+            **{"POST /abort_requests": self._abort, f"POST {GENERATE}": self._generate},
+            "POST /v1/load_lora_adapter": self._load_adapter,
+            "POST /v1/unload_lora_adapter": self._unload_adapter,
         }
+        self.server = Server({path: self._spoiled(path, of) for path, of in handlers.items()})
 
     async def sampling(self, count):
         """Wait until `count` tokens were sampled."""
@@ -186,34 +160,19 @@ class FakeVLLM:
         name, args = request.body["method"], request.body.get("args", [])
         if name == "onepolicy_describe":
             truth = {
-                "shape": self.shape,
-                "model": self.model,
-                "dtype": "float32",
-                "head_dtypes": ["torch.float32"],
-                "quantization": None,
-                "held": [],
-                "device": "cpu",
-                "max_len": 96,
-                "max_logprobs": VOCAB,
-                "logprobs_mode": "processed_logprobs",
-                "routes": True,
+                **{"shape": self.shape, "model": self.model, "device": "cpu", "max_len": 96},
+                **{"dtype": "float32", "head_dtypes": ["torch.float32"], "quantization": None},
+                **{"max_logprobs": VOCAB, "logprobs_mode": "processed_logprobs", "routes": True},
+                **{"held": [], "adapters": None, "initial_canary": self.probe},
                 "deployment": {"version": [0, 30], "platform": "cpu"},
-                "initial_canary": self.probe,
-                "adapters": None,
             }
             return {"results": [truth | self.told]}
         if name == "onepolicy_remember":
             (self.probe,) = args
         elif name == "onepolicy_load":
             self.table = embedding(args[0] if args else self.model)
-        elif name == "onepolicy_load_files":
-            return {"results": [self._take_files(*args)]}
-        elif name == "onepolicy_receive":
-            return {"results": [self._receive(*args)]}
-        elif name == "onepolicy_receive_adapter":
-            return {"results": [self._receive_adapter(*args)]}
-        elif name == "onepolicy_read_adapter":
-            return {"results": [self._read_adapter(*args)]}
+        elif name in ANSWERED:
+            return {"results": [getattr(self, ANSWERED[name])(*args)]}
         else:
             return Reply({"error": {"message": f"no attribute {name!r}"}}, 500)
         return {"results": [None]}
@@ -303,23 +262,11 @@ class FakeVLLM:
                 finish = "length"
         first = sampling["routed_experts_prompt_start"]
         rows = routes_of([*prompt, *tokens])[first:-1]
-        return {
-            "model": model,
-            "choices": [
-                {
-                    "index": 0,
-                    "logprobs": {"content": content},
-                    "finish_reason": finish,
-                    "token_ids": tokens,
-                    "routed_experts": npy(rows) if tokens else None,
-                }
-            ],
-            "usage": {
-                "prompt_tokens": len(prompt),
-                "completion_tokens": len(tokens),
-                "prompt_tokens_details": {"cached_tokens": 0},
-            },
-        }
+        choice = {"index": 0, "logprobs": {"content": content}, "finish_reason": finish}
+        choice |= {"token_ids": tokens, "routed_experts": npy(rows) if tokens else None}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
+        usage |= {"prompt_tokens_details": {"cached_tokens": 0}}
+        return {"model": model, "choices": [choice], "usage": usage}
 
     def _sample(self, last, sampling, random, bias=0.0):
         """Sample one token. bias: of token 0, which is all that an adapter changes."""
@@ -330,11 +277,9 @@ class FakeVLLM:
         if sampling["top_k"]:
             tempered[tempered < np.sort(tempered)[-sampling["top_k"]]] = -np.inf
         logp = tempered - np.log(np.exp(tempered).sum())
-        token = (
-            int(logp.argmax())
-            if not sampling["temperature"]
-            else int(random.choice(VOCAB, p=np.exp(logp)))
-        )
+        token = int(logp.argmax())
+        if sampling["temperature"]:
+            token = int(random.choice(VOCAB, p=np.exp(logp)))
         told = raw if self.raw else logp
         order = [token, *(int(i) for i in np.argsort(-told, kind="stable") if i != token)]
         entries = [

@@ -96,16 +96,9 @@ def perturb(model: PreTrainedModel) -> None:
 _BIAS = re.compile(r"correction_bias|expert_bias|(router|gate)\.bias$")
 
 BASE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "intermediate_size": 24,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **{"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 64, "intermediate_size": 24},
+    **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
 }
 
 

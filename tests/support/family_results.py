@@ -1,5 +1,4 @@
-"""Results of recording and replay for one family, measured once per session, and docs/families.md
-made from them.
+"""Results of recording and replay for one family, and docs/families.md made from them.
 
 PYTHONPATH=tests python -m support.family_results writes docs/families.md
 """
@@ -32,9 +31,7 @@ class Result:
     varied: bool  # the model's own routes are not the same for all tokens
     logits: bool  # replaying its own routes keeps every bit
     changed: tuple[str, ...]  # parameters whose gradient bits that replay changed
-    recomputed: (
-        tuple[str, ...] | None
-    )  # the same with activation checkpointing; None: not in transformers
+    recomputed: tuple[str, ...] | None  # with activation checkpointing; None: not in transformers
     decoded: bool  # what later forwards of one recording read is what the experts got
     filled: bool  # rows without a route take the router's own, which is reported
     moved: bool  # random routes move the logits
@@ -48,14 +45,12 @@ def examine(model_type: str, run: int) -> Result:
     """Replay own routes, then random ones. run 0: fp32, stock experts; 1: bf16, eager loop, the
     family's second setting."""
     family = TABLE[model_type]
-    model = (
-        family.model()
-        if run == 0
-        else family.model(dtype=torch.bfloat16, experts="eager", **family.second)
-    )
-    ids = 1 + torch.randperm(60, generator=torch.Generator().manual_seed(1))[:ROWS].view(
-        3, -1
-    )  # all different
+    changes = {}
+    if run == 1:
+        changes = {"dtype": torch.bfloat16, "experts": "eager", **family.second}
+    model = family.model(**changes)
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(1))
+    ids = 1 + order[:ROWS].view(3, -1)  # all different
     routers = bind_routers(model)
     with routers.record() as tape:
         plain, plain_grads = loss_and_grads(model, ids)
@@ -65,9 +60,8 @@ def examine(model_type: str, run: int) -> Result:
     routes = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
     missing = torch.arange(ROWS) % 3 == 0
     mixed = torch.where(missing[:, None, None], routes.ids, own.ids)
-    with routers.replay(
-        replace(own, ids=mixed, valid=~missing), native=True, check=False
-    ) as replayed:
+    partial_own = replace(own, ids=mixed, valid=~missing)
+    with routers.replay(partial_own, native=True, check=False) as replayed:
         filled = torch.equal(model(input_ids=ids, use_cache=False).logits, plain)
     filled = filled and torch.equal(replayed.native().ids, own.ids)
 
@@ -264,15 +258,16 @@ refused): {outside}.
 """
 
 
-def page() -> str:
-    rows = [_row(TABLE[name]) for name in sorted(TABLE)]
+def page(rows: list[str]) -> str:
+    """Return the page with these rows of its table."""
     refused = "\n".join(f"- `{name}`: {reason}" for name, reason in REFUSED.items())
     outside = ", ".join(f"`{name}` ({what})" for name, what in NO_CAUSAL_LM.items())
     head = _HEAD.format(version=transformers.__version__)
     return head + "\n".join(rows) + "\n" + _FOOT.format(refused=refused, outside=outside)
 
 
-def _row(family: Family) -> str:
+def row(family: Family) -> str:
+    """Return the family's row of the table, measured."""
     results = [examine(family.model_type, run) for run in (0, 1)]
     first = results[0]
     cells = [
@@ -297,4 +292,4 @@ def _bits(equal: Iterable[bool]) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    DOCS.write_text(page(), encoding="utf-8")
+    DOCS.write_text(page([row(TABLE[name]) for name in sorted(TABLE)]), encoding="utf-8")

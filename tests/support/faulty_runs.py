@@ -12,12 +12,14 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from tempfile import TemporaryFile
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from onepolicy.train import checkpoint
+from support.own_processes import children_of, gone, start_process  # noqa: F401 (gone: others)
 from support.waiting import POLL_S, wait_until
 
 SPACE, LINK, FAR_LINK = (
@@ -30,27 +32,41 @@ LONG = 600  # s; what is waited for comes much earlier on a quiet machine
 def start(*arguments, program=("-m", "onepolicy"), **how):
     """Start `onepolicy train ...` in a process group of its own. `program` is the code that Python
     runs."""
-    command = [sys.executable, *program, "train", *map(str, arguments)]
-    pipes = {"stdout": DEVNULL, "stderr": PIPE, "text": True, "start_new_session": True}
-    return Popen(command, **pipes | how)
+    errors = TemporaryFile()  # noqa: SIM115 (closed with the process)
+    how = {"stdout": DEVNULL, "stderr": errors} | how
+    process = start_process([sys.executable, *program, "train", *arguments], **how)
+    process.errors = errors
+    return process
+
+
+def said(process):
+    """Return what a run has written to stderr so far."""
+    return os.pread(process.errors.fileno(), 2**24, 0).decode()
 
 
 def finished(process, status=0):
     """Wait for the run's end and return its stderr. It must end in time, with this exit status."""
     try:
-        _, errors = process.communicate(timeout=LONG)
+        process.wait(LONG)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    errors = said(process)
     assert process.returncode == status, errors
     assert "Traceback" not in errors, errors
     return errors
 
 
 def wait_for(condition, process=None, poll=POLL_S):
-    """Wait for the condition. `process` must live until then."""
-    return wait_until(condition, LONG, process=process, poll=poll)
+    """Wait for the condition. `process`, a run, must live until then."""
+
+    def met():
+        if not (found := condition()) and process is not None:
+            assert process.poll() is None, said(process)
+        return found
+
+    return wait_until(met, LONG, poll=poll)
 
 
 class Fault:
@@ -96,10 +112,6 @@ def timeless(row):
     return {k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k}
 
 
-def children_of(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def rank_of(agent, rank):
     """Return the process of a rank that this agent has started."""
     own = f"RANK={rank}".encode()
@@ -107,11 +119,6 @@ def rank_of(agent, rank):
         if own in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
             return child
     raise AssertionError(f"no rank {rank}")
-
-
-def gone(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 def assert_complete(out, steps):

@@ -7,7 +7,7 @@ import re
 import subprocess
 from contextlib import ExitStack
 
-from support.browser import chromium
+from support.browser import headless, with_script
 
 # Runs in the page: waits until the figures are drawn, then tells the frame around it what is where.
 INSPECT = """<script>
@@ -65,32 +65,14 @@ def inspected(html, folder, views):
     for width, dark in views:
         own = folder / f"{width}-{dark}"
         own.mkdir(parents=True)
-        (own / "page.html").write_text(
-            html.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{INSPECT}', 1)
-        )
+        (own / "page.html").write_text(with_script(html, INSPECT))
         (own / "outer.html").write_text(OUTER.format(width=width))
-        command = [
-            chromium(),
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-sync",
-            "--no-first-run",
-        ]
-        command += [
-            f"--user-data-dir={own / 'profile'}",
-            "--window-size=1400,900",
-            "--virtual-time-budget=8000",
-        ]
+        command = [*headless(own), "--window-size=1400,900", "--virtual-time-budget=8000"]
         command += ["--force-dark-mode"] if dark else []
         commands.append([*command, "--dump-dom", (own / "outer.html").as_uri()])
     with ExitStack() as stack:
-        running = [
-            stack.enter_context(
-                subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-            )
-            for c in commands
-        ]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        running = [stack.enter_context(subprocess.Popen(c, **pipes)) for c in commands]
         stack.callback(lambda: [process.kill() for process in running])
         return [_found(process.communicate(timeout=120)[0]) for process in running]
 

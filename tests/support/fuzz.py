@@ -13,61 +13,20 @@ from typing import Any
 FAST, SLOW = 10**4, 10**5  # inputs for each target
 DEEP = "200 lists, one in the other"
 JUNK: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        -3,
-        7,
-        99,
-        2**31,
-        2**63,
-        2 * 10**8,
-        10**12,
-        -(10**12),
-        10**400,
-        -(10**400),
-    ),
+    *(None, True, False, 0, 1, -1, -3, 7, 99, 2**31, 2**63, 2 * 10**8, 10**12, -(10**12)),
+    *(10**400, -(10**400)),
     *(0.5, 1.0, -0.5, 1e-4, 1e308, -1e308, float("nan"), float("inf"), float("-inf")),
-    *(
-        "",
-        "1",
-        "stop",
-        "abort",
-        "token_id:3",
-        "token_id:" + "9" * 5000,
-        "é",
-        "\ud800",
-        "x" * 300,
-        "\x00",
-    ),
+    *("", "1", "stop", "abort", "token_id:3", "token_id:" + "9" * 5000, "é", "\ud800"),
+    *("x" * 300, "\x00"),
     *([], {}, [[]], [1], [[1, 2]], [[[1, 2]]], {"a": 1}, [None], DEEP),
 )
 NUMBERS = (
-    b"0",
-    b"-1",
-    b"1e999",
-    b"NaN",
-    b"-Infinity",
-    b"99999999999",
-    b"0.5",
-    b"9" * 5000,
-    b"true",
-    b"null",
-    b'"1"',
+    *(b"0", b"-1", b"1e999", b"NaN", b"-Infinity", b"99999999999", b"0.5", b"9" * 5000, b"true"),
+    *(b"null", b'"1"'),
 )
 SNIPPETS = (
-    b"[" * 3000,
-    b'{"a":' * 3000,
-    b"PK\x03\x04",
-    b"\x93NUMPY",
-    b"\x80\x04.",
-    b"\x00" * 64,
-    b"\xff\xfe",
-    b"\\ud800",
+    *(b"[" * 3000, b'{"a":' * 3000, b"PK\x03\x04", b"\x93NUMPY", b"\x80\x04.", b"\x00" * 64),
+    *(b"\xff\xfe", b"\\ud800"),
 )
 
 
@@ -127,13 +86,12 @@ class Damage:
             case 2 if isinstance(value, str):
                 of[key] = self.data(value.encode(errors="replace")[:400]).decode(errors="replace")
             case 3 if isinstance(value, int | float):
-                of[key] = self.random.choice(
-                    (value + 1, -value, value * 2, str(value), bool(value), -0.25)
-                )
+                others = (value + 1, -value, value * 2, str(value), bool(value), -0.25)
+                of[key] = self.random.choice(others)
+            case 4 if of is root:
+                of[key] = None
             case 4:
-                of[key] = (
-                    copy.deepcopy(self.random.choice(places[:40])[0]) if of is not root else None
-                )
+                of[key] = copy.deepcopy(self.random.choice(places[:40])[0])
             case _:
                 of[key] = _fresh(self.random.choice(JUNK))
 

@@ -16,13 +16,8 @@ from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Group, RoutingTrace, Sample
 from support.models import VOCAB, make
 
-BASE = {
-    "out": "x",
-    "steps": 1,
-    "model": {"path": "m"},
-    "task": {"kind": "chain"},
-    "optim": {"lr": 1e-2, "clip_norm": 1e9},
-}
+BASE = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
+BASE |= {"optim": {"lr": 1e-2, "clip_norm": 1e9}}
 EXPERTS, LAYERS = 8, (0, 1, 2)
 
 
@@ -30,16 +25,15 @@ def random_sample(
     length: int, outcome: float, generator: torch.Generator, temperature: float = 1.0
 ) -> Sample:
     slots = length - 1
-    trainable = torch.arange(slots) >= 2
-    ids = (
-        torch.rand(slots, len(LAYERS), EXPERTS, generator=generator).topk(2).indices.to(torch.uint8)
-    )
+    trainable, zeros = torch.arange(slots) >= 2, torch.zeros(slots, dtype=torch.int32)
+    drawn = torch.rand(slots, len(LAYERS), EXPERTS, generator=generator)
+    ids = drawn.topk(2).indices.to(torch.uint8)
     return Sample(
         tokens=torch.randint(0, VOCAB, (length,), generator=generator, dtype=torch.int32),
         trainable=trainable,
         logp_rollout=torch.where(trainable, -3.0, torch.nan),
-        version=torch.zeros(slots, dtype=torch.int32),
-        turn=torch.zeros(slots, dtype=torch.int32),
+        version=zeros,
+        turn=zeros.clone(),
         temperature=temperature,
         reward=0.0,
         finish="stop",
@@ -71,11 +65,8 @@ def learner_of(
         protect = "value" in config.correction.protect
         critic = Critic(copied, config.objective.critic, config.optim, protect=protect)
     scorer = PolicyScorer(model, config, routers=bind_routers(model) if routed else None)
-    return LocalLearner(
-        scorer,
-        extensions=build_extensions(config, reference=reference, critic=critic),
-        critic=critic,
-    )
+    extensions = build_extensions(config, reference=reference, critic=critic)
+    return LocalLearner(scorer, extensions=extensions, critic=critic)
 
 
 def one_step(learner: LocalLearner, batch, weight=None):

@@ -56,7 +56,7 @@ HEAD = """# Licences of dependencies
 onepolicy is Apache-2.0. Its wheel contains no code of others. Installing it brings the packages
 below, each under its own licence, as its metadata says. The command
 `PYTHONPATH=src:tests .venv/bin/python -m support.licences` wrote this page from the venv of
-`make test`; `tests/integration/test_licences.py` compares it with what is installed.
+`make test`; `tests/lint/test_licences.py` compares it with what is installed.
 
 Not listed: NVIDIA's CUDA libraries, which PyPI's torch brings on Linux under NVIDIA's own terms;
 the extras `vllm`, `adam8bit` and `trackio`, which that venv has not; tools of the tests.

@@ -35,14 +35,10 @@ from support.wheel_source import Wheel
 LAYERS, MOE, TOP_K, BLOCK = 4, (1, 3), 2, 4
 PROMPT, COMPLETION = 5, 4
 FED = PROMPT + COMPLETION - 1
-REQUESTS = {
-    "first": ([3, 1], 0),
-    "again": ([3, 2], BLOCK),
-}  # blocks of the cache, tokens that were in it
-STEPS = {
-    "first": [(0, PROMPT)],
-    "again": [(BLOCK, PROMPT)],
-}  # [start, stop) of the fed tokens, one entry per step
+REQUESTS = {"first": ([3, 1], 0), "again": ([3, 2], BLOCK)}
+"""Blocks of the cache, tokens that were in it."""
+STEPS = {"first": [(0, PROMPT)], "again": [(BLOCK, PROMPT)]}
+"""[start, stop) of the fed tokens, one entry per step."""
 for steps in STEPS.values():
     steps += [(t, t + 1) for t in range(PROMPT, FED)]
 
@@ -54,12 +50,10 @@ def experts(token: int, layer: int, num_experts: int) -> list[int]:
     return [first, (first + 1 + token % 3) % num_experts]
 
 
-def chosen(
-    start: int, stop: int, layer: int, num_experts: int
-) -> torch.Tensor:  # [stop - start, K] int32
-    return torch.tensor(
-        [experts(t, layer, num_experts) for t in range(start, stop)], dtype=torch.int32
-    )
+def chosen(start: int, stop: int, layer: int, num_experts: int) -> torch.Tensor:
+    """Return [stop - start, K] int32."""
+    rows = [experts(t, layer, num_experts) for t in range(start, stop)]
+    return torch.tensor(rows, dtype=torch.int32)
 
 
 CAPTURER = "vllm/model_executor/layers/fused_moe/routed_experts_capturer.py"
@@ -69,12 +63,8 @@ COMPLETIONS, OUTPUTS = "vllm/entrypoints/openai/completion/serving.py", "vllm/ou
 
 def config(num_experts: int) -> Any:
     """Return the part of a VllmConfig that the capture code reads."""
-    hf = Bag(
-        num_hidden_layers=LAYERS,
-        num_experts_per_tok=TOP_K,
-        num_experts=num_experts,
-        model_type="fixture",
-    )
+    hf = Bag(num_hidden_layers=LAYERS, num_experts_per_tok=TOP_K, num_experts=num_experts)
+    hf.model_type = "fixture"
     hf.mlp_only_layers, hf.decoder_sparse_step = [i for i in range(LAYERS) if i not in MOE], 1
     model = Bag(
         hf_text_config=hf,
@@ -149,9 +139,8 @@ def play_0_21(wheel: Wheel, num_experts: int) -> dict[str, Any]:
     module = wheel.module(CAPTURER)
     count = module._count_moe_layers(config(num_experts).model_config.hf_text_config)
     device = module._RoutedExpertsDeviceCache(16, count, TOP_K, "cpu")
-    capturer = module._RoutedExpertsCapturerReal.__new__(
-        module._RoutedExpertsCapturerReal
-    )  # without CUDA streams
+    real = module._RoutedExpertsCapturerReal
+    capturer = real.__new__(real)  # without CUDA streams
     capturer.host_cache = module._RoutedExpertsHostCache(count, TOP_K, 64)
     capturer.device_cache, capturer._has_pending_copy = device, False
     found = {}
@@ -161,10 +150,8 @@ def play_0_21(wheel: Wheel, num_experts: int) -> dict[str, Any]:
                 capturer.capture(column, chosen(start, stop, layer, num_experts))
             capturer._pinned_staging = device.buffer.clone()
             capturer._pending_positions = np.arange(start, stop)
-            capturer._pending_num_scheduled, capturer._pending_total_tokens = (
-                {name: stop - start},
-                stop - start,
-            )
+            capturer._pending_num_scheduled = {name: stop - start}
+            capturer._pending_total_tokens = stop - start
             capturer._scatter_to_host()
         rows = capturer.get_routed_experts(name, free_slot=False)
         prompt, completion = module.split_routed_experts(rows, PROMPT, COMPLETION)
@@ -175,9 +162,8 @@ def play_0_21(wheel: Wheel, num_experts: int) -> dict[str, Any]:
 def play_0_22(wheel: Wheel, num_experts: int) -> dict[str, Any]:
     module = wheel.module(CAPTURER)
     arguments = {"vllm_config": config(num_experts), "kv_cache_config": CACHE}
-    capturer = module.RoutedExpertsCapturer(
-        16, *list(arguments.values())[: 1 if wheel.version < "0.28" else 2]
-    )
+    taken = 1 if wheel.version < "0.28" else 2
+    capturer = module.RoutedExpertsCapturer(16, *list(arguments.values())[:taken])
     manager = module.RoutedExpertsManager(**arguments)
     store = wheel.statement(SCHEDULER, "self.routed_experts_mgr.store_batch(")
     read = wheel.statement(SCHEDULER, "self._re_block_ids.pop(")
@@ -219,11 +205,8 @@ def play_0_22(wheel: Wheel, num_experts: int) -> dict[str, Any]:
 
 def play_0_31(wheel: Wheel, num_experts: int) -> dict[str, Any]:
     folder = "vllm/distributed/aux_output_connector/"
-    store, experts_module = (
-        wheel.module(folder + "store.py"),
-        wheel.module(folder + "routed_experts.py"),
-    )
-    control = wheel.module(folder + "connector.py")
+    names = ("store", "routed_experts", "connector")
+    store, experts_module, control = (wheel.module(f"{folder}{name}.py") for name in names)
     capturer = wheel.module(CAPTURER).RoutedExpertsCapturer(16, config(num_experts))
     worker_module = wheel.module(folder + "worker.py")
     dtype, shape = np.dtype(capturer.output_dtype_name), capturer.shape_per_token
@@ -235,9 +218,8 @@ def play_0_31(wheel: Wheel, num_experts: int) -> dict[str, Any]:
     )
     worker._buffer = experts_module.RoutedExpertsBuffer(dtype, shape, BLOCK, 2, 16, 1)
     worker._requests, worker._pending_outputs, worker._lock, worker._generation = {}, [], Lock(), 0
-    hashes = [
-        bytes([number]) * 16 for number in (1, 2)
-    ]  # of the prompt's block, and of the one decoding fills
+    # of the prompt's block, and of the one decoding fills
+    hashes = [bytes([number]) * 16 for number in (1, 2)]
     found = {}
     for name in REQUESTS:
         chunks, sent = [], 0
@@ -257,11 +239,8 @@ def play_0_31(wheel: Wheel, num_experts: int) -> dict[str, Any]:
             pending = worker.prepare_output(batch)
             pending.enqueue_cpu_copy(np.array([1]), np.array([0]))
             request = Bag(request_id=name, num_tokens=stop + 1, is_finished=lambda: False)
-            chunks.append(
-                control.AuxOutputSchedulerConnector.take_output(
-                    None, request, pending.process_output()
-                )
-            )
+            take = control.AuxOutputSchedulerConnector.take_output
+            chunks.append(take(None, request, pending.process_output()))
         found[name] = {"chunks": chunks}
     worker.close()
     return found
@@ -292,26 +271,20 @@ def reply(wheel: Wheel, done: dict[str, Any]) -> dict[str, Any] | None:
     space: dict[str, Any] = {"output": output, "np": np, "io": io, "base64": base64}
     if wheel.version < "0.22":
         prompt = {"pre": done["prompt_routed_experts"]}
-        exec(
-            wheel.statement(COMPLETIONS, "prompt_routed_experts = pre.tolist()", ast.Assign), prompt
-        )
-        choice = eval(
-            wheel.argument(COMPLETIONS, "CompletionResponseChoice", "routed_experts"), space
-        )
+        line = "prompt_routed_experts = pre.tolist()"
+        exec(wheel.statement(COMPLETIONS, line, ast.Assign), prompt)
+        given = wheel.argument(COMPLETIONS, "CompletionResponseChoice", "routed_experts")
+        choice = eval(given, space)
         choices = [{"index": 0, "routed_experts": choice}]
         return {"prompt_routed_experts": prompt["prompt_routed_experts"], "choices": choices}
     if wheel.version < "0.28":
         exec(wheel.statement(COMPLETIONS, "np.save(buf, output.routed_experts)"), space)
     else:
-        serial = next(
-            p
-            for p in sorted((wheel.root / "vllm").rglob("*.py"))
-            if "def numpy2base64(" in p.read_text()
-        )
+        modules = sorted((wheel.root / "vllm").rglob("*.py"))
+        serial = next(p for p in modules if "def numpy2base64(" in p.read_text())
         names = {"np": np, "io": io, "pybase64": base64}
-        space["numpy2base64"] = wheel.function(
-            str(serial.relative_to(wheel.root)), "numpy2base64", names
-        )
+        path = str(serial.relative_to(wheel.root))
+        space["numpy2base64"] = wheel.function(path, "numpy2base64", names)
         exec(wheel.statement(COMPLETIONS, "numpy2base64(output.routed_experts)", ast.Assign), space)
     return {"choices": [{"index": 0, "routed_experts": space["routed_experts_b64"]}]}
 

@@ -19,32 +19,15 @@ from transformers import (
 
 VOCAB = 64
 BASE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
+    **{"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+    **{"bos_token_id": None, "pad_token_id": 0, "eos_token_id": 1},
 }
 HEADS = {"head_dim": 16}
-LATENT = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-}
-GROUPED = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 4,
-    "topk_group": 2,
-}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "v_head_dim": 16}
+LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GROUPED |= {"n_group": 4, "topk_group": 2}
 SIGMOID = {**GROUPED, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8}
 
 CONFIGS = {
@@ -85,9 +68,7 @@ def make(
         config = changed(name, **changes)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for tensor in [
-            *model.parameters(),
-            *(b for n, b in model.named_buffers() if "correction_bias" in n),
-        ]:
+        biases = (b for n, b in model.named_buffers() if "correction_bias" in n)
+        for tensor in [*model.parameters(), *biases]:
             tensor += 0.05 * torch.randn_like(tensor)
     return model.to(dtype)

@@ -16,16 +16,8 @@ def group(rewards: list[float], problem_id: int = 0, slots: tuple[int, ...] = ()
     def sample(reward: float, count: int) -> Sample:
         zeros = torch.zeros(count, dtype=torch.int32)
         trainable = torch.ones(count, dtype=torch.bool)
-        return Sample(
-            torch.zeros(count + 1, dtype=torch.int32),
-            trainable,
-            torch.zeros(count),
-            zeros,
-            zeros,
-            1.0,
-            reward,
-            "stop",
-        )
+        tokens, logp = torch.zeros(count + 1, dtype=torch.int32), torch.zeros(count)
+        return Sample(tokens, trainable, logp, zeros, zeros, 1.0, reward, "stop")
 
     return Group(problem_id, tuple(map(sample, rewards, slots or (1,) * len(rewards))))
 

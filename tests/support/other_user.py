@@ -52,15 +52,8 @@ def command_as_user(code, spare):
 
 def environment_as_user(**more):
     own = {name: value for name, value in os.environ.items() if name in {"PATH", "LANG"}}
-    return (
-        own
-        | {
-            "PYTHONPATH": str(PACKAGES.resolve()),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "HOME": "/nowhere",
-        }
-        | more
-    )
+    own |= {"PYTHONPATH": str(PACKAGES.resolve()), "HOME": "/nowhere"}
+    return own | {"PYTHONDONTWRITEBYTECODE": "1"} | more
 
 
 def start(command, environment):

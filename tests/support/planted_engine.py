@@ -23,15 +23,9 @@ class Planted:
         log-probabilities are shifted; crowded: noise on them while it serves several requests;
         below: noise that only ever lowers them; routers: noise on the input of its routers;
         sampling: its sampling parameters."""
-        self.engine, self.late, self.shift, self.crowded, self.sampling = (
-            engine,
-            late,
-            shift,
-            crowded,
-            sampling,
-        )
-        self.below = below
-        self.caps, self.running = engine.caps, 0
+        self.engine, self.caps, self.running = engine, engine.caps, 0
+        self.late, self.shift, self.crowded, self.below = late, shift, crowded, below
+        self.sampling = sampling
         if routers:
             for name, module in engine.model.named_modules():
                 if name.endswith("mlp.gate"):
@@ -46,18 +40,14 @@ class Planted:
     async def generate(self, prompt_ids, sampling, *, seed):
         self.running += 1
         crowd = self.running > 1
-        found = await self.engine.generate(
-            prompt_ids, dataclasses.replace(sampling, **self.sampling), seed=seed
-        )
+        sampling = dataclasses.replace(sampling, **self.sampling)
+        found = await self.engine.generate(prompt_ids, sampling, seed=seed)
         self.running -= 1
         drawn = torch.randn(len(found.logp), generator=torch.Generator().manual_seed(seed % 2**40))
-        noise = self.crowded * drawn
-        logp = (
-            found.logp.roll(self.shift) * (noise.exp() if crowd else 1) - self.below * drawn.abs()
-        )
-        routing = dataclasses.replace(
-            found.routing, ids=found.routing.ids.roll(self.late, 0), spans=()
-        )
+        noise = (self.crowded * drawn).exp() if crowd else 1
+        logp = found.logp.roll(self.shift) * noise - self.below * drawn.abs()
+        ids = found.routing.ids.roll(self.late, 0)
+        routing = dataclasses.replace(found.routing, ids=ids, spans=())
         return dataclasses.replace(found, logp=logp, routing=routing)
 
     async def load_weights(self, weights, version):

@@ -21,20 +21,18 @@ from support.siblings import siblings, with_routes_of
 
 STEPS = 3
 QWEN = ["replay.min_agreement=0"]
+RECOMPUTE, LARGE = "train.activation_checkpointing=true", "train.tokens_per_micro_batch=1000"
+CENTERED = ["correction.preset=score-centering", "objective.surrogate=pg"]
+KL_ENTROPY = ["objective.kl.coef=0.1", "objective.entropy_coef=0.01"]
+SCORED = ("logp_old", "entropy", "gate_mass", "logp_ref", "value", "top_logp_old")
 CASES = {
     "qwen3_moe": QWEN,
     "deepseek_v3": QWEN,
-    "one_micro_batch_each": [*QWEN, "train.tokens_per_micro_batch=1000"],
+    "one_micro_batch_each": [*QWEN, LARGE],
     "idle": [*QWEN, "train.tokens_per_micro_batch=15"],
-    "recompute": [*QWEN, "train.activation_checkpointing=true"],
+    "recompute": [*QWEN, RECOMPUTE],
     "chunked": [*QWEN, "train.logits_chunk=3", "objective.entropy_coef=0.01"],
-    "chunked_recompute": [
-        *QWEN,
-        "train.logits_chunk=3",
-        "train.activation_checkpointing=true",
-        "correction.preset=score-centering",
-        "objective.surrogate=pg",
-    ],
+    "chunked_recompute": [*QWEN, "train.logits_chunk=3", RECOMPUTE, *CENTERED],
     "host_state": [*QWEN, "optim.state=host"],
     "reuse": [*QWEN, "train.reuse_scoring_forward=true"],
     "r2": ["replay.mode=r2", "objective.num_minibatches=2"],
@@ -42,31 +40,22 @@ CASES = {
     "soft": ["replay.mode=soft", "replay.ratio=0.9", *QWEN],
     "weights": ["replay.mode=weights", *QWEN],
     "off": ["replay.mode=off"],
-    "critic_kl_entropy": [
-        *QWEN,
-        "objective.preset=ppo",
-        "objective.kl.coef=0.1",
-        "objective.entropy_coef=0.01",
-    ],
+    "critic_kl_entropy": [*QWEN, "objective.preset=ppo", *KL_ENTROPY],
     "bypass": [*QWEN, "correction.preset=ppo-is", "objective.num_minibatches=2"],
-    "centering": [*QWEN, "correction.preset=score-centering", "objective.surrogate=pg"],
+    "centering": [*QWEN, *CENTERED],
 }
 SIBLINGS = {
     "r3": QWEN,
     "deepseek_v3": QWEN,
-    "one_micro_batch_each": [*QWEN, "train.tokens_per_micro_batch=1000"],
+    "one_micro_batch_each": [*QWEN, LARGE],
     "several_rounds": [*QWEN, "train.tokens_per_micro_batch=60"],
-    "own_forward": [
-        *QWEN,
-        "train.reuse_scoring_forward=false",
-        "train.tokens_per_micro_batch=1000",
-    ],
+    "own_forward": [*QWEN, "train.reuse_scoring_forward=false", LARGE],
     "reuse": [*QWEN, "train.reuse_scoring_forward=true", "train.tokens_per_micro_batch=60"],
-    "recompute": [*QWEN, "train.activation_checkpointing=true"],
+    "recompute": [*QWEN, RECOMPUTE],
     "r2": ["replay.mode=r2", "objective.num_minibatches=2"],
     "weights": ["replay.mode=weights", *QWEN],
     "off": ["replay.mode=off"],
-    "kl_entropy": [*QWEN, "objective.kl.coef=0.1", "objective.entropy_coef=0.01"],
+    "kl_entropy": [*QWEN, *KL_ENTROPY],
     "bypass": [*QWEN, "correction.preset=ppo-is"],
 }
 """Settings of batches whose samples share prompts."""
@@ -125,18 +114,14 @@ def batch_for(learner):
     generator = torch.Generator().manual_seed(0)
     routers, shape = learner.routers, (batch.num_slots, len(learner.routers.layers))
     weights = torch.rand(*shape, routers.top_k, generator=generator) + 0.1
-    trace = RoutingTrace(
-        torch.rand(*shape, routers.num_experts, generator=generator)
-        .topk(routers.top_k)
-        .indices.to(torch.uint8),
-        torch.arange(batch.num_slots) % 7 != 3,
-        routers.layers,
-        routers.num_experts,
-        weights=weights if config.replay.mode == "weights" else None,
-    )
-    batch = batch.replace(
-        routing=trace if config.replay.mode in ("r3", "soft", "weights") else None
-    )
+    if config.replay.mode != "weights":
+        weights = None
+    drawn, trace = torch.rand(*shape, routers.num_experts, generator=generator), None
+    if config.replay.mode in ("r3", "soft", "weights"):
+        ids = drawn.topk(routers.top_k).indices.to(torch.uint8)
+        valid = torch.arange(batch.num_slots) % 7 != 3
+        trace = RoutingTrace(ids, valid, routers.layers, routers.num_experts, weights=weights)
+    batch = batch.replace(routing=trace)
     if (top := config.correction.top_logprobs(64)) > 0:
         likely = torch.rand(batch.num_slots, 64, generator=generator).log_softmax(-1).topk(top)
         batch = batch.replace(top_ids=likely.indices.int(), top_logp_rollout=likely.values)
@@ -181,21 +166,12 @@ def assert_equal_steps(overrides, several, folder, batch_for=batch_for):
     for _ in range(STEPS):
         steps = (one_step(each, batch_for(each)) for each in (one, ranked))
         (expected, metrics, seen), (found, ranked_metrics, ranked_seen) = steps
-        for name in (
-            "logp_old",
-            "entropy",
-            "gate_mass",
-            "logp_ref",
-            "value",
-            "top_logp_old",
-            "trainer_top_logp",
-        ):
-            if getattr(expected, name) is None:
-                assert getattr(found, name) is None, name
+        for name in (*SCORED, "trainer_top_logp"):
+            one_side, other_side = getattr(found, name), getattr(expected, name)
+            if other_side is None:
+                assert one_side is None, name
             else:
-                torch.testing.assert_close(
-                    getattr(found, name), getattr(expected, name), rtol=1e-4, atol=2e-4
-                )
+                torch.testing.assert_close(one_side, other_side, rtol=1e-4, atol=2e-4)
         assert metrics.keys() == ranked_metrics.keys()
         assert_close(ranked_metrics, metrics)
         assert (ranked_seen is None) == (seen is None)

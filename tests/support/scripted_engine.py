@@ -33,9 +33,8 @@ FORGETFUL = HERMES.replace(
 
 
 def make_tokenizer(characters=PRINTABLE, template=None):
-    vocabulary = {
-        token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *sorted(characters)])
-    }
+    tokens = ["<pad>", "<eos>", "<unk>", *sorted(characters)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
@@ -53,17 +52,10 @@ def scripted(tokenizer, text, finish="stop", seen=None):
     async def sample(prompt_ids, **how):
         if seen is not None:
             seen.append(list(prompt_ids))
-        ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] * (
-            finish == "stop"
-        )
-        count = len(ids)
-        logp = -torch.arange(1.0, count + 1)
-        return Completion(
-            torch.tensor(ids, dtype=torch.int32),
-            logp,
-            torch.full((count,), 3, dtype=torch.int32),
-            finish,
-        )
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids += [tokenizer.eos_token_id] * (finish == "stop")
+        tokens, logp = torch.tensor(ids, dtype=torch.int32), -torch.arange(1.0, len(ids) + 1)
+        return Completion(tokens, logp, torch.full_like(tokens, 3), finish)
 
     return sample
 
@@ -93,16 +85,18 @@ class Script:
         self.limits.append(max_tokens)
         ids = self.tokenizer.encode(self.turns.pop(0), add_special_tokens=False)
         ids = [*ids, self.tokenizer.eos_token_id] if self.finish == "stop" else ids
-        count = len(ids)
-        return Completion(
-            torch.tensor(ids, dtype=torch.int32),
-            torch.full((count,), -float(len(self.prompts))),
-            torch.full((count,), len(self.prompts), dtype=torch.int32),
-            self.finish,
-        )
+        tokens, turn = torch.tensor(ids, dtype=torch.int32), len(self.prompts)
+        logp = torch.full(tokens.shape, -float(turn))
+        return Completion(tokens, logp, torch.full_like(tokens, turn), self.finish)
 
 
 def play(env, turns, problem=None, **how):
     script = Script(env.tokenizer, turns, **how)
     samples = asyncio.run(env.episode(problem or env.train_problem(0), script, 1.0))
     return samples, script
+
+
+def sampled(env, *turns):
+    """Return the tokens of each turn, with its end."""
+    encode, end = env.tokenizer.encode, env.tokenizer.eos_token_id
+    return [[*encode(turn, add_special_tokens=False), end] for turn in turns]

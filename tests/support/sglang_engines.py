@@ -25,20 +25,11 @@ def make_models(folder):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
-                vocab_size=VOCAB,
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=LAYERS,
-                mlp_only_layers=[0],
-                num_experts=EXPERTS,
-                num_experts_per_tok=TOP_K,
-                moe_intermediate_size=8,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                head_dim=8,
-                max_position_embeddings=256,
-                initializer_range=0.5,
-                eos_token_id=1,
+                **{"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16},
+                **{"num_hidden_layers": LAYERS, "mlp_only_layers": [0], "num_experts": EXPERTS},
+                **{"num_experts_per_tok": TOP_K, "moe_intermediate_size": 8},
+                **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
+                **{"max_position_embeddings": 256, "initializer_range": 0.5, "eos_token_id": 1},
             )
         )
         path = folder / f"model{seed}"
@@ -49,9 +40,8 @@ def make_models(folder):
 
 def open_engine(fake, routes=RULES, connect=True, **settings):
     model = ModelConfig(path=fake.folder)
-    config = SGLangConfig(
-        **{"url": fake.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S} | settings
-    )
+    usual = {"url": fake.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S}
+    config = SGLangConfig(**usual | settings)
     engine = SGLangEngine(model, read_config(model), config, route_spec=routes, max_len=200)
     if connect:
         asyncio.run(engine.connect())
@@ -62,9 +52,8 @@ def play(engine, *requests):
     """Run all requests at once: (prompt, sampling)."""
 
     async def together():
-        return await asyncio.gather(
-            *(engine.generate(p, s, seed=i) for i, (p, s) in enumerate(requests))
-        )
+        asked = (engine.generate(p, s, seed=i) for i, (p, s) in enumerate(requests))
+        return await asyncio.gather(*asked)
 
     return asyncio.run(together())
 

@@ -74,6 +74,28 @@ def open_engine(server, folder, rules=RULES, **settings):
     return engine
 
 
+def recipe(folder, server, out):
+    """Write a recipe of three short steps and return its path."""
+    path = out / "recipe.toml"
+    path.write_text(
+        f"""
+        out = "{out / "run"}"
+        steps = 3
+        model = {{ path = "{folder}" }}
+        task = {{ kind = "chain", ops = 2 }}
+        optim = {{ lr = 1e-3 }}
+        eval = {{ every = 3, problems = 4, k = 1 }}
+        log = {{ counterfactual_every = 1, tensorboard = false, report = false }}
+        [rollout]
+        prompts_per_step = 2
+        group_size = 4
+        sampling = {{ max_tokens = 20 }}
+        engine = {{ kind = "sglang", url = "{server}", dtype = "float32" }}
+        """
+    )
+    return str(path)
+
+
 def checksums(server):
     (rank,) = httpx2.post(
         f"{server}/weights_checker", json={"action": "checksum"}, timeout=60

@@ -10,15 +10,8 @@ from onepolicy.config.policy import PolicyConfig
 from support.small_recipe import write_recipe
 
 SMALL = PolicyConfig(
-    hidden_size=64,
-    layers=3,
-    experts=16,
-    top_k=4,
-    max_len=128,
-    steps=120,
-    tokens_per_step=512,
-    warmup_steps=10,
-    lr=4e-3,
+    **{"hidden_size": 64, "layers": 3, "experts": 16, "top_k": 4, "max_len": 128, "steps": 120},
+    **{"tokens_per_step": 512, "warmup_steps": 10, "lr": 4e-3},
 )
 
 

@@ -107,4 +107,4 @@ SLOW = [
     *(f"{f} {mode_of(f)} {name}" for f in FAMILIES for name in TRAINING if trains(f, name)),
     *(f"{f} {mode_of(f)} tis {name}" for f in FAMILIES for name in QUANT),
 ]
-"""Every correction and objective, and every family in every mode and format: `make test-slow`."""
+"""Every correction and objective, and every family in every mode and format: `make test-all`."""

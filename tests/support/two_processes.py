@@ -62,17 +62,14 @@ def step(
     mine = batch.select(shard)
     with bind_routers(model).replay(mine.routing, native=True, check=False) as replayed:
         logp = forward(model, mine).logp
-        loss = -(logp * batch.outcome[torch.tensor(shard)][mine.segment]).sum() / int(
-            batch.trainable.sum()
-        )
+        outcome = batch.outcome[torch.tensor(shard)][mine.segment]
+        loss = -(logp * outcome).sum() / int(batch.trainable.sum())
         (loss * ranks).backward()  # FSDP2 averages over ranks
     assert len(replayed.native()) == mine.num_slots
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     optimizer.step()
-    weights = {n: p.detach() for n, p in model.named_parameters()} | {
-        "loss": loss.detach(),
-        "norm": norm,
-    }
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    weights |= {"loss": loss.detach(), "norm": norm}
     return {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()}
 
 
@@ -102,11 +99,8 @@ def run_parallel(rank: int, folder: str) -> None:
 
 
 def work(rank: int, folder: str) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-    }  # transformers reads them
+    # transformers reads them
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2

@@ -3,11 +3,7 @@ checkpoints, requests, and transformers' results for them."""
 
 import asyncio
 import contextlib
-import json
-import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,12 +16,14 @@ from onepolicy.config import ModelConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.models.load import read_config
-from onepolicy.replay.checks import RouteSpec
+from onepolicy.replay.checks import RouteSpec, check_completion
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.types import Sampling
+from support import metrics
+from support.own_processes import descendants_of, start_process, wait_until_gone
 from support.waiting import wait_until
 
 VOCAB, BLOCK, MAX_LEN = 32, 32, 96
@@ -64,9 +62,8 @@ def make_checkpoints(base, expert_size=32):
 
 
 def rules_of(hf):
-    return RouteSpec(
-        tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error"
-    )
+    layers = tuple(range(hf.num_hidden_layers))
+    return RouteSpec(layers, hf.num_experts, hf.num_experts_per_tok, "error")
 
 
 class FakeLearner:
@@ -93,16 +90,12 @@ class ServerProcess:
             free.bind(("127.0.0.1", 0))
             self.port = port or free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{self.port}", log
-        settings = [
-            f"{name}={getattr(CONFIG, name)}"
-            for name in ("dtype", "max_num_seqs", "kv_cache_gib", "block_size")
-        ] + list(settings)
+        names = ("dtype", "max_num_seqs", "kv_cache_gib", "block_size")
+        settings = [*(f"{name}={getattr(CONFIG, name)}" for name in names), *settings]
         serve = [sys.executable, "-m", "onepolicy", "engine", "serve", "--port", str(self.port)]
         serve += ["--token-env", token_env, str(folder)] if token_env else [str(folder)]
         with log.open("ab") as file:
-            self.process = subprocess.Popen(
-                [*serve, *settings], stdout=file, stderr=file, start_new_session=True
-            )
+            self.process = start_process([*serve, *settings], stdout=file, stderr=file)
 
     def wait_until_ready(self):
         def ready():
@@ -114,9 +107,11 @@ class ServerProcess:
         return self
 
     def kill(self):
-        """Kill the server as a crash would, without a goodbye."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        """Kill the server as a crash would, without a goodbye, and see all its processes end."""
+        below = descendants_of(self.process.pid)
+        self.process.kill()  # the reaper below it kills the others
         self.process.wait()
+        wait_until_gone(below)
 
     def stop(self):
         self.process.terminate()
@@ -137,7 +132,7 @@ def serving_adapters(folder, log=None):
 
 def connect(server, path, **settings):
     """Connect as a run does: the server with the weights of `path`."""
-    config = VLLMServerConfig(url=server.url, dtype="float32", **settings)
+    config = VLLMServerConfig(**{"url": server.url, "dtype": "float32"} | settings)
     model = ModelConfig(path=str(path))
     rules = rules_of(read_config(model))
     return build_engine(EngineSpec(model, config, torch.device("cpu"), MAX_LEN, route_spec=rules))
@@ -171,9 +166,7 @@ def recipe(tmp_path, folder, server, more=""):
 
 
 def rows(tmp_path):
-    return [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    return metrics.rows(tmp_path / "run")
 
 
 def prompts(count, seed=0):
@@ -217,9 +210,8 @@ def followed(engine, fresh, index, version, requests):
     """Check that an engine with checkpoint `index` answers as one that loaded it at its start, from
     nothing cached."""
     assert engine.version == version
-    ours = [
-        play(engine, [request])[0] for request in requests
-    ]  # what an update left in the cache would show
+    # what an update left in the cache would show
+    ours = [play(engine, [request])[0] for request in requests]
     for done, theirs in zip(ours, alone(fresh[index], requests), strict=True):
         same(done, theirs)
         assert (done.version == version).all()
@@ -247,3 +239,28 @@ def stock(model, prompt, tokens):
     with bind_routers(model).record() as tape:
         logits = model(input_ids=path, use_cache=False).logits[0]
     return logits[len(prompt) - 1 : -1], tape.trace().ids[:-1]
+
+
+def picked(logits, tokens):
+    """Return the log-probabilities [n] of the tokens."""
+    return torch.log_softmax(logits, -1).gather(-1, tokens.long()[:, None])[:, 0]
+
+
+def agreement(ours, theirs):
+    """Return the share of (slot, layer) with the same experts."""
+    return float((ours.sort(-1).values == theirs.sort(-1).values).all(-1).float().mean())
+
+
+def check_follows(engine, model, temperature=1.0, count=6):
+    """Check that log-probabilities and routes are those of this model. Return the completions."""
+    requests, agreeing = ragged(prompts(count), temperature), []
+    played = play(engine, requests)
+    for (prompt, sampling, _), done in zip(requests, played, strict=True):
+        logits, routes = stock(model, prompt, done.token_ids)
+        expected = picked(logits / temperature, done.token_ids)
+        torch.testing.assert_close(done.logp, expected, atol=2e-4, rtol=0)
+        assert (len(done.token_ids), done.finish) == (sampling.max_tokens, "length")
+        check_completion(done, prompt, rules_of(model.config), "sample")
+        agreeing.append(agreement(done.routing.ids, routes))
+    assert min(agreeing) > 0.97
+    return list(zip(requests, played, strict=True))

@@ -25,9 +25,9 @@ class Anything(metaclass=_Anything):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         only_function = len(args) == 1 and isinstance(args[0], types.FunctionType | type)
-        return (
-            args[0] if only_function else object.__new__(cls)
-        )  # a decorator leaves its function as it is
+        if only_function:  # a decorator leaves its function as it is
+            return args[0]
+        return object.__new__(cls)
 
     def __getattr__(self, name: str) -> Any:
         return Anything
@@ -85,11 +85,8 @@ class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def function(self, path: str, name: str, names: dict[str, Any]) -> Any:
         """Return one function or method of a module, without its annotations."""
-        node = next(
-            n
-            for n in ast.walk(self.tree(path))
-            if isinstance(n, ast.FunctionDef) and n.name == name
-        )
+        functions = (n for n in ast.walk(self.tree(path)) if isinstance(n, ast.FunctionDef))
+        node = next(function for function in functions if function.name == name)
         node.decorator_list = []
         node.returns = None
         for argument in [*node.args.args, *node.args.kwonlyargs]:
@@ -101,23 +98,14 @@ class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def statement(self, path: str, containing: str, kind: type[ast.stmt] = ast.If) -> Any:
         """Return the innermost statement of this kind in a module whose source has `containing`,
         compiled."""
-        found = [
-            n
-            for n in ast.walk(self.tree(path))
-            if isinstance(n, kind) and containing in ast.unparse(n)
-        ]
-        return compile(
-            ast.Module([min(found, key=lambda n: len(ast.unparse(n)))], []), path, "exec"
-        )
+        nodes = (n for n in ast.walk(self.tree(path)) if isinstance(n, kind))
+        found = {ast.unparse(n): n for n in nodes if containing in ast.unparse(n)}
+        return compile(ast.Module([found[min(found, key=len)]], []), path, "exec")
 
     def argument(self, path: str, call: str, name: str) -> Any:
         """Return the expression passed as `name` in the call of `call`, compiled."""
         for node in ast.walk(self.tree(path)):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id == call
-            ):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == call:
                 for keyword in node.keywords:
                     if keyword.arg == name:
                         return compile(ast.Expression(keyword.value), path, "eval")

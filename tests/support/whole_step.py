@@ -38,16 +38,10 @@ from support.step_cases import overrides_of
 
 MAX_TOKENS = 12
 TREE: dict[str, Any] = {
-    "out": "x",
-    "steps": 4,
-    "model": {"path": "m"},
-    "task": {"kind": "chain"},
-    "optim": {"lr": 1e-2},
-    "train": {"tokens_per_micro_batch": 64},
+    **{"out": "x", "steps": 4, "model": {"path": "m"}, "task": {"kind": "chain"}},
+    **{"optim": {"lr": 1e-2}, "train": {"tokens_per_micro_batch": 64}},
     "rollout": {
-        "prompts_per_step": 3,
-        "group_size": 2,
-        "sampling": {"max_tokens": MAX_TOKENS},
+        **{"prompts_per_step": 3, "group_size": 2, "sampling": {"max_tokens": MAX_TOKENS}},
         "engine": {"dtype": "float32", "max_num_seqs": 4},
     },
     "log": {"counterfactual_every": 1},

@@ -1,7 +1,5 @@
 """`tests/support/contracts.py` names what a checkout has moved."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -22,23 +20,14 @@ class Trainer:
         self.hook(args, data, rank=rank)
         return keywords
 """
+STEP = ["self", "args", "data", "*", "rank=0", "**more"]
+HOOK = {"kind": "calls", "in": "Trainer", "of": "self.hook"}
 FACTS = [
     {"name": "sample", "kind": "fields", "in": "Sample", "value": ["tokens", "reward"]},
     {"name": "stage", "kind": "constant", "of": "STAGE", "value": "replay"},
-    {
-        "name": "step",
-        "kind": "parameters",
-        "in": "Trainer.step",
-        "value": ["self", "args", "data", "*", "rank=0", "**more"],
-    },
+    {"name": "step", "kind": "parameters", "in": "Trainer.step", "value": STEP},
     {"name": "keys", "kind": "keys", "in": "step", "of": "keywords", "value": ["args", "data"]},
-    {
-        "name": "hook",
-        "kind": "calls",
-        "in": "Trainer",
-        "of": "self.hook",
-        "value": [["args", "data", "rank="]],
-    },
+    {"name": "hook", **HOOK, "value": [["args", "data", "rank="]]},
 ]
 
 
@@ -57,21 +46,19 @@ def test_the_version_that_was_read_has_not_moved(checkout):
     assert contracts.compare("one", checkout) == []
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "name"),
-    [
+def test_what_moved_is_named(checkout, subtests):
+    for old, new, name in (
         ("reward: float", "score: float", "sample"),
         ('STAGE = "replay"', 'STAGE = "forward"', "stage"),
         ("rank=0", "rank=1", "step"),
         ('"data": data', '"batch": data', "keys"),
         ("self.hook(args, data, rank=rank)", "self.hook(args)", "hook"),
         ("class Sample", "class Row", "sample"),
-    ],
-)
-def test_what_moved_is_named(checkout, old, new, name):
-    (checkout / "pkg" / "trainer.py").write_text(SOURCE.replace(old, new))
-    (line,) = contracts.compare("one", checkout)
-    assert line.startswith(f"{name} (pkg/trainer.py:")
+    ):
+        with subtests.test(new):
+            (checkout / "pkg" / "trainer.py").write_text(SOURCE.replace(old, new))
+            (line,) = contracts.compare("one", checkout)
+            assert line.startswith(f"{name} (pkg/trainer.py:")
 
 
 def test_a_file_that_is_gone(checkout):

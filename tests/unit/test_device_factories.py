@@ -1,28 +1,12 @@
 """Tensors are made on a device that the line names. On a CPU nothing else would show a mistake."""
 
 import ast
-from pathlib import Path
-
-import pytest
 
 from support.paths import ROOT
 
 SOURCE = ROOT / "src" / "onepolicy"
 ROOMS = ("models", "train", "rollout/hf")
-FACTORIES = {
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "tensor",
-    "zeros",
-}
+FACTORIES = "arange empty eye full linspace ones rand randint randn randperm tensor zeros"
 CPU_KERNEL = "a kernel of the CPU only"
 SCORES = "scores of a whole step are collected in host memory"
 COMPLETION = "completions are in host memory"
@@ -93,42 +77,32 @@ def _is_factory(function: ast.expr) -> bool:
         isinstance(function, ast.Attribute)
         and isinstance(function.value, ast.Name)
         and function.value.id == "torch"
-        and function.attr in FACTORIES
+        and function.attr in FACTORIES.split()
     )
-
-
-def files() -> list[Path]:
-    return sorted(path for room in ROOMS for path in (SOURCE / room).rglob("*.py"))
 
 
 def calls() -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
-    for path in files():
+    for path in (path for room in ROOMS for path in (SOURCE / room).rglob("*.py")):
         for function, line in device_less(path.read_text()):
-            name = f"{path.relative_to(SOURCE)}:{function}"
-            found.setdefault(name, []).append(line)
+            found.setdefault(f"{path.relative_to(SOURCE)}:{function}", []).append(line)
     return found
 
 
-def test_every_factory_names_its_device():
-    unnamed = {name: lines for name, lines in calls().items() if name not in ON_THE_HOST}
+def test_every_factory_names_its_device_and_no_reason_is_left_over():
+    found = calls()
+    unnamed = {name: lines for name, lines in found.items() if name not in ON_THE_HOST}
     assert not unnamed, f"give these torch factories a device=: {unnamed}"
+    assert set(ON_THE_HOST) <= set(found)
 
 
-def test_no_reason_is_left_over():
-    assert set(ON_THE_HOST) <= set(calls())
-
-
-@pytest.mark.parametrize(
-    ("line", "count"),
-    [
-        ("torch.zeros(3)", 1),
-        ("torch.zeros(3, device=x.device)", 0),
-        ("torch.zeros(3, **like)", 0),
-        ("x.new_zeros(3)", 0),
-        ("torch.zeros_like(x)", 0),
-        ("torch.stack([torch.arange(n) for n in lengths])", 1),
-    ],
-)
-def test_the_lint_sees(line, count):
-    assert len(device_less(f"def f(x):\n    return {line}")) == count
+def test_the_lint_sees():
+    for line, count in {
+        "torch.zeros(3)": 1,
+        "torch.zeros(3, device=x.device)": 0,
+        "torch.zeros(3, **like)": 0,
+        "x.new_zeros(3)": 0,
+        "torch.zeros_like(x)": 0,
+        "torch.stack([torch.arange(n) for n in lengths])": 1,
+    }.items():
+        assert len(device_less(f"def f(x):\n    return {line}")) == count, line

@@ -40,60 +40,61 @@ def test_an_engine_may_report_tokens_that_its_head_rules_out():
     asyncio.run(check_processed_logprobs(fake_engine(tempered)))
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        lambda sampling, _: (
-            0.0,
-            [0.0, -1.0, -INF, -INF, -INF],
-        ),  # untempered: infinity is not more than infinity
-        lambda sampling, prompt: (
-            0.0,
-            [NAN, -1.0] if prompt == 3 else [0.0, -1 / sampling.temperature],
-        ),
-        lambda sampling, prompt: (
-            NAN if prompt == 6 and sampling.top_k else 0.0,
-            tempered(sampling, 0)[1],
-        ),
-        lambda sampling, prompt: (-INF if sampling.top_k else 0.0, tempered(sampling, 0)[1]),
-    ],
-)
-def test_an_engine_with_incomparable_values_is_refused(answers):
-    with pytest.raises(UsageError, match="does not return the log-probabilities"):
-        asyncio.run(check_processed_logprobs(fake_engine(answers)))
+def at_top_k(value, only=None):
+    """Return answers with this value for the token that narrowed sampling draws."""
+
+    def answers(sampling, prompt):
+        logp, top = 0.0, tempered(sampling, prompt)[1]
+        if sampling.top_k and only in (None, prompt):
+            logp = value
+        return logp, top
+
+    return answers
 
 
-@pytest.mark.parametrize(
-    "probes", [([NAN], [NAN], [NAN]), ([-1.0], [-INF], [-2.0]), ([-1.0], [-1.0], [NAN])]
-)
-def test_a_sync_check_needs_a_finite_noise_to_compare_with(monkeypatch, probes):
+def top_of_prompt_3(sampling, prompt):
+    return 0.0, {3: [NAN, -1.0]}.get(prompt, [0.0, -1 / sampling.temperature])
+
+
+def test_an_engine_with_incomparable_values_is_refused(subtests):
+    for name, answers in {
+        # infinity is not more than infinity
+        "untempered": lambda *_: (0.0, [0.0, -1.0, -INF, -INF, -INF]),
+        "a NaN among the likeliest": top_of_prompt_3,
+        "a NaN of the last prompt": at_top_k(NAN, only=6),
+        "an infinite one": at_top_k(-INF),
+    }.items():
+        with subtests.test(name), pytest.raises(UsageError, match="does not return the log-prob"):
+            asyncio.run(check_processed_logprobs(fake_engine(answers)))
+
+
+async def nothing(*_):
+    return None
+
+
+def probes_of(monkeypatch, module, probes):
+    """Let the canary's probes of a module give these values in turn."""
     rest = iter([torch.tensor(values) for values in probes])
 
     async def probe(engine, vocab):
         return next(rest)
 
-    async def nothing(*_):
-        return None
+    monkeypatch.setattr(module, "canary_logp", probe)
 
-    monkeypatch.setattr(push, "canary_logp", probe)
+
+def test_a_sync_check_needs_a_finite_noise_to_compare_with(monkeypatch):
     monkeypatch.setattr(push, "push_weights", nothing)
     engine = SimpleNamespace(reset_cache=nothing, caps=SimpleNamespace(inexact_dtype=None))
-    with pytest.raises(TrainingError, match="weight sync"):
-        asyncio.run(push.checked_push(SimpleNamespace(), engine, vocab=8))
+    for values in ((NAN, NAN, NAN), (-1.0, -INF, -2.0), (-1.0, -1.0, NAN)):
+        probes_of(monkeypatch, push, [[value] for value in values])
+        with pytest.raises(TrainingError, match="weight sync"):
+            asyncio.run(push.checked_push(SimpleNamespace(), engine, vocab=8))
 
 
 def test_a_reload_check_needs_a_finite_noise_to_compare_with(monkeypatch):
-    rest = iter([torch.tensor([-1.0]), torch.tensor([-INF])])
-
-    async def probe(engine, vocab):
-        return next(rest)
-
-    async def load_checkpoint(*_):
-        return None
-
-    monkeypatch.setattr(attach, "canary_logp", probe)
+    probes_of(monkeypatch, attach, [[-1.0], [-INF]])
     caps = SimpleNamespace(inexact_dtype=None)
-    engine = SimpleNamespace(load_checkpoint=load_checkpoint, caps=caps)
+    engine = SimpleNamespace(load_checkpoint=nothing, caps=caps)
     with pytest.raises(UsageError, match="wrong after a reload"):
         asyncio.run(attach._check_reload(engine, [-5.0], 8))
 
@@ -102,41 +103,34 @@ def test_the_limit_of_an_engines_distance_stays_finite(monkeypatch):
     batch = SimpleNamespace(replace=lambda **_: None)
     copy = object.__new__(weight_sync.RoundedModel)
     copy._dtype = "bfloat16"
-    copy._scorer = SimpleNamespace(
-        score=lambda batch, replay: SimpleNamespace(logp_old=torch.zeros(1))
-    )
-    monkeypatch.setattr(weight_sync, "upper_quartile_gap", lambda batch: torch.tensor([0.1, INF]))
-    assert copy.limit(batch) == weight_sync.MIN_LIMIT["bfloat16"]
-    monkeypatch.setattr(weight_sync, "upper_quartile_gap", lambda batch: torch.tensor([0.1, 0.2]))
-    assert copy.limit(batch) == pytest.approx(1.0)
+    scored = SimpleNamespace(logp_old=torch.zeros(1))
+    copy._scorer = SimpleNamespace(score=lambda batch, replay: scored)
+    for largest, limit in ((INF, weight_sync.MIN_LIMIT["bfloat16"]), (0.2, 1.0)):
+        gaps = torch.tensor([0.1, largest])
+        monkeypatch.setattr(weight_sync, "upper_quartile_gap", lambda batch, gaps=gaps: gaps)
+        assert copy.limit(batch) == pytest.approx(limit)
 
 
-def narrow_batch(rollout):
-    return SimpleNamespace(
-        logp_old=torch.tensor([-2.0, -2.0]),
-        logp_rollout=torch.tensor(rollout),
-        trainable=torch.tensor([True, True]),
-    )
+def samples(trainer, rollout=None):
+    fields = {"logp_old": torch.tensor(trainer), "trainable": torch.tensor([True, True])}
+    if rollout is not None:
+        fields["logp_rollout"] = torch.tensor(rollout)
+    return SimpleNamespace(**fields)
 
 
-@pytest.mark.parametrize(
-    ("rollout", "passed"), [([-1.0, -1.0], True), ([-2.0, -2.0], False), ([-1.0, NAN], False)]
-)
-def test_the_check_of_narrowed_sampling(monkeypatch, rollout, passed):
+def test_the_check_of_narrowed_sampling(monkeypatch):
     monkeypatch.setattr(command, "topk_share", lambda *_: (1.0, torch.tensor([-1.0, -1.0])))
     whole = CheckResult("support", True, "whole vocabulary")
-    assert command.check_topk_request(None, narrow_batch(rollout), whole).passed is passed
+    for rollout, passed in (([-1.0, -1.0], True), ([-2.0, -2.0], False), ([-1.0, NAN], False)):
+        batch = samples([-2.0, -2.0], rollout)
+        assert command.check_topk_request(None, batch, whole).passed is passed, rollout
 
 
 def test_a_share_that_is_nan_is_no_greedy_engine(monkeypatch):
     monkeypatch.setattr(command, "topk_share", lambda *_: (NAN, torch.tensor([-1.0])))
     assert command.check_greedy(None, None, CheckResult("temperature", True, "")).passed is False
-    assert (
-        command.check_topk_request(
-            None, narrow_batch([-1.0, -1.0]), CheckResult("support", True, "")
-        ).passed
-        is False
-    )
+    batch, whole = samples([-2.0, -2.0], [-1.0, -1.0]), CheckResult("support", True, "")
+    assert command.check_topk_request(None, batch, whole).passed is False
 
 
 def pairs(count=400):
@@ -153,13 +147,7 @@ def test_a_nan_entropy_accuses_and_clears_no_cause():
     entropy[3] = NAN
     with pytest.raises(UsageError, match="entropy is NaN or infinite in 1 of"):
         diagnose(trainer, rollout, mask, segment=segment, entropy=entropy)
-
-
-def test_an_entropy_outside_the_mask_may_be_anything():
-    trainer, rollout, mask, segment = pairs()
-    mask[3] = False
-    entropy = -trainer.clone()
-    entropy[3] = NAN
+    mask[3] = False  # outside the mask it may be anything
     diagnose(trainer, rollout, mask, segment=segment, entropy=entropy)
 
 
@@ -183,22 +171,15 @@ def test_a_nan_second_measurement_does_not_make_the_engine_stale():
 
 def test_a_fit_whose_k3_is_nan_is_not_taken(monkeypatch):
     """The fit counts neither as the trainer's temperature nor as the engine's."""
-    trainable = torch.tensor([True, True])
 
     @dataclasses.dataclass(frozen=True)
     class Fake:
         factor: float
 
         def __call__(self, batch):
-            return SimpleNamespace(
-                logp_old=torch.tensor([NAN, -1.0]) * self.factor, trainable=trainable
-            )
+            return samples([NAN, -self.factor])
 
-    start = SimpleNamespace(
-        logp_old=torch.tensor([-1.0, -1.0]),
-        logp_rollout=torch.tensor([-2.0, -2.0]),
-        trainable=trainable,
-    )
+    start = samples([-1.0, -1.0], [-2.0, -2.0])
     monkeypatch.setattr(rescore, "k3_of", lambda batch: float(batch.logp_old.sum()) ** 2)
     first = Fake(1.0)
     assert rescore.fit_temperature(first, start) == (first, start)

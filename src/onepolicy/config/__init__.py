@@ -1,4 +1,4 @@
-"""Typed, frozen settings. Importing this package loads no torch (tests/unit/test_imports.py)."""
+"""Typed, frozen settings. Importing this package loads no torch (tests/lint/test_imports.py)."""
 
 from onepolicy.config.base import Frozen, ServiceUnavailable, TrainingError, UsageError, printable
 from onepolicy.config.correction import CorrectionConfig, Gate, Weight

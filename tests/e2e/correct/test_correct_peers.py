@@ -1,5 +1,5 @@
-"""Our corrections beside the peers' own code, which runs in a venv of its own (`make test` builds
-it).
+"""Our corrections beside the peers' own code, which runs in a venv of its own
+(`make test-oracle` builds it).
 
 Where we differ on purpose, the test asserts the difference and gives the reason, so that a change
 on their side is noticed.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import subprocess
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -22,9 +23,10 @@ from onepolicy.correct.weights import Applied, reweight
 from onepolicy.divergence.logprob import mismatch
 from support.oracle.venv import PYTHON, SCRIPTS
 
+Peers: TypeAlias = dict[str, np.ndarray]
 B3 = torch.tensor([0.3, 0.6, 1, 1.3, 1.9, 3])
 
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.oracle, pytest.mark.process, pytest.mark.timeout(600)]
 
 
 def batch() -> dict[str, Tensor]:
@@ -34,21 +36,16 @@ def batch() -> dict[str, Tensor]:
     rollout = -torch.rand(16, 24, generator=g) * 4 - 0.05
     old = rollout + torch.randn(16, 24, generator=g) * torch.linspace(0.02, 0.8, 16)[:, None]
     mask = torch.arange(24) < torch.randint(3, 25, (16, 1), generator=g)
-    return {
-        "old": old.clamp(max=-0.01),
-        "rollout": rollout,
-        "mask": mask,
-        "advantage": torch.randn(16, generator=g),
-    }
+    advantage = torch.randn(16, generator=g)
+    return {"old": old.clamp(max=-0.01), "rollout": rollout, "mask": mask, "advantage": advantage}
 
 
 @pytest.fixture(scope="module")
-def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    assert PYTHON.exists(), "the oracle venv is missing; `make test` builds it"
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Peers:
+    assert PYTHON.exists(), "the oracle venv is missing; `make test-oracle` builds it"
     folder = tmp_path_factory.mktemp("oracle")
-    np.savez(
-        folder / "in.npz", b3=B3.numpy(), **{name: value.numpy() for name, value in batch().items()}
-    )
+    given = {name: value.numpy() for name, value in batch().items()}
+    np.savez(folder / "in.npz", b3=B3.numpy(), **given)
     command = [PYTHON, SCRIPTS / "peers.py", folder / "in.npz", folder / "out.npz"]
     subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
     return dict(np.load(folder / "out.npz"))
@@ -60,12 +57,8 @@ def ours(config: CorrectionConfig) -> Applied[Tensor]:
 
 
 def gate(statistic: str, *how: str, **bounds: float) -> CorrectionConfig:
-    gate = {
-        "statistic": statistic,
-        **dict(zip(("aggregate", "scope"), how, strict=False)),
-        **bounds,
-    }
-    return CorrectionConfig.model_validate({"gates": [gate]})
+    where = dict(zip(("aggregate", "scope"), how, strict=False))
+    return CorrectionConfig.model_validate({"gates": [{"statistic": statistic, **where, **bounds}]})
 
 
 SEQUENCE = ("mean", "sequence")
@@ -88,21 +81,21 @@ VERL_GATES = {
 }
 
 
-@pytest.mark.parametrize("name", VERL_WEIGHTS)
-def test_weights_as_verl(peers: dict[str, np.ndarray], name: str) -> None:
-    applied = ours(VERL_WEIGHTS[name])
-    np.testing.assert_allclose(applied.weight.numpy(), peers[f"verl/{name}/weight"], rtol=1e-5)
-    assert 0 < applied.weight.count_nonzero() <= applied.denominator
+def test_weights_and_gates_as_verl(peers: Peers, subtests: pytest.Subtests) -> None:
+    for name, config in VERL_WEIGHTS.items():
+        with subtests.test(name):
+            applied = ours(config)
+            theirs = peers[f"verl/{name}/weight"]
+            np.testing.assert_allclose(applied.weight.numpy(), theirs, rtol=1e-5)
+            assert 0 < applied.weight.count_nonzero() <= applied.denominator
+    for name, config in VERL_GATES.items():
+        with subtests.test(name):
+            keep = ours(config).keep
+            np.testing.assert_array_equal(keep.numpy(), peers[f"verl/{name}/keep"].astype(bool))
+            assert 0 < keep.sum() < batch()["mask"].sum(), "the case decides nothing"
 
 
-@pytest.mark.parametrize("name", VERL_GATES)
-def test_gates_as_verl(peers: dict[str, np.ndarray], name: str) -> None:
-    keep = ours(VERL_GATES[name]).keep
-    np.testing.assert_array_equal(keep.numpy(), peers[f"verl/{name}/keep"].astype(bool))
-    assert 0 < keep.sum() < batch()["mask"].sum(), "the case decides nothing"
-
-
-def test_diagnostics_as_verl(peers: dict[str, np.ndarray]) -> None:
+def test_diagnostics_as_verl(peers: Peers) -> None:
     given = batch()
     segment = torch.arange(16)[:, None].expand(16, 24)
     found = mismatch(given["old"], given["rollout"], given["mask"], segment=segment)
@@ -111,7 +104,7 @@ def test_diagnostics_as_verl(peers: dict[str, np.ndarray]) -> None:
     assert found.ppl_ratio == pytest.approx(ppl_ratio, rel=1e-4)
 
 
-def test_verl_inverts_bounds_that_are_not_reciprocal(peers: dict[str, np.ndarray]) -> None:
+def test_verl_inverts_bounds_that_are_not_reciprocal(peers: Peers) -> None:
     """B3: verl compares -log rho with the logs of bounds for rho (verl pull request 6377, closed
     unmerged)."""
     config = gate("ratio", low=0.6, high=1.4)
@@ -120,7 +113,7 @@ def test_verl_inverts_bounds_that_are_not_reciprocal(peers: dict[str, np.ndarray
     assert B3[torch.from_numpy(peers["verl/b3/keep"][0]) > 0].tolist() == pytest.approx([1, 1.3])
 
 
-def test_verl_normalises_before_it_rejects(peers: dict[str, np.ndarray]) -> None:
+def test_verl_normalises_before_it_rejects(peers: Peers) -> None:
     """Self-normalised sampling divides by the weights that are used. Ours average 1 over the
     original count."""
     k3 = gate("k3", *SEQUENCE, high=0.02).gates
@@ -135,30 +128,23 @@ def test_verl_normalises_before_it_rejects(peers: dict[str, np.ndarray]) -> None
 
 def opsm(new: Tensor) -> list[bool]:
     given = batch()
-    config = preset(
-        "opsm", gates=[{**preset("opsm").gates[0].model_dump(), "high": 0.01}]
-    ).live_part
+    gate = {**preset("opsm").gates[0].model_dump(), "high": 0.01}
+    config = preset("opsm", gates=[gate]).live_part
     assert config is not None
-    mask, segment = given["mask"], torch.arange(16).repeat_interleave(24)
+    flat = [each.flatten() for each in (new, given["rollout"], given["mask"])]
+    segment = torch.arange(16).repeat_interleave(24)
     advantage = given["advantage"].repeat_interleave(24)
-    live = live_weights(
-        new.flatten(),
-        given["rollout"].flatten(),
-        mask.flatten(),
-        config,
-        segment=segment,
-        advantage=advantage,
-    )
+    live = live_weights(*flat, config, segment=segment, advantage=advantage)
     return live.keep.reshape(16, 24).any(1).tolist()
 
 
-def test_opsm_as_trl(peers: dict[str, np.ndarray]) -> None:
+def test_opsm_as_trl(peers: Peers) -> None:
     theirs = peers["trl/opsm/keep"][:, 0].astype(bool).tolist()
     assert opsm(batch()["old"]) == theirs
     assert 0 < sum(theirs) < 16
 
 
-def test_trl_takes_a_nan_ratio_as_one(peers: dict[str, np.ndarray]) -> None:
+def test_trl_takes_a_nan_ratio_as_one(peers: Peers) -> None:
     """TRL issue 6693: TRL takes a NaN ratio as 1, we reject its sequence. Both decide every other
     sequence alike."""
     broken = batch()["old"].clone()
@@ -167,30 +153,21 @@ def test_trl_takes_a_nan_ratio_as_one(peers: dict[str, np.ndarray]) -> None:
     assert (opsm(broken)[0], bool(peers["trl/opsm nan/keep"][0, 0])) == (False, True)
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("token clip", preset("tis")),
-        ("token mask", preset("icepop")),
-        (
-            "seq mask",
-            CorrectionConfig(
-                weight=preset("vanilla-is").weight,
-                gates=gate("ratio", *SEQUENCE, low=0.9, high=1.1).gates,
-            ),
-        ),
-        ("seq binary_kl", preset("flash-reinforce")),
-        (
-            "token tv",
-            CorrectionConfig(weight=preset("vanilla-is").weight, gates=gate("tv", high=0.1).gates),
-        ),
-    ],
-)
-def test_weights_as_openrlhf(
-    peers: dict[str, np.ndarray], name: str, config: CorrectionConfig
-) -> None:
-    applied = ours(config)
-    np.testing.assert_allclose(
-        applied.weight.numpy(), peers[f"openrlhf/{name}/weight"], rtol=1e-4, atol=1e-6
-    )
-    assert applied.weight.count_nonzero() > 0
+PLAIN = preset("vanilla-is").weight
+OPENRLHF = {
+    "token clip": preset("tis"),
+    "token mask": preset("icepop"),
+    "seq mask": CorrectionConfig(
+        weight=PLAIN, gates=gate("ratio", *SEQUENCE, low=0.9, high=1.1).gates
+    ),
+    "seq binary_kl": preset("flash-reinforce"),
+    "token tv": CorrectionConfig(weight=PLAIN, gates=gate("tv", high=0.1).gates),
+}
+
+
+def test_weights_as_openrlhf(peers: Peers, subtests: pytest.Subtests) -> None:
+    for name, config in OPENRLHF.items():
+        with subtests.test(name):
+            weight, theirs = ours(config).weight, peers[f"openrlhf/{name}/weight"]
+            np.testing.assert_allclose(weight.numpy(), theirs, rtol=1e-4, atol=1e-6)
+            assert weight.count_nonzero() > 0

@@ -9,14 +9,8 @@ from support.faulty_runs import FAR, FAR_LINK, LINK, NEAR, SPACE, ip, rows
 from support.small_recipe import write_recipe
 
 POLICY = ["hidden_size=64", "layers=3", "experts=16", "top_k=4", "max_len=128"]
-POLICY += [
-    "steps=120",
-    "tokens_per_step=512",
-    "warmup_steps=10",
-    "lr=4e-3",
-    "task.kind=chain",
-    "task.ops=2",
-]
+POLICY += ["steps=120", "tokens_per_step=512", "warmup_steps=10", "lr=4e-3", "task.kind=chain"]
+POLICY += ["task.ops=2"]
 
 
 @pytest.fixture(scope="session")
@@ -42,9 +36,8 @@ def whole(recipe, tmp_path_factory):
     """Run the recipe without a fault."""
     out = tmp_path_factory.mktemp("whole") / "run"
     assert main(["train", str(recipe), f"out={out}"]) == 0
-    assert all(
-        row["train/grad_norm"] > 0 for row in rows(out)
-    )  # a step that is lost or made twice shows in the weights
+    # a step that is lost or made twice shows in the weights
+    assert all(row["train/grad_norm"] > 0 for row in rows(out))
     return out
 
 
@@ -68,12 +61,9 @@ def network():
         ip("link", "add", LINK, "type", "veth", "peer", "name", FAR_LINK, "netns", SPACE)
         ip("addr", "add", f"{NEAR}/30", "dev", LINK)
         ip("link", "set", LINK, "up")
-        for words in (
-            ["addr", "add", f"{FAR}/30", "dev", FAR_LINK],
-            ["link", "set", FAR_LINK, "up"],
-        ):
-            ip("-n", SPACE, *words)
-        ip("-n", SPACE, "link", "set", "lo", "up")
+        ip("-n", SPACE, "addr", "add", f"{FAR}/30", "dev", FAR_LINK)
+        for link in (FAR_LINK, "lo"):
+            ip("-n", SPACE, "link", "set", link, "up")
         yield True
     finally:
         ip("netns", "del", SPACE)

@@ -11,7 +11,7 @@ from onepolicy.rollout import copies
 from onepolicy.train import checkpoint
 from support.faulty_runs import assert_complete, assert_same_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -23,6 +23,9 @@ def test_damage_to_every_file(ranks, request, tmp_path, capfd, monkeypatch):
     log = (out / "metrics.jsonl").read_bytes()
     resume = ["train", "--resume", str(out), "steps=7"]
 
+    def loaded(*_, **__):
+        pytest.fail("weights were loaded before the check")
+
     def refused(name):
         assert main(resume) == 2
         message = capfd.readouterr().err
@@ -30,37 +33,26 @@ def test_damage_to_every_file(ranks, request, tmp_path, capfd, monkeypatch):
         assert "delete the folder to fall back to an older checkpoint" in message
         assert (out / "metrics.jsonl").read_bytes() == log
 
-    files = sorted(
-        str(p.relative_to(newest))
-        for p in newest.rglob("*")
-        if p.is_file() and p.name != checkpoint.STATE
-    )
+    there = [path for path in newest.rglob("*") if path.is_file() and path.name != checkpoint.STATE]
+    files = sorted(str(path.relative_to(newest)) for path in there)
     assert any(name.startswith("shards/") for name in files) == bool(ranks)
     with monkeypatch.context() as patch:
         for module in (learner, copies):
-            patch.setattr(
-                module,
-                "load_model",
-                lambda *a, **k: pytest.fail("weights were loaded before the check"),
-            )
+            patch.setattr(module, "load_model", loaded)
         for name in files:
             good = (newest / name).read_bytes()
             middle = len(good) // 2
-            for bad in (
-                good[:middle] + bytes([good[middle] ^ 4]) + good[middle + 1 :],
-                good[:middle],
-                b"",
-            ):
+            flipped = good[:middle] + bytes([good[middle] ^ 4]) + good[middle + 1 :]
+            for bad in (flipped, good[:middle], b""):
                 (newest / name).write_bytes(bad)
                 refused(name)
             (newest / name).write_bytes(good)
         good = (newest / checkpoint.STATE).read_text()
-        for bad in (
-            "",
-            "{",
+        other = [
             good.replace('"step": 6', '"step": 5'),
             good.replace('"updates": 6', '"updates": 7'),
-        ):
+        ]
+        for bad in ("", "{", *other):
             (newest / checkpoint.STATE).write_text(bad)
             refused(checkpoint.STATE)
     shutil.rmtree(newest)

@@ -23,6 +23,7 @@ from support.faulty_runs import (
     wait_for,
 )
 
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1800)]
 FULL = r"No space left on device|is the disk full"
 
 
@@ -31,7 +32,6 @@ def size_of(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_full_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp_path):
     whole = request.getfixturevalue("whole_on_ranks" if ranks else "whole")
@@ -39,9 +39,8 @@ def test_full_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp_path):
     with small_disk(tmp_path / "disk", mib=max(1, int(1.6 * size / 2**20))) as (disk, grow):
         out = disk / "run"
         errors = finished(start(recipe, f"out={out}", f"train.ranks={ranks}"), status=1)
-        assert re.search(
-            FULL, errors
-        )  # ranks save in the background, so the log's next row may be the first to fail
+        # ranks save in the background, so the log's next row may be the first to fail
+        assert re.search(FULL, errors)
         assert "--resume" in errors
         assert [p.name for p in checkpoint.complete_checkpoints(out)] == ["step_00002"]
         checkpoint.verify(checkpoint.latest_checkpoint(out))
@@ -53,7 +52,6 @@ def test_full_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_full_while_the_log_is_written(recipe, whole, tmp_path):
     """Complete rows stay. A resume on a disk that is still full reports it again, and later
     recomputes the rest."""
@@ -67,7 +65,8 @@ def test_full_while_the_log_is_written(recipe, whole, tmp_path):
         fault.ended()
         assert re.search(rf"{out}: cannot be written to: .*({FULL})", errors)
         done = len(steps_of(out))
-        assert [row["step"] for row in whole_rows(out)] == list(range(1, done + 1))
+        # the last line may be cut short
+        assert [row["step"] for row in read_metrics(out)] == list(range(1, done + 1))
         again = finished(start("--resume", out), status=1)
         assert "No space left on device" in again
         grow(128)
@@ -83,11 +82,6 @@ def fill(path):
             file.write(b"0" * 4096)
 
 
-def whole_rows(out):
-    """Return the complete rows of a log whose last line may be cut short."""
-    return read_metrics(out)
-
-
 def test_full_while_weights_are_written_for_an_engine(tmp_path):
     """The version before stays whole and no incomplete version is offered. Free space is enough to
     go on."""
@@ -95,12 +89,8 @@ def test_full_while_weights_are_written_for_an_engine(tmp_path):
     with small_disk(tmp_path / "disk", mib=4) as (disk, grow):
         files = WeightFiles(str(disk))
         first = files.write_version(weights[:2], 0)
-        with pytest.raises(
-            TrainingError, match=r"cannot hold the weights of version 1: .*[Nn]o space left"
-        ):
+        with pytest.raises(TrainingError, match=r"weights of version 1: .*[Nn]o space left"):
             files.write_version(weights, 1)
-        assert [p.name for p in files.folder.iterdir() if p.name.startswith("version")] == [
-            first.name
-        ]
+        assert [each.name for each in files.folder.glob("version*")] == [first.name]
         grow(16)
         assert files.write_version(weights, 1).name == "version_1"

@@ -6,7 +6,6 @@ Under torchrun, with one rank in a network namespace whose link is taken down.
 import os
 import signal
 import socket
-import subprocess
 import sys
 from contextlib import suppress
 
@@ -21,41 +20,25 @@ from support.faulty_runs import (
     Fault,
     assert_complete,
     assert_same_run,
-    children_of,
-    gone,
     ip,
     steps_of,
     wait_for,
 )
+from support.own_processes import children_of, gone, start_process
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(3600)]
 
 
 def node(rank, port, recipe, out, log):
     """Start torchrun on one of two nodes. The far node is rank 1."""
     there = ["ip", "netns", "exec", SPACE] if rank else []
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    torchrun += [
-        f"--node-rank={rank}",
-        f"--master-addr={NEAR}",
-        f"--master-port={port}",
-        "-m",
-        "onepolicy",
-    ]
-    command = [
-        *there,
-        *torchrun,
-        "train",
-        str(recipe),
-        f"out={out}",
-        "train.ranks=2",
-        "train.rank_timeout=40",
-    ]
+    torchrun += [f"--node-rank={rank}", f"--master-addr={NEAR}", f"--master-port={port}"]
+    train = ["-m", "onepolicy", "train", recipe, f"out={out}", "train.ranks=2"]
+    command = [*there, *torchrun, *train, "train.rank_timeout=40"]
     own = {"GLOO_SOCKET_IFNAME": FAR_LINK if rank else LINK, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
-        return subprocess.Popen(
-            command, env=os.environ | own, stdout=file, stderr=file, start_new_session=True
-        )
+        return start_process(command, env=os.environ | own, stdout=file, stderr=file)
 
 
 def test_a_stalled_network_ends_both_ranks_in_time(network, recipe, whole_on_ranks, tmp_path):

@@ -15,16 +15,15 @@ from support.faulty_runs import (
     Fault,
     assert_complete,
     assert_same_run,
-    children_of,
     finished,
-    gone,
     rank_of,
     start,
     steps_of,
     wait_for,
 )
+from support.own_processes import children_of, gone
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(3600)]
 
 
 def driver_of(supervisor, not_this=None):
@@ -70,7 +69,7 @@ def test_driver_killed_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp
     wait_for(lambda: list(out.glob("checkpoints/.step_00004.writing/**/*.safetensors")), run)
     os.killpg(run.pid, signal.SIGKILL)
     fault = Fault(out)
-    run.communicate(timeout=LONG)
+    run.wait(LONG)
     assert saving(out)
     assert not (out / "checkpoints" / "step_00004").exists()
     fault.resumed()
@@ -81,11 +80,8 @@ def test_driver_killed_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp
 def test_driver_killed_at_random_moments_under_restarts(recipe, tmp_path):
     """Kills in start-up, rollout, update and save need no action by the user."""
     steps, kills, generator = 40, 6, random.Random(2)
-    settings = [
-        f"steps={steps}",
-        "checkpoint.every=3",
-        "optim.lr=1e-4",
-    ]  # so many at 1e-3 and the routers collapse
+    # so many at 1e-3 and the routers collapse
+    settings = [f"steps={steps}", "checkpoint.every=3", "optim.lr=1e-4"]
     whole, out = tmp_path / "whole", tmp_path / "run"
     assert main(["train", str(recipe), f"out={whole}", *settings]) == 0
     run = start(recipe, f"out={out}", *settings, "--restarts", "9")
@@ -93,15 +89,9 @@ def test_driver_killed_at_random_moments_under_restarts(recipe, tmp_path):
     for kill in range(kills):
         driver = driver_of(run, driver)
         wait_for(lambda before=kill: len(steps_of(out)) > 5 * before, run)
-        moment = time.monotonic() + generator.uniform(
-            0, 0.5
-        )  # or earlier, where a step takes next to nothing
-        wait_for(
-            lambda before=kill, moment=moment: (
-                time.monotonic() > moment or len(steps_of(out)) > 5 * before + 3
-            ),
-            run,
-        )
+        moment, most = time.monotonic() + generator.uniform(0, 0.5), 5 * kill + 3
+        # or earlier, where a step takes next to nothing
+        wait_for(lambda at=moment, n=most: time.monotonic() > at or len(steps_of(out)) > n, run)
         os.kill(driver, signal.SIGKILL)
     errors = Fault(out).survived(run)
     assert errors.count("ended by SIGKILL ") == kills
@@ -118,9 +108,7 @@ def test_rank_killed_under_restarts(number, recipe, whole_on_ranks, tmp_path):
     wait_for(lambda: len(steps_of(out)) >= 3, run)
     os.kill(rank_of(driver_of(run), number), signal.SIGKILL)
     errors = Fault(out).survived(run)
-    assert re.search(
-        rf"onepolicy: rank {number} \(process \d+ on .*\) has ended by SIGKILL", errors
-    )
+    assert re.search(rf"rank {number} \(process \d+ on .*\) has ended by SIGKILL", errors)
     assert re.search(r"ended by exit status 1 in step \d; restart 1 of 2", errors)
     assert_complete(out, 6)
     assert_same_run(whole_on_ranks, out, 6)

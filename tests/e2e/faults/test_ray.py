@@ -5,10 +5,10 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from importlib.util import find_spec
+from subprocess import DEVNULL
 
 import pytest
 
@@ -17,20 +17,25 @@ from support.faulty_runs import (
     LONG,
     assert_complete,
     assert_same_run,
-    children_of,
     finished,
-    gone,
     rows,
     start,
     steps_of,
     timeless,
     wait_for,
 )
+from support.own_processes import descendants_of, gone, start_reaped, wait_until_gone
 
 # Not imported here: Ray would read its environment before the tests that start it in this process
 # have set it.
 no_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(3600), no_ray]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.ray,
+    pytest.mark.process,
+    pytest.mark.timeout(3600),
+    no_ray,
+]
 RAY = ["cluster.kind=ray", f"cluster.start_timeout={LONG}", f"cluster.restart_timeout={LONG}"]
 
 
@@ -67,11 +72,6 @@ def whole(recipe, tmp_path_factory):
     return out
 
 
-def descendants_of(pid):
-    children = children_of(pid)
-    return children + [each for child in children for each in descendants_of(child)]
-
-
 @pytest.fixture
 def running_ray(tmp_path):
     """Yield the environment and setting of a run on a Ray that exists before the run and stays."""
@@ -80,31 +80,20 @@ def running_ray(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    head = [
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--head",
-        "--block",
-        f"--port={port}",
-    ]
-    head += ["--node-ip-address=127.0.0.1", "--num-cpus=2", "--include-dashboard=false"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    process = subprocess.Popen(head, env=environment, **quiet)
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0"}
+    head = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    head += [f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
+    head += ["--include-dashboard=false"]
+    process = start_reaped(head, env=environment, stdout=DEVNULL, stderr=DEVNULL)
     try:
-        wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, process, poll=0.5)
+        wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, poll=0.5)
         yield {"env": environment}, f"cluster.address=127.0.0.1:{port}"
     finally:
         children = descendants_of(process.pid)
         process.terminate()
         process.wait(LONG)
-        wait_for(lambda: all(map(gone, children)))
+        wait_until_gone(children)
 
 
 @pytest.mark.parametrize("victim", ["driver", "rank 1"])
@@ -121,9 +110,8 @@ def test_driver_or_rank_killed_under_restarts(victim, recipe, whole, tmp_path):
     print(f"{victim}: rank and replica ended after {time.monotonic() - began:.0f} s")
     print(f"{victim}: next step after {run.next_step(began):.0f} s")
     errors = finished(run.process)
-    wait_for(
-        lambda: all(map(gone, everything))
-    )  # Ray's own helpers look only now and then whether it is still there
+    # Ray's own helpers look only now and then whether it is still there
+    wait_for(lambda: all(map(gone, everything)))
     print(f"{victim}: nothing of it is left after {time.monotonic() - began:.0f} s")
     how = "SIGKILL" if victim == "driver" else "exit status 1"
     assert re.search(rf"ended by {how} in step \d; restart 1 of 1", errors)

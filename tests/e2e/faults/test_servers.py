@@ -5,10 +5,10 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from functools import partial
+from itertools import groupby
 
 import pytest
 
@@ -23,13 +23,15 @@ from support.faulty_runs import (
     finished,
     ip,
     rows,
+    said,
     start,
     steps_of,
     wait_for,
 )
+from support.own_processes import descendants_of, start_process, wait_until_gone
 from support.relay import Relay
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.process, pytest.mark.timeout(3600)]
 TOKEN = "FAULTS_TOKEN"
 SETTINGS = ["dtype=float32", "max_num_seqs=8", "kv_cache_gib=0.125", "block_size=32"]
 
@@ -49,38 +51,27 @@ class Far:
     def start(self):
         self.lives += 1
         path = self.log.with_suffix(f".{self.lives}")
-        serve = [
-            sys.executable,
-            "-m",
-            "onepolicy",
-            "engine",
-            "serve",
-            str(self.policy),
-            "--host",
-            self.host,
-        ]
-        serve += [
-            "--port",
-            str(self.port),
-            "--token-env",
-            TOKEN,
-            "--name",
-            self.near,
-            *SETTINGS,
-        ]  # a relay is called so
+        serve = [sys.executable, "-m", "onepolicy", "engine", "serve", self.policy]
+        serve += ["--host", self.host, "--port", self.port, "--token-env", TOKEN, *SETTINGS]
+        serve += ["--name", self.near]  # a relay is called so
         with path.open("ab") as file:
-            self.process = subprocess.Popen(
-                [*self.enter, *serve], stdout=file, stderr=file, start_new_session=True
-            )
+            self.process = start_process([*self.enter, *serve], stdout=file, stderr=file)
         wait_for(
             lambda: "ready after" in path.read_text() or self.process.poll() is not None, poll=0.2
         )
         assert self.process.poll() is None, path.read_text()
 
     def send(self, number):
-        os.killpg(self.process.pid, number)
-        if number == signal.SIGKILL:
-            self.process.wait()
+        """Send a signal to the server, but not to what ends it when this process ends."""
+        _, *server = descendants_of(self.process.pid)
+        for pid in server:
+            os.kill(pid, number)
+
+    def kill(self):
+        everything = descendants_of(self.process.pid)
+        self.process.kill()
+        self.process.wait()
+        wait_until_gone(everything)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +82,7 @@ def server(network, policy, tmp_path_factory):
         server.start()
         yield server
     finally:
-        server.send(signal.SIGKILL)
+        server.kill()
         del os.environ[TOKEN]
 
 
@@ -102,33 +93,25 @@ def begin(server, recipe, tmp_path):
 
     def run(url, *overrides, more=()):
         out = tmp_path / "run"
-        engine = [
-            "kind=vllm-server",
-            f"url={url}",
-            f"token_env={TOKEN}",
-            "dtype=float32",
-            "max_num_seqs=8",
-        ]
-        engine += ["timeout_s=60", "retries=1", *overrides]
-        process = start(
-            recipe,
-            f"out={out}",
-            "steps=12",
-            *more,
-            *(f"rollout.engine.{setting}" for setting in engine),
-        )
+        engine = ["kind=vllm-server", f"url={url}", f"token_env={TOKEN}", "dtype=float32"]
+        engine += ["max_num_seqs=8", "timeout_s=60", "retries=1", *overrides]
+        engine = [f"rollout.engine.{setting}" for setting in engine]
+        process = start(recipe, f"out={out}", "steps=12", *more, *engine)
         wait_for(lambda: len(steps_of(out)) >= 2, process)
         return process, out
 
     return run
 
 
-def assert_right(out, steps=12):
+def assert_right(out, ahead=0):
     """Check that the run is whole and that every token was sampled from the learner's weights.
     float32 on both sides leaves only rounding; weights of an earlier step differ by 1e-5 and more.
     """
-    assert_complete(out, steps)
-    assert all(row["mismatch/k3"] < 1e-6 for row in rows(out))
+    assert_complete(out, 12)
+    name = "mismatch/k3_staleness@0" if ahead else "mismatch/k3"
+    found = [row[name] for row in rows(out) if not ahead or name in row]
+    assert found
+    assert max(found) < 1e-6
     assert all(row["replay/missing_samples"] == row["replay/native_rows"] == 0 for row in rows(out))
 
 
@@ -139,11 +122,8 @@ def silent(request, network, server):
     if request.param == "link":
         if not network:
             pytest.skip("a network namespace and a veth need root, CAP_NET_ADMIN and iproute2")
-        yield (
-            server.url,
-            partial(ip, "link", "set", LINK, "down"),
-            partial(ip, "link", "set", LINK, "up"),
-        )
+        down, up = (partial(ip, "link", "set", LINK, state) for state in ("down", "up"))
+        yield server.url, down, up
     elif request.param == "relay":
         with Relay(server.near, (server.host, server.port)) as relay:
             yield "http://{}:{}".format(*relay.address), relay.stall, relay.go_on
@@ -153,13 +133,10 @@ def silent(request, network, server):
 
 def test_silence_for_a_while_is_survived(begin, silent):
     url, begins, ends = silent
-    run, out = begin(url, "timeout_s=4", "recovery_timeout_s=300")
+    run, out = begin(url, "timeout_s=4", f"recovery_timeout_s={LONG}")
     begins()
     try:
-        time.sleep(
-            12
-        )  # longer than the retries last; where they last longer, the run has only less to survive
-        assert run.poll() is None
+        wait_for(lambda: "Waiting up to" in said(run), run)
     finally:
         ends()
     errors = Fault(out).survived(run)
@@ -170,13 +147,10 @@ def test_silence_for_a_while_is_survived(begin, silent):
 def test_silence_in_the_middle_of_an_update_is_survived(begin, server):
     """The server receives the update after the run has given it up, and then the next update."""
     with Relay(server.near, (server.host, server.port)) as relay:
-        run, out = begin(
-            "http://{}:{}".format(*relay.address), "timeout_s=4", "recovery_timeout_s=300"
-        )
+        url = "http://{}:{}".format(*relay.address)
+        run, out = begin(url, "timeout_s=4", f"recovery_timeout_s={LONG}")
         relay.stall_before(b"onepolicy_receive")
-        assert relay.stalled.wait(LONG)
-        time.sleep(12)  # as above
-        assert run.poll() is None
+        wait_for(lambda: relay.stalled.is_set() and "Waiting up to" in said(run), run)
         relay.go_on()
         Fault(out).survived(run)
         assert_right(out)
@@ -193,44 +167,31 @@ def test_silence_that_lasts_ends_the_run_in_time(begin, silent):
         ends()
     fault.ended()
     # without its link there is no way to open another connection either
-    assert re.search(
-        r"got (no answer within 4 s \(rollout.engine.timeout_s\)|Connect\w+: )", errors
-    ), errors
+    assert re.search(r"rollout.engine.timeout_s|got Connect\w+: ", errors), errors
     assert "--resume" in errors
     Fault(out).resumed()
     assert_right(out)
 
 
-def test_a_server_killed_in_the_middle_of_a_batch_and_restarted(begin, server):
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_server_is_killed_and_restarted(begin, server, ahead):
     """The server comes back on its port with its initial weights. The run sends it the current
-    weights and samples the batch again."""
-    run, out = begin(server.url, f"recovery_timeout_s={LONG}")
-    server.send(signal.SIGKILL)
+    weights and samples the batch again, or the episodes of every step in play. No request reaches
+    the server before it has its weights."""
+    more = [f"rollout.max_staleness={ahead}"] * bool(ahead)
+    run, out = begin(server.url, f"recovery_timeout_s={LONG}", more=more)
+    server.kill()
     fault = Fault(out)
     server.start()
     print(f"the server is back after {time.monotonic() - fault.began:.1f} s")
     fault.survived(run)
-    assert_right(out)
-
-
-def test_a_server_killed_while_episodes_are_played_ahead(begin, server):
-    """The episodes of every step in play are lost and played again. No request reaches the server
-    before it has its weights."""
-    run, out = begin(server.url, f"recovery_timeout_s={LONG}", more=["rollout.max_staleness=2"])
-    server.send(signal.SIGKILL)
-    fault = Fault(out)
-    server.start()
-    print(f"the server is back after {time.monotonic() - fault.began:.1f} s")
-    fault.survived(run)
-    assert_complete(out, 12)
-    assert all(row["staleness/max"] <= 2 for row in rows(out))
-    assert all(row.get("mismatch/k3_staleness@0", 0) < 1e-6 for row in rows(out))
-    assert all(row["replay/missing_samples"] == row["replay/native_rows"] == 0 for row in rows(out))
+    assert_right(out, ahead)
+    assert all(row.get("staleness/max", 0) <= ahead for row in rows(out))
 
 
 def test_a_server_that_stays_dead_ends_the_run_in_time(begin, server):
     run, out = begin(server.url, "recovery_timeout_s=3")
-    server.send(signal.SIGKILL)
+    server.kill()
     fault = Fault(out)
     errors = finished(run, status=1)
     fault.ended()
@@ -250,7 +211,7 @@ def test_one_of_two_servers_is_killed_and_comes_back(begin, server, network, pol
     other.start()
     try:
         run, out = begin(f'["{server.url}", "{other.url}"]', more=["steps=100000", "optim.lr=3e-5"])
-        other.send(signal.SIGKILL)
+        other.kill()
         wait_for(lambda: servers(out)[-1] == 1, run)
         other.start()
         fault = Fault(out)
@@ -259,13 +220,9 @@ def test_one_of_two_servers_is_killed_and_comes_back(begin, server, network, pol
         run.send_signal(signal.SIGINT)
         finished(run, status=130)
     finally:
-        other.send(signal.SIGKILL)
+        other.kill()
     found = rows(out)
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
     assert all(row["mismatch/k3"] < 1e-9 for row in found)  # one update at this rate: above 1e-8
     assert all(row["replay/missing_samples"] == 0 for row in found)
-    numbers = servers(out)
-    assert numbers[:2] == [2, 2]
-    assert numbers == sorted(numbers[: numbers.index(1)], reverse=True) + sorted(
-        numbers[numbers.index(1) :]
-    )
+    assert [number for number, _ in groupby(servers(out))] == [2, 1, 2]

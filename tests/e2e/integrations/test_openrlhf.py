@@ -15,14 +15,14 @@ from support import contracts
 from support.oracle.venv import PYTHON, SCRIPTS
 from support.paths import ROOT
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.process]
 capability = pytest.mark.capability
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     if not PYTHON.exists():
-        pytest.skip("needs .venv-oracle, which `make test` builds")
+        pytest.skip("needs .venv-oracle, which `make test-oracle` builds")
     out = tmp_path_factory.mktemp("openrlhf") / "found.json"
     command = [PYTHON, SCRIPTS / "openrlhf_run.py", out]
     environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
@@ -60,12 +60,8 @@ def test_a_live_correction_is_logged(found):
 
 
 def test_a_resumed_run_goes_on_counting_and_replaces_no_dump(found):
-    assert found["resumed"] == [
-        "step_00041_0.parquet",
-        "step_00042_0.parquet",
-        "step_00042_0.parquet.1",
-        "step_00043_0.parquet",
-    ]
+    names = ("00041_0.parquet", "00042_0.parquet", "00042_0.parquet.1", "00043_0.parquet")
+    assert found["resumed"] == [f"step_{name}" for name in names]
 
 
 @capability("OpenRLHF", "preflight", how="live")

@@ -8,7 +8,8 @@ on their side is noticed.
 from __future__ import annotations
 
 import subprocess
-from typing import Any
+from itertools import product
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ from onepolicy.types import TokenBatch
 from support.oracle.venv import PYTHON, SCRIPTS
 
 ROWS, LENGTH = 9, 12
+Peers: TypeAlias = dict[str, np.ndarray]
 
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.oracle, pytest.mark.process, pytest.mark.timeout(600)]
 
 
 def given() -> dict[str, Tensor]:
@@ -52,19 +54,12 @@ def given() -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    assert PYTHON.exists(), "the oracle venv is missing; `make test` builds it"
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Peers:
+    assert PYTHON.exists(), "the oracle venv is missing; `make test-oracle` builds it"
     folder = tmp_path_factory.mktemp("oracle")
     np.savez(folder / "in.npz", **{name: value.numpy() for name, value in given().items()})
-    command = [
-        PYTHON,
-        SCRIPTS / "objective_peers.py",
-        folder / "in.npz",
-        folder / "out.npz",
-    ]
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, check=False
-    )
+    command = [PYTHON, SCRIPTS / "objective_peers.py", folder / "in.npz", folder / "out.npz"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return dict(np.load(folder / "out.npz"))
 
@@ -109,13 +104,10 @@ def ours(config: ObjectiveConfig, *, weighted: bool = False) -> tuple[Tensor, Te
     return loss.detach(), leaf.grad
 
 
-def assert_same(found: tuple[Tensor, Tensor], peers: dict[str, np.ndarray], name: str) -> None:
-    torch.testing.assert_close(
-        found[0], torch.from_numpy(peers[f"{name}/loss"]), rtol=2e-5, atol=1e-6
-    )
-    torch.testing.assert_close(
-        found[1], torch.from_numpy(peers[f"{name}/grad"]), rtol=2e-4, atol=1e-7
-    )
+def assert_same(found: tuple[Tensor, Tensor], peers: Peers, name: str) -> None:
+    loss, grad = (torch.from_numpy(peers[f"{name}/{each}"]) for each in ("loss", "grad"))
+    torch.testing.assert_close(found[0], loss, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(found[1], grad, rtol=2e-4, atol=1e-7)
 
 
 SEQUENCES = "sequence-mean-token-mean"
@@ -134,13 +126,11 @@ TRL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRL)
-def test_losses_as_trl(peers: dict[str, np.ndarray], name: str) -> None:
-    assert_same(
-        ours(ObjectiveConfig.model_validate(TRL[name]), weighted=name == "weights"),
-        peers,
-        f"trl/{name}",
-    )
+def test_losses_as_trl(peers: Peers, subtests: pytest.Subtests) -> None:
+    for name, settings in TRL.items():
+        with subtests.test(name):
+            config = ObjectiveConfig.model_validate(settings)
+            assert_same(ours(config, weighted=name == "weights"), peers, f"trl/{name}")
 
 
 CLIP = {"clip_low": 0.1, "clip_high": 0.15}
@@ -162,16 +152,16 @@ VERL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("name", VERL)
-def test_losses_as_verl(peers: dict[str, np.ndarray], name: str, weighted: bool) -> None:
-    if (name, weighted) == ("geo_mean", True):
-        return  # below
-    key = f"verl/{name}" + weighted * " weighted"
-    assert_same(ours(ObjectiveConfig.model_validate(VERL[name]), weighted=weighted), peers, key)
+def test_losses_as_verl(peers: Peers, subtests: pytest.Subtests) -> None:
+    for name, weighted in product(VERL, (False, True)):
+        if (name, weighted) == ("geo_mean", True):
+            continue  # below
+        with subtests.test(name, weighted=weighted):
+            found = ours(ObjectiveConfig.model_validate(VERL[name]), weighted=weighted)
+            assert_same(found, peers, f"verl/{name}" + weighted * " weighted")
 
 
-def test_gmpo_takes_the_mean_of_a_samples_weights(peers: dict[str, np.ndarray]) -> None:
+def test_gmpo_takes_the_mean_of_a_samples_weights(peers: Peers) -> None:
     """verl takes the geometric mean of a sample's weights, which one zero weight makes zero. We
     take their mean.
 
@@ -188,7 +178,7 @@ def test_gmpo_takes_the_mean_of_a_samples_weights(peers: dict[str, np.ndarray]) 
     torch.testing.assert_close(theirs, plain * geometric[:, None], rtol=2e-4, atol=1e-7)
 
 
-def test_value_loss_as_verl(peers: dict[str, np.ndarray]) -> None:
+def test_value_loss_as_verl(peers: Peers) -> None:
     x = given()
     leaf = x["old"].requires_grad_()
     loss, _ = value_loss(leaf, x["value"], x["reference"], clip=0.2)
@@ -198,14 +188,14 @@ def test_value_loss_as_verl(peers: dict[str, np.ndarray]) -> None:
     assert_same((total.detach(), leaf.grad), peers, "verl/value")
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimates_as_verl(peers: dict[str, np.ndarray], estimator: Any) -> None:
-    found = kl_estimate(
-        given()["new"], given()["reference"], KLConfig(coef=1, where="reward", estimator=estimator)
-    )
-    torch.testing.assert_close(
-        found, torch.from_numpy(peers[f"verl/{estimator}"]), rtol=1e-4, atol=1e-6
-    )
+def test_kl_estimates_as_verl(peers: Peers, subtests: pytest.Subtests) -> None:
+    for estimator in ("k1", "k2", "k3"):
+        with subtests.test(estimator):
+            settings = {"coef": 1, "where": "reward", "estimator": estimator}
+            config = KLConfig.model_validate(settings)
+            found = kl_estimate(given()["new"], given()["reference"], config)
+            theirs = torch.from_numpy(peers[f"verl/{estimator}"])
+            torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-6)
 
 
 ADVANTAGES: dict[str, dict[str, Any]] = {
@@ -219,47 +209,45 @@ ADVANTAGES: dict[str, dict[str, Any]] = {
 ALONE = slice(8, 9)  # the sample that is alone in its group
 
 
-def advantages(config: ObjectiveConfig, rows: slice = slice(None)) -> TokenBatch:
-    x, batch = given(), packed()
+def advantages(config: ObjectiveConfig) -> TokenBatch:
+    x = given()
     score = apply_group_baseline(x["score"].double(), x["group"], config).float()
-    return compute_advantages(
-        batch.replace(outcome=score, value=x["value"].flatten()).select(list(range(ROWS))[rows]),
-        config,
-    )
+    batch = packed().replace(outcome=score, value=x["value"].flatten())
+    return compute_advantages(batch.select(list(range(ROWS))), config)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_advantages_as_verl(peers: dict[str, np.ndarray], name: str) -> None:
-    config = ObjectiveConfig.model_validate(ADVANTAGES[name])
-    found = advantages(config)
-    assert found.advantage is not None
-    mine, mask = found.advantage.reshape(ROWS, LENGTH), given()["mask"]
-    theirs = torch.where(mask, torch.from_numpy(peers[f"verl/{name}"]), 0.0)
-    if config.baseline in ("group", "leave-one-out"):
-        if config.normalise == "global":  # the sample alone is in everybody's mean: see below
-            assert not torch.allclose(mine, theirs, atol=1e-3)
-            return
-        mine, theirs = mine[:8], theirs[:8]
-    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    if name == "gae":
-        assert found.value_target is not None
-        returns = torch.where(mask, torch.from_numpy(peers["verl/returns"]), 0.0)
-        torch.testing.assert_close(
-            found.value_target.reshape(ROWS, LENGTH), returns, rtol=1e-4, atol=1e-5
-        )
+def test_advantages_as_verl(peers: Peers, subtests: pytest.Subtests) -> None:
+    mask = given()["mask"]
+    for name, settings in ADVANTAGES.items():
+        with subtests.test(name):
+            config = ObjectiveConfig.model_validate(settings)
+            found = advantages(config)
+            assert found.advantage is not None
+            mine = found.advantage.reshape(ROWS, LENGTH)
+            theirs = torch.where(mask, torch.from_numpy(peers[f"verl/{name}"]), 0.0)
+            if config.normalise == "global" and config.baseline in ("group", "leave-one-out"):
+                # the sample alone is in everybody's mean: see below
+                assert not torch.allclose(mine, theirs, atol=1e-3)
+                continue
+            rows = 8 if config.baseline in ("group", "leave-one-out") else ROWS
+            torch.testing.assert_close(mine[:rows], theirs[:rows], rtol=1e-4, atol=1e-5)
+            if name == "gae":
+                assert found.value_target is not None
+                returns = torch.where(mask, torch.from_numpy(peers["verl/returns"]), 0.0)
+                target = found.value_target.reshape(ROWS, LENGTH)
+                torch.testing.assert_close(target, returns, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr-grpo", "rloo"])
 def test_a_sample_without_siblings_has_no_advantage(
-    peers: dict[str, np.ndarray], name: str
+    peers: Peers, subtests: pytest.Subtests
 ) -> None:
     """verl takes 0 as its baseline, so its raw reward is its advantage: it is reinforced for being
     alone. Ours is 0."""
-    found = advantages(ObjectiveConfig.model_validate(ADVANTAGES[name])).advantage
-    assert found is not None
-    mask = given()["mask"][ALONE]
-    assert (found.reshape(ROWS, LENGTH)[ALONE] == 0).all()
-    expected = given()["score"][ALONE, None] * mask
-    torch.testing.assert_close(
-        torch.from_numpy(peers[f"verl/{name}"])[ALONE], expected, rtol=1e-4, atol=1e-6
-    )
+    expected = given()["score"][ALONE, None] * given()["mask"][ALONE]
+    for name in ("grpo", "dr-grpo", "rloo"):
+        with subtests.test(name):
+            found = advantages(ObjectiveConfig.model_validate(ADVANTAGES[name])).advantage
+            assert found is not None
+            assert (found.reshape(ROWS, LENGTH)[ALONE] == 0).all()
+            theirs = torch.from_numpy(peers[f"verl/{name}"])[ALONE]
+            torch.testing.assert_close(theirs, expected, rtol=1e-4, atol=1e-6)

@@ -17,7 +17,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 # files that are read at run time, beside the modules
 DATA = ("py.typed", "report/templates/page.html", "plan/models/DeepSeek-V3.json")
 
-pytestmark = pytest.mark.release
+pytestmark = [pytest.mark.release, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +62,18 @@ def test_the_wheel_says_what_it_needs_and_what_may_be_done_with_it(built):
     assert sorted(needed) == ["numpy", "pydantic", "rich", "safetensors", "torch", "transformers"]
 
 
+def installed_alone(wheel, folder):
+    """Install the wheel in a venv that has nothing else and return the venv's python."""
+    venv.create(folder, with_pip=False)
+    python = str(folder / "bin" / "python")
+    install = ["-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([sys.executable, *install, str(wheel)], check=True)
+    return python
+
+
 def test_it_imports_where_nothing_else_is_installed(built, tmp_path):
     """Without torch the package loads, and its command says by name what is missing."""
-    venv.create(tmp_path, with_pip=False)
-    python = str(tmp_path / "bin" / "python")
-    install = ["-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
-    subprocess.run([sys.executable, *install, str(built[1])], check=True)
+    python = installed_alone(built[1], tmp_path)
     code = "import onepolicy; print(onepolicy.__version__, len(onepolicy.__all__))"
     shown = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.split()[0] == VERSION
@@ -82,10 +88,7 @@ def test_it_replays_beside_an_installed_torch(built, tmp_path):
     lender = ROOT / ".venv" / "bin" / "python"
     if not lender.exists():
         pytest.skip("no .venv with torch; make test makes it")
-    venv.create(tmp_path, with_pip=False)
-    python = str(tmp_path / "bin" / "python")
-    install = ["-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
-    subprocess.run([sys.executable, *install, str(built[1])], check=True)
+    python = installed_alone(built[1], tmp_path)
     [site] = tmp_path.glob("lib/python*/site-packages")
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     lent = subprocess.run([lender, "-c", where], capture_output=True, text=True, check=True)

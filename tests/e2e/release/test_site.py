@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LOADED = re.compile(r"<(?:script|img|link|iframe|source)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"")
 PAGE_METADATA = re.compile(r'<link [^>]*rel="(?:canonical|prev|next)"[^>]*>')
 
-pytestmark = pytest.mark.release
+pytestmark = [pytest.mark.release, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")

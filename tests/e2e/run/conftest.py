@@ -4,32 +4,15 @@ import pytest
 
 from onepolicy.cli import main
 
-SETTINGS = [
-    "layers=4",
-    "tokens_per_step=2048",
-    "task.kind=react",
-    'task.instructions=""',
-    "task.problems.kind=gym",
-]
+SETTINGS = ["layers=4", "tokens_per_step=2048", "task.kind=react", 'task.instructions=""']
+SETTINGS += ["task.problems.kind=gym"]
 SETTINGS += [f"task.problems.params.{end}_digits=2" for end in ("min", "max")]
-PRODUCTS = [
-    *SETTINGS,
-    "max_len=256",
-    "steps=400",
-    "mistakes=0.5",
-    "mistakes_from=0.6",
-    "task.max_turns=3",
-]
-PRODUCTS += ['task.tools=[{kind="calculator"}]', "task.problems.name=products"]
-SUMS = [
-    *SETTINGS,
-    "max_len=384",
-    "steps=600",
-    "mistakes=0.2",
-    "mistakes_from=0.75",
-    "task.max_turns=8",
-]
-SUMS += ['task.tools=[{kind="calculator",operations=1}]', "task.problems.name=chain_sum"]
+PRODUCTS = [*SETTINGS, "max_len=256", "steps=400", "mistakes=0.5", "mistakes_from=0.6"]
+PRODUCTS += ["task.max_turns=3", 'task.tools=[{kind="calculator"}]']
+PRODUCTS += ["task.problems.name=products"]
+SUMS = [*SETTINGS, "max_len=384", "steps=600", "mistakes=0.2", "mistakes_from=0.75"]
+SUMS += ["task.max_turns=8", 'task.tools=[{kind="calculator",operations=1}]']
+SUMS += ["task.problems.name=chain_sum"]
 SUMS += ["task.problems.params.min_terms=2", "task.problems.params.max_terms=5"]
 
 

@@ -1,10 +1,9 @@
 """Short runs with R3 on the embedded engine and on vLLM, both in bfloat16 under a float32 trainer.
 
 On both engines the reward rises and replay lowers the mismatch, in answers of one turn and in
-episodes with a tool. Minutes; `make test-slow`.
+episodes with a tool. Minutes; `make test-all`.
 """
 
-import json
 import statistics
 
 import pytest
@@ -12,25 +11,20 @@ import pytest
 from onepolicy.cli import main
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.vllm.engine import VLLMEngine
+from support.metrics import rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(7200)]
-SETTINGS = [
-    "log.counterfactual_every=1",
-    "eval.every=0",
-    "log.report=false",
-    "log.tensorboard=false",
-]
-ENGINES = [
-    ("hf", []),
-    ("vllm", ["rollout.engine.kv_cache_gib=0.25", "rollout.engine.block_size=32"]),
-]
+SETTINGS = ["log.counterfactual_every=1", "eval.every=0", "log.report=false"]
+SETTINGS += ["log.tensorboard=false"]
+SMALL = ["rollout.engine.kv_cache_gib=0.25", "rollout.engine.block_size=32"]
+ENGINES = [("hf", []), ("vllm", SMALL)]
 
 
 def trained(recipe, out, kind, *settings):
     """Return the rows of the run's metrics."""
     engine = [f"out={out}", f"rollout.engine.kind={kind}", "rollout.engine.dtype=bfloat16"]
     assert main(["train", f"recipes/{recipe}.toml", *engine, *SETTINGS, *settings]) == 0
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return rows(out)
 
 
 def ends(steps, name):
@@ -45,11 +39,9 @@ def check_mismatch(steps):
         [row[f"{prefix}mismatch/k3"] for row in steps] for prefix in ("", "counterfactual/")
     )
     lower = sum(a < b for a, b in zip(replayed, native, strict=True))
-    print(
-        f"k3 {statistics.mean(replayed):.1e} replayed, {statistics.mean(native):.1e} not; ", end=""
-    )
-    print(f"lower in {lower} of {len(steps)} steps")
-    assert statistics.mean(replayed) < statistics.mean(native)
+    with_replay, without = map(statistics.mean, (replayed, native))
+    print(f"k3 {with_replay:.1e} replayed, {without:.1e} not; lower in {lower} steps")
+    assert with_replay < without
     assert lower > len(steps) / 2
 
 
@@ -79,15 +71,11 @@ def test_reward_and_tool_use_rise_in_episodes(kind, more, products_policy, tmp_p
         return done
 
     monkeypatch.setattr(engine, "generate", counted)
-    steps = trained(
-        "agent_products", tmp_path / "run", kind, f"model.path={products_policy}", "steps=15", *more
-    )
+    settings = [f"model.path={products_policy}", "steps=15", *more]
+    steps = trained("agent_products", tmp_path / "run", kind, *settings)
     assert len(steps) == 15
     (poor, rich), (few, many) = ends(steps, "train/reward"), ends(steps, "tools/calculator")
-    print(
-        f"{kind}: reward {poor:.2f} to {rich:.2f}, calls per episode {few:.2f} to {many:.2f}; ",
-        end="",
-    )
+    print(f"{kind}: reward {poor:.2f} to {rich:.2f}, calls {few:.2f} to {many:.2f}; ", end="")
     assert rich > poor + 0.15
     assert many > few + 0.15
     check_mismatch(steps)

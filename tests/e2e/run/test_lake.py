@@ -6,6 +6,7 @@ import json
 import pytest
 
 from onepolicy.cli import main
+from support.metrics import rows
 from support.paths import ROOT
 
 
@@ -19,21 +20,9 @@ def test_reward_rises_on_a_lake(tmp_path, monkeypatch):
     command = policy_command(recipe)
     command[command.index("--out") + 1] = str(tmp_path / "policy")
     assert main(command) == 0
-    run = tmp_path / "run"
-    assert (
-        main(
-            [
-                "train",
-                str(recipe),
-                f"model.path={tmp_path / 'policy'}",
-                f"out={run}",
-                "log.report=false",
-            ]
-        )
-        == 0
-    )
+    run, policy = tmp_path / "run", f"model.path={tmp_path / 'policy'}"
+    assert main(["train", str(recipe), policy, f"out={run}", "log.report=false"]) == 0
     summary = json.loads((run / "summary.json").read_text())
     assert summary["reward_last"] > summary["reward_first"] + 0.2  # 0.52 where it was written
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    scores = [row["eval/avg@4"] for row in rows if "eval/avg@4" in row]
+    scores = [row["eval/avg@4"] for row in rows(run) if "eval/avg@4" in row]
     assert scores[-1] > scores[0] + 0.2  # 0.34 to 0.84

@@ -1,13 +1,12 @@
 """Whole training runs with numerics = on-policy: exact in every setting. The weights are the same
 to the bit whatever the engine's batch size, refills and prefix hits."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from onepolicy.cli import main
+from support.metrics import rows
 from support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -47,8 +46,7 @@ def train(tmp_path_factory):
 
 
 def exact(run):
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = [row for row in found if "mismatch/k3" in row]
+    found = [row for row in rows(run) if "mismatch/k3" in row]
     assert len(found) == STEPS
     for row in found:
         assert (row["mismatch/k3"], row["mismatch/differing"]) == (0.0, 0.0)
@@ -58,20 +56,17 @@ def exact(run):
     return found
 
 
-def weights(run):
-    return load_file(run / "checkpoints" / f"step_{STEPS:05d}" / "model.safetensors")
+def weights(run, step=STEPS):
+    return load_file(run / "checkpoints" / f"step_{step:05d}" / "model.safetensors")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("replay", ["r3", "off"])
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_every_step_is_exact(train, dtype, replay, minibatches):
-    settings = (
-        f"model.dtype={dtype}",
-        f"replay.mode={replay}",
-        f"objective.num_minibatches={minibatches}",
-    )
-    assert len(exact(train("-".join(settings), *settings))) == STEPS
+    settings = [f"model.dtype={dtype}", f"replay.mode={replay}"]
+    settings += [f"objective.num_minibatches={minibatches}"]
+    exact(train("-".join(settings), *settings))
 
 
 @pytest.mark.parametrize(
@@ -95,25 +90,14 @@ def test_with_other_settings(train, settings):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_episodes_with_tools_and_a_cache_that_is_hit(sums_policy, tmp_path, dtype):
-    run, settings = (
-        tmp_path / "run",
-        ("numerics=on-policy", f"model.dtype={dtype}", f"rollout.engine.dtype={dtype}"),
-    )
-    size = (
-        f"steps={STEPS}",
-        "rollout.prompts_per_step=4",
-        "rollout.group_size=4",
-        "eval.every=0",
-        "log.report=false",
-    )
-    size += ("log.tensorboard=false", "log.counterfactual_every=2")
-    assert (
-        main(["train", str(AGENT), f"model.path={sums_policy}", f"out={run}", *settings, *size])
-        == 0
-    )
-    assert (
-        max(row["train/turns"] for row in exact(run)) > 1.5
-    )  # every turn after the first finds its history cached
+    run, types = tmp_path / "run", [f"model.dtype={dtype}", f"rollout.engine.dtype={dtype}"]
+    size = [f"steps={STEPS}", "rollout.prompts_per_step=4", "rollout.group_size=4"]
+    size += ["eval.every=0", *(f"log.{each}=false" for each in ("report", "tensorboard"))]
+    settings = ["numerics=on-policy", *types, *size, "log.counterfactual_every=2"]
+    command = ["train", str(AGENT), f"model.path={sums_policy}", f"out={run}", *settings]
+    assert main(command) == 0
+    # every turn after the first finds its history cached
+    assert max(row["train/turns"] for row in exact(run)) > 1.5
 
 
 def test_the_engine_does_not_move_the_weights(train):
@@ -133,22 +117,19 @@ def test_the_engine_does_not_move_the_weights(train):
 def test_another_split_or_thread_count(train, settings):
     """Log-probabilities of one checkpoint are equal to the bit. Weights after one update are equal
     to the tolerance of a sum."""
-    before = torch.get_num_threads()
+    before, size = torch.get_num_threads(), ("steps=1", "checkpoint.every=1")
     try:
-        one = train("one", "steps=1", "checkpoint.every=1", "log.counterfactual_every=1")
-        other = train(
-            settings[0], *settings, "steps=1", "checkpoint.every=1", "log.counterfactual_every=1"
+        one, other = (
+            train(name, *more, *size, "log.counterfactual_every=1")
+            for name, more in (("one", ()), (settings[0], settings))
         )
     finally:
         torch.set_num_threads(before)
     a, b = (load_file(run / "probes" / "step_00001.safetensors") for run in (one, other))
     for name in ("tokens", "logp_rollout", "logp_trainer", "logp_trainer_native", "routes_trainer"):
         assert torch.equal(a[name], b[name]), name
-    a, b = (
-        load_file(run / "checkpoints" / "step_00001" / "model.safetensors") for run in (one, other)
-    )
+    a, b = (weights(run, step=1) for run in (one, other))
     gap = torch.cat([(a[name] - b[name]).abs().flatten() for name in a])
-    assert (
-        gap.max() <= 2.1e-4
-    )  # AdamW moves a weight by its learning rate, whichever way a gradient near 0 rounds
+    # AdamW moves a weight by its learning rate, whichever way a gradient near 0 rounds
+    assert gap.max() <= 2.1e-4
     assert gap.mean() < 1e-6

@@ -1,5 +1,5 @@
 """The quickstart on two seeds: reward rises on both, and neither falls back. Minutes; `make
-test-slow`."""
+test-all`."""
 
 import json
 
@@ -18,10 +18,8 @@ def tiny_policy():
 @pytest.mark.parametrize("seed", range(2))
 def test_reward_rises_and_stays(seed, tmp_path):
     out = tmp_path / "run"
-    assert (
-        main(["train", "recipes/quickstart.toml", f"out={out}", f"seed={seed}", "log.report=false"])
-        == 0
-    )
+    settings = [f"out={out}", f"seed={seed}", "log.report=false"]
+    assert main(["train", "recipes/quickstart.toml", *settings]) == 0
     summary = json.loads((out / "summary.json").read_text())
     assert summary["reward_last"] > summary["reward_first"] + 0.2
     assert summary["reward_last"] > 0.75

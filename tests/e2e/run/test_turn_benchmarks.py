@@ -15,9 +15,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("turns")
-    small = turn_task.policy_config(path).model_copy(
-        update={"steps": 8, "layers": 2, "experts": 8, "tokens_per_step": 512}
-    )
+    size = {"steps": 8, "layers": 2, "experts": 8, "tokens_per_step": 512}
+    small = turn_task.policy_config(path).model_copy(update=size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turn_task, "policy_config", lambda _: small)
         turn_task.make_data(path)
@@ -34,16 +33,11 @@ def test_runs_are_paired_judged_and_kept(folder, monkeypatch, capsys):
     arguments = ("--out", str(folder), "--seeds", "0", "--turns", "2", "--control")
     run(monkeypatch, turn_curves, *arguments)
     runs = sorted(path.parent for path in folder.glob("*/eval.json"))
-    assert [path.name for path in runs] == [
-        "off-reordered-turns2-seed0",
-        "off-tis-turns2-seed0",
-        "off-turns2-seed0",
-        "r3-turns2-seed0",
-    ]
+    arms = ("off-reordered", "off-tis", "off", "r3")
+    assert [path.name for path in runs] == [f"{arm}-turns2-seed0" for arm in arms]
     first = [json.loads((path / "metrics.jsonl").read_text().splitlines()[0]) for path in runs]
-    assert (
-        len({row["train/response_length"] for row in first}) == 1
-    )  # the arms begin with the same rollouts
+    # the arms begin with the same rollouts
+    assert len({row["train/response_length"] for row in first}) == 1
     configs = [json.loads((path / "config.json").read_text()) for path in runs]
     assert [config["replay"]["mode"] for config in configs] == ["off", "off", "off", "r3"]
     assert {config["task"]["max_turns"] for config in configs} == {2}
@@ -53,24 +47,13 @@ def test_runs_are_paired_judged_and_kept(folder, monkeypatch, capsys):
     run(monkeypatch, turn_curves, *arguments, "--figures", str(folder / "figures"))
     assert {path: path.stat().st_mtime_ns for path in written} == written
     assert "| off + tis - off |" in capsys.readouterr().out
-    assert {path.name for path in (folder / "figures").iterdir()} == {
-        "turns_reward.json",
-        "turns_k3.json",
-    }
+    figures = {path.name for path in (folder / "figures").iterdir()}
+    assert figures == {"turns_reward.json", "turns_k3.json"}
 
 
 def test_scripted_episodes_have_all_their_turns(folder, monkeypatch, capsys):
-    run(
-        monkeypatch,
-        turn_mismatch,
-        "--out",
-        str(folder),
-        "--turns",
-        "3",
-        "--episodes",
-        "2",
-        "--short",
-    )
+    asked = ("--out", str(folder), "--turns", "3", "--episodes", "2", "--short")
+    run(monkeypatch, turn_mismatch, *asked)
     shown = capsys.readouterr().out
     assert "2 episodes of 3 turns" in shown
     assert shown.count("\n| 3 |") == 2

@@ -46,6 +46,7 @@ def audited(train, monkeypatch):
     return run
 
 
+@pytest.mark.full
 def test_a_clean_run_is_not_accused(audited, capsys):
     found = audited()
     assert found.verdict.action == "nothing", found.verdict.text()
@@ -99,6 +100,7 @@ def rows_of(batch, **more):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("temperature", "causes"),
     [pytest.param(1.0, ("stale",), marks=pytest.mark.slow), (1.4, ("stale", "temperature"))],

@@ -92,12 +92,9 @@ def test_the_numbers_are_those_of_the_page():
     assert expected["f1.25"] == pytest.approx(far / n)
 
 
-def test_a_kit_that_conforms_ends_with_0(kit, capsys):
+def test_another_verdict_and_another_number_are_named(kit, capsys):
     assert main(["audit", "--conformance", str(kit)]) == 0
     assert "3 of 3 dumps conform" in capsys.readouterr().out
-
-
-def test_another_verdict_and_another_number_are_named(kit, capsys):
     path = kit / EXPECTED
     expected = json.loads(path.read_text())
     expected["clean_small.parquet"]["action"] = "replay"

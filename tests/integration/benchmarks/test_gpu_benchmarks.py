@@ -22,6 +22,7 @@ NAMES = {
 """Benchmark -> beginnings of its cases' names."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_at_toy_shapes(name, tmp_path):
     bench = Bench(name, torch.device("cpu"), tmp_path, tiny=True)
@@ -41,6 +42,8 @@ def command(*arguments):
     )
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_the_tests_are_run_and_recorded(tmp_path):
     done = command("1", "--tiny", "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,6 +54,8 @@ def test_the_tests_are_run_and_recorded(tmp_path):
     assert "outcome passed" in done.stdout
 
 
+@pytest.mark.full
+@pytest.mark.process
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this system has a CUDA device")
 def test_without_a_gpu_every_part_says_so(tmp_path):
     done = command("1", "2", "3", "--out", tmp_path)

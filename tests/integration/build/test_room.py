@@ -16,7 +16,7 @@ from onepolicy.build.room import (
 from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig, resolve
 from onepolicy.rollout.vllm.memory import GPU_SHARE, memory_args
 
-CONTEXT = 40960
+CONTEXT, VOCAB = 40960, 151936
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -26,7 +26,7 @@ QWEN3_06B = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "intermediate_size": 3072,
-    "vocab_size": 151936,
+    "vocab_size": VOCAB,
     "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": True,
 }
@@ -56,7 +56,7 @@ def recipe(*settings):
 
 def test_sizes_are_those_of_the_model(model):
     sizes = read_sizes(model)
-    assert (sizes.parameters, sizes.cached * 2, sizes.vocab) == (PARAMETERS, PER_TOKEN, 151936)
+    assert (sizes.parameters, sizes.cached * 2, sizes.vocab) == (PARAMETERS, PER_TOKEN, VOCAB)
     assert sizes.has_rows
     assert sizes.route_bytes == 0
 
@@ -65,11 +65,11 @@ def test_the_plainest_recipe_gets_the_cache_that_fits(model, monkeypatch):
     """The model's whole context would take 301 GB."""
     on_gpu(monkeypatch, free=80e9)
     fits = fit_max_len(recipe(), model, CONTEXT, trains=True)
-    room_left = 80e9 - 8e9 - 18 * PARAMETERS - 12 * CHUNK * 151936
+    room_left = 80e9 - 8e9 - 18 * PARAMETERS - 12 * CHUNK * VOCAB
     assert fits == room_left // (64 * PER_TOKEN) // 64 * 64
     assert 7000 < fits < 9000
     whole_logits = recipe("train.logits_chunk=0")
-    room_left -= 12 * (16384 - CHUNK) * 151936
+    room_left -= 12 * (16384 - CHUNK) * VOCAB
     found = fit_max_len(whole_logits, model, CONTEXT, trains=True)
     assert found == room_left // (64 * PER_TOKEN) // 64 * 64
     assert fit_max_len(recipe(), model, CONTEXT, trains=False) > fits
@@ -80,7 +80,7 @@ def test_the_plainest_recipe_gets_the_cache_that_fits(model, monkeypatch):
 def test_moments_on_the_host_leave_more_room(model, monkeypatch):
     """On the GPU are three buckets, each the embedding, with 8 bytes of moments an element."""
     on_gpu(monkeypatch, free=80e9)
-    room_left = 80e9 - 8e9 - 10 * PARAMETERS - 24 * 151936 * 1024 - 12 * CHUNK * 151936
+    room_left = 80e9 - 8e9 - 10 * PARAMETERS - 24 * VOCAB * 1024 - 12 * CHUNK * VOCAB
     fits = fit_max_len(recipe("optim.state=host"), model, CONTEXT, trains=True)
     assert fits == room_left // (64 * PER_TOKEN) // 64 * 64
 
@@ -135,17 +135,15 @@ def test_vllm_beside_the_learner_asks_for_what_is_left(model, monkeypatch):
     on_gpu(monkeypatch, free=76e9)
     awake = recipe("rollout.engine.kind=vllm", "rollout.engine.enable_sleep_mode=false")
     share = share_beside_learner(awake, model, device, trains=True)
-    assert share == (76e9 - 12 * PARAMETERS - 12 * CHUNK * 151936) / 80e9
+    assert share == (76e9 - 12 * PARAMETERS - 12 * CHUNK * VOCAB) / 80e9
     asleep = share_beside_learner(own, model, device, trains=True)  # while the learner works
     assert asleep == (76e9 - 8 * PARAMETERS) / 80e9
     measured = share_beside_learner(own, model, device, trains=False)
-    assert measured == (76e9 - 12 * CHUNK * 151936) / 80e9
+    assert measured == (76e9 - 12 * CHUNK * VOCAB) / 80e9
     arguments = memory_args(own.rollout.engine, cpu=False, share=GPU_SHARE * share)
-    assert arguments == {
-        "kv_cache_memory_bytes": None,
-        "gpu_memory_utilization": GPU_SHARE * share,
-    }
-    assert arguments["gpu_memory_utilization"] * 80e9 < 76e9
+    used = GPU_SHARE * share
+    assert arguments == {"kv_cache_memory_bytes": None, "gpu_memory_utilization": used}
+    assert used * 80e9 < 76e9
     on_gpu(monkeypatch, free=10e9)
     with pytest.raises(UsageError, match=r"10\.0 of 80\.0 GB are free"):
         share_beside_learner(awake, model, device, trains=True)
@@ -153,8 +151,6 @@ def test_vllm_beside_the_learner_asks_for_what_is_left(model, monkeypatch):
 
 def test_settings_win_and_a_cpu_keeps_its_cache():
     given = VLLMEngineConfig(kv_cache_gib=2, gpu_memory_utilization=0.5)
-    assert memory_args(given, cpu=False) == {
-        "kv_cache_memory_bytes": 2**31,
-        "gpu_memory_utilization": 0.5,
-    }
+    expected = {"kv_cache_memory_bytes": 2**31, "gpu_memory_utilization": 0.5}
+    assert memory_args(given, cpu=False) == expected
     assert memory_args(VLLMEngineConfig(), cpu=True) == {"kv_cache_memory_bytes": 2**30}

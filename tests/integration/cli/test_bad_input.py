@@ -1,11 +1,12 @@
 """Bad input: one clear message, exit status 2, nothing overwritten, and before weights are loaded
-where it matters."""
+where it matters. What is refused before torch is loaded is in test_first_lines.py."""
 
 import json
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from onepolicy.cli import main
 from onepolicy.rollout import copies
@@ -41,26 +42,88 @@ def no_weights(monkeypatch):
     )
 
 
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory):
+    """Make a finished run of 2 steps."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert main(["train", str(recipe), f"out={out}", "steps=2", "eval.every=0"]) == 0
+    return out
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "run")
+
+
 def edit_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_unknown_key(fails, no_weights):
-    assert "optim.lrr: unknown setting (value 1); did you mean optim.lr?" in fails("optim.lrr=1")
+SETTINGS = [
+    ("correction.preset=off correction.cap=2", ["correction", "cap"]),
+    ("rollout.engine.max_len=4096", ["max_len: 4096 is more than the model's context of 128"]),
+    ("task.kind=gym task.name=chain_sun", ["chain_sum"]),
+    *((f"train.device={name}", [f"train.device: '{name}'"]) for name in ("meta", "mps", "xpu:0")),
+    *((f"train.device={name}", [f"train.device: '{name}'"]) for name in ("nonsense", "cuda:99")),
+]
 
 
-def test_value_of_the_wrong_variant(fails, no_weights):
-    message = fails("correction.preset=off", "correction.cap=2")
-    assert "correction" in message
-    assert "cap" in message
+def test_settings(fails, no_weights, subtests):
+    for settings, words in SETTINGS:
+        with subtests.test(settings):
+            message = fails(*settings.split())
+            assert [word for word in words if word not in message] == [], message
 
 
-def test_missing_model_folder(fails, no_weights, tmp_path):
-    assert f"model.path: no folder {tmp_path / 'nothing'}" in fails(
-        f"model.path={tmp_path / 'nothing'}"
-    )
-    (tmp_path / "empty").mkdir()
-    assert "has no config.json" in fails(f"model.path={tmp_path / 'empty'}")
+GOOD = '{"prompt": "1+2=", "answer": "3"}\n'
+LONG = [json.dumps({"prompt": "1+" * n + "1=", "answer": "3"}) for n in (1, 2, 3, 200)]
+DATA = [
+    (GOOD + '{"prompt": "1+1=", "answer": "2"', ["PATH:2", "JSON"]),
+    (GOOD + '{"prompt": "1+1="}', ["PATH:2", "answer"]),
+    (GOOD + '{"prompt": 5, "answer": "2"}', ["PATH:2", "prompt", "5"]),
+    (GOOD + '{"prompt": "1\\ud800", "answer": "3"}\n', ["PATH:2: field 'prompt'"]),
+    ("", ["PATH"]),
+    ("\n".join(LONG), ["402", "128"]),  # longer than the context
+]
+
+
+def test_data(fails, no_weights, tmp_path, subtests):
+    path = tmp_path / "data.jsonl"
+    for number, (text, words) in enumerate(DATA):
+        path.write_text(text)
+        with subtests.test(number):
+            settings = ["task.kind=jsonl", f"task.path={path}", "task.held_out=1"]
+            message = fails(*settings, "eval.problems=1")
+            words = [word.replace("PATH", str(path)) for word in words]
+            assert [word for word in words if word not in message] == [], message
+
+
+REFUSED = [
+    ("train --from TMP", "out="),
+    ("train --resume TMP optim.lr=1", "only steps=N"),
+    ("train --resume TMP steps=0", "only steps=N"),
+    ("train", "give a recipe"),
+    ("train TMP out=TMP/out", "TMP: a folder, not a recipe"),
+    ("make-policy --out POLICY", "already exists"),
+    ("make-policy head_dym=3", "head_dym: unknown setting (value 3); did you mean head_dim?"),
+    ("make-policy top_k=8 experts=4", "top_k: 8 is more than experts=4"),
+]
+
+
+def test_commands(fails, policy, tmp_path, subtests):
+    for words, expected in REFUSED:
+        filled = words.replace("TMP", str(tmp_path)).replace("POLICY", str(policy))
+        with subtests.test(words):
+            assert expected.replace("TMP", str(tmp_path)) in fails(arguments=filled.split())
+
+
+def test_a_policy_too_short_for_its_warm_up(fails, tmp_path):
+    short = fails(arguments=["make-policy", "--out", str(tmp_path / "short"), "max_len=128"])
+    short = short.splitlines()[-1]
+    words = "max_len: 128, half of it for the response: problem 0: the right response"
+    assert short.startswith(f"onepolicy: {words}")
+    assert "rollout." not in short
+    assert short.rstrip().endswith("raise it")
 
 
 def test_tiny_policy_not_made_yet(fails, no_weights, monkeypatch, tmp_path):
@@ -76,48 +139,6 @@ def test_dense_model_with_replay(fails, no_weights, tmp_path):
     assert "replay.mode=off" in message
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ('{"prompt": "1+1=", "answer": "2"', ["2", "JSON"]),
-        ('{"prompt": "1+1="}', ["2", "answer"]),
-        ('{"prompt": 5, "answer": "2"}', ["2", "prompt", "5"]),
-    ],
-)
-def test_jsonl_with_a_bad_line(fails, no_weights, tmp_path, line, words):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "1+2=", "answer": "3"}\n' + line + "\n")
-    message = fails("task.kind=jsonl", f"task.path={path}", "task.held_out=1")
-    assert str(path) in message
-    for word in words:
-        assert word in message
-
-
-def test_empty_data_set(fails, no_weights, tmp_path):
-    (tmp_path / "data.jsonl").write_text("")
-    assert "data.jsonl" in fails("task.kind=jsonl", f"task.path={tmp_path / 'data.jsonl'}")
-    assert "nothing.jsonl" in fails("task.kind=jsonl", f"task.path={tmp_path / 'nothing.jsonl'}")
-
-
-def test_prompt_longer_than_the_context(fails, no_weights, tmp_path):
-    path = tmp_path / "data.jsonl"
-    lines = [{"prompt": "1+" * n + "1=", "answer": "3"} for n in (1, 2, 3, 200)]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    message = fails("task.kind=jsonl", f"task.path={path}", "task.held_out=2", "eval.problems=2")
-    assert "402" in message
-    assert "128" in message
-
-
-def test_max_len_beyond_the_context(fails, no_weights):
-    assert "rollout.engine.max_len: 4096 is more than the model's context of 128" in fails(
-        "rollout.engine.max_len=4096"
-    )
-
-
-def test_unknown_gym_data_set(fails, no_weights):
-    assert "chain_sum" in fails("task.kind=gym", "task.name=chain_sun")
-
-
 def test_output_folder_not_empty(fails, no_weights, tmp_path):
     out = tmp_path / "full"
     out.mkdir()
@@ -128,11 +149,9 @@ def test_output_folder_not_empty(fails, no_weights, tmp_path):
     assert [p.name for p in out.iterdir()] == ["precious.txt"]
 
 
-def test_half_written_checkpoint(fails, train, tmp_path):
-    run = train("run", "steps=2", "eval.every=0")
-    newest = run / "checkpoints" / "step_00002"
-    whole = newest / "model.safetensors"
-    whole.write_bytes(whole.read_bytes()[:1000])
+def test_half_written_checkpoint(fails, run, tmp_path):
+    weights = run / "checkpoints" / "step_00002" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
     before = (run / "metrics.jsonl").read_text()
     message = fails(out=run, arguments=["train", "--resume", str(run), "steps=4"])
     assert "model.safetensors: half written" in message
@@ -141,81 +160,51 @@ def test_half_written_checkpoint(fails, train, tmp_path):
     assert "half written" in fails(arguments=fork)
 
 
-def test_resume_and_fork_of_nothing(fails, tmp_path):
-    assert "not a run folder" in fails(arguments=["train", "--resume", str(tmp_path / "none")])
-    assert "no such checkpoint; give a run folder" in fails(
-        arguments=["train", "--from", str(tmp_path / "none"), f"out={tmp_path / 'x'}"]
-    )
-    assert "out=" in fails(arguments=["train", "--from", str(tmp_path / "none")])
-    assert "only steps=N" in fails(arguments=["train", "--resume", str(tmp_path), "optim.lr=1"])
-    assert "only steps=N" in fails(arguments=["train", "--resume", str(tmp_path), "steps=0"])
-    assert "give a recipe" in fails(arguments=["train"])
+def test_weights_of_a_checkpoint_cannot_be_overridden(fails, whole, tmp_path):
+    fork = ["train", "--from", str(whole), f"out={tmp_path / 'out'}", "steps=2"]
+    for command in (fork, ["eval", str(whole)]):
+        message = fails(arguments=[*command, "model.path=elsewhere"])
+        assert "model.path=elsewhere: has no effect" in message
 
 
-def test_weights_of_a_checkpoint_cannot_be_overridden(fails, train, tmp_path):
-    run = train("run", "steps=1", "eval.every=0")
-    fork = [
-        "train",
-        "--from",
-        str(run),
-        f"out={tmp_path / 'out'}",
-        "steps=2",
-        "model.path=elsewhere",
-    ]
-    assert "model.path=elsewhere: has no effect" in fails(arguments=fork)
-    assert "model.path=elsewhere: has no effect" in fails(
-        arguments=["eval", str(run), "model.path=elsewhere"]
-    )
+def test_damaged_run_files(fails, run, subtests):
+    for name, text, words in [
+        ("run.json", "{}", "lacks parent; copy it from a run of the same kind, or start anew"),
+        ("config.json", "", "not the settings of a run"),
+        ("samples.jsonl", '{"prompt": "x"}\n', "no integer `step`"),
+    ]:
+        before = (run / name).read_text()
+        (run / name).write_text(text)
+        with subtests.test(name):
+            message = fails(arguments=["train", "--resume", str(run), "steps=3"], out=run)
+            assert f"{name}:" in message
+            assert words in message
+        (run / name).write_text(before)
 
 
-def test_damaged_run_files(fails, train):
-    run = train("run", "steps=1", "eval.every=0")
-    about = (run / "run.json").read_text()
-    (run / "run.json").write_text("{}")
-    resume = ["train", "--resume", str(run), "steps=2"]
-    assert "run.json: lacks parent; copy it from a run of the same kind, or start anew" in fails(
-        arguments=resume, out=run
-    )
-    (run / "run.json").write_text(about)
-    (run / "config.json").write_text("")
-    assert "config.json: not the settings of a run" in fails(arguments=resume, out=run)
-
-
-def test_model_without_all_its_weights(fails, policy, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    broken = tmp_path / "broken"
-    shutil.copytree(policy, broken)
-    weights = load_file(broken / "model.safetensors")
+def test_weights_that_are_missing_cut_off_or_of_another_shape(fails, policy, tmp_path):
+    broken = shutil.copytree(policy, tmp_path / "broken")
+    path = broken / "model.safetensors"
+    weights = load_file(path)
     weights.pop("lm_head.weight")
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, path, metadata={"format": "pt"})
     assert "lacks weights, first lm_head.weight" in fails(f"model.path={broken}")
-
-
-def test_truncated_weights(fails, policy, tmp_path):
-    broken = shutil.copytree(policy, tmp_path / "broken")
-    whole = broken / "model.safetensors"
-    for size in (1000, whole.stat().st_size - 100):
-        whole.write_bytes((policy / "model.safetensors").read_bytes()[:size])
+    data = (policy / path.name).read_bytes()
+    for size in (1000, len(data) - 100):
+        path.write_bytes(data[:size])
         assert f"model.path: cannot read the weights of '{broken}'" in fails(f"model.path={broken}")
-
-
-def test_weights_of_another_shape(fails, policy, tmp_path):
-    broken = shutil.copytree(policy, tmp_path / "broken")
+    path.write_bytes(data)
     edit_json(broken / "config.json", vocab_size=64)
     message = fails(f"model.path={broken}")
     assert "lm_head.weight" in message
     assert "has shape [32, 64], but its config.json makes it [64, 64]" in message
 
 
-def test_config_of_the_wrong_type(fails, no_weights, policy, tmp_path):
+def test_config_and_tokenizer(fails, no_weights, policy, tmp_path):
     broken = shutil.copytree(policy, tmp_path / "broken")
     edit_json(broken / "config.json", hidden_size="wide")
     assert f"model.path: cannot read the config of '{broken}'" in fails(f"model.path={broken}")
-
-
-def test_tokenizer_missing_damaged_or_too_large(fails, no_weights, policy, tmp_path):
-    broken = shutil.copytree(policy, tmp_path / "broken")
+    shutil.copy(policy / "config.json", broken)
     (broken / "tokenizer.json").write_text("{}")
     assert f"model.path: cannot read the tokenizer of '{broken}'" in fails(f"model.path={broken}")
     for path in broken.glob("tokenizer*"):
@@ -226,59 +215,8 @@ def test_tokenizer_missing_damaged_or_too_large(fails, no_weights, policy, tmp_p
     assert "has token ids up to 96, but the model's vocab_size is 32" in message
 
 
-@pytest.mark.parametrize("device", ["meta", "mps", "xpu:0", "nonsense", "cuda:99"])
-def test_device_that_cannot_be_used(fails, no_weights, device):
-    assert f"train.device: '{device}'" in fails(f"train.device={device}")
-
-
-def test_line_that_cannot_be_written_again(fails, no_weights, tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "1+2=", "answer": "3"}\n{"prompt": "1\\ud800", "answer": "3"}\n')
-    message = fails("task.kind=jsonl", f"task.path={path}", "task.held_out=1")
-    assert f"{path}:2: field 'prompt'" in message
-
-
-def test_a_scalar_where_a_section_belongs(fails, no_weights):
-    assert (
-        "replay: 'off' is a value, but this is a section; did you mean replay.mode=off?"
-        in fails("replay=off")
-    )
-
-
-def test_recipe_that_is_a_folder(fails, tmp_path):
-    assert f"{tmp_path}: a folder, not a recipe" in fails(
-        arguments=["train", str(tmp_path), f"out={tmp_path / 'out'}"]
-    )
-
-
-def test_sample_without_its_step(fails, train):
-    run = train("run", "steps=1", "eval.every=0")
-    (run / "samples.jsonl").write_text('{"prompt": "x"}\n')
-    resume = ["train", "--resume", str(run), "steps=2"]
-    assert "samples.jsonl:1: no integer `step`" in fails(arguments=resume, out=run)
-
-
-def test_make_policy_refuses_existing_folders_and_bad_settings(fails, policy):
-    assert "already exists" in fails(arguments=["make-policy", "--out", str(policy)])
-    assert "head_dym: unknown setting (value 3); did you mean head_dim?" in fails(
-        arguments=["make-policy", "head_dym=3"]
-    )
-    assert "top_k: 8 is more than experts=4" in fails(
-        arguments=["make-policy", "top_k=8", "experts=4"]
-    )
-    short = fails(arguments=["make-policy", "--out", str(policy.parent / "short"), "max_len=128"])
-    short = short.splitlines()[-1]
-    assert short.startswith(
-        "onepolicy: max_len: 128, half of it for the response: problem 0: the right response"
-    )
-    assert "rollout." not in short
-    assert short.rstrip().endswith("raise it")
-
-
 def test_a_run_that_cannot_continue_exits_with_1(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(optim, "_norm", lambda *a, **k: torch.tensor(torch.nan))
     assert main(["train", str(recipe), f"out={tmp_path / 'out'}", "steps=1"]) == 1
-    assert (
-        "onepolicy: gradient norm is nan in step 1; this update was not made"
-        in capsys.readouterr().err
-    )
+    message = "onepolicy: gradient norm is nan in step 1; this update was not made"
+    assert message in capsys.readouterr().err

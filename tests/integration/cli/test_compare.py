@@ -30,7 +30,9 @@ def compare(recipe, tmp_path, capsys):
     return run
 
 
-def test_two_arms_and_a_second_call(compare, tmp_path):
+@pytest.mark.process
+def test_two_arms_a_second_call_and_arms_that_were_stopped(compare, tmp_path):
+    """Stopped: one was killed after its last checkpoint, the other before its first."""
     status, out, err = compare()
     assert status == 0
     assert "k3 is " in out
@@ -40,54 +42,44 @@ def test_two_arms_and_a_second_call(compare, tmp_path):
     folder = tmp_path / "arms"
     assert (folder / "comparison.html").exists()
     tree = json.loads((folder / "comparison.json").read_text())
-    first, other = (tree["contrasts"][0][name] for name in ("first", "other"))
-    assert (first, other) == ("off", "r3")
-    replayed = {
-        name: json.loads((folder / name / "config.json").read_text())["replay"]["mode"]
-        for name in ("off-seed0", "r3-seed0")
-    }
-    assert replayed == {"off-seed0": "off", "r3-seed0": "r3"}
-    written = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
+    assert [tree["contrasts"][0][name] for name in ("first", "other")] == ["off", "r3"]
+    runs = [folder / "off-seed0", folder / "r3-seed0"]
+    modes = [json.loads((run / "config.json").read_text())["replay"]["mode"] for run in runs]
+    assert modes == ["off", "r3"]
+    written = [(run / "metrics.jsonl").stat().st_mtime_ns for run in runs]
     status, _, err = compare()
     assert status == 0
     assert "all 2 runs in " in err
-    assert written == {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
+    assert written == [(run / "metrics.jsonl").stat().st_mtime_ns for run in runs]
 
-
-def test_a_failing_arm_is_named_with_its_last_lines(compare, monkeypatch):
-    monkeypatch.setattr(Arm, "command", lambda arm, recipe: ["sh", "-c", "echo lost it; exit 3"])
+    before = [read_metrics(run) for run in runs]
+    for run in runs:
+        (run / "summary.json").unlink()
+    shutil.rmtree(runs[1] / "checkpoints")
     status, _, err = compare()
-    assert status == 1
-    assert "arm off, seed 0: ended by exit status 3; the same command goes on" in err
-    assert "lost it" in err
-
-
-@pytest.mark.parametrize("status", [2, 75])
-def test_the_exit_status_is_that_of_the_arm(compare, monkeypatch, status):
-    monkeypatch.setattr(Arm, "command", lambda arm, recipe: ["sh", "-c", f"exit {status}"])
-    assert compare()[0] == status
-
-
-def test_stopped_arms_are_resumed(compare, tmp_path):
-    """One was killed after its last checkpoint, the other before its first."""
-    arms = "--arm", "one", "replay.mode=off", "--arm", "two", "replay.mode=r3"
-    compare(*arms)
-    one, two = (tmp_path / "arms" / f"{name}-seed0" for name in ("one", "two"))
-    before = read_metrics(one), read_metrics(two)
-    for folder in (one, two):
-        (folder / "summary.json").unlink()
-    shutil.rmtree(two / "checkpoints")
-    status, _, err = compare(*arms)
     assert (status, "2 runs of 2 steps, 0 of them finished, 1 at a time" in err) == (0, True), err
-    assert read_metrics(one) == before[0]
-    again = read_metrics(two)
-    assert [row["train/reward"] for row in again[1:]] == [
-        row["train/reward"] for row in before[1][1:]
+    assert read_metrics(runs[0]) == before[0]
+    rewards = [
+        [row["train/reward"] for row in rows[1:]] for rows in (before[1], read_metrics(runs[1]))
     ]
-    assert (
-        "it has no checkpoint, so it starts again at step 0"
-        in (tmp_path / "arms" / "two-seed0-console.txt").read_text()
-    )
+    assert rewards[0] == rewards[1]
+    console = (folder / "r3-seed0-console.txt").read_text()
+    assert "it has no checkpoint, so it starts again at step 0" in console
+
+
+@pytest.mark.process
+def test_a_failing_arm_is_named_with_its_last_lines_and_gives_its_exit_status(compare, monkeypatch):
+    for ended, expected, words in [
+        (3, 1, "ended by exit status 3; the same command goes on"),
+        (2, 2, ""),
+        (75, 75, ""),
+    ]:
+        command = ["sh", "-c", f"echo lost it; exit {ended}"]
+        monkeypatch.setattr(Arm, "command", lambda arm, recipe, command=command: command)
+        status, _, err = compare()
+        assert status == expected
+        assert f"arm off, seed 0: {words}" in err
+        assert "lost it" in err
 
 
 def test_two_commands_do_not_share_a_folder(compare, tmp_path):
@@ -115,6 +107,7 @@ def test_a_folder_that_is_no_run_is_refused_before_anything_starts(compare, tmp_
     assert not (tmp_path / "arms" / "off-seed0-console.txt").exists()
 
 
+@pytest.mark.process
 def test_runs_end_with_the_command_that_started_them(tmp_path):
     """The command is killed with SIGKILL, so it cannot end them itself."""
     alive = tmp_path / "alive"
@@ -140,30 +133,37 @@ def test_runs_end_with_the_command_that_started_them(tmp_path):
     assert "the command that started this run has ended" in (tmp_path / "a-console.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--arm", "off", "replay.mode=of", "--arm", "b"), "arm off: "),
-        (("--arm", "replay.mode=off", "--arm", "b"), "'replay.mode=off' is no name"),
-        (("--arm", "a", "--arm", "a"), "give two arms or more, each with a name of its own"),
-        (("--arm", "a"), "give two arms or more"),
-        (("--arm", "[b]", "--arm", "b"), "'[b]' is no name"),
-        (("--arm", "a", "--arm", "b"), "a and b have the same settings"),
-        (("--arm", "a", "seed=3", "--arm", "b"), "arm a: seed=3; arms have the same seeds"),
-        (("--arm", "a", "model.path=/none", "--arm", "b"), "arm a: model.path: no folder /none"),
-        (("--seeds", "1", "1"), "name each seed once"),
-        (("seed=1", "--seeds", "2"), "seed=1: contradicts --seeds"),
-        (("out=elsewhere",), "out=elsewhere: every run has a folder of its own; give --out"),
-        (("correction.preset=tis",), "has no effect, because every arm sets this itself"),
-        (("--jobs", "0"), "--jobs: 0"),
-        (("rollout.engine.kind=vllm-server", "--jobs", "2"), "holds the weights of one run"),
-    ],
-)
-def test_bad_arguments(compare, tmp_path, words, message):
-    status, _, err = compare(*words)
-    assert status == 2
-    assert message in err
-    assert not (tmp_path / "arms").exists()
+REFUSED = [
+    ("--arm off replay.mode=of --arm b", "arm off: "),
+    ("--arm replay.mode=off --arm b", "'replay.mode=off' is no name"),
+    ("--arm a --arm a", "give two arms or more, each with a name of its own"),
+    ("--arm a", "give two arms or more"),
+    ("--arm [b] --arm b", "'[b]' is no name"),
+    ("--arm a --arm b", "a and b have the same settings"),
+    ("--arm a seed=3 --arm b", "arm a: seed=3; arms have the same seeds"),
+    ("--arm a model.path=/none --arm b", "arm a: model.path: no folder /none"),
+    ("--seeds 1 1", "name each seed once"),
+    ("seed=1 --seeds 2", "seed=1: contradicts --seeds"),
+    ("out=elsewhere", "out=elsewhere: every run has a folder of its own; give --out"),
+    ("correction.preset=tis", "has no effect, because every arm sets this itself"),
+    ("--jobs 0", "--jobs: 0"),
+    ("rollout.engine.kind=vllm-server --jobs 2", "holds the weights of one run"),
+]
+
+
+def test_bad_arguments(compare, tmp_path, subtests, capsys):
+    for words, message in REFUSED:
+        with subtests.test(words):
+            status, _, err = compare(*words.split())
+            assert status == 2
+            assert message in err
+            assert not (tmp_path / "arms").exists()
+    for words in ("--seeds -1", "--seeds 0 recipe.toml"):
+        with subtests.test(words), pytest.raises(SystemExit):
+            compare(*words.split())
+        assert "is no seed" in capsys.readouterr().err
+    assert main(["compare", "--arm", "a", "steps=2", "--arm", "b", "recipe.toml"]) == 2
+    assert "compare: give the recipe first" in capsys.readouterr().err
 
 
 def test_a_folder_of_other_settings_is_refused(compare, recipe, tmp_path):
@@ -184,18 +184,6 @@ def test_a_folder_of_other_settings_is_refused(compare, recipe, tmp_path):
     assert status == 0
     assert "No step has a k3 in both off and r3." in out
     assert "0.50 in off, 0.50 in r3" in out
-
-
-@pytest.mark.parametrize("words", [("--seeds", "-1"), ("--seeds", "0", "recipe.toml")])
-def test_words_that_are_no_seeds(compare, capsys, words):
-    with pytest.raises(SystemExit):
-        compare(*words)
-    assert "is no seed" in capsys.readouterr().err
-
-
-def test_a_recipe_behind_the_arms(capsys):
-    assert main(["compare", "--arm", "a", "steps=2", "--arm", "b", "recipe.toml"]) == 2
-    assert "compare: give the recipe first" in capsys.readouterr().err
 
 
 def test_steps_and_jobs_are_those_of_the_arms(recipe):

@@ -11,6 +11,8 @@ import pytest
 
 from support.paths import ROOT
 
+pytestmark = pytest.mark.process
+
 PROGRESS = """
 from onepolicy.run.progress import terminal_progress
 with terminal_progress(2) as progress:
@@ -73,26 +75,21 @@ def in_a_pipe(code):
     return done.stdout + done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("code", [PROGRESS, AUDIT], ids=["train", "audit"])
-def test_a_pipe_gets_plain_lines(code):
-    text = in_a_pipe(code)
+def test_a_terminal_gets_colours_unless_no_color_is_set_and_a_pipe_plain_lines(code):
+    text, shown = in_a_pipe(code), in_a_terminal(code)
     assert text
     assert b"\x1b" not in text
     assert b"\r" not in text
-
-
-@pytest.mark.parametrize("code", [PROGRESS, AUDIT], ids=["train", "audit"])
-def test_a_terminal_gets_colours_unless_no_color_is_set(code):
-    assert COLOUR.search(in_a_terminal(code))
+    assert COLOUR.search(shown)
     plain = in_a_terminal(code, NO_COLOR="1")
     assert plain
     assert not COLOUR.search(plain), plain
-
-
-def test_steps_are_a_bar_in_a_terminal_and_lines_in_a_pipe():
-    lines = in_a_pipe(PROGRESS).decode().splitlines()
-    assert [line.split()[:2] for line in lines] == [["step", "1"], ["step", "2"], ["a", "note"]]
-    shown = ESCAPE.sub(b"", in_a_terminal(PROGRESS)).decode()
-    assert "━" in shown
-    assert "step    1" not in shown
-    assert "a note" in shown
+    if code == PROGRESS:  # steps are a bar in a terminal and lines in a pipe
+        lines = text.decode().splitlines()
+        assert [line.split()[:2] for line in lines] == [["step", "1"], ["step", "2"], ["a", "note"]]
+        shown = ESCAPE.sub(b"", shown).decode()
+        assert "━" in shown
+        assert "step    1" not in shown
+        assert "a note" in shown

@@ -6,6 +6,8 @@ from onepolicy.cli import main
 from support.gpu import NO_CUDA, need_commands
 from support.metrics import rows
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.slow
 def test_a_rank_trains_and_resumes_on_the_cpu(recipe, tmp_path):

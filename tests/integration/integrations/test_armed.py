@@ -14,6 +14,7 @@ import onepolicy as op
 from onepolicy.config import UsageError
 from onepolicy.integrations.core.armed import ArmedReplay
 from onepolicy.types import RoutingTrace
+from support.planted_routes import one_row_late
 from support.replay_models import build, random_trace, tokens
 
 LENGTHS = [5, 8, 3, 6]
@@ -110,7 +111,6 @@ def test_gradients_with_checkpointing_are_those_without(model):
     recomputed = gradients(model.gradient_checkpointing_enable)
     assert plain.keys() == recomputed.keys()
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
-    native = {}
     model.zero_grad(set_to_none=True)
     model(**batch, use_cache=False).logits.logsumexp(-1).mean().backward()
     native = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -189,12 +189,9 @@ def test_wrong_routes_stop_at_the_first_forward(model):
     with torch.no_grad(), armed.batch(own):
         model(**batch)
     armed.routers.recheck_all_sources()
-    late = [trace.at((torch.arange(len(trace)) - 1).clamp(min=0)) for trace in own]
-    with (
-        pytest.raises(op.RoutingError, match="not those of this forward"),
-        torch.no_grad(),
-        armed.batch(late),
-    ):
+    late = [one_row_late(trace) for trace in own]
+    stopped = pytest.raises(op.RoutingError, match="not those of this forward")
+    with stopped, torch.no_grad(), armed.batch(late):
         model(**batch)
     with torch.no_grad():
         model(**batch)  # the hooks left no replay behind
@@ -203,16 +200,12 @@ def test_wrong_routes_stop_at_the_first_forward(model):
 def test_more_and_fewer_samples_than_traces(model):
     traces, batch = other_routes(model), padded("left")
     armed = ArmedReplay(model)
-    with (
-        pytest.raises(op.RoutingError, match="has 4 samples, but only 3 of 3 traces"),
-        armed.batch(traces[:3], check=False),
-    ):
+    fewer = pytest.raises(op.RoutingError, match="has 4 samples, but only 3 of 3 traces")
+    with fewer, armed.batch(traces[:3], check=False):
         model(**batch)
     part = {name: value[:3] for name, value in batch.items()}
-    with (
-        pytest.raises(op.RoutingError, match="1 of 4 traces were not used: the trainer's 1"),
-        armed.batch(traces, check=False),
-    ):
+    more = pytest.raises(op.RoutingError, match="1 of 4 traces were not used: the trainer's 1")
+    with more, armed.batch(traces, check=False):
         model(**part)
     with torch.no_grad(), armed.batch(traces, check=False):
         model(**batch)
@@ -247,11 +240,8 @@ def test_what_cannot_be_right_is_refused(model):
     armed = ArmedReplay(model)
     with pytest.raises(UsageError, match="output_router_logits=True"), armed.batch(traces):
         model(**batch, output_router_logits=True)
-    with (
-        pytest.raises(UsageError, match="another batch of this model is open"),
-        armed.batch(traces),
-        armed.batch(traces),
-    ):
+    refused = pytest.raises(UsageError, match="another batch of this model is open")
+    with refused, armed.batch(traces), armed.batch(traces):
         pass
     with pytest.raises(UsageError, match="input_ids NoneType"), armed.batch(traces):
         model(inputs_embeds=torch.zeros(4, 11, model.config.hidden_size))
@@ -266,8 +256,6 @@ def test_removed_hooks_replay_nothing(model):
     batch = padded("left")
     armed = ArmedReplay(model)
     armed.remove()
-    with (
-        pytest.raises(op.RoutingError, match="4 of 4 traces were not used"),
-        armed.batch(other_routes(model), check=False),
-    ):
+    unused = pytest.raises(op.RoutingError, match="4 of 4 traces were not used")
+    with unused, armed.batch(other_routes(model), check=False):
         model(**batch)

@@ -22,6 +22,7 @@ from onepolicy.integrations.core.on_import import after_import
 from onepolicy.integrations.miles.fsdp import QueuedReplay, extend
 from onepolicy.replay.checks import RoutingError
 from support.contracts import value_of
+from support.planted_routes import one_row_changed, one_row_late
 from support.replay_models import build, tokens
 
 capability = pytest.mark.capability
@@ -111,12 +112,6 @@ class stage:
         self.manager.stage = self.before
 
 
-def one_row_changed(trace):
-    ids = trace.ids.clone()
-    ids[4] = (ids[4].int() + 1).remainder(trace.num_experts).to(ids.dtype)
-    return op.RoutingTrace(ids, trace.valid, trace.layers, trace.num_experts)
-
-
 @capability("miles", "R3", how="contract")
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"])
 def test_families_replay_what_the_queues_hold(family, manager, batch):
@@ -193,14 +188,11 @@ def test_recording_fills_the_queues(manager, batch):
 def test_routes_one_row_late_stop_the_first_scoring(manager, batch):
     trainer = build("mixtral")
     trace = routes_of(trainer, batch)
-    late = trace.at((torch.arange(len(trace)) - 1).clamp(min=0))
+    late = one_row_late(trace)
     QueuedReplay(trainer, manager)
     fill(manager, late)
-    with (
-        pytest.raises(RoutingError, match="row"),
-        stage(manager, "replay_forward"),
-        torch.no_grad(),
-    ):
+    stopped = pytest.raises(RoutingError, match="row")
+    with stopped, stage(manager, "replay_forward"), torch.no_grad():
         score(trainer, batch)
 
 

@@ -60,9 +60,7 @@ def in_form(form: str) -> list[Any]:
         "vllm-0.31": [npy(ids.astype(np.uint16))],
         "sglang": [base64.b64encode(ids.tobytes()).decode()],
         "verl": [torch.from_numpy(zeros), torch.from_numpy(zeros.astype(np.uint16)), zeros],
-        "prime-rl": [
-            {"data": zeros.tobytes(), "shape": list(zeros.shape), "dtype": "int16"},
-        ],
+        "prime-rl": [{"data": zeros.tobytes(), "shape": list(zeros.shape), "dtype": "int16"}],
         "miles": [with_rows(ids, -1), with_rows(ids, -1).tolist()],
         "slime": [filler, ids.tolist()],
         "skyrl": [filler.astype(np.int8)],
@@ -113,22 +111,22 @@ def test_with_one_expert_a_token_zeros_are_expert_0():
     assert to_trace(bound, ids, tokens=4, form="verl").valid.all()
 
 
-@pytest.mark.parametrize(
-    ("form", "payload", "message"),
-    [
-        ("vlm", None, "no payload has the form 'vlm'; there are vllm"),
-        ("vllm", "!!", "not base64"),
-        ("vllm", base64.b64encode(b"x").decode(), "not an .npy"),
-        ("vllm", [[1.5]], "float64"),
-        ("vllm", [[1], [1, 2]], "no array"),
-        ("vllm", np.zeros((3, 4), int), r"shape \[3, 4\]"),
-        ("sglang", base64.b64encode(b"xyz").decode(), "3 bytes, which are no whole rows"),
-        ("prime-rl", {"data": b"1"}, "expected data"),
-        ("prime-rl", {"data": b"12", "shape": [1, 1, 1], "dtype": "object"}, "expected data"),
-        ("prime-rl", {"data": b"12", "shape": [1, 1, 3], "dtype": "int16"}, "has 1 ids"),
-        ("miles", np.full((5, 4, 2), 99, np.int32), "layers"),
-    ],
-)
-def test_a_payload_of_another_form_is_refused(form: str, payload: Any, message: str):
-    with pytest.raises(UsageError, match=message):
-        to_trace(routers(), payload, tokens=TOKENS, form=form)
+REFUSED: list[tuple[str, Any, str]] = [
+    ("vlm", None, "no payload has the form 'vlm'; there are vllm"),
+    ("vllm", "!!", "not base64"),
+    ("vllm", base64.b64encode(b"x").decode(), "not an .npy"),
+    ("vllm", [[1.5]], "float64"),
+    ("vllm", [[1], [1, 2]], "no array"),
+    ("vllm", np.zeros((3, 4), int), r"shape \[3, 4\]"),
+    ("sglang", base64.b64encode(b"xyz").decode(), "3 bytes, which are no whole rows"),
+    ("prime-rl", {"data": b"1"}, "expected data"),
+    ("prime-rl", {"data": b"12", "shape": [1, 1, 1], "dtype": "object"}, "expected data"),
+    ("prime-rl", {"data": b"12", "shape": [1, 1, 3], "dtype": "int16"}, "has 1 ids"),
+    ("miles", np.full((5, 4, 2), 99, np.int32), "layers"),
+]
+
+
+def test_a_payload_of_another_form_is_refused(subtests: pytest.Subtests):
+    for form, payload, message in REFUSED:
+        with subtests.test(message), pytest.raises(UsageError, match=message):
+            to_trace(routers(), payload, tokens=TOKENS, form=form)

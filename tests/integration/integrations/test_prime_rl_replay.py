@@ -15,6 +15,7 @@ from onepolicy.config import UsageError
 from onepolicy.integrations.prime_rl import replay_in_transformers
 from onepolicy.replay.checks import RoutingError
 from support.contracts import value_of
+from support.planted_routes import one_row_changed, one_row_late
 from support.replay_models import build, tokens
 
 capability = pytest.mark.capability
@@ -54,12 +55,6 @@ def payload(trace, depth, missing=()):
     return ids
 
 
-def changed(trace):
-    ids = trace.ids.clone()
-    ids[4] = (ids[4].int() + 1).remainder(trace.num_experts).to(ids.dtype)
-    return op.RoutingTrace(ids, trace.valid, trace.layers, trace.num_experts)
-
-
 def test_prime_rl_calls_its_models_so():
     assert value_of("prime-rl", "model is called") == [["**"]]
     assert "routed_experts=None" in value_of("prime-rl", "forward")
@@ -69,7 +64,7 @@ def test_prime_rl_calls_its_models_so():
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_the_routes_are_replayed(family, batch):
     model = build(family)
-    trace = changed(routes_of(model, batch))
+    trace = one_row_changed(routes_of(model, batch))
     with op.bind_routers(model).replay(trace, check=False):
         expected = score(model, batch)
     native = score(model, batch)
@@ -81,7 +76,7 @@ def test_the_routes_are_replayed(family, batch):
 
 def test_gradients_come_through_checkpoints(batch):
     model = build("mixtral")
-    routes = payload(changed(routes_of(model, batch)), model.config.num_hidden_layers)
+    routes = payload(one_row_changed(routes_of(model, batch)), model.config.num_hidden_layers)
     found = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -106,7 +101,7 @@ def test_rows_of_zeros_are_native(batch):
 def test_routes_one_row_late_stop_the_forward(batch):
     model = build("mixtral")
     trace = routes_of(model, batch)
-    late = trace.at((torch.arange(len(trace)) - 1).clamp(min=0))
+    late = one_row_late(trace)
     with pytest.raises(RoutingError, match="one row late"):
         score(model, batch, routed_experts=payload(late, model.config.num_hidden_layers))
 
@@ -162,7 +157,7 @@ def test_a_model_of_prime_rls_own_that_takes_no_routes(batch):
     for layer in model.model.layers:
         if hasattr(layer.mlp, "gate"):
             layer.mlp = OwnBlock(layer.mlp)
-    trace = changed(routes_of(model, batch))
+    trace = one_row_changed(routes_of(model, batch))
     with op.bind_routers(model).replay(trace, check=False):
         expected = score(model, batch)
     routes = payload(trace, model.config.num_hidden_layers)

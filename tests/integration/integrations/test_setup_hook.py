@@ -10,7 +10,7 @@ import pytest
 
 from support.paths import ROOT
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.ray, pytest.mark.slow]
 CODE = """
 import json, sys, ray
 from onepolicy.integrations.core import on_import

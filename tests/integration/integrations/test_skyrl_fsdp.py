@@ -16,6 +16,7 @@ from onepolicy.config import UsageError
 from onepolicy.integrations.skyrl import replaying
 from onepolicy.replay.checks import RoutingError
 from support.contracts import value_of
+from support.planted_routes import one_row_changed, one_row_late
 from support.replay_models import build, tokens
 
 capability = pytest.mark.capability
@@ -54,12 +55,6 @@ def packed(traces, depth):
     ends = torch.tensor([len(part) for part in rows]).cumsum(0)
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
     return SimpleNamespace(values=torch.cat(rows), cu_seqlens=bounds)
-
-
-def changed(trace):
-    ids = trace.ids.clone()
-    ids[4] = (ids[4].int() + 1).remainder(trace.num_experts).to(ids.dtype)
-    return op.RoutingTrace(ids, trace.valid, trace.layers, trace.num_experts)
 
 
 @pytest.fixture
@@ -108,7 +103,7 @@ def test_scoring_and_training_replay(case):
     assert worker._forward_micro_batch(routed)[kept].equal(native[kept])
 
     routers = worker.onepolicy_replay.routers
-    whole = [changed(trace) for trace in own]
+    whole = [one_row_changed(trace) for trace in own]
     padded = op.pad_routes(
         [op.RoutingTrace.concat([t, missing(t)]) for t in whole], batch["attention_mask"]
     )
@@ -174,7 +169,7 @@ def missing(trace):
 @capability("SkyRL", "detector", how="contract")
 def test_routes_one_row_late_stop_the_first_scoring(case):
     worker, batch, own = case
-    late = [trace.at((torch.arange(len(trace)) - 1).clamp(min=0)) for trace in own]
+    late = [one_row_late(trace) for trace in own]
     with pytest.raises(RoutingError, match="one row late"):
         worker._forward_micro_batch(with_routes(batch, late, worker.inner))
 

@@ -44,6 +44,11 @@ def payload(policy, trace):
     return ids
 
 
+def check(policy, trace):
+    bound = policy.routers
+    check_trace(trace, layers=bound.layers, num_experts=bound.num_experts, top_k=bound.top_k)
+
+
 def arguments(policy):
     freq = [int(layer in policy.routers.layers) for layer in range(policy.routers.depth)]
     return SimpleNamespace(
@@ -96,17 +101,11 @@ def test_prime_rl_1807_zero_rows_at_turn_boundaries_are_no_routes(policy):
     data = SimpleNamespace(data=ids.numpy().tobytes(), shape=list(ids.shape), dtype="int32")
     trace = to_trace(policy.routers, data, tokens=len(ids) + 1, form="prime-rl")
     assert (~trace.valid).nonzero().flatten().tolist() == [6]
-    zeros = op.RoutingTrace(
-        policy.trace.ids.clone(), policy.trace.valid, policy.trace.layers, policy.trace.num_experts
-    )
+    old = policy.trace
+    zeros = op.RoutingTrace(old.ids.clone(), old.valid, old.layers, old.num_experts)
     zeros.ids[6] = 0
     with pytest.raises(UsageError, match="valid=False"):
-        check_trace(
-            zeros,
-            layers=policy.routers.layers,
-            num_experts=policy.routers.num_experts,
-            top_k=policy.routers.top_k,
-        )
+        check(policy, zeros)
 
 
 def test_verl_7075_the_filler_row_of_the_last_token_is_no_route(policy):
@@ -146,9 +145,8 @@ def test_miles_codec_takes_another_number_of_experts_for_a_short_sample(policy):
     rows = payload(policy, random_trace(2, policy.routers.layers, policy.routers.num_experts, 2))
     size = rows.numel()
     guessed = size // (1 * policy.routers.depth)
-    short.rollout_routed_experts = rows.flatten()[: policy.routers.depth * guessed].reshape(
-        1, policy.routers.depth, guessed
-    )
+    taken = rows.flatten()[: policy.routers.depth * guessed]
+    short.rollout_routed_experts = taken.reshape(1, policy.routers.depth, guessed)
     assert guessed != policy.routers.top_k
     with pytest.raises(UsageError, match="experts"):
         miles.check_samples(arguments(policy), [[short]])
@@ -177,18 +175,10 @@ def test_twinkle_240_layers_by_their_order_instead_of_their_index(policy):
     first = policy.routers.layers[0]
     assert first > 0
     by_order = ids[:, : len(policy.routers.layers)]
+    trace, bound = policy.trace, policy.routers
+    taken = by_order.to(trace.ids.dtype)
     with pytest.raises(UsageError, match=r"layer|expert"):
-        check_trace(
-            op.RoutingTrace(
-                by_order.to(policy.trace.ids.dtype),
-                policy.trace.valid,
-                policy.routers.layers,
-                policy.routers.num_experts,
-            ),
-            layers=policy.routers.layers,
-            num_experts=policy.routers.num_experts,
-            top_k=policy.routers.top_k,
-        )
+        check(policy, op.RoutingTrace(taken, trace.valid, bound.layers, bound.num_experts))
 
 
 def test_skyrl_1908_stale_routes_of_the_batch_before(policy):

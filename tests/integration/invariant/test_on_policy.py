@@ -32,9 +32,9 @@ def shuffled(count, size, seed=0):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_rollout_is_training(name, dtype):
-    engine, trained, routers = pair(name, dtype)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_rollout_is_training(family, dtype):
+    engine, trained, routers = pair(family, dtype)
     requests = requests_of(9)
     batch = batch_of(requests, run(engine, requests))
     assert differing(trained, routers, batch, shuffled(9, 4)) == (0, 0)
@@ -43,10 +43,8 @@ def test_rollout_is_training(name, dtype):
 
 async def interrupted(engine, requests, aborted):
     """Run all requests at once and cancel the first `aborted` of them on the way."""
-    tasks = [
-        asyncio.create_task(engine.generate(p, sampling, seed=seed))
-        for p, sampling, seed in requests
-    ]
+    plays = [engine.generate(p, sampling, seed=seed) for p, sampling, seed in requests]
+    tasks = [asyncio.create_task(play) for play in plays]
     for i in range(3 * aborted):
         await asyncio.sleep(0)
         if i % 3 == 2:
@@ -57,12 +55,9 @@ async def interrupted(engine, requests, aborted):
 
 def resumed(requests, completions, new):
     """Return requests that continue where these ended. All or part of each path is in the cache."""
-    paths = [
-        p + done.token_ids.tolist() for (p, _, _), done in zip(requests, completions, strict=True)
-    ]
     return [
-        (path, Sampling(r[1].temperature, new), 1000 + r[2])
-        for path, r in zip(paths, requests, strict=True)
+        (prompt + done.token_ids.tolist(), Sampling(sampling.temperature, new), 1000 + seed)
+        for (prompt, sampling, seed), done in zip(requests, completions, strict=True)
     ]
 
 
@@ -94,14 +89,15 @@ def test_through_refills_prefixes_aborts_and_resumption(dtype):
     assert slots > 600
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_as_other_devices_compute_it(name, monkeypatch):
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_as_other_devices_compute_it(family, monkeypatch):
     """One shape for every call and no tables, as a GPU would compute, on the CPU."""
     for module in (ops, attention):
         monkeypatch.setattr(module, "fixed_shapes", lambda device: True)
     monkeypatch.setattr(attention, "reads_as_table", lambda *_: False)
     monkeypatch.setattr(experts, "_by_rows_is_faster", lambda *_: False)
-    engine, trained, routers = pair(name, "float32", max_num_seqs=3)
+    engine, trained, routers = pair(family, "float32", max_num_seqs=3)
     requests = requests_of(3, high=90, new=5)
     batch = batch_of(requests, run(engine, requests))
     assert differing(trained, routers, batch, [range(3), [2]]) == (0, 0)
@@ -110,15 +106,16 @@ def test_as_other_devices_compute_it(name, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_dense"])
-def test_rollout_is_training_on_cuda(name, dtype):
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_dense"])
+def test_rollout_is_training_on_cuda(family, dtype):
     """The start-up check of this device and build passes, and no value differs."""
-    engine, trained, routers = pair(name, dtype, device=torch.device("cuda"))
+    engine, trained, routers = pair(family, dtype, device=torch.device("cuda"))
     requests = requests_of(9)
     batch = batch_of(requests, run(engine, requests)).to(torch.device("cuda"))
     assert differing(trained, routers, batch, shuffled(9, 4)) == (0, 0)
 
 
+@pytest.mark.full
 def test_rollout_and_training_on_other_thread_counts():
     engine, trained, routers = pair("qwen3_moe", "float32")
     requests = requests_of(3, new=6)
@@ -134,18 +131,14 @@ def test_rollout_and_training_on_other_thread_counts():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("name", "sequences"),
-    [
-        ("qwen3_moe", 256),
-        ("deepseek_v3", 48),
-        ("gpt_oss", 48),
-        ("mixtral", 48),
-        ("qwen3_dense", 48),
-    ],
+    "family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "qwen3_dense"]
 )
-def test_sequences_of_256_tokens(name, sequences, dtype, monkeypatch):
-    monkeypatch.setattr(CONFIGS[name], "max_position_embeddings", 1024)
-    found, slots = through_everything(name, dtype, sequences=sequences, tokens=256, max_num_seqs=48)
+def test_sequences_of_256_tokens(family, dtype, monkeypatch):
+    sequences = 256 if family == "qwen3_moe" else 48
+    monkeypatch.setattr(CONFIGS[family], "max_position_embeddings", 1024)
+    found, slots = through_everything(
+        family, dtype, sequences=sequences, tokens=256, max_num_seqs=48
+    )
     assert found == (0, 0)
     assert slots > 256 * sequences
 
@@ -158,15 +151,17 @@ def test_fast_numerics_differ():
     assert differing(trainer_of(model, fast=True), None, batch, [range(9)])[0] > 0
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
-def test_the_cast_equals_a_checkpoint_opened_in_bfloat16(name, tmp_path):
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_the_cast_equals_a_checkpoint_opened_in_bfloat16(family, tmp_path):
     """Rotary frequencies and selection biases stay unrounded. Rounded in the engine alone, they
     would be a mismatch."""
-    model = make(name)
+    model = make(family)
     model.save_pretrained(tmp_path)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    ours = dict([*cast_model(model, torch.bfloat16).named_parameters(), *model.named_buffers()])
-    theirs = dict([*opened.named_parameters(), *opened.named_buffers()])
+    cast_model(model, torch.bfloat16)
+    ours, theirs = (
+        {**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model, opened)
+    )
     assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
     assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
     assert {t.dtype for t in theirs.values()} == {torch.bfloat16, torch.float32}

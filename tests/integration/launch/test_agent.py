@@ -24,6 +24,7 @@ def run(monkeypatch, code, *words):
     return agent.run_on_ranks(words, TWO)
 
 
+@pytest.mark.process
 def test_each_rank_gets_the_command_and_its_number(tmp_path, monkeypatch):
     code = "import os, sys, pathlib; e = os.environ; pathlib.Path(sys.argv[1], e['RANK'])"
     code += ".write_text('|'.join([*sys.argv[2:], e['WORLD_SIZE'], e['OMP_NUM_THREADS']]))"
@@ -38,12 +39,14 @@ def test_each_rank_gets_the_command_and_its_number(tmp_path, monkeypatch):
     assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("rank", "status"), [(0, 2), (1, 75)])
 def test_the_status_of_the_rank_that_failed(rank, status, monkeypatch):
     code = f"import os\nif os.environ['RANK'] == '{rank}': raise SystemExit({status})\n{WAIT}"
     assert run(monkeypatch, code) == status
 
 
+@pytest.mark.process
 def test_a_rank_that_a_signal_ended_is_named(monkeypatch):
     code = f"import os\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\n{WAIT}"
     with pytest.raises(TrainingError, match=r"^rank 1 \(process \d+ on .+\) has ended by SIGKILL;"):
@@ -82,6 +85,8 @@ pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
 """
 
 
+@pytest.mark.full
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_ranks_end_with_their_agent(number, tmp_path):
     command = [sys.executable, "-c", AGENT % BASE, RANK, str(tmp_path)]
@@ -97,20 +102,19 @@ def test_ranks_end_with_their_agent(number, tmp_path):
     wait_until(lambda: all(map(gone, ranks)))
 
 
-@pytest.mark.parametrize(
-    ("settings", "variables", "count", "needed"),
-    [
+def test_when_the_command_starts_ranks(monkeypatch):
+    two, there = ["train.ranks=2"], {"RANK": "0", "WORLD_SIZE": "2"}
+    for settings, variables, count, needed in [
         ([], {}, None, False),
-        (["train.ranks=2"], {}, None, True),
-        (["train.ranks=2"], {}, 0, False),
+        (two, {}, None, True),
+        (two, {}, 0, False),
         ([], {}, 2, True),
-        (["train.ranks=2"], {"RANK": "0", "WORLD_SIZE": "2"}, None, False),
-        (["train.ranks=2", "cluster.kind=ray"], {}, None, False),
-    ],
-)
-def test_when_the_command_starts_ranks(settings, variables, count, needed, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert agent.needs_agent(resolve(BASE, settings), count) is needed
+        (two, there, None, False),
+        ([*two, "cluster.kind=ray"], {}, None, False),
+    ]:
+        with monkeypatch.context() as patch:
+            for name in there:
+                patch.delenv(name, raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert agent.needs_agent(resolve(BASE, settings), count) is needed, (settings, count)

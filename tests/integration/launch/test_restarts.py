@@ -66,11 +66,11 @@ def test_without_a_run_folder_it_is_started_anew(run):
     assert run([(-9, None), (-9, 1), (0, 3)], restarts=2)[1] == [FIRST, FIRST, RESUME]
 
 
-@pytest.mark.parametrize("status", [0, 2, 130, 143])
-def test_ends_that_are_never_restarted(run, status):
-    found = run([(status, 1)], restarts=5)
-    assert found[:2] == (status, [FIRST])
-    assert [text.endswith("not restarted") for text in found[3]] == [True] * (status != 0)
+def test_ends_that_are_never_restarted(run):
+    for status in (0, 2, 130, 143):
+        found = run([(status, 1)], restarts=5)
+        assert found[:2] == (status, [FIRST])
+        assert [text.endswith("not restarted") for text in found[3]] == [True] * (status != 0)
 
 
 def test_a_fault_of_one_step_is_given_up(run):
@@ -97,10 +97,8 @@ def test_a_run_that_never_gets_to_a_step_is_given_up(run):
 
 
 def test_faults_of_one_step_count_across_failed_starts(run):
-    assert (
-        "in step 7, where it has ended 3 times"
-        in run([(1, 7), (1, None), (1, 7), (1, None), (1, 7)], 50)[3][-1]
-    )
+    texts = run([(1, 7), (1, None), (1, 7), (1, None), (1, 7)], 50)[3]
+    assert "in step 7, where it has ended 3 times" in texts[-1]
     assert run([(1, 7), (1, 7), (1, 8), (1, 7), (1, 7), (0, 9)], restarts=50)[0] == 0
 
 
@@ -116,9 +114,8 @@ def test_a_run_without_progress_is_given_up(run, steps):
 
 def test_progress_without_a_checkpoint_is_given_up(run):
     """Every restart begins at the same step as the first start."""
-    status, _, _, texts = run(
-        [(1, step) for step in range(1, supervise.MAX_UNSAVED + 1)], restarts=100
-    )
+    deaths = [(1, step) for step in range(1, supervise.MAX_UNSAVED + 1)]
+    status, _, _, texts = run(deaths, restarts=100)
     assert status == 1
     assert "left no new checkpoint (checkpoint.every); not restarted" in texts[-1]
 
@@ -133,26 +130,23 @@ def test_a_run_that_leaves_checkpoints_is_not_given_up(run, tmp_path, monkeypatc
             (folder / f"step_{made.pop(0):05d}").mkdir(parents=True)
         return step
 
-    made, deaths = (
-        list(range(10, 300, 10)),
-        [9 + 10 * i + extra for i in range(12) for extra in (8, 3)],
-    )
+    made = list(range(10, 300, 10))
+    deaths = [9 + 10 * i + extra for i in range(12) for extra in (8, 3)]
     monkeypatch.setattr(supervise, "step_begun", writes_one)
     status, _, waits, _ = run([*((1, step) for step in deaths), (0, None)], restarts=100)
     assert (status, set(waits)) == (0, {1})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [b"", b"\n", b"x", b"-3", b"0", b"1.5", b"\xff\xfe", "\u0665".encode(), b"1_0", b"7" * 99],
-)
-def test_a_step_that_cannot_be_read_is_none(tmp_path, text):
-    (tmp_path / supervise.BEGUN).write_bytes(text)
-    assert supervise.step_begun(tmp_path) is None
-    (tmp_path / supervise.BEGUN).write_bytes(b"12\n")
+def test_a_step_that_cannot_be_read_is_none(tmp_path):
+    path = tmp_path / supervise.BEGUN
+    strange = [b"", b"\n", b"x", b"-3", b"0", b"1.5", b"\xff\xfe", b"1_0", b"7" * 99]
+    for text in [*strange, "\u0665".encode()]:
+        path.write_bytes(text)
+        assert supervise.step_begun(tmp_path) is None, text
+    path.write_bytes(b"12\n")
     assert supervise.step_begun(tmp_path) == 12
-    (tmp_path / supervise.BEGUN).unlink()
-    (tmp_path / supervise.BEGUN).mkdir()
+    path.unlink()
+    path.mkdir()
     assert supervise.step_begun(tmp_path) is None
 
 
@@ -175,10 +169,14 @@ def test_restarts_are_counted(run):
     assert "all 2 restarts are used up" in texts[-1]
 
 
+SLEEP = f"import time; time.sleep({10 * LIMIT_S})"
+
+
+@pytest.mark.process
 def test_sigterm_ends_the_run_and_its_supervision(tmp_path):
     """The signal is sent once the run exists, so its supervisor already handles it."""
     there = tmp_path / "there"
-    code = f"import pathlib, time; pathlib.Path({str(there)!r}).touch(); time.sleep({10 * LIMIT_S})"
+    code = f"import pathlib; pathlib.Path({str(there)!r}).touch(); {SLEEP}"
 
     def terminate():
         wait_until(there.exists)
@@ -191,6 +189,7 @@ def test_sigterm_ends_the_run_and_its_supervision(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.process
 def test_a_signal_during_a_process_start_reaches_the_process(monkeypatch):
     popen = subprocess.Popen
 
@@ -199,10 +198,7 @@ def test_a_signal_during_a_process_start_reaches_the_process(monkeypatch):
         return popen(command)
 
     monkeypatch.setattr(supervise.subprocess, "Popen", start)
-    assert (
-        supervise._run_command([sys.executable, "-c", f"import time; time.sleep({10 * LIMIT_S})"])
-        == 143
-    )
+    assert supervise._run_command([sys.executable, "-c", SLEEP]) == 143
 
 
 CTRL_C = '''
@@ -225,6 +221,7 @@ print(restarts._run_command([sys.executable, "-c", code]))
 '''
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", ["no terminal", "typed", "killed in the foreground"])
 def test_ctrl_c_reaches_the_run_once(how):
     """Ctrl-C is sent to the supervisor alone, without a terminal and in a terminal's foreground,
@@ -251,6 +248,7 @@ def test_ctrl_c_reaches_the_run_once(how):
     os.waitpid(pid, 0) if terminal_there else process.wait()
 
 
+@pytest.mark.process
 def test_the_signal_that_ended_a_run_is_its_status():
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert supervise._run_command([sys.executable, "-c", code]) == -signal.SIGKILL
@@ -259,12 +257,13 @@ def test_the_signal_that_ended_a_run_is_its_status():
 
 def test_settings_that_cannot_take_effect(capsys, monkeypatch, tmp_path):
     (tmp_path / "recipe.toml").write_text("optim.lrr = 1")
-    assert main(["train", str(tmp_path / "recipe.toml"), f"out={tmp_path}", "--restarts", "3"]) == 2
+    train = ["train", str(tmp_path / "recipe.toml"), "--restarts"]
+    assert main([*train, "3", f"out={tmp_path}"]) == 2
     assert "optim.lrr" in capsys.readouterr().err
-    assert main(["train", str(tmp_path / "recipe.toml"), "--restarts", "-1"]) == 2
+    assert main([*train, "-1"]) == 2
     assert "--restarts: -1; give 0 or more" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["train", str(tmp_path / "recipe.toml"), "--restarts", "3"]) == 2
+    assert main([*train, "3"]) == 2
     assert "--max-restarts" in capsys.readouterr().err
 
 
@@ -284,6 +283,7 @@ def test_a_server_that_is_not_up_yet_has_its_own_exit_status(monkeypatch, capsys
     assert "Is the server running there" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_importing_it_loads_no_torch():
     code = "import sys, onepolicy.launch.restarts; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

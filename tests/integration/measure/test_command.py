@@ -19,6 +19,13 @@ from onepolicy.tiny.model import make_dense, make_model
 from support.models import make
 from support.planted_engine import SETTINGS, Planted
 
+BAR_OF = {"shift": "misaligned tokens", "stale": "stale weights", "support": "sampling support"}
+FEW = ["rollout.prompts_per_step=2", "rollout.group_size=2"]
+
+
+def slow(*parameters):
+    return pytest.param(*parameters, marks=pytest.mark.slow)
+
 
 def measured(policy, *overrides, older=0.0, **fault):
     """Measure the policy. older: distance of the engine's weights from the trainer's, in units of
@@ -47,12 +54,6 @@ def clean(policy):
     return measured(policy)
 
 
-def test_a_clean_run_is_not_accused(clean):
-    assert clean.verdict.action != "bug", clean.verdict.text()
-    assert clean.scored.explained.rescorer.factor == 1
-    assert clean.scored.replayed is not None
-
-
 SETTINGS_OF_BOTH_SIDES = ("misaligned tokens", "stale weights", "sampling support", "temperature")
 
 
@@ -78,6 +79,7 @@ def test_no_clean_run_is_accused(policy, seed, dtype):
     assert [bars_of(found)[name] for name in SETTINGS_OF_BOTH_SIDES] == [0, 0, 0, 0]
 
 
+@pytest.mark.full
 def test_few_sequences_forbid_a_correction(policy):
     """Nine rows do not show whether a part of them is wrong; twelve or more are compared."""
     few = ["rollout.prompts_per_step=3", "rollout.group_size=3"]
@@ -103,18 +105,17 @@ def test_a_gap_from_routing_gets_r3_or_tis(policy, seed, crowded):
     assert "replay.mode=r3" in advice.setting or advice.setting == "correction.preset=tis"
 
 
-def test_bars_and_remainder_make_up_the_gap(clean):
+@pytest.mark.full
+def test_a_clean_run_is_not_accused_and_bars_and_remainder_make_up_the_gap(clean):
+    assert clean.verdict.action != "bug", clean.verdict.text()
+    assert clean.scored.explained.rescorer.factor == 1
+    assert clean.scored.replayed is not None
     fall = clean.waterfall
-    assert [bar.name for bar in fall.bars] == [
-        *SETTINGS_OF_BOTH_SIDES,
-        "routing",
-        "precision",
-        "batch shape",
-    ]
+    names = [*SETTINGS_OF_BOTH_SIDES, "routing", "precision", "batch shape"]
+    assert [bar.name for bar in fall.bars] == names
     assert fall.total.value == pytest.approx(clean.scored.found.k3)
-    assert sum(bar.removed.value for bar in fall.bars) + fall.remainder.value == pytest.approx(
-        fall.total.value
-    )
+    whole = sum(bar.removed.value for bar in fall.bars) + fall.remainder.value
+    assert whole == pytest.approx(fall.total.value)
     assert [bar.removed.value for bar in fall.bars[:4]] == [0, 0, 0, 0]
     assert clean.repeats["engine_all/same"] == 1  # the same requests with the same seeds
     assert clean.repeats["engine_all/k3"] == 0
@@ -130,27 +131,18 @@ def test_breakdowns_account_for_every_token(clean):
     json.dumps(to_tree(clean), allow_nan=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "causes", "bar"),
     [
-        pytest.param({"temperature": 1.3}, ("temperature",), "temperature", marks=pytest.mark.slow),
-        pytest.param({"top_p": 0.7}, ("support",), "sampling support", marks=pytest.mark.slow),
-        pytest.param(
-            {"top_k": 2, "temperature": 1.3},
-            ("support", "temperature"),
-            None,
-            marks=pytest.mark.slow,
-        ),
+        slow({"temperature": 1.3}, ("temperature",), "temperature"),
+        slow({"top_p": 0.7}, ("support",), "sampling support"),
+        slow({"top_k": 2, "temperature": 1.3}, ("support", "temperature"), None),
         ({"top_k": 2}, ("support",), "sampling support"),
-        pytest.param({"shift": 1}, ("shift",), "misaligned tokens", marks=pytest.mark.slow),
-        pytest.param(
-            {"shift": -1, "temperature": 1.3},
-            ("shift", "temperature"),
-            None,
-            marks=pytest.mark.slow,
-        ),
+        slow({"shift": 1}, ("shift",), "misaligned tokens"),
+        slow({"shift": -1, "temperature": 1.3}, ("shift", "temperature"), None),
         ({"late": 1}, ("routes",), None),
-        pytest.param({"older": 0.1}, ("stale",), "stale weights", marks=pytest.mark.slow),
+        slow({"older": 0.1}, ("stale",), "stale weights"),
         ({"older": 0.1, "temperature": 1.3}, ("stale", "temperature"), None),
     ],
 )
@@ -163,28 +155,16 @@ def test_planted_cause_is_named_and_its_bar_is_the_gap(policy, fault, causes, ba
     if bar is not None:
         assert bars_of(found)[bar] > 0.95 * found.waterfall.total.value
     elif causes != ("routes",):
-        names = {
-            "shift": "misaligned tokens",
-            "stale": "stale weights",
-            "support": "sampling support",
-        }
-        assert {name for name, nats in bars_of(found).items() if nats > 1e-3} == {
-            names[causes[0]],
-            "temperature",
-        }
+        large = {name for name, nats in bars_of(found).items() if nats > 1e-3}
+        assert large == {BAR_OF[causes[0]], "temperature"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("fault", "setting", "bar"),
-    [
-        ({"crowded": 0.2}, "rollout.engine.dtype=float32", "batch shape"),
-        pytest.param(
-            {"routers": 0.3}, "rollout.engine.dtype=float32", "routing", marks=pytest.mark.slow
-        ),
-    ],
+    ("fault", "bar"), [({"crowded": 0.2}, "batch shape"), slow({"routers": 0.3}, "routing")]
 )
-def test_planted_noise_is_the_largest_bar_and_no_bug(policy, fault, setting, bar):
-    found = measured(policy, setting, **fault)
+def test_planted_noise_is_the_largest_bar_and_no_bug(policy, fault, bar):
+    found = measured(policy, "rollout.engine.dtype=float32", **fault)
     show(fault, found)
     assert found.verdict.action != "bug", found.verdict.text()
     bars = bars_of(found)
@@ -192,7 +172,8 @@ def test_planted_noise_is_the_largest_bar_and_no_bug(policy, fault, setting, bar
     assert bars[bar] > 0.8 * found.waterfall.total.value
 
 
-@pytest.mark.parametrize("below", [0.1, 0.6])
+@pytest.mark.full
+@pytest.mark.parametrize("below", [0.1, slow(0.6)])
 def test_an_unexplained_signature_forbids_a_correction(policy, below):
     """Log-probabilities that are too low at every token are no mismatch, and no cause that we
     know."""
@@ -212,9 +193,8 @@ def test_precision_compares_the_dtypes_of_both_sides(policy):
 
 
 def test_the_command_writes_a_report_and_prints_the_verdict(policy, tmp_path, capsys):
-    assert (
-        main(["measure", "--top", "4", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]) == 0
-    )
+    command = ["measure", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]
+    assert main([*command, "--top", "4"]) == 0
     tree = json.loads((tmp_path / "m" / "measure.json").read_text())
     out, told = capsys.readouterr()
     printed = " ".join(out.split())
@@ -228,18 +208,9 @@ def test_the_command_writes_a_report_and_prints_the_verdict(policy, tmp_path, ca
     assert any(line.startswith("onepolicy: measure: k3 so far ") for line in lines)
     html = (tmp_path / "m" / "report.html").read_text()
     assert tree["verdict"]["sentence"] in html
-    for figure in (
-        "waterfall",
-        "distribution",
-        "f_tau",
-        "noise",
-        "scatter-with_replay",
-        "routers",
-        "layers",
-        "breakdown-3",
-    ):
-        assert f'id="fig-{figure}"' in html
-    assert main(["measure", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]) == 2
+    figures = "waterfall distribution f_tau noise scatter-with_replay routers layers breakdown-3"
+    assert [name for name in figures.split() if f'id="fig-{name}"' not in html] == []
+    assert main(command) == 2
     check_distribution(tree["distribution"], printed, html)
 
 
@@ -250,69 +221,47 @@ def check_distribution(found, printed, html):
     assert found["top"] == 4
     for each in (plain, replayed):
         assert 0 < each["tv_low"] < each["tv_high"] < 1
-        assert each["mass_rollout"] == pytest.approx(
-            1 - (each["tv_high"] - each["tv_low"]), abs=0.01
-        )
+        mass = 1 - (each["tv_high"] - each["tv_low"])
+        assert each["mass_rollout"] == pytest.approx(mass, abs=0.01)
     assert replayed["tv_low"] < plain["tv_low"] < 0.1
-    assert [w["tv_low"] for w in found["worst"]] == sorted(
-        (w["tv_low"] for w in found["worst"]), reverse=True
-    )
+    lows = [w["tv_low"] for w in found["worst"]]
+    assert lows == sorted(lows, reverse=True)
     assert all(len(w["candidates"]) >= 4 for w in found["worst"])
     assert "from the rollout's 4 likeliest tokens" in printed
     assert "Worst positions" in html
 
 
-def test_an_unwritable_report_is_refused_before_measuring(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["measure", "--tiny", "--out", str(tmp_path / "file" / "m")]) == 2
-    assert "m cannot be made: " in capsys.readouterr().err
-
-
-def test_a_dense_model_has_no_routing_rows(policy, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def dense(policy, tmp_path_factory):
     from transformers import AutoTokenizer
 
-    make("qwen3_dense").save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "dense")
-    few = ["rollout.prompts_per_step=2", "rollout.group_size=2"]
-    assert (
-        main(["measure", str(tmp_path / "dense"), *SETTINGS, *few, "--out", str(tmp_path / "d")])
-        == 0
-    )
-    tree = json.loads((tmp_path / "d" / "measure.json").read_text())
-    assert [bar["name"] for bar in tree["waterfall"]["bars"]] == [
-        *SETTINGS_OF_BOTH_SIDES,
-        "precision",
-        "batch shape",
-    ]
+    folder = tmp_path_factory.mktemp("dense")
+    make("qwen3_dense").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.full
+def test_a_dense_model_has_no_routing_rows(dense, tmp_path):
+    out = tmp_path / "out"
+    assert main(["measure", dense, *SETTINGS, *FEW, "--out", str(out)]) == 0
+    tree = json.loads((out / "measure.json").read_text())
+    names = [*SETTINGS_OF_BOTH_SIDES, "precision", "batch shape"]
+    assert [bar["name"] for bar in tree["waterfall"]["bars"]] == names
     assert "with_replay" not in tree["metrics"]
     assert not any(name.startswith("routing") for name in tree["metrics"]["without_replay"])
-    assert 'id="fig-routers"' not in (tmp_path / "d" / "report.html").read_text()
+    assert 'id="fig-routers"' not in (out / "report.html").read_text()
 
 
-def test_beside_a_dense_model(policy, tmp_path, capsys):
-    from transformers import AutoTokenizer
-
-    few = ["rollout.prompts_per_step=2", "rollout.group_size=2"]
-    assert main(["measure", "--dense", str(policy), str(policy), *SETTINGS, *few]) == 2
-    assert "give a dense model" in capsys.readouterr().err
-    assert main(["measure", "--dense", str(tmp_path / "none"), str(policy), *SETTINGS, *few]) == 2
-    assert "--dense: no folder" in capsys.readouterr().err
-    make("qwen3_dense").save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "dense")
-    arguments = [
-        "--dense",
-        str(tmp_path / "dense"),
-        "--out",
-        str(tmp_path / "d"),
-        str(policy),
-        *SETTINGS,
-        *few,
-    ]
-    assert main(["measure", *arguments]) == 0
-    tree = json.loads((tmp_path / "d" / "measure.json").read_text())
-    assert tree["dense"] == str(tmp_path / "dense")
+@pytest.mark.full
+def test_beside_a_dense_model(policy, dense, tmp_path):
+    out = tmp_path / "out"
+    command = ["measure", "--dense", dense, "--out", str(out), str(policy)]
+    assert main([*command, *SETTINGS, *FEW]) == 0
+    tree = json.loads((out / "measure.json").read_text())
+    assert tree["dense"] == dense
     assert set(tree["metrics"]) == {"without_replay", "with_replay", "dense", "repeated_forward"}
-    assert 'id="fig-scatter-dense"' in (tmp_path / "d" / "report.html").read_text()
+    assert 'id="fig-scatter-dense"' in (out / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -325,6 +274,7 @@ def test_a_trainer_in_bfloat16(policy):
     assert "bfloat16 weights" in trainer.how
 
 
+@pytest.mark.full
 def test_float32_combine_weights_beside_a_bfloat16_ablation(policy):
     """A router in bfloat16 cannot hold the engine's float32 combine weights; its experts it can."""
     found = measured(policy, "rollout.engine.dtype=float32", "replay.mode=weights")
@@ -339,29 +289,24 @@ def test_a_random_dense_model_has_as_many_parameters():
     assert dense == pytest.approx(moe, rel=0.02)  # but for the routers
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give a model"),
-        (["somewhere", "--tiny"], "leave out somewhere"),
-        (
-            ["--top", "0", "--tiny", "train.threads=1"],
-            "--top: log-probabilities of the 0 likeliest tokens",
-        ),
-        (["--tiny", "replay.mode=off", "train.threads=1"], "with the rollout's routes and without"),
-    ],
-)
-def test_usage(arguments, message, capsys):
-    assert main(["measure", *arguments]) == 2
-    assert message in capsys.readouterr().err
+REFUSED = [
+    ("", "give a model"),
+    ("somewhere --tiny", "leave out somewhere"),
+    ("--top 0 --tiny train.threads=1", "--top: log-probabilities of the 0 likeliest tokens"),
+    ("--tiny replay.mode=off train.threads=1", "with the rollout's routes and without"),
+    ("--tiny --out TMP/file/m", "m cannot be made: "),
+    ("recipes/quickstart.toml steps=1", "give --recipe recipes/quickstart.toml"),
+    ("--engine-model /nowhere POLICY", "--engine-model: no folder /nowhere"),
+    ("--dense POLICY POLICY", "give a dense model"),
+    ("--dense /nowhere POLICY", "--dense: no folder"),
+]
 
 
-def test_no_folder_for_the_engine(policy, capsys):
-    few = ["rollout.prompts_per_step=1", "rollout.group_size=2"]
-    assert main(["measure", "--engine-model", "/nowhere", str(policy), *SETTINGS, *few]) == 2
-    assert "--engine-model: no folder /nowhere" in capsys.readouterr().err
-
-
-def test_a_recipe_in_the_place_of_the_model(capsys):
-    assert main(["measure", "recipes/quickstart.toml", "steps=1"]) == 2
-    assert "give --recipe recipes/quickstart.toml" in capsys.readouterr().err
+def test_usage(policy, tmp_path, capsys, subtests):
+    (tmp_path / "file").write_text("")
+    for words, message in REFUSED:
+        arguments = words.replace("POLICY", str(policy)).replace("TMP", str(tmp_path)).split()
+        settings = [each for each in (*SETTINGS, *FEW) if "POLICY" in words]
+        with subtests.test(words):
+            assert main(["measure", *arguments, *settings]) == 2
+            assert message in capsys.readouterr().err

@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
+
 from onepolicy.cli import main
 from support.planted_engine import SETTINGS
 
 PRESSED = ["--pressure", "1.0", "rollout.engine.dtype=float32", *SETTINGS]
 
 
+@pytest.mark.full
 def test_calibration(policy, tmp_path, capsys):
     out = tmp_path / "report"
     assert main(["measure", str(policy), *PRESSED, "--out", str(out)]) == 0
@@ -27,6 +30,7 @@ def test_calibration(policy, tmp_path, capsys):
     assert "Calibration: " in page
 
 
+@pytest.mark.full
 def test_strong_pressure_is_no_bug(policy, capsys):
     """Its marks are those of several bugs, which the scoring with replay does not have."""
     command = ["measure", str(policy), *PRESSED, "rollout.pressure.scale=6"]
@@ -34,6 +38,7 @@ def test_strong_pressure_is_no_bug(policy, capsys):
     assert "A bug" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_it_goes_with_another_replay(policy, capsys):
     """A replay.mode in the command does not bring the guard back."""
     weights = ["rollout.pressure.weights=true", "replay.mode=weights"]

@@ -1,43 +1,47 @@
 """The decoding experts against transformers' own, for even and uneven routing, biases and
 layouts."""
 
-import numpy as np
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 
 from onepolicy.models import decode_experts
-from onepolicy.models.decode_experts import ExpertLayout, _width
+from onepolicy.models.decode_experts import ExpertLayout
 from support.models import make
 
 
 def experts_of(name):
     model = make(name)
     decode_experts.use_decode_experts(model, torch.device("cpu"))
+    modules = model.modules()
     return model, next(
-        m for m in model.modules() if isinstance(getattr(m, "down_proj", None), nn.Parameter)
+        m for m in modules if isinstance(getattr(m, "down_proj", None), nn.Parameter)
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"])
-@pytest.mark.parametrize("tokens", [1, 5, 64])
-@pytest.mark.parametrize("skew", [0.0, 2.0, 50.0])
-@pytest.mark.parametrize(
-    ("bags", "call"), [(0, 0), (0, 20_000), (0, 10**12), (10**12, 0)]
-)  # loops, mixed, padded, by rows
-def test_same_sums(name, tokens, skew, bags, call, monkeypatch):
-    monkeypatch.setattr(decode_experts, "MAX_BY_ROWS_COST", bags)
-    monkeypatch.setattr(decode_experts, "MATMUL_CALL_COST", call)
-    model, experts = experts_of(name)
-    torch.manual_seed(1)
-    hidden = torch.randn(tokens, 64)
-    scores = torch.randn(tokens, experts.num_experts) + skew * torch.randn(experts.num_experts)
-    weights, index = scores.softmax(-1).topk(2)
-    with torch.no_grad():
-        ours = experts(hidden, index, weights)
+COSTS = {"loops": (0, 0), "mixed": (0, 20_000), "padded": (0, 10**12), "by rows": (10**12, 0)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"])
+def test_same_sums(family, monkeypatch, subtests):
+    model, experts = experts_of(family)
+    for tokens, skew in product([1, 5, 64], [0.0, 2.0, 50.0]):
+        torch.manual_seed(1)
+        hidden = torch.randn(tokens, 64)
+        scores = torch.randn(tokens, experts.num_experts) + skew * torch.randn(experts.num_experts)
+        weights, index = scores.softmax(-1).topk(2)
         model.set_experts_implementation("eager")
         theirs = experts(hidden, index, weights)
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+        model.set_experts_implementation(decode_experts.NAME)
+        for how, (bags, call) in COSTS.items():
+            with subtests.test(how, tokens=tokens, skew=skew):
+                monkeypatch.setattr(decode_experts, "MAX_BY_ROWS_COST", bags)
+                monkeypatch.setattr(decode_experts, "MATMUL_CALL_COST", call)
+                ours = experts(hidden, index, weights)
+                torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
 def test_bfloat16_is_close_to_exact(monkeypatch):
@@ -52,9 +56,8 @@ def test_bfloat16_is_close_to_exact(monkeypatch):
             monkeypatch.setattr(decode_experts, "MAX_BY_ROWS_COST", bags)
             rounded = experts(hidden.bfloat16(), index, weights.bfloat16())
             assert rounded.dtype == torch.bfloat16
-            torch.testing.assert_close(
-                rounded.float(), exact, atol=0.02 * float(exact.abs().max()), rtol=0.05
-            )
+            atol = 0.02 * float(exact.abs().max())
+            torch.testing.assert_close(rounded.float(), exact, atol=atol, rtol=0.05)
 
 
 def test_layout_gives_every_pair_one_place():
@@ -71,7 +74,7 @@ def test_layout_gives_every_pair_one_place():
 
 
 def test_width_is_the_cheapest(monkeypatch):
-    counts = np.array([3, 0, 9, 4, 1])
+    counts = [3, 0, 9, 4, 1]
     monkeypatch.setattr(decode_experts, "MATMUL_CALL_COST", 1000)
     monkeypatch.setattr(decode_experts, "READ_COST", 2)
 
@@ -80,18 +83,13 @@ def test_width_is_the_cheapest(monkeypatch):
         return padding * 70 + 1000 * sum(c > width for c in counts)
 
     best = min(range(10), key=cost)
-    assert cost(_width(counts, 70)) == cost(best)
+    index = torch.arange(5).repeat_interleave(torch.tensor(counts))[:, None]
+    assert cost(ExpertLayout.of(index, 5, row_cost=70).width) == cost(best)
 
 
-def test_selecting_is_local_to_the_model():
-    model, _ = experts_of("qwen3_moe")
-    assert model.config._experts_implementation == decode_experts.NAME
-    assert make("qwen3_moe").config._experts_implementation != decode_experts.NAME
-
-
-def test_other_layout_same_values():
-    prepared, _ = experts_of("qwen3_moe")
-    for (name, ours), theirs in zip(
-        prepared.named_parameters(), make("qwen3_moe").parameters(), strict=True
-    ):
+def test_one_model_gets_another_layout_of_the_same_values():
+    (prepared, _), plain = experts_of("qwen3_moe"), make("qwen3_moe")
+    assert prepared.config._experts_implementation == decode_experts.NAME
+    assert plain.config._experts_implementation != decode_experts.NAME
+    for (name, ours), theirs in zip(prepared.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs), name

@@ -6,6 +6,7 @@ the sinks and the gradients are ours and torch's. The kernel itself is for a GPU
 """
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from onepolicy.types import Sampling
 from support import cpu_varlen
 from support.engine_runs import build, run
 from support.models import CONFIGS, VOCAB, make
+from support.replay_models import take_grads
 
+CUDA = torch.device("cuda", 0)
 LENGTHS = (20, 7, 31, 12, 3)  # longer and shorter than the sliding window of 8
 
 
@@ -32,21 +35,15 @@ def with_flash(monkeypatch):
 def logits_and_gradients(model, paths, weights):
     bounds = torch.tensor([0, *(len(p) for p in paths)]).cumsum(0).int()
     packing = packed_attention.Packing.of(bounds, torch.device("cpu"))
-    model.zero_grad()
-    logits = model(
-        input_ids=torch.cat(paths)[None],
-        position_ids=torch.cat([torch.arange(len(p)) for p in paths])[None],
-        use_cache=False,
-        packing=packing,
-    ).logits[0]
-    (logits * weights).sum().backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return logits.detach(), grads
+    ids, places = torch.cat(paths)[None], torch.cat([torch.arange(len(p)) for p in paths])[None]
+    out = model(input_ids=ids, position_ids=places, use_cache=False, packing=packing)
+    (out.logits[0] * weights).sum().backward()
+    return out.logits[0].detach(), take_grads(model)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_it_is_the_packed_attention_of_a_cpu(name, monkeypatch):
-    model = make(name)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_it_is_the_packed_attention_of_a_cpu(family, monkeypatch):
+    model = make(family)
     prepare_for_training(model, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     paths = [torch.randint(0, VOCAB, (n,), generator=generator) for n in LENGTHS]
@@ -59,9 +56,7 @@ def test_it_is_the_packed_attention_of_a_cpu(name, monkeypatch):
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
     assert grads.keys() == expected_grads.keys()
     for n, grad in grads.items():
-        torch.testing.assert_close(
-            grad, expected_grads[n], atol=2e-4, rtol=1e-3, msg=lambda m, n=n: f"{n}: {m}"
-        )
+        assert torch.allclose(grad, expected_grads[n], atol=2e-4, rtol=1e-3), n
 
 
 def attend(lengths, *, heads=4, groups=2, width=16, value=16, dtype=torch.float32, **rest):
@@ -69,16 +64,9 @@ def attend(lengths, *, heads=4, groups=2, width=16, value=16, dtype=torch.float3
     slots, bounds = sum(lengths), torch.tensor([0, *lengths]).cumsum(0).int()
     shapes = [(1, heads, slots, width), (1, groups, slots, width), (1, groups, slots, value)]
     query, key, values = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
-    out, _ = packed_attention.packed_attention(
-        torch.nn.Identity(),
-        query,
-        key,
-        values,
-        None,
-        packing=packed_attention.Packing.of(bounds, torch.device("cpu")),
-        **rest,
-    )
-    return out
+    packing = packed_attention.Packing.of(bounds, torch.device("cpu"))
+    given = (torch.nn.Identity(), query, key, values, None)
+    return packed_attention.packed_attention(*given, packing=packing, **rest)[0]
 
 
 def test_the_kernel_gets_bounds_and_no_padding(with_flash):
@@ -138,39 +126,47 @@ def test_shapes_and_dtypes_agree_with_torchs_own_contract(dtype):
     assert all(leaf.grad.dtype == leaf.dtype for leaf in leaves)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "capability", "taken"),
-    [
+@pytest.fixture
+def gpu(monkeypatch):
+    """Return a function that gives the GPU a capability."""
+    capability = [(9, 0)]
+
+    def become(*version):
+        capability[:] = [version]
+        flash._has_kernel.cache_clear()
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
+    flash._has_kernel.cache_clear()
+    yield become
+    flash._has_kernel.cache_clear()
+
+
+def test_what_the_kernel_cannot_take_goes_the_other_way(gpu):
+    for dtype, width, capability, taken in (
         (torch.bfloat16, 128, (9, 0), True),
         (torch.float16, 256, (8, 0), True),
         (torch.bfloat16, 264, (9, 0), False),
         (torch.float32, 128, (9, 0), False),
         (torch.bfloat16, 128, (7, 5), False),
-    ],
-)
-def test_what_the_kernel_cannot_take_goes_the_other_way(
-    dtype, width, capability, taken, monkeypatch
-):
-    class OnGpu:
-        device, shape = torch.device("cuda", 0), (1, 4, 16, width)
-
-    OnGpu.dtype = dtype
-    flash._has_kernel.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert packed_attention.takes_flash(OnGpu, OnGpu) == taken
-    flash._has_kernel.cache_clear()
+    ):
+        gpu(*capability)
+        on_gpu = SimpleNamespace(device=CUDA, shape=(1, 4, 16, width), dtype=dtype)
+        assert packed_attention.takes_flash(on_gpu, on_gpu) == taken
     assert not packed_attention.takes_flash(torch.zeros(1), torch.zeros(1))
 
 
-def test_an_older_torch_trains_by_sdpa(monkeypatch):
-    """Its call lacks grouped heads, windows or caches."""
-    flash._has_kernel.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert flash._has_kernel(torch.device("cuda", 0))
-    flash._has_kernel.cache_clear()
+def test_which_models_have_the_kernel(gpu, monkeypatch):
+    """It takes heads of at most 256 elements, by whatever name a family has for them. The call of
+    an older torch lacks grouped heads, windows or caches."""
+    narrow, wide = (copy.deepcopy(CONFIGS["qwen3_moe"]) for _ in range(2))
+    wide.global_head_dim = 512
+    assert flash.fits_model(narrow, CUDA, torch.bfloat16)
+    assert not flash.fits_model(narrow, CUDA, torch.float32)
+    assert not flash.fits_model(narrow, torch.device("cpu"), torch.bfloat16)
+    assert not flash.fits_model(wide, CUDA, torch.bfloat16)
+    gpu(9, 0)
     monkeypatch.setattr(flash, "ARGUMENTS", {"return_aux"})
-    assert not flash._has_kernel(torch.device("cuda", 0))
-    flash._has_kernel.cache_clear()
+    assert not flash.fits_model(narrow, CUDA, torch.bfloat16)
 
 
 def test_float32_heads_are_repeated_where_no_fused_kernel_groups_them(monkeypatch):
@@ -188,8 +184,8 @@ def test_float32_heads_are_repeated_where_no_fused_kernel_groups_them(monkeypatc
     assert set(seen) == {(4, 4, 4, False)}
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_long_prompts_are_prefilled_by_the_kernel(name, monkeypatch):
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_long_prompts_are_prefilled_by_the_kernel(family, monkeypatch):
     """Prompts of 2 to 50 tokens in pieces of up to 16, which read what earlier pieces cached."""
     monkeypatch.setattr(forward, "MAX_TOKENS", 16)
     lengths = (50, 31, 2, 20, 17)
@@ -198,11 +194,11 @@ def test_long_prompts_are_prefilled_by_the_kernel(name, monkeypatch):
         (torch.randint(2, VOCAB, (n,), generator=generator).tolist(), Sampling(1.0, 6), i)
         for i, n in enumerate(lengths)
     ]
-    expected = run(build(name), requests)
+    expected = run(build(family), requests)
     cpu_varlen.CALLS.clear()
     monkeypatch.setattr(decode_attention, "takes_flash", lambda *_: True)
     monkeypatch.setattr(CachedForward, "_most_scores", lambda _: forward.NO_SCORES)
-    found = run(build(name), requests)
+    found = run(build(family), requests)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.token_ids, theirs.token_ids)
         torch.testing.assert_close(ours.logp, theirs.logp, atol=1e-5, rtol=1e-5)
@@ -219,17 +215,3 @@ def test_a_prompt_of_32k_tokens_is_a_few_forwards():
     spans = [forward.RowSpan(0, 0, 32768)]
     assert len(list(forward.prefill_chunks(spans, forward.NO_SCORES))) == 8
     assert len(list(forward.prefill_chunks(spans))) == 256
-
-
-def test_wide_heads_keep_their_pieces(monkeypatch):
-    """The kernel takes heads of at most 256 elements, by whatever name a family has for them."""
-    flash._has_kernel.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    device, dtype = torch.device("cuda", 0), torch.bfloat16
-    narrow, wide = (copy.deepcopy(CONFIGS["qwen3_moe"]) for _ in range(2))
-    wide.global_head_dim = 512
-    assert flash.fits_model(narrow, device, dtype)
-    assert not flash.fits_model(narrow, device, torch.float32)
-    assert not flash.fits_model(narrow, torch.device("cpu"), dtype)
-    assert not flash.fits_model(wide, device, dtype)
-    flash._has_kernel.cache_clear()

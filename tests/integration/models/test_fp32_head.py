@@ -26,6 +26,7 @@ from onepolicy.types import Sampling
 from support.learner_steps import batch_of, learner_of, one_step
 from support.metrics import rows, timeless
 from support.models import CONFIGS
+from support.replay_models import same_bits
 
 BF16 = HFEngineConfig(dtype="bfloat16", lm_head="float32", max_num_seqs=4)
 
@@ -106,18 +107,14 @@ def test_gradients_of_a_bfloat16_learner_reach_the_parameter(tied):
     theirs.lm_head.forward = lambda hidden: nn.functional.linear(hidden.float(), weight.float())
     for model in (ours, theirs):
         forward(model, batch).logp.sum().backward()
+    embeddings, expected = (m.get_input_embeddings().weight for m in (ours, theirs))
     assert torch.equal(ours.get_output_embeddings().weight.grad, weight.grad)
-    assert torch.equal(
-        ours.get_input_embeddings().weight.grad, theirs.get_input_embeddings().weight.grad
-    )
-    assert (theirs.get_input_embeddings().weight is weight) == tied
+    assert torch.equal(embeddings.grad, expected.grad)
+    assert (expected is weight) == tied
     assert weight.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "option", ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"]
-)
-def test_options_do_not_change_a_bit_of_it(option):
+def test_options_do_not_change_a_bit_of_it(subtests):
     settings = ["train.autocast=bfloat16", "model.lm_head=float32"]
 
     def after(*overrides, headed=True):
@@ -126,8 +123,10 @@ def test_options_do_not_change_a_bit_of_it(option):
             Fp32Head(learner.model, field="model.lm_head")
         return one_step(learner, batch_of())[2]
 
-    plain, with_option = after(*settings), after(*settings, option)
-    assert all(torch.equal(plain[name], with_option[name]) for name in plain)
+    plain = after(*settings)
+    for option in ("train.reuse_scoring_forward=true", "train.activation_checkpointing=true"):
+        with subtests.test(option):
+            assert same_bits(after(*settings, option), plain)
     without = after("train.autocast=bfloat16", headed=False)
     assert not torch.equal(plain["lm_head.weight"], without["lm_head.weight"])
 
@@ -135,27 +134,15 @@ def test_options_do_not_change_a_bit_of_it(option):
 def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
     """The engine's arithmetic with the setting has a smaller median gap to a float32 trainer than
     without it, on the same tokens."""
-    settings = {
-        "out": "x",
-        "steps": 1,
-        "model": {"path": str(policy)},
-        "task": {"kind": "chain", "ops": 2},
-        "rollout": {"sampling": {"max_tokens": 20}},
-        "train": {"threads": 1},
-        "log": {"tensorboard": False, "report": False},
-    }
-    parts, _ = build_components(resolve(settings))
+    tree = {"out": "x", "steps": 1, "model": {"path": str(policy)}, "train": {"threads": 1}}
+    tree |= {"task": {"kind": "chain", "ops": 2}, "rollout": {"sampling": {"max_tokens": 20}}}
+    tree["log"] = {"tensorboard": False, "report": False}
+    parts, _ = build_components(resolve(tree))
 
     async def sampled():
-        groups, _ = await collect_rollouts(
-            parts.engine,
-            parts.environment,
-            parts.config.rollout,
-            stop=parts.stop,
-            step=0,
-            seed=0,
-            route_spec=parts.route_spec,
-        )
+        given = parts.engine, parts.environment, parts.config.rollout
+        how = {"stop": parts.stop, "step": 0, "seed": 0, "route_spec": parts.route_spec}
+        groups, _ = await collect_rollouts(*given, **how)
         return pack(compute_outcomes(groups, parts.config.objective))
 
     exact = parts.learner.scorer.score(asyncio.run(sampled()), replay=False)
@@ -190,33 +177,20 @@ def test_a_model_that_rounds_its_logits_is_refused(monkeypatch):
         return out
 
     monkeypatch.setattr(model, "forward", rounding)
-    with pytest.raises(
-        UsageError, match=r"rollout\.engine\.lm_head: .* returns logits in torch.bfloat16"
-    ):
+    words = r"rollout\.engine\.lm_head: .* returns logits in torch.bfloat16"
+    with pytest.raises(UsageError, match=words):
         HFEngine(model, BF16, return_routes=False, max_len=32)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "field"),
-    [
-        (
-            ["rollout.engine.dtype=float32", "rollout.engine.lm_head=float32"],
-            "rollout.engine.lm_head",
-        ),
-        (
-            [
-                "rollout.engine.kind=vllm",
-                "rollout.engine.dtype=float32",
-                "rollout.engine.lm_head=float32",
-            ],
-            "rollout.engine.lm_head",
-        ),
-        (["model.lm_head=float32"], "model.lm_head"),
-    ],
-)
-def test_a_head_that_is_float32_anyway_is_idle(overrides, field):
+def test_a_head_that_is_float32_anyway_is_idle():
     tree = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
-    assert [each.setting for each in idle_settings(resolve(tree, overrides))] == [field]
+    engine = ["rollout.engine.dtype=float32", "rollout.engine.lm_head=float32"]
+    for overrides, field in (
+        (engine, "rollout.engine.lm_head"),
+        ([*engine, "rollout.engine.kind=vllm"], "rollout.engine.lm_head"),
+        (["model.lm_head=float32"], "model.lm_head"),
+    ):
+        assert [each.setting for each in idle_settings(resolve(tree, overrides))] == [field]
 
 
 def test_a_float32_engine_with_a_float32_head_gives_the_same_numbers():
@@ -230,13 +204,12 @@ def test_a_float32_engine_with_a_float32_head_gives_the_same_numbers():
     assert torch.equal(plain.logp, headed.logp)
 
 
-@pytest.mark.parametrize(
-    "found", [[["torch.bfloat16"]], [["None"]], [[]], [["torch.float32"], ["torch.bfloat16"]]]
-)
-def test_a_vllm_that_rounds_the_logits_is_refused(found):
-    check_head_dtype([["torch.float32"]])
-    with pytest.raises(UsageError, match=r"rollout\.engine\.lm_head: .* in .*48390"):
-        check_head_dtype(found)
+def test_a_vllm_that_rounds_the_logits_is_refused():
+    exact, rounded = ["torch.float32"], ["torch.bfloat16"]
+    check_head_dtype([exact])
+    for found in ([rounded], [["None"]], [[]], [exact, rounded]):
+        with pytest.raises(UsageError, match=r"rollout\.engine\.lm_head: .* in .*48390"):
+            check_head_dtype(found)
 
 
 @pytest.mark.slow
@@ -250,16 +223,5 @@ def test_resume_and_fork_and_checkpoints(train, tmp_path):
     assert [timeless(row) for row in rows(half)[-2:]] == [timeless(row) for row in rows(whole)[-2:]]
     saved = AutoModelForCausalLM.from_pretrained(whole / "checkpoints" / "step_00004")
     assert saved.lm_head.weight.dtype == torch.bfloat16
-    assert (
-        main(
-            [
-                "train",
-                "--from",
-                f"{whole}/2",
-                f"out={tmp_path / 'fork'}",
-                "steps=3",
-                "model.lm_head=same",
-            ]
-        )
-        == 0
-    )
+    fork = ["--from", f"{whole}/2", f"out={tmp_path / 'fork'}", "steps=3", "model.lm_head=same"]
+    assert main(["train", *fork]) == 0

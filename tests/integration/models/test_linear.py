@@ -9,11 +9,15 @@ from torch import nn
 from onepolicy.models import linear
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(7, 48), (1, 300, 48), (2, 3, 40, 48)])
-def test_same_values_and_gradients(shape, bias, monkeypatch):
+@pytest.fixture
+def always(monkeypatch):
     monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 0)
     monkeypatch.setattr(linear, "prefers_onednn", lambda: True)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 48), (1, 300, 48), (2, 3, 40, 48)])
+def test_same_values_and_gradients(shape, bias, always):
     torch.manual_seed(0)
     theirs = nn.Sequential(nn.Linear(48, 24, bias=bias), nn.Linear(24, 16, bias=bias))
     ours = copy.deepcopy(theirs)
@@ -58,9 +62,7 @@ def test_prepare_skips_subclasses_and_other_devices(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(70, 8, 20), (70, 20, 8)])
-def test_products_without_a_graph(shape, monkeypatch):
-    monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 0)
-    monkeypatch.setattr(linear, "prefers_onednn", lambda: True)
+def test_products_without_a_graph(shape, always):
     torch.manual_seed(0)
     rows, inner, outer = shape
     x, weight, y = torch.randn(rows, inner), torch.randn(outer, inner).T, torch.randn(rows, outer)

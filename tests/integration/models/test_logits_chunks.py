@@ -21,14 +21,15 @@ from support.families import TABLE
 from support.learner_steps import batch_of
 from support.models import BASE, CONFIGS, HEADS, VOCAB, make
 from support.rank_cases import CASES, batch_for, learner_on, one_step
+from support.replay_models import same_bits
 
 CPU = torch.device("cpu")
 TRAINABLE = int(batch_of().trainable.sum())
 
 
-def small(*, tied=False, bias=False, banned=None, seed=0):
+def small(*, tied=False, bias=False, banned=None):
     """Return a dense model of one layer. banned: a token that its head rules out."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = copy.deepcopy(CONFIGS["qwen3_dense"])
     config.num_hidden_layers, config.tie_word_embeddings = 1, tied
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -43,8 +44,8 @@ def small(*, tied=False, bias=False, banned=None, seed=0):
     return model
 
 
-def batch_at(temperatures, top=0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def batch_at(temperatures, top=0):
+    generator = torch.Generator().manual_seed(0)
     batch = batch_of().replace(temperature=torch.tensor(temperatures))
     if top:
         likely = torch.rand(batch.num_slots, VOCAB, generator=generator).topk(top).indices
@@ -79,7 +80,23 @@ def assert_near(found, expected, tolerance=1e-5):
         assert float(error) < tolerance, name
 
 
-@settings(max_examples=25, deadline=None)
+def compare_chunks(model, batch, chunk, *, atol, rtol=0, tolerance=1e-5, **options):
+    """Compare scores and gradients in chunks with those of whole logits."""
+    whole, expected = scores_and_gradients(model, batch, 0, **options)
+    parts, found = scores_and_gradients(model, batch, chunk, **options)
+    for own, other in zip(parts, whole, strict=True):
+        torch.testing.assert_close(own, other, rtol=rtol, atol=atol)
+    assert_near(found, expected, tolerance)
+
+
+def check_bits(model, batch, chunk, **options):
+    whole, expected = scores_and_gradients(model, batch, 0, **options)
+    parts, found = scores_and_gradients(model, batch, chunk, **options)
+    assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
+    assert same_bits(found, expected)
+
+
+@settings(max_examples=25)
 @given(
     chunk=st.integers(1, TRAINABLE - 1),
     temperatures=st.lists(st.floats(0.3, 3.0), min_size=8, max_size=8),
@@ -99,11 +116,7 @@ def test_chunks_change_rounding_only(
         batch = batch.replace(target_ids=allowed)
     options["trainer_top"] = trainer_top and banned is None
     model = small(tied=tied, bias=bias, banned=banned)
-    whole, expected = scores_and_gradients(model, batch, 0, **options)
-    parts, found = scores_and_gradients(model, batch, chunk, **options)
-    for own, other in zip(parts, whole, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=2e-5)
-    assert_near(found, expected)
+    compare_chunks(model, batch, chunk, rtol=1e-5, atol=2e-5, **options)
 
 
 def test_each_slot_has_its_own_temperature_and_token_by_hand():
@@ -121,18 +134,14 @@ def test_each_slot_has_its_own_temperature_and_token_by_hand():
     assert not found[~batch.trainable].any()
 
 
-@pytest.mark.parametrize("chunk", [TRAINABLE, TRAINABLE + 1])
-def test_one_chunk_is_the_whole_to_the_bit(chunk, monkeypatch):
+def test_one_chunk_is_the_whole_to_the_bit(monkeypatch):
     def never(*_, **__):
         raise AssertionError("all slots fit one chunk, so nothing is computed again")
 
     monkeypatch.setattr(logits_chunks, "map_logits", never)
     model, batch = small(tied=True), batch_at([0.8] * 8, top=3)
-    options = {"entropy_graph": True, "trainer_top": True}
-    whole, expected = scores_and_gradients(model, batch, 0, **options)
-    one, found = scores_and_gradients(model, batch, chunk, **options)
-    assert all(torch.equal(a, b) for a, b in zip(one, whole, strict=True))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for chunk in (TRAINABLE, TRAINABLE + 1):
+        check_bits(model, batch, chunk, entropy_graph=True, trainer_top=True)
 
 
 @pytest.mark.parametrize("float32_head", [False, True])
@@ -141,13 +150,9 @@ def test_a_bfloat16_model_with_and_without_a_float32_head(tied, float32_head):
     model, batch = small(tied=tied).to(torch.bfloat16), batch_at([0.8] * 8)
     if float32_head:
         Fp32Head(model, field="model.lm_head")
-    whole, expected = scores_and_gradients(model, batch, 0)
-    parts, found = scores_and_gradients(model, batch, 16)
-    tolerance = 1e-5 if float32_head else 0.05
-    for own, other in zip(parts, whole, strict=True):
-        torch.testing.assert_close(own, other, rtol=0, atol=tolerance)
+    atol = 1e-5 if float32_head else 0.05
+    compare_chunks(model, batch, 16, atol=atol, tolerance=0.05)  # bfloat16 sums of a few chunks
     assert model.lm_head.weight.grad.dtype == torch.bfloat16
-    assert_near(found, expected, 0.05)  # bfloat16 sums of a few chunks
 
 
 def test_autocast_reaches_the_recomputed_chunks():
@@ -155,26 +160,16 @@ def test_autocast_reaches_the_recomputed_chunks():
     dtypes = []
     model.lm_head.register_forward_hook(lambda module, inputs, out: dtypes.append(out.dtype))
     options = {"autocast": torch.bfloat16, "entropy_graph": True}
-    whole, expected = scores_and_gradients(model, batch, 0, **options)
-    parts, found = scores_and_gradients(model, batch, 16, **options)
+    compare_chunks(model, batch, 16, atol=0.05, tolerance=0.05, **options)
     assert set(dtypes) == {torch.bfloat16}
-    for own, other in zip(parts, whole, strict=True):
-        torch.testing.assert_close(own, other, rtol=0, atol=0.05)
-    assert_near(found, expected, 0.05)
 
 
-CAPPED = {
-    "gemma2": {"final_logit_softcapping": 3.0},
-    "gemma3_text": {"final_logit_softcapping": 3.0},
-    "vaultgemma": {"final_logit_softcapping": 3.0},
-    "nanochat": {"final_logit_softcapping": 3.0},
-    "granite": {"logits_scaling": 3.0},
-    "cohere": {"logit_scale": 0.3},
-    "cohere2": {"logit_scale": 0.3},
-}
+CAP, SCALE = {"final_logit_softcapping": 3.0}, {"logit_scale": 0.3}
+CAPPED = {"gemma2": CAP, "gemma3_text": CAP, "vaultgemma": CAP, "nanochat": CAP}
+CAPPED |= {"granite": {"logits_scaling": 3.0}, "cohere": SCALE, "cohere2": SCALE}
 
 
-def family(name):
+def model_of(name):
     if name in TABLE:
         return TABLE[name].model().eval()
     torch.manual_seed(0)
@@ -193,9 +188,9 @@ def logits_of(model, chunk):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*TABLE, *CAPPED])
-def test_logits_of_every_family(name):
-    model = family(name)
+@pytest.mark.parametrize("family", [*TABLE, *CAPPED])
+def test_logits_of_every_family(family):
+    model = model_of(family)
     install_logits_chunks(model, 3)
     assert logits_chunk(model) == 3
     whole = logits_of(model, 0)
@@ -204,9 +199,9 @@ def test_logits_of_every_family(name):
     assert "forward" not in vars(model)
 
 
-@pytest.mark.parametrize("name", CAPPED)
-def test_gradients_go_through_caps_and_scales(name):
-    model, gradients = family(name), []
+@pytest.mark.parametrize("family", CAPPED)
+def test_gradients_go_through_caps_and_scales(family):
+    model, gradients = model_of(family), []
     for chunk in (0, 3):
         model.zero_grad(set_to_none=True)
         logits_of(model, chunk).log_softmax(-1)[:, 5].sum().backward()
@@ -271,10 +266,7 @@ def test_hooks_of_logits_see_them_whole():
 def test_invariant_numerics_stay_whole():
     model, batch = small(), batch_at([0.8] * 8)
     enable_invariant(model)
-    whole, expected = scores_and_gradients(model, batch, 0)
-    marked, found = scores_and_gradients(model, batch, 3)
-    assert all(torch.equal(a, b) for a, b in zip(marked, whole, strict=True))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    check_bits(model, batch, 3)
 
 
 @pytest.fixture(scope="module")
@@ -284,21 +276,19 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(
-    ("overrides", "slots"),
-    [
+def test_a_run_has_chunks_where_a_micro_batch_can_have_more_slots(folder, subtests):
+    for overrides, slots in (
         ([], 0),  # 1 GiB of logits are more slots than a micro-batch has
         (["train.logits_chunk=3"], 3),
         (["train.logits_chunk=1000"], 0),
         (["train.logits_chunk=0"], 0),
         (["train.logits_chunk=3", "numerics=on-policy"], 0),
-    ],
-)
-def test_a_run_has_chunks_where_a_micro_batch_can_have_more_slots(overrides, slots, folder):
-    learner = learner_on(None, folder, overrides)
-    assert logits_chunk(learner.model) == slots
+    ):
+        with subtests.test(overrides=overrides):
+            assert logits_chunk(learner_on(None, folder, overrides).model) == slots
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["critic_kl_entropy", "centering", "recompute", "bypass", "reuse"])
 def test_a_step_in_chunks_is_a_step(case, folder):
     whole = learner_on(None, folder, CASES[case])

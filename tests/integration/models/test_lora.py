@@ -7,81 +7,46 @@ import torch
 from peft import PeftModel
 from torch.nn.functional import linear
 
-from onepolicy.config import UsageError
+from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.models import lora
 from onepolicy.models.experts import NAME
-from onepolicy.sync.adapters import Targets, add_adapter
+from onepolicy.models.load import load_model
+from onepolicy.sync.adapters import add_adapter
 from onepolicy.sync.sent_tensors import sent_tensors
 from onepolicy.train.lora import Adapter, check_start
+from support.lora_models import (
+    EVERYTHING,
+    adapted,
+    check_gradients_by_hand,
+    logits,
+    saved,
+    targets_of,
+)
 from support.models import CONFIGS, make
-
-EVERYTHING = ("attention", "dense", "experts", "routers")
-IDS = torch.arange(3, 17)[None]
-
-
-def adapted(family="qwen3_moe", targets=None, *, rank=4, dtype=torch.float32, seed=0):
-    """Return a model with adapters that are not at their zero start."""
-    model = make(family, dtype=dtype)
-    add_adapter(model, LoraConfig(rank=rank, targets=targets), "base", seed)
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in lora.adapter_tensors(model).items():
-        if ".lora_B." in name:
-            tensor.copy_(0.05 * torch.randn(tensor.shape, generator=generator))
-    return model
-
-
-def kinds(family):
-    return set(CONFIGS[family].to_dict())
-
-
-def targets_of(family):
-    """Return the kinds of weights that a family has."""
-    found = Targets(make(family))
-    return tuple(
-        each for each in EVERYTHING if found.modules.get(each) or found.parameters.get(each)
-    )
+from support.replay_models import same_bits
 
 
 @torch.no_grad()
-def logits(model):
-    return model(input_ids=IDS, use_cache=False).logits
-
-
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_model_without_adapters_is_the_base(family):
-    model = adapted(family, targets_of(family))
-    with lora.adapters_off(model):
-        assert torch.equal(logits(model), logits(make(family)))
-        tensors = dict(lora.merged_tensors(model))
-    base = make(family).state_dict()
-    assert tensors.keys() == base.keys()
-    assert all(torch.equal(tensors[name], base[name]) for name in base)
-    assert not torch.equal(logits(model), logits(make(family)))
-
-
-def test_adapters_stay_off_until_the_outer_context_ends():
-    model = adapted()
-    on, base = logits(model), logits(make("qwen3_moe"))
-    with lora.adapters_off(model):
+def test_base_and_adapters_of_every_family(family, subtests):
+    model, base = adapted(family, targets_of(family)), make(family)
+    on, off = logits(model), logits(base)
+    assert not torch.equal(on, off)
+    with subtests.test("off: the base"):
         with lora.adapters_off(model):
-            assert torch.equal(logits(model), base)
-        assert torch.equal(logits(model), base)
-    assert torch.equal(logits(model), on)
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_base_plus_adapter_is_the_model_with_adapters(family):
-    model = adapted(family, targets_of(family))
-    plain = make(family)
-    plain.load_state_dict(dict(sent_tensors(model, None)))
-    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_the_difference_of_every_weight_is_that_of_peft(family):
-    for layer in lora.adapted_layers(adapted(family, targets_of(family))).values():
-        assert torch.equal(lora.delta(layer), layer.get_delta_weight(lora.ADAPTER))
+            assert torch.equal(logits(model), off)
+            with lora.adapters_off(model):
+                assert torch.equal(logits(model), off)
+            assert torch.equal(logits(model), off)
+            assert same_bits(dict(lora.merged_tensors(model)), base.state_dict())
+        assert torch.equal(logits(model), on)
+    with subtests.test("every difference is that of peft"):
+        for layer in lora.adapted_layers(model).values():
+            assert torch.equal(lora.delta(layer), layer.get_delta_weight(lora.ADAPTER))
+    with subtests.test("base + adapter is the model"):
+        base.load_state_dict(dict(sent_tensors(model, None)))
+        torch.testing.assert_close(logits(base), on, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_adapted_and_what_is_trained():
@@ -106,16 +71,10 @@ def test_adapters_are_float32_in_a_bfloat16_model_and_merge_with_one_rounding():
         assert torch.equal(sent[name], (base[name].float() + lora.delta(layer)).bfloat16())
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("targets", [None, ("experts",), ("attention", "routers")])
 def test_peft_loads_the_files(targets, tmp_path):
-    make("qwen3_moe").save_pretrained(tmp_path / "base")
-    model = make("qwen3_moe")
-    add_adapter(model, LoraConfig(rank=4, targets=targets), str(tmp_path / "base"), 0)
-    for name, tensor in lora.adapter_tensors(model).items():
-        if ".lora_B." in name:
-            tensor.normal_(std=0.05)
-    (tmp_path / "adapter").mkdir()
-    Adapter(model, "test").save(tmp_path / "adapter")
+    model = saved(tmp_path, targets)
     loaded = PeftModel.from_pretrained(make("qwen3_moe"), tmp_path / "adapter")
     assert torch.equal(logits(loaded), logits(model))
     assert lora.base_path(tmp_path / "adapter") == str(tmp_path / "base")
@@ -149,42 +108,12 @@ def test_a_target_that_the_model_lacks_is_refused():
 
 
 def test_gradients_are_those_of_a_hand_made_loop():
-    """The reference has no peft: base + B A alpha / rank is written into a plain model's forward by
-    autograd, once for a linear layer and once for the experts' stacked weights."""
-    model = adapted(targets=("attention", "experts"), rank=4)
+    model = adapted(targets=("attention", "experts"))
     model.set_experts_implementation(NAME)
-    model(input_ids=IDS, use_cache=False).logits.log_softmax(-1)[..., 5].sum().backward()
-    got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = make("qwen3_moe")
-    factors = {}
-    effective = {name: tensor.detach() for name, tensor in plain.state_dict().items()}
-    for name, layer in lora.adapted_layers(model).items():
-        a = layer.lora_A[lora.ADAPTER].weight.detach().clone().requires_grad_()
-        b = layer.lora_B[lora.ADAPTER].weight.detach().clone().requires_grad_()
-        factors[name] = a, b
-        weight = effective[name]
-        if weight.dim() == 2:
-            added = b @ a
-        else:
-            experts = len(weight)
-            rows, columns = a.view(experts, 4, -1), b.view(len(b), 4, experts)
-            added = torch.stack([columns[..., e] @ rows[e] for e in range(experts)])
-        effective[name] = weight + 2.0 * added
-    out = torch.func.functional_call(plain, effective, kwargs={"input_ids": IDS})
-    out.logits.log_softmax(-1)[..., 5].sum().backward()
-
-    assert len(got) == 2 * len(factors)
-    for name, layer in lora.adapted_layers(model).items():
-        for found, expected in zip(
-            (layer.lora_A[lora.ADAPTER].weight, layer.lora_B[lora.ADAPTER].weight),
-            factors[name],
-            strict=True,
-        ):
-            scale = float(expected.grad.abs().max())
-            assert float((found.grad - expected.grad).abs().max()) < 1e-4 * scale, name
+    check_gradients_by_hand(model, make("qwen3_moe").state_dict())
 
 
+@torch.no_grad()
 def test_contexts_leave_the_model_as_it_was():
     model = adapted(targets=EVERYTHING, family="deepseek_v3")
     before, weights = logits(model), copy.deepcopy(model.state_dict())
@@ -201,26 +130,14 @@ def test_contexts_leave_the_model_as_it_was():
     assert not torch.equal(twice, before)
     assert not torch.equal(rounded, before)
     assert torch.equal(logits(model), before)
-    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert same_bits(weights, model.state_dict())
     assert all(p.requires_grad == (".lora_" in n) for n, p in model.named_parameters())
 
 
 def test_an_adapter_folder_is_loaded_as_base_and_adapter_merged(tmp_path):
-    from onepolicy.config import ModelConfig
-    from onepolicy.models.load import load_model
-
-    make("qwen3_moe").save_pretrained(tmp_path / "base")
-    model = make("qwen3_moe")
-    add_adapter(model, LoraConfig(rank=4), str(tmp_path / "base"), 0)
-    for name, tensor in lora.adapter_tensors(model).items():
-        if ".lora_B." in name:
-            tensor.normal_(std=0.05)
-    (tmp_path / "adapter").mkdir()
-    Adapter(model, "test").save(tmp_path / "adapter")
-    found = load_model(
-        ModelConfig(path=str(tmp_path / "adapter")), torch.float32, torch.device("cpu")
-    )
-    merged = dict(lora.merged_tensors(model))
+    merged = dict(lora.merged_tensors(saved(tmp_path)))
+    config = ModelConfig(path=str(tmp_path / "adapter"))
+    found = load_model(config, torch.float32, torch.device("cpu"))
     assert found.state_dict().keys() == merged.keys()
     for name, tensor in found.state_dict().items():
         torch.testing.assert_close(tensor, merged[name], rtol=0, atol=1e-6)

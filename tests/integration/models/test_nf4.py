@@ -1,19 +1,19 @@
 """Frozen weights in nf4: what they stand for, and a model that computes with them."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 from scipy.stats import norm
 
-from onepolicy.config.lora import LoraConfig
 from onepolicy.models import lora, nf4
 from onepolicy.models.experts import NAME
-from onepolicy.sync.adapters import Targets, add_adapter
+from onepolicy.sync.adapters import Targets
+from support import lora_models
+from support.lora_models import EVERYTHING, check_gradients_by_hand, gradients, logits, targets_of
 from support.models import CONFIGS, make
-
-EVERYTHING = ("attention", "dense", "experts", "routers")
-IDS = torch.arange(3, 17)[None]
+from support.replay_models import same_bits
 
 
 def published_codes():
@@ -38,26 +38,11 @@ def by_hand(weight):
     return found.view(weight.shape)
 
 
-def adapted(family="qwen3_moe", targets=None, *, base="nf4", dtype=torch.float32, tensors=None):
-    """Return a model with adapters that are not at their zero start. tensors: its base."""
-    model = make(family, dtype=dtype)
-    if tensors is not None:
-        model.load_state_dict(tensors)
-    add_adapter(model, LoraConfig(rank=4, targets=targets, base=base), "base", 0)
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in lora.adapter_tensors(model).items():
-        if ".lora_B." in name:
-            tensor.copy_(0.05 * torch.randn(tensor.shape, generator=generator))
+def adapted(family="qwen3_moe", targets=None, *, base="nf4", **options):
+    model = lora_models.adapted(family, targets, base=base, **options)
     if family != "qwen3_dense":
         model.set_experts_implementation(NAME)
     return model
-
-
-def targets_of(family):
-    found = Targets(make(family))
-    return tuple(
-        each for each in EVERYTHING if found.modules.get(each) or found.parameters.get(each)
-    )
 
 
 def base_of(model):
@@ -65,26 +50,18 @@ def base_of(model):
         return dict(lora.merged_tensors(model))
 
 
-def logits(model):
-    return model(input_ids=IDS, use_cache=False).logits
-
-
-def gradients(model):
-    logits(model).float().log_softmax(-1)[..., 5].sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(64, 64), (96, 48), (8, 96, 32), (3, 5, 7), (1,), (5, 10)])
-def test_weights_are_rounded_as_published(shape, dtype):
+def test_weights_are_rounded_as_published(subtests):
     """Rows shorter than a block are among them, which bitsandbytes 0.50.2 reads wrongly as rows."""
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    found, expected = nf4.rounded(weight), by_hand(weight)
-    assert (found.dtype, found.shape) == (dtype, weight.shape)
-    places = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
-    torch.testing.assert_close(found.double(), expected, rtol=places, atol=0)
-    assert not torch.equal(found, weight) or weight.numel() == 1
-    assert torch.equal(nf4.rounded(found), found)
+    shapes = (64, 64), (96, 48), (8, 96, 32), (3, 5, 7), (1,), (5, 10)
+    for shape, dtype in product(shapes, (torch.float32, torch.bfloat16)):
+        with subtests.test(shape=shape, dtype=dtype):
+            weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+            found, expected = nf4.rounded(weight), by_hand(weight)
+            assert (found.dtype, found.shape) == (dtype, weight.shape)
+            places = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
+            torch.testing.assert_close(found.double(), expected, rtol=places, atol=0)
+            assert not torch.equal(found, weight) or weight.numel() == 1
+            assert torch.equal(nf4.rounded(found), found)
 
 
 def test_slices_are_rounded_like_the_whole(monkeypatch):
@@ -107,8 +84,11 @@ def test_linear_layers_and_experts_are_rounded_and_nothing_else(family):
     assert any("experts" in name for name in rounded) == (family != "qwen3_dense")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", CONFIGS)
+CASES = [(family, torch.float32) for family in CONFIGS]
+CASES += [(family, torch.bfloat16) for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")]
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_it_computes_like_lora_on_the_dequantised_base(family, dtype):
     """Also at the second forward, which peft's own layer would give the adapter twice."""
     targets = targets_of(family)
@@ -120,39 +100,20 @@ def test_it_computes_like_lora_on_the_dequantised_base(family, dtype):
     with lora.adapters_off(model), lora.adapters_off(same):
         torch.testing.assert_close(logits(model), logits(same), rtol=0, atol=atol)
     found, expected = gradients(model), gradients(same)
-    assert (
-        found.keys() == expected.keys() == {n for n, _ in model.named_parameters() if "lora_" in n}
-    )
+    trained = {n for n, _ in model.named_parameters() if "lora_" in n}
+    assert found.keys() == expected.keys() == trained
     places = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
     for name, grad in expected.items():
         assert float((found[name] - grad).abs().max()) <= places * float(grad.abs().max()), name
 
 
 def test_gradients_are_those_of_a_hand_made_loop():
-    """The reference has neither peft nor bitsandbytes: weights rounded by hand, plus B A alpha /
-    rank, in a plain model."""
+    """The reference has no bitsandbytes either: weights are rounded by hand."""
+    base = make("qwen3_moe").state_dict()
+    base |= {name: by_hand(base[name]).float() for name in Targets(make("qwen3_moe")).matrices}
     model = adapted()
     logits(model)
-    gradients(model)
-    plain, factors = make("qwen3_moe"), {}
-    effective = {name: tensor.detach() for name, tensor in plain.state_dict().items()}
-    for name in Targets(plain).matrices:
-        effective[name] = by_hand(effective[name]).float()
-    for name, layer in lora.adapted_layers(model).items():
-        a, b = (each.detach().clone().requires_grad_() for each in lora.factors_of(layer))
-        factors[name], experts = (a, b), len(effective[name])
-        added = b @ a
-        if effective[name].dim() == 3:
-            rows, columns = a.view(experts, 4, -1), b.view(len(b), 4, experts)
-            added = torch.stack([columns[..., e] @ rows[e] for e in range(experts)])
-        effective[name] = effective[name] + 2.0 * added
-    out = torch.func.functional_call(plain, effective, kwargs={"input_ids": IDS})
-    out.logits.log_softmax(-1)[..., 5].sum().backward()
-    for name, layer in lora.adapted_layers(model).items():
-        for found, expected in zip(lora.factors_of(layer), factors[name], strict=True):
-            scale = float(expected.grad.abs().max())
-            assert scale > 0
-            assert float((found.grad - expected.grad).abs().max()) < 1e-4 * scale, name
+    check_gradients_by_hand(model, base)
 
 
 def kept_for_the_backward(model, weights):
@@ -195,14 +156,12 @@ def test_contexts_leave_the_model_as_it_was():
     before, weights = logits(model), copy.deepcopy(model.state_dict())
     same = adapted("deepseek_v3", EVERYTHING, base="same", tensors=base_of(model))
     for adapter in (True, False):
-        with (
-            lora.merged_in(model, torch.bfloat16, adapter=adapter),
-            lora.merged_in(same, torch.bfloat16, adapter=adapter),
-        ):
+        both = [lora.merged_in(each, torch.bfloat16, adapter=adapter) for each in (model, same)]
+        with both[0], both[1]:
             rounded = logits(model)
             torch.testing.assert_close(rounded, logits(same), rtol=0, atol=1e-5)
         assert not torch.equal(rounded, before)
     with lora.scaled_adapters(model, 2):
         assert not torch.equal(logits(model), before)
     assert torch.equal(logits(model), before)
-    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert same_bits(weights, model.state_dict())

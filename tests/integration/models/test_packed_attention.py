@@ -1,10 +1,13 @@
 """Packed attention and our experts against the stock model, for every family."""
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, BloomConfig, Qwen3NextConfig, RwkvConfig
+from transformers.models.rwkv import modeling_rwkv
 
 from onepolicy.config import UsageError
 from onepolicy.models import experts, linear
@@ -12,6 +15,7 @@ from onepolicy.models.experts import NAME as EXPERTS
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
 from support.models import BASE, CONFIGS, HEADS, MOE, VOCAB, make
+from support.replay_models import take_grads
 
 CPU = torch.device("cpu")
 LENGTHS = (20, 7, 31, 12, 3)  # several buckets; longer and shorter than the sliding window of 8
@@ -19,36 +23,30 @@ LENGTHS = (20, 7, 31, 12, 3)  # several buckets; longer and shorter than the sli
 
 def packed_logits(model, paths):
     bounds = torch.tensor([0, *(len(p) for p in paths)]).cumsum(0).int()
-    positions = torch.cat([torch.arange(len(p)) for p in paths])
-    return model(
-        input_ids=torch.cat(paths)[None],
-        position_ids=positions[None],
-        use_cache=False,
-        packing=Packing.of(bounds, CPU),
-    ).logits[0]
+    ids, places = torch.cat(paths)[None], torch.cat([torch.arange(len(p)) for p in paths])[None]
+    packing = Packing.of(bounds, CPU)
+    return model(input_ids=ids, position_ids=places, use_cache=False, packing=packing).logits[0]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_packed_equals_one_by_one(name):
-    model = make(name)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_packed_equals_one_by_one(family):
+    model = make(family)
     generator = torch.Generator().manual_seed(1)
     paths = [torch.randint(0, VOCAB, (n,), generator=generator) for n in LENGTHS]
     weights = torch.randn(sum(LENGTHS), VOCAB, generator=generator)
     model.set_attn_implementation("eager")
     alone = torch.cat([model(input_ids=p[None], use_cache=False).logits[0] for p in paths])
     (alone * weights).sum().backward()
-    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-
+    expected = take_grads(model)
     prepare_for_training(model, CPU)
+    if family in MOE:
+        assert model.config._experts_implementation == EXPERTS
     together = packed_logits(model, paths)
     torch.testing.assert_close(together, alone, atol=2e-6, rtol=1e-5)
     (together * weights).sum().backward()
-    for n, p in model.named_parameters():
-        if n in expected:
-            torch.testing.assert_close(
-                p.grad, expected[n], atol=2e-4, rtol=1e-3, msg=lambda m, n=n: f"{n}: {m}"
-            )
+    found = take_grads(model)
+    for n, grad in expected.items():
+        assert torch.allclose(found[n], grad, atol=2e-4, rtol=1e-3), n
 
 
 def test_attention_without_packing_is_refused():
@@ -69,19 +67,21 @@ def test_buckets_hold_every_slot_once(lengths):
         assert bucket.samples * bucket.width <= 2 * len(bucket.slots)
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@cache
+def experts_block():
+    return make("qwen3_moe").model.layers[0].mlp.experts
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 10_000), st.integers(1, 60), st.booleans())
 def test_experts_equal_the_eager_loop(monkeypatch, seed, tokens, blocks):
     """Compared are values and gradients of hidden states, routing weights and expert weights. Some
     experts get no token."""
-    monkeypatch.setattr(
-        experts, "BLOCK", 2 if blocks else 1 << 40
-    )  # rows of an expert filled up to pairs, or not
+    block_size, least = (2, 0) if blocks else (1 << 40, 1 << 40)
+    monkeypatch.setattr(experts, "BLOCK", block_size)  # rows are filled up to pairs, or not
     monkeypatch.setattr(linear, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 0 if blocks else 1 << 40)
-    block = make("qwen3_moe").model.layers[0].mlp.experts
+    monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", least)
+    block = experts_block()
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, 64, generator=generator)
     index = torch.rand(tokens, 8, generator=generator).topk(2).indices
@@ -94,32 +94,27 @@ def test_experts_equal_the_eager_loop(monkeypatch, seed, tokens, blocks):
         block.zero_grad()
         out = block(leaves[0], index, leaves[1])
         out.backward(out_grad)
-        results[implementation] = [
-            out,
-            leaves[0].grad,
-            leaves[1].grad,
-            *(p.grad.clone() for p in block.parameters()),
-        ]
+        grads = [leaf.grad for leaf in leaves] + [p.grad.clone() for p in block.parameters()]
+        results[implementation] = [out, *grads]
     for ours, theirs in zip(results[EXPERTS], results["eager"], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", MOE)
-def test_experts_are_selected_on_this_model_only(name):
-    first, second = make(name), make(name)
+def test_experts_are_selected_on_this_model_only():
+    first, second = make("qwen3_moe"), make("qwen3_moe")
     before = second.config._experts_implementation
     prepare_for_training(first, CPU)
     assert first.config._experts_implementation == EXPERTS
     assert second.config._experts_implementation == before
 
 
-def test_families_that_cannot_be_packed_are_refused():
+def test_families_that_cannot_be_packed_are_refused(monkeypatch):
     """They have recurrent state, or a mask that packed attention does not use."""
+    monkeypatch.setattr(modeling_rwkv, "is_ninja_available", lambda: False)  # it would run ninja
     recurrent = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
     refused = {
-        "linear_attention": Qwen3NextConfig(
-            **{**BASE, **recurrent}, **HEADS, num_experts=4, num_experts_per_tok=2
-        ),
+        "linear_attention": Qwen3NextConfig(**{**BASE, **recurrent}, **HEADS, **experts),
         "recurrent": RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
         "attention function": BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
     }

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers.models.qwen3_moe.modeling_qwen3_moe import (
-    Qwen3MoeAttention,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, apply_rotary_pos_emb
 
 from onepolicy.models import rotary
 from support.models import CONFIGS, make
@@ -103,6 +100,7 @@ def test_attention_of_the_usual_families_turns_so():
         assert torch.equal(turn(x, x, cos, sin)[0], out)
 
 
+@pytest.mark.full
 def test_functions_of_the_name_with_other_arguments_stay():
     """Every function of the name in transformers is tried: with few passes, or as it was."""
     outcomes = {}

@@ -13,16 +13,17 @@ from onepolicy.train import checkpoint
 from support.metrics import rows, timeless
 
 QUICK = ("eval.every=0", "log.counterfactual_every=0")
+BYPASS = ("correction.preset=ppo-is", "objective.num_minibatches=2", "eval.every=0")
 
 
 def test_ppo_with_a_critic_trains_and_resumes_to_the_bit(train):
-    whole = train("whole", "steps=3", "objective.preset=ppo", "checkpoint.every=1", *QUICK)
-    part = train("part", "steps=2", "objective.preset=ppo", *QUICK)
-    assert main(["train", "--resume", str(part), "steps=3"]) == 0
+    whole = train("whole", "steps=2", "objective.preset=ppo", "checkpoint.every=1", *QUICK)
+    part = train("part", "steps=1", "objective.preset=ppo", *QUICK)
+    assert main(["train", "--resume", str(part), "steps=2"]) == 0
     assert list(map(timeless, rows(whole))) == list(map(timeless, rows(part)))
     for name in ("model", "critic", "critic_optimizer"):
         one, other = (
-            load_file(checkpoint.checkpoint_folder(run, 3) / f"{name}.safetensors")
+            load_file(checkpoint.checkpoint_folder(run, 2) / f"{name}.safetensors")
             for run in (whole, part)
         )
         assert one.keys() == other.keys()
@@ -30,7 +31,7 @@ def test_ppo_with_a_critic_trains_and_resumes_to_the_bit(train):
     losses = [row["train/value_loss"] for row in rows(whole)]
     assert max(losses) > 0  # a step whose rewards are all 0 has nothing to learn
     before, after = (
-        load_file(checkpoint.checkpoint_folder(whole, s) / "critic.safetensors") for s in (1, 3)
+        load_file(checkpoint.checkpoint_folder(whole, s) / "critic.safetensors") for s in (1, 2)
     )
     assert not torch.equal(before["head.weight"], after["head.weight"])
     assert all(not torch.equal(before[k], after[k]) for k in before if k.endswith("q_proj.weight"))
@@ -43,17 +44,8 @@ def test_reference_and_entropy(train):
     found = rows(train("kl", "steps=2", "replay.mode=off", *settings))
     assert found[0]["train/kl"] == pytest.approx(0, abs=1e-9)
     assert found[1]["train/kl"] > 1e-6
-    reward = rows(
-        train(
-            "reward",
-            "steps=2",
-            "objective.preset=reinforce++",
-            "objective.kl.coef=0.1",
-            "objective.kl.where=reward",
-            "objective.kl.estimator=k1",
-            *QUICK,
-        )
-    )
+    kl = 'objective.kl={coef = 0.1, where = "reward", estimator = "k1"}'
+    reward = rows(train("reward", "steps=1", "objective.preset=reinforce++", kl, *QUICK))
     assert "train/kl" not in reward[0]
 
 
@@ -69,32 +61,20 @@ def test_bypass_measures_in_the_update_without_scoring(train):
         assert row[name] == pytest.approx(usual[name], rel=1e-5), name
     assert row["train/ratio_dev"] > 0  # the ratio is new / rollout
     assert usual["train/ratio_dev"] == 0
-    assert (
-        json.loads((out / "summary.json").read_text())["time"]["score_saved"]
-        == row["time/score_saved"]
-    )
-    bypass = ("correction.preset=ppo-is", "objective.num_minibatches=2", "eval.every=0")
-    probed = train("two", "steps=1", *bypass, "log.counterfactual_every=1")
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["time"]["score_saved"] == row["time/score_saved"]
+    probed = train("two", "steps=1", *BYPASS, "log.counterfactual_every=1")
     two = rows(probed)[0]
     assert two["mismatch/k3"] != usual["mismatch/k3"]  # of the first half
     assert two["repeat/max_dlogp"] < 1e-3
     tensors = load_file(probed / "probes" / "step_00001.safetensors")
-    assert (
-        len(tensors["logp_trainer"])
-        == len(tensors["logp_trainer_native"])
-        == two["correction/slots"]
-    )
+    for name in ("logp_trainer", "logp_trainer_native"):
+        assert len(tensors[name]) == two["correction/slots"]
 
 
 def test_bypass_keeps_every_samples_rollout_log_probability(train):
     """Samples of the second minibatch were never scored before the weights moved."""
-    bypass = (
-        "correction.preset=ppo-is",
-        "objective.num_minibatches=2",
-        "eval.every=0",
-        "log.counterfactual_every=0",
-    )
-    out = train("unseen", "steps=1", *bypass)
+    out = train("unseen", "steps=1", *BYPASS, "log.counterfactual_every=0")
     first, second = (json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines())
     assert first["mean_logp_trainer"] == pytest.approx(first["mean_logp_rollout"], abs=0.1)
     assert second["mean_logp_trainer"] is None
@@ -103,18 +83,12 @@ def test_bypass_keeps_every_samples_rollout_log_probability(train):
 
 
 def test_live_corrections_run_and_report(train):
-    row = rows(
-        train("opsm", "steps=1", "correction.preset=opsm", "objective.num_minibatches=2", *QUICK)
-    )[0]
-    assert (
-        0
-        <= row["correction/rejected/k1.mean.sequence.negative.new"]
-        <= row["correction/rejected"]
-        <= 1
-    )
-    row = rows(train("pg", "steps=1", "correction.preset=pg-tis", "objective.preset=rloo", *QUICK))[
-        0
-    ]
+    opsm = ("correction.preset=opsm", "objective.num_minibatches=2")
+    row = rows(train("opsm", "steps=1", *opsm, *QUICK))[0]
+    gate = "correction/rejected/k1.mean.sequence.negative.new"
+    assert 0 <= row[gate] <= row["correction/rejected"] <= 1
+    pg = ("correction.preset=pg-tis", "objective.preset=rloo")
+    row = rows(train("pg", "steps=1", *pg, *QUICK))[0]
     assert row["correction/weight_max"] <= 2
     assert row["correction/weighted"] > 0
 
@@ -132,13 +106,9 @@ def test_dapo_replaces_groups_without_signal(train):
 @pytest.mark.parametrize("name", objective_presets())
 def test_every_preset_combines_with_every_correction_form(train, name, correction):
     """The slides state that TIS is compatible with every GxPO."""
-    settings = (
-        f"correction.preset={correction}",
-        "replay.mode=off",
-        "objective.num_minibatches=2",
-        *QUICK,
-    )
-    found = rows(train(None, "steps=3", f"objective.preset={name}", *settings))
+    settings = (f"correction.preset={correction}", "replay.mode=off", *QUICK)
+    settings += ("objective.num_minibatches=2", f"objective.preset={name}")
+    found = rows(train(None, "steps=3", *settings))
     assert len(found) == 3
     assert all(row["train/loss"] is not None and row["correction/weight_mean"] > 0 for row in found)
 
@@ -147,28 +117,19 @@ def test_every_preset_combines_with_every_correction_form(train, name, correctio
 @pytest.mark.parametrize("replay", ["r3", "off"])
 @pytest.mark.parametrize("name", objective_presets())
 def test_every_preset_trains_for_twenty_steps(train, name, replay):
-    run = train(
-        None,
-        "steps=20",
-        f"objective.preset={name}",
-        f"replay.mode={replay}",
-        "objective.num_minibatches=2",
-        *QUICK,
-    )
+    settings = (f"objective.preset={name}", f"replay.mode={replay}", *QUICK)
+    run = train(None, "steps=20", *settings, "objective.num_minibatches=2")
     assert len(rows(run)) == 20
 
 
+@pytest.mark.full
 def test_a_sweep_over_num_minibatches_trains_with_a_fixed_clip_range(train, capsys):
     """The run with one minibatch says that the clip range is idle, once. A resume does not."""
     for count, lines in ((1, 1), (2, 0)):
-        run = train(
-            f"sweep-{count}",
-            "steps=1",
-            "objective.clip_low=0.1",
-            f"objective.num_minibatches={count}",
-            "eval.every=0",
-        )
+        settings = ("objective.clip_low=0.1", f"objective.num_minibatches={count}", "eval.every=0")
+        run = train(f"sweep-{count}", "steps=1", *settings)
         shown = capsys.readouterr()
         assert shown.err.count("no effect here: objective.clip_low = 0.1 (") == lines
-        assert main(["train", "--resume", str(run), "steps=2"]) == 0
-        assert "no effect here" not in capsys.readouterr().err
+        if count == 1:
+            assert main(["train", "--resume", str(run), "steps=2"]) == 0
+            assert "no effect here" not in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """What `onepolicy plan` says of adapters (train.lora), beside what a run holds and sends."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -22,17 +23,25 @@ from support.metrics import rows
 ALL = '["attention","experts","routers"]'
 
 
-def planned(recipe, tmp_path, *settings):
-    path = tmp_path / "plan.json"
-    command = ["plan", str(recipe), "--cluster", "1xcpu", "--json", str(path), *settings]
-    assert main(command) == 0
-    return json.loads(path.read_text())
+@pytest.fixture(scope="module")
+def planned(recipe, tmp_path_factory):
+    """Return planned("a.b=c", ...), the plan of the recipe with these settings."""
+
+    @cache
+    def run(*settings):
+        path = tmp_path_factory.mktemp("plan") / "plan.json"
+        command = ["plan", str(recipe), "--cluster", "1xcpu", "--json", str(path), *settings]
+        assert main(command) == 0
+        return json.loads(path.read_text())
+
+    return run
 
 
 def within_5_percent(found):
     return pytest.approx(found, rel=0.05)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [
@@ -41,8 +50,8 @@ def within_5_percent(found):
         ("train.lora.rank=8", "model.dtype=bfloat16", 'train.lora.targets=["attention"]'),
     ],
 )
-def test_a_run_holds_and_sends_what_was_planned(train, recipe, tmp_path, settings):
-    plan = planned(recipe, tmp_path, *settings)
+def test_a_run_holds_and_sends_what_was_planned(train, planned, settings):
+    plan = planned(*settings)
     run = train("lora", *settings, "steps=1", "eval.every=0")
     folder = checkpoint.checkpoint_folder(run, 1)
     moments = load_file(folder / "optimizer.safetensors")
@@ -57,8 +66,8 @@ def test_a_run_holds_and_sends_what_was_planned(train, recipe, tmp_path, setting
     assert plan["traffic"]["weights"] == within_5_percent(rows(run)[-1]["sync/gib"] * 2**30)
 
 
-def test_gradients_are_those_of_adapters(recipe, tmp_path, policy):
-    plan = planned(recipe, tmp_path, "train.lora.rank=4")
+def test_gradients_are_those_of_adapters(planned, policy):
+    plan = planned("train.lora.rank=4")
     model = load_model(ModelConfig(path=str(policy)), torch.float32, torch.device("cpu"))
     base = sum(parameter.nbytes for parameter in model.parameters())
     add_adapter(model, LoraConfig(rank=4), str(policy), seed=0)
@@ -72,14 +81,16 @@ def test_gradients_are_those_of_adapters(recipe, tmp_path, policy):
     assert learner["parameters"] == within_5_percent(base + found)
 
 
-def test_the_reference_of_the_kl_takes_nothing(recipe, tmp_path, policy):
+@pytest.mark.full
+def test_the_reference_of_the_kl_takes_nothing(planned, policy):
     settings = ("train.lora.rank=4", "objective.kl.coef=0.1")
     second = (*settings, f"objective.kl.reference={policy}")
-    own = planned(recipe, tmp_path, *settings)["chosen"]["learner_bytes"]
+    own = planned(*settings)["chosen"]["learner_bytes"]
     assert own["others"] == 0
-    assert planned(recipe, tmp_path, *second)["chosen"]["learner_bytes"]["others"] > 0
+    assert planned(*second)["chosen"]["learner_bytes"]["others"] > 0
 
 
+@pytest.mark.full
 def test_every_rank_has_the_whole_adapter_and_a_part_of_the_rest(recipe):
     """What ranks send is counted by hand: weights for two passes over each micro-batch, and A and B
     twice, since every rank gets the sum of their gradients."""
@@ -89,9 +100,8 @@ def test_every_rank_has_the_whole_adapter_and_a_part_of_the_rest(recipe):
     held, shared = one.learner, two.learner
     dims = planner.dims
     assert (shared.optimiser, shared.gradients) == (held.optimiser, held.gradients)
-    assert shared.parameters - 4 * dims.adapter == within_5_percent(
-        (held.parameters - 4 * dims.adapter) / 2
-    )
+    rest = held.parameters - 4 * dims.adapter
+    assert shared.parameters - 4 * dims.adapter == within_5_percent(rest / 2)
     assert two.save.size == one.save.size
     gathers = 2 + config.scores_old
     micro_batches = planner.work.micro_batches(config.train.tokens_per_micro_batch, 2)
@@ -99,13 +109,15 @@ def test_every_rank_has_the_whole_adapter_and_a_part_of_the_rest(recipe):
     assert communication_volume(dims, config, planner.work, 2).gathered == sent
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_frozen_weights_in_nf4_take_what_was_planned(recipe, tmp_path, policy, dtype):
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("dtype", "setting"), [("float32", []), ("bfloat16", ["model.dtype=bfloat16"])]
+)
+def test_frozen_weights_in_nf4_take_what_was_planned(planned, policy, dtype, setting):
     from onepolicy.models.nf4 import stored_bytes
 
-    settings = ("train.lora.rank=4", f"model.dtype={dtype}")
-    whole = planned(recipe, tmp_path, *settings)
-    plan = planned(recipe, tmp_path, *settings, "train.lora.base=nf4")
+    settings = ("train.lora.rank=4", *setting)
+    whole, plan = planned(*settings), planned(*settings, "train.lora.base=nf4")
     model = load_model(ModelConfig(path=str(policy)), getattr(torch, dtype), torch.device("cpu"))
     add_adapter(model, LoraConfig(rank=4, base="nf4"), str(policy), seed=0)
     now, before = stored_bytes(model)

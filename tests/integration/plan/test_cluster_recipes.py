@@ -44,11 +44,10 @@ SMALLER = """
 def planned(name):
     """Plan the recipe on the cluster that its first comment names."""
     head = (FOLDER / name).read_text()
-    cluster, constants = re.search(
-        r"onepolicy plan \S+ --cluster (\S+)(?: --constant (\S+))?\n", head
-    ).groups()
+    command = r"onepolicy plan \S+ --cluster (\S+)(?: --constant (\S+))?\n"
+    cluster, *constants = filter(None, re.search(command, head).groups())
     config = load(FOLDER / name)
-    return Planner(config, config.model, parse_cluster(cluster, [constants] if constants else []))
+    return Planner(config, config.model, parse_cluster(cluster, constants))
 
 
 def test_every_recipe_is_tested():
@@ -84,11 +83,11 @@ def test_the_planned_cache_is_that_of_the_server_that_the_recipe_starts(name):
     words = command_line(arguments, "127.0.0.1", 8000)
     assert "--kv-cache-memory-bytes" not in words
     assert words[words.index("--tensor-parallel-size") + 1] == str(size)
-    assert tuple(
-        parse_cluster("8xH200")[constant] for constant in ("engine_share", "engine_reserve")
-    ) == (GPU_SHARE, RESERVE)
+    h200 = parse_cluster("8xH200")
+    assert (h200["engine_share"], h200["engine_reserve"]) == (GPU_SHARE, RESERVE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b_8gpu.toml", *LARGE])
 def test_a_recipe_fits_its_cluster(name):
     made = planned(name)
@@ -97,11 +96,11 @@ def test_a_recipe_fits_its_cluster(name):
     assert chosen.fits
     assert chosen.seconds == min(option.seconds for option in options if option.fits)
     assert chosen.learner_used < 0.92 * chosen.learner_room
-    assert (chosen.split.learners, chosen.split.engines, chosen.split.tensor_parallel) == SPLITS[
-        name
-    ]
+    split = chosen.split
+    assert (split.learners, split.engines, split.tensor_parallel) == SPLITS[name]
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
@@ -112,10 +111,8 @@ def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     changed = type(tiny)(**tiny.to_dict() | {"vocab_size": len(tokenizer)})
     AutoModelForCausalLM.from_config(changed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    assert (
-        main(["train", str(FOLDER / name), f"out={out}", f"model.path={folder}", *SMALLER.split()])
-        == 0
-    )
+    command = ["train", str(FOLDER / name), f"out={out}", f"model.path={folder}"]
+    assert main([*command, *SMALLER.split()]) == 0
     (first, second) = rows(out)
     assert config.replay.mode == "r3"
     assert first["train/grad_norm"] > 0

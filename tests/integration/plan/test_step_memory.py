@@ -34,13 +34,8 @@ def whole_update(planner, config, samples):
     with dry.fake, kernel_stand_ins(cpu=False):
         batch = _fake_batch(micro)
         floats = torch.empty(batch.num_slots)
-        batch = batch.replace(
-            advantage=floats,
-            logp_old=floats,
-            weight=floats,
-            keep=batch.trainable,
-            loss_weight=floats,
-        )
+        names = ("advantage", "logp_old", "weight", "loss_weight")
+        batch = batch.replace(keep=batch.trainable, **dict.fromkeys(names, floats))
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         if config.train.activation_checkpointing:
@@ -56,6 +51,7 @@ def whole_update(planner, config, samples):
     return memory.peak
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

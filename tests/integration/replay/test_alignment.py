@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onepolicy import bind_routers
 from onepolicy.build.components import Components, build_components
-from onepolicy.config import UsageError, resolve
+from onepolicy.config import RunConfig, UsageError, resolve
 from onepolicy.divergence.routing import routing_agreement
 from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay import RoutingError
@@ -37,40 +37,27 @@ from onepolicy.train.checks import _warn_of_collapse, check_routes
 from onepolicy.train.pack import pack
 from onepolicy.types import Completion, RoutingTrace, Sampling, TokenBatch
 from support.learner_steps import batch_of, learner_of, one_step
-from support.models import make
+
+
+def config_of(policy, *overrides: str) -> RunConfig:
+    tree = {"out": "x", "steps": 1, "model": {"path": str(policy)}, "train": {"threads": 1}}
+    tree |= {"task": {"kind": "chain", "ops": 6}, "optim": {"lr": 1e-3}}
+    rollout = {"prompts_per_step": 8, "group_size": 2, "sampling": {"max_tokens": 40}}
+    rollout["engine"] = {"max_num_seqs": 16, "dtype": "bfloat16"}
+    tree |= {"rollout": rollout, "log": {"tensorboard": False, "report": False}}
+    return resolve(tree, list(overrides))
 
 
 def parts_of(policy, *overrides: str) -> Components:
-    recipe = {
-        "out": "x",
-        "steps": 1,
-        "model": {"path": str(policy)},
-        "task": {"kind": "chain", "ops": 6},
-        "rollout": {
-            "prompts_per_step": 8,
-            "group_size": 2,
-            "sampling": {"max_tokens": 40},
-            "engine": {"max_num_seqs": 16, "dtype": "bfloat16"},
-        },
-        "optim": {"lr": 1e-3},
-        "train": {"threads": 1},
-        "log": {"tensorboard": False, "report": False},
-    }
-    return build_components(resolve(recipe, list(overrides)))[0]
+    return build_components(config_of(policy, *overrides))[0]
 
 
 def rollout(parts: Components, step: int = 0) -> TokenBatch:
     async def play():
         await push_weights(parts.learner, parts.engine)
-        return await collect_rollouts(
-            parts.engine,
-            parts.environment,
-            parts.config.rollout,
-            stop=parts.stop,
-            step=step,
-            seed=0,
-            route_spec=parts.route_spec,
-        )
+        given = parts.engine, parts.environment, parts.config.rollout
+        how = {"stop": parts.stop, "step": step, "seed": 0, "route_spec": parts.route_spec}
+        return await collect_rollouts(*given, **how)
 
     groups, _ = asyncio.run(play())
     return pack(compute_outcomes(groups, parts.config.objective))
@@ -119,41 +106,22 @@ def column(ids: Tensor, index: int, other: Tensor) -> Tensor:
     return out
 
 
-MISALIGNED: dict[str, tuple[Callable[[Tensor, list[int]], Tensor], list[str]]] = {
-    "late": (
-        lambda ids, _: ids.roll(1, 0),
-        ["layer 0 agree in", "one row late", "holds the routes of the one before"],
-    ),
-    "early": (lambda ids, _: ids.roll(-1, 0), ["layer 0 agree in", "one row early"]),
-    "layers up": (
-        lambda ids, _: ids.roll(1, 1),
-        ["layer axis is moved by one", "layer 1 holds those of layer 0"],
-    ),
-    "layers down": (
-        lambda ids, _: ids.roll(-1, 1),
-        ["layer axis is moved by one", "layer 1 holds those of layer 2"],
-    ),
-    "swapped": (
-        lambda ids, b: swapped(ids, b, *least_alike(ids, b)),
-        ["samples were swapped", "of sample"],
-    ),
-    "late in one sample": (
-        lambda ids, b: late_in(ids, b[2], b[3]),
-        ["sample 2 of the batch", "one row late"],
-    ),
-    "another layer's": (
-        lambda ids, _: column(ids, 1, ids[:, 0]),
-        ["layer 1 agree", "layer 1 holds the routes of layer 0"],
-    ),
-    "a foreign layer": (
-        lambda ids, _: column(ids, 1, torch.rand(len(ids), 16).argsort(-1)[:, :4].to(ids.dtype)),
-        ["layer 1 agree in", "layer 1 alone was captured wrongly"],
-    ),
-    "foreign": (
-        lambda ids, _: torch.rand(*ids.shape[:2], 16).argsort(-1)[..., :4].to(ids.dtype),
-        ["every layer is wrong", "replay.min_agreement"],
-    ),
-}
+def foreign(ids: Tensor) -> Tensor:
+    return torch.rand(*ids.shape[:2], 16).argsort(-1)[..., :4].to(ids.dtype)
+
+
+AXIS = "layer axis is moved by one"
+MISALIGNED = [
+    (lambda ids, _: ids.roll(1, 0), "layer 0 agree in", "one row late", "routes of the one before"),
+    (lambda ids, _: ids.roll(-1, 0), "layer 0 agree in", "one row early"),
+    (lambda ids, _: ids.roll(1, 1), AXIS, "layer 1 holds those of layer 0"),
+    (lambda ids, _: ids.roll(-1, 1), AXIS, "layer 1 holds those of layer 2"),
+    (lambda ids, b: swapped(ids, b, *least_alike(ids, b)), "samples were swapped", "of sample"),
+    (lambda ids, b: late_in(ids, b[2], b[3]), "sample 2 of the batch", "one row late"),
+    (lambda ids, _: column(ids, 1, ids[:, 0]), "layer 1 agree", "1 holds the routes of layer 0"),
+    (lambda ids, _: column(ids, 1, foreign(ids)[:, 1]), "layer 1 agree in", "layer 1 alone was"),
+    (lambda ids, _: foreign(ids), "every layer is wrong", "replay.min_agreement"),
+]
 
 
 def test_clean_routes_pass_with_room(parts, batch) -> None:
@@ -164,14 +132,14 @@ def test_clean_routes_pass_with_room(parts, batch) -> None:
     assert mismatch_metrics(scored)["replay/gate_mass"] > 0.99
 
 
-@pytest.mark.parametrize("how", MISALIGNED)
-def test_misaligned_routes_stop_the_first_batch_and_are_named(parts, batch, how: str) -> None:
-    torch.manual_seed(0)
-    wrong, words = MISALIGNED[how]
-    with pytest.raises(RoutingError) as caught:
-        parts.learner.score(with_ids(batch, wrong(batch.routing.ids, batch.cu_seqlens.tolist())))
-    for word in words:
-        assert word in str(caught.value)
+def test_misaligned_routes_stop_the_first_batch_and_are_named(parts, batch, subtests) -> None:
+    for wrong, *words in MISALIGNED:
+        with subtests.test(words=words):
+            torch.manual_seed(0)
+            ids = wrong(batch.routing.ids, batch.cu_seqlens.tolist())
+            with pytest.raises(RoutingError) as caught:
+                parts.learner.score(with_ids(batch, ids))
+            assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_rows_not_valid_are_not_compared(parts, batch) -> None:
@@ -186,24 +154,6 @@ def test_rows_not_valid_are_not_compared(parts, batch) -> None:
     assert metrics["replay/missing_samples"] == batch.num_samples
     assert metrics["replay/native_rows"] == 1
     assert not [name for name in metrics if name.startswith("routing/")]
-
-
-def test_the_library_call(parts, batch) -> None:
-    model = copy.deepcopy(parts.learner.model)  # with another attention than the learner's
-    model.set_attn_implementation("eager")
-    routers = bind_routers(model)
-    for by, aligned in ((0, True), (1, False)):
-        rows = slice(0, int(batch.cu_seqlens[1]))
-        trace = dataclasses.replace(batch.routing.rows(rows.start, rows.stop), spans=())
-        trace = dataclasses.replace(trace, ids=trace.ids.roll(by, 0))
-        micro = batch.select([0])
-        with torch.no_grad(), routers.replay(trace, native=True) as replayed:
-            model(input_ids=micro.input_ids[None], use_cache=False)
-        if aligned:
-            replayed.check_alignment()
-        else:
-            with pytest.raises(RoutingError, match="one row late"):
-                replayed.check_alignment()
 
 
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=9))
@@ -235,8 +185,7 @@ def test_thresholds_by_hand() -> None:
             check_alignment(replayed, native)
 
 
-@pytest.mark.parametrize("bounds", [torch.arange(0, 6401, 32), None], ids=["samples", "unknown"])
-def test_few_routers_may_differ_by_chance(bounds: Tensor | None) -> None:
+def test_few_routers_may_differ_by_chance() -> None:
     """2 layers, top 1 of 128, 7% of the routers differ: the lowest of 400 windows is below 80%."""
     generator = torch.Generator().manual_seed(0)
     native = torch.randint(128, (6400, 2, 1), generator=generator).byte()
@@ -246,11 +195,12 @@ def test_few_routers_may_differ_by_chance(bounds: Tensor | None) -> None:
     right, own = (RoutingTrace(trace, valid, (0, 1), 128) for trace in (ids, native))
     agreement = routing_agreement(right, own).mean(1)
     assert agreement.view(400, 16).mean(1).min() < 0.8 < agreement.mean()
-    check_alignment(right, own, bounds)
     wrong = ids.clone()
     wrong[640:672] = ids[6080:6112]  # another sample's
-    with pytest.raises(RoutingError, match="sample 20" if bounds is not None else "rows 6[45]"):
-        check_alignment(RoutingTrace(wrong, valid, (0, 1), 128), own, bounds)
+    for bounds, words in ((torch.arange(0, 6401, 32), "sample 20"), (None, "rows 6[45]")):
+        check_alignment(right, own, bounds)
+        with pytest.raises(RoutingError, match=words):
+            check_alignment(RoutingTrace(wrong, valid, (0, 1), 128), own, bounds)
 
 
 # --- in the loop ----------------------------------------------------------------------------------
@@ -272,6 +222,11 @@ class Broken:
         return self.spoil(await self.engine.generate(prompt_ids, sampling, seed=seed))
 
 
+def with_routes(completion: Completion, ids: Tensor) -> Completion:
+    routing = dataclasses.replace(completion.routing, ids=ids)
+    return dataclasses.replace(completion, routing=routing)
+
+
 def step_with(parts: Components, spoil: Callable[[Completion], Completion]):
     async def go():
         await push_weights(parts.learner, parts.engine)
@@ -283,8 +238,7 @@ def step_with(parts: Components, spoil: Callable[[Completion], Completion]):
 
 def test_a_shifted_engine_stops_the_run_before_its_first_update(parts) -> None:
     def late(completion: Completion) -> Completion:
-        shifted = dataclasses.replace(completion.routing, ids=completion.routing.ids.roll(1, 0))
-        return dataclasses.replace(completion, routing=shifted)
+        return with_routes(completion, completion.routing.ids.roll(1, 0))
 
     before = {name: weight.clone() for name, weight in parts.learner.named_weights()}
     with pytest.raises(RoutingError, match="one row late"):
@@ -312,16 +266,10 @@ def test_an_engine_that_drops_its_routes(policy) -> None:
 
 def test_filler_routes_are_refused_with_their_sample(parts) -> None:
     def zero(completion: Completion) -> Completion:
-        return dataclasses.replace(
-            completion,
-            routing=dataclasses.replace(
-                completion.routing, ids=torch.zeros_like(completion.routing.ids)
-            ),
-        )
+        return with_routes(completion, torch.zeros_like(completion.routing.ids))
 
-    with pytest.raises(
-        UsageError, match=r"problem \d+, sample \d, turn 0: an expert twice at layer 0, row 0"
-    ):
+    words = r"problem \d+, sample \d, turn 0: an expert twice at layer 0, row 0"
+    with pytest.raises(UsageError, match=words):
         step_with(parts, zero)
 
 
@@ -333,9 +281,7 @@ def test_a_layer_with_constant_routes_is_not_captured(policy, mode: str) -> None
     def once(completion: Completion) -> Completion:
         ids = completion.routing.ids.clone()
         ids[:, 1] = ids[0, 1]
-        return dataclasses.replace(
-            completion, routing=dataclasses.replace(completion.routing, ids=ids)
-        )
+        return with_routes(completion, ids)
 
     parts = parts_of(policy, f"replay.mode={mode}")
     words = (
@@ -347,10 +293,9 @@ def test_a_layer_with_constant_routes_is_not_captured(policy, mode: str) -> None
     assert parts.learner.version == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["r3", "off"])
-def test_a_collapsed_router_is_distinguished_from_an_uncaptured_layer(
-    policy, mode: str, caplog
-) -> None:
+def test_a_collapsed_router_is_distinguished_from_an_uncaptured_layer(policy, mode, caplog) -> None:
     parts = parts_of(policy, f"replay.mode={mode}")
     collapse(parts, layer=2)
     _warn_of_collapse.cache_clear()
@@ -362,35 +307,26 @@ def test_a_collapsed_router_is_distinguished_from_an_uncaptured_layer(
     assert "layer 1" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("settings", "age", "stops"),
-    [
+def test_a_constant_layer_of_older_weights(policy, batch, subtests) -> None:
+    """The engine's router had collapsed in layer 1. The trainer's has not quite: it agrees in 3
+    rows of 4."""
+    ids = batch.routing.ids.clone()
+    ids[:, 1] = ids[0, 1]
+    native = ids.clone()
+    native[::4, 1] = torch.tensor([e for e in range(16) if e not in ids[0, 1]][:4])
+    native = dataclasses.replace(batch.routing, ids=native)
+    scored, oldest = with_ids(batch, ids).replace(routing_native=native), batch.version
+    for settings, age, stops in (
         (["replay.mode=off"], 0, "the engine did not capture"),
         (["replay.mode=off"], 4, None),  # only measured, and older weights may have chosen so
         (["replay.min_agreement=0.5"], 4, None),
         (["replay.min_agreement=0"], 4, None),
         ([], 4, "Or they are too old: the oldest tokens were sampled 4 updates ago"),
-    ],
-)
-def test_a_constant_layer_of_older_weights(
-    policy, parts, batch, settings, age: int, stops: str | None
-) -> None:
-    """The engine's router had collapsed in layer 1. The trainer's has not quite: it agrees in 3
-    rows of 4."""
-    config = parts_of(policy, *settings).config.replay
-    ids = batch.routing.ids.clone()
-    ids[:, 1] = ids[0, 1]
-    native = ids.clone()
-    native[::4, 1] = torch.tensor([e for e in range(16) if e not in ids[0, 1]][:4])
-    scored = with_ids(batch, ids).replace(
-        routing_native=dataclasses.replace(batch.routing, ids=native)
-    )
-    version = int(batch.version[batch.trainable].min()) + age
-    if stops is None:
-        check_routes(scored, config, version)
-    else:
-        with pytest.raises(RoutingError, match=stops):
-            check_routes(scored, config, version)
+    ):
+        config, version = config_of(policy, *settings), int(oldest[batch.trainable].min()) + age
+        refused = nullcontext() if stops is None else pytest.raises(RoutingError, match=stops)
+        with subtests.test(settings=settings, age=age), refused:
+            check_routes(scored, config.replay, version)
 
 
 def collapse(parts: Components, layer: int) -> None:
@@ -416,9 +352,8 @@ def collapse(parts: Components, layer: int) -> None:
 def test_routes_dropped_after_collecting_are_errors(policy, batch) -> None:
     parts = parts_of(policy, "train.reuse_scoring_forward=false")  # its graph has replayed them
     for call in (parts.learner.score, parts.learner.step):
-        lost = parts.learner.score(batch).replace(
-            routing=None, advantage=batch.logp_rollout, keep=batch.trainable
-        )
+        lost = parts.learner.score(batch).replace(routing=None, advantage=batch.logp_rollout)
+        lost = lost.replace(keep=batch.trainable)
         with pytest.raises(RoutingError, match="the batch has no routes"):
             call(lost.replace(weight=torch.ones(batch.num_slots)))
     assert batch.select([0, 2]).routing is not None
@@ -429,15 +364,11 @@ def test_routes_dropped_after_collecting_are_errors(policy, batch) -> None:
 
 def test_variation_by_hand_and_of_a_real_batch(parts, batch) -> None:
     scored = parts.learner.score(batch)
-    assert compare_scorings(scored, scored) == {
-        "repeat/k3": 0.0,
-        "repeat/max_dlogp": 0.0,
-        "repeat/routers": 0.0,
-    }
+    names = {"repeat/k3", "repeat/max_dlogp", "repeat/routers"}
+    assert compare_scorings(scored, scored) == dict.fromkeys(names, 0.0)
     slot = int(batch.trainable.nonzero()[0, 0])
-    moved = scored.replace(
-        logp_old=scored.logp_old.clone(), routing_native=copy.deepcopy(scored.routing_native)
-    )
+    native = copy.deepcopy(scored.routing_native)
+    moved = scored.replace(logp_old=scored.logp_old.clone(), routing_native=native)
     moved.logp_old[slot] += 0.1
     moved.routing_native.ids[slot, 1] = (moved.routing_native.ids[slot, 1] + 5) % 16
     found = compare_scorings(scored, moved)
@@ -445,27 +376,10 @@ def test_variation_by_hand_and_of_a_real_batch(parts, batch) -> None:
     assert found["repeat/max_dlogp"] == pytest.approx(0.1, rel=1e-5)
     assert found["repeat/k3"] == pytest.approx((0.1051709 - 0.1) / trained, rel=1e-4)
     assert found["repeat/routers"] == pytest.approx(1 / (3 * slots))
-    again = repeat_metrics(
-        parts.learner.scorer, scored, parts.learner.scorer.score(batch, replay=False)
-    )
+    scorer = parts.learner.scorer
+    again = repeat_metrics(scorer, scored, scorer.score(batch, replay=False))
     assert again["repeat/max_dlogp"] < 1e-4  # fp32: rounding only
     assert again["repeat/routers"] < 0.01
-
-
-# --- what replay leaves alone ---------------------------------------------------------------------
-
-
-def test_a_reference_model_keeps_its_own_routes_inside_a_replay(parts, batch) -> None:
-    model = make("qwen3_moe")
-    reference, routers = copy.deepcopy(model), bind_routers(model)
-    ids = torch.arange(24).view(2, 12)
-    expected = reference(input_ids=ids).logits
-    random = torch.rand(24, 3, 8).argsort(-1)[..., :2].to(torch.uint8)
-    with routers.replay(
-        RoutingTrace(random, torch.ones(24, dtype=torch.bool), routers.layers, 8), check=False
-    ):
-        assert torch.equal(reference(input_ids=ids).logits, expected)
-        assert not torch.equal(model(input_ids=ids).logits, expected)
 
 
 def test_expert_bias_is_not_moved_by_a_training_step() -> None:
@@ -492,13 +406,8 @@ def test_no_false_alarm_in_200_clean_steps(parts) -> None:
         scored = parts.learner.score(rollout(parts, step))
         agreement = routing_agreement(scored.routing, scored.routing_native)
         starts = [*window_starts(scored.cu_seqlens).tolist(), len(agreement)]
-        cells = torch.stack(
-            [agreement[a:b].mean() for a, b in itertools.pairwise(starts) if b - a >= 8]
-        )
-        layer, window, count = (
-            min(layer, float(agreement.mean(0).min())),
-            min(window, float(cells.min())),
-            count + len(cells),
-        )
+        cells = [agreement[a:b].mean() for a, b in itertools.pairwise(starts) if b - a >= 8]
+        layer = min(layer, float(agreement.mean(0).min()))
+        window, count = min(window, *map(float, cells)), count + len(cells)
     print(f"200 steps, {count} windows: lowest layer {layer:.3f}, lowest window {window:.3f}")
     assert window > 0.9

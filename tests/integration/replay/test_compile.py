@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from onepolicy import bind_routers
-from onepolicy.replay import Routers
 from onepolicy.types import RoutingTrace
-from support.replay_models import build, loss_and_grads, random_trace, tokens
+from support.replay_models import build, loss_and_grads, same_bits, tokens
+from support.replay_steps import routes_of
 
 
 @pytest.fixture(autouse=True)
@@ -33,24 +32,22 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def _build(family: str, **changes: object) -> PreTrainedModel:
-    return build(
-        family, experts="batched_mm", **changes
-    )  # AOTAutograd cannot trace transformers' CPU grouped_mm
+    # AOTAutograd cannot trace transformers' CPU grouped_mm.
+    return build(family, experts="batched_mm", **changes)
 
 
-def _trace(routers: Routers, seed: int, *, every: int = 0, weights: bool = False) -> RoutingTrace:
-    trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k, seed=seed)
-    if every:
-        trace.valid[::every] = False
-    generator = torch.Generator().manual_seed(seed)
-    return dataclasses.replace(
-        trace, weights=torch.rand(trace.ids.shape, generator=generator) if weights else None
-    )
+def _traces(model: PreTrainedModel, count: int, *, every: int = 0, weights: bool = False) -> list:
+    routers, traces = bind_routers(model), []
+    for seed in range(2, 2 + count):
+        trace = routes_of(routers, seed=seed, every=every)
+        if weights:
+            random = torch.rand(trace.ids.shape, generator=torch.Generator().manual_seed(seed))
+            trace = dataclasses.replace(trace, weights=random)
+        traces.append(trace)
+    return traces
 
 
-def _replayed(
-    model: PreTrainedModel, traces: list[RoutingTrace], **how: Any
-) -> list[tuple[Tensor, dict[str, Tensor], Any]]:
+def _replayed(model: PreTrainedModel, traces: list[RoutingTrace], **how: Any) -> list[tuple]:
     routers, found = bind_routers(model), []
     for trace in traces:
         with routers.replay(trace, **how, check=False) as replay:
@@ -72,7 +69,7 @@ def _check(
         found, expected, strict=True
     ):
         assert torch.equal(logits, plain)
-        assert all(torch.equal(grads[name], plain_grads[name]) for name in plain_grads)
+        assert same_bits(grads, plain_grads)
         assert native is None or torch.equal(native, plain_native)
     assert not torch.equal(found[0][0], found[1][0])
 
@@ -80,7 +77,7 @@ def _check(
 def test_a_router_compiles_whole_and_takes_new_routes() -> None:
     model = _build("qwen3_moe", num_hidden_layers=1)
     plain = model(input_ids=tokens()).logits
-    traces = [_trace(bind_routers(model), seed, every=3) for seed in (2, 3)]
+    traces = _traces(model, 2, every=3)
     expected = _replayed(model, traces, native=True)
     model.model.layers[0].mlp.gate.compile(backend="eager", fullgraph=True)
     _check(model, expected, traces, graphs=1, native=True)
@@ -107,7 +104,7 @@ MODES = {
 def test_a_whole_model_compiles_in_one_graph(family: str, mode: str) -> None:
     how, kind = MODES[mode]
     model = _build(family)
-    traces = [_trace(bind_routers(model), seed, **kind) for seed in (2, 3, 4)]
+    traces = _traces(model, 3, **kind)
     expected = _replayed(model, traces, **how)
     model.compile(backend="aot_eager", fullgraph=True)
     _check(model, expected, traces, graphs=1, **how)
@@ -119,12 +116,11 @@ def test_compile_with_activation_checkpointing(how: str, monkeypatch: pytest.Mon
     """For checkpoints, dynamo needs the information that a recompute has no side effects (has this
     router run?)."""
     model = _build("qwen3_moe")
-    traces = [_trace(bind_routers(model), seed) for seed in (2, 3, 4)]
+    traces = _traces(model, 3)
     expected = _replayed(model, traces)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    if (
-        how == "blocks"
-    ):  # each compiled by itself, inside its layer's checkpoint: one graph more, for the recompute
+    if how == "blocks":
+        # Each by itself, inside its layer's checkpoint: one graph more, for the recompute.
         for layer in model.model.layers:
             layer.mlp.compile(backend="aot_eager", fullgraph=True)
     else:
@@ -134,18 +130,16 @@ def test_compile_with_activation_checkpointing(how: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.needs("g++")  # of inductor
 def test_inductor_takes_new_routes() -> None:
     model = _build("qwen3_moe", num_hidden_layers=1)
-    traces = [_trace(bind_routers(model), seed) for seed in (2, 3)]
+    traces = _traces(model, 2)
     expected = _replayed(model, traces)
     model.model.layers[0].mlp.compile(fullgraph=True)
-    for (logits, grads, _), (plain, plain_grads, _) in zip(
-        _replayed(model, traces), expected, strict=True
-    ):
-        torch.testing.assert_close(
-            logits, plain, atol=1e-4, rtol=1e-4
-        )  # inductor fuses: not the same bits
+    found = _replayed(model, traces)
+    for (logits, grads, _), (plain, plain_grads, _) in zip(found, expected, strict=True):
+        torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)  # inductor fuses
         for name in plain_grads:
             torch.testing.assert_close(grads[name], plain_grads[name], atol=1e-5, rtol=1e-3)
     assert counters["stats"]["unique_graphs"] == 1

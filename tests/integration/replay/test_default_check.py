@@ -4,7 +4,7 @@ the first forward of each source."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy import bind_routers
-from onepolicy.replay import Routers, RoutingError
-from onepolicy.replay.source_checks import CHECK_EVERY
+from onepolicy.replay import Routers, RoutingError, source_checks
 from onepolicy.types import RoutingTrace
-from support.replay_models import build, tokens
+from support.replay_models import build, same_bits, take_grads, tokens
 
 SAMPLES, LENGTH = 4, 24
 IDS = tokens(SAMPLES, LENGTH)
@@ -32,7 +31,7 @@ def routers(model: PreTrainedModel) -> Routers:
     return bind_routers(model)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own(model: PreTrainedModel) -> RoutingTrace:
     with torch.no_grad(), bind_routers(model).record() as tape:
         model(input_ids=IDS)
@@ -40,9 +39,8 @@ def own(model: PreTrainedModel) -> RoutingTrace:
 
 
 def _given(own: RoutingTrace, ids: Tensor) -> RoutingTrace:
-    return RoutingTrace(
-        ids.to(own.ids.dtype), torch.ones(len(ids), dtype=torch.bool), own.layers, own.num_experts
-    )
+    valid = torch.ones(len(ids), dtype=torch.bool)
+    return RoutingTrace(ids.to(own.ids.dtype), valid, own.layers, own.num_experts)
 
 
 def _replay(model: PreTrainedModel, routers: Routers, trace: RoutingTrace, **how: bool) -> None:
@@ -50,9 +48,9 @@ def _replay(model: PreTrainedModel, routers: Routers, trace: RoutingTrace, **how
         model(input_ids=IDS)
 
 
-def _rows(ids: Tensor, start: int, stop: int, new: Tensor) -> Tensor:
+def _with(ids: Tensor, at: Any, new: Tensor) -> Tensor:
     out = ids.clone()
-    out[start:stop] = new
+    out[at] = new
     return out
 
 
@@ -67,44 +65,38 @@ def _foreign(like: Tensor) -> Tensor:
     return noise.argsort(-1)[..., : like.shape[2]].to(like.dtype)
 
 
-def _layer(ids: Tensor, column: int, new: Tensor) -> Tensor:
-    out = ids.clone()
-    out[:, column] = new
-    return out
+def _some_foreign(ids: Tensor, start: int, stop: int) -> Tensor:
+    return _with(ids, slice(start, stop), _foreign(ids)[start:stop])
 
 
-WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+COLUMN = (slice(None), 1)
+WRONG = {
     "one row late": (lambda ids: ids.roll(1, 0), "one row late"),
     "one row early": (lambda ids: ids.roll(-1, 0), "one row early"),
     "layers permuted": (lambda ids: ids.flip(1), "layer"),
-    "one layer overwritten": (lambda ids: _layer(ids, 1, ids[:, 0]), "layer"),
-    "one layer foreign": (lambda ids: _layer(ids, 1, _foreign(ids)[:, 1]), "layer"),
+    "one layer overwritten": (lambda ids: _with(ids, COLUMN, ids[:, 0]), "layer"),
+    "one layer foreign": (lambda ids: _with(ids, COLUMN, _foreign(ids)[:, 1]), "layer"),
     "all foreign": (_foreign, "every layer is wrong"),
     "samples swapped": (_swapped, "rows|layer"),
-    "a stale half": (lambda ids: _rows(ids, 0, ROWS // 2, ids[ROWS // 2 :]), "rows|layer"),
-    "a shifted history": (lambda ids: _rows(ids, 24, 48, ids[23:47]), "rows 2|rows 3"),
-    "twelve foreign rows": (lambda ids: _rows(ids, 42, 54, _foreign(ids)[42:54]), "rows 40 to 55"),
-    "twelve at the end": (lambda ids: _rows(ids, 84, 96, _foreign(ids)[84:96]), "rows 80 to 95"),
+    "a stale half": (lambda ids: _with(ids, slice(ROWS // 2), ids[ROWS // 2 :]), "rows|layer"),
+    "a shifted history": (lambda ids: _with(ids, slice(24, 48), ids[23:47]), "rows 2|rows 3"),
+    "twelve foreign rows": (lambda ids: _some_foreign(ids, 42, 54), "rows 40 to 55"),
+    "twelve at the end": (lambda ids: _some_foreign(ids, 84, 96), "rows 80 to 95"),
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_wrong_routes_are_refused_unasked(
-    model: PreTrainedModel, routers: Routers, own: RoutingTrace, kind: str
-) -> None:
-    change, words = WRONG[kind]
-    wrong = _given(own, change(own.ids))
-    for _ in range(2):  # a source that failed is looked at again
-        with pytest.raises(
-            RoutingError, match=f"not those of this forward.*({words}).*check=False"
-        ):
-            _replay(model, routers, wrong)
-    _replay(model, routers, wrong, check=False)
+def test_wrong_routes_are_refused_unasked(model, own, subtests) -> None:
+    for kind, (change, words) in WRONG.items():
+        with subtests.test(kind):
+            routers, wrong = bind_routers(model), _given(own, change(own.ids))
+            words = f"not those of this forward.*({words}).*check=False"
+            for _ in range(2):  # a source that failed is looked at again
+                with pytest.raises(RoutingError, match=words):
+                    _replay(model, routers, wrong)
+            _replay(model, routers, wrong, check=False)
 
 
-def test_every_source_is_checked_at_its_first_forward(
-    model: PreTrainedModel, routers: Routers, own: RoutingTrace
-) -> None:
+def test_every_source_is_checked_at_its_first_forward(model, routers, own) -> None:
     """The sources are recorded routes, an engine's by layer axis, hand-made and combined ones. No
     source counts for another."""
     wrong = own.ids.roll(1, 0)
@@ -123,29 +115,25 @@ def test_every_source_is_checked_at_its_first_forward(
     assert len({make(own.ids).origin.source for make in sources.values()}) == len(sources)
 
 
-def test_a_source_that_passed_is_checked_again_later(
-    model: PreTrainedModel, routers: Routers, own: RoutingTrace
-) -> None:
+def test_a_source_that_passed_is_checked_again_later(model, routers, own, monkeypatch) -> None:
+    monkeypatch.setattr(source_checks, "CHECK_EVERY", 5)
     wrong = _given(own, own.ids.roll(1, 0))
     _replay(model, routers, _given(own, own.ids))
-    for _ in range(CHECK_EVERY - 1):
+    for _ in range(4):
         _replay(model, routers, wrong)
     for _ in range(2):
         with pytest.raises(RoutingError, match="one row late"):
             _replay(model, routers, wrong)
 
 
-def test_short_traces_count_for_no_check(model: PreTrainedModel, own: RoutingTrace) -> None:
-    routers = bind_routers(model)
+def test_short_traces_count_for_no_check(model, routers, own) -> None:
     with torch.no_grad(), routers.replay(_given(own, own.ids[:5])):
         model(input_ids=IDS[:1, :5])
     with pytest.raises(RoutingError, match="one row late"):
         _replay(model, routers, _given(own, own.ids.roll(1, 0)))
 
 
-def test_a_trace_without_a_valid_row_is_refused(
-    model: PreTrainedModel, routers: Routers, own: RoutingTrace
-) -> None:
+def test_a_trace_without_a_valid_row_is_refused(model, routers, own) -> None:
     nothing = dataclasses.replace(own, valid=torch.zeros(ROWS, dtype=torch.bool))
     with pytest.raises(RoutingError, match=r"none of the trace's 96 rows is valid.*check=False"):
         _replay(model, routers, nothing)
@@ -154,17 +142,13 @@ def test_a_trace_without_a_valid_row_is_refused(
     _replay(model, routers, nothing)  # of a source that has routes: a sample without
 
 
-def test_rows_that_are_not_valid_are_not_compared(
-    model: PreTrainedModel, routers: Routers, own: RoutingTrace
-) -> None:
-    trace = _given(own, _rows(own.ids, 30, 60, own.ids[0]))
+def test_rows_that_are_not_valid_are_not_compared(model, routers, own) -> None:
+    trace = _given(own, _with(own.ids, slice(30, 60), own.ids[0]))
     trace.valid[30:60] = False
     _replay(model, routers, trace)
 
 
-def test_the_check_keeps_nothing_for_the_caller(
-    model: PreTrainedModel, routers: Routers, own: RoutingTrace
-) -> None:
+def test_the_check_keeps_nothing_for_the_caller(model, routers, own) -> None:
     with torch.no_grad(), routers.replay(own) as replayed:
         model(input_ids=IDS)
     for ask in (replayed.native, replayed.gate_mass, replayed.check_alignment):
@@ -172,9 +156,7 @@ def test_the_check_keeps_nothing_for_the_caller(
             ask()
 
 
-def test_an_error_of_the_callers_own_is_not_hidden(
-    model: PreTrainedModel, routers: Routers, own: RoutingTrace
-) -> None:
+def test_an_error_of_the_callers_own_is_not_hidden(model, routers, own) -> None:
     def run() -> None:
         with routers.replay(_given(own, own.ids.roll(1, 0))):
             model(input_ids=IDS)
@@ -184,25 +166,19 @@ def test_an_error_of_the_callers_own_is_not_hidden(
         run()
 
 
-def test_gradients_are_those_of_an_unchecked_replay(
-    model: PreTrainedModel, routers: Routers, own: RoutingTrace
-) -> None:
+def test_gradients_are_those_of_an_unchecked_replay(model, routers, own) -> None:
     found = []
     for check in (True, False):
-        model.zero_grad(set_to_none=True)
         with routers.replay(own, check=check):
             loss = model(input_ids=IDS).logits.log_softmax(-1)[..., 5].sum()
         loss.backward()
-        found.append(
-            [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        )
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        found.append(take_grads(model))
+    assert found[0]
+    assert same_bits(*found)
 
 
-def test_a_lower_bound_may_be_given(
-    model: PreTrainedModel, routers: Routers, own: RoutingTrace
-) -> None:
-    ids = _rows(own.ids, 0, 24, _foreign(own.ids)[:24])
+def test_a_lower_bound_may_be_given(model, routers, own) -> None:
+    ids = _some_foreign(own.ids, 0, 24)
     with torch.no_grad(), routers.replay(_given(own, ids), native=True, check=False) as replayed:
         model(input_ids=IDS)
     with pytest.raises(RoutingError, match="expected at least 80%"):

@@ -14,7 +14,8 @@ from onepolicy import bind_routers
 from onepolicy.config import UsageError
 from onepolicy.replay.layers import Router
 from onepolicy.replay.topk_hook import TopkReplayer
-from support.replay_models import build, random_trace, tokens
+from support.replay_models import build, tokens
+from support.replay_steps import routes_of
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2_groups"])
@@ -30,23 +31,20 @@ def test_offloaded_parameters(family: str) -> None:
         assert torch.equal(model(input_ids=ids).logits, expected)
     replayed.check_alignment()
     assert replayed.gate_mass().shape == (21, len(routers.layers))
-    random = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
-    with torch.no_grad(), routers.replay(random, check=False):
+    with torch.no_grad(), routers.replay(routes_of(routers), check=False):
         assert not torch.equal(model(input_ids=ids).logits, expected)
     routers.self_test()
 
 
-def test_a_trace_without_data_is_refused() -> None:
-    routers = bind_routers(build("qwen3_moe"))
-    trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
-    with (
-        pytest.raises(UsageError, match="on meta, which holds no routes"),
-        routers.replay(trace.to("meta")),
-    ):
-        pytest.fail("entered")
+def test_a_trace_without_data_is_refused(routers) -> None:
+    trace = routes_of(routers)
     split = dataclasses.replace(trace, valid=trace.valid.to("meta"))
-    with pytest.raises(UsageError, match="ids on cpu, valid on meta"), routers.replay(split):
-        pytest.fail("entered")
+    for wrong, words in (
+        (trace.to("meta"), "on meta, which holds no routes"),
+        (split, "ids on cpu, valid on meta"),
+    ):
+        with pytest.raises(UsageError, match=words), routers.replay(wrong):
+            pytest.fail("entered")
 
 
 class Elsewhere(torch.nn.Module):
@@ -66,10 +64,5 @@ def test_routes_follow_the_scores() -> None:
     route, valid = torch.tensor([[0, 1]] * 3, dtype=torch.uint8), torch.tensor([True, False, True])
     replayer = TopkReplayer(router, route, valid, native=True, mass=True, weights=torch.rand(3, 2))
     values, ids = replayer(torch.rand(3, 4))
-    assert (
-        values.device
-        == ids.device
-        == replayer.native.device
-        == replayer.gate_mass.device
-        == torch.device("meta")
-    )
+    found = [values, ids, replayer.native, replayer.gate_mass]
+    assert {each.device.type for each in found} == {"meta"}

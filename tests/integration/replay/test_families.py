@@ -15,9 +15,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from onepolicy import bind_routers
 from onepolicy.config import UsageError
 from onepolicy.replay import RoutingError
-from support.families import NO_CAUSAL_LM, NO_EXPERTS, REFUSED, TABLE, discover, folder
-from support.family_results import DOCS, ROWS, examine, page
-from support.replay_models import FAMILIES, build, experts_inputs, random_trace, tokens
+from onepolicy.replay.layers import find_routers
+from support.families import BASE, NO_CAUSAL_LM, NO_EXPERTS, REFUSED, TABLE, discover, folder
+from support.family_results import DOCS, examine, page, row
+from support.replay_models import build, experts_inputs, tokens
+from support.replay_steps import ROWS, routes_of
 
 
 def test_every_moe_family_of_transformers_is_in_a_table() -> None:
@@ -27,29 +29,36 @@ def test_every_moe_family_of_transformers_is_in_a_table() -> None:
     assert without == set(NO_CAUSAL_LM)
 
 
-@pytest.mark.parametrize("run", [0, 1])
 @pytest.mark.parametrize("family", TABLE)
-def test_own_routes_change_nothing_and_others_reach_the_experts(family: str, run: int) -> None:
+def test_own_routes_change_nothing_and_others_reach_the_experts(family: str, subtests) -> None:
     """run 0: fp32, stock experts; run 1: bf16, the eager loop over experts, the family's second
     setting."""
-    result = examine(family, run)
-    assert result.layers == TABLE[family].layers
-    assert result.varied
-    assert result.logits
-    assert result.changed == ()
-    assert result.recomputed == (None if family == "jetmoe" else ())
-    assert result.decoded
-    assert result.filled
-    assert result.moved
-    assert result.reached
-    assert result.weighed
-    assert result.router_grad
+    for run in (0, 1):
+        with subtests.test(run=run):
+            result = examine(family, run)
+            assert result.layers == TABLE[family].layers
+            assert result.varied
+            assert result.logits
+            assert result.changed == ()
+            assert result.recomputed == (None if family == "jetmoe" else ())
+            assert result.decoded
+            assert result.filled
+            assert result.moved
+            assert result.reached
+            assert result.weighed
+            assert result.router_grad
+    with subtests.test("the page in docs has the measured values"):
+        written = DOCS.read_text(encoding="utf-8").splitlines()
+        assert row(TABLE[family]) in written, (
+            "run: PYTHONPATH=tests python -m support.family_results"
+        )
 
 
-def test_the_page_in_docs_has_the_measured_values() -> None:
-    assert DOCS.read_text(encoding="utf-8") == page(), (
-        "run: PYTHONPATH=tests python -m support.family_results"
-    )
+def test_the_page_in_docs_has_a_row_for_each_family() -> None:
+    written = DOCS.read_text(encoding="utf-8")
+    rows = [line for line in written.splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in rows] == sorted(TABLE)
+    assert written == page(rows), "run: PYTHONPATH=tests python -m support.family_results"
 
 
 @pytest.mark.parametrize("family", TABLE)
@@ -57,13 +66,9 @@ def test_configs_exercise_the_special_parts_of_their_family(family: str) -> None
     """They have group limits that bind, scales that are not 1, windows shorter than the sequence,
     fewer keys than tokens."""
     config = TABLE[family].config()
-    for name in (
-        "routed_scaling_factor",
-        "route_scale",
-        "router_scaling_factor",
-        "moe_routed_scaling_factor",
-    ):
-        assert getattr(config, name, 1.7) == 1.7
+    for name in ("routed", "router", "moe_routed"):
+        assert getattr(config, f"{name}_scaling_factor", 1.7) == 1.7
+    assert getattr(config, "route_scale", 1.7) == 1.7
     groups = getattr(config, "n_group", None)
     assert groups is None or config.topk_group < groups
     for name in ("sliding_window", "attention_chunk_size", "index_topk"):
@@ -75,54 +80,22 @@ def test_configs_exercise_the_special_parts_of_their_family(family: str) -> None
 
 
 def test_doge_is_refused_with_its_reason() -> None:
-    config = DogeConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        is_moe=True,
-        num_experts=16,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-    )
-    with pytest.raises(
-        UsageError, match=r"DogeForCausalLM.*DogeCDMoE at 'model\.layers\.0\.mlp'.*mixes the tokens"
-    ):
+    experts = {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2}
+    config = DogeConfig(**{**BASE, **experts, "num_hidden_layers": 1})
+    words = r"DogeForCausalLM.*DogeCDMoE at 'model\.layers\.0\.mlp'.*mixes the tokens"
+    with pytest.raises(UsageError, match=words):
         bind_routers(DogeForCausalLM(config))
 
 
 def test_phimoe_is_refused_in_train_mode() -> None:
     model = TABLE["phimoe"].model().train()
     routers = bind_routers(model)
-    with (
-        pytest.raises(RoutingError, match=r"layer 0: .*PhimoeTopKRouter.* draws.*eval"),
-        routers.record(),
-    ):
-        model(input_ids=tokens())
-    trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
-    with (
-        pytest.raises(RoutingError, match=r"layer 0: .*PhimoeTopKRouter.* draws.*eval"),
-        routers.replay(trace, check=False),
-    ):
-        model(input_ids=tokens())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_self_test_and_column_order(family: str) -> None:
-    """The experts get the ids in the order of the trace's columns, which the bf16 sums of an engine
-    depend on."""
-    model, ids = build(family), tokens()
-    routers = bind_routers(model)
-    trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
-    with experts_inputs(model) as computed, routers.replay(trace, check=False) as replayed:
-        model(input_ids=ids)
-    for column, (ids_computed, _) in enumerate(computed):
-        assert torch.equal(ids_computed, trace.ids[:, column].long())
-    with pytest.raises(RuntimeError, match="native=True"):
-        replayed.native()
-    routers.self_test()
+    for context in (routers.record(), routers.replay(routes_of(routers), check=False)):
+        with (
+            pytest.raises(RoutingError, match=r"layer 0: .*PhimoeTopKRouter.* draws.*eval"),
+            context,
+        ):
+            model(input_ids=tokens())
 
 
 def test_native_routes_are_those_of_the_live_scores() -> None:
@@ -133,7 +106,7 @@ def test_native_routes_are_those_of_the_live_scores() -> None:
         routers = bind_routers(model)
         with routers.record() as tape:
             model(input_ids=ids)
-        trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+        trace = routes_of(routers)
         with routers.replay(trace, native=True, check=False) as replayed:
             model(input_ids=ids)
         native = replayed.native()
@@ -154,14 +127,13 @@ def test_qwen3_block_is_equations_8_and_9_of_the_paper(norm: bool) -> None:
     hidden = torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(4), requires_grad=True)
     probe = torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(5))
     routers = bind_routers(model)
-    trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    trace = routes_of(routers)
     with routers.replay(trace, check=False):
         out = block(hidden)
         grads = torch.autograd.grad((out * probe).sum(), [hidden, block.gate.weight])
 
-    expected = _reference_block(
-        block, hidden.reshape(ROWS, 32), trace.ids[:, 0].long(), norm
-    ).view_as(out)
+    ids = trace.ids[:, 0].long()
+    expected = _reference_block(block, hidden.reshape(ROWS, 32), ids, norm).view_as(out)
     reference = torch.autograd.grad((expected * probe).sum(), [hidden, block.gate.weight])
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     for grad, want in zip(grads, reference, strict=True):
@@ -171,18 +143,13 @@ def test_qwen3_block_is_equations_8_and_9_of_the_paper(norm: bool) -> None:
 def _reference_block(block: nn.Module, x: Tensor, ids: Tensor, norm: bool) -> Tensor:
     scores = x @ block.gate.weight.T
     indicator = torch.zeros_like(scores).scatter(1, ids, 1.0)
-    total = (
-        (indicator * scores.exp()).sum(1, keepdim=True)
-        if norm
-        else scores.exp().sum(1, keepdim=True)
-    )
-    gates = indicator * scores.exp() / total
+    total = indicator * scores.exp() if norm else scores.exp()
+    gates = indicator * scores.exp() / total.sum(1, keepdim=True)
     out = torch.zeros_like(x)
     for expert in range(8):
         gate, up = (x @ block.experts.gate_up_proj[expert].T).chunk(2, -1)
-        out = out + gates[:, expert, None] * (
-            (F.silu(gate) * up) @ block.experts.down_proj[expert].T
-        )
+        down = (F.silu(gate) * up) @ block.experts.down_proj[expert].T
+        out = out + gates[:, expert, None] * down
     return out
 
 
@@ -224,22 +191,21 @@ def test_router_gradient_is_the_one_derived_by_hand(
     routers = bind_routers(model)
     draw = torch.Generator().manual_seed(4)
     hidden, probe = torch.randn(2, 3, 7, 32, generator=draw)
-    trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    trace = routes_of(routers)
     blocks = [model.model.layers[layer].mlp for layer in routers.layers]
     with routers.replay(trace, check=False):
         outs = [block(hidden) for block in blocks]
-    for column, (block, out, router) in enumerate(zip(blocks, outs, routers._routers, strict=True)):
+    for column, (block, out, router) in enumerate(
+        zip(blocks, outs, find_routers(model), strict=True)
+    ):
         ((out[0] if isinstance(out, tuple) else out) * probe).sum().backward()
         x, ids = hidden.reshape(ROWS, 32), trace.ids[:, column].long()
         z = x @ router.module.weight.T + (router.module.bias if family == "gpt_oss" else 0)
         c = torch.zeros(ROWS, 8)
         for j in range(ids.shape[1]):
             outputs = block.experts(x, ids[:, j : j + 1], torch.ones(ROWS, 1))
-            c.scatter_(
-                1,
-                ids[:, j : j + 1],
-                (outputs * probe.reshape(ROWS, 32)).sum(-1, keepdim=True).detach(),
-            )
+            value = (outputs * probe.reshape(ROWS, 32)).sum(-1, keepdim=True).detach()
+            c.scatter_(1, ids[:, j : j + 1], value)
         own = torch.zeros(ROWS, 8, dtype=torch.bool).scatter_(1, ids, True)
         dz = derivative(z, own, c)
         torch.testing.assert_close(router.module.weight.grad, dz.T @ x, rtol=1e-4, atol=1e-4)
@@ -255,9 +221,8 @@ def test_group_limit_follows_the_replayed_experts() -> None:
     with routers.record() as tape:
         model(input_ids=tokens())
     own_groups = tape.trace().ids // 2  # 8 experts in 4 groups, 2 groups allowed
-    trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
-    replayed_groups = trace.ids // 2
-    outside = ~(replayed_groups[..., :, None] == own_groups[..., None, :]).any(-1)
+    trace = routes_of(routers)
+    outside = ~((trace.ids // 2)[..., :, None] == own_groups[..., None, :]).any(-1)
     assert outside.float().mean() > 0.3  # the case is really there
     with experts_inputs(model) as computed, routers.replay(trace, check=False):
         model(input_ids=tokens())

@@ -4,150 +4,108 @@ reused buffers."""
 from __future__ import annotations
 
 import copy
-import dataclasses
+import itertools
 import pickle
-from collections.abc import Callable
 
 import pytest
-import torch
 from torch import Tensor
-from torch.utils import checkpoint as checkpoint_module
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from onepolicy import bind_routers
-from onepolicy.replay import Routers, RoutingError
-from onepolicy.types import RoutingTrace
-from support.replay_models import build, random_trace, same_bits, take_grads, tokens
+from onepolicy.replay import RoutingError
+from support.replay_models import build, same_bits, take_grads, tokens
+from support.replay_steps import (
+    checkpointed,
+    loss,
+    loss_of,
+    routes_of,
+    torchs_checkpoints,
+    untouched,
+)
 
-MODES = pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 IDS = tokens()
 
 
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return build("qwen3_moe")
+def replayed_grads(model, routers, trace) -> dict[str, Tensor]:
+    with routers.replay(trace, check=False):
+        loss(model, IDS).backward()
+    return take_grads(model)
 
 
-@pytest.fixture
-def routers(model: PreTrainedModel) -> Routers:
-    return bind_routers(model)
-
-
-def _trace(routers: Routers, *, valid: Tensor | None = None) -> RoutingTrace:
-    trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
-    return trace if valid is None else dataclasses.replace(trace, valid=valid)
-
-
-def _loss(logits: Tensor) -> Tensor:
-    return logits.log_softmax(-1).gather(-1, IDS.roll(1, -1)[..., None]).mean()
-
-
-@MODES
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_a_native_checkpoint_recomputes_natively_inside_a_replay(
-    model: PreTrainedModel, routers: Routers, reentrant: bool, order: str
-) -> None:
-    """The forward is an auxiliary loss without replay. Its backward runs before or after the
-    replay's forward."""
-    _loss(model(input_ids=IDS).logits).backward()
-    expected = take_grads(model)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    native = _loss(model(input_ids=IDS).logits)
-    with routers.replay(_trace(routers), check=False):
-        if order == "before":
-            native.backward()
-        model(input_ids=IDS)
-        if order == "after":
-            native.backward()
-    assert same_bits(take_grads(model), expected)
-
-
-@MODES
-def test_a_replay_inside_the_checkpointed_function(
-    model: PreTrainedModel, routers: Routers, reentrant: bool
-) -> None:
+def test_a_replay_inside_the_checkpointed_function(model, routers, subtests) -> None:
     """The recompute opens a replay of its own, in which rows without a route are again the
     router's."""
-    trace = _trace(routers, valid=torch.arange(21) % 3 != 0)
+    trace = routes_of(routers, every=3)
 
     def run(embedded: Tensor) -> Tensor:
         with routers.replay(trace, check=False):
             logits = model(inputs_embeds=embedded, use_cache=False).logits
-        return _loss(logits)
+        return loss_of(logits, IDS)
 
     embedded = model.get_input_embeddings()(IDS).detach().requires_grad_()
     run(embedded).backward()
     expected = take_grads(model)
-    checkpoint(run, embedded, use_reentrant=reentrant).backward()
-    assert same_bits(take_grads(model), expected)
+    for reentrant in (False, True):
+        with subtests.test(reentrant=reentrant):
+            checkpoint(run, embedded, use_reentrant=reentrant).backward()
+            assert same_bits(take_grads(model), expected)
 
 
-@MODES
-def test_replays_of_two_models_end_in_any_order(
-    model: PreTrainedModel, routers: Routers, reentrant: bool
-) -> None:
+def test_replays_of_two_models_end_in_any_order(model, routers, subtests) -> None:
     """Two threads end their replays in any order. torch gets its checkpoints back, and each model
     keeps its routes until its end."""
-    before = (
-        checkpoint_module.CheckpointFunction,
-        checkpoint_module._checkpoint_without_reentrant_generator,
-    )
-    other = bind_routers(build("qwen3_moe", seed=9))
-    trace = _trace(routers)
-    with routers.replay(trace, check=False):
-        _loss(model(input_ids=IDS).logits).backward()
-    expected = take_grads(model)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    first, second = other.replay(trace, check=False), routers.replay(trace, check=False)
-    first.__enter__()
-    second.__enter__()
-    other._model(input_ids=IDS)
-    first.__exit__(None, None, None)
-    loss = _loss(model(input_ids=IDS).logits)
-    second.__exit__(None, None, None)
-    after = (
-        checkpoint_module.CheckpointFunction,
-        checkpoint_module._checkpoint_without_reentrant_generator,
-    )
-    assert after == before
-    loss.backward()
-    assert same_bits(take_grads(model), expected)
+    before, third = torchs_checkpoints(), build("qwen3_moe", seed=9)
+    other, trace = bind_routers(third), routes_of(routers)
+    expected = replayed_grads(model, routers, trace)
+    for reentrant in (False, True):
+        with subtests.test(reentrant=reentrant), checkpointed(model, reentrant=reentrant):
+            first, second = other.replay(trace, check=False), routers.replay(trace, check=False)
+            first.__enter__()
+            second.__enter__()
+            third(input_ids=IDS)
+            first.__exit__(None, None, None)
+            found = loss(model, IDS)
+            second.__exit__(None, None, None)
+            assert torchs_checkpoints() == before
+            found.backward()
+            assert same_bits(take_grads(model), expected)
 
 
-@MODES
-@pytest.mark.parametrize(
-    "write", [lambda t: t.zero_(), lambda t: t.data.zero_(), lambda t: t.numpy().fill(0)]
-)
-@pytest.mark.parametrize("field", ["ids", "valid"])
-def test_a_trace_may_be_overwritten_before_the_recompute(
-    model: PreTrainedModel, routers: Routers, reentrant: bool, field: str, write: Callable
-) -> None:
+WRITES = {
+    "zero_": lambda t: t.zero_(),
+    "data": lambda t: t.data.zero_(),
+    "numpy": lambda t: t.numpy().fill(0),
+}
+
+
+def test_a_trace_may_be_overwritten_before_the_recompute(model, routers, subtests) -> None:
     """Engines use one buffer for the routes of all micro-batches."""
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    with routers.replay(_trace(routers), check=False):
-        _loss(model(input_ids=IDS).logits).backward()
-    expected, trace = take_grads(model), _trace(routers)
-    with routers.replay(trace, check=False):
-        loss = _loss(model(input_ids=IDS).logits)
-    write(getattr(trace, field))
-    loss.backward()
-    assert same_bits(take_grads(model), expected)
+    expected = replayed_grads(model, routers, routes_of(routers))
+    for reentrant, write, field in itertools.product((False, True), WRITES, ("ids", "valid")):
+        with subtests.test(reentrant=reentrant, write=write, field=field):
+            trace = routes_of(routers)
+            with checkpointed(model, reentrant=reentrant):
+                with routers.replay(trace, check=False):
+                    found = loss(model, IDS)
+                WRITES[write](getattr(trace, field))
+                found.backward()
+            assert same_bits(take_grads(model), expected)
 
 
-@pytest.mark.parametrize("how", ["record", "replay"])
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
-def test_a_model_is_not_copied_with_its_recorders(
-    model: PreTrainedModel, routers: Routers, how: str, duplicate: Callable
-) -> None:
-    with routers.record() if how == "record" else routers.replay(_trace(routers), check=False):
-        model(input_ids=IDS)
-        with pytest.raises(RoutingError, match="outside the context"):
-            duplicate(model)
-    assert not any("forward" in module.__dict__ for module in copy.deepcopy(model).modules())
+def test_a_model_is_not_copied_with_its_recorders(model, routers, subtests) -> None:
+    for how, duplicate in itertools.product(("record", "replay"), (copy.deepcopy, pickle.dumps)):
+        with subtests.test(how=how, duplicate=duplicate.__name__):
+            context = routers.record()
+            if how == "replay":
+                context = routers.replay(routes_of(routers), check=False)
+            with context:
+                model(input_ids=IDS)
+                with pytest.raises(RoutingError, match="outside the context"):
+                    duplicate(model)
+            assert untouched(copy.deepcopy(model))
 
 
-def test_recorded_weights_do_not_hold_the_graph(model: PreTrainedModel, routers: Routers) -> None:
+def test_recorded_weights_do_not_hold_the_graph(model, routers) -> None:
     with routers.record(weights=True) as tape:
         model(input_ids=IDS)
     weights = tape.trace().weights

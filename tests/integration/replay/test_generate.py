@@ -13,6 +13,7 @@ from onepolicy.replay import Routers, RoutingError
 from onepolicy.replay.contexts import RouteRecorder
 from onepolicy.types import RoutingTrace
 from support.replay_models import build, tokens
+from support.replay_steps import checkpointed
 
 PROMPTS = tokens()  # [3, 7]
 NEW = 6
@@ -28,60 +29,47 @@ def routers(model: PreTrainedModel) -> Routers:
     return op.bind_routers(model)
 
 
-def _generate(
-    model: PreTrainedModel, routers: Routers, prompts: Tensor, **how
-) -> tuple[RouteRecorder, Tensor]:
+def _generate(model, routers, prompts: Tensor, **how) -> tuple[RouteRecorder, Tensor]:
     with torch.no_grad(), routers.record() as tape:
         out = model.generate(prompts, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **how)
     return tape, out
 
 
-def _native(
-    model: PreTrainedModel, routers: Routers, trace: RoutingTrace, **inputs: Tensor
-) -> RoutingTrace:
+def _native(model, routers, trace: RoutingTrace, **inputs: Tensor) -> RoutingTrace:
     with torch.no_grad(), routers.replay(trace, native=True) as replayed:
         model(**inputs, use_cache=False)
     replayed.check_alignment()
     return replayed.native()
 
 
-def _positions(mask: Tensor) -> Tensor:
-    return (mask.cumsum(1) - 1).clamp(min=0)
+def _check_in_order(model, routers, trace: RoutingTrace, ids: Tensor) -> None:
+    assert torch.equal(_native(model, routers, trace, input_ids=ids).ids, trace.ids)
 
 
-def _check_laid_out(
-    model: PreTrainedModel, routers: Routers, traces: list[RoutingTrace], out: Tensor, mask: Tensor
-):
+def _check_laid_out(model, routers, traces: list[RoutingTrace], out: Tensor, mask: Tensor) -> None:
     """Check that every sample's rows are its routes in a padded forward and in a forward of its
     own."""
-    padded = op.pad_routes(traces, mask)
-    native = _native(
-        model, routers, padded, input_ids=out, attention_mask=mask, position_ids=_positions(mask)
-    )
+    padded, positions = op.pad_routes(traces, mask), (mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": out, "attention_mask": mask, "position_ids": positions}
+    native = _native(model, routers, padded, **inputs)
     assert torch.equal(native.ids[padded.valid], padded.ids[padded.valid])
     for row, keep, trace in zip(out, mask.bool(), traces, strict=True):
         assert len(trace) == int(keep.sum()) - 1
-        alone = _native(model, routers, trace, input_ids=row[keep][None, :-1])
-        assert torch.equal(alone.ids, trace.ids)
+        _check_in_order(model, routers, trace, row[keep][None, :-1])
 
 
-def test_as_it_comes_it_is_refused(model: PreTrainedModel, routers: Routers) -> None:
+def test_as_it_comes_it_is_refused(model, routers) -> None:
     tape, out = _generate(model, routers, PROMPTS)
     trace = tape.trace()
     assert len(trace) == out[:, :-1].numel()
+    words = r"6 forwards of 3 samples .*op\.pad_routes\(op\.routes_of_generate"
     for wrong in (trace, trace.to("cpu"), RoutingTrace.concat([trace])):
         for check in (True, False):
-            with (
-                pytest.raises(
-                    RoutingError,
-                    match=r"6 forwards of 3 samples .*op\.pad_routes\(op\.routes_of_generate",
-                ),
-                routers.replay(wrong, check=check),
-            ):
+            with pytest.raises(RoutingError, match=words), routers.replay(wrong, check=check):
                 pytest.fail("entered")
 
 
-def test_it_is_laid_out(model: PreTrainedModel, routers: Routers) -> None:
+def test_it_is_laid_out(model, routers) -> None:
     tape, out = _generate(model, routers, PROMPTS)
     mask = torch.ones_like(out)
     traces = op.routes_of_generate(tape, out, torch.ones_like(PROMPTS))
@@ -89,7 +77,7 @@ def test_it_is_laid_out(model: PreTrainedModel, routers: Routers) -> None:
     _check_laid_out(model, routers, traces, out, mask)
 
 
-def test_left_padding_and_early_ends(model: PreTrainedModel, routers: Routers) -> None:
+def test_left_padding_and_early_ends(model, routers) -> None:
     """The second sample ends after its first token. By the prompts' mask its filler counts too."""
     prompts, asked = PROMPTS.clone(), torch.ones_like(PROMPTS)
     for sample, pads in ((0, 3), (1, 1)):
@@ -107,7 +95,7 @@ def test_left_padding_and_early_ends(model: PreTrainedModel, routers: Routers) -
     _check_laid_out(model, routers, op.routes_of_generate(tape, out, mask), out, mask)
 
 
-def test_prompts_fed_in_chunks(model: PreTrainedModel, routers: Routers) -> None:
+def test_prompts_fed_in_chunks(model, routers) -> None:
     """Chunks of several samples are ordered by step, chunks of one sample by position."""
     for prompts in (PROMPTS, PROMPTS[:1]):
         cache = DynamicCache(config=model.config)
@@ -116,60 +104,45 @@ def test_prompts_fed_in_chunks(model: PreTrainedModel, routers: Routers) -> None
                 model(input_ids=chunk, past_key_values=cache, use_cache=True)
         assert len(tape.forward_rows()) == 3
         if len(prompts) == 1:
-            assert torch.equal(
-                _native(model, routers, tape.trace(), input_ids=prompts).ids, tape.trace().ids
-            )
+            _check_in_order(model, routers, tape.trace(), prompts)
             continue
-        with (
-            pytest.raises(RoutingError, match="3 forwards of 3 samples"),
-            routers.replay(tape.trace()),
-        ):
+        words = "3 forwards of 3 samples"
+        with pytest.raises(RoutingError, match=words), routers.replay(tape.trace()):
             pytest.fail("entered")
         traces = op.routes_of_generate(tape, prompts, torch.ones_like(prompts))
         _check_laid_out(model, routers, traces, prompts, torch.ones_like(prompts))
 
 
-def test_recordings_in_order_are_replayed(model: PreTrainedModel, routers: Routers) -> None:
+def test_recordings_in_order_are_replayed(model, routers) -> None:
     """They are one sample's generate(), and batches of their own, one after the other."""
     tape, out = _generate(model, routers, PROMPTS[:1])
-    assert torch.equal(
-        _native(model, routers, tape.trace(), input_ids=out[:, :-1]).ids, tape.trace().ids
-    )
+    _check_in_order(model, routers, tape.trace(), out[:, :-1])
     with torch.no_grad(), routers.record() as tape:
         for half in PROMPTS.repeat(2, 1).split(3):
             model(input_ids=half)
-    assert torch.equal(
-        _native(model, routers, tape.trace(), input_ids=PROMPTS.repeat(2, 1)).ids, tape.trace().ids
-    )
+    _check_in_order(model, routers, tape.trace(), PROMPTS.repeat(2, 1))
 
 
-def test_a_taken_forward_is_forgotten(model: PreTrainedModel, routers: Routers) -> None:
+def test_a_taken_forward_is_forgotten(model, routers) -> None:
     with torch.no_grad(), routers.record() as tape:
         model(input_ids=PROMPTS[:, :4])
         tape.pop_ids()
         model(input_ids=PROMPTS)
-    assert torch.equal(
-        _native(model, routers, tape.trace(), input_ids=PROMPTS).ids, tape.trace().ids
-    )
+    _check_in_order(model, routers, tape.trace(), PROMPTS)
 
 
-def test_recomputes_and_hooks_leave_nothing_behind(model: PreTrainedModel) -> None:
+def test_recomputes_and_hooks_leave_nothing_behind() -> None:
     trained = build("qwen3_moe").train()
-    trained.gradient_checkpointing_enable({"use_reentrant": False})
-    routers, before = (
-        op.bind_routers(trained),
-        {name: len(m._forward_pre_hooks) for name, m in trained.named_modules()},
-    )
-    with routers.record() as tape:
+    routers, hooks = op.bind_routers(trained), [m._forward_pre_hooks for m in trained.modules()]
+    before = list(map(len, hooks))
+    with checkpointed(trained, reentrant=False), routers.record() as tape:
         trained(input_ids=PROMPTS, use_cache=False).logits.sum().backward()
     assert tape.forward_rows() == [PROMPTS.numel()]
     assert tape.trace().origin.steps == ()
-    assert before == {name: len(m._forward_pre_hooks) for name, m in trained.named_modules()}
+    assert list(map(len, hooks)) == before
 
 
-def test_recordings_of_other_sequences_are_refused(
-    model: PreTrainedModel, routers: Routers
-) -> None:
+def test_recordings_of_other_sequences_are_refused(model, routers) -> None:
     tape, out = _generate(model, routers, PROMPTS)
     asked = torch.ones_like(PROMPTS)
     for given, words in (

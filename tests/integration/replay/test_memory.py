@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onepolicy import bind_routers
-from support.replay_models import build, loss_and_grads, random_trace, tokens
+from support.replay_models import build, loss_and_grads, tokens
+from support.replay_steps import routes_of
 
 
 class LargestInt64(TorchDispatchMode):
@@ -30,26 +30,21 @@ class LargestInt64(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("experts", "width"), [(8, 1), (300, 2)])
-@pytest.mark.parametrize(
-    "how", [{}, {"native": True}, {"soft": 0.8}], ids=["plain", "native", "soft"]
-)
-def test_one_layer_is_widened_at_a_time(experts: int, width: int, how: dict[str, Any]) -> None:
-    model = build("qwen3_moe", num_experts=experts)
-    routers = bind_routers(model)
-    rows, layers, top_k = 21, len(routers.layers), routers.top_k
-    trace = random_trace(rows, routers.layers, routers.num_experts, top_k)
-    assert trace.ids.untyped_storage().nbytes() == rows * layers * top_k * width
-    with LargestInt64() as largest, routers.replay(trace, **how, check=False) as replayed:
-        loss_and_grads(model, tokens())
-    assert largest.elements == rows * top_k
-    kept = {replayer._route.untyped_storage().data_ptr() for replayer in replayed._replayers}
-    assert "soft" in how or len(kept) == 1  # one copy of the trace
-    for (
-        replayer
-    ) in replayed._replayers:  # what is kept for a recompute: views of that copy, or as narrow
-        assert replayer._route.dtype == trace.ids.dtype
-        if "soft" not in how:
-            assert (
-                replayer._route.untyped_storage().nbytes() == trace.ids.untyped_storage().nbytes()
-            )
+def test_one_layer_is_widened_at_a_time(subtests) -> None:
+    for experts, width in ((8, 1), (300, 2)):
+        model = build("qwen3_moe", num_experts=experts)
+        routers = bind_routers(model)
+        trace = routes_of(routers)
+        stored = trace.ids.untyped_storage().nbytes()
+        assert stored == 21 * len(routers.layers) * routers.top_k * width
+        for how in ({}, {"native": True}, {"soft": 0.8}):
+            with subtests.test(experts=experts, how=how):
+                with LargestInt64() as largest, routers.replay(trace, **how, check=False) as replay:
+                    loss_and_grads(model, tokens())
+                assert largest.elements == 21 * routers.top_k
+                routes = [replayer._route for replayer in replay._replayers]
+                # What is kept for a recompute: views of one copy of the trace, or as narrow as it.
+                assert {route.dtype for route in routes} == {trace.ids.dtype}
+                if "soft" not in how:
+                    assert len({route.untyped_storage().data_ptr() for route in routes}) == 1
+                    assert routes[0].untyped_storage().nbytes() == stored

@@ -4,6 +4,7 @@ loop."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -26,7 +27,8 @@ from support.engine_runs import prompts, ragged, run
 from support.learner_steps import batch_of, learner_of, one_step
 from support.metrics import rows
 from support.models import make
-from support.replay_models import build, experts_inputs, loss_and_grads, random_trace, tokens
+from support.replay_models import build, experts_inputs, loss_and_grads, same_bits, tokens
+from support.replay_steps import checkpointed, routes_of
 
 E, K = 4, 2
 
@@ -38,9 +40,8 @@ class Gate(nn.Module):
         super().__init__()
         self.kind, self.top_k, self.num_experts = kind, K, E
         self.weight = nn.Parameter(torch.eye(E))
-        self.bias = torch.tensor(
-            [0.0, 0.0, 0.0, 9.0]
-        )  # selection bias of the sigmoid kind: always takes expert 3
+        # The selection bias of the sigmoid kind always takes expert 3.
+        self.bias = torch.tensor([0.0, 0.0, 0.0, 9.0])
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(x, self.weight)
@@ -93,46 +94,37 @@ X = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
 
 
 def test_r3_weighs_the_replayed_experts_by_the_live_scores() -> None:
-    model, routers = one_layer("softmax")
-    with routers.replay(trace_of([3, 0]), check=False):
-        y = model(X)
-    assert y.item() == pytest.approx(0.1 * 1000 + 0.4 * 1)
-    model, routers = one_layer(
-        "logits"
-    )  # eq. 8: softmax over the replayed experts only: .1/.5 and .4/.5
-    with routers.replay(trace_of([3, 0]), check=False):
-        assert model(X).item() == pytest.approx(0.2 * 1000 + 0.8 * 1)
+    # Of logits by eq. 8: softmax over the replayed experts only, .1/.5 and .4/.5.
+    for kind, third, first in (("softmax", 0.1, 0.4), ("logits", 0.2, 0.8)):
+        model, routers = one_layer(kind)
+        with routers.replay(trace_of([3, 0]), check=False):
+            assert model(X).item() == pytest.approx(third * 1000 + first * 1)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "replayed", "taken", "replaced"),
-    [
-        (0.66, [2, 0], [2, 0], 0.0),  # .2 >= .66 * .3 = .198: stays
-        (
-            0.67,
-            [2, 0],
-            [1, 0],
-            0.5,
-        ),  # .2 < .67 * .3 = .201: the best own expert not in the row takes its column
-        (0.66, [3, 2], [0, 2], 0.5),  # .1 goes, .2 stays
-        (1.0, [3, 2], [0, 1], 1.0),  # both go, best first
-        (1.0, [1, 0], [1, 0], 0.0),  # the router's own are never replaced
-        (0.33, [3, 2], [3, 2], 0.0),
-    ],
-)
-@pytest.mark.parametrize("kind", ["softmax", "logits"])
-def test_soft_replaces_experts_that_the_live_scores_find_unlikely(
-    kind: str, ratio: float, replayed: list[int], taken: list[int], replaced: float
-) -> None:
+SOFTENED = [  # ratio, replayed, taken, share of replaced ones
+    (0.66, [2, 0], [2, 0], 0.0),  # .2 >= .66 * .3 = .198: stays
+    (0.67, [2, 0], [1, 0], 0.5),  # .2 < .67 * .3 = .201: the best own expert takes its column
+    (0.66, [3, 2], [0, 2], 0.5),  # .1 goes, .2 stays
+    (1.0, [3, 2], [0, 1], 1.0),  # both go, best first
+    (1.0, [1, 0], [1, 0], 0.0),  # the router's own are never replaced
+    (0.33, [3, 2], [3, 2], 0.0),
+]
+
+
+def test_soft_replaces_experts_that_the_live_scores_find_unlikely(subtests) -> None:
     """Both kinds of router have one definition: by probability. A router that selects by logits
     uses their softmax."""
-    model, routers = one_layer(kind)
-    with routers.replay(trace_of(replayed), soft=ratio, native=True, check=False) as soft:
-        y = model(X)
-    with routers.replay(trace_of(taken), check=False):
-        assert torch.equal(y, model(X))
-    assert soft.replaced_fraction().tolist() == [replaced]
-    assert soft.native().ids.tolist() == [[[0, 1]]]
+    for kind, (ratio, replayed, taken, replaced) in itertools.product(
+        ("softmax", "logits"), SOFTENED
+    ):
+        with subtests.test(kind=kind, ratio=ratio, replayed=replayed):
+            model, routers = one_layer(kind)
+            with routers.replay(trace_of(replayed), soft=ratio, native=True, check=False) as soft:
+                y = model(X)
+            with routers.replay(trace_of(taken), check=False):
+                assert torch.equal(y, model(X))
+            assert soft.replaced_fraction().tolist() == [replaced]
+            assert soft.native().ids.tolist() == [[[0, 1]]]
 
 
 def test_soft_scores_of_a_sigmoid_router_exclude_its_bias() -> None:
@@ -175,7 +167,7 @@ def test_soft_on_real_routers(family: str) -> None:
     expert gets weight 0."""
     model, ids = build(family), tokens()
     routers = bind_routers(model)
-    trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
+    trace = routes_of(routers)
     with routers.record() as tape:
         plain = model(input_ids=ids).logits
     with routers.replay(trace, check=False):
@@ -191,16 +183,14 @@ def test_soft_on_real_routers(family: str) -> None:
     assert all((weights != 0).all() for _, weights in seen)
 
 
-def test_soft_recompute_takes_the_forwards_experts() -> None:
-    model, ids = build("qwen3_moe"), tokens()
-    routers = bind_routers(model)
-    trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
+def test_soft_recompute_takes_the_forwards_experts(model, routers) -> None:
+    trace, ids = routes_of(routers), tokens()
     with routers.replay(trace, soft=0.9, check=False) as plain:
         _, expected = loss_and_grads(model, ids)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    with routers.replay(trace, soft=0.9, check=False) as soft:
+    softened = routers.replay(trace, soft=0.9, check=False)
+    with checkpointed(model, reentrant=False), softened as soft:
         _, grads = loss_and_grads(model, ids)
-    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+    assert same_bits(grads, expected)
     assert torch.equal(soft.replaced_fraction(), plain.replaced_fraction())
 
 
@@ -250,19 +240,18 @@ def test_weights_of_another_model_reach_the_experts_bit_for_bit(family: str) -> 
         assert torch.equal(weights, trace.weights[:, column].to(weights.dtype))
     gate = next(name for name in grads if name.endswith(("gate.weight", "router.weight")))
     assert grads[gate].any()
-    wide = dataclasses.replace(trace, weights=trace.weights.double())
-    with (
-        pytest.raises(
-            UsageError, match=r"weights are torch\.float64, but the router gives torch\.float32"
+    for wrong, words in (
+        (
+            trace.weights.double(),
+            r"weights are torch\.float64, but the router gives torch\.float32",
         ),
-        routers.replay(wide, weights=True, check=False),
+        (None, "no combine weights"),
     ):
-        trainer(input_ids=ids)
-    with (
-        pytest.raises(UsageError, match="no combine weights"),
-        routers.replay(dataclasses.replace(trace, weights=None), weights=True, check=False),
-    ):
-        pass
+        context = routers.replay(
+            dataclasses.replace(trace, weights=wrong), weights=True, check=False
+        )
+        with pytest.raises(UsageError, match=words), context:
+            trainer(input_ids=ids)
 
 
 def test_weights_that_a_router_does_not_return_are_refused() -> None:
@@ -274,10 +263,11 @@ def test_weights_that_a_router_does_not_return_are_refused() -> None:
         return weights, weights, ids  # two candidates
 
     gate.forward = forward
-    with (
-        pytest.raises(RoutingError, match=r"layer 0.*2 floating tensors of 2 columns"),
-        routers.replay(trace_of([3, 0], weights=torch.ones(1, 1, 2)), weights=True, check=False),
-    ):
+    trace, words = (
+        trace_of([3, 0], weights=torch.ones(1, 1, 2)),
+        "layer 0.*2 floating tensors of 2 col",
+    )
+    with pytest.raises(RoutingError, match=words), routers.replay(trace, weights=True, check=False):
         model(X)
 
 
@@ -291,10 +281,8 @@ def test_r2_replays_the_routes_of_scoring_in_the_update() -> None:
     settings = ("optim.lr=0.3", "objective.num_minibatches=2")
     learner = learner_of("replay.mode=r2", *settings)
     taken: list[Tensor] = []
-    for router in learner.routers._routers:
-        learner.model.get_submodule(
-            router.path.removesuffix(".gate")
-        ).experts.register_forward_pre_hook(lambda _, args: taken.append(args[1].clone()))
+    for layer in learner.model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda _, args: taken.append(args[1].clone()))
     scored, _, replayed = one_step(learner, batch)
     layers = len(learner.routers.layers)
     updates, native = taken[layers:], scored.routing_native.ids.long()
@@ -303,7 +291,7 @@ def test_r2_replays_the_routes_of_scoring_in_the_update() -> None:
         for column in range(layers):
             assert torch.equal(updates[m * layers + column], native[half[m], column])
     _, _, free = one_step(learner_of("replay.mode=off", *settings), batch)
-    assert any(not torch.equal(replayed[name], free[name]) for name in free)
+    assert not same_bits(replayed, free)
 
 
 def test_soft_reports_its_replace_rate() -> None:
@@ -335,10 +323,7 @@ def test_every_mode_trains(train, mode: str) -> None:
 
 def test_an_engine_that_lacks_a_modes_data_is_refused() -> None:
     base = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
-    neither, routes = (
-        EngineCaps(returns_routes=False, max_len=8),
-        EngineCaps(returns_routes=True, max_len=8),
-    )
+    neither, routes = (EngineCaps(returns_routes=it, max_len=8) for it in (False, True))
     with pytest.raises(UsageError, match=r"replay\.mode: r3 needs the rollout's routes"):
         check_engine_capabilities(resolve(base), neither, 0)
     with pytest.raises(UsageError, match="weights needs the combine weights"):
@@ -356,20 +341,16 @@ def test_a_router_auxiliary_loss_is_refused(recipe, policy, tmp_path, capsys) ->
     assert "output_router_logits=True" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_the_engine_returns_the_weights_of_its_routes(enable_prefix_caching: bool) -> None:
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_engine_returns_the_weights_of_its_routes(caching: bool) -> None:
     """Siblings share a prefilled prompt and rows are reused. In float32 one forward over the path
     agrees closely."""
-    config = HFEngineConfig(
-        dtype="float32", max_num_seqs=3, enable_prefix_caching=enable_prefix_caching
-    )
-    engine = HFEngine(
-        make("qwen3_moe"), config, return_routes=True, max_len=64, combine_weights=True
-    )
+    stock, options = make("qwen3_moe"), {"max_len": 64, "combine_weights": True}
+    config = HFEngineConfig(dtype="float32", max_num_seqs=3, enable_prefix_caching=caching)
+    engine = HFEngine(make("qwen3_moe"), config, return_routes=True, **options)
     assert engine.caps.returns_combine_weights
     paths = [path for path in prompts(3, 16, 20) for _ in range(2)]
     requests = ragged(paths, spread=12)
-    stock = make("qwen3_moe")
     for (prompt, _, _), done in zip(requests, run(engine, requests), strict=True):
         path = torch.tensor([[*prompt, *done.token_ids.tolist()]])[:, :-1]
         with torch.no_grad(), bind_routers(stock).record(weights=True) as tape:

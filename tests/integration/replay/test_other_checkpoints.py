@@ -11,7 +11,8 @@ from torch import Tensor
 from onepolicy import bind_routers
 from onepolicy.replay import recompute
 from onepolicy.replay.recompute import carry_also
-from support.replay_models import build, random_trace, same_bits, take_grads, tokens
+from support.replay_models import build, same_bits, take_grads, tokens
+from support.replay_steps import loss, routes_of
 
 
 class OwnCheckpoint(torch.autograd.Function):
@@ -54,52 +55,49 @@ def checkpointed():
     return model
 
 
-def loss_of(model, routers, seed):
+def loss_in_replay(model, routers, seed):
     """Return the loss of one micro-batch, replayed unless the seed is None."""
-    ids = tokens()
-
-    def loss():
-        logits = model(input_ids=ids, use_cache=False).logits
-        return logits.log_softmax(-1).gather(-1, ids.roll(1, -1)[..., None]).mean()
-
     if seed is None:
-        return loss()
-    trace = random_trace(ids.numel(), routers.layers, routers.num_experts, routers.top_k, seed=seed)
-    with routers.replay(trace, check=False):
-        return loss()
+        return loss(model, tokens())
+    with routers.replay(routes_of(routers, seed=seed), check=False):
+        return loss(model, tokens())
 
 
-@pytest.mark.parametrize("seeds", [(3, 4), (3, None), (None, 4)])
-@pytest.mark.usefixtures("named")
-def test_backwards_in_any_order_outside_the_context(seeds):
+def grads_of_both(step):
+    """Return the gradients of a step of a model without checkpoints, and of one with them."""
     found = []
     for model in (build("qwen3_moe"), checkpointed()):
-        routers = bind_routers(model)
-        losses = [loss_of(model, routers, seed) for seed in seeds]
-        for loss in losses:
-            loss.backward()
+        step(model, bind_routers(model))
         found.append(take_grads(model))
-    assert same_bits(*found)
+    return found
+
+
+@pytest.mark.usefixtures("named")
+def test_backwards_in_any_order_outside_the_context(subtests):
+    for seeds in ((3, 4), (3, None), (None, 4)):
+
+        def step(model, routers, seeds=seeds):
+            for each in [loss_in_replay(model, routers, seed) for seed in seeds]:
+                each.backward()
+
+        with subtests.test(seeds=seeds):
+            assert same_bits(*grads_of_both(step))
 
 
 @pytest.mark.usefixtures("named")
 def test_a_backward_inside_another_replay():
-    found = []
-    for model in (build("qwen3_moe"), checkpointed()):
-        routers = bind_routers(model)
-        first = loss_of(model, routers, None)
-        trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k, seed=5)
-        with routers.replay(trace, check=False):
+    def step(model, routers):
+        first = loss_in_replay(model, routers, None)
+        with routers.replay(routes_of(routers, seed=5), check=False):
             first.backward()
             second = model(input_ids=tokens(), use_cache=False).logits.logsumexp(-1).mean()
         second.backward()
-        found.append(take_grads(model))
-    assert same_bits(*found)
+
+    assert same_bits(*grads_of_both(step))
 
 
 def test_one_that_was_not_named_recomputes_other_experts():
-    found = []
-    for model in (build("qwen3_moe"), checkpointed()):
-        loss_of(model, bind_routers(model), 3).backward()
-        found.append(take_grads(model))
-    assert not same_bits(*found)
+    def step(model, routers):
+        loss_in_replay(model, routers, 3).backward()
+
+    assert not same_bits(*grads_of_both(step))

@@ -17,6 +17,7 @@ from onepolicy.config import UsageError
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay import bind_routers
+from onepolicy.replay.layers import find_routers
 from onepolicy.replay.padding import pad_routes, unpad_routes
 from onepolicy.types import RouteSpan, RoutingTrace
 from support.models import VOCAB, make
@@ -38,10 +39,8 @@ def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 def batch(samples: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
     """Return input_ids and attention_mask [B, S]. Pads are a token that the samples use too."""
     width = max(map(len, samples)) + 1
-    ids, mask = (
-        torch.full((len(samples), width), 5),
-        torch.zeros(len(samples), width, dtype=torch.long),
-    )
+    ids = torch.full((len(samples), width), 5)
+    mask = torch.zeros_like(ids)
     for row, sample in enumerate(samples):
         at = slice(width - len(sample), width) if side == "left" else slice(0, len(sample))
         ids[row, at], mask[row, at] = sample, 1
@@ -81,9 +80,8 @@ def run(
         bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
         traces = [trace.rows(a, b) for a, b in itertools.pairwise(bounds)]
         return list(logits[0].split(lengths)), traces
-    return [row[used.bool()] for row, used in zip(logits, mask, strict=True)], unpad_routes(
-        trace, mask
-    )
+    parts = [row[used.bool()] for row, used in zip(logits, mask, strict=True)]
+    return parts, unpad_routes(trace, mask)
 
 
 def margin(model: PreTrainedModel, samples: list[Tensor]) -> float:
@@ -95,10 +93,7 @@ def margin(model: PreTrainedModel, samples: list[Tensor]) -> float:
         best = out[0].topk(module.top_k + 1).values
         gaps.append((best[:, :-1] - best[:, 1:]).min().item())
 
-    handles = [
-        model.get_submodule(r.path).register_forward_hook(look)
-        for r in bind_routers(model)._routers
-    ]
+    handles = [router.module.register_forward_hook(look) for router in find_routers(model)]
     with torch.no_grad():
         for sample in samples:
             model(input_ids=sample[None], use_cache=False)
@@ -112,22 +107,16 @@ def draw(lengths: list[int], seed: int) -> list[Tensor]:
     return [torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths]
 
 
-def alone(
-    family: str, samples: list[Tensor], routes: list[RoutingTrace] | None = None
-) -> list[tuple]:
-    runs = [
-        run(family, [s], "right", None if routes is None else [routes[i]])
-        for i, s in enumerate(samples)
-    ]
+def alone(family: str, samples: list[Tensor], routes: list[RoutingTrace] | None = None):
+    given = [None] * len(samples) if routes is None else [[trace] for trace in routes]
+    runs = [run(family, [s], "right", trace) for s, trace in zip(samples, given, strict=True)]
     return [(logits[0], traces[0]) for logits, traces in runs]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(lengths=lengths_of_samples, seed=st.integers(0, 10_000))
-def test_recorded_routes_are_those_of_the_sample_alone(
-    family: str, lengths: list[int], seed: int
-) -> None:
+def test_recorded_routes_are_those_of_the_sample_alone(family, lengths, seed) -> None:
     samples = draw(lengths, seed)
     assume(margin(models(family)[0], samples) > 1e-4)
     expected = alone(family, samples)
@@ -137,11 +126,9 @@ def test_recorded_routes_are_those_of_the_sample_alone(
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(lengths=lengths_of_samples, seed=st.integers(0, 10_000))
-def test_replayed_routes_act_on_their_own_tokens(
-    family: str, lengths: list[int], seed: int
-) -> None:
+def test_replayed_routes_act_on_their_own_tokens(family, lengths, seed) -> None:
     """No router would choose these routes, and every token has another set, so a row out of place
     would move the logits."""
     samples = draw(lengths, seed)
@@ -152,9 +139,7 @@ def test_replayed_routes_act_on_their_own_tokens(
     for layout in LAYOUTS:
         logits, traces = run(family, samples, layout, routes)
         for i, (own, _) in enumerate(expected):
-            torch.testing.assert_close(
-                logits[i], own, atol=2e-5, rtol=1e-4, msg=lambda m, at=layout: f"{at}: {m}"
-            )
+            assert torch.allclose(logits[i], own, atol=2e-5, rtol=1e-4), layout
             assert torch.equal(traces[i].ids, routes[i].ids)
 
 
@@ -183,28 +168,20 @@ def test_combine_weights_are_padded_too() -> None:
     assert torch.equal(padded.weights[1:], trace.weights)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "mask", "words"),
-    [
-        ([3, 1], [[1, 1, 1], [1, 1, 1]], "sample 1 has 3 tokens but 1 routing rows"),
-        ([3, 4], [[1, 1, 1], [1, 1, 1]], "sample 1 has 3 tokens but 4"),
-        ([3], [[1, 1, 1], [1, 1, 1]], "1 traces for a batch of 2"),
-        ([3, 2], [[1, 1, 1], [1, 0, 1]], "sample 1 is not one run"),
-        ([3, 0], [[1, 1, 1], [0, 0, 0]], "sample 1 is not one run"),
-    ],
-)
-def test_routes_that_do_not_fit_are_refused(
-    lengths: list[int], mask: list[list[int]], words: str
-) -> None:
-    with pytest.raises(UsageError, match=words):
-        pad_routes([trace_of(n) for n in lengths], torch.tensor(mask))
+REFUSED = [
+    ([3, 1], [1, 1, 1], "sample 1 has 3 tokens but 1 routing rows"),
+    ([3, 4], [1, 1, 1], "sample 1 has 3 tokens but 4"),
+    ([3], [1, 1, 1], "1 traces for a batch of 2"),
+    ([3, 2], [1, 0, 1], "sample 1 is not one run"),
+    ([3, 0], [0, 0, 0], "sample 1 is not one run"),
+    ([3, None], [1, 1, 1], "sample 1 has NoneType in place of a RoutingTrace"),
+]
 
 
-def test_a_sample_without_routes_is_named() -> None:
-    with pytest.raises(UsageError, match=r"sample 1 has NoneType in place of a RoutingTrace"):
-        pad_routes([trace_of(3), None], torch.ones(2, 3))  # type: ignore[list-item]
-
-
-def test_a_trace_of_another_batch_is_refused() -> None:
+def test_routes_that_do_not_fit_are_refused(subtests) -> None:
+    for lengths, second, words in REFUSED:
+        traces = [None if n is None else trace_of(n) for n in lengths]
+        with subtests.test(words), pytest.raises(UsageError, match=words):
+            pad_routes(traces, torch.tensor([[1, 1, 1], second]))
     with pytest.raises(UsageError, match=r"5 rows, attention_mask is \[2, 3\]"):
         unpad_routes(trace_of(5), torch.ones(2, 3))

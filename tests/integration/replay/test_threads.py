@@ -10,31 +10,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable
-from torch.utils import checkpoint as checkpoint_module
-from torch.utils.checkpoint import (
-    CheckpointFunction,
-    checkpoint,
-)  # by name, as some trainers import them
+from torch.utils.checkpoint import CheckpointFunction, checkpoint  # as some trainers import them
 
 from onepolicy import bind_routers
 from onepolicy.replay import Routers, RoutingError
-from support.replay_models import build, random_trace, same_bits, take_grads, tokens
+from support.replay_models import build, same_bits, take_grads, tokens
+from support.replay_steps import checkpointed, loss, routes_of, torchs_checkpoints, untouched
+
+IDS = tokens()
 
 
-def _loss(model: nn.Module, ids: Tensor) -> Tensor:
-    logits = model(input_ids=ids, use_cache=False).logits
-    return logits.log_softmax(-1).gather(-1, ids.roll(1, -1)[..., None]).mean()
-
-
-def _step(model: nn.Module, routers: Routers | None, ids: Tensor, seed: int) -> dict[str, Tensor]:
+def _step(model: nn.Module, routers: Routers | None, seed: int) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     if routers is None:
-        _loss(model, ids).backward()
+        loss(model, IDS).backward()
     else:
-        trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k, seed=seed)
-        with routers.replay(trace, check=False):
-            loss = _loss(model, ids)
-        loss.backward()
+        with routers.replay(routes_of(routers, seed=seed), check=False):
+            found = loss(model, IDS)
+        found.backward()
     return take_grads(model)
 
 
@@ -74,56 +67,43 @@ class Dense(nn.Module):
         return take_grads(self)
 
 
-@pytest.mark.parametrize("steps", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [16, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("other", ["moe", "dense"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_checkpoints_of_another_thread_are_unaffected(
-    reentrant: bool, other: str, steps: int
+    model, routers, reentrant: bool, other: str, steps: int
 ) -> None:
     """Both get the gradients that each gets alone, to the bit."""
-    model, ids = build("qwen3_moe"), tokens()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    routers = bind_routers(model)
     if other == "moe":
         second = build("mixtral", seed=1)
         second.gradient_checkpointing_enable({"use_reentrant": reentrant})
         theirs = bind_routers(second)
-        beside = lambda seed: _step(second, theirs if seed % 2 else None, ids, seed)  # noqa: E731
+        beside = lambda seed: _step(second, theirs if seed % 2 else None, seed)  # noqa: E731
     else:
         beside = Dense(reentrant).step
-    before = CheckpointFunction.forward, checkpoint_module._checkpoint_without_reentrant_generator
-    assert _beside(lambda seed: _step(model, routers, ids, seed), beside, steps) == []
-    assert before == (
-        CheckpointFunction.forward,
-        checkpoint_module._checkpoint_without_reentrant_generator,
-    )
-    assert not any("forward" in router.module.__dict__ for router in routers._routers)
+    before = torchs_checkpoints()
+    assert _beside(lambda seed: _step(model, routers, seed), beside, steps) == []
+    assert torchs_checkpoints() == before
+    assert untouched(model)
 
 
-@pytest.mark.parametrize(
-    "checkpointed", [None, False, True], ids=["plain", "non_reentrant", "reentrant"]
-)
-def test_a_forward_in_another_thread_than_its_replay(checkpointed: bool | None) -> None:
+def test_a_forward_in_another_thread_than_its_replay(model, routers, subtests) -> None:
     """This is right without checkpoints. With them its recompute would route natively, so it is
     refused."""
-    model, ids = build("qwen3_moe"), tokens()
-    routers = bind_routers(model)
-    expected = _step(model, routers, ids, 5)
-    model.zero_grad(set_to_none=True)
-    if checkpointed is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointed})
-    trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k, seed=5)
+    expected, trace = _step(model, routers, 5), routes_of(routers, seed=5)
+    words = "replayed in one thread and checkpointed in another"
     with ThreadPoolExecutor(1) as pool:
-        if checkpointed is None:
+        with subtests.test("without checkpoints"):
             with routers.replay(trace, check=False):
-                loss = pool.submit(_loss, model, ids).result()
-            loss.backward()
+                found = pool.submit(loss, model, IDS).result()
+            found.backward()
             assert same_bits(take_grads(model), expected)
-        else:
-            words = "replayed in one thread and checkpointed in another"
-            with pytest.raises(RoutingError, match=words), routers.replay(trace, check=False):
-                pool.submit(_loss, model, ids).result()
-    assert not any("forward" in router.module.__dict__ for router in routers._routers)
+        for reentrant in (False, True):
+            with subtests.test(reentrant=reentrant), checkpointed(model, reentrant=reentrant):
+                with pytest.raises(RoutingError, match=words), routers.replay(trace, check=False):
+                    pool.submit(loss, model, IDS).result()
+                assert untouched(model)
 
 
 def _by_name(model: nn.Module) -> None:
@@ -157,8 +137,8 @@ def _nested(model: nn.Module) -> None:
 @pytest.mark.parametrize("how", [_by_name, _composable, _nested])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_every_kind_of_checkpoint_recomputes_with_its_own_routes(family: str, how) -> None:
-    model, ids = build(family), tokens()
+    model = build(family)
     routers = bind_routers(model)
-    expected = _step(model, routers, ids, 5)
+    expected = _step(model, routers, 5)
     how(model)
-    assert same_bits(_step(model, routers, ids, 5), expected)
+    assert same_bits(_step(model, routers, 5), expected)

@@ -17,13 +17,15 @@ from transformers import PreTrainedModel
 
 from onepolicy import RoutingError, UsageError, bind_routers, pad_routes, unpad_routes
 from onepolicy.replay import Routers
+from onepolicy.replay.layers import find_routers
 from onepolicy.types import RoutingTrace
 from support.families import TABLE
-from support.replay_models import loss_and_grads, random_trace, same_bits
+from support.replay_models import loss_and_grads, same_bits
+from support.replay_steps import checkpointed, routes_of
 
 FAMILIES = {
     "Qwen3-MoE": ("qwen3_moe", {}),
-    "Qwen3-MoE, 300 experts": ("qwen3_moe", {"num_experts": 300}),  # ids are uint16
+    "Qwen3-MoE, 300 experts": ("qwen3_moe", {"num_experts": 300}),
     "Qwen2-MoE": ("qwen2_moe", {"decoder_sparse_step": 1}),
     "Mixtral": ("mixtral", {}),
     "OLMoE": ("olmoe", {}),
@@ -38,81 +40,77 @@ TOKENS = 1 + torch.arange(ROWS).view(2, 7)  # all different
 
 
 @cache
-def routers_of(family: str) -> Routers:
+def bound(family: str) -> tuple[PreTrainedModel, Routers]:
     model_type, changes = FAMILIES[family]
     model = TABLE[model_type].model(**changes)
     try:
         model(input_ids=TOKENS)
     except AttributeError as error:  # before anything is bound
         pytest.skip(f"its own forward fails: {error}")
-    return bind_routers(model)
+    return model, bind_routers(model)
 
 
-def recorded(routers: Routers) -> tuple[RoutingTrace, Tensor, dict[str, Tensor]]:
+def recorded(model, routers) -> tuple[RoutingTrace, Tensor, dict[str, Tensor]]:
     """Return the model's own routes, logits and gradients."""
     with routers.record() as tape:
-        logits, grads = loss_and_grads(routers._model, TOKENS)
+        logits, grads = loss_and_grads(model, TOKENS)
     return tape.trace(), logits, grads
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_own_routes_keep_every_bit(family: str) -> None:
-    routers = routers_of(family)
-    own, plain, plain_grads = recorded(routers)
+    model, routers = bound(family)
+    own, plain, plain_grads = recorded(model, routers)
     assert (own.ids.int() != own.ids[:1].int()).any()
+    assert own.ids.dtype == (torch.uint16 if "300" in family else torch.uint8)
     with routers.replay(own):
-        logits, grads = loss_and_grads(routers._model, TOKENS)
+        logits, grads = loss_and_grads(model, TOKENS)
     assert torch.equal(logits, plain)
     assert same_bits(grads, plain_grads)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_recompute_uses_the_routes_of_its_forward(family: str, reentrant: bool) -> None:
-    routers = routers_of(family)
-    model = routers._model
-    other = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+def test_a_recompute_uses_the_routes_of_its_forward(family: str, subtests) -> None:
+    model, routers = bound(family)
+    other = routes_of(routers, ROWS)
     with routers.replay(other, check=False):
         logits, grads = loss_and_grads(model, TOKENS)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()  # or a reentrant checkpoint has no gradient
-    try:
-        with routers.replay(other, check=False):
-            again, recomputed = loss_and_grads(model, TOKENS)
-    finally:
-        model.gradient_checkpointing_disable()
+    for reentrant in (False, True):
+        model.enable_input_require_grads()  # or a reentrant checkpoint has no gradient
+        with subtests.test(reentrant=reentrant), checkpointed(model, reentrant=reentrant):
+            with routers.replay(other, check=False):
+                again, recomputed = loss_and_grads(model, TOKENS)
+            assert torch.equal(again, logits)
+            assert same_bits(recomputed, grads)
         model.disable_input_require_grads()
-    assert torch.equal(again, logits)
-    assert same_bits(recomputed, grads)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forced_experts_and_only_they_get_gradients(family: str) -> None:
     """A loss on one token reaches the last MoE layer through that token alone."""
-    routers = routers_of(family)
-    model = routers._model
-    forced = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    model, routers = bound(family)
+    forced = routes_of(routers, ROWS)
     for token in (0, 5, 13):
         model.zero_grad(set_to_none=True)
         with routers.replay(forced, check=False):
             logits = model(input_ids=TOKENS, use_cache=False).logits
         logits.flatten(0, 1)[token].square().sum().backward()
-        assert experts_with_gradient(model, routers) == set(forced.ids[token, -1].tolist())
-        gate = gate_of(routers)
+        assert experts_with_gradient(model) == set(forced.ids[token, -1].tolist())
+        gate = gate_of(model)
         assert gate.weight.grad is not None
         assert (gate.weight.grad != 0).any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_without_routes_take_the_routers_own(family: str) -> None:
-    routers = routers_of(family)
-    own, plain, _ = recorded(routers)
-    other = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    model, routers = bound(family)
+    own, plain, _ = recorded(model, routers)
+    other = routes_of(routers, ROWS)
     missing = torch.arange(ROWS) % 3 == 0
     ids = torch.where(missing[:, None, None], other.ids.int(), own.ids.int()).to(own.ids.dtype)
     trace = RoutingTrace(ids, ~missing, own.layers, own.num_experts)
     with routers.replay(trace, native=True) as replayed:
-        logits = routers._model(input_ids=TOKENS, use_cache=False).logits
+        logits = model(input_ids=TOKENS, use_cache=False).logits
     assert torch.equal(logits, plain)
     assert torch.equal(replayed.native().ids, own.ids)
     routers.self_test()
@@ -121,8 +119,8 @@ def test_rows_without_routes_take_the_routers_own(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_wrong_routes_are_found_and_samples_are_laid_out(family: str) -> None:
     """Rows are selected, padded and taken back, and rows that came one late are refused."""
-    routers = routers_of(family)
-    own, plain, _ = recorded(routers)
+    model, routers = bound(family)
+    own, plain, _ = recorded(model, routers)
     mask = torch.ones_like(TOKENS)
     parts = unpad_routes(own, mask)
     padded = pad_routes(parts, mask)
@@ -130,29 +128,24 @@ def test_wrong_routes_are_found_and_samples_are_laid_out(family: str) -> None:
     rows = [trace.ids.tolist() for trace in parts]
     assert [row for part in rows for row in part] == own.ids.tolist()
     with routers.replay(padded):
-        logits = routers._model(input_ids=TOKENS, use_cache=False).logits
+        logits = model(input_ids=TOKENS, use_cache=False).logits
     assert torch.equal(logits, plain)
     late = own.at(torch.arange(ROWS).roll(1))
     with pytest.raises(RoutingError, match=r"late|early|agree"), routers.replay(late):
-        routers._model(input_ids=TOKENS, use_cache=False)
+        model(input_ids=TOKENS, use_cache=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_combine_weights_are_replayed_or_refused_with_the_reason(family: str) -> None:
-    routers = routers_of(family)
-    model = routers._model
-    if hasattr(routers._routers[0].module, "experts"):
-        with (
-            pytest.raises(UsageError, match="selects experts in the block"),
-            routers.record(weights=True),
-        ):
+    model, routers = bound(family)
+    if hasattr(find_routers(model)[0].module, "experts"):
+        words = "selects experts in the block"
+        with pytest.raises(UsageError, match=words), routers.record(weights=True):
             raise AssertionError("recorded")
         return
     if family == "gpt-oss" and transformers.__version__ < "5":
-        with (
-            pytest.raises(RoutingError, match=r"GptOssTopKRouter.*cannot be recorded"),
-            routers.record(weights=True),
-        ):
+        words = "GptOssTopKRouter.*cannot be recorded"
+        with pytest.raises(RoutingError, match=words), routers.record(weights=True):
             model(input_ids=TOKENS)
         return
     with routers.record(weights=True) as tape:
@@ -162,27 +155,25 @@ def test_combine_weights_are_replayed_or_refused_with_the_reason(family: str) ->
     assert torch.equal(logits, plain)
 
 
-def block_of(routers: Routers) -> nn.Module:
+def block_of(model: PreTrainedModel) -> nn.Module:
     """Return the last MoE block."""
-    router = routers._routers[-1]
+    router = find_routers(model)[-1]
     if hasattr(router.module, "experts"):
         return router.module
-    return routers._model.get_submodule(router.path.rpartition(".")[0])
+    return model.get_submodule(router.path.rpartition(".")[0])
 
 
-def gate_of(routers: Routers) -> nn.Module:
-    block = block_of(routers)
+def gate_of(model: PreTrainedModel) -> nn.Module:
+    block = block_of(model)
     return getattr(block, "gate", None) or block.router
 
 
-def experts_with_gradient(model: PreTrainedModel, routers: Routers) -> set[int]:
+def experts_with_gradient(model: PreTrainedModel) -> set[int]:
     """Return the experts of the last MoE layer with a gradient other than zero."""
-    experts = block_of(routers).experts
+    experts = block_of(model).experts
     if isinstance(experts, nn.ModuleList):
-        grads = [
-            expert.down_proj if hasattr(expert, "down_proj") else expert.w2 for expert in experts
-        ]
-        weights = [linear.weight.grad for linear in grads]
+        last = [getattr(expert, "down_proj", None) or expert.w2 for expert in experts]
+        weights = [linear.weight.grad for linear in last]
     else:
         weights = list(experts.down_proj.grad)
     return {e for e, grad in enumerate(weights) if grad is not None and (grad != 0).any()}

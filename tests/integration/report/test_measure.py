@@ -20,17 +20,20 @@ def estimate(value):
 
 
 def bar(name, removed, left):
-    return {
-        "name": name,
-        "how": f"with {name} <changed>",
-        "removed": estimate(removed),
-        "left": estimate(left),
-    }
+    how = f"with {name} <changed>"
+    return {"name": name, "how": how, "removed": estimate(removed), "left": estimate(left)}
 
 
 ROW = {"name": "0 to 8", "tokens": 10, "k3": 1e-3, "mean_dlogp": 0.02, "share": 1.0}
 TURNS = [ROW | {"name": "turn 1", "share": 0.7843}, ROW | {"name": "turn 2", "share": 0.2157}]
 """Their axis ends at 80%, under which a label stands."""
+ROUTES = {"routing/routers": 0.1, "routing/tokens": 0.5}
+WORST = {"sequence": 0, "place": 3, "before": "1+</pre>", "token": "<b>", "after": "2"}
+CANDIDATES = [
+    {"token": "+", "p_rollout": 0.6, "p_trainer": 0.4},
+    {"token": "</td>", "p_rollout": None, "p_trainer": 0.5},
+]
+FAR = {"sequence": 1, "place": 4, "before": "<i>2", "sampled": "+", "tv_low": 0.2, "tv_high": 0.4}
 TREE = {
     "model": "some/<model>",
     "tokens": 10,
@@ -50,39 +53,16 @@ TREE = {
     },
     "alone": [{"name": "batch shape", "how": "alone", "nats": estimate(1e-9)}],
     "metrics": {
-        "without_replay": {
-            "mismatch/k3": 5e-3,
-            "mismatch/f2": 0.1,
-            "routing/routers": 0.1,
-            "routing/tokens": 0.5,
-        },
-        "with_replay": {
-            "mismatch/k3": 1e-3,
-            "mismatch/f2": 0.0,
-            "routing/routers": 0.1,
-            "routing/tokens": 0.5,
-        },
+        "without_replay": {"mismatch/k3": 5e-3, "mismatch/f2": 0.1, **ROUTES},
+        "with_replay": {"mismatch/k3": 1e-3, "mismatch/f2": 0.0, **ROUTES},
         "dense": {"mismatch/k3": 2e-4, "mismatch/f2": 0.0},
         "repeated_forward": {"counterfactual/repeat/k3": 0.0, "repeat/k3": 0.0},
     },
     "breakdowns": {
-        "place": [ROW],
-        "probability": [ROW],
-        "entropy": [ROW],
-        "class": [ROW],
+        **{name: [ROW] for name in ("place", "probability", "entropy", "class")},
         "turn": TURNS,
     },
-    "worst": [
-        {
-            "sequence": 0,
-            "place": 3,
-            "before": "1+</pre>",
-            "token": "<b>",
-            "after": "2",
-            "p_rollout": 0.9,
-            "p_trainer": 0.1,
-        }
-    ],
+    "worst": [WORST | {"p_rollout": 0.9, "p_trainer": 0.1}],
     "distribution": {
         "top": 2,
         "metrics": {
@@ -94,20 +74,7 @@ TREE = {
             "without_replay": {"low": [1.0, 0.5, 0.0], "high": [1.0, 1.0, 0.75]},
             "with_replay": {"low": [1.0, 0.25, 0.0], "high": [1.0, 1.0, 0.5]},
         },
-        "worst": [
-            {
-                "sequence": 1,
-                "place": 4,
-                "before": "<i>2",
-                "sampled": "+",
-                "tv_low": 0.2,
-                "tv_high": 0.4,
-                "candidates": [
-                    {"token": "+", "p_rollout": 0.6, "p_trainer": 0.4},
-                    {"token": "</td>", "p_rollout": None, "p_trainer": 0.5},
-                ],
-            }
-        ],
+        "worst": [FAR | {"candidates": CANDIDATES}],
     },
     "started": "2026-01-02T03:04:05",
     "versions": {"torch": "2"},
@@ -135,22 +102,12 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measure") / "out"
     write_probe(folder / "probe.safetensors", tokens=200, replay=True, moe=True, seed=1)
     probe = load_file(folder / "probe.safetensors")
-    native = {
-        name.removesuffix("_native"): value
-        for name, value in probe.items()
-        if name.endswith("_native")
-    }
+    native = {k.removesuffix("_native"): v for k, v in probe.items() if k.endswith("_native")}
     trained = {name: value for name, value in probe.items() if not name.endswith("_native")}
-    scorings = {
-        "with_replay": trained,
-        "without_replay": native | {"logp_rollout": trained["logp_rollout"]},
-    }
+    native["logp_rollout"] = trained["logp_rollout"]
+    scorings = {"with_replay": trained, "without_replay": native}
     scorings["dense"] = {name: trained[name][:150] for name in ("logp_rollout", "logp_trainer")}
-    tensors = {
-        f"{scoring}.{name}": value
-        for scoring, own in scorings.items()
-        for name, value in own.items()
-    }
+    tensors = {f"{scoring}.{k}": v for scoring, own in scorings.items() for k, v in own.items()}
     save_file(tensors, folder / "tensors.safetensors")
     (folder / "measure.json").write_text(json.dumps(TREE))
     return write_report(folder)
@@ -161,6 +118,8 @@ def views(report, tmp_path_factory):
     return inspected(report.read_text(encoding="utf-8"), tmp_path_factory.mktemp("browser"), VIEWS)
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_the_page_is_whole_on_every_screen(views):
     for (width, dark), view in zip(VIEWS, views, strict=True):
         assert (view["width"], view["wider"]) == (width, 0)
@@ -170,6 +129,8 @@ def test_the_page_is_whole_on_every_screen(views):
         assert view["background"] == f"rgb({', '.join(str(v) for v in bytes.fromhex(page[1:]))})"
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_every_figure_has_data_and_a_name(views):
     for view in views:
         assert set(view["figures"]) == CAUSES | ROUTING | DISTANCE
@@ -178,6 +139,7 @@ def test_every_figure_has_data_and_a_name(views):
         assert view["unnamed"] == 0
 
 
+@pytest.mark.process
 def test_headings_are_in_order(views):
     levels = views[0]["headings"]
     assert levels[0] == 1
@@ -185,16 +147,15 @@ def test_headings_are_in_order(views):
     assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_the_inspection_sees_cut_titles_and_errors(report, tmp_path):
     """A title too long for its figure and a page that throws must fail the tests above."""
-    page = report.read_text(encoding="utf-8").replace(
-        "nats per token (log)", "nats per token " * 30
-    )
-    (view,) = inspected(
-        page.replace('<script id="plotly">', "<script>throw Error('planted')</script><script>"),
-        tmp_path,
-        [(390, False)],
-    )
+    page = report.read_text(encoding="utf-8")
+    page = page.replace("nats per token (log)", "nats per token " * 30)
+    throws = "<script>throw Error('planted')</script><script>"
+    page = page.replace('<script id="plotly">', throws)
+    (view,) = inspected(page, tmp_path, [(390, False)])
     assert any("planted" in error for error in view["errors"])
     assert any(text.startswith("noise: nats per token") for text in view["cut"])
 
@@ -221,9 +182,8 @@ def contrast(a, b):
 
 
 def test_figures_are_files_and_the_page_is_small(report):
-    assert {
-        path.stem for path in (report.parent / "figures").iterdir()
-    } == CAUSES | ROUTING | DISTANCE
+    names = {path.stem for path in (report.parent / "figures").iterdir()}
+    assert names == CAUSES | ROUTING | DISTANCE
     assert report.stat().st_size < 6e6
 
 
@@ -238,17 +198,15 @@ def test_texts_of_the_model_are_escaped(report):
 def test_distributions_are_drawn_and_described():
     found = TREE["distribution"]
     data = figure(found).data
-    assert data[0]["y"] == pytest.approx(
-        [1.0, 0.5, 0.01]
-    )  # 0 is drawn a decade below the smallest share, as 0
+    # 0 is drawn a decade below the smallest share, as 0
+    assert data[0]["y"] == pytest.approx([1.0, 0.5, 0.01])
     assert data[1]["y"] == [1.0, 1.0, 0.75]
     assert rows(found)[0] == ("positions whose likeliest token differs", "25%", "0%")
-    assert worst_rows(found)[0][2:4] == (
-        "0.2 \N{EN DASH} 0.4",
-        "'+' 0.6 / 0.4, '</td>' \N{EN DASH} / 0.5",
-    )
+    dash = "\N{EN DASH}"
+    worst = (f"0.2 {dash} 0.4", f"'+' 0.6 / 0.4, '</td>' {dash} / 0.5")
+    assert worst_rows(found)[0][2:4] == worst
     plain = {**found, "metrics": {"without_replay": found["metrics"]["without_replay"]}}
-    assert rows(plain)[0][2] == "\N{EN DASH}"
+    assert rows(plain)[0][2] == dash
 
 
 def test_waterfall_bars_stand_between_their_levels():
@@ -264,50 +222,39 @@ def test_waterfall_bars_stand_between_their_levels():
     assert less["y"] == ["routing<br><b>\u22120.004 (80%)</b>"]
     assert more["y"] == ["precision<br><b>+0.001 (20%)</b>"]
     assert drawn.title == "80% of the gap of 0.005 nats per token comes from routing"
-    assert [row[0] for row in waterfall_rows(TREE)] == [
-        "the gap",
-        "routing",
-        "precision",
-        "remainder",
-    ]
+    names = ["the gap", "routing", "precision", "remainder"]
+    assert [row[0] for row in waterfall_rows(TREE)] == names
     assert breakdown_rows([ROW]) == [("0 to 8", "10", "0.001", "0.02", "100%")]
 
 
 def test_the_title_has_the_known_facts():
     nothing = {"total": estimate(1e-3), "bars": [bar("routing", 1e-4, 9e-4)]}
-    assert (
-        fall_title(nothing) == "No single cause: 90% of the gap of 0.001 nats is left unexplained"
-    )
+    title = "No single cause: 90% of the gap of 0.001 nats is left unexplained"
+    assert fall_title(nothing) == title
     assert fall_title({"total": estimate(0.0), "bars": []}) == "There is no gap to explain"
     wide = bar("routing", 9e-4, 1e-4)
     wide["removed"] = {"value": 9e-4, "low": -1e-4, "high": 2e-3}
-    assert fall_title({"total": estimate(1e-3), "bars": [wide]}).endswith(
-        "though its interval includes 0"
-    )
+    title = fall_title({"total": estimate(1e-3), "bars": [wide]})
+    assert title.endswith("though its interval includes 0")
 
 
 def test_a_negligible_gap_has_no_percentages_and_no_intervals():
-    fall = {
-        "total": estimate(6e-5),
-        "bars": [bar("routing", 1e-5, 5e-5), bar("precision", -6e-5, 6e-5)],
-    }
+    made = [bar("routing", 1e-5, 5e-5), bar("precision", -6e-5, 6e-5)]
+    fall = {"total": estimate(6e-5), "bars": made}
     small = TREE | {"waterfall": fall}
     drawn = fall_figure(small)
-    assert (
-        drawn.title == "The gap of 6.00\u00d710\u207b\u2075 nats per token is too small to matter"
-    )
+    title = "The gap of 6.00\u00d710\u207b\u2075 nats per token is too small to matter"
+    assert drawn.title == title
     for trace in drawn.data:
         assert "%" not in str(trace["y"])
         assert set(trace["error_x"]["array"] + trace["error_x"]["arrayminus"]) == {0.0}
         assert "(" not in str(trace["text"])
     assert [row[2] for row in waterfall_rows(small)] == ["\u2013"] * 4
     assert noise_figure(small).title == "Every source of noise by itself is too small to matter"
-    metrics = {
-        "without_replay": {"mismatch/k3": 9e-5, "mismatch/f2": 0.0},
-        "with_replay": {"mismatch/k3": 3e-5},
-    }
+    plain = {"mismatch/k3": 9e-5, "mismatch/f2": 0.0}
+    metrics = {"without_replay": plain, "with_replay": {"mismatch/k3": 3e-5}}
     assert tiles(small | {"metrics": metrics})[1][2] == "both are too small to matter"
-    metrics["without_replay"]["mismatch/k3"] = 1e-4
+    plain["mismatch/k3"] = 1e-4
     assert tiles(small | {"metrics": metrics})[1][2] == "3.3 times less"
 
 
@@ -322,12 +269,13 @@ def test_noise_is_compared_with_the_gap():
 
 
 def test_numbers_are_written_one_way():
-    assert [nats(v) for v in (0.0, 1.234e-5, -2e-7, 0.00123, 12.3, None)] == [
-        "0",
-        "1.23\u00d710\u207b\u2075",
-        "\u22122.00\u00d710\u207b\u2077",
-        "0.00123",
-        "12.3",
-        "\u2013",
-    ]
+    for value, text in [
+        (0.0, "0"),
+        (1.234e-5, "1.23\u00d710\u207b\u2075"),
+        (-2e-7, "\u22122.00\u00d710\u207b\u2077"),
+        (0.00123, "0.00123"),
+        (12.3, "12.3"),
+        (None, "\u2013"),
+    ]:
+        assert nats(value) == text
     assert powers("k3 is 1.53e-05 nats, seed 7e") == "k3 is 1.53\u00d710\u207b\u2075 nats, seed 7e"

@@ -11,24 +11,16 @@ from onepolicy.report.figure import AXIS, REPLAY, ROLLOUT, Figure, axis, bars, l
 from onepolicy.report.page import LIGHT
 from onepolicy.report.png import SCALE, SQUARE, write_figures
 
+Y = [1.0, float("nan"), 4.0, 2.0]
 CURVE = Figure(
     "curve",
     "A title",
     "A note that is long enough for more than one line of the figure. " * 4,
-    [
-        line(
-            "a",
-            [1, 2, 3, 4],
-            [1.0, float("nan"), 4.0, 2.0],
-            ROLLOUT,
-            text=["@someone", "x", "y", "z"],
-        )
-    ],
+    [line("a", [1, 2, 3, 4], Y, ROLLOUT, text=["@someone", "x", "y", "z"])],
     {"xaxis": axis("step", tickfont={"size": 9})},
 )
-BARS = Figure(
-    "bars", "Bars", "", [bars("b", ["x", "y"], [1.0, 2.0], REPLAY)], {}, "third", square=True
-)
+DRAWN = [bars("b", ["x", "y"], [1.0, 2.0], REPLAY)]
+BARS = Figure("bars", "Bars", "", DRAWN, {}, "third", square=True)
 
 
 def test_json_is_complete_without_the_page(tmp_path):
@@ -39,19 +31,16 @@ def test_json_is_complete_without_the_page(tmp_path):
     assert trace["line"]["color"] == LIGHT["rollout"]
     assert trace["y"] == [1.0, None, 4.0, 2.0]
     assert trace["text"][0] == "@someone"  # no colour of ours
-    assert layout["xaxis"]["title"] == {
-        "text": "step",
-        "font": {"size": 13, "color": LIGHT["muted"]},
-        "standoff": 8,
-    }
+    font = {"size": 13, "color": LIGHT["muted"]}
+    assert layout["xaxis"]["title"] == {"text": "step", "font": font, "standoff": 8}
     assert layout["xaxis"]["tickfont"] == {"size": 9}
     assert layout["yaxis"]["automargin"] == AXIS["automargin"]
     assert layout["title"]["subtitle"]["text"].count("<br>") >= 2
-    assert (
-        layout["height"] > json.loads(written[1].read_text())["layout"]["height"] - SQUARE[1] + 440
-    )
+    square = json.loads(written[1].read_text())["layout"]["height"]
+    assert layout["height"] > square - SQUARE[1] + 440
 
 
+@pytest.mark.process
 @pytest.mark.needs("chromium")
 def test_png_is_drawn_in_its_colours(tmp_path):
     write_figures(tmp_path, [CURVE, BARS], png=True)

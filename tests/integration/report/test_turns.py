@@ -28,10 +28,9 @@ def test_the_mean_is_over_all_tokens_of_scored_steps(tmp_path):
     assert replayed["y"] == pytest.approx([1.25e-6, 2.5e-6, 3.75e-6])
     assert native["y"] == pytest.approx([3.75e-6, 7.5e-6, 11.25e-6])
     assert replayed["text"] == native["text"] == ["1,200 tokens", "800 tokens", "400 tokens"]
-    assert replayed["error_y"]["array"] == pytest.approx([0.75e-6, 1.5e-6, 2.25e-6])  # to step 20's
-    assert replayed["error_y"]["arrayminus"] == pytest.approx(
-        [0.25e-6, 0.5e-6, 0.75e-6]
-    )  # to step 10's
+    above, below = (replayed["error_y"][side] for side in ("array", "arrayminus"))
+    assert above == pytest.approx([0.75e-6, 1.5e-6, 2.25e-6])  # to step 20's
+    assert below == pytest.approx([0.25e-6, 0.5e-6, 0.75e-6])  # to step 10's
     for trace, look in ((replayed, REPLAY), (native, TRAINER)):
         assert (trace["line"]["color"], trace["line"]["dash"]) == (look.color, look.dash)
     assert "2 probe steps" in figure.note
@@ -40,9 +39,8 @@ def test_the_mean_is_over_all_tokens_of_scored_steps(tmp_path):
 
 def test_without_replay_all_steps_count_and_there_is_one_curve(tmp_path):
     """The mean is of 3 x 1 at step 10 and 2 at 11 others, of 14 parts."""
-    (trace,) = of(
-        make_fixture_run(tmp_path / "run", steps=12, tokens=40, replay=False, turns=True)
-    ).data
+    run = make_fixture_run(tmp_path / "run", steps=12, tokens=40, replay=False, turns=True)
+    (trace,) = of(run).data
     assert trace["line"]["color"] == TRAINER.color
     assert trace["y"][0] == pytest.approx((3 * 1e-6 + 11 * 2e-6) / 14)
 
@@ -93,14 +91,12 @@ def test_measure_draws_every_scoring():
     assert turns({"metrics": {"without_replay": {"mismatch/k3": 1e-4}}}) == []
 
 
+@pytest.mark.process
 @pytest.mark.needs("chromium")
 def test_json_and_png_are_written(tmp_path):
     figure = of(make_fixture_run(tmp_path / "run", steps=20, tokens=40, turns=True))
     written = write_figures(tmp_path / "figures", [figure], png=True)
     assert [path.name for path in written] == ["turns.json", "turns.png"]
-    assert json.loads(written[0].read_text())["layout"]["xaxis"]["categoryarray"] == [
-        "1",
-        "2",
-        "9 to 16",
-    ]
+    axis = json.loads(written[0].read_text())["layout"]["xaxis"]
+    assert axis["categoryarray"] == ["1", "2", "9 to 16"]
     assert written[1].stat().st_size > 10_000

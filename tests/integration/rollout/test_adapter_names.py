@@ -15,6 +15,7 @@ from onepolicy.types import Completion, Sampling
 from support import fake_vllm, sglang_engines
 from support.adapter_learner import Learner
 from support.fake_sglang import FakeSGLang
+from support.fake_sglang_adapters import TAKES_ADAPTERS
 from support.fake_vllm import HF, FakeVLLM, model_shape
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -41,7 +42,8 @@ class Replica:
 def vllm_server(folder, count=1):
     path, model = fake_vllm.make_checkpoints(folder)[0]
     with contextlib.ExitStack() as stack:
-        fakes = [FakeVLLM(path, model_shape(HF)) for _ in range(count)]
+        told = {"adapters": {"rank": 8, "layers": ["q_proj"]}}  # it could load them by name
+        fakes = [FakeVLLM(path, model_shape(HF), told=told) for _ in range(count)]
         for fake in fakes:
             stack.enter_context(fake.server)
         yield path, model, {f.server.url: lambda f=f: fake_vllm.engine_of(f) for f in fakes}
@@ -51,7 +53,8 @@ def vllm_server(folder, count=1):
 def sglang(folder, count=1):
     model, path = sglang_engines.make_models(folder)[0]
     with contextlib.ExitStack() as stack:
-        fakes = [stack.enter_context(FakeSGLang(path)) for _ in range(count)]
+        made = [FakeSGLang(path, info=dict(TAKES_ADAPTERS)) for _ in range(count)]
+        fakes = [stack.enter_context(fake) for fake in made]
         made = {f.url: lambda f=f: sglang_engines.open_engine(f, connect=False) for f in fakes}
         yield path, model, made
 
@@ -79,26 +82,20 @@ def replicas(folder, _):
     yield Replicas([Replica("a"), Replica("b")], WeightFiles(str(folder))), model
 
 
-@pytest.mark.parametrize(
-    ("build", "serve"),
-    [
-        (one_server, vllm_server),
-        (several, vllm_server),
-        (one_server, sglang),
-        (several, sglang),
-        (replicas, None),
-    ],
-)
+SERVED = [(build, serve) for serve in (vllm_server, sglang) for build in (one_server, several)]
+
+
+@pytest.mark.parametrize(("build", "serve"), [*SERVED, (replicas, None)])
 def test_every_completion_has_name_and_version(tmp_path, build, serve):
     prompts = [[i, i + 1, 5] for i in range(3, 15)]
 
     async def sample():
-        return await asyncio.gather(
-            *(engine.generate(p, Sampling(1.0, 3), seed=i) for i, p in enumerate(prompts))
-        )
+        calls = (engine.generate(p, Sampling(1.0, 3), seed=i) for i, p in enumerate(prompts))
+        return await asyncio.gather(*calls)
 
     with build(tmp_path, serve) as (engine, model):
         assert {done.adapter for done in asyncio.run(sample())} == {None}
+        assert not engine.caps.takes_adapter
         learner = Learner(model)
         for version in (0, 1):
             learner.version = version

@@ -1,6 +1,7 @@
 """The five published failures of LoRA syncs are named before the first step, as documented."""
 
 import asyncio
+from itertools import product
 
 import pytest
 
@@ -40,8 +41,14 @@ def test_the_page_has_the_table_and_every_fault_is_named_before_the_first_step()
             assert words != "not seen", entry
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("sync", "fault"),
+    [
+        pytest.param(sync, fault, marks=[pytest.mark.slow] * ((s + f) % 2))
+        for (s, sync), (f, fault) in product(enumerate(SYNCS), enumerate(FAULTS))
+    ],
+)
 def test_failures_that_begin_at_the_first_update_are_named_there(sync, fault):
     components, _ = build_components(settings(POLICY, "hf", sync))
     step, message = asyncio.run(first_seen(components, fault, since=1))
@@ -49,6 +56,7 @@ def test_failures_that_begin_at_the_first_update_are_named_there(sync, fault):
     assert seen_by(message) != message
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", LATE)
 def test_weights_that_are_wrong_from_the_second_update_on_are_named_there(policy, fault):
     components, _ = build_components(settings(policy))
@@ -56,6 +64,7 @@ def test_weights_that_are_wrong_from_the_second_update_on_are_named_there(policy
     assert (step, seen_by(message)) == (2, "weights in the engine")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -71,9 +80,9 @@ def test_log_probabilities_alone_tell_two_merges_apart(policy, fault, words):
     assert words in message
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sync", ["merged", "native"])
-def test_a_correct_engine_passes(policy, sync, dtype):
-    components, _ = build_components(settings(policy, "hf", sync, dtype))
+def test_a_correct_engine_passes(policy, sync):
+    """So it does in every run of test_lora_run.py."""
+    components, _ = build_components(settings(policy, "hf", sync, "bfloat16"))
     assert asyncio.run(first_seen(components, None)) == (None, "")
     assert components.engine.adapter == "lora-faults"

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from onepolicy.cli import main
 from onepolicy.report.terminal import summary_table
 from onepolicy.run import loop
+from onepolicy.train import checkpoint
 from support.metrics import rows, timeless
 from support.resumed_runs import EVERY, assert_same_run, finish, kill_in_the_update_of, next_command
 
@@ -23,38 +24,42 @@ def common(run):
     return [{k: v for k, v in timeless(row).items() if not k.startswith(OWN)} for row in rows(run)]
 
 
-def problems(run):
+def samples(run, until=6):
+    """Return the samples of the steps up to this one."""
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    return [(line["step"], line["problem"]) for line in lines]
+    return [line for line in lines if line["step"] <= until]
 
 
-def test_staleness_zero_is_the_synchronous_loop_to_the_bit(train):
-    settings = ["steps=4", "eval.every=1", "log.counterfactual_every=2"]
-    one, other = train("one", *settings), train("other", *settings, "rollout.max_staleness=0")
-    assert common(one) == common(other)
-    assert (one / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
+def problems(run, until=6):
+    return [(line["step"], line["problem"]) for line in samples(run, until)]
+
+
+def assert_same_weights(a, b, step):
     for name in ("model.safetensors", "optimizer.safetensors"):
-        first, second = (
-            load_file(run / "checkpoints" / "step_00004" / name) for run in (one, other)
-        )
+        first, second = (load_file(checkpoint.checkpoint_folder(r, step) / name) for r in (a, b))
         assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+EVALUATED = ("eval.every=1", "log.counterfactual_every=1")  # a last step is always probed
+
+
+@pytest.fixture(scope="module")
+def synchronous(recipe, tmp_path_factory):
+    out = tmp_path_factory.mktemp("synchronous") / "run"
+    assert main(["train", str(recipe), f"out={out}", "steps=6", *EVALUATED]) == 0
+    return out
+
+
+def test_staleness_zero_is_the_synchronous_loop_to_the_bit(synchronous, train):
+    """Resumed too."""
+    other = train("other", "steps=2", *EVALUATED, "rollout.max_staleness=0")
+    assert main(["train", "--resume", str(other), "steps=4"]) == 0
+    assert common(other) == common(synchronous)[:5]
+    assert samples(other) == samples(synchronous, 4)
+    assert_same_weights(other, synchronous, 4)
     for row in rows(other)[1:]:
-        assert (row["staleness/max"], row["staleness/spanning"], row["async/sampler_busy"] < 1) == (
-            0,
-            0,
-            True,
-        )
-
-
-def test_staleness_zero_resumes_to_the_bit(train):
-    whole = train("whole", "steps=4", "rollout.max_staleness=0")
-    part = train("part", "steps=2", "log.counterfactual_every=1", "rollout.max_staleness=0")
-    assert main(["train", "--resume", str(part), "steps=4"]) == 0
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        first, second = (
-            load_file(run / "checkpoints" / "step_00004" / name) for run in (whole, part)
-        )
-        assert all(torch.equal(first[key], second[key]) for key in first)
+        assert (row["staleness/max"], row["staleness/spanning"]) == (0, 0)
+        assert row["async/sampler_busy"] < 1
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +71,17 @@ def overlapping(recipe, tmp_path_factory):
     return out
 
 
-def test_tokens_are_old_but_never_older_than_allowed(overlapping, train):
+def test_tokens_are_old_but_never_older_than_allowed(overlapping, synchronous):
     found = [row for row in rows(overlapping) if "staleness/max" in row]
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     assert found[0]["staleness/max"] == 0
     assert [row["staleness/max"] <= 2 for row in found] == [True] * 6
     assert max(row["staleness/max"] for row in found) >= 1
     for row in found:
-        assert (
-            sum(v for k, v in row.items() if k.startswith("staleness/tokens@"))
-            == row["correction/slots"]
-        )
+        tokens = sum(v for k, v in row.items() if k.startswith("staleness/tokens@"))
+        assert tokens == row["correction/slots"]
         assert row["correction/weight_max"] <= 2  # TIS, though routes are replayed
-    assert problems(overlapping) == problems(
-        train("one", "steps=6", "eval.every=0")
-    )  # order of the synchronous loop
+    assert problems(overlapping) == problems(synchronous)  # in the same order
 
 
 def test_summary_and_report_show_the_overlap(overlapping):
@@ -96,7 +97,8 @@ def test_summary_and_report_show_the_overlap(overlapping):
     assert "sampled while learning" in console.export_text()
 
 
-def test_a_kill_loses_only_the_episodes_in_play(recipe, train, tmp_path, monkeypatch):
+@pytest.mark.full
+def test_a_kill_loses_only_the_episodes_in_play(recipe, synchronous, tmp_path, monkeypatch):
     """The kill comes right after the checkpoint of step 2, while episodes of steps 3 to 5 are in
     play. They have the event loop to themselves while it is written."""
     out, saved, threads = tmp_path / "run", loop.checkpoint.save, set()
@@ -118,10 +120,10 @@ def test_a_kill_loses_only_the_episodes_in_play(recipe, train, tmp_path, monkeyp
     found = rows(out)
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
     assert found[2]["staleness/max"] == 0  # sampled again, by the weights of the checkpoint
-    whole = train("whole", "steps=5", "eval.every=0")
-    assert problems(out) == problems(whole)  # both groups of every step, once
+    assert problems(out) == problems(synchronous, 5)  # both groups of every step, once
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_sigkill_resumes_with_every_step_once(train, recipe, tmp_path):
@@ -130,10 +132,11 @@ def test_sigkill_resumes_with_every_step_once(train, recipe, tmp_path):
     kill_in_the_update_of(4, command)
     finish(recipe, out, 8)
     assert [row["step"] for row in rows(out) if "train/reward" in row] == list(range(1, 9))
-    assert problems(out) == problems(whole)
+    assert problems(out, 8) == problems(whole, 8)
     assert max(row.get("staleness/max", 0) for row in rows(out)) <= 2
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_sigkill_at_staleness_zero_resumes_to_the_bit(train, recipe, tmp_path):

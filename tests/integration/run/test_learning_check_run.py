@@ -66,6 +66,7 @@ def test_a_run_without_any_reward_reports_it_and_ends_well(
     assert "no lasting rise" not in page
 
 
+@pytest.mark.full
 def test_a_run_with_differing_rewards_gives_no_warning(train, graded, capsys):
     graded(lambda i: float(i % 2))
     run = train(None, *SHORT, "objective.entropy_coef=0")

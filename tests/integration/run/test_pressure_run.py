@@ -49,56 +49,55 @@ def test_without_replay_the_gap_is_trained_on(train, capsys):
     assert "looks like a bug" not in capsys.readouterr().out
 
 
-def test_scale_0_is_the_run_without_pressure(train):
+def test_scale_0_is_the_run_without_pressure_and_an_evaluation_has_none(train):
     settings = (FLOAT32, UNGUARDED, "steps=2")
-    idle = train("idle", "rollout.pressure={scale=0.0}", *settings)
-    assert_same_run(idle, train("plain", *settings), 2)
+    plain = train("plain", *settings)
+    assert_same_run(train("idle", "rollout.pressure={scale=0.0}", *settings), plain, 2)
+    pressed = train("pressed", "rollout.pressure={scale=3.0}", *settings)
+    assert evaluation(rows(pressed)[0]) == evaluation(rows(plain)[0])
+    assert timeless(rows(pressed)[1]) != timeless(rows(plain)[1])
 
 
-def test_evaluation_has_no_pressure(train):
-    """A run under pressure evaluates its first weights as a run without."""
-    plain = train("plain", FLOAT32, UNGUARDED, "steps=1")
-    run = train("pressed", "rollout.pressure={scale=3.0}", FLOAT32, UNGUARDED, "steps=1")
-    assert evaluation(rows(run)[0]) == evaluation(rows(plain)[0])
-    assert timeless(rows(run)[1]) != timeless(rows(plain)[1])
+@pytest.mark.full
+def test_resume_to_the_bit_and_noise_that_is_drawn_again(train, subtests):
+    """The noise depends on the seed and the version of the weights, not on where the run began.
+    Redrawn noise differs from the second version on."""
+    first = []
+    for name, pressure in (("once", PRESSURE), ("redrawn", REDRAWN)):
+        every_step = (pressure, FLOAT32, UNGUARDED, "checkpoint.every=1", "eval.every=0")
+        whole = train(f"{name}-whole", *every_step, "steps=3")
+        part = train(f"{name}-part", *every_step, "steps=1")
+        with subtests.test(name):
+            assert main(["train", "--resume", str(part), "steps=3"]) == 0
+            assert_same_run(whole, part, 3)
+        first.append(rows(whole))
+    once, redrawn = first
+    assert timeless(once[0]) == timeless(redrawn[0])
+    assert timeless(once[1]) != timeless(redrawn[1])
 
 
-@pytest.mark.parametrize("settings", [PRESSURE, REDRAWN])
-def test_resume_to_the_bit(train, settings):
-    """The noise depends on the seed and the version of the weights, not on where the run began."""
-    every_step = (settings, FLOAT32, UNGUARDED, "checkpoint.every=1", "eval.every=0")
-    whole = train("whole", *every_step, "steps=3")
-    part = train("part", *every_step, "steps=1")
-    assert main(["train", "--resume", str(part), "steps=3"]) == 0
-    assert_same_run(whole, part, 3)
-
-
-def test_redrawn_noise_differs_from_the_second_version_on(train):
-    settings = (FLOAT32, UNGUARDED, "steps=2", "eval.every=0")
-    once, anew = (train(name, each, *settings) for name, each in (("a", PRESSURE), ("b", REDRAWN)))
-    assert timeless(rows(once)[0]) == timeless(rows(anew)[0])
-    assert timeless(rows(once)[1]) != timeless(rows(anew)[1])
-
-
-def test_pressure_needs_the_guard_off(recipe, tmp_path, capsys):
-    assert main(["train", str(recipe), f"out={tmp_path / 'x'}", PRESSURE]) == 2
-    assert "replay.min_agreement: 0.8 refuses routes" in capsys.readouterr().err
-
-
-def test_wrong_layers_are_refused_before_the_weights_are_loaded(recipe, tmp_path, capsys):
-    pressure = "rollout.pressure={scale=1.0, layers=[1, 9]}"
-    assert main(["train", str(recipe), f"out={tmp_path / 'x'}", pressure, UNGUARDED]) == 2
-    assert "rollout.pressure.layers: [9] are no MoE layers" in capsys.readouterr().err
-
-
-def test_engine_check_refuses_it(policy, capsys):
-    overrides = ["rollout.pressure.scale=1", UNGUARDED]
-    assert main(["engine", "check", str(policy), *overrides]) == 2
-    assert "engine check asks if an engine is right" in capsys.readouterr().err
+def test_refusals(recipe, policy, tmp_path, capsys):
+    train = ["train", str(recipe), f"out={tmp_path / 'x'}"]
+    for command, message in [
+        ([*train, PRESSURE], "replay.min_agreement: 0.8 refuses routes"),
+        (
+            [*train, "rollout.pressure={scale=1.0, layers=[1, 9]}", UNGUARDED],
+            "rollout.pressure.layers: [9] are no MoE layers",
+        ),
+        (
+            ["engine", "check", str(policy), "rollout.pressure.scale=1", UNGUARDED],
+            "engine check asks if an engine is right",
+        ),
+    ]:
+        assert main(command) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["train.ranks=2", "rollout.max_staleness=1"])
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param("train.ranks=2", marks=pytest.mark.process), "rollout.max_staleness=1"],
+)
 def test_replay_removes_the_gap_beside_other_options(train, setting):
     """On ranks every step. While sampling, what is left is the age of the weights."""
     pressed = (PRESSURE, FLOAT32, "steps=3", "eval.every=0", setting)

@@ -23,25 +23,19 @@ from onepolicy.sync.push import push_weights
 from onepolicy.train import checkpoint
 from onepolicy.verdict.adapter import share
 from support.adapter_faults import first_seen, settings, update
+from support.adapter_runs import (
+    adapter_files,
+    assert_same_adapters,
+    last_evaluation,
+    trained,
+    updates,
+)
 from support.metrics import rows, timeless
 from support.paths import ROOT
 
 QLORA = ("train.lora.rank=4", "train.lora.base=nf4", "optim.lr=5e-3")
 TREE_POLICY = ROOT / "benchmarks" / "evidence" / "policies" / "one-of-8"
 FLOAT32 = "rollout.engine.dtype=float32"
-
-
-def files(run, step):
-    folder = checkpoint.checkpoint_folder(run, step)
-    names = ("adapter_model.safetensors", "optimizer.safetensors")
-    return {name: load_file(folder / name) for name in names}
-
-
-def assert_same_files(a, b, step):
-    first, second = files(a, step), files(b, step)
-    for name in first:
-        assert first[name].keys() == second[name].keys()
-        assert all(torch.equal(first[name][key], second[name][key]) for key in first[name])
 
 
 def opened(folder, dtype=torch.float32):
@@ -68,11 +62,17 @@ def rounded(policy, tmp_path_factory):
     return folder
 
 
-def test_a_run_is_the_lora_run_on_the_dequantised_base(train, rounded, capsys):
+@pytest.fixture(scope="module")
+def nf4_run(recipe, tmp_path_factory):
+    """Train 4 steps in float32. Return the run's folder and what it printed."""
+    out = tmp_path_factory.mktemp("nf4") / "run"
+    return out, trained(recipe, out, *QLORA, FLOAT32)
+
+
+def test_a_run_is_the_lora_run_on_the_dequantised_base(nf4_run, train, rounded):
     """Its evaluations, rewards and gradients; and the adapter arrives."""
-    run = train("nf4", *QLORA, FLOAT32)
-    words = " ".join(capsys.readouterr().out.split())
-    assert "train.lora.base = nf4: the frozen linear layers and experts take" in words
+    run, said = nf4_run
+    assert "train.lora.base = nf4: the frozen linear layers and experts take" in said
     same = train("same", *QLORA, FLOAT32, "train.lora.base=same", f"model.path={rounded}")
     assert len(rows(run)) == len(rows(same)) > 4
     for a, b in zip(rows(run), rows(same), strict=True):
@@ -83,12 +83,12 @@ def test_a_run_is_the_lora_run_on_the_dequantised_base(train, rounded, capsys):
             assert a["adapter/effect"] > 0  # of 64 prompts, and of 32
             assert a["adapter/delivered"] == pytest.approx(1, abs=1e-2)
             assert a["mismatch/k3"] < 1e-7
-    for name, tensor in files(run, 4)["adapter_model.safetensors"].items():
-        torch.testing.assert_close(
-            tensor, files(same, 4)["adapter_model.safetensors"][name], rtol=0, atol=1e-4
-        )
+    own, other = (adapter_files(each, 4)["adapter_model.safetensors"] for each in (run, same))
+    for name, tensor in own.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_engine_holds_the_dequantised_base_and_the_adapter(policy, dtype):
     """To the bit, after the first sync and after an update."""
@@ -113,34 +113,38 @@ def test_the_engine_holds_the_dequantised_base_and_the_adapter(policy, dtype):
     assert all(not torch.equal(own[name], base[name]) for name in layers)
 
 
-def test_resume_and_fork(train, tmp_path):
-    options = (*QLORA, "checkpoint.every=1", "eval.every=0")
-    whole = train("whole", *options, "steps=3")
-    part = train("part", *options, "steps=1")
-    assert main(["train", "--resume", str(part), "steps=3"]) == 0
+@pytest.mark.full
+def test_resume_and_fork(nf4_run, tmp_path):
+    whole = nf4_run[0]
+    part, fork = shutil.copytree(whole, tmp_path / "part"), tmp_path / "fork"
+    shutil.rmtree(checkpoint.checkpoint_folder(part, 4))
+    assert main(["train", "--resume", str(part)]) == 0
     assert list(map(timeless, rows(whole))) == list(map(timeless, rows(part)))
-    assert_same_files(whole, part, 3)
-    out = tmp_path / "fork"
-    assert main(["train", "--from", f"{whole}/1", f"out={out}", "steps=3"]) == 0
-    assert_same_files(whole, out, 3)
+    assert_same_adapters(whole, part, 4)
+    assert main(["train", "--from", f"{whole}/2", f"out={fork}", "eval.every=0"]) == 0
+    assert_same_adapters(whole, fork, 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("base", ["nf4", "same"])
-def test_a_fork_on_a_base_of_another_format_is_refused(train, tmp_path, capsys, base):
-    other = {"nf4": "same", "same": "nf4"}[base]
-    run = train("run", *QLORA, f"train.lora.base={base}", "steps=1", "eval.every=0")
-    folder = checkpoint.checkpoint_folder(run, 1)
+def test_a_fork_on_a_base_of_another_format_is_refused(nf4_run, train, tmp_path, capsys, base):
+    other, run, step = "same", nf4_run[0], 4
+    if base == "same":
+        other, step = "nf4", 1
+        run = train("run", *QLORA, "train.lora.base=same", "steps=1", "eval.every=0")
+    folder = checkpoint.checkpoint_folder(run, step)
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         header = file.metadata()
     assert ("nf4" in header) == (base == "nf4")
     capsys.readouterr()
-    fork = ["train", "--from", str(run), f"out={tmp_path}/fork", "steps=2"]
+    fork = ["train", "--from", str(run), f"out={tmp_path}/fork", "steps=5"]
     assert main([*fork, f"train.lora.base={other}"]) == 2
     words = " ".join(capsys.readouterr().err.split())
     assert f"train.lora.base: {other}, but the adapter in" in words
     assert f"set train.lora.base = {base}" in words
 
 
+@pytest.mark.full
 def test_a_base_that_was_changed_is_refused(train, policy, tmp_path, capsys):
     """By more than nf4 rounds away: a weight that rounds to the same codes is the same base."""
     base = shutil.copytree(policy, tmp_path / "base")
@@ -153,12 +157,17 @@ def test_a_base_that_was_changed_is_refused(train, policy, tmp_path, capsys):
     assert "its weights are not those that the adapter" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_is_dequantised_base_and_adapter(train, policy, tmp_path, dtype, capsys):
+def test_a_checkpoint_is_dequantised_base_and_adapter(
+    nf4_run, train, policy, tmp_path, dtype, capsys
+):
     """For eval, model.path and export."""
-    run = train("run", *QLORA, FLOAT32, f"model.dtype={dtype}")
-    folder = checkpoint.checkpoint_folder(run, 4)
-    last = next(row for row in reversed(rows(run)) if "eval/greedy" in row)
+    run, steps = nf4_run[0], 4
+    if dtype == "bfloat16":
+        run, steps = train("run", *QLORA, FLOAT32, "model.dtype=bfloat16", "steps=2"), 2
+    folder = checkpoint.checkpoint_folder(run, steps)
+    last = last_evaluation(run)
     capsys.readouterr()
     assert main(["eval", str(run)]) == 0
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
@@ -190,70 +199,61 @@ def test_a_checkpoint_is_dequantised_base_and_adapter(train, policy, tmp_path, d
     assert "on its base in nf4" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.full
 def test_the_reference_is_the_dequantised_base(train, rounded):
     """It is the same KL as to the second model that objective.kl.reference loads."""
     options = (*QLORA, FLOAT32, "objective.kl.coef=0.1", "steps=2", "eval.every=0")
     own = train("own", *options)
     second = train("second", *options, f"objective.kl.reference={rounded}")
-    for a, b in zip(rows(own), rows(second), strict=True):
-        assert a["train/kl"] == pytest.approx(b["train/kl"], rel=1e-4, abs=1e-9)
-    assert rows(own)[1]["train/kl"] > 1e-6
+    own, second = ([row["train/kl"] for row in rows(run)] for run in (own, second))
+    assert own == pytest.approx(second, rel=1e-4, abs=1e-9)
+    assert own[1] > 1e-6
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "train.autocast=bfloat16",
-        "train.reuse_scoring_forward=true",
-        "train.tokens_per_micro_batch=64",
-        "replay.mode=off",
-        "replay.source=reprefill",
-        "rollout.max_staleness=1",
-        "rollout.quant=int8",
-        "model.dtype=bfloat16",
-        'train.lora.targets=["attention","experts","routers"]',
-        'train.lora.targets=["attention"]',
-    ],
-)
+OPTIONS = [
+    "train.autocast=bfloat16 rollout.quant=int8",
+    'train.reuse_scoring_forward=true train.lora.targets=["attention","experts","routers"]',
+    "train.tokens_per_micro_batch=64 replay.mode=off",
+    'replay.source=reprefill train.lora.targets=["attention"]',
+    "rollout.max_staleness=1",
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("setting", OPTIONS)
 def test_options_beside_nf4(train, setting):
-    run = train("run", *QLORA, "steps=2", "eval.every=0", setting)
+    run = train("run", *QLORA, "steps=2", "eval.every=0", *setting.split(" "))
     last = rows(run)[-1]
     assert last["adapter/effect"] > 0
     stale = setting == "rollout.max_staleness=1"  # k3 counts a step of learning too
     assert last["mismatch/k3"] < (1 if stale else 0.05)
 
 
-def test_activation_checkpointing_computes_the_same(train):
+@pytest.mark.full
+def test_activation_checkpointing_computes_the_same(nf4_run, train):
     options = (*QLORA, FLOAT32, "steps=2", "eval.every=0")
-    plain = train("plain", *options)
     again = train("again", *options, "train.activation_checkpointing=true")
-    for a, b in zip(rows(plain), rows(again), strict=True):
+    for a, b in zip(updates(nf4_run[0])[:2], rows(again), strict=True):
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("train.lora.sync=native", "use train.lora.sync = merged"),
-        ("train.ranks=2", "set train.ranks to 0, or leave it out"),
-        ("cluster.kind=ray", "was not run under cluster.kind = ray"),
-        ("numerics=on-policy", "numerics = on-policy forbids"),
-        ("optim.state=host", "optim.state: host is for the state of whole models"),
-        ("optim.state=8bit", "optim.state: 8bit is for the state of whole models"),
-        (
-            "train.lora.sync=native rollout.engine.kind=vllm-server",
-            "the engine would add A and B to the weights that it loaded",
-        ),
-        (
-            "train.lora.sync=native rollout.engine.kind=sglang",
-            "the engine would add A and B to the weights that it loaded",
-        ),
-    ],
-)
-def test_refusals(recipe, tmp_path, capsys, setting, message):
-    command = ["train", str(recipe), f"out={tmp_path}/run", *QLORA, *setting.split(" ")]
-    assert main(command) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+REFUSED = [
+    ("train.lora.sync=native", "use train.lora.sync = merged"),
+    ("train.ranks=2", "set train.ranks to 0, or leave it out"),
+    ("cluster.kind=ray", "was not run under cluster.kind = ray"),
+    *(
+        (f"train.lora.sync=native rollout.engine.kind={kind}", "would add A and B to the weights")
+        for kind in ("vllm-server", "sglang")
+    ),
+]
+
+
+def test_refusals(recipe, tmp_path, capsys, subtests):
+    for words, message in REFUSED:
+        command = ["train", str(recipe), f"out={tmp_path}/run", *QLORA, *words.split(" ")]
+        with subtests.test(words):
+            assert main(command) == 2
+            assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_without_bitsandbytes_it_says_what_to_install(recipe, tmp_path, capsys, monkeypatch):
@@ -287,12 +287,6 @@ def keep_unquantised(components, policy, *, adapter):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_correct_engine_passes(policy, dtype):
-    components, _ = build_components(settings(policy, dtype=dtype, base="nf4"))
-    assert asyncio.run(first_seen(components, None)) == (None, "")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_that_never_gets_the_dequantised_base_is_named_at_the_start(policy, dtype):
     components, _ = build_components(settings(policy, dtype=dtype, base="nf4"))
     engine = components.engine
@@ -306,6 +300,7 @@ def test_an_engine_that_never_gets_the_dequantised_base_is_named_at_the_start(po
     assert "samples with the unquantised base" in message
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by_weights", [True, False])
 @pytest.mark.parametrize("adapter", [True, False])
 def test_an_engine_that_goes_back_to_the_unquantised_base_is_named(adapter, by_weights):
@@ -330,6 +325,7 @@ def test_an_engine_that_goes_back_to_the_unquantised_base_is_named(adapter, by_w
         AdapterCheck._check_weights = checks
 
 
+@pytest.mark.full
 def test_routes_are_no_part_of_what_the_two_bases_differ_by():
     """Top-1 of 8 routers: the bases route otherwise, and `_moved` has that already.
 
@@ -346,13 +342,13 @@ def test_routes_are_no_part_of_what_the_two_bases_differ_by():
     base = check._engine_base
     same = canary.ids[:, :, None] == base.ids[:, None, :]
     moved = canary.logp - base.logp.gather(1, same.int().argmax(2))
-    found = share(
-        moved, check._moved(canary), check._hypotheses(canary)["unquantised"], same.any(2)
-    )
+    unquantised = check._hypotheses(canary)["unquantised"]
+    found = share(moved, check._moved(canary), unquantised, same.any(2))
     assert abs(found.value) < 0.3
     assert found.excludes_now
 
 
+@pytest.mark.full
 def test_the_faults_of_lora_are_named_beside_it(policy):
     for fault in ("never delivered", "merged twice", "stale by one"):
         components, _ = build_components(settings(policy, base="nf4"))

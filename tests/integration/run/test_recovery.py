@@ -27,24 +27,17 @@ pytestmark = pytest.mark.usefixtures("no_waiting")
 PATHS = ("/version", "/weight_info", "/pause", "/collective_rpc", "/reset_prefix_cache", GENERATE)
 
 
+def run_of(url, path="m", **engine):
+    engine = {"kind": "vllm-server", "url": url, "timeout_s": LIMIT_S} | engine
+    tree = {"out": "x", "steps": 9, "task": {"kind": "chain"}, "optim": {"lr": 1e-3}}
+    return resolve(tree | {"model": {"path": path}, "rollout": {"engine": engine}})
+
+
 @pytest.fixture
 def parts(fake, checkpoints, monkeypatch):
     """Build a run at step 3, with other weights than the server's initial ones."""
     monkeypatch.setattr(recovery, "POLL_S", 0.01)
-    engine = {
-        "kind": "vllm-server",
-        "url": fake.server.url,
-        "dtype": "float32",
-        "recovery_timeout_s": LIMIT_S,
-    }
-    tree = {
-        "out": "x",
-        "steps": 9,
-        "model": {"path": fake.model},
-        "task": {"kind": "chain"},
-        "optim": {"lr": 1e-3},
-    }
-    config = resolve(tree | {"rollout": {"engine": engine}})
+    config = run_of(fake.server.url, path=fake.model, dtype="float32", recovery_timeout_s=LIMIT_S)
     learner = LocalLearner(PolicyScorer(checkpoints[1][1], config, routers=None))
     learner.version = 3
     engine = connected(fake, retries=1)
@@ -52,6 +45,14 @@ def parts(fake, checkpoints, monkeypatch):
     asyncio.run(attach_engine(engine, fake.model, vocab=VOCAB))
     asyncio.run(engine.load_weights(learner.named_weights(), 3))
     return parts
+
+
+def change_rollout(parts, engine=None, **changes):
+    """Change settings of the run's rollout, and of its engine."""
+    rollout = parts.config.rollout
+    changes["engine"] = rollout.engine.model_copy(update=engine or {})
+    rollout = rollout.model_copy(update=changes)
+    parts.config = parts.config.model_copy(update={"rollout": rollout})
 
 
 async def batch(engine):
@@ -124,11 +125,8 @@ def test_an_unnoticed_restart_is_found_before_the_batch_counts(parts, fake):
 def test_a_server_restarted_during_an_update_gets_the_new_weights(parts, fake):
     restart(fake)
     parts.learner.version = 4
-    asyncio.run(
-        retry_on_engine_loss(
-            parts, lambda: parts.engine.load_weights(parts.learner.named_weights(), 4)
-        )
-    )
+    push = lambda: parts.engine.load_weights(parts.learner.named_weights(), 4)  # noqa: E731
+    asyncio.run(retry_on_engine_loss(parts, push))
     assert fake.weights.endswith("-4")
     assert parts.engine.version == 4
 
@@ -149,9 +147,7 @@ def test_episodes_of_later_steps_are_started_again(parts, fake, monkeypatch):
     monkeypatch.setattr(
         async_rollouts, "token_versions", lambda done: torch.cat([each.version for each in done])
     )
-    parts.config = parts.config.model_copy(
-        update={"rollout": parts.config.rollout.model_copy(update={"max_staleness": 1})}
-    )
+    change_rollout(parts, max_staleness=1)
 
     async def main():
         expected = await batch(parts.engine)
@@ -177,10 +173,7 @@ def test_a_server_that_stays_away_ends_the_run_in_time(parts, fake, clock):
     """The run asks it again and again until the patience is over, with two readings of the clock
     each time."""
     fake.spoil = dict.fromkeys(PATHS, lambda reply, number: Reply(hang_up=True))
-    config = parts.config.rollout.engine.model_copy(update={"recovery_timeout_s": 30.0})
-    parts.config = parts.config.model_copy(
-        update={"rollout": parts.config.rollout.model_copy(update={"engine": config})}
-    )
+    change_rollout(parts, {"recovery_timeout_s": 30.0})
     asked = len(fake.server.asked)
     with pytest.raises(EngineLost, match=r"/generate, 2 times; got RemoteProtocolError.*--resume"):
         asyncio.run(retry_on_engine_loss(parts, lambda: batch(parts.engine)))
@@ -190,10 +183,7 @@ def test_a_server_that_stays_away_ends_the_run_in_time(parts, fake, clock):
 
 def test_a_server_that_does_not_come_back_says_why(parts, fake, monkeypatch):
     """Its push of weights fails after a good start."""
-    engine = parts.config.rollout.engine.model_copy(update={"recovery_timeout_s": 0.001})
-    parts.config = parts.config.model_copy(
-        update={"rollout": parts.config.rollout.model_copy(update={"engine": engine})}
-    )
+    change_rollout(parts, {"recovery_timeout_s": 0.001})
     push_failed = EngineLost("the push ended in an illegal memory access. See its log")
 
     async def nothing(*args, **kwargs):
@@ -216,10 +206,7 @@ def test_a_server_that_does_not_come_back_says_why(parts, fake, monkeypatch):
 
 def test_without_patience_an_unnoticed_restart_ends_the_run(parts, fake):
     """An evaluation beside episodes in play makes no other request that would notice."""
-    engine = parts.config.rollout.engine.model_copy(update={"recovery_timeout_s": 0.0})
-    parts.config = parts.config.model_copy(
-        update={"rollout": parts.config.rollout.model_copy(update={"engine": engine})}
-    )
+    change_rollout(parts, {"recovery_timeout_s": 0.0})
     assert len(asyncio.run(retry_on_engine_loss(parts, lambda: batch(parts.engine)))) == 4
     restart(fake)
     with pytest.raises(EngineLost, match="holds weights 'default'"):
@@ -241,9 +228,8 @@ def test_a_server_lost_again_and_again_ends_the_run(parts, fake):
 def test_one_that_comes_back_as_another_is_refused(parts, fake):
     restart(fake)
     fake.told = {"dtype": "bfloat16"}
-    with pytest.raises(
-        TrainingError, match=r"is back, but this run cannot use it: .*runs bfloat16"
-    ):
+    words = r"is back, but this run cannot use it: .*runs bfloat16"
+    with pytest.raises(TrainingError, match=words):
         asyncio.run(retry_on_engine_loss(parts, lambda: batch(parts.engine)))
 
 
@@ -265,18 +251,6 @@ def test_no_request_of_a_failed_batch_continues():
     assert len(ended) == 2
 
 
-def run_of(url, **engine):
-    engine = {"kind": "vllm-server", "url": url, "timeout_s": LIMIT_S} | engine
-    tree = {
-        "out": "x",
-        "steps": 9,
-        "model": {"path": "m"},
-        "task": {"kind": "chain"},
-        "optim": {"lr": 1e-3},
-    }
-    return resolve(tree | {"rollout": {"engine": engine}})
-
-
 def test_a_resume_waits_for_a_lost_server(tmp_path, monkeypatch):
     """The whole machine was lost and both are started again. The driver is up long before the
     server answers."""
@@ -285,22 +259,15 @@ def test_a_resume_waits_for_a_lost_server(tmp_path, monkeypatch):
 
     def health(request):
         asked.append(1)
-        return (
-            Reply(hang_up=True)
-            if len(asked) < 3
-            else Reply({}, 503)
-            if len(asked) < 5
-            else Reply({})
-        )
+        return [Reply(hang_up=True), Reply({}, 503), Reply({})][min(len(asked) - 1, 4) // 2]
 
     def built(*arguments):
         raise TrainingError(f"built after {len(asked)}")
 
     monkeypatch.setattr(resume, "build_components", built)
     with Server({"GET /health": health}) as server:
-        run_folder.create_run_folder(
-            tmp_path / "run", run_of(server.url), run_folder.FROM_SCRATCH, "{}"
-        )
+        config = run_of(server.url)
+        run_folder.create_run_folder(tmp_path / "run", config, run_folder.FROM_SCRATCH, "{}")
         progress = SimpleNamespace(note=notes.append)
         with pytest.raises(TrainingError, match="built after 5"):
             resume.resume_run(tmp_path / "run", progress)
@@ -309,9 +276,8 @@ def test_a_resume_waits_for_a_lost_server(tmp_path, monkeypatch):
 
 
 def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys):
-    run_folder.create_run_folder(
-        tmp_path / "run", run_of("http://127.0.0.1:1"), run_folder.FROM_SCRATCH, "{}"
-    )
+    config = run_of("http://127.0.0.1:1")
+    run_folder.create_run_folder(tmp_path / "run", config, run_folder.FROM_SCRATCH, "{}")
     moved = []
     monkeypatch.setattr(
         resume, "resume_run", lambda *arguments: moved.append(arguments[-1]) or {"steps": 9}
@@ -329,9 +295,8 @@ def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys)
 def test_a_resume_whose_server_stays_away_reports_it(monkeypatch, clock):
     monkeypatch.setattr(recovery, "POLL_S", 0.01)
     with Server({"GET /health": lambda request: Reply(hang_up=True)}) as server:
-        asyncio.run(
-            wait_for_server(run_of(server.url, recovery_timeout_s=10, retries=0), lambda text: None)
-        )
+        config = run_of(server.url, recovery_timeout_s=10, retries=0)
+        asyncio.run(wait_for_server(config, lambda text: None))
         assert len(server.asked) == 10
 
 

@@ -26,23 +26,20 @@ from support.resumed_runs import (
 )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "changed"),
-    [("float32", []), ("bfloat16", []), ("bfloat16", ["optim.state=host"])],
-)
-def test_resume_is_bit_equal(train, dtype, changed):
-    settings = [
-        "log.counterfactual_every=1",
-        f"model.dtype={dtype}",
-        f"rollout.engine.dtype={dtype}",
-    ]
-    whole = train("whole", "steps=4", *settings)
-    part = train("part", "steps=2", *settings)  # a last step is always probed
-    assert main(["train", "--resume", str(part), "steps=4", *changed]) == 0
-    assert_same_run(whole, part, 4)
-    assert (whole / "samples.jsonl").read_text() == (part / "samples.jsonl").read_text()
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_resume_is_bit_equal(train, dtype, tmp_path, subtests):
+    settings = [f"model.dtype={dtype}", f"rollout.engine.dtype={dtype}"]
+    settings.append("log.counterfactual_every=1")  # a last step is always probed
+    whole, part = train("whole", "steps=4", *settings), train("part", "steps=2", *settings)
+    for changed in [[], ["optim.state=host"]]:
+        copy = shutil.copytree(part, tmp_path / f"copy{len(changed)}")
+        with subtests.test(changed=changed):
+            assert main(["train", "--resume", str(copy), "steps=4", *changed]) == 0
+            assert_same_run(whole, copy, 4)
+            assert (whole / "samples.jsonl").read_text() == (copy / "samples.jsonl").read_text()
 
 
+@pytest.mark.full
 def test_a_resume_has_the_longest_sequence_that_was_fitted_at_the_start(train, monkeypatch):
     """The GPU is made up: both starts take it for one, and find another length that fits."""
     for module in (start, resume):
@@ -80,6 +77,7 @@ def with_old_names(run):
     (run / "metrics.jsonl").write_text(metrics.replace("time/counterfactual", "time/probe"))
 
 
+@pytest.mark.full
 def test_a_run_folder_from_before_the_renames_resumes_to_the_same_run(train, capsys):
     settings = ["objective.num_minibatches=2", "optim.lr_decay=linear", "steps=4"]
     whole = train("whole", *settings)
@@ -94,12 +92,24 @@ def test_a_run_folder_from_before_the_renames_resumes_to_the_same_run(train, cap
     assert main(["eval", str(part), "eval.problems=4"]) == 0
 
 
-def test_finished_run_has_nothing_to_resume(train, capsys):
-    run = train("done", "steps=2", "eval.every=0")
+def test_resumes_of_a_run_that_has_all_its_steps(train, capsys):
+    """One that is finished, that another process trains, or that was killed before its summary."""
+    run = train("run", "steps=2", "eval.every=0", "log.report=true")
+    summary = (run / "summary.json").read_text()
     assert main(["train", "--resume", str(run)]) == 2
     assert "already finished 2 of 2 steps" in capsys.readouterr().err
+    with run_folder.lock_run(run):
+        assert main(["train", "--resume", str(run), "steps=3"]) == 2
+    assert "another process" in capsys.readouterr().err
+    (run / "summary.json").unlink()
+    (run / "report.html").unlink()
+    assert main(["train", "--resume", str(run)]) == 0
+    assert (run / "summary.json").read_text() == summary
+    assert (run / "report.html").exists()
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_killed_in_the_middle_resumes_to_the_same_run(train, recipe, tmp_path):
     whole, out = train("whole", "steps=4", *EVERY), tmp_path / "killed"
     kill_in_the_update_of(3, next_command(recipe, out, 4))
@@ -129,6 +139,7 @@ def random_moment(out, generator):
     return now
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_twenty_kills_at_random_moments(train, recipe, tmp_path):
@@ -137,65 +148,37 @@ def test_twenty_kills_at_random_moments(train, recipe, tmp_path):
     steps, generator = 150, random.Random(1)
     whole, out = train("whole", f"steps={steps}", *EVERY), tmp_path / "killed"
     for _ in range(20):
-        assert run_and_kill(next_command(recipe, out, steps), random_moment(out, generator)), (
-            "ended before its kill"
-        )
+        killed = run_and_kill(next_command(recipe, out, steps), random_moment(out, generator))
+        assert killed, "ended before its kill"
     finish(recipe, out, steps)
     assert_same_run(whole, out, steps)
 
 
+@pytest.mark.full
 def test_an_evaluation_leaves_no_state_that_a_resumed_run_lacks(train, tmp_path):
     """Prompts share a long prefix and rollouts are in fp32, so a prefix that an evaluation left in
     the engine would show."""
     data = tmp_path / "data.jsonl"
-    lines = [
-        f'{{"prompt": "11+22-33*44+55-66*7+{i // 10}{i % 10}=", "answer": "1"}}' for i in range(40)
-    ]
-    data.write_text("\n".join(lines))
-    settings = [
-        "task.kind=jsonl",
-        f"task.path={data}",
-        "task.held_out=4",
-        "rollout.engine.dtype=float32",
-        "eval.every=1",
-    ]
-    settings += ["log.counterfactual_every=1", "rollout.engine.max_len=64"]
+    prompts = [f"11+22-33*44+55-66*7+{i:02}=" for i in range(40)]
+    data.write_text("\n".join(json.dumps({"prompt": each, "answer": "1"}) for each in prompts))
+    settings = ["task.kind=jsonl", f"task.path={data}", "task.held_out=4", "eval.every=1"]
+    settings += ["rollout.engine.dtype=float32", "rollout.engine.max_len=64"]
+    settings += ["log.counterfactual_every=1"]
     whole = train("whole", "steps=3", *settings)
     part = train("part", "steps=2", *settings)
     assert main(["train", "--resume", str(part), "steps=3"]) == 0
     assert_same_run(whole, part, 3)
 
 
-def test_killed_before_its_summary_gets_it_on_resume(train, capsys):
-    run = train("run", "steps=2", "eval.every=0", "log.report=true")
-    summary = (run / "summary.json").read_text()
-    (run / "summary.json").unlink()
-    (run / "report.html").unlink()
-    assert main(["train", "--resume", str(run)]) == 0
-    assert (run / "summary.json").read_text() == summary
-    assert (run / "report.html").exists()
-
-
-def test_two_processes_cannot_train_in_one_folder(train, capsys):
-    run = train("run", "steps=1", "eval.every=0")
-    with run_folder.lock_run(run):
-        assert main(["train", "--resume", str(run), "steps=2"]) == 2
-    assert "another process" in capsys.readouterr().err
-
-
 def test_resume_drops_later_scores_and_ignores_unfinished_files(train):
-    run = train("run", "steps=2", "eval.every=0", "log.counterfactual_every=1")
+    settings = ("eval.every=0", "log.counterfactual_every=1", "checkpoint.every=1")
+    run = train("run", "steps=2", *settings)
     shutil.rmtree(checkpoint.checkpoint_folder(run, 2))
-    train_to_one = train("one", "steps=1", "eval.every=0", "log.counterfactual_every=1")
-    shutil.copytree(
-        checkpoint.checkpoint_folder(train_to_one, 1), checkpoint.checkpoint_folder(run, 1)
-    )
     (run / "probes" / "step_00002.writing").write_bytes(b"half")
     with (run / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 3, "train/rew')
     run_folder.drop_probes_after(run, 1)
-    assert [p.name for p in sorted((run / "probes").glob("*.safetensors"))] == [
-        "step_00001.safetensors"
-    ]
+    probes = sorted(path.name for path in (run / "probes").glob("*.safetensors"))
+    assert probes == ["step_00001.safetensors"]
     assert main(["train", "--resume", str(run)]) == 0
     assert [row["step"] for row in rows(run)] == [1, 2]

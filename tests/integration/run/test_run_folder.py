@@ -1,8 +1,10 @@
 """Run folders through the command line: damaged, of other kinds of files, already taken, without a
 checkpoint."""
 
+import io
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -44,17 +46,18 @@ READ_BY = [
 ]
 
 
-@pytest.mark.parametrize(("name", "readers"), READ_BY)
-def test_one_damaged_byte_gives_one_message_in_every_command(copy, capsys, name, readers):
-    data = bytearray((copy / name).read_bytes())
-    data[12] = 0x80
-    (copy / name).write_bytes(data)
-    for reader in readers:
-        assert main(commands(copy)[reader]) == 2, reader
-        *doing, said = capsys.readouterr().err.splitlines()
-        assert all(line.startswith("onepolicy: ") for line in doing), doing
-        assert said.startswith("onepolicy: "), reader
-        assert str(copy / name) in said, reader
+def test_one_damaged_byte_gives_one_message_in_every_command(copy, capsys, subtests):
+    for name, readers in READ_BY:
+        whole = (copy / name).read_bytes()
+        (copy / name).write_bytes(whole[:12] + b"\x80" + whole[13:])
+        for reader in readers:
+            with subtests.test(name, reader=reader):
+                assert main(commands(copy)[reader]) == 2
+                *doing, said = capsys.readouterr().err.splitlines()
+                assert all(line.startswith("onepolicy: ") for line in doing), doing
+                assert said.startswith("onepolicy: ")
+                assert str(copy / name) in said
+        (copy / name).write_bytes(whole)
 
 
 STRANGE_ROWS = [
@@ -67,27 +70,28 @@ STRANGE_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("line", STRANGE_ROWS)
-def test_a_row_that_no_run_writes(copy, capsys, line):
-    with (copy / "metrics.jsonl").open("a") as file:
-        file.write(line + "\n")
-    assert main(commands(copy)["resume"]) == 2
-    assert f"{copy / 'metrics.jsonl'}:3: " in capsys.readouterr().err
+def test_a_row_that_no_run_writes(copy, capsys, subtests):
+    path = copy / "metrics.jsonl"
+    whole = path.read_text()
+    for line in STRANGE_ROWS:
+        path.write_text(f"{whole}{line}\n")
+        with subtests.test(line):
+            assert main(commands(copy)["resume"]) == 2
+            assert f"{path}:3: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "change", [{"files": True}, {"step": None}, {"updates": "1"}, {"sha256": [1]}, {"step": 7}]
-)
-def test_state_of_another_type(copy, capsys, change):
+def test_state_of_another_type(copy, capsys, subtests):
     path = copy / "checkpoints" / "step_00002" / "state.json"
     state = json.loads(path.read_text())
     state.pop("sha256 of the rest")
-    path.write_text(json.dumps(state | change))
-    for reader in ("resume", "fork", "eval"):
-        assert main(commands(copy)[reader]) == 2
-        said = capsys.readouterr().err
-        assert f"{path}: {next(iter(change))} is " in said
-        assert "delete the folder to fall back to an older checkpoint" in said
+    for change in ({"files": True}, {"step": None}, {"updates": "1"}, {"sha256": [1]}, {"step": 7}):
+        path.write_text(json.dumps(state | change))
+        for reader in ("resume", "fork", "eval"):
+            with subtests.test(change=change, reader=reader):
+                assert main(commands(copy)[reader]) == 2
+                said = capsys.readouterr().err
+                assert f"{path}: {next(iter(change))} is " in said
+                assert "delete the folder to fall back to an older checkpoint" in said
 
 
 def test_files_where_folders_belong(copy, capsys):
@@ -113,10 +117,8 @@ def test_stray_files_do_not_stop_a_resume(copy):
     (copy / "checkpoints" / ".step_00009.deleting").symlink_to(copy)
     (copy / "probes" / "step_abc.safetensors").write_text("")
     assert main(commands(copy)["resume"]) == 0
-    assert sorted(each.name for each in (copy / "checkpoints").iterdir()) == [
-        "step_00002",
-        "step_00003",
-    ]
+    names = sorted(each.name for each in (copy / "checkpoints").iterdir())
+    assert names == ["step_00002", "step_00003"]
     assert (copy / "probes" / "step_abc.safetensors").exists()
     assert (copy / "config.json").exists()
 
@@ -125,21 +127,18 @@ def test_a_lock_that_cannot_be_taken_is_one_message(copy, capsys):
     (copy / ".lock").unlink()
     (copy / ".lock").mkdir()
     assert main(commands(copy)["resume"]) == 2
-    assert (
-        f"{copy}: cannot be written to: Is a directory; make it writable, or copy it"
-        in capsys.readouterr().err
-    )
+    words = f"{copy}: cannot be written to: Is a directory; make it writable, or copy it"
+    assert words in capsys.readouterr().err
 
 
 def test_a_resume_without_a_checkpoint_reports_a_new_start(copy, capsys):
     shutil.rmtree(copy / "checkpoints")
     assert main(commands(copy)["resume"]) == 0
-    assert (
-        f"resuming {copy}: it has no checkpoint, so it starts again at step 0"
-        in capsys.readouterr().out
-    )
+    words = f"resuming {copy}: it has no checkpoint, so it starts again at step 0"
+    assert words in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_same_recipe_twice_makes_two_runs(recipe, tmp_path, capsys):
     out = tmp_path / "words"
     own = tmp_path / "own.toml"
@@ -148,9 +147,8 @@ def test_the_same_recipe_twice_makes_two_runs(recipe, tmp_path, capsys):
     for name in ("words", "words-2"):
         assert main(["train", str(own), *quick]) == 0
         assert capsys.readouterr().out.splitlines()[0] == f"run folder: {tmp_path / name}"
-        assert json.loads((tmp_path / name / "config.json").read_text())["out"] == str(
-            tmp_path / name
-        )
+        stored = json.loads((tmp_path / name / "config.json").read_text())
+        assert stored["out"] == str(tmp_path / name)
     assert main(["train", str(own), *quick, f"out={out}"]) == 2
     assert f"out: {out} is not empty" in capsys.readouterr().err
 
@@ -163,18 +161,13 @@ def test_ctrl_c_in_a_run_names_its_folder_and_checkpoint(copy, capsys, monkeypat
     monkeypatch.setattr("signal.signal", lambda *a: None)
     assert main(commands(copy)["resume"]) == 130
     said = capsys.readouterr().err
-    assert (
-        f"the last checkpoint of {copy} is of step 2, "
-        f"1 finished step after it will be computed again" in said
-    )
+    words = f"of {copy} is of step 2, 1 finished step after it will be computed again"
+    assert f"the last checkpoint {words}" in said
     assert f"`onepolicy train --resume {copy}` continues" in said
 
 
 def test_a_run_with_an_unprintable_name_is_whole(recipe, tmp_path, monkeypatch):
     """In ASCII, its report and summary are the same as in any encoding."""
-    import io
-    import sys
-
     written = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", written)
     torch.set_num_threads(1)

@@ -15,17 +15,8 @@ from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.sync import canary
 from onepolicy.sync.canary import CANARY_PROMPTS, inexact_dtype, last_place
 from onepolicy.sync.push import checked_push
+from support.fake_learner import FakeLearner
 from support.models import VOCAB, make
-
-
-class Learner:
-    version = 5
-
-    def __init__(self, model):
-        self.model = model
-
-    def named_weights(self, dtype=None):
-        yield from self.model.state_dict().items()
 
 
 @pytest.fixture
@@ -57,7 +48,7 @@ def after_the_push(engine, change, forwards):
 
 
 def push(engine):
-    asyncio.run(checked_push(Learner(make("qwen3_moe")), engine, vocab=VOCAB))
+    asyncio.run(checked_push(FakeLearner(make("qwen3_moe")), engine, vocab=VOCAB))
 
 
 def next_number(logit):

@@ -1,6 +1,8 @@
 """The order of calls with NCCL, tried with a group that blocks as NCCL does. No GPU, no NCCL."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -78,47 +80,45 @@ def blocking_groups(monkeypatch):
     monkeypatch.setattr(module, "make_process_group", make)
 
 
-def test_both_sides_connect_before_either_waits_for_the_other(blocking_groups):
-    weights, arrived = tensors(), {}
-    sender = Sender(receivers=2, backend="nccl", timeout_s=LIMIT_S)
+@contextmanager
+def receiving(sender, ranks):
+    """Receive with these ranks meanwhile. Yield {rank: its tensors, or the text of its error}."""
+    found = {}
 
     def receive(rank):
-        with Receiver(sender.invitation, rank, version=3) as arriving:
-            arrived[rank] = dict(arriving)
+        try:
+            with Receiver(sender.invitation, rank, version=3) as arriving:
+                found[rank] = dict(arriving)
+        except TrainingError as error:
+            found[rank] = str(error)
 
-    threads = [threading.Thread(target=receive, args=[rank]) for rank in (1, 2)]
-    for thread in threads:
-        thread.start()
-    with sender:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        for rank in ranks:
+            pool.submit(receive, rank)
+        yield found
+
+
+def test_both_sides_connect_before_either_waits_for_the_other(blocking_groups):
+    weights = tensors()
+    sender = Sender(receivers=2, backend="nccl", timeout_s=LIMIT_S)
+    with receiving(sender, [1, 2]) as arrived, sender:
         sender.send(weights.items(), 3)
-    for thread in threads:
-        thread.join()
+    assert arrived.keys() == {1, 2}
     for copy in arrived.values():
         assert list(copy) == list(weights)
         assert all(torch.equal(copy[name], weights[name]) for name in weights)
 
 
 def test_a_sender_that_fails_first_ends_the_receivers_wait_for_a_connection(blocking_groups):
-    sender = Sender(receivers=1, backend="nccl", timeout_s=LIMIT_S)
-    problems = []
-
-    def receive():
-        try:
-            with Receiver(sender.invitation, 1, version=3) as arriving:
-                dict(arriving)
-        except TrainingError as error:
-            problems.append(str(error))
-
     def broken():
         raise TrainingError("no weights today")
         yield
 
-    thread = threading.Thread(target=receive)
-    thread.start()
-    with sender, pytest.raises(TrainingError, match="no weights today"):
+    sender = Sender(receivers=1, backend="nccl", timeout_s=LIMIT_S)
+    stopped = pytest.raises(TrainingError, match="no weights today")
+    with receiving(sender, [1]) as found, sender, stopped:
         sender.send(broken(), 3)
-    thread.join()
-    assert "no weights today" in problems[0]
+    assert "no weights today" in found[1]
 
 
 class DeafGroup:
@@ -131,26 +131,13 @@ class DeafGroup:
 def deaf_update(monkeypatch, receivers, come):
     """Return the errors of the sender and of the receivers that come."""
     monkeypatch.setattr(module, "make_process_group", lambda *_, **__: DeafGroup())
-    sender, problems = Sender(receivers=receivers, backend="nccl", timeout_s=0.5), {}
-
-    def receive(rank):
-        try:
-            with Receiver(sender.invitation, rank, version=3) as arriving:
-                dict(arriving)
-        except TrainingError as error:
-            problems[rank] = str(error)
-
+    sender = Sender(receivers=receivers, backend="nccl", timeout_s=0.5)
     for rank in set(range(1, 1 + receivers)) - set(come):  # these join, and then nothing
         store = join_store(sender.settings.host, sender.settings.port, LIMIT_S)
         key = bytes.fromhex(sender.settings.key)
         SignedStore(store, key, LIMIT_S).put_message(f"here/{rank}", True)
-    threads = [threading.Thread(target=receive, args=[rank]) for rank in come]
-    for thread in threads:
-        thread.start()
-    with sender, pytest.raises(ReceiverLost) as lost:
+    with receiving(sender, come) as problems, sender, pytest.raises(ReceiverLost) as lost:
         sender.send(tensors().items(), 3)
-    for thread in threads:
-        thread.join()
     return str(lost.value), problems
 
 

@@ -61,9 +61,7 @@ def test_after_every_update_it_equals_a_fresh_engine(monkeypatch):
 
     with monkeypatch.context() as planted:
         planted.setattr(broadcast, "flatten_tensors", flipped)
-        with pytest.raises(
-            TrainingError, match=r"version 5: the bytes of '.*' are not those that were sent"
-        ):
+        with pytest.raises(TrainingError, match=r"5: the bytes of '.*' are not those that were s"):
             sent(engine, models[1], 5)
     for _ in range(2):
         assert engine.version == -1

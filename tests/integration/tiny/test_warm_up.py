@@ -5,17 +5,16 @@ import pytest
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.tiny.model import make_model, make_tokenizer, warm_up
 
+SEEN = {
+    0.0: [{"wrong"}] * 4,
+    0.5: [{"right"}] * 2 + [{"wrong"}] * 2,
+    0.7: [{"right"}] * 3 + [{"wrong"}],  # 0.7 of 4 steps is nearest to 3
+    0.1: [{"wrong"}] * 4,  # nearest to no step
+}
 
-@pytest.mark.parametrize(
-    ("mistakes_from", "seen"),
-    [
-        (0.0, [{"wrong"}] * 4),
-        (0.5, [{"right"}] * 2 + [{"wrong"}] * 2),
-        (0.7, [{"right"}] * 3 + [{"wrong"}]),  # 0.7 of 4 steps is nearest to 3
-        (0.1, [{"wrong"}] * 4),  # nearest to no step
-    ],
-)
-def test_no_mistakes_before_the_switch_and_mistakes_after(mistakes_from, seen):
+
+@pytest.mark.parametrize("mistakes_from", SEEN)
+def test_no_mistakes_before_the_switch_and_mistakes_after(mistakes_from):
     config = PolicyConfig(
         hidden_size=16, layers=1, experts=2, top_k=1, expert_size=8, heads=1, kv_heads=1,
         head_dim=8, max_len=32,
@@ -35,4 +34,4 @@ def test_no_mistakes_before_the_switch_and_mistakes_after(mistakes_from, seen):
         drawn.clear()
 
     warm_up(make_model(config, len(tokenizer)), tokenizer, examples, config, progress=progress)
-    assert steps == seen
+    assert steps == SEEN[mistakes_from]

@@ -1,8 +1,8 @@
 """A checkpoint's model is exported in bfloat16, whole, for whatever loads transformers' layout."""
 
 import json
-import subprocess
-import sys
+import resource
+import shutil
 
 import pytest
 import torch
@@ -37,8 +37,7 @@ def test_matrices_are_rounded_and_vectors_are_not(saved, tmp_path, capsys):
     exact = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
     norms = [name for name in exact if name.endswith("norm.weight")]
     assert norms
-    for name in norms:
-        assert torch.equal(exact[name], learner.model.state_dict()[name])
+    assert all(torch.equal(exact[name], learner.model.state_dict()[name]) for name in norms)
     assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(path))
     index = json.loads((out / "model.safetensors.index.json").read_text())
     whole = (path / "model.safetensors").stat().st_size
@@ -53,12 +52,13 @@ def test_float32_is_the_checkpoint_itself(saved, tmp_path):
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
+def test_a_whole_model_has_no_adapter_to_export(saved, tmp_path, capsys):
+    assert main(["export", str(saved[1]), "--out", str(tmp_path / "out"), "--adapter"]) == 2
+    assert "leave --adapter out" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_damaged_checkpoint_is_refused(saved, tmp_path, capsys):
-    _, path, _ = saved
-    copied = tmp_path / path.name
-    copied.mkdir()
-    for file in path.iterdir():
-        (copied / file.name).write_bytes(file.read_bytes())
+    copied = shutil.copytree(saved[1], tmp_path / "step_00001")
     weights = bytearray((copied / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (copied / "model.safetensors").write_bytes(weights)
@@ -76,20 +76,14 @@ def test_wrong_folders(folder, out, problem, tmp_path, capsys):
     assert problem in capsys.readouterr().err
 
 
-FULL_DISK = """
-import resource, sys
-from onepolicy.cli import main
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_full_disk_is_an_error_and_leaves_nothing(saved, tmp_path):
+def test_a_full_disk_is_an_error_and_leaves_nothing(saved, tmp_path, capsys):
     """Files may not be longer than 20,000 bytes, and the weights are."""
-    _, path, _ = saved
-    command = [sys.executable, "-c", FULL_DISK, "export", str(path), "--out", str(tmp_path / "p")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "model.safetensors: Error while serializing" in done.stderr
-    assert "Traceback" not in done.stderr
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        code = main(["export", str(saved[1]), "--out", str(tmp_path / "p")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 1
+    assert "model.safetensors: Error while serializing" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

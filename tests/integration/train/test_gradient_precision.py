@@ -27,35 +27,37 @@ SAVING = (
 PROMPTS = (40, 26, 12, 30)
 SILENT = 1  # group without advantages
 AIM = 2.0  # times the error of stock float32
-
-
-@pytest.mark.parametrize("budget", [10_000, 150], ids=["one micro-batch", "several"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_saved_work_costs_no_precision(name, budget):
-    learner = learner_of(
-        *SAVING,
-        f"train.tokens_per_micro_batch={budget}",
-        *([] if name in MOE else ["replay.mode=off"]),
-        name=name,
-        routed=name in MOE,
-    )
-    batch = batch_for(learner)
-    updated = samples_of_updates(learner)
-    scored, ours = scored_and_gradients(learner, batch)
-    assert SILENT not in batch.group[updated].tolist()
-    assert len(share_prompts(batch).shared.slots) < 0.8 * batch.num_slots
-    norms = [type(m) for m in learner.model.modules() if isinstance(m, FewPasses)]
-    assert norms or name == "gpt_oss"
-
-    weight = next(learner.minibatches(scored)).loss_weight * scored.advantage
-    stock, exact = (reference(name, dtype, scored, weight) for dtype in DTYPES)
-    error, error_of_stock = distance(ours, exact), distance(stock, exact)
-    print(f"{name}, {budget} slots: ours {error:.1e}, stock float32 {error_of_stock:.1e}")
-    assert 0 < error_of_stock < 1e-4
-    assert error <= AIM * error_of_stock
-
-
 DTYPES = torch.float32, torch.float64
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_work_costs_no_precision(name, subtests):
+    """In one micro-batch, and in several."""
+    settings = SAVING if name in MOE else (*SAVING, "replay.mode=off")
+    weight, references = None, []
+    for budget in (10_000, 150):
+        size = f"train.tokens_per_micro_batch={budget}"
+        learner = learner_of(*settings, size, name=name, routed=name in MOE)
+        batch, forwards = batch_for(learner), []
+        updated = samples_of_updates(learner)
+        learner.model.register_forward_hook(lambda *_, calls=forwards: calls.append(1))
+        scored, ours = scored_and_gradients(learner, batch)
+        if weight is None:
+            weight = next(learner.minibatches(scored)).loss_weight * scored.advantage
+            references = [reference(name, dtype, scored, weight) for dtype in DTYPES]
+        with subtests.test(budget=budget):
+            assert SILENT not in batch.group[updated].tolist()
+            assert len(forwards) == len(learner.scorer.micro_batches(batch))  # all are reused
+            assert len(share_prompts(batch).shared.slots) < 0.8 * batch.num_slots
+            norms = [type(m) for m in learner.model.modules() if isinstance(m, FewPasses)]
+            assert norms or name == "gpt_oss"
+            again = next(learner.minibatches(scored)).loss_weight * scored.advantage
+            assert torch.equal(again, weight)
+            stock, exact = references
+            error, error_of_stock = distance(ours, exact), distance(stock, exact)
+            print(f"{name}, {budget} slots: ours {error:.1e}, stock float32 {error_of_stock:.1e}")
+            assert 0 < error_of_stock < 1e-4
+            assert error <= AIM * error_of_stock
 
 
 def batch_for(learner):
@@ -68,15 +70,14 @@ def batch_for(learner):
 
 
 def samples_of_updates(learner) -> list[int]:
-    """Return a list that gets the samples of every backward. Each must reuse a scoring forward."""
-    backward, found = learner._backward, []
+    """Return a list that gets the samples of every backward."""
+    forward, found = learner.scoring.update_forward, []
 
-    def record(micro, samples, *more):
-        assert tuple(samples) in learner.scoring._graphs
+    def recorded(samples, micro):
         found.extend(samples)
-        backward(micro, samples, *more)
+        return forward(samples, micro)
 
-    learner._backward = record
+    learner.scoring.update_forward = recorded
     return found
 
 

@@ -2,7 +2,6 @@
 each other."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -17,6 +16,28 @@ from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 from support.learner_steps import BASE, batch_of, learner_of, one_step
 from support.models import VOCAB, make
+from support.plain_forward import each_sample, of_targets
+
+REUSE, NO_REUSE = (f"train.reuse_scoring_forward={value}" for value in ("true", "false"))
+CHECKPOINTING = "train.activation_checkpointing=true"
+BYPASS, ENTROPY = "correction.preset=ppo-is", "objective.entropy_coef=0.1"
+
+
+def weights_of(model):
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def equal(one, other):
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def step_of(*settings, batch=None):
+    batch = batch_of() if batch is None else batch
+    return one_step(learner_of(*settings), batch)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_step_equals_the_written_out_one():
@@ -27,139 +48,105 @@ def test_step_equals_the_written_out_one():
     learner = learner_of("replay.mode=off")
     scored, metrics, after = one_step(learner, batch.replace(routing=None), weight)
 
-    model = make("qwen3_moe")
+    model, total = make("qwen3_moe"), torch.zeros(())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0)
-    slots, total, bounds = int(batch.trainable.sum()), torch.zeros(()), batch.cu_seqlens.tolist()
-    for s, (a, b) in enumerate(itertools.pairwise(bounds)):
-        logits = model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0]
-        logp = torch.log_softmax(logits / 0.7, -1).gather(-1, batch.target_ids[a:b, None])[:, 0]
-        mask = batch.trainable[a:b]
-        torch.testing.assert_close(
-            scored.logp_old[a:b][mask], logp.detach()[mask], atol=1e-5, rtol=1e-5
-        )
-        total = total - (weight[a:b] * batch.outcome[s] * logp)[mask].sum() / slots
-    total.backward()
+    for s, (part, whole) in enumerate(each_sample(model, batch, 0.7)):
+        logp, mask = of_targets(whole, batch, part), batch.trainable[part]
+        close(scored.logp_old[part][mask], logp.detach()[mask])
+        total = total - (weight[part] * batch.outcome[s] * logp)[mask].sum()
+    (total / int(batch.trainable.sum())).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = weights_of(model)
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
     optimizer.step()
     for name, parameter in model.named_parameters():
-        sure = (
-            gradients[name].abs() > 1e-5
-        )  # Adam's first step is the sign of the gradient: noise decides near 0
-        torch.testing.assert_close(
-            (after[name] - before[name])[sure],
-            (parameter - before[name])[sure],
-            atol=1e-4,
-            rtol=1e-2,
-        )
+        # Adam's first step is the sign of the gradient: noise decides near 0
+        sure = gradients[name].abs() > 1e-5
+        moved, expected = after[name] - before[name], parameter - before[name]
+        torch.testing.assert_close(moved[sure], expected[sure], atol=1e-4, rtol=1e-2)
 
 
-@pytest.mark.parametrize(
-    "option", ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"]
-)
-def test_options_that_must_not_change_a_bit(option):
-    _, metrics, plain = one_step(learner_of("train.reuse_scoring_forward=false"), batch_of())
-    _, with_option, other = one_step(learner_of(option), batch_of())
-    assert metrics == with_option
-    assert all(torch.equal(plain[n], other[n]) for n in plain)
+@pytest.mark.parametrize("objective", ["", BYPASS, "objective.preset=gspo", ENTROPY])
+def test_options_that_must_not_change_a_bit(objective):
+    """Checkpointed activations, and (with a scoring forward) its reuse."""
+    own, plain, options = [objective] if objective else [], [NO_REUSE], [CHECKPOINTING, REUSE]
+    if objective == BYPASS:
+        plain, options = [], [CHECKPOINTING]
+    _, expected, weights = step_of(*own, *plain)
+    for option in options:
+        _, metrics, found = step_of(*own, option)
+        assert metrics | {"time/score_saved": 0} == expected | {"time/score_saved": 0}
+        assert equal(weights, found)
 
 
-@pytest.mark.parametrize(
-    ("settings", "forwards"),
-    [
+def test_a_step_of_one_micro_batch_has_one_forward(subtests):
+    for settings, forwards in (
         ((), 1),
-        (("train.reuse_scoring_forward=false",), 2),
-        (("train.activation_checkpointing=true",), 2),
+        ((NO_REUSE,), 2),
+        ((CHECKPOINTING,), 2),
         (("objective.num_minibatches=2",), 1 + 2),
         (("train.tokens_per_micro_batch=50",), 2 + 2),
-        (("train.tokens_per_micro_batch=50", "train.reuse_scoring_forward=true"), 2),
-        (("correction.preset=ppo-is",), 1),
-    ],
-)
-def test_a_step_of_one_micro_batch_has_one_forward(settings, forwards):
-    learner, calls = learner_of(*settings), []
-    learner.model.register_forward_hook(lambda *_: calls.append(1))
-    one_step(learner, batch_of())
-    assert len(calls) == forwards
+        (("train.tokens_per_micro_batch=50", REUSE), 2),
+        ((BYPASS,), 1),
+    ):
+        with subtests.test(settings=settings):
+            learner, calls = learner_of(*settings), []
+            learner.model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+            one_step(learner, batch_of())
+            assert len(calls) == forwards
 
 
 def test_micro_batches_add_up():
-    _, whole, _ = one_step(learner_of(), batch_of())
-    scored, parts, _ = one_step(learner_of("train.tokens_per_micro_batch=20"), batch_of())
-    assert parts["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-4)
-    assert parts["train/grad_norm"] == pytest.approx(whole["train/grad_norm"], rel=1e-4)
-    torch.testing.assert_close(
-        scored.logp_old, learner_of().score(batch_of()).logp_old, atol=1e-5, rtol=1e-5
-    )
+    _, whole, _ = step_of()
+    scored, parts, _ = step_of("train.tokens_per_micro_batch=20")
+    for name in ("train/loss", "train/grad_norm"):
+        assert parts[name] == pytest.approx(whole[name], rel=1e-4)
+    close(scored.logp_old, learner_of().score(batch_of()).logp_old)
 
 
 def test_replay_acts_in_score_and_update_and_keeps_native_routes():
-    batch = batch_of()
-    learner = learner_of()
+    batch, learner = batch_of(), learner_of()
     scored, without = learner.score(batch), learner.scorer.score(batch, replay=False)
     assert (scored.logp_old - without.logp_old).abs().max() > 1e-3
     assert not torch.equal(scored.routing_native.ids, batch.routing.ids)
-    own = batch.replace(
-        routing=without.routing_native
-    )  # its own routes replayed: no difference to a bit
+    own = batch.replace(routing=without.routing_native)  # replayed: no difference to a bit
     assert torch.equal(learner.score(own).logp_old, without.logp_old)
-    _, _, replayed = one_step(learner_of(), batch)
-    _, _, native = one_step(learner_of("replay.mode=off"), batch)
-    assert any(not torch.equal(replayed[n], native[n]) for n in native)
+    assert not equal(step_of()[2], step_of("replay.mode=off")[2])
 
 
 def test_minibatches_move_the_policy_between_them():
-    _, one, _ = one_step(learner_of(), batch_of())
-    _, two, _ = one_step(learner_of("objective.num_minibatches=2"), batch_of())
-    assert one["train/ratio_dev"] == 0.0
-    assert two["train/ratio_dev"] > 0.0
+    assert step_of()[1]["train/ratio_dev"] == 0.0
+    assert step_of("objective.num_minibatches=2")[1]["train/ratio_dev"] > 0.0
 
 
-def test_warm_up_raises_the_rate_linearly():
-    learner = learner_of("optim.warmup_steps=3")
-    rates = [one_step(learner, batch_of())[1]["train/lr"] for _ in range(5)]
-    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+def test_rates_of_warm_up_and_of_linear_decay():
+    def rates(count, *settings, version=0, updates=0):
+        learner = learner_of(*settings)
+        learner.version, learner.updates = version, updates
+        return [one_step(learner, batch_of())[1]["train/lr"] for _ in range(count)]
 
-
-def test_linear_decay_spends_the_rate_over_the_run():
-    learner = learner_of(
-        "optim.warmup_steps=1", "optim.lr_decay=linear", "steps=2", "objective.num_minibatches=2"
-    )
-    lr = [
-        one_step(learner, batch_of())[1]["train/lr"] for _ in range(2)
-    ]  # of the last of each step's two updates
-    assert lr == pytest.approx([0.01 * 3 / 4, 0.01 * 1 / 4])
-    learner = learner_of("optim.lr_decay=linear", "steps=3")
-    learner.version, learner.updates = (
-        2,
-        8,
-    )  # a fork after 2 of 3 steps, of a run with four minibatches each
-    assert one_step(learner, batch_of())[1]["train/lr"] == pytest.approx(0.01 / 3)
-
-
-def test_an_infinite_gradient_stops_before_the_weights_change():
-    learner = learner_of()
-    before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
-    with pytest.raises(RuntimeError, match="gradient norm is nan"):
-        one_step(learner, batch_of(), weight=torch.full((batch_of().num_slots,), torch.nan))
-    assert all(torch.equal(before[n], p) for n, p in learner.model.named_parameters())
+    warm_up = rates(5, "optim.warmup_steps=3")
+    assert warm_up == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+    decay = ("optim.warmup_steps=1", "optim.lr_decay=linear", "steps=2")
+    found = rates(2, *decay, "objective.num_minibatches=2")  # of the last of a step's two updates
+    assert found == pytest.approx([0.01 * 3 / 4, 0.01 * 1 / 4])
+    # a fork after 2 of 3 steps, of a run with four minibatches each
+    forked = rates(1, "optim.lr_decay=linear", "steps=3", version=2, updates=8)
+    assert forked == pytest.approx([0.01 / 3])
 
 
 def test_checkpointing_refuses_dropout():
-    config = resolve(BASE, ["train.activation_checkpointing=true"])
+    config = resolve(BASE, [CHECKPOINTING])
     model = make("qwen3_moe")
     model.config.attention_dropout = 0.1
     with pytest.raises(UsageError, match=r"attention_dropout=0\.1"):
         LocalLearner(PolicyScorer(model, config, routers=None))
-    model.config.attention_dropout = 0.0
 
 
 def test_dense_model_trains_without_routers():
-    batch = batch_of()
     learner = learner_of("replay.mode=off", routed=False, name="qwen3_dense")
-    scored, metrics, _ = one_step(learner, dataclasses.replace(batch, routing=None))
+    scored, metrics, _ = one_step(learner, dataclasses.replace(batch_of(), routing=None))
     assert scored.routing_native is None
     assert metrics["train/grad_norm"] > 0
 
@@ -167,34 +154,14 @@ def test_dense_model_trains_without_routers():
 def test_bypass_measures_the_numbers_of_scoring():
     """With one minibatch, logp_old, entropy and the trainer's own routes are those of score(), and
     no forward scores."""
-    batch, usual = batch_of(), learner_of()
-    scored = usual.score(batch)
-    learner = learner_of("correction.preset=ppo-is")
-    left_out, metrics, _ = one_step(learner, batch)
+    scored = learner_of().score(batch_of())
+    learner = learner_of(BYPASS)
+    left_out, metrics, _ = one_step(learner, batch_of())
     assert left_out.logp_old is None
     assert metrics["time/score_saved"] > 0
     for name in ("logp_old", "entropy", "gate_mass"):
         assert torch.equal(getattr(learner.scored, name), getattr(scored, name)), name
     assert torch.equal(learner.scored.routing_native.ids, scored.routing_native.ids)
-
-
-@pytest.mark.parametrize(
-    "objective",
-    [["correction.preset=ppo-is"], ["objective.preset=gspo"], ["objective.entropy_coef=0.1"]],
-    ids=str,
-)
-def test_options_change_no_bit_of_other_objectives(objective):
-    """Checkpointed activations, and (with a scoring forward) its reuse, give the same metrics and
-    weights."""
-    _, metrics, plain = one_step(learner_of(*objective), batch_of())
-    options = ["train.activation_checkpointing=true"]
-    options += (
-        [] if "correction.preset=ppo-is" in objective else ["train.reuse_scoring_forward=true"]
-    )
-    for option in options:
-        _, with_option, other = one_step(learner_of(option, *objective), batch_of())
-        assert {**metrics, "time/score_saved": 0} == {**with_option, "time/score_saved": 0}
-        assert all(torch.equal(plain[n], other[n]) for n in plain)
 
 
 def test_entropy_bonus_raises_the_entropy():
@@ -206,29 +173,19 @@ def test_entropy_bonus_raises_the_entropy():
 def test_a_critic_learns_the_outcome_and_leaves_the_policy_alone():
     """GAE with lambda = 1 is return - value. The policy's update does not change the critic's
     weights, and vice versa."""
-    settings = [
-        "objective.preset=ppo",
-        "objective.lam=1.0",
-        "objective.critic.lr=1e-2",
-        "objective.normalise=none",
-    ]
-    learner = learner_of(*settings)
+    ppo = ["objective.preset=ppo", "objective.lam=1.0", "objective.critic.lr=1e-2"]
+    learner = learner_of(*ppo, "objective.normalise=none")
     batch, losses = batch_of(), []
     for step in range(6):
         scored, metrics, _ = one_step(learner, batch)
         losses.append(metrics["train/value_loss"])
         if step == 0:
+            mask = batch.trainable
             assert (scored.value == 0).all()
-            assert torch.equal(
-                scored.advantage[batch.trainable], batch.outcome[batch.segment][batch.trainable]
-            )
+            assert torch.equal(scored.advantage[mask], batch.outcome[batch.segment][mask])
     assert losses[-1] < 0.5 * losses[0]
-    named = dict(learner.model.named_parameters())
-    assert not any(
-        parameter is other
-        for parameter in learner.critic.values.parameters()
-        for other in named.values()
-    )
+    critics = set(map(id, learner.critic.values.parameters()))
+    assert not critics & set(map(id, learner.model.parameters()))
 
 
 def test_explained_variance_by_hand():
@@ -241,8 +198,8 @@ def test_explained_variance_by_hand():
     assert explained_variance(batch) == pytest.approx(0.75)
     same = torch.full_like(target, 0.7)
     noise = 1e-7 * torch.randn(len(same), generator=torch.Generator().manual_seed(0))
-    assert explained_variance(batch.replace(value_target=same)) is None
-    assert explained_variance(batch.replace(value_target=same + noise)) is None
+    for equals in (same, same + noise):
+        assert explained_variance(batch.replace(value_target=equals)) is None
     assert explained_variance(batch.replace(value_target=0 * same, value=0 * same)) is None
 
 
@@ -250,8 +207,8 @@ def test_an_unprotected_value_term_excludes_rejected_slots():
     """A gate on new / rollout that rejects everything leaves the critic nothing to learn from."""
     gate = 'correction.gates=[{statistic="trainer_prob",low=0.999999,ratio="new/rollout"}]'
     for protect, learns in (('["kl","entropy","value"]', True), ('["kl","entropy"]', False)):
-        learner = learner_of("objective.preset=ppo", gate, f"correction.protect={protect}")
-        assert (one_step(learner, batch_of())[1]["train/value_loss"] > 0) == learns
+        _, metrics, _ = step_of("objective.preset=ppo", gate, f"correction.protect={protect}")
+        assert (metrics["train/value_loss"] > 0) == learns
 
 
 def test_the_reference_is_frozen_and_its_kl_pulls_back():
@@ -261,12 +218,11 @@ def test_the_reference_is_frozen_and_its_kl_pulls_back():
         overrides = [f"objective.kl.coef={coef}", "optim.lr=1e-3", "replay.mode=off"]
         reference = make("qwen3_moe").requires_grad_(False)
         prepare_for_training(reference, torch.device("cpu"))
-        learner = learner_of(*overrides, reference=reference)
-        before = {n: p.clone() for n, p in reference.named_parameters()}
+        learner, before = learner_of(*overrides, reference=reference), weights_of(reference)
         for _ in range(4):
             scored, metrics, _ = one_step(learner, batch_of().replace(routing=None))
         moved[coef] = float((scored.logp_old - scored.logp_ref)[scored.trainable].abs().mean())
-        assert all(torch.equal(before[n], p) for n, p in reference.named_parameters())
+        assert equal(before, weights_of(reference))
         assert ("train/kl" in metrics) == (coef > 0)
     assert 0 < moved[5.0] < 0.9 * moved[0.0]
 
@@ -274,23 +230,20 @@ def test_the_reference_is_frozen_and_its_kl_pulls_back():
 @pytest.mark.parametrize(
     ("live", "fixed"),
     [
-        (["correction.preset=pg-tis", "objective.preset=reinforce"], ["correction.preset=tis"]),
+        ("preset=pg-tis", "preset=tis"),
         (
-            ["correction.preset=opsm", "objective.preset=reinforce"],
-            [
-                'correction.gates=[{statistic="k1",aggregate="mean",scope="sequence",'
-                'when="negative",high=0.1}]'
-            ],
+            "preset=opsm",
+            'gates=[{statistic="k1",aggregate="mean",scope="sequence",when="negative",high=0.1}]',
         ),
     ],
-    ids=["weight", "gate"],
 )
 def test_live_corrections_equal_fixed_ones_before_the_policy_moves(live, fixed):
     """With one minibatch new is old, so weights and gates of new / rollout are those of old /
     rollout."""
-    after = []
-    for overrides in (live, [*fixed, "objective.preset=reinforce"], ["objective.preset=reinforce"]):
-        learner = learner_of(*overrides)
+    norms, first = [], []
+    for correction in ([live], [fixed], []):
+        settings = [f"correction.{setting}" for setting in correction]
+        learner = learner_of(*settings, "objective.preset=reinforce")
         batch = compute_advantages(learner.score(batch_of()), learner.config.objective)
         old = batch.logp_rollout if batch.logp_old is None else batch.logp_old
         applied = reweight(
@@ -302,42 +255,31 @@ def test_live_corrections_equal_fixed_ones_before_the_policy_moves(live, fixed):
             advantage=batch.advantage,
         )
         metrics = learner.step(batch.replace(weight=applied.weight, keep=applied.keep)).metrics
-        after.append(
-            (metrics["train/grad_norm"], next(learner.model.parameters()).detach().clone())
-        )
-    assert after[0][0] == pytest.approx(after[1][0], rel=1e-5)
-    torch.testing.assert_close(after[0][1], after[1][1])
-    assert after[0][0] != pytest.approx(after[2][0], rel=1e-2)  # and not what no correction gives
+        norms.append(metrics["train/grad_norm"])
+        first.append(next(learner.model.parameters()).detach().clone())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    torch.testing.assert_close(first[0], first[1])
+    assert norms[0] != pytest.approx(norms[2], rel=1e-2)  # and not what no correction gives
 
 
 def test_score_centering_equals_the_written_out_step():
     """The step is -A (log p_a - sum over the vocabulary of q log p) by plain autograd on the stock
     model, sample by sample."""
     batch = batch_of().replace(routing=None)
-    q = torch.randn(batch.num_slots, VOCAB, generator=torch.Generator().manual_seed(1)).log_softmax(
-        -1
-    )
+    q = torch.randn(batch.num_slots, VOCAB, generator=torch.Generator().manual_seed(1))
+    q = q.log_softmax(-1)
     order = q.argsort(descending=True)
     batch = batch.replace(top_ids=order.int(), top_logp_rollout=q.gather(-1, order))
-    settings = [
-        "correction.preset=score-centering",
-        "correction.centering=support",
-        "objective.preset=reinforce",
-    ]
-    learner = learner_of("replay.mode=off", *settings, "train.tokens_per_micro_batch=30")
-    _, metrics, _ = one_step(learner, batch)
+    centering = ["correction.preset=score-centering", "objective.preset=reinforce"]
+    small = "train.tokens_per_micro_batch=30"
+    _, metrics, _ = step_of("replay.mode=off", *centering, small, batch=batch)
     assert metrics["train/head_mass"] == pytest.approx(1, abs=1e-5)
 
-    model, total, bounds = make("qwen3_moe"), torch.zeros(()), batch.cu_seqlens.tolist()
-    for s, (a, b) in enumerate(itertools.pairwise(bounds)):
-        logp = (
-            model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0].log_softmax(-1)
-        )
-        centred = logp.gather(-1, batch.target_ids[a:b, None])[:, 0] - (q[a:b].exp() * logp).sum(-1)
-        total = total - (batch.outcome[s] * centred)[batch.trainable[a:b]].sum() / int(
-            batch.trainable.sum()
-        )
-    total.backward()
+    model, total = make("qwen3_moe"), torch.zeros(())
+    for s, (part, logp) in enumerate(each_sample(model, batch)):
+        centred = of_targets(logp, batch, part) - (q[part].exp() * logp).sum(-1)
+        total = total - (batch.outcome[s] * centred)[batch.trainable[part]].sum()
+    (total / int(batch.trainable.sum())).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
@@ -347,40 +289,23 @@ def test_scoring_returns_the_likeliest_tokens_of_both_sides():
     distribution."""
     batch = batch_of(temperature=0.7).replace(routing=None)
     assert learner_of("replay.mode=off").score(batch).trainer_top_ids is None
-    ids = torch.randint(
-        0,
-        VOCAB,
-        (batch.num_slots, 5),
-        generator=torch.Generator().manual_seed(2),
-        dtype=torch.int32,
-    )
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, VOCAB, (batch.num_slots, 5), generator=generator, dtype=torch.int32)
     asked = batch.replace(top_ids=ids, top_logp_rollout=torch.full(ids.shape, -2.0))
     scored = learner_of("replay.mode=off", "train.tokens_per_micro_batch=30").score(asked)
-    model = make("qwen3_moe")
-    for a, b in itertools.pairwise(batch.cu_seqlens.tolist()):
-        logp = (
-            model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0] / 0.7
-        ).log_softmax(-1)
-        mask = batch.trainable[a:b]
-        trainer_top_ids, trainer_top_logp = (
-            scored.trainer_top_ids[a:b][mask].long(),
-            scored.trainer_top_logp[a:b][mask],
-        )
-        torch.testing.assert_close(
-            trainer_top_logp, logp.topk(5).values[mask], atol=1e-5, rtol=1e-5
-        )
-        torch.testing.assert_close(
-            trainer_top_logp, logp[mask].gather(-1, trainer_top_ids), atol=1e-5, rtol=1e-5
-        )
-        expected = logp.gather(-1, ids[a:b].long())[mask]
-        torch.testing.assert_close(scored.top_logp_old[a:b][mask], expected, atol=1e-5, rtol=1e-5)
+    for part, logp in each_sample(make("qwen3_moe"), batch, 0.7):
+        mask = batch.trainable[part]
+        found = scored.trainer_top_logp[part][mask]
+        close(found, logp.topk(5).values[mask])
+        close(found, logp[mask].gather(-1, scored.trainer_top_ids[part][mask].long()))
+        close(scored.top_logp_old[part][mask], logp.gather(-1, ids[part].long())[mask])
     assert scored.trainer_top_ids.dtype == torch.int32
     assert (scored.top_logp_old[~batch.trainable] == 0).all()
 
 
 def test_bypass_refuses_routes_of_other_tokens_before_the_update():
-    learner = learner_of("correction.preset=ppo-is", "replay.min_agreement=0.9")
-    before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
+    learner = learner_of(BYPASS, "replay.min_agreement=0.9")
+    before = weights_of(learner.model)
     with pytest.raises(RoutingError, match="agree in"):
         one_step(learner, batch_of())
-    assert all(torch.equal(before[n], p) for n, p in learner.model.named_parameters())
+    assert equal(before, weights_of(learner.model))

@@ -25,14 +25,10 @@ TARGETS = '["attention","experts","routers"]'
 
 def adapted_learner():
     """Return a learner whose adapters are not at their zero start."""
-    settings = (
-        f"train.lora.rank={RANK}",
-        f"train.lora.targets={TARGETS}",
-        "correction.preset=tis",
-        "replay.min_agreement=0",  # random routes agree with nothing
-        "rollout.prompts_per_step=4",
-    )
-    config = resolve(BASE, list(settings))
+    lora_settings = [f"train.lora.rank={RANK}", f"train.lora.targets={TARGETS}"]
+    # random routes agree with nothing
+    more = ["correction.preset=tis", "replay.min_agreement=0", "rollout.prompts_per_step=4"]
+    config = resolve(BASE, [*lora_settings, *more])
     model = make("qwen3_moe")
     prepare_for_training(model, torch.device("cpu"))
     add_adapter(model, config.train.lora, "base", 0)
@@ -70,12 +66,16 @@ def with_factors(plain, factors):
     return effective
 
 
+def bounds_of(batch):
+    return itertools.pairwise(batch.cu_seqlens.tolist())
+
+
 def written_out(batch, factors):
     """Return log pi of every trainable slot, sample by sample on the stock model."""
     plain = make("qwen3_moe")
     gates = [layer.mlp.gate for layer in plain.model.layers]
     logp = torch.full((batch.num_slots,), torch.nan)
-    for a, b in itertools.pairwise(batch.cu_seqlens.tolist()):
+    for a, b in bounds_of(batch):
         for number, gate in enumerate(gates):
             gate.forward = replaying(gate, batch.routing.ids[a:b, number].long())
         inputs = {"input_ids": batch.input_ids[None, a:b], "use_cache": False}
@@ -97,11 +97,12 @@ def test_a_step_of_adapters_equals_the_written_out_one():
     scored = compute_advantages(learner.score(batch), learner.config.objective)
     scored, _ = apply_correction(scored, learner.config)
     gradients = {}
-    for name, parameter in learner.model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: gradients.__setitem__(name, p.grad.clone())
-            )
+
+    def keep(*_, **__):
+        trained = ((n, p) for n, p in learner.model.named_parameters() if p.requires_grad)
+        gradients.update((name, parameter.grad.clone()) for name, parameter in trained)
+
+    learner.optimizer.register_step_pre_hook(keep)
     metrics, _ = learner.step(scored)
 
     logp, mask = written_out(batch, factors), batch.trainable
@@ -109,12 +110,7 @@ def test_a_step_of_adapters_equals_the_written_out_one():
     weight = (logp.detach() - batch.logp_rollout).exp().clamp(max=CAP)
     assert bool((weight[mask] == CAP).any())
     assert bool((weight[mask] < CAP).any())
-    advantage = torch.cat(
-        [
-            batch.outcome[sample].expand(b - a)
-            for sample, (a, b) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist()))
-        ]
-    )
+    advantage = batch.outcome[batch.segment]
     (-(weight * advantage * logp)[mask].sum() / int(mask.sum())).backward()
 
     norm = sum(float(t.grad.square().sum()) for pair in factors.values() for t in pair) ** 0.5

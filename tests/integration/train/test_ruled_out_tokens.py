@@ -27,30 +27,27 @@ def test_entropy_of_a_row_by_hand():
     assert float(entropy_of(torch.tensor([[1.0, 0.0]]).log())) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("low", "temperature"), [(-math.inf, 1.0), (LOWEST, 1.0), (LOWEST, 0.5), (-1e30, 0.7)]
-)
-def test_entropy_and_gradient_ignore_the_ruled_out_token(low, temperature):
-    generator = torch.Generator().manual_seed(0)
-    kept = torch.randn(5, 7, generator=generator).requires_grad_()
-    column = torch.full((5, 1), low)
-    whole = torch.cat([kept.detach()[:, :3], column, kept.detach()[:, 3:]], 1).requires_grad_()
+def test_entropy_and_gradient_ignore_the_ruled_out_token(subtests):
+    start = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     scale = torch.linspace(-3, 3, 5)  # of both signs, and larger than 1
-    plain = -(
-        torch.softmax(kept / temperature, -1) * torch.log_softmax(kept / temperature, -1)
-    ).sum(-1)
-    (scale * plain).sum().backward()
-    found = entropy_of(torch.log_softmax(whole / temperature, -1))
-    (scale * found).sum().backward()
-    torch.testing.assert_close(found, plain)
-    torch.testing.assert_close(whole.grad[:, [0, 1, 2, 4, 5, 6, 7]], kept.grad)
-    assert not whole.grad[:, 3].any()
+    for low, heat in ((-math.inf, 1.0), (LOWEST, 1.0), (LOWEST, 0.5), (-1e30, 0.7)):
+        with subtests.test(low=low, heat=heat):
+            kept = start.clone().requires_grad_()
+            column = torch.full((5, 1), low)
+            whole = torch.cat([start[:, :3], column, start[:, 3:]], 1).requires_grad_()
+            tempered = kept / heat
+            plain = -(tempered.softmax(-1) * tempered.log_softmax(-1)).sum(-1)
+            (scale * plain).sum().backward()
+            found = entropy_of(torch.log_softmax(whole / heat, -1))
+            (scale * found).sum().backward()
+            torch.testing.assert_close(found, plain)
+            torch.testing.assert_close(whole.grad[:, [0, 1, 2, 4, 5, 6, 7]], kept.grad)
+            assert not whole.grad[:, 3].any()
 
 
 def test_gradient_of_the_entropy_is_its_slope():
-    logits = torch.randn(
-        3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    ).requires_grad_()
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, 6, dtype=torch.float64, generator=generator).requires_grad_()
     assert torch.autograd.gradcheck(lambda z: entropy_of(z.log_softmax(-1)), logits)
 
 
@@ -71,9 +68,8 @@ def banned(learner, low=-math.inf):
 
 def allowed(batch):
     """Return a batch without the ruled-out token."""
-    return batch.replace(
-        target_ids=torch.where(batch.target_ids == BANNED, BANNED + 1, batch.target_ids)
-    )
+    targets = torch.where(batch.target_ids == BANNED, BANNED + 1, batch.target_ids)
+    return batch.replace(target_ids=targets)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +93,8 @@ def test_score_centering_excludes_tokens_that_neither_side_samples():
     rollout = torch.log_softmax(torch.tensor([[0.1, 0.0, 0.2]]), -1)
     centered_score(head, rollout, config).sum().backward()
     wide = torch.tensor([[0.3, -0.2, 0.1, -math.inf]]).requires_grad_()
-    centre = centered_score(
-        torch.log_softmax(wide, -1), torch.cat([rollout, torch.full((1, 1), -math.inf)], 1), config
-    )
+    beside = torch.cat([rollout, torch.full((1, 1), -math.inf)], 1)
+    centre = centered_score(torch.log_softmax(wide, -1), beside, config)
     centre.sum().backward()
     assert centre.isfinite().all()
     torch.testing.assert_close(wide.grad[:, :3], logits.grad)
@@ -128,23 +123,17 @@ def test_the_test_of_draws_fails_on_a_nan_entropy():
     learner, batch = sound()
     drawn = batch.replace(entropy=-batch.logp_old)  # the tokens are exactly as likely as draws
     assert check_temperature(learner.scorer, drawn, limit=1.0).passed
-    broken = check_temperature(
-        learner.scorer, drawn.replace(entropy=drawn.entropy * math.nan), limit=1.0
-    )
+    spoiled = drawn.replace(entropy=drawn.entropy * math.nan)
+    broken = check_temperature(learner.scorer, spoiled, limit=1.0)
     assert broken.passed is False
     assert "nan" in broken.measured
 
 
-@pytest.mark.parametrize("limit", [None, 1.0])
-def test_the_test_of_the_temperature_fails_on_a_nan_trainer(limit):
-    learner, batch = sound()
-    learner.model.lm_head.weight.data[7] = math.nan
-    found = check_temperature(learner.scorer, learner.scorer.score(batch, replay=False), limit)
-    assert found.passed is False
-
-
-def test_the_test_of_the_support_fails_on_a_nan_trainer():
+def test_the_tests_of_temperature_and_support_fail_on_a_nan_trainer():
     learner, batch = sound()
     assert check_support(learner.scorer, (batch,)).passed is not False
     learner.model.lm_head.weight.data[7] = math.nan
+    scored = learner.scorer.score(batch, replay=False)
+    for limit in (None, 1.0):
+        assert check_temperature(learner.scorer, scored, limit).passed is False
     assert check_support(learner.scorer, (batch,)).passed is False

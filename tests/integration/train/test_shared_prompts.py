@@ -1,5 +1,6 @@
 """Prompts that siblings share are computed once: the same scores and gradients to rounding."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,16 +10,9 @@ from onepolicy.models.packed_attention import Packing, causal_mask, packed_atten
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.models.shared_packing import SharedPacking
 from onepolicy.train.shared_prompts import share_prompts
-from onepolicy.types import RoutingTrace
 from support.learner_steps import learner_of
-from support.models import CONFIGS, MOE, VOCAB, make
-from support.siblings import (
-    distance,
-    scored_and_gradients,
-    siblings,
-    with_routes_of,
-    with_top_ids,
-)
+from support.models import MOE, VOCAB, make
+from support.siblings import distance, scored_and_gradients, siblings, with_routes_of, with_top_ids
 
 ON, OFF = "train.share_prompts=true", "train.share_prompts=false"
 
@@ -31,19 +25,13 @@ def rows_computed(batch) -> int:
 
 
 def test_a_prompt_is_computed_once():
+    """Up to the first slot at which routes differ. Without siblings nothing is shared."""
     batch = siblings((9, 5), members=3)
     assert batch.num_slots == 3 * (9 + 5) + 2 * sum(3 + 5 * m for m in range(3))
     assert rows_computed(batch) == batch.num_slots - 2 * (9 + 5)
-
-
-@pytest.mark.parametrize("slot", [0, 4, 8])
-def test_what_follows_other_routes_is_not_shared(slot):
-    batch = siblings((9, 9), members=3, routes_differ_at=slot)
-    expected = batch.num_slots - 2 * 2 * slot
-    assert rows_computed(batch) == expected
-
-
-def test_without_siblings_nothing_is_shared():
+    for slot in (0, 4, 8):
+        batch = siblings((9, 9), members=3, routes_differ_at=slot)
+        assert rows_computed(batch) == batch.num_slots - 2 * 2 * slot
     assert share_prompts(siblings((9, 5), members=1)).shared is None
 
 
@@ -60,9 +48,9 @@ SETTINGS = {
     "r2": ["replay.mode=r2"],
     "several micro-batches": ["train.tokens_per_micro_batch=70"],
     "a sample each": ["train.tokens_per_micro_batch=1"],
-    "reused forward": ["train.reuse_scoring_forward=true"],
+    "reused": ["train.tokens_per_micro_batch=70", "train.reuse_scoring_forward=true"],
     "checkpointing": ["train.activation_checkpointing=true"],
-    "chunks of logits": ["train.logits_chunk=8"],
+    "chunks": ["train.logits_chunk=8"],
     "entropy": ["objective.entropy_coef=0.01"],
     "bypass": ["correction.ratio=new/rollout"],
 }
@@ -70,19 +58,17 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_scores_and_gradients_are_those_of_whole_samples(name):
-    assert_equal(siblings((9, 5, 1), members=3), *SETTINGS[name])
+    assert_equal(siblings(), *SETTINGS[name])
 
 
-@pytest.mark.parametrize("name", ["r3", "reused forward", "several micro-batches"])
+@pytest.mark.parametrize("name", ["r3", "several micro-batches", "reused"])
 def test_top_log_probabilities_are_scored(name):
     scored = assert_equal(with_top_ids(siblings(), 6), *SETTINGS[name])
     for field in (scored.top_logp_old, scored.trainer_top_logp):
         assert (field[scored.trainable] < 0).all()
 
 
-@pytest.mark.parametrize(
-    "name", ["r3", "several micro-batches", "checkpointing", "chunks of logits"]
-)
+@pytest.mark.parametrize("name", ["r3", "several micro-batches", "checkpointing", "chunks"])
 def test_score_centering(name):
     """The update takes the gradients of the rollout's likeliest tokens too."""
     settings = ["correction.preset=score-centering", "objective.surrogate=pg", *SETTINGS[name]]
@@ -90,11 +76,11 @@ def test_score_centering(name):
     assert_equal(with_top_ids(siblings(), top), *settings)
 
 
-@pytest.mark.parametrize("more", [[], ["train.reuse_scoring_forward=true"]])
-def test_replayed_weights(more):
+@pytest.mark.parametrize("reuse", ["true", "false"])
+def test_replayed_weights(reuse):
     batch = with_routes_of(siblings(), learner_of().routers, weights=True)
     assert rows_computed(batch) < batch.num_slots
-    assert_equal(batch, "replay.mode=weights", *more)
+    assert_equal(batch, "replay.mode=weights", f"train.reuse_scoring_forward={reuse}")
 
 
 @pytest.mark.parametrize("kind", ["k3", "k2"])
@@ -124,14 +110,13 @@ def assert_equal(batch, *settings, tolerance=5e-6, **options):
     return scored
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_families(name):
+def test_a_dense_model():
     batch = siblings().replace(routing=None)
-    assert_equal(batch, "replay.mode=off", name=name, routed=name in MOE)
+    assert_equal(batch, "replay.mode=off", name="qwen3_dense", routed=False)
 
 
 @pytest.mark.parametrize("name", MOE)
-def test_families_with_replay(name):
+def test_families(name):
     batch = with_routes_of(siblings(), learner_of(name=name).routers)
     assert rows_computed(batch) == batch.num_slots - 2 * (9 + 5 + 1)
     assert_equal(batch, name=name)
@@ -142,23 +127,24 @@ def paths_of(batch):
     return [shared.row_of[a:b] for a, b in itertools.pairwise(batch.cu_seqlens.tolist())], shared
 
 
-@pytest.mark.parametrize("window", [None, 4, 100])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_attention_in_float64(window, sinks):
+def test_attention_in_float64(subtests):
     """Every sample alone, by the formula, against all of them with shared rows."""
+    for window, sinks in itertools.product([None, 4, 100], [False, True]):
+        with subtests.test(window=window, sinks=sinks):
+            check_attention(window, sinks)
+
+
+def check_attention(window, sinks):
     batch = siblings((9, 5, 1), members=3)
     paths, shared = paths_of(batch)
     generator = torch.Generator().manual_seed(1)
-    shape = 1, 2, len(shared.slots), 4
-    q, k, v = (
-        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for _ in range(3)
-    )
-    sink = torch.randn(2, generator=generator, dtype=torch.float64) if sinks else None
+    shape, options = (1, 2, len(shared.slots), 4), {"dtype": torch.float64, "generator": generator}
+    q, k, v = (torch.randn(shape, requires_grad=True, **options) for _ in range(3))
+    sink = torch.randn(2, **options) if sinks else None
     out, _ = packed_attention(
         torch.nn.Module(), q, k, v, None, packing=shared.packing, sliding_window=window, s_aux=sink
     )
-    weight = torch.randn(batch.num_slots, 2, 4, generator=generator, dtype=torch.float64)
+    weight = torch.randn(batch.num_slots, 2, 4, **options)
     gradients = torch.autograd.grad((out[0][shared.row_of] * weight).sum(), (q, k, v))
     alone = []
     for path in paths:
@@ -189,9 +175,7 @@ def test_a_packing_without_shared_rows_is_the_usual_one():
 
 def test_siblings_stay_together_in_micro_batches():
     batch = siblings((9, 9, 9, 9), members=3)
-    size = batch.num_slots // 4
-    budget = 2 * size
-    learner = learner_of(ON, f"train.tokens_per_micro_batch={budget}")
+    learner = learner_of(ON, f"train.tokens_per_micro_batch={batch.num_slots // 4 * 2}")
     micro = learner.scorer.micro_batches(batch)
     assert sorted(s for samples in micro for s in samples) == list(range(12))
     assert [sorted({s // 3 for s in samples}) for samples in micro] == [[0, 1], [2, 3]]
@@ -199,19 +183,14 @@ def test_siblings_stay_together_in_micro_batches():
 
 def test_float32_is_as_near_to_float64_as_without_sharing():
     batch = siblings((9, 5, 1), members=3)
-    found = {}
-    for name, more in (("shared", [ON]), ("whole", [OFF])):
-        _, found[name] = scored_and_gradients(learner_of(*more), batch)
-    learner = learner_of(OFF)
-    learner.model.double()
-    _, reference = scored_and_gradients(learner, batch)
-    assert distance(found["shared"], reference) < 2 * distance(found["whole"], reference) + 1e-7
+    learners = [learner_of(ON), learner_of(OFF), learner_of(OFF)]
+    learners[2].model.double()
+    shared, whole, exact = (scored_and_gradients(learner, batch)[1] for learner in learners)
+    assert distance(shared, exact) < 2 * distance(whole, exact) + 1e-7
 
 
 def test_weights_of_routes_must_agree_too():
     batch = siblings((9, 9), members=3)
     weights = torch.rand(batch.routing.ids.shape, generator=torch.Generator().manual_seed(2))
-    routing = RoutingTrace(
-        batch.routing.ids, batch.routing.valid, batch.routing.layers, 8, weights=weights
-    )
+    routing = dataclasses.replace(batch.routing, weights=weights)
     assert rows_computed(batch.replace(routing=routing)) == batch.num_slots

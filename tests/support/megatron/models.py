@@ -13,25 +13,13 @@ from torch import Tensor
 
 VOCABULARY, LENGTH, EXPERTS, TOP_K = 64, 12, 8, 2
 SETTINGS = {
-    "num_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 48,
-    "moe_ffn_hidden_size": 24,
-    "num_moe_experts": EXPERTS,
-    "moe_router_topk": TOP_K,
-    "moe_router_load_balancing_type": "none",
-    "moe_token_dispatcher_type": "allgather",
-    "add_bias_linear": False,
-    "gated_linear_unit": True,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "use_cpu_initialization": True,
-    "bias_dropout_fusion": False,
-    "bias_activation_fusion": False,
-    "masked_softmax_fusion": False,
-    "persist_layer_norm": False,
-    "gradient_accumulation_fusion": False,
+    **{"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48},
+    **{"moe_ffn_hidden_size": 24, "num_moe_experts": EXPERTS, "moe_router_topk": TOP_K},
+    **{"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather"},
+    **{"add_bias_linear": False, "gated_linear_unit": True, "attention_dropout": 0.0},
+    **{"hidden_dropout": 0.0, "use_cpu_initialization": True, "bias_dropout_fusion": False},
+    **{"bias_activation_fusion": False, "masked_softmax_fusion": False},
+    **{"persist_layer_norm": False, "gradient_accumulation_fusion": False},
     "normalization": "RMSNorm",
 }
 FULL_RECOMPUTE = {

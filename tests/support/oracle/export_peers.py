@@ -30,10 +30,8 @@ def tokenizer():
 def sampled(prompts: list[str], trainer, temperature: float) -> dict[str, list]:
     """Sample with an engine of our own: the trainer's model with noise on its logits, at a
     temperature that it does not report."""
-    ids, g = (
-        [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
-        torch.Generator().manual_seed(0),
-    )
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    g = torch.Generator().manual_seed(0)
     rows, logps = torch.tensor(ids), []
     for _ in range(LENGTH):
         with torch.no_grad():
@@ -46,11 +44,8 @@ def sampled(prompts: list[str], trainer, temperature: float) -> dict[str, list]:
         rows = torch.cat([rows, drawn], 1)
     width, listed = len(ids[0]), torch.cat(logps, 1).tolist()
     listed[0][3] = None  # vLLM could not say: TRL takes its ratio as 1
-    return {
-        "prompt_ids": ids,
-        "completion_ids": rows[:, width:].tolist(),
-        "logprobs": listed,
-    }
+    completions = rows[:, width:].tolist()
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": listed}
 
 
 def trl(folder: Path, temperature: float, *, steps: int) -> list[dict[str, float]]:
@@ -62,31 +57,19 @@ def trl(folder: Path, temperature: float, *, steps: int) -> list[dict[str, float
     from onepolicy.audit.export.trl import export
 
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "head_dim": 16}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(WORDS) + 2, num_key_value_heads=2, **sizes))
     with torch.no_grad():
         model.lm_head.weight.normal_(0, 0.6)
         model.lm_head.weight[:2] = 0
     arguments = GRPOConfig(
         output_dir=str(folder / "trl"),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=LENGTH,
         max_steps=steps,
-        learning_rate=1e-3,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-        logging_steps=1,
         vllm_importance_sampling_mode="token_truncate",
+        **{"per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-3},
+        **{"max_completion_length": LENGTH, "report_to": [], "save_strategy": "no"},
+        **{"use_cpu": True, "bf16": False, "disable_tqdm": True, "logging_steps": 1},
     )
     data = Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6"] * 8})
 
@@ -106,9 +89,8 @@ def trl(folder: Path, temperature: float, *, steps: int) -> list[dict[str, float
     trainer.vllm_generation = types.SimpleNamespace(sync_weights=lambda: None)
     export(trainer, folder / f"trl-{temperature:g}")
     trainer.train()
-    return [
-        row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row
-    ]
+    key = "sampling/sampling_logp_difference/mean"
+    return [row for row in trainer.state.log_history if key in row]
 
 
 def verl(folder: Path) -> dict[str, float]:
@@ -127,9 +109,8 @@ def verl(folder: Path) -> dict[str, float]:
         lengths = torch.tensor([12, 5, 9, 12])
         inside = torch.arange(12) < lengths[:, None]
         rollout = torch.where(inside, -torch.rand(4, 12, generator=g) * 3 - 0.5, 0.0)
-        old = torch.where(inside, rollout + 0.3 * torch.randn(4, 12, generator=g), 0.0).clamp(
-            max=-0.01
-        )
+        near = rollout + 0.3 * torch.randn(4, 12, generator=g)
+        old = torch.where(inside, near, 0.0).clamp(max=-0.01)
         tensors = {
             "prompts": torch.zeros(4, 3, dtype=torch.long),
             "responses": torch.randint(2, 40, (4, 12), generator=g),
@@ -147,9 +128,8 @@ def verl(folder: Path) -> dict[str, float]:
             found = calculate_debug_metrics(batch)
             for bound in (1.2, 100.0):
                 mask = tensors["response_mask"].float()
-                metrics = correct(
-                    old, rollout, mask, rollout_is="token", rollout_is_threshold=bound
-                )[2]
+                truncated = {"rollout_is": "token", "rollout_is_threshold": bound}
+                metrics = correct(old, rollout, mask, **truncated)[2]
                 found |= {f"{key} {bound:g}": float(value) for key, value in metrics.items()}
     return found
 

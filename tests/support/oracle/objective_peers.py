@@ -46,25 +46,15 @@ def trl(given: dict[str, Tensor]) -> dict[str, np.ndarray]:
 
     ids = torch.ones_like(given["old"], dtype=torch.long)
     inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": ids[:, :1],
-        "completion_ids": ids,
-        "completion_mask": given["mask"],
-        "advantages": given["advantage"],
-        "old_per_token_logps": given["old"],
-        "ref_per_token_logps": given["reference"],
-        "importance_sampling_ratio": given["weight"],
-        "num_items_in_batch": given["mask"].sum(),
+        **{"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids},
+        **{"completion_mask": given["mask"], "advantages": given["advantage"]},
+        **{"old_per_token_logps": given["old"], "ref_per_token_logps": given["reference"]},
+        **{"importance_sampling_ratio": given["weight"], "num_items_in_batch": given["mask"].sum()},
     }
 
     def loss(settings: dict[str, Any], new: Tensor) -> Tensor:
-        s = {
-            "loss_type": "grpo",
-            "importance_sampling_level": "token",
-            "epsilon_low": 0.2,
-            "epsilon_high": 0.2,
-        }
-        s |= {"beta": 0.0, "use_vllm": False, **settings}
+        s = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0}
+        s |= {"epsilon_low": 0.2, "epsilon_high": 0.2, "use_vllm": False, **settings}
         arguments = SimpleNamespace(
             use_bias_correction_kl=s.pop("use_bias_correction_kl", True),
             delta=s.pop("delta", None),
@@ -110,7 +100,8 @@ def verl(given: dict[str, Tensor]) -> dict[str, np.ndarray]:
         policy_loss = core.get_policy_loss_fn(name.split()[0])
         for weight in (None, given["weight"]):
             key = f"verl/{name}" if weight is None else f"verl/{name} weighted"
-            loss = partial(verl_loss, policy_loss, given, advantage, mask, mode, config, weight)
+            rest = (advantage, mask, mode, config, weight)
+            loss = partial(verl_loss, policy_loss, given["old"], rest)
             out |= differentiate(key, given["new"], loss)
 
     def clipped_value(new: Tensor) -> Tensor:
@@ -118,23 +109,13 @@ def verl(given: dict[str, Tensor]) -> dict[str, np.ndarray]:
 
     out |= differentiate("verl/value", given["old"], clipped_value)
     for estimator in ("k1", "k2", "k3"):
-        out[f"verl/{estimator}"] = core.kl_penalty(
-            given["new"], given["reference"], estimator
-        ).numpy()
+        penalty = core.kl_penalty(given["new"], given["reference"], estimator)
+        out[f"verl/{estimator}"] = penalty.numpy()
     return out | verl_advantages(core, given, mask)
 
 
-def verl_loss(
-    policy_loss: Any,
-    given: dict,
-    advantage: Tensor,
-    mask: Tensor,
-    mode: str,
-    config: Any,
-    weight: Any,
-    new: Tensor,
-) -> Tensor:
-    return policy_loss(given["old"], new, advantage, mask, mode, config, weight)[0]
+def verl_loss(policy_loss: Any, old: Tensor, rest: tuple[Any, ...], new: Tensor) -> Tensor:
+    return policy_loss(old, new, *rest)[0]
 
 
 def verl_advantages(core: Any, given: dict[str, Tensor], mask: Tensor) -> dict[str, np.ndarray]:

@@ -29,6 +29,8 @@ from onepolicy.integrations.openrlhf.experience import SETTINGS
 from onepolicy.replay.checks import RoutingError
 
 EMPTY = ("flash_attn", "deepspeed", "vllm")
+CLIPPED = {"is_correction_level": "token", "is_correction_mode": "clip"}
+CLIPPED |= {"is_correction_threshold": [0, 2.0]}
 
 
 class Empty(types.ModuleType):
@@ -56,13 +58,12 @@ def arguments(level="token", loss="ppo"):
     advantage = SimpleNamespace(
         estimator="group_norm", gamma=1.0, lambd=1.0, is_correction_level=level, no_std_norm=False
     )
+    reward = {"overlong_buffer_len": None, "stop_properly_penalty_coef": None}
     return SimpleNamespace(
         algo=SimpleNamespace(advantage=advantage),
         actor=SimpleNamespace(policy_loss_type=loss),
         rollout=SimpleNamespace(n_samples_per_prompt=2),
-        reward=SimpleNamespace(
-            clip_range=(-10, 10), overlong_buffer_len=None, stop_properly_penalty_coef=None
-        ),
+        reward=SimpleNamespace(clip_range=(-10, 10), **reward),
     )
 
 
@@ -118,14 +119,11 @@ def correction_step(modules, folder):
         rho = (a.action_log_probs - a.rollout_log_probs).exp()
         expected = a.advantages * rho.clamp(max=2.0) * a.action_mask
         weights.append(float((b.advantages * a.action_mask - expected).abs().max()))
-    old, rollout, mask = (
-        torch.cat([getattr(e, name).flatten() for e in plain])
-        for name in ("action_log_probs", "rollout_log_probs", "action_mask")
-    )
+    names = ("action_log_probs", "rollout_log_probs", "action_mask")
+    old, rollout, mask = (torch.cat([getattr(e, n).flatten() for e in plain]) for n in names)
     found = audit(folder, {}).accumulated.steps
-    batch = modules.experience.make_experience_batch(
-        modules.experience.split_experience_batch(tis[0])
-    )
+    parts = modules.experience.split_experience_batch(tis[0])
+    batch = modules.experience.make_experience_batch(parts)
     return {
         "tis error": max(weights),
         "k3": float(plain[1].info["mismatch/k3"][0]),
@@ -139,10 +137,8 @@ def gradients(modules):
     """Return the largest difference of gradients: ours in the advantages against OpenRLHF's."""
     settings()
     (experience,) = stepped(modules)[:1]
-    made = modules.loss.PolicyLoss(
-        is_correction_level="token", is_correction_mode="clip", is_correction_threshold=[0, 2.0]
-    )
-    return float((gradient(made, experience) - ours(modules, "tis")).abs().max())
+    theirs = gradient(modules.loss.PolicyLoss(**CLIPPED), experience)
+    return float((theirs - ours(modules, "tis")).abs().max())
 
 
 def gradient(policy_loss, experience):
@@ -156,10 +152,7 @@ def gradient(policy_loss, experience):
 def ours(modules, correction):
     """Return the gradient of the first experience in OpenRLHF's loss, our correction set."""
     (experience,) = stepped(modules, correction=correction)[:1]
-    made = modules.loss.PolicyLoss(
-        is_correction_level="token", is_correction_mode="clip", is_correction_threshold=[0, 2.0]
-    )
-    return gradient(made, experience)
+    return gradient(modules.loss.PolicyLoss(**CLIPPED), experience)
 
 
 def live_gradients(modules):
@@ -270,17 +263,10 @@ def replay(modules):
     """Return what OpenRLHF's actor scores with routes, and the error of routes one row late."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=16,
-        num_experts_per_tok=2,
-        attn_implementation="eager",
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32},
+        **{"moe_intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 8, "num_experts": 16, "num_experts_per_tok": 2},
+        **{"attn_implementation": "eager"},
     )
     model = Qwen3MoeForCausalLM(config).eval()
     actor = modules.actor.Actor(model)

@@ -11,35 +11,22 @@ import numpy as np
 import torch
 
 METRICS = ("k3_kl", "chi2_token", "kl", "ppl_ratio")
+NORMALISED = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+NORMALISED |= {"rollout_is_batch_normalize": True}
 VERL = {
     "token 2": {"rollout_is": "token", "rollout_is_threshold": 2.0},
     "token 0.5_5": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
     "sequence 2": {"rollout_is": "sequence", "rollout_is_threshold": 2.0},
     "sequence 0.5_2": {"rollout_is": "sequence", "rollout_is_threshold": "0.5_2.0"},
-    "token 2 normalised, seq_mean_k3": {
-        "rollout_is": "token",
-        "rollout_is_threshold": 2.0,
-        "rollout_is_batch_normalize": True,
-        "rollout_rs": "seq_mean_k3",
-        "rollout_rs_threshold": 0.02,
-    },
-    "token 2 normalised": {
-        "rollout_is": "token",
-        "rollout_is_threshold": 2.0,
-        "rollout_is_batch_normalize": True,
-    },
+    "token 2 normalised, seq_mean_k3": NORMALISED
+    | {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.02},
+    "token 2 normalised": NORMALISED,
     **{
         f"{rs} {bound}": {"rollout_rs": rs, "rollout_rs_threshold": bound}
         for rs, bound in [
-            ("token_k1", "0.5_2.0"),
-            ("token_k1", "0.6_1.4"),
-            ("token_k2", 0.02),
-            ("token_k3", 0.02),
-            ("seq_sum_k1", "0.5_2.0"),
-            ("seq_mean_k1", "0.9_1.1111111111"),
-            ("seq_mean_k3", 0.02),
-            ("seq_max_k2", 0.1),
-            ("seq_max_k3", 0.1),
+            *(("token_k1", "0.5_2.0"), ("token_k1", "0.6_1.4"), ("token_k2", 0.02)),
+            *(("token_k3", 0.02), ("seq_sum_k1", "0.5_2.0"), ("seq_mean_k1", "0.9_1.1111111111")),
+            *(("seq_mean_k3", 0.02), ("seq_max_k2", 0.1), ("seq_max_k3", 0.1)),
         ]
     },
 }
@@ -100,17 +87,11 @@ def openrlhf(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> di
     loss = importlib.import_module("models.loss")
     out = {}
     for name, (level, mode, gating, threshold) in OPENRLHF.items():
-        policy_loss = loss.PolicyLoss(
-            is_correction_level=level,
-            is_correction_mode=mode,
-            is_correction_gating=gating,
-            is_correction_threshold=threshold,
-        )
+        settings = {"level": level, "mode": mode, "gating": gating, "threshold": threshold}
+        made = loss.PolicyLoss(**{f"is_correction_{name}": v for name, v in settings.items()})
         new = old.clone().requires_grad_()
-        value = policy_loss(
-            new, old, torch.ones_like(old), action_mask=mask, rollout_log_probs=rollout
-        )[0]
-        value.backward()
+        given = {"action_mask": mask, "rollout_log_probs": rollout}
+        made(new, old, torch.ones_like(old), **given)[0].backward()
         assert new.grad is not None
         out[f"openrlhf/{name}/weight"] = (-new.grad * mask.sum()).numpy()
     return out

@@ -6,6 +6,7 @@ It uses the Python of the venv that `make sglang` builds. Further arguments are 
 
 import argparse
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -17,15 +18,8 @@ PYTHON = HERE.parents[2] / ".venv-sglang" / "bin" / "python"
 CPU = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule"),
-    *(
-        "--mem-fraction-static",
-        "0.1",
-        "--max-total-tokens",
-        "16384",
-        "--max-running-requests",
-        "64",
-    ),
-    "--enable-return-routed-experts",
+    *("--mem-fraction-static", "0.1", "--max-total-tokens", "16384"),
+    *("--max-running-requests", "64", "--enable-return-routed-experts"),
 ]
 
 
@@ -38,20 +32,17 @@ def start(model, port, *extra, dtype="bfloat16", log=None):
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    where = [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--model-path",
-        str(model),
-        "--dtype",
-        dtype,
-    ]
-    command = [str(PYTHON), "-m", "sglang.launch_server", *where, *CPU, *extra]
-    return subprocess.Popen(
-        command, env=environment, stdout=log, stderr=log, start_new_session=True
-    )
+    where = ["--host", "127.0.0.1", "--port", str(port), "--model-path", str(model)]
+    command = [str(PYTHON), "-m", "sglang.launch_server", *where, "--dtype", dtype, *CPU, *extra]
+    how = {"start_new_session": True, "preexec_fn": end_with_parent}
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=log, **how)
+
+
+def end_with_parent():
+    """Let the kernel kill the server when this process ends, even by SIGKILL. SGLang's own child
+    processes do the same."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 def stop(server):

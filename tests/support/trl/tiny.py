@@ -16,28 +16,27 @@ from support.oracle.export_peers import WORDS, tokenizer
 LENGTH = 12
 PROMPTS = ["w1 w2 w3", "w4 w5 w6 w7 w8", "w9 w10", "w11 w12 w13 w14"]
 PAD, EOS = 0, 1
+SETTINGS = {
+    **{"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": LENGTH},
+    **{"learning_rate": 1e-3, "beta": 0.0, "max_steps": 3, "shuffle_dataset": False, "seed": 0},
+    **{"gradient_checkpointing": False, "use_cpu": True, "bf16": False, "report_to": []},
+    **{"save_strategy": "no", "logging_steps": 1, "disable_tqdm": True},
+}
+"""2 prompts of 4 samples a step, three steps, on the CPU."""
+ONE_STEP = {"max_steps": 1, "learning_rate": 1.0, "max_grad_norm": 1e9, "loss_type": "grpo"}
+"""Of SGD: the parameters move by the gradient."""
 
 
 def tiny_moe(seed: int = 0, **changes) -> Qwen3MoeForCausalLM:
     """Return a model of 4 layers, the first of them dense, with 16 experts, top 4."""
     torch.manual_seed(seed)
     sizes = {
-        "vocab_size": len(WORDS) + 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 24,
-        "num_hidden_layers": 4,
-        "mlp_only_layers": [0],
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-        "initializer_range": 0.2,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
-        "router_aux_loss_coef": 0.01,
+        **{"vocab_size": len(WORDS) + 2, "hidden_size": 32, "intermediate_size": 48},
+        **{"num_hidden_layers": 4, "mlp_only_layers": [0], "initializer_range": 0.2},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+        **{"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24},
+        **{"norm_topk_prob": True, "router_aux_loss_coef": 0.01},
+        **{"eos_token_id": EOS, "pad_token_id": PAD},
     }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **changes}))
 
@@ -143,37 +142,26 @@ def ended(completions, width):
     return torch.tensor([[1] * len(c) + [0] * (width - len(c)) for c in completions])
 
 
+def classes_of(kind):
+    """Return the trainer and its config. All but RLOO take a rollout_func."""
+    if kind == "gmpo":
+        from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+        return GMPOTrainer, GMPOConfig
+    return {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}[kind]
+
+
 def make_trainer(folder, *, sampler=None, model=None, peft_config=None, kind="grpo", **changes):
-    """Return a trainer on the CPU: 2 prompts of 4 samples a step, three steps."""
-    settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": LENGTH,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-        "router_aux_loss_coef": 0.0,
-        "beta": 0.0,
-        "gradient_checkpointing": False,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "shuffle_dataset": False,
-        "seed": 0,
-    }
-    trainer_class, config_class, more = {
-        "grpo": (GRPOTrainer, GRPOConfig, {"rollout_func": sampler}),
-        "rloo": (RLOOTrainer, RLOOConfig, {}),
-    }[kind]
+    """Return a trainer with SETTINGS and these changes, without a router loss."""
+    trainer_class, config_class = classes_of(kind)
+    settings = {**SETTINGS, "output_dir": str(folder), "router_aux_loss_coef": 0.0, **changes}
     if model is None:
         model = tiny_moe()
+    more = {} if kind == "rloo" else {"rollout_func": sampler}
     return trainer_class(
         model=model,
         reward_funcs=reward,
-        args=config_class(**{**settings, **changes}),
+        args=config_class(**settings),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 8}),
         processing_class=tokenizer(),
         peft_config=peft_config,
@@ -199,3 +187,46 @@ def train(trainer):
 def parameters(trainer) -> torch.Tensor:
     """Return all parameters as one vector."""
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def watched(trainer):
+    """Return a list that gets TRL's micro-batches."""
+    seen, loss = [], trainer._compute_loss
+
+    def compute_loss(model, inputs):
+        seen.append(dict(inputs))
+        return loss(model, inputs)
+
+    trainer._compute_loss = compute_loss
+    return seen
+
+
+def sgd_gradient(trainer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Train ONE_STEP of SGD. Return the gradient and the parameters before it."""
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    before = parameters(trainer)
+    train(trainer)
+    return before - parameters(trainer), before
+
+
+def model_with(vector):
+    """Return the tiny model with these parameters."""
+    model = tiny_moe()
+    torch.nn.utils.vector_to_parameters(vector.clone(), model.parameters())
+    return model
+
+
+def completion_logp(model, inputs) -> torch.Tensor:
+    """Return log-probabilities [B, R] of a micro-batch by a plain forward."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    logp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return logp[:, -inputs["completion_ids"].shape[1] :]
+
+
+def gradient_by_hand(loss, inputs, model) -> torch.Tensor:
+    """Return the gradient of GRPO's mean of a loss [B, R]."""
+    kept = inputs["completion_mask"].float()
+    ((loss * kept).sum(1) / kept.sum(1)).mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])

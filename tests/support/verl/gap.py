@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-from support.verl import worker as verl
-
 LAYOUTS = {
     "fsdp2 packed": {},
     "fsdp2 padded": {"packed": False},
@@ -31,6 +29,8 @@ def advantages(rollout):
 
 
 def main() -> None:
+    from support.verl import worker as verl  # imports verl
+
     with tempfile.TemporaryDirectory() as folder:
         model = verl.save_model(Path(folder))
         rollout = verl.sample(model)

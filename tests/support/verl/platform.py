@@ -25,18 +25,11 @@ def _no_bytes(*args, **kwargs):
 
 DEVICE = types.ModuleType("cpu_device")
 DEVICE.__dict__.update(
-    max_memory_allocated=_no_bytes,
-    max_memory_reserved=_no_bytes,
-    memory_allocated=_no_bytes,
-    memory_reserved=_no_bytes,
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _no_bytes),
+    **dict.fromkeys(("memory_allocated", "memory_reserved"), _no_bytes),
+    **dict.fromkeys(("empty_cache", "synchronize", "set_device", "ipc_collect"), _nothing),
+    **dict.fromkeys(("manual_seed", "manual_seed_all", "reset_peak_memory_stats"), _nothing),
     mem_get_info=lambda *_: (0, 0),
-    empty_cache=_nothing,
-    synchronize=_nothing,
-    set_device=_nothing,
-    manual_seed=_nothing,
-    manual_seed_all=_nothing,
-    ipc_collect=_nothing,
-    reset_peak_memory_stats=_nothing,
     is_available=lambda: True,
     device_count=lambda: 1,
     current_device=lambda: torch.device("cpu"),
@@ -45,68 +38,26 @@ DEVICE.__dict__.update(
 )
 
 
+def _always(value):
+    return lambda *_: value
+
+
 @PlatformRegistry.register(platform="onepolicy_cpu")
 class CPUPlatform(PlatformBase):
-    device_name = "cpu"
-    vendor_name = "cpu"
+    device_name = vendor_name = "cpu"
     device_module = DEVICE
 
-    def is_available(self):
-        return True
-
-    def current_device(self):
-        return torch.device("cpu")
-
-    def device_count(self):
-        return 1
-
-    def set_device(self, device_index):
-        pass
-
-    def synchronize(self, device_index=None):
-        pass
-
-    def manual_seed(self, seed):
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed):
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings):
-        pass
-
-    def empty_cache(self):
-        pass
-
-    def get_device_capability(self, device_index=0):
-        return None, None
-
-    def communication_backend_name(self):
-        return "gloo"
-
-    def visible_devices_envvar(self):
-        return "CUDA_VISIBLE_DEVICES"
+    set_device = synchronize = empty_cache = set_allocator_settings = _nothing
+    profiler_start = profiler_stop = cudart = _nothing
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    is_available, is_ipc_supported = _always(True), _always(False)
+    current_device, device_count = _always(torch.device("cpu")), _always(1)
+    get_device_capability, communication_backend_name = _always((None, None)), _always("gloo")
+    visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")
+    ray_resource_name, ray_noset_envvars = _always("GPU"), _always([])
 
     def nvtx_range(self, msg):
         return nullcontext()
-
-    def profiler_start(self):
-        pass
-
-    def profiler_stop(self):
-        pass
-
-    def ray_resource_name(self):
-        return "GPU"
-
-    def ray_noset_envvars(self):
-        return []
-
-    def is_ipc_supported(self):
-        return False
-
-    def cudart(self):
-        return None
 
 
 def _shard_without_broadcast(init):

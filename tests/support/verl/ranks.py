@@ -17,12 +17,8 @@ RANKS = 2
 def main(rank: int, model: Path, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {
-        "VERL_ENGINE_VENDOR": "onepolicy",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
+        **{"VERL_ENGINE_VENDOR": "onepolicy", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        **{"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
     }
     from support.verl import worker as verl
 

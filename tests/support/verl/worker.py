@@ -36,24 +36,12 @@ FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 def save_model(folder: Path, **changes) -> Path:
     """Save a Qwen3-MoE with 3 layers of 16 experts, the first of them dense."""
     config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=16,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        mlp_only_layers=[0],
-        decoder_sparse_step=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+        **{"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        **{"norm_topk_prob": True, "mlp_only_layers": [0], "decoder_sparse_step": 1},
+        **{"max_position_embeddings": 256, "tie_word_embeddings": False},
+        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
         **changes,
     )
     torch.manual_seed(0)
@@ -78,13 +66,8 @@ def open_process_group() -> None:
     """Open the group of this one process, and set what verl's Worker reads of its launcher."""
     if distributed.is_initialized():
         return
-    os.environ |= {
-        "WORLD_SIZE": "1",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
+    os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 
 
@@ -158,11 +141,8 @@ class Rollout:
 
     def batch(self, **replaced) -> TensorDict:
         """Return the batch without padding, as verl's workers take it; None drops a field."""
-        tensors = {
-            name: value.clone()
-            for name, value in (self.tensors | replaced).items()
-            if value is not None
-        }
+        given = (self.tensors | replaced).items()
+        tensors = {name: value.clone() for name, value in given if value is not None}
         return left_right_2_no_padding(TensorDict(tensors, batch_size=len(self.logp)))
 
 
@@ -175,9 +155,7 @@ def sample(folder: Path, *, samples: int = 8, seed: int = 0) -> Rollout:
     vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.zeros(samples, PROMPT + RESPONSE, dtype=torch.int64)
     attention = torch.zeros_like(tokens)
-    routes = torch.zeros(
-        samples, PROMPT + RESPONSE, routers.depth, routers.top_k, dtype=torch.int16
-    )
+    routes = torch.zeros(*tokens.shape, routers.depth, routers.top_k, dtype=torch.int16)
     logp = torch.zeros(samples, RESPONSE)
     for i in range(samples):
         prompt, response = 3 + i % 3, RESPONSE - 3 * (i % 3)
@@ -217,17 +195,10 @@ def scored(worker: TrainingWorker, batch: TensorDict, **settings) -> TensorDict:
     return worker.infer_batch(batch)
 
 
-def update(
-    worker: TrainingWorker,
-    batch: TensorDict,
-    old: Tensor,
-    advantages: Tensor,
-    *,
-    samples: int | None = None,
-):
+def update(worker: TrainingWorker, batch: TensorDict, old: Tensor, advantages: Tensor, samples=0):
     """Take one optimiser step, and return its metrics.
 
-    samples: of all ranks; None if this is the only one.
+    samples: of all ranks; 0 if this is the only one.
     """
     batch["old_log_probs"], batch["advantages"] = old.clone(), advantages.clone()
     samples = samples or len(old)

@@ -25,8 +25,8 @@ Each row is a venv in which the library's tests ran on a CPU, some minutes a row
     make test-versions
 
 `PYTHONPATH=tests python -m support.versions.cells page` writes this page from the results of that
-run (`tests/support/versions/results/`); a test compares them. `make test` runs a part of the tests
-in {fast}.
+run (`tests/support/versions/results/`); a test compares them. `make test-versions-fast` runs a
+part of the tests in {fast}.
 The column *tests* names the folders and files of `tests/support/versions/cells.toml` that ran.
 
 ## What ran

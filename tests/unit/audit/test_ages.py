@@ -1,5 +1,4 @@
-"""Dumps of runs that sample while they learn: old tokens that are declared are not taken for a
-bug."""
+"""Runs that sample while they learn: old tokens that are declared are not taken for a bug."""
 
 from onepolicy.audit.report import audit_tree
 from onepolicy.audit.run import audit
@@ -12,45 +11,41 @@ def audited(tmp_path, rows):
     return audit(tmp_path / "dump.parquet", {})
 
 
+def trained(rows, version):
+    return [row | {"trained_version": version} for row in rows]
+
+
 def test_declared_age_is_not_a_bug(tmp_path):
-    """First half of each step's tokens are one update old, with most of the gap; then all of them
-    are."""
+    """Half of a step's tokens are one update old, with most of the gap; then all of them are."""
     newest = gaussian_rows(1e-5, rows=20, seed=1, step=0, version=4)
     older = gaussian_rows(4e-3, rows=20, seed=2, step=0, version=3)
     assert audited(tmp_path, newest + older).verdict.causes == ("stale",)
-    declared = [row | {"trained_version": 4} for row in newest + older]
+    declared = trained(newest + older, 4)
     found = audited(tmp_path, declared)
     assert (found.verdict.action, found.verdict.causes) == ("correct", ("age",))
     assert found.verdict.setting == "correction.preset=tis"
     assert "rollout.max_staleness" in found.verdict.sentence
     (note,) = (note for note in found.notes if "by age" in note)
     assert "at 0 (50% of the tokens), 0.00409 at 1 (50% of the tokens)" in note
-    assert [(each["age"], each["tokens"]) for each in audit_tree(found)["k3_by_age"]] == [
-        (0, 1560),
-        (1, 1560),
-    ]
+    ages = audit_tree(found)["k3_by_age"]
+    assert [(each["age"], each["tokens"]) for each in ages] == [(0, 1560), (1, 1560)]
     assert audited(tmp_path, declared[20:]).verdict.causes == ("age",)
-    assert (
-        audited(tmp_path, [row | {"trained_version": 4} for row in newest]).verdict.action
-        == "nothing"
-    )
-    far = [row | {"trained_version": 4} for row in gaussian_rows(3.0, rows=20, seed=2, version=1)]
+    assert audited(tmp_path, trained(newest, 4)).verdict.action == "nothing"
+    far = trained(gaussian_rows(3.0, rows=20, seed=2, version=1), 4)
     assert audited(tmp_path, far).verdict.action == "unclear"
 
 
 def test_a_bug_is_named_though_most_tokens_are_old(tmp_path):
-    rows = world_rows(1, temperature=0.7, entropy=True) + world_rows(
-        2, temperature=0.7, noise=0.6, entropy=True
-    )
+    rows = world_rows(1, temperature=0.7, entropy=True)
+    rows += world_rows(2, temperature=0.7, noise=0.6, entropy=True)
     for i, row in enumerate(rows):
-        row |= {"version": int(2 * i < len(rows)), "trained_version": 1}
-    assert audited(tmp_path, rows).verdict.causes == ("temperature",)
-    old = [row | {"trained_version": 2} for row in rows]
-    assert audited(tmp_path, old).verdict.causes == ("age",)
+        row["version"] = int(2 * i < len(rows))
+    assert audited(tmp_path, trained(rows, 1)).verdict.causes == ("temperature",)
+    assert audited(tmp_path, trained(rows, 2)).verdict.causes == ("age",)
 
 
 def test_routes_that_agree_with_nothing_may_be_old(tmp_path):
     rows = moved_routes(with_routes(world_rows(1)), "row")
-    old = [row | {"version": 1, "trained_version": 4} for row in rows]
     assert "too old" not in audited(tmp_path, rows).verdict.text()
+    old = trained([row | {"version": 1} for row in rows], 4)
     assert "too old: by up to 3 updates" in audited(tmp_path, old).verdict.text()

@@ -1,7 +1,4 @@
-"""Dumps of arrays that are not dumps: tensors of other kinds, damaged members, and files that
-unpack to far more."""
-
-from __future__ import annotations
+"""Arrays that are no dumps: tensors of other kinds, damaged members, and zip bombs."""
 
 import io
 import struct
@@ -27,25 +24,26 @@ def read(path: Path) -> None:
     list(read_dump(path, {}))
 
 
+KINDS = [
+    (lambda: torch.quantize_per_tensor(torch.zeros(2, 3), 0.1, 0, torch.quint8), "quint8"),
+    (lambda: torch.zeros(2, 3, device="meta"), "meta"),
+    (lambda: torch.zeros(2, 3, dtype=torch.complex64), "complex64"),
+    (lambda: torch.zeros(2, 3, dtype=torch.complex64).conj(), "complex64"),
+    (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "dense tensor"),
+    (lambda: torch.zeros(2, 3, dtype=torch.uint8).view(torch.bits8), "bits8"),
+    (lambda: torch.zeros(2, 3).to_sparse(), "dense tensor"),
+    (lambda: "text", "holds str"),
+]
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: torch.quantize_per_tensor(torch.zeros(2, 3), 0.1, 0, torch.quint8), "quint8"),
-        (lambda: torch.zeros(2, 3, device="meta"), "meta"),
-        (lambda: torch.zeros(2, 3, dtype=torch.complex64), "complex64"),
-        (lambda: torch.zeros(2, 3, dtype=torch.complex64).conj(), "complex64"),
-        (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "dense tensor"),
-        (lambda: torch.zeros(2, 3, dtype=torch.uint8).view(torch.bits8), "bits8"),
-        (lambda: torch.zeros(2, 3).to_sparse(), "dense tensor"),
-        (lambda: "text", "holds str"),
-    ],
-)
-def test_tensors_of_other_kinds_are_named(tmp_path: Path, make, message: str) -> None:
+def test_tensors_of_other_kinds_are_named(tmp_path: Path, subtests) -> None:
     path = tmp_path / "d.pt"
-    torch.save(good() | {"logp_rollout": make()}, path)
-    with pytest.raises(UsageError, match=rf"d\.pt.*{message}|d\.pt: not tensors only"):
-        read(path)
+    for make, kind in KINDS:
+        torch.save(good() | {"logp_rollout": make()}, path)
+        words = rf"d\.pt.*{kind}|d\.pt: not tensors only"
+        with subtests.test(kind), pytest.raises(UsageError, match=words):
+            read(path)
 
 
 def test_a_negated_view_is_read(tmp_path: Path) -> None:
@@ -62,7 +60,7 @@ def test_old_files_that_were_cut_are_named(tmp_path: Path) -> None:
     torch.save(good(), path, _use_new_zipfile_serialization=False)
     read(path)
     data = path.read_bytes()
-    for end in range(len(data)):
+    for end in [*range(0, len(data), 7), len(data) - 1]:
         path.write_bytes(data[:end])
         with pytest.raises(UsageError, match=r"d\.pt"):
             read(path)
@@ -77,19 +75,15 @@ def npz(path: Path, spoil: str, data: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"text", b"PK\x03\x04" * 20, b"\x80\x04K\x01.", b"\x93NUMPY\x01\x00"]
-)
-def test_a_member_that_is_no_array_is_named(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(UsageError, match=r"d\.npz: .*logp_rollout\.npy: not an \.npy file"):
-        read(npz(tmp_path / "d.npz", "logp_rollout", data))
+def test_a_member_that_is_no_array_is_named(tmp_path: Path) -> None:
+    for data in (b"", b"text", b"PK\x03\x04" * 20, b"\x80\x04K\x01.", b"\x93NUMPY\x01\x00"):
+        with pytest.raises(UsageError, match=r"d\.npz: .*logp_rollout\.npy: not an \.npy file"):
+            read(npz(tmp_path / "d.npz", "logp_rollout", data))
 
 
 def test_a_shape_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
-    header = (
-        b"{'descr': '<f8', 'fortran_order': False, 'shape': (999999999, 999999999), }".ljust(117)
-        + b"\n"
-    )
+    text = "{'descr': '<f8', 'fortran_order': False, 'shape': (999999999, 999999999), }"
+    header = text.ljust(117).encode() + b"\n"
     data = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header
     with pytest.raises(UsageError, match=r"logp_rollout\.npy: an \.npy of 0 bytes where shape"):
         read(npz(tmp_path / "d.npz", "logp_rollout", data))
@@ -98,32 +92,25 @@ def test_a_shape_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
 def test_an_encrypted_member_is_named(tmp_path: Path) -> None:
     path = npz(tmp_path / "d.npz", "", b"")
     data = bytearray(path.read_bytes())
-    for mark, at in (
-        (b"PK\x03\x04", 6),
-        (b"PK\x01\x02", 8),
-    ):  # the flags of each member's two headers
+    flags = ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8))  # in each member's two headers
+    for mark, at in flags:
         start = -1
         while (start := data.find(mark, start + 1)) >= 0:
             data[start + at] |= 1
     path.write_bytes(data)
-    with pytest.raises(
-        UsageError, match=r"d\.npz: tokens\.npy is encrypted|d\.npz: \w+\.npy is encrypted"
-    ):
+    with pytest.raises(UsageError, match=r"d\.npz: \w+\.npy is encrypted"):
         read(path)
 
 
-@pytest.mark.parametrize(
-    ("limit", "message"),
-    [("MAX_IN_MEMORY", "held at once"), ("UNSUSPICIOUS_SIZE", "more than 100 times")],
-)
-def test_a_bomb_is_refused_before_it_is_unpacked(
-    tmp_path: Path, monkeypatch, limit: str, message: str
-) -> None:
-    monkeypatch.setattr(arrays, limit, 2**20)
+def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatch) -> None:
     path = npz(tmp_path / "d.npz", "logp_rollout", bytes(2**22))
     monkeypatch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("unpacked"))
-    with pytest.raises(UsageError, match=rf"d\.npz: .*{message}"):
-        read(path)
+    limits = {"MAX_IN_MEMORY": "held at once", "UNSUSPICIOUS_SIZE": "more than 100 times"}
+    for limit, words in limits.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(arrays, limit, 2**20)
+            with pytest.raises(UsageError, match=rf"d\.npz: .*{words}"):
+                read(path)
 
 
 def test_a_view_of_one_number_is_refused_before_it_is_copied(tmp_path: Path) -> None:

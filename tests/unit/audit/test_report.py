@@ -1,7 +1,4 @@
-"""The report of an audit: the verdict first, a badge that cannot be misread, titles that follow the
-data, the picture."""
-
-from __future__ import annotations
+"""The report of an audit: verdict first, clear badges, titles that follow the data, pictures."""
 
 import pytest
 from rich.console import Console
@@ -38,12 +35,8 @@ def test_no_badge_can_be_read_as_all_is_well() -> None:
 
 
 def drawn(tmp_path, rows) -> dict[str, Figure]:
-    found = audit(write_jsonl(tmp_path / "d.jsonl", rows), {})
-    return {
-        each.name.partition("_")[0]: each
-        for each in audit_figures([found])
-        if isinstance(each, Figure)
-    }
+    figures = audit_figures([audit(write_jsonl(tmp_path / "d.jsonl", rows), {})])
+    return {each.name.partition("_")[0]: each for each in figures if isinstance(each, Figure)}
 
 
 def test_the_picture_of_rows_and_positions_shows_far_rows(tmp_path) -> None:
@@ -64,10 +57,7 @@ def test_far_positions_are_named_and_unequal_rows_are_drawn(tmp_path) -> None:
             row["logp_trainer"][at] -= 1.0
         row["mask"] = [at >= 2 and at < 40 + i for at in range(80)]
     picture = drawn(tmp_path, rows)["rows"]
-    assert (
-        picture.title
-        == "1 of 15 stretches of 4 tokens is 5 times farther apart than the middle one"
-    )
+    assert picture.title.startswith("1 of 15 stretches of 4 tokens is 5 times farther apart")
     assert {len(row) for row in picture.data[0]["z"]} == {17}
 
 
@@ -76,8 +66,7 @@ def test_a_far_half_is_named_and_small_gaps_are_visible(tmp_path, from_place, ha
     rows = gaussian_rows(1e-4, rows=30)
     for row in rows:
         for at in from_place:
-            if at < len(row["logp_trainer"]):
-                row["logp_trainer"][at] -= 1.0
+            row["logp_trainer"][at] -= 1.0
     picture = drawn(tmp_path, rows)["rows"]
     assert picture.title.startswith(f"The {half} halves of the rows are ")
     (trace,) = picture.data
@@ -86,19 +75,17 @@ def test_a_far_half_is_named_and_small_gaps_are_visible(tmp_path, from_place, ha
     assert min(known) <= trace["zmin"] < trace["zmax"] <= max(known)  # the whole scale is used
 
 
-@pytest.mark.parametrize(
-    ("kl", "share"), [(1e-4, "0% of"), (0.3, "% of the tokens are off by more than a factor of 2")]
-)
-def test_titles_follow_the_data(tmp_path, kl, share) -> None:
-    found = drawn(tmp_path, gaussian_rows(kl, rows=100))
-    assert share in found["f"].title
-    assert (found["f"].title[:5] == "0% of") == (kl == 1e-4)
-    assert "centred on 0" in found["log"].title or kl == 0.3
-    one_sided = [
-        row | {"logp_trainer": [v - 0.3 for v in row["logp_trainer"]]}
-        for row in gaussian_rows(1e-4)
-    ]
-    assert "to one side of 0" in drawn(tmp_path, one_sided)["log"].title
+def test_titles_follow_the_data(tmp_path) -> None:
+    near = drawn(tmp_path, gaussian_rows(1e-4, rows=100))
+    assert near["f"].title.startswith("0% of")
+    assert "centred on 0" in near["log"].title
+    far = drawn(tmp_path, gaussian_rows(0.3, rows=100))["f"].title
+    assert "% of the tokens are off by more than a factor of 2" in far
+    assert not far.startswith("0% of")
+    rows = gaussian_rows(1e-4)
+    for row in rows:
+        row["logp_trainer"] = [value - 0.3 for value in row["logp_trainer"]]
+    assert "to one side of 0" in drawn(tmp_path, rows)["log"].title
 
 
 def test_routers_of_an_audit_would_choose_otherwise(tmp_path) -> None:

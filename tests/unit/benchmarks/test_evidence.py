@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
+import doc_tables
 import pytest
 import torch
-from doc_tables import tables
 
 import onepolicy.train.learner
 from onepolicy.config import ObjectiveConfig, load
@@ -29,6 +29,11 @@ def study():
         sys.path.remove(str(FOLDER))
         for name in ("run", "tables", "page_rows", "turn_rows", "hold_entropy"):
             sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def tables(study):
+    return study[1]
 
 
 def planned(study, *names):
@@ -62,24 +67,21 @@ def test_every_run_has_valid_settings(study):
         assert config.seed == job.seed
 
 
-def test_a_run_fails_if_it_does_not_rise_or_ends_early(study):
-    _, tables = study
+def test_a_run_fails_if_it_does_not_rise_or_ends_early(tables):
     assert tables.fails(line("r3", 0, 0.3, 0.3))
     assert tables.fails(line("r3", 0, 0.3, 0.1))
     assert not tables.fails(line("r3", 0, 0.3, 0.301))
     assert tables.fails(line("r3", 0, 0.3, 0.9, error="lost"))
 
 
-def test_exact_mcnemar(study):
+def test_exact_mcnemar(tables):
     """Of 7 discordant pairs all one way p is 2 / 2^7, of 3 and 1 it is 10 / 16."""
-    _, tables = study
     assert tables.mcnemar(7, 0) == pytest.approx(2 / 2**7)
     assert tables.mcnemar(1, 3) == pytest.approx(10 / 16)
     assert tables.mcnemar(0, 0) == 1
 
 
-def test_pairs_are_of_one_seed(study):
-    _, tables = study
+def test_pairs_are_of_one_seed(tables):
     there = {seed: line("recompute", seed, 0.3, 0.1) for seed in range(8)}
     here = {seed: line("r3", seed, 0.3, 0.5, k3=0.05) for seed in range(7)}
     here |= {9: line("r3", 9, 0.3, 0.1)}
@@ -91,14 +93,13 @@ def test_pairs_are_of_one_seed(study):
     assert row.startswith(f"{start} 0.5 (0.5 to 2) | 6 of 7 | ")
 
 
-def test_late_k3_is_of_pairs_that_went_to_their_end(study):
-    _, tables = study
+def test_late_k3_is_of_pairs_that_went_to_their_end(tables):
     there = {0: line("recompute", 0, 0.3, 0.1), 1: line("recompute", 1, 0.3, 0.1, error="lost")}
     here = {0: line("tis", 0, 0.3, 0.2, k3=0.3), 1: line("tis", 1, 0.3, 0.2, k3=1e-9)}
     assert " 3 (3 to 3) | 0 of 1 | " in tables.paired("recompute", "tis", there, here)
 
 
-def test_a_page_has_late_k3_by_seed(study):
+def test_a_page_has_late_k3_by_seed(tables):
     """Ratios 2, 1/2 and 1/4 of three seeds; the fourth pair has a run that ended early."""
     page_rows = importlib.import_module("page_rows")
     there = {seed: line("recompute", seed, 0.3, 0.1) for seed in range(4)}
@@ -107,24 +108,18 @@ def test_a_page_has_late_k3_by_seed(study):
         here[seed]["curves"]["k3"][-1] = k3
     here[3]["error"] = "lost"
     found = page_rows.paired({"recompute": there, "tis": here}, "recompute", "tis")
-    assert [found[f"k3 {name}"] for name in ("ratio", "lowest", "highest", "lower")] == [
-        "0.5",
-        "0.25",
-        "2",
-        "2",
-    ]
+    names = ("k3 ratio", "k3 lowest", "k3 highest", "k3 lower")
+    assert [found[name] for name in names] == ["0.5", "0.25", "2", "2"]
     assert found["k3 wilcoxon"] == "0.75"  # log ratios 1, -1, -2: ranks 1.5, -1.5, -3
 
 
 def test_a_page_puts_the_seeds_of_two_studies_together(study, tmp_path, monkeypatch):
     """Four seeds of one and three of the other, which all fail without replay: p = 2 / 2^7."""
     page_rows = importlib.import_module("page_rows")
-    found = [
-        line(arm, seed, 0.3, end) | {"study": name}
-        for name, seeds in (("replicate", range(132, 136)), ("replicate-2", range(148, 151)))
-        for seed in seeds
-        for arm, end in (("recompute", 0.1), ("r3", 0.5))
-    ]
+    seeds = [("replicate", n) for n in range(132, 136)]
+    seeds += [("replicate-2", n) for n in range(148, 151)]
+    ends = {"recompute": 0.1, "r3": 0.5}
+    found = [line(arm, n, 0.3, ends[arm]) | {"study": s} for s, n in seeds for arm in ends]
     (tmp_path / "both.jsonl").write_text("\n".join(map(json.dumps, found)))
     monkeypatch.setattr(page_rows, "FOLDER", tmp_path)
     table = {"file": "both.jsonl", "arms": ["r3"], "against": ["recompute"]}
@@ -178,10 +173,8 @@ def test_the_bonus_follows_the_entropy(study):
     with hold_entropy.held_entropy(0.18):
         for value in (0.09, 0.27):
             entropy = torch.full((2,), value, requires_grad=True)
-            loss, _ = onepolicy.train.learner.policy_loss(
-                torch.zeros(2), made, config=config, entropy=entropy
-            )
-            loss.backward()
+            patched = onepolicy.train.learner.policy_loss
+            patched(torch.zeros(2), made, config=config, entropy=entropy)[0].backward()
             gradients += entropy.grad.tolist()
     half = -0.5 * 0.2  # of a token's share of the loss
     mean = 0.9 * 0.09 + 0.1 * 0.27
@@ -190,9 +183,8 @@ def test_the_bonus_follows_the_entropy(study):
     assert onepolicy.train.learner.policy_loss is policy_loss
 
 
-def test_growth_is_last_tenth_by_first_tenth_of_k3_without_replay(study):
+def test_growth_is_last_tenth_by_first_tenth_of_k3_without_replay(tables):
     """Of an arm with replay it is that of the batches scored without; seed 401 has one arm."""
-    _, tables = study
     plain = {"curves": {"k3": [0.1, 0.3, 0.2], "unreplayed": [None, None, None]}}
     replayed = {"curves": {"k3": [1e-13, 1e-13, 1e-13], "unreplayed": [0.2, 0.3, 0.1]}}
     assert tables.ratio(plain) == pytest.approx(2)
@@ -206,83 +198,59 @@ def test_growth_is_last_tenth_by_first_tenth_of_k3_without_replay(study):
     ]
 
 
-@pytest.mark.parametrize(
-    ("scores", "at"),
-    [
+def test_crash_step(tables):
+    for scores, at in [
         ((0.3, 0.5, 0.6), None),
         ((0.3, 0.5, 0.41), None),  # above 80% of the best
         ((0.3, 0.5, 0.1, 0.1), 2),
         ((0.3, 0.5, 0.1, 0.45, 0.1), 4),  # it came back once
         ((0.5, 0.1, 0.1), 1),
-    ],
-)
-def test_crash_step(study, scores, at):
-    assert study[1].crash(scores) == at
+    ]:
+        assert tables.crash(scores) == at
 
 
-def test_course_of_the_runs_that_went_to_their_end(study):
-    lines = [
-        line("r3", 300, 0.3, 0.5, 0.1),
-        line("r3", 301, 0.3, 0.4, 0.6),
-        line("r3", 302, 0.3, 0.9, error="NaN"),
-    ]
-    assert study[1].course(lines, every=40) == {
-        "whole": "2",
-        "last": "0.350",
-        "best": "0.550",
-        "best step": "60",
-        "crashed": "1",
-        "crash step": "80",
-    }
+def test_course_of_the_runs_that_went_to_their_end(tables):
+    lines = [line("r3", 300, 0.3, 0.5, 0.1), line("r3", 301, 0.3, 0.4, 0.6)]
+    lines.append(line("r3", 302, 0.3, 0.9, error="NaN"))
+    expected = {"whole": "2", "last": "0.350", "best": "0.550", "best step": "60"}
+    expected |= {"crashed": "1", "crash step": "80"}
+    assert tables.course(lines, every=40) == expected
 
 
 def test_the_pilots_in_the_tree_are_pilots(study):
-    lines = [json.loads(each) for each in (FOLDER / "pilots.jsonl").read_text().splitlines()]
-    assert lines
-    assert all(each["seed"] < 100 and each["study"].startswith("pilot") for each in lines)
-    earlier = (FOLDER / "earlier_pilots.jsonl").read_text().splitlines()
+    pilots, earlier = (
+        [json.loads(each) for each in (FOLDER / name).read_text().splitlines()]
+        for name in ("pilots.jsonl", "earlier_pilots.jsonl")
+    )
     assert len(earlier) == 88
-    assert all(json.loads(each)["seed"] < 100 for each in earlier)
+    assert pilots
+    assert all(each["seed"] < 100 for each in earlier + pilots)
+    assert all(each["study"].startswith("pilot") for each in pilots)
 
 
 @pytest.fixture
-def demonstration():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("demonstration")
-    finally:
-        sys.path.remove(str(FOLDER))
-        sys.modules.pop("demonstration", None)
+def demonstration(study):
+    yield importlib.import_module("demonstration")
+    sys.modules.pop("demonstration", None)
 
 
-def test_the_page_has_the_demonstration(demonstration):
+def test_the_page_has_the_demonstration_which_meets_what_was_asked_beforehand(demonstration):
     found = json.loads(demonstration.RESULTS.read_text())
     assert [each["seed"] for each in found] == [0, 1, 2, 3, 4]
-    assert {(each["first"], each["other"], *each["lengths"]) for each in found} == {
-        ("off", "r3", 400, 400)
-    }
-    for name, rows in demonstration.tables(found).items():
-        assert tables("evidence")[name]["rows"] == rows
-
-
-def test_the_demonstration_meets_what_was_asked_beforehand(demonstration):
-    for each in json.loads(demonstration.RESULTS.read_text()):
+    for each in found:
+        assert (each["first"], each["other"], *each["lengths"]) == ("off", "r3", 400, 400)
         assert each["k3_ratio"]["value"] > 2
         assert each["k3_ratio"]["low"] > 1.2
+    for name, rows in demonstration.tables(found).items():
+        assert doc_tables.tables("evidence")[name]["rows"] == rows
 
 
 def test_a_row_of_the_demonstration(demonstration):
     interval = {"value": 95.4, "low": 5.62, "high": 1580.0}
     gain = {"value": -0.051, "low": -0.08, "high": 0.02}
-    found = {
-        "seed": 3,
-        "k3": [1.454e-3, 1.2e-5],
-        "k3_ratio": interval,
-        "reward": [0.6, 0.549],
-        "reward_difference": gain,
-        "held_out": [[0.3, 0.3], [0.5, 0.61]],
-        "largest_norm": [123.4, 9.87],
-    }
+    found = {"seed": 3, "k3": [1.454e-3, 1.2e-5], "k3_ratio": interval, "reward": [0.6, 0.549]}
+    found |= {"reward_difference": gain, "held_out": [[0.3, 0.3], [0.5, 0.61]]}
+    found["largest_norm"] = [123.4, 9.87]
     rows = demonstration.tables([found])
     assert rows["real-k3"] == [["3", "1.45e-3", "1.20e-5", "95", "5.6", "1580"]]
     reward = ["3", "0.60", "0.55", "-0.05", "-0.08", "0.02", "0.50", "0.61"]

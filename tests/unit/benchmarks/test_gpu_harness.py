@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,14 @@ from gpu import harness, ready, run, tests
 from gpu.harness import ROUNDS, WARM_UPS, Bench
 
 from support.paths import ROOT
+
+OUTPUT_OF = harness.output_of
+
+
+@pytest.fixture(autouse=True)
+def _without_git_and_garbage_collection(monkeypatch):
+    monkeypatch.setattr(harness, "output_of", lambda *_: "")
+    monkeypatch.setattr(harness, "gc", SimpleNamespace(collect=lambda: None))
 
 
 def bench_of(tmp_path, **settings):
@@ -43,7 +52,8 @@ def test_calls_are_compared_in_turn(tmp_path):
     assert [len(found[name].seconds) for name in "ab"] == [ROUNDS, ROUNDS]
 
 
-def test_results_are_written_as_they_come(tmp_path, capsys):
+def test_results_are_written_as_they_come(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(harness, "output_of", OUTPUT_OF)
     bench = bench_of(tmp_path, given_commit="abc")
     assert read(tmp_path)["results"] == []
     bench.record("case", seconds=[0.5, 0.25], ratio=1.23456)
@@ -55,8 +65,7 @@ def test_results_are_written_as_they_come(tmp_path, capsys):
     assert capsys.readouterr().out == "name: case: seconds [0.5, 0.25]  ratio 1.235\n"
 
 
-def test_a_copy_without_git_names_the_given_commit(monkeypatch):
-    monkeypatch.setattr(harness, "output_of", lambda *_: "")
+def test_a_copy_without_git_names_the_given_commit():
     assert harness.commit("abc") == "abc"
     assert harness.commit() == "unknown"
 

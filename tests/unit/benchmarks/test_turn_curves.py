@@ -30,11 +30,8 @@ def lines(path):
 def test_a_problem_takes_as_many_searches_as_it_has_links(task):
     tool = Search(SearchTool(corpus=str(task / "corpus.jsonl"), passages=1))
     problems = lines(task / "problems.jsonl")
-    for i, problem in (
-        (0, problems[-HELD_OUT]),
-        (2, problems[-HELD_OUT + 2]),
-        (LINKS - 1, problems[0]),
-    ):
+    for i, at in ((0, -HELD_OUT), (2, -HELD_OUT + 2), (LINKS - 1, 0)):
+        problem = problems[at]
         entry, searches = problem["prompt"].removeprefix(question("")), 0
         while len(entry) == 3:
             reply = asyncio.run(tool.call(f"e{entry}"))
@@ -52,9 +49,8 @@ def test_lengths_are_uniform_and_entries_lead_to_one_place(task):
     def links(entry):
         return 0 if entry.isdigit() else 1 + links(passages[f"e{entry}"])
 
-    training = [
-        links(problem["prompt"].removeprefix(question(""))) for problem in problems[:-HELD_OUT]
-    ]
+    prompts = [problem["prompt"] for problem in problems[:-HELD_OUT]]
+    training = [links(prompt.removeprefix(question(""))) for prompt in prompts]
     assert np.bincount(training).tolist() == [0] + [len(training) // LINKS] * LINKS
 
 
@@ -86,44 +82,30 @@ def run(arm, turns, seed, score, rows=()):
     return Outcome(arm, turns, seed, [{"train/reward": 0.5, "mismatch/k3": 1e-5}, *rows], scores)
 
 
+def cells_of(row):
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
 def test_differences_are_paired_by_seed():
     """Seed 1 is 0.3 better in both arms. Only the gain of r3 on a seed counts: 0.1 and 0.2."""
-    found = [
-        run("off", 4, 0, 0.2),
-        run("off", 4, 1, 0.5),
-        run("r3", 4, 1, 0.7),
-        run("r3", 4, 0, 0.3),
-    ]
+    found = [run("off", 4, 0, 0.2), run("off", 4, 1, 0.5)]
+    found += [run("r3", 4, 1, 0.7), run("r3", 4, 0, 0.3)]
     found += [run("off + tis", 4, 0, 0.2), run("off + tis", 4, 1, 0.5)]
     last = table(found, "avg@4", VALUES["held-out accuracy, sampled (avg@2)"]).splitlines()[-1]
-    assert [cell.strip() for cell in last.strip("|").split("|")] == [
-        "4",
-        "0.350 ± 0.212",
-        "0.500 ± 0.283",
-        "0.350 ± 0.212",
-        "+0.150 ± 0.071 (+0.100, +0.200)",
-        "+0.000 ± 0.000 (+0.000, +0.000)",
-        "2",
-    ]
+    means = ["0.350 ± 0.212", "0.500 ± 0.283", "0.350 ± 0.212"]
+    gains = ["+0.150 ± 0.071 (+0.100, +0.200)", "+0.000 ± 0.000 (+0.000, +0.000)"]
+    assert cells_of(last) == ["4", *means, *gains, "2"]
 
 
 def test_k3_by_turn_is_of_steps_scored_both_ways():
-    probe = {
-        "mismatch/k3_turn@0": 2e-6,
-        "counterfactual/mismatch/k3_turn@0": 8e-6,
-        "train/tokens_turn@0": 10.0,
-    }
     plain = {"mismatch/k3_turn@0": 1.0, "train/tokens_turn@0": 10.0}
+    both = {"mismatch/k3_turn@0": 2e-6, "counterfactual/mismatch/k3_turn@0": 8e-6}
+    probe = plain | both
     found = [run("r3", 16, 0, 0.5, [probe, plain]), run("r3", 2, 0, 0.5, [plain | probe])]
     assert probes(found) == [probe]
     *_, row = turn_table(probes(found)).splitlines()
-    assert [cell.strip() for cell in row.strip("|").split("|")] == [
-        "1",
-        "10",
-        "8.0e-06 (8.0e-06 to 8.0e-06)",
-        "2.0e-06 (2.0e-06 to 2.0e-06)",
-        "4.00",
-    ]
+    ranges = [f"{k3} ({k3} to {k3})" for k3 in ("8.0e-06", "2.0e-06")]
+    assert cells_of(row) == ["1", "10", *ranges, "4.00"]
 
 
 def settings_of(monkeypatch, arm, seed, *arguments):
@@ -161,10 +143,7 @@ def test_a_run_whose_line_is_there_is_not_played_again(monkeypatch, tmp_path, ca
     for folder in ("a", "b"):
         monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path / folder)])
         turn_curves.main()
-    assert played == [
-        ("off-pressure1-turns4-seed110", True),
-        ("off-pressure1-turns1-seed110", True),
-    ]
+    assert played == [(f"off-pressure1-turns{n}-seed110", True) for n in (4, 1)]
     kept = turn_curves.read_results(results)["off-pressure1-turns4-seed110"]
     assert (kept.arm, kept.turns, kept.seed, kept.k3) == ("off", 4, 110, 1e-2)
     assert kept.rows == [{"train/reward": 0.5, "mismatch/k3": 1e-2, "routing/routers": 0.4}]

@@ -2,8 +2,7 @@
 
 import shlex
 import tomllib
-
-import pytest
+from itertools import product
 
 from onepolicy.cli import EXIT_CODES, build_parser, main, parse_arguments
 from onepolicy.config import RunConfig, ServiceUnavailable, load, read_recipe, resolve
@@ -34,26 +33,25 @@ def parsers(top):
 TAKE_SETTINGS = ["train", "eval", "measure", "plan", "config", "engine check"]
 
 
-@pytest.mark.parametrize("command", TAKE_SETTINGS)
-@pytest.mark.parametrize(
-    ("typed", "written"),
-    [
-        (["--lr", "1e-4"], "optim.lr=1e-4"),
-        (["--lr=1e-4"], "optim.lr=1e-4"),
-        (["--optim.lr=1e-4"], "optim.lr=1e-4"),
-        (["--optim.lr", "1e-4"], "optim.lr=1e-4"),
-        (["-lr", "1e-4"], "optim.lr=1e-4"),
-        (["--learning-rate", "1e-4"], "optim.lr=1e-4"),
-        (["--optim.weight-decay=0"], "optim.weight_decay=0"),
-        (["--seed", "-1"], "seed=-1"),
-        (["--correction", "tis"], "correction.preset=tis"),
-        (["--lr", "1e-4", "--group-size=4"], "optim.lr=1e-4 rollout.group_size=4"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
-)
-def test_a_setting_with_dashes_is_shown_with_dashes(capsys, command, typed, written):
-    said = refused(capsys, *command.split(), QUICKSTART, *typed)
-    assert said == f"onepolicy: settings have no dashes: write {written} for {' '.join(typed)}\n"
+WITH_DASHES = {  # what is typed -> the setting that it means
+    "--lr 1e-4": "optim.lr=1e-4",
+    "--lr=1e-4": "optim.lr=1e-4",
+    "--optim.lr=1e-4": "optim.lr=1e-4",
+    "--optim.lr 1e-4": "optim.lr=1e-4",
+    "-lr 1e-4": "optim.lr=1e-4",
+    "--learning-rate 1e-4": "optim.lr=1e-4",
+    "--optim.weight-decay=0": "optim.weight_decay=0",
+    "--seed -1": "seed=-1",
+    "--correction tis": "correction.preset=tis",
+    "--lr 1e-4 --group-size=4": "optim.lr=1e-4 rollout.group_size=4",
+}
+
+
+def test_a_setting_with_dashes_is_shown_with_dashes(capsys, subtests):
+    for command, (typed, written) in product(TAKE_SETTINGS, WITH_DASHES.items()):
+        with subtests.test(command, typed=typed):
+            said = refused(capsys, *command.split(), QUICKSTART, *typed.split())
+            assert said == f"onepolicy: settings have no dashes: write {written} for {typed}\n"
 
 
 def test_settings_of_other_commands(capsys):
@@ -67,90 +65,71 @@ def test_an_option_that_is_no_setting_either(capsys):
         said = refused(capsys, *command.split(), QUICKSTART, "-v")
         assert "has no option -v; options: --help" in said
         assert "settings have no dashes: a.b=value" in said
-    assert "did you mean --step?" in refused(
-        capsys, "eval", "runs/x", "--steps", "3"
-    )  # eval has no use for steps
+    # eval has no use for steps
+    assert "did you mean --step?" in refused(capsys, "eval", "runs/x", "--steps", "3")
     assert "did you mean --out?" in refused(capsys, "measure", "--tiny", "--ouput", "x")
     assert "settings" not in refused(capsys, "audit", "dump.jsonl", "--lr", "3")
     assert "has no option --\\x1b[31m" in refused(capsys, "train", "--\x1b[31m")
 
 
 def test_options_values_and_abbreviations_are_no_mistakes():
-    given = parse_arguments(
-        ["plan", QUICKSTART, "--cluster", "8xH200", "--constant", "network=25e9", "optim.lr=1"]
-    )
-    assert (given.cluster, given.constant, given.overrides) == (
-        "8xH200",
-        ["network=25e9"],
-        ["optim.lr=1"],
-    )
+    options = ["--cluster", "8xH200", "--constant", "network=25e9", "optim.lr=1"]
+    given = parse_arguments(["plan", QUICKSTART, *options])
+    assert (given.cluster, given.constant) == ("8xH200", ["network=25e9"])
+    assert given.overrides == ["optim.lr=1"]
     assert parse_arguments(["train", "--resum", "runs/x"]).resume == "runs/x"
     assert parse_arguments(["engine", "serve", "tiny", "--vllm=--x=1"]).vllm == ["--x=1"]
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        (["trian"], "did you mean train?"),
-        (["Train", QUICKSTART], "did you mean train?"),
-        (["makepolicy"], "did you mean make-policy?"),
-        (["engine", "chekc", "tiny"], "did you mean check?"),
-        (["quickstart.toml"], "did you mean onepolicy train quickstart.toml?"),
-        (
-            ["frobnicate"],
-            "'frobnicate' is no command; "
-            "there are train, compare, eval, make-policy, measure, audit, ",
-        ),
-    ],
-    ids=lambda x: x[0] if isinstance(x, list) else None,
-)
-def test_an_unknown_command(capsys, typed, meant):
-    assert meant in refused(capsys, *typed)
+def test_an_unknown_command(capsys, subtests):
+    for typed, meant in {
+        "trian": "did you mean train?",
+        f"Train {QUICKSTART}": "did you mean train?",
+        "makepolicy": "did you mean make-policy?",
+        "engine chekc tiny": "did you mean check?",
+        "quickstart.toml": "did you mean onepolicy train quickstart.toml?",
+        "frobnicate": "'frobnicate' is no command; there are train, compare, eval, make-policy, ",
+    }.items():
+        with subtests.test(typed):
+            assert meant in refused(capsys, *typed.split())
 
 
-@pytest.mark.parametrize(
-    ("override", "meant"),
-    [
-        ("lr=1e-4", "lr: unknown setting (value 0.0001); did you mean optim.lr?"),
-        ("optim.learning_rate=1", "did you mean optim.lr?"),
-        ("rollout.lr=1", "did you mean optim.lr?"),
-        ("group_size=4", "did you mean rollout.group_size?"),
-        ("rollout.groupsize=4", "did you mean rollout.group_size?"),
-        ("rollout.temperature=1", "did you mean rollout.sampling.temperature?"),
-        ("mode=off", "did you mean replay.mode?"),
-        ("engine=vllm", "did you mean rollout.engine?"),
-        ("optm.lr=1", "did you mean optim?"),
-        ("Steps=1", "did you mean steps?"),
-        ("correction.preset=TIS", "did you mean tis?"),
-        ("objective.preset=GSPO", "did you mean gspo?"),
-        (
-            "replay.mode=R3",
-            "replay.mode: 'R3' is none of 'off', 'r2', 'r3', 'soft', 'weights'; did you mean r3?",
-        ),
-        ("task.kind=jsnl", "task.kind: 'jsnl' is none of"),
-        ("task.kind=jsnl", "did you mean jsonl?"),
-        ("rollout.engine.kind=vllm_server", "did you mean vllm-server?"),
-        ("rollout.quant.format=INT8", "did you mean int8?"),
-        ("cluster.kind=rya", "did you mean ray?"),
-        (
-            "model.dtype=bf16",
-            "model.dtype: 'bf16' is none of 'float32', 'bfloat16'; did you mean bfloat16?",
-        ),
-        ("numerics=on_policy", "did you mean on-policy?"),
-        ("optim.lr_decay=Linear", "did you mean linear?"),
-    ],
-)
-def test_a_setting_that_was_nearly_right(capsys, override, meant):
-    said = refused(capsys, "config", QUICKSTART, override)
-    assert meant in said
-    assert "Input" not in said
+NEARLY_RIGHT = [
+    ("lr=1e-4", "lr: unknown setting (value 0.0001); did you mean optim.lr?"),
+    ("optim.learning_rate=1", "did you mean optim.lr?"),
+    ("rollout.lr=1", "did you mean optim.lr?"),
+    ("group_size=4", "did you mean rollout.group_size?"),
+    ("rollout.groupsize=4", "did you mean rollout.group_size?"),
+    ("rollout.temperature=1", "did you mean rollout.sampling.temperature?"),
+    ("mode=off", "did you mean replay.mode?"),
+    ("engine=vllm", "did you mean rollout.engine?"),
+    ("optm.lr=1", "did you mean optim?"),
+    ("Steps=1", "did you mean steps?"),
+    ("correction.preset=TIS", "did you mean tis?"),
+    ("objective.preset=GSPO", "did you mean gspo?"),
+    ("replay.mode=R3", "'R3' is none of 'off', 'r2', 'r3', 'soft', 'weights'; did you mean r3?"),
+    ("task.kind=jsnl", "task.kind: 'jsnl' is none of"),
+    ("task.kind=jsnl", "did you mean jsonl?"),
+    ("rollout.engine.kind=vllm_server", "did you mean vllm-server?"),
+    ("rollout.quant.format=INT8", "did you mean int8?"),
+    ("cluster.kind=rya", "did you mean ray?"),
+    ("model.dtype=bf16", "'bf16' is none of 'float32', 'bfloat16'; did you mean bfloat16?"),
+    ("numerics=on_policy", "did you mean on-policy?"),
+    ("optim.lr_decay=Linear", "did you mean linear?"),
+]
 
 
-@pytest.mark.parametrize(
-    "override", ["task.ops.x=1", "replay.ratio=1", "correction.cap=3", "epochs=3"]
-)
-def test_nothing_is_suggested_that_is_not_near(capsys, override):
-    assert "did you mean" not in refused(capsys, "config", QUICKSTART, override)
+def test_a_setting_that_was_nearly_right(capsys, subtests):
+    for override, meant in NEARLY_RIGHT:
+        with subtests.test(override):
+            said = refused(capsys, "config", QUICKSTART, override)
+            assert meant in said
+            assert "Input" not in said
+
+
+def test_nothing_is_suggested_that_is_not_near(capsys):
+    for override in ("task.ops.x=1", "replay.ratio=1", "correction.cap=3", "epochs=3"):
+        assert "did you mean" not in refused(capsys, "config", QUICKSTART, override)
 
 
 def test_names_of_presets_and_engines(capsys):
@@ -159,37 +138,38 @@ def test_names_of_presets_and_engines(capsys):
     assert "did you mean vllm?" in refused(capsys, "measure", "--tiny", "--engine", "vlm")
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_a_printed_recipe_is_the_same_recipe(recipe, tmp_path, capsys):
-    assert main(["config", str(recipe)]) == 0
-    (tmp_path / "copy.toml").write_text(capsys.readouterr().out)
-    assert load(tmp_path / "copy.toml") == load(recipe)
+def test_a_printed_recipe_is_the_same_recipe(tmp_path, capsys, subtests):
+    for recipe in RECIPES:
+        with subtests.test(recipe.name):
+            assert main(["config", str(recipe)]) == 0
+            (tmp_path / "copy.toml").write_text(capsys.readouterr().out)
+            assert load(tmp_path / "copy.toml") == load(recipe)
 
 
-@pytest.mark.parametrize(
-    "overrides",
+SETTINGS = [
     [
-        [
-            "correction.preset=score-centering",
-            "objective.surrogate=pg",
-            "train.reuse_scoring_forward=false",
-        ],
-        ["correction.preset=seq-mis", "replay.mode=off"],
-        ["objective.preset=ppo", "replay.mode=off", "rollout.max_staleness=2"],
-        ["task.kind=jsonl", "task.path=a", "task.held_out_path=b", 'task.answer_prefix="\\"#\\n"'],
-        [
-            "task.kind=react",
-            'task.problems={kind="gym", name="x", params={a=[1, {b=2}]}}',
-            'task.tools=[{kind="search", corpus="c"}]',
-        ],
-        ["out=r\u00fcns/\u2192 #1"],
-        ["train.ranks=2", "cluster.kind=ray", "rollout.quant.format=int8"],
+        "correction.preset=score-centering",
+        "objective.surrogate=pg",
+        "train.reuse_scoring_forward=false",
     ],
-    ids=lambda overrides: overrides[0],
-)
-def test_printed_settings_are_the_same_settings(overrides):
-    config = load(QUICKSTART, overrides)
-    assert resolve(tomllib.loads(as_toml(config))) == config
+    ["correction.preset=seq-mis", "replay.mode=off"],
+    ["objective.preset=ppo", "replay.mode=off", "rollout.max_staleness=2"],
+    ["task.kind=jsonl", "task.path=a", "task.held_out_path=b", 'task.answer_prefix="\\"#\\n"'],
+    [
+        "task.kind=react",
+        'task.problems={kind="gym", name="x", params={a=[1, {b=2}]}}',
+        'task.tools=[{kind="search", corpus="c"}]',
+    ],
+    ["out=r\u00fcns/\u2192 #1"],
+    ["train.ranks=2", "cluster.kind=ray", "rollout.quant.format=int8"],
+]
+
+
+def test_printed_settings_are_the_same_settings(subtests):
+    for overrides in SETTINGS:
+        with subtests.test(overrides[0]):
+            config = load(QUICKSTART, overrides)
+            assert resolve(tomllib.loads(as_toml(config))) == config
 
 
 def test_a_printed_setting_is_described():
@@ -200,20 +180,20 @@ def test_a_printed_setting_is_described():
     assert lines[lines.index("[replay]") + 1].startswith(("#", "mode"))
 
 
-EXAMPLES = [(each.prog, line) for each in parsers(build_parser()) for line in each.examples]
-
-
-@pytest.mark.parametrize(("prog", "line"), EXAMPLES, ids=lambda x: x)
-def test_an_example_of_the_help_can_be_typed(prog, line, monkeypatch):
+def test_an_example_of_the_help_can_be_typed(monkeypatch, subtests):
     monkeypatch.chdir(ROOT)
-    words = shlex.split(line.partition(" > ")[0])
-    assert f"{' '.join(words)} ".startswith(f"{prog} ")
-    given = parse_arguments(words[1:])
-    settings = [each for each in getattr(given, "overrides", []) if "=" in each]
-    kind = next(each for each in parsers(build_parser()) if each.prog == prog).settings
-    recipe = next((each for each in words if each.endswith(".toml")), QUICKSTART)
-    if kind is not None:
-        resolve_as(kind, read_recipe(recipe) if kind is RunConfig else {}, settings)
+    for command in parsers(build_parser()):
+        for line in command.examples:
+            with subtests.test(line):
+                words = shlex.split(line.partition(" > ")[0])
+                assert f"{' '.join(words)} ".startswith(f"{command.prog} ")
+                given = parse_arguments(words[1:])
+                settings = [each for each in getattr(given, "overrides", []) if "=" in each]
+                recipe = next((each for each in words if each.endswith(".toml")), QUICKSTART)
+                if command.settings is RunConfig:
+                    resolve_as(RunConfig, read_recipe(recipe), settings)
+                elif command.settings is not None:
+                    resolve_as(command.settings, {}, settings)
 
 
 def test_every_command_has_examples_in_its_help():

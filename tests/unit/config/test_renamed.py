@@ -1,9 +1,7 @@
-"""Settings under their old names: recipes, overrides, stored run folders. One line says the new
-name."""
-
-from __future__ import annotations
+"""Settings under their old names: recipes, overrides, run folders, and the line about them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from onepolicy.config.renamed import RUN_KEYS, SERVE_KEYS
 from onepolicy.config.serve import ServeConfig
 from onepolicy.config.spelling import paths_of
 from onepolicy.config.stored_config import read_stored_config
+from support.paths import ROOT
 
 OLD_SETTINGS = Path(__file__).parent / "old_settings"
 """config.json of run folders from before the renames, one for each kind of engine and cluster."""
@@ -34,15 +33,15 @@ VALUES = {
     "cluster.shared_dir": "/tmp/x",
 }
 BESIDE = {
-    "rollout.engine.cache_gib": ["rollout.engine.kind=vllm"],
-    "rollout.engine.patience_s": ["rollout.engine.kind=vllm-server"],
-    "rollout.quant.also": ["rollout.quant.format=int8"],
-    "replay.rows": ["rollout.engine.kind=vllm-server"],
-    "train.compute": ["train.ranks=2"],
-    "cluster.weights": ["cluster.kind=ray"],
-    "cluster.shared_dir": ["cluster.kind=ray"],
+    "rollout.engine.cache_gib": ("rollout.engine.kind", "vllm"),
+    "rollout.engine.patience_s": ("rollout.engine.kind", "vllm-server"),
+    "rollout.quant.also": ("rollout.quant.format", "int8"),
+    "replay.rows": ("rollout.engine.kind", "vllm-server"),
+    "train.compute": ("train.ranks", 2),
+    "cluster.weights": ("cluster.kind", "ray"),
+    "cluster.shared_dir": ("cluster.kind", "ray"),
 }
-"""Settings that an old name needs beside it, to be one of a valid recipe."""
+"""The setting that an old name needs beside it, to be one of a valid recipe."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +56,25 @@ def value_at(config: RunConfig, path: str) -> object:
     return node
 
 
-def as_tree(path: str, value: object) -> dict:
+def merged(tree: dict, path: str, value: object) -> dict:
     first, _, rest = path.partition(".")
-    return {first: as_tree(rest, value) if rest else value}
+    return tree | {first: merged(tree.get(first, {}), rest, value) if rest else value}
+
+
+def overrides(old: str, *names: str) -> list[str]:
+    """Return overrides that set `names` to the value of this old name, after what it needs."""
+    beside = ["=".join(map(str, BESIDE[old]))] if old in BESIDE else []
+    return beside + [f"{name}={json.dumps(VALUES[old])}" for name in names]
+
+
+def recipe(old: str, *names: str) -> dict:
+    """Return a recipe that does."""
+    tree = MINIMAL
+    if old in BESIDE:
+        tree = merged(tree, *BESIDE[old])
+    for name in names:
+        tree = merged(tree, name, VALUES[old])
+    return tree
 
 
 def test_every_old_name_is_tested_and_every_new_one_is_a_setting():
@@ -69,42 +84,23 @@ def test_every_old_name_is_tested_and_every_new_one_is_a_setting():
     assert set(SERVE_KEYS.values()) <= set(paths_of(ServeConfig))
 
 
-@pytest.mark.parametrize("old", RUN_KEYS)
-def test_an_old_name_in_an_override_is_the_new_setting(old, caplog):
-    text = json.dumps(VALUES[old])
-    config = resolve(MINIMAL, [*BESIDE.get(old, []), f"{old}={text}"])
-    assert config == resolve(MINIMAL, [*BESIDE.get(old, []), f"{RUN_KEYS[old]}={text}"])
-    assert value_at(config, RUN_KEYS[old]) == VALUES[old]
-    assert caplog.messages == [f"{old} is now {RUN_KEYS[old]}; the old name still works"]
-
-
-@pytest.mark.parametrize("old", RUN_KEYS)
-def test_an_old_name_in_a_recipe_is_the_new_setting(old, caplog):
-    beside = [each.partition("=") for each in BESIDE.get(old, [])]
-    tree: dict = MINIMAL
-    for path, value in [(old, VALUES[old]), *((p, json_or_text(v)) for p, _, v in beside)]:
-        tree = merged(tree, as_tree(path, value))
-    assert value_at(resolve(tree), RUN_KEYS[old]) == VALUES[old]
-    assert caplog.messages == [f"{old} is now {RUN_KEYS[old]}; the old name still works"]
-
-
-def json_or_text(text: str) -> object:
-    return int(text) if text.isdigit() else text
-
-
-def merged(tree: dict, more: dict) -> dict:
-    tree = dict(tree)
-    for key, value in more.items():
-        both = isinstance(value, dict) and isinstance(tree.get(key), dict)
-        tree[key] = merged(tree[key], value) if both else value
-    return tree
+def test_an_old_name_is_the_new_setting(caplog, subtests):
+    for old, new in RUN_KEYS.items():
+        for tree, typed in ((MINIMAL, overrides(old, old)), (recipe(old, old), [])):
+            module._warn.cache_clear()
+            caplog.clear()
+            with subtests.test(old, typed=typed):
+                config = resolve(tree, typed)
+                assert config == resolve(MINIMAL, overrides(old, new))
+                assert value_at(config, new) == VALUES[old]
+                assert caplog.messages == [f"{old} is now {new}; the old name still works"]
 
 
 def test_a_new_name_in_an_override_wins_over_the_recipes_old_one():
-    recipe = MINIMAL | {"rollout": {"engine": {"slots": 8}}}
-    assert resolve(recipe, ["rollout.engine.max_num_seqs=4"]).rollout.engine.max_num_seqs == 4
-    assert recipe["rollout"] == {"engine": {"slots": 8}}  # the recipe itself is not touched
-    assert resolve(recipe, ["rollout.engine.slots=5"]).rollout.engine.max_num_seqs == 5
+    tree = MINIMAL | {"rollout": {"engine": {"slots": 8}}}
+    assert resolve(tree, ["rollout.engine.max_num_seqs=4"]).rollout.engine.max_num_seqs == 4
+    assert tree["rollout"] == {"engine": {"slots": 8}}  # the recipe itself is not touched
+    assert resolve(tree, ["rollout.engine.slots=5"]).rollout.engine.max_num_seqs == 5
 
 
 def test_an_old_name_inside_a_section_that_is_overridden_whole(caplog):
@@ -113,17 +109,14 @@ def test_an_old_name_inside_a_section_that_is_overridden_whole(caplog):
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("old", RUN_KEYS)
-def test_both_names_at_once_are_an_error(old):
-    text = json.dumps(VALUES[old])
-    words = f"{old}: is the old name of {RUN_KEYS[old]}, and both are set; leave {old} out"
-    with pytest.raises(UsageError) as error:
-        resolve(MINIMAL, [*BESIDE.get(old, []), f"{old}={text}", f"{RUN_KEYS[old]}={text}"])
-    assert str(error.value) == words
-    tree = merged(as_tree(old, VALUES[old]), as_tree(RUN_KEYS[old], VALUES[old]))
-    with pytest.raises(UsageError) as error:
-        resolve(merged(MINIMAL, tree))
-    assert str(error.value) == words
+def test_both_names_at_once_are_an_error(subtests):
+    for old, new in RUN_KEYS.items():
+        for tree, typed in ((MINIMAL, overrides(old, old, new)), (recipe(old, old, new), [])):
+            with subtests.test(old, typed=typed):
+                with pytest.raises(UsageError) as error:
+                    resolve(tree, typed)
+                words = f"{old}: is the old name of {new}, and both are set; leave {old} out"
+                assert str(error.value) == words
 
 
 def test_the_line_is_written_once(caplog):
@@ -139,40 +132,24 @@ def test_settings_of_a_server_under_their_old_names():
 
 
 SAME_NOW = {
-    "embedded": [
-        'rollout.quant={format="int8", extra_modules=["lm_head"]}',
-        "rollout.engine.enable_prefix_caching=false",
-        "rollout.min_group_size=3",
-        "objective.num_minibatches=2",
-        "train.ranks=2",
-        "train.fsdp_param_dtype=bfloat16",
-        "train.reuse_scoring_forward=false",
-    ],
-    "server": [
-        "rollout.engine.kind=vllm-server",
-        "rollout.engine.max_num_seqs=12",
-        "rollout.engine.recovery_timeout_s=7",
-        "replay.duplicate_routes=newest",
-    ],
-    "ray": [
-        "cluster.kind=ray",
-        "cluster.sync=disk",
-        "cluster.sync_dir=/tmp/weights",
-        "rollout.engine.kind=vllm",
-        "rollout.engine.max_num_seqs=24",
-        "rollout.engine.kv_cache_gib=0.5",
-        "rollout.engine.enable_prefix_caching=false",
-    ],
+    "embedded": """rollout.quant={format="int8",extra_modules=["lm_head"]}
+        rollout.engine.enable_prefix_caching=false rollout.min_group_size=3
+        objective.num_minibatches=2 train.ranks=2 train.fsdp_param_dtype=bfloat16
+        train.reuse_scoring_forward=false""",
+    "server": """rollout.engine.kind=vllm-server rollout.engine.max_num_seqs=12
+        rollout.engine.recovery_timeout_s=7 replay.duplicate_routes=newest""",
+    "ray": """cluster.kind=ray cluster.sync=disk cluster.sync_dir=/tmp/weights
+        rollout.engine.kind=vllm rollout.engine.max_num_seqs=24 rollout.engine.kv_cache_gib=0.5
+        rollout.engine.enable_prefix_caching=false""",
 }
 """Overrides of the quickstart that the old run folders were begun with, under their new names."""
 
 
 @pytest.mark.parametrize("name", SAME_NOW)
 def test_a_run_folder_from_before_has_the_settings_it_had(name, tmp_path, caplog):
-    stored = (OLD_SETTINGS / f"{name}.json").read_text()
-    (tmp_path / "config.json").write_text(stored)
-    quickstart = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
-    assert read_stored_config(tmp_path) == load(quickstart, [*SAME_NOW[name], "eval.every=0"])
+    shutil.copy(OLD_SETTINGS / f"{name}.json", tmp_path / "config.json")
+    now = load(ROOT / "recipes" / "quickstart.toml", [*SAME_NOW[name].split(), "eval.every=0"])
+    assert read_stored_config(tmp_path) == now
     assert caplog.messages == []
 
 

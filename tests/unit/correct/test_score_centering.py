@@ -1,9 +1,5 @@
 """Score centering (B6, arXiv 2609.20807) by itself and as a term of the policy loss."""
 
-from __future__ import annotations
-
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,23 +15,22 @@ Q = torch.tensor([0.1, 0.3, 0.25, 0.35], dtype=torch.float64)  # rollout; rho = 
 SUPPORT = {"ratio": "new/rollout", "centering": "support"}
 
 
-def score_gradient(p: Tensor, value_of: object) -> list[float]:
+def score_gradient(p, value_of) -> list[float]:
     """Return the gradient of a value of log-probabilities with respect to the logits."""
     logits = p.log().requires_grad_()
-    value_of(logits.log_softmax(-1)).sum().backward()  # type: ignore[operator]
-    assert logits.grad is not None
+    value_of(logits.log_softmax(-1)).sum().backward()
     return logits.grad.tolist()
 
 
+def mean_score(p, q, config, head=slice(None)) -> list[float]:
+    """Return the gradient of the centred score of q, of which the trainer gives the head."""
+    return score_gradient(p, lambda logp: centered_score(logp[head], q[head].log(), config))
+
+
 def test_score_centering_b6() -> None:
-    p, q = (
-        torch.tensor([0.6, 0.4], dtype=torch.float64),
-        torch.tensor([0.5, 0.5], dtype=torch.float64),
-    )
+    p, q = torch.tensor([[0.6, 0.4], [0.5, 0.5]], dtype=torch.float64)
     full = CorrectionConfig(ratio="new/rollout", centering="support")
-    assert score_gradient(p, lambda logp: centered_score(logp, q.log(), full)) == pytest.approx(
-        [-0.1, 0.1]
-    )
+    assert mean_score(p, q, full) == pytest.approx([-0.1, 0.1])
     for action, expected in enumerate(([0.5, -0.5], [-0.5, 0.5])):
         centred = score_gradient(
             p, lambda logp, a=action: logp[a] - centered_score(logp, q.log(), full)
@@ -43,75 +38,52 @@ def test_score_centering_b6() -> None:
         assert centred == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("cap", "expected"),
-    [
-        (None, [-0.1, 0.05, 0.0214286, 0.0142857, 0.0085714, 0.0057143]),
-        (1.05, [-0.051, 0.02125, 0.01275, 0.0085, 0.0051, 0.0034]),
-    ],
-)
-def test_score_centering_from_a_head_b6(cap: float | None, expected: list[float]) -> None:
-    """Head {0, 1}: alpha = (1 - .6) / (1 - .65) = 8/7. The whole vocabulary with q = alpha p
-    outside gives the same."""
+def test_score_centering_from_a_head_b6() -> None:
+    """Head {0, 1}: alpha = (1 - .6) / (1 - .65) = 8/7. With q = alpha p outside it is the same."""
     p = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.04], dtype=torch.float64)
-    head = torch.tensor([0.3, 0.3], dtype=torch.float64)
-    config = (
-        preset("score-centering")
-        if cap is None
-        else preset("score-centering-tis", weight={"high": cap})
-    )
-    assert score_gradient(
-        p, lambda logp: centered_score(logp[:2], head.log(), config)
-    ) == pytest.approx(expected, abs=1e-6)
-    whole = torch.cat([head, p[2:] * 8 / 7])
-    support = config.model_copy(update={"centering": "support"})
-    assert score_gradient(
-        p, lambda logp: centered_score(logp, whole.log(), support)
-    ) == pytest.approx(expected, abs=1e-6)
+    q = torch.cat([torch.tensor([0.3, 0.3], dtype=torch.float64), p[2:] * 8 / 7])
+    capped = preset("score-centering-tis", weight={"high": 1.05})
+    for config, expected in (
+        (preset("score-centering"), [-0.1, 0.05, 0.0214286, 0.0142857, 0.0085714, 0.0057143]),
+        (capped, [-0.051, 0.02125, 0.01275, 0.0085, 0.0051, 0.0034]),
+    ):
+        assert mean_score(p, q, config, slice(2)) == pytest.approx(expected, abs=1e-6)
+        support = config.model_copy(update={"centering": "support"})
+        assert mean_score(p, q, support) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("weight", [{}, {"level": "token"}, {"level": "token", "high": 2.0}])
-def test_a_tail_of_rounding_noise_is_left_out(weight: dict[str, object]) -> None:
-    """The head holds all but 1e-7 of either distribution in float32, so alpha would be
-    arbitrary."""
-    config = CorrectionConfig(ratio="new/rollout", centering="head", weight=weight)
-    p = torch.tensor([0.7, 0.3, 0.5e-7, 0.5e-7])
-    q = torch.tensor([0.6, 0.4, 1e-8, 1e-8])
-    found = score_gradient(p, lambda logp: centered_score(logp[:2], q[:2].log(), config))
-    support = config.model_copy(update={"centering": "support"})
-    assert found == pytest.approx(
-        score_gradient(p, lambda logp: centered_score(logp, q.log(), support)), abs=1e-5
-    )
+def test_a_tail_of_rounding_noise_is_left_out() -> None:
+    """The head holds all but 1e-7 of either in float32, so alpha would be arbitrary."""
+    p, q = torch.tensor([[0.7, 0.3, 0.5e-7, 0.5e-7], [0.6, 0.4, 1e-8, 1e-8]])
+    for weight in ({}, {"level": "token"}, {"level": "token", "high": 2.0}):
+        config = CorrectionConfig(ratio="new/rollout", centering="head", weight=weight)
+        support = config.model_copy(update={"centering": "support"})
+        expected = mean_score(p, q, support)
+        assert mean_score(p, q, config, slice(2)) == pytest.approx(expected, abs=1e-5), weight
 
 
 def test_tokens_the_rollout_cannot_sample_have_no_score() -> None:
-    """-inf among the likeliest tokens (narrowed sampling) with an unbounded weight gives no 0 *
-    inf."""
+    """-inf among the likeliest tokens (narrowed sampling) gives no 0 * inf."""
     config = CorrectionConfig(ratio="new/rollout", centering="support", weight={"level": "token"})
     q = torch.tensor([0.5, 0.5, 0.0, 0.0])
-    found = score_gradient(P.float(), lambda logp: centered_score(logp, q.log(), config))
-    expected = score_gradient(
-        P.float(), lambda logp: (P.float() * logp)[:2]
-    )  # sum of q rho s over what q can sample
-    assert found == pytest.approx(expected, abs=1e-6)
+    # sum of q rho s over what q can sample
+    expected = score_gradient(P.float(), lambda logp: (P.float() * logp)[:2])
+    assert mean_score(P.float(), q, config) == pytest.approx(expected, abs=1e-6)
 
 
 def gradient(config: CorrectionConfig, advantage: Tensor) -> Tensor:
     """Return the gradient [V] of the loss with respect to the logits, in expectation over actions a
     ~ Q: one slot each, with share Q(a)."""
-    actions = len(Q)
+    trainable = torch.ones(len(Q), dtype=torch.bool)
     logits = P.log().requires_grad_()
     logp = logits.log_softmax(-1)
-    trainable = torch.ones(actions, dtype=torch.bool)
-    micro = batch(
-        [actions], trainable, [0.0], logp_rollout=Q.log(), loss_weight=Q, advantage=advantage
-    )
+    fields = {"logp_rollout": Q.log(), "loss_weight": Q, "advantage": advantage}
+    micro = batch([len(Q)], trainable, [0.0], **fields)
     live = live_weights(logp, micro.logp_rollout, trainable, config, segment=micro.segment)
     score_baseline = None
     if config.centering != "none":
-        score_baseline = torch.where(
-            live.centred, centered_score(logp.expand(actions, -1), Q.log(), config), 0.0
-        )
+        baseline = centered_score(logp.expand(len(Q), -1), Q.log(), config)
+        score_baseline = torch.where(live.centred, baseline, 0.0)
     loss, _ = policy_loss(
         logp,
         micro.replace(weight=live.weight, keep=live.keep),
@@ -120,29 +92,24 @@ def gradient(config: CorrectionConfig, advantage: Tensor) -> Tensor:
         score_baseline=score_baseline,
     )
     loss.backward()
-    assert logits.grad is not None
     return logits.grad
 
 
-@pytest.mark.parametrize(
-    "weight",
-    [
-        {},
-        {"level": "token", "high": 2.0},
-        {"level": "token", "low": 0.5, "high": 3.0, "outside": "zero"},
-    ],
-    ids=["none", "tis", "icepop"],
-)
-def test_the_loss_is_the_covariance_of_advantage_and_score(weight: dict[str, object]) -> None:
+RHO = P / Q
+BAND = {"level": "token", "low": 0.5, "high": 3.0, "outside": "zero"}
+WEIGHTS = {  # name -> settings, weights f of the four tokens
+    "none": ({}, torch.ones_like(RHO)),
+    "tis": ({"level": "token", "high": 2.0}, RHO.clamp(max=2.0)),
+    "icepop": (BAND, torch.where((RHO >= 0.5) & (RHO <= 3.0), RHO, 0.0)),
+}
+
+
+@pytest.mark.parametrize(("weight", "f"), WEIGHTS.values(), ids=WEIGHTS)
+def test_the_loss_is_the_covariance_of_advantage_and_score(weight, f: Tensor) -> None:
     """By hand: grad = -sum_a q_a A_a (f_a s_a - mu), mu = sum_v q_v f_v s_v. A constant advantage
     moves nothing, while the same weights without centering drift by -A mu. Slots that only the
     bounds reject keep their part of mu."""
     config = CorrectionConfig.model_validate(SUPPORT | {"weight": weight})
-    rho = P / Q
-    f = {"none": torch.ones_like(rho), "clip": rho.clamp(max=2.0)}.get(
-        "none" if not weight else config.weight.outside,
-        torch.where((rho >= 0.5) & (rho <= 3.0), rho, 0.0),
-    )
     score = torch.eye(4, dtype=torch.float64) - P  # [a, logit]
     mu = (Q * f) @ score
     assert mu.abs().max() > 0.05
@@ -157,13 +124,9 @@ def test_the_loss_is_the_covariance_of_advantage_and_score(weight: dict[str, obj
 
 
 def test_a_gate_drops_the_mean_score_with_the_slot() -> None:
-    """A gate on the sequence does not judge single tokens: a rejected sequence is out of the loss
-    as a whole."""
+    """A sequence that a gate rejects is out of the loss as a whole."""
     gate = {"statistic": "k3", "aggregate": "mean", "scope": "sequence", "high": 1e-3}
     config = CorrectionConfig.model_validate(SUPPORT | {"gates": [gate]})
     assert (gradient(config, torch.ones(4, dtype=torch.float64)) == 0).all()
-    logp = torch.tensor([math.log(0.5)] * 2)
-    live = live_weights(
-        logp, logp, torch.ones(2, dtype=torch.bool), config, segment=torch.zeros(2).long()
-    )
-    assert live.centred.all()
+    logp, mask = torch.tensor([0.5, 0.5]).log(), torch.ones(2, dtype=torch.bool)
+    assert live_weights(logp, logp, mask, config, segment=torch.zeros(2).long()).centred.all()

@@ -1,7 +1,4 @@
-"""Turns as units of corrections, by hand: two paths of two turns each, with observed slots before
-and between."""
-
-from __future__ import annotations
+"""Turns as units of corrections, by hand: two paths of two turns each, with observed slots."""
 
 import math
 
@@ -68,101 +65,64 @@ def test_scaled_weights_of_turns():
     assert own(applied(weight=band, denominator="kept").weight) == pytest.approx([0] * 6 + [35])
 
 
-@pytest.mark.parametrize(
-    "config", [{"weight": Weight(level="turn")}, {"gates": "k3"}], ids=["weight", "gate"]
-)
-def test_an_infinite_ratio_rejects_only_its_turn(config):
-    if "gates" in config:
-        config = {"gates": (Gate(statistic="k3", aggregate="mean", scope="turn", high=100.0),)}
+def test_an_infinite_ratio_rejects_only_its_turn():
     rho = [*RHO[:4], math.inf, *RHO[5:]]
-    assert own(applied(rho, **config, max_nonfinite=0.5).keep) == [
-        True,
-        True,
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
+    gate = Gate(statistic="k3", aggregate="mean", scope="turn", high=100.0)
+    for config in ({"weight": Weight(level="turn")}, {"gates": (gate,)}):
+        found = own(applied(rho, **config, max_nonfinite=0.5).keep)
+        assert found == [True, True, False, False, True, True, True]
 
 
+L2, L3, L4, L5 = map(math.log, (2, 3, 4, 5))
 VALUES = {  # statistic, aggregate -> of the four turns
     ("ratio", "sum"): [6, 0.5, 0.5, 5],
     ("ratio", "mean"): [6**0.5, 0.5**0.5, 0.5**0.5, 5],
     ("ratio", "max"): [3, 1, 2, 5],
     ("ratio", "min"): [2, 0.5, 0.25, 5],
-    ("k1", "mean"): [-math.log(6) / 2, math.log(2) / 2, math.log(2) / 2, -math.log(5)],
-    ("k2", "sum"): [
-        (math.log(2) ** 2 + math.log(3) ** 2) / 2,
-        math.log(2) ** 2 / 2,
-        (math.log(4) ** 2 + math.log(2) ** 2) / 2,
-        math.log(5) ** 2 / 2,
-    ],
-    ("k3", "mean"): [
-        (1 - math.log(2) + 2 - math.log(3)) / 2,
-        (-0.5 + math.log(2)) / 2,
-        (-0.75 + math.log(4) + 1 - math.log(2)) / 2,
-        4 - math.log(5),
-    ],
+    ("k1", "mean"): [-math.log(6) / 2, L2 / 2, L2 / 2, -L5],
+    ("k2", "sum"): [(L2**2 + L3**2) / 2, L2**2 / 2, (L4**2 + L2**2) / 2, L5**2 / 2],
+    ("k3", "mean"): [(3 - L2 - L3) / 2, (-0.5 + L2) / 2, (0.25 + L4 - L2) / 2, 4 - L5],
     ("exp_abs", "max"): [3, 2, 4, 5],
 }
 
 
-@pytest.mark.parametrize(("statistic", "aggregate"), VALUES)
-def test_gates_of_turns_at_each_of_their_values(statistic, aggregate):
-    """A bound just above a turn's value keeps that turn. One just below rejects it, and every turn
-    on that side."""
-    values = VALUES[statistic, aggregate]
-    agree = {"ratio": 1.0, "exp_abs": 1.0}.get(statistic, 0.0)
-    for edge in {value for value in values if value > agree}:
-        for bound in (edge - 1e-4, edge + 1e-4):
-            gate = Gate(statistic=statistic, aggregate=aggregate, scope="turn", high=bound)
-            kept = [value <= bound for value in values for _ in range(2)][
-                :7
-            ]  # the last turn has one slot
-            assert own(applied(gates=(gate,)).keep) == kept, (bound, values)
+def test_gates_of_turns_at_each_of_their_values(subtests):
+    """A bound just above a turn's value keeps it. One just below rejects all on that side."""
+    for (statistic, aggregate), values in VALUES.items():
+        agree = {"ratio": 1.0, "exp_abs": 1.0}.get(statistic, 0.0)
+        edges = [value for value in values if value > agree]
+        for bound in (edge + step for edge in edges for step in (-1e-4, 1e-4)):
+            with subtests.test(statistic, aggregate=aggregate, bound=bound):
+                gate = Gate(statistic=statistic, aggregate=aggregate, scope="turn", high=bound)
+                kept = [value <= bound for value in values for _ in range(2)]
+                kept.pop()  # the last turn has one slot
+                assert own(applied(gates=(gate,)).keep) == kept
 
 
 def test_turns_of_a_negative_mean_advantage():
-    """Means of the turns: -1, 1/2, -1, 1. Of the products 6 and 5 only the first turn's is
-    rejected."""
+    """Means of the turns: -1, 1/2, -1, 1. Of the products 6 and 5 only the first is rejected."""
     gate = Gate(statistic="ratio", aggregate="sum", scope="turn", high=2.0, when="negative")
     assert own(applied(gates=(gate,)).keep) == [False, False, True, True, True, True, True]
 
 
 def test_one_turn_a_path_is_the_sequence():
     rho, segment = torch.tensor([2, 3, 0.5, 0.25]), torch.tensor([0, 0, 1, 1])
-    both = [
-        reweight(
-            rho.log(),
-            torch.zeros(4),
-            torch.ones(4, dtype=torch.bool),
-            CorrectionConfig(weight=Weight(level=level, high=4.0)),
-            segment=segment,
-            turn=torch.zeros(4, dtype=torch.int64),
-        )
-        for level in ("turn", "sequence")
-    ]
+    zeros, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
+    ids = {"segment": segment, "turn": zeros.long()}
+    configs = [CorrectionConfig(weight=Weight(level=x, high=4.0)) for x in ("turn", "sequence")]
+    both = [reweight(rho.log(), zeros, mask, config, **ids) for config in configs]
     assert both[0].weight.tolist() == both[1].weight.tolist() == pytest.approx([4, 4, 0.125, 0.125])
 
 
 def test_live_weights_and_gates_of_turns():
-    """The loss of a micro-batch of whole paths evaluates the values that `reweight` gives for the
-    same ratios."""
+    """The loss of a micro-batch of whole paths has the values that `reweight` gives."""
     config = CorrectionConfig(
         ratio="new/rollout",
         weight=Weight(level="turn", high=4.0),
         gates=(Gate(statistic="ratio", aggregate="max", scope="turn", high=2.5),),
     )
-    second = slice(6, 11)
-    fields = [torch.tensor(x)[second] for x in (RHO, MASK, SEGMENT, TURN)]
-    found = live_weights(
-        fields[0].log(),
-        torch.zeros(5),
-        fields[1],
-        config.live_part,
-        segment=fields[2] - 1,
-        turn=fields[3],
-    )
+    rho, mask, segment, turn = (torch.tensor(x)[6:] for x in (RHO, MASK, SEGMENT, TURN))
+    more = {"segment": segment - 1, "turn": turn}
+    found = live_weights(rho.log(), torch.zeros(5), mask, config.live_part, **more)
     assert found.weight.tolist() == pytest.approx([0, 0.5, 0.5, 0, 0])
     assert found.keep.tolist() == [False, True, True, False, False]

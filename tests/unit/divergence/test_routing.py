@@ -1,7 +1,5 @@
 """Routing disagreement against a brute-force oracle over Python sets, and by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -28,9 +26,8 @@ def random_ids(seed: int, slots: int, layers: int, top_k: int, experts: int) -> 
 def test_by_hand() -> None:
     """Three slots, two layers, two experts. The third slot is invalid on one side."""
     a = trace(torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [0, 1]]]))
-    ids = torch.tensor(
-        [[[1, 0], [2, 4]], [[4, 5], [1, 0]], [[6, 7], [6, 7]]]
-    )  # swapped, 1 differs; equal, 2 differ
+    # swapped, 1 differs; equal, 2 differ
+    ids = torch.tensor([[[1, 0], [2, 4]], [[4, 5], [1, 0]], [[6, 7], [6, 7]]])
     b = trace(ids, valid=torch.tensor([True, True, False]))
     r = routing_disagreement(a, b, segment=torch.tensor([3, 5, 5]))
     assert (r.slots, r.routers, r.tokens, r.sequence) == (2, 0.5, 1.0, 1.0)
@@ -49,7 +46,7 @@ def test_by_hand() -> None:
     top_k=st.integers(1, 4),
     experts=st.sampled_from([4, 6, 300]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_matches_python_sets(seed: int, slots: int, layers: int, top_k: int, experts: int) -> None:
     left, right = (random_ids(seed + i, slots, layers, top_k, experts) for i in (0, 1))
     generator = torch.Generator().manual_seed(seed)
@@ -70,40 +67,30 @@ def test_matches_python_sets(seed: int, slots: int, layers: int, top_k: int, exp
     ]
     means = [sum(d) / len(d) for d in by_sample if d]
 
-    a, b = (
-        trace(left, experts=experts, valid=valid[0]),
-        trace(right, experts=experts, valid=valid[1]),
-    )
-    for r in (
-        routing_disagreement(a, b, segment=segment),
-        routing_disagreement(b, a, segment=segment),
-    ):
+    both_sides = zip((left, right), valid, strict=True)
+    a, b = (trace(ids, experts=experts, valid=on) for ids, on in both_sides)
+    for sides in ((a, b), (b, a)):
+        r = routing_disagreement(*sides, segment=segment)
         assert r.slots == len(both)
         assert r.per_token_count.tolist() == differing
         assert r.routers == pytest.approx(sum(differing) / (len(both) * layers))
         assert r.tokens == pytest.approx(sum(d > 0 for d in differing) / len(both))
         assert r.experts == pytest.approx(sum(map(sum, missing)) / (len(both) * layers))
-        assert r.expert_counts.tolist() == [
-            sum(row.count(m) for row in missing) for m in range(top_k + 1)
-        ]
-        assert r.per_layer.tolist() == pytest.approx(
-            [sum(row[k] > 0 for row in missing) / len(both) for k in range(layers)]
-        )
+        counts = [sum(row.count(m) for row in missing) for m in range(top_k + 1)]
+        assert r.expert_counts.tolist() == counts
+        per_layer = [sum(row[k] > 0 for row in missing) / len(both) for k in range(layers)]
+        assert r.per_layer.tolist() == pytest.approx(per_layer)
         assert r.sequence_mean.tolist() == pytest.approx(means)
         assert r.sequence == pytest.approx(sum(means) / len(means))
 
 
 def test_wide_ids_are_compared_whole() -> None:
-    a, b = (
-        trace(torch.tensor([[[300, 1]]]), experts=512),
-        trace(torch.tensor([[[300 - 256, 1]]]), experts=512),
-    )
+    a, b = (trace(torch.tensor([[[id_, 1]]]), experts=512) for id_ in (300, 300 - 256))
     assert routing_disagreement(a, b).experts == 1
 
 
 def test_a_repeated_id_is_a_smaller_set() -> None:
-    """A zero-filled row is not a routing. It must not pass for agreement because every one of its
-    ids is found."""
+    """A zero-filled row does not agree because every one of its ids is found."""
     filled, real = trace(torch.tensor([[[0, 0]]])), trace(torch.tensor([[[0, 1]]]))
     assert routing_disagreement(filled, real).routers == 1
     assert routing_disagreement(real, filled).experts == 1
@@ -128,5 +115,6 @@ def test_incomparable_traces_are_refused() -> None:
     for field, other in others.items():
         with pytest.raises(UsageError, match=f"routing_disagreement: {field} differ"):
             routing_disagreement(a, other)
+    invalid = trace(torch.zeros(2, 3, 2), valid=torch.zeros(2, dtype=torch.bool))
     with pytest.raises(UsageError, match="none of 2 slots is valid in both"):
-        routing_disagreement(a, trace(torch.zeros(2, 3, 2), valid=torch.zeros(2, dtype=torch.bool)))
+        routing_disagreement(a, invalid)

@@ -1,6 +1,6 @@
 """Routes in trainers' layouts, against positions that were laid out by hand."""
 
-from __future__ import annotations
+import dataclasses
 
 import pytest
 import torch
@@ -39,17 +39,10 @@ def test_fit_cuts_at_the_end_and_appends_invalid_rows():
 
 
 def test_fit_keeps_spans_weights_and_origin():
-    trace = RoutingTrace(
-        numbered(3).ids,
-        numbered(3).valid,
-        (0,),
-        200,
-        (RouteSpan(0, 2, "prefill", 7), RouteSpan(2, 1, "decode", 7)),
-        torch.rand(3, 1, 2),
-    )
+    spans = (RouteSpan(0, 2, "prefill", 7), RouteSpan(2, 1, "decode", 7))
+    trace = dataclasses.replace(numbered(3), spans=spans, weights=torch.rand(3, 1, 2))
     longer, shorter = fit(trace, 5), fit(trace, 1)
     assert longer.spans == trace.spans
-    assert longer.weights is not None
     assert longer.weights.shape == (5, 1, 2)
     assert shorter.spans == (RouteSpan(0, 1, "prefill", 7),)
     assert longer.origin == trace.origin
@@ -61,17 +54,14 @@ def test_packed_samples_have_their_last_token_and_the_padding_native():
     assert numbers(packed(samples, [3, 3], rows=8)) == [0, 1, -1, 10, 11, 12, -1, -1]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "rows", "message"),
-    [
+def test_packed_refuses_what_cannot_be_the_samples():
+    for lengths, rows, message in (
         ([3], None, "2 traces for 1 samples"),
         ([3, 5], None, "sample 1 has 5 tokens but 3 routing rows"),
         ([3, 3], 5, "6 tokens do not fit into rows=5"),
-    ],
-)
-def test_packed_refuses_what_cannot_be_the_samples(lengths, rows, message):
-    with pytest.raises(UsageError, match=message):
-        packed([numbered(2), numbered(3)], lengths, rows)
+    ):
+        with pytest.raises(UsageError, match=message):
+            packed([numbered(2), numbered(3)], lengths, rows)
 
 
 def test_contiguous_slices():

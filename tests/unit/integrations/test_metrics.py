@@ -1,7 +1,5 @@
 """Metrics, dump rows and the settings report of the adapters."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

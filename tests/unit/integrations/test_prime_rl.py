@@ -4,12 +4,11 @@ Contract: prime-rl 0.8.0 at 559b447 (August 2026), whose trainer needs a GPU. Wi
 checkout in PRIME_RL_CHECKOUT (and beartype, jaxtyping) prime-rl's own losses are compared too.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import os
 import sys
+from itertools import product
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -74,44 +73,42 @@ def test_dppo_tv_is_prime_rls_default_loss():
 
 
 @capability("prime-rl", "fixed corrections", how="contract")
-@pytest.mark.parametrize("preset", ["tis", "icepop", "seq-tis", "geo-rs"])
-def test_fixed_corrections_weigh_as_the_library_does(preset):
-    given = inputs()
-    rows = [
-        row[None]
-        for row in (given.trainer_logprobs.detach(), given.inference_logprobs, given.loss_mask)
-    ]
-    applied = op.reweight(*rows, op.preset(preset))
-    found = gradient(given, correction=preset)
-    torch.testing.assert_close(found, -applied.weight[0] * given.advantages)
-    metrics = prime_rl.loss(given, correction=preset).metrics
-    rejected = float(metrics["correction/rejected"].mean())
-    assert rejected == pytest.approx(applied.report["correction/rejected"])
+def test_fixed_corrections_weigh_as_the_library_does(subtests):
+    for preset in ("tis", "icepop", "seq-tis", "geo-rs"):
+        with subtests.test(preset=preset):
+            given = inputs()
+            sides = (given.trainer_logprobs.detach(), given.inference_logprobs, given.loss_mask)
+            applied = op.reweight(*(side[None] for side in sides), op.preset(preset))
+            found = gradient(given, correction=preset)
+            torch.testing.assert_close(found, -applied.weight[0] * given.advantages)
+            metrics = prime_rl.loss(given, correction=preset).metrics
+            rejected = float(metrics["correction/rejected"].mean())
+            assert rejected == pytest.approx(applied.report["correction/rejected"])
 
 
-@pytest.mark.parametrize("clip", [0.2, 0.05])
-def test_ppo_is_clips_the_ratio_to_the_rollout(clip):
-    given = inputs()
-    new, a = given.trainer_logprobs, given.advantages
-    ratio = (new - given.inference_logprobs).exp()
-    surrogate = torch.min(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
-    (expected,) = torch.autograd.grad(-(given.loss_mask * surrogate).sum(), new)
-    found = gradient(given, correction="ppo-is", clip_low=clip, clip_high=clip)
-    torch.testing.assert_close(found, expected)
+def test_ppo_is_clips_the_ratio_to_the_rollout():
+    for clip in (0.2, 0.05):
+        given = inputs()
+        new, a = given.trainer_logprobs, given.advantages
+        ratio = (new - given.inference_logprobs).exp()
+        surrogate = torch.min(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
+        (expected,) = torch.autograd.grad(-(given.loss_mask * surrogate).sum(), new)
+        found = gradient(given, correction="ppo-is", clip_low=clip, clip_high=clip)
+        torch.testing.assert_close(found, expected)
 
 
 @capability("prime-rl", "preflight", how="contract")
-@pytest.mark.parametrize("name", sorted(correction_presets()))
-def test_every_preset_trains_or_is_refused_by_name(name):
-    given = inputs()
-    config = op.preset(name)
-    if needs_whole_step(config) or config.centering != "none":
-        with pytest.raises(UsageError, match=f"one sample for {name}|score centering"):
-            prime_rl.loss(given, correction=name)
-        return
-    found = gradient(given, correction=name)
-    assert found.isfinite().all()
-    assert not found[~given.loss_mask].any()
+def test_every_preset_trains_or_is_refused_by_name(subtests):
+    for name in sorted(correction_presets()):
+        given, config = inputs(), op.preset(name)
+        with subtests.test(name=name):
+            if needs_whole_step(config) or config.centering != "none":
+                with pytest.raises(UsageError, match=f"one sample for {name}|score centering"):
+                    prime_rl.loss(given, correction=name)
+            else:
+                found = gradient(given, correction=name)
+                assert found.isfinite().all()
+                assert not found[~given.loss_mask].any()
 
 
 def test_a_name_that_is_none():
@@ -134,9 +131,8 @@ def test_metrics_are_values_of_tokens():
 
 def test_weights_of_the_component_scale_the_tokens():
     given, half = inputs(), inputs(loss_weights=torch.full((12,), 0.5))
-    torch.testing.assert_close(
-        gradient(half, correction="tis"), 0.5 * gradient(given, correction="tis")
-    )
+    expected = 0.5 * gradient(given, correction="tis")
+    torch.testing.assert_close(gradient(half, correction="tis"), expected)
 
 
 def test_a_sample_without_tokens_has_a_gradient_of_zero():
@@ -145,16 +141,15 @@ def test_a_sample_without_tokens_has_a_gradient_of_zero():
     assert not gradient(given, correction="tis").any()
 
 
-@pytest.mark.parametrize("correction", ["tis", "ppo-is"])
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-@pytest.mark.parametrize("length", [40, 9])
-def test_a_log_probability_that_is_not_finite_is_rejected(correction, value, length):
+def test_a_log_probability_that_is_not_finite_is_rejected(subtests):
     """A sample is no whole batch: in a short one a token is more than max_nonfinite allows."""
-    given = inputs(length=length)
-    given.inference_logprobs[5] = value
-    found = gradient(given, correction=correction, kl_tau=0.1)
-    assert found.isfinite().all()
-    assert found[5] == 0
+    for correction, value, length in product(["tis", "ppo-is"], [math.nan, -math.inf], [40, 9]):
+        with subtests.test(correction=correction, value=value, length=length):
+            given = inputs(length=length)
+            given.inference_logprobs[5] = value
+            found = gradient(given, correction=correction, kl_tau=0.1)
+            assert found.isfinite().all()
+            assert found[5] == 0
 
 
 def test_a_token_that_is_not_finite_is_left_out_of_the_means():
@@ -201,19 +196,12 @@ def compare_with_prime_rls_own_losses(monkeypatch):
     found = []
     for config in (default, custom):
         parts = [inputs(seed=seed, length=60) for seed in range(3)]
+        fields = ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask")
         total, _ = module.compute_loss(
-            trainer_logprobs=[part.trainer_logprobs for part in parts],
-            inference_logprobs=[part.inference_logprobs for part in parts],
-            ref_logprobs=None,
-            advantages=[part.advantages for part in parts],
-            loss_mask=[part.loss_mask for part in parts],
-            rl_weights=None,
-            ce_weights=None,
-            ref_kl_weights=None,
+            **{field: [getattr(part, field) for part in parts] for field in fields},
+            **dict.fromkeys(("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")),
+            **{"rl_scale": 30, "ce_scale": 1, "ref_kl_scale": 1},
             rl_loss_fn=module.setup_rl_loss_fn(config),
-            rl_scale=30,
-            ce_scale=1,
-            ref_kl_scale=1,
         )
         total.backward()
         found.append(torch.cat([part.trainer_logprobs.grad for part in parts]))

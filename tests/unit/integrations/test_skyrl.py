@@ -4,8 +4,6 @@ Contract: the files of SkyRL's wheel 0.4.0, which wants Python 3.12 and a GPU. W
 unpacked wheel in SKYRL_CHECKOUT (and loguru, omegaconf, jaxtyping) its own losses are compared too.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import os
@@ -32,23 +30,18 @@ class Batch(dict):
     metadata = None
 
 
-def config(loss="regular", **own):
+def config(loss="regular", anchor=None, normalise=False, **own):
+    """Return SkyRL's configuration. anchor: of CISPO's ratio, the old policy or the rollout."""
     correction = dict.fromkeys(("tis_ratio_type", "sequence_mask_metric"))
     algorithm = SimpleNamespace(
         policy_loss_type=loss,
         off_policy_correction=SimpleNamespace(**(correction | own)),
-        advantage_batch_normalize=False,
+        advantage_batch_normalize=normalise,
         eps_clip_low=0.2,
         eps_clip_high=0.2,
+        cispo=SimpleNamespace(cispo_anchor=anchor),
     )
     return SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm))
-
-
-def cispo(anchor):
-    """Return the configuration of CISPO with its ratio to the old policy, or to the rollout."""
-    made = config("cispo")
-    made.trainer.algorithm.cispo = SimpleNamespace(cispo_anchor=anchor)
-    return made
 
 
 def batch(seed=0):
@@ -101,17 +94,19 @@ def test_a_step_is_measured_into_the_trainers_metrics():
 
 
 @capability("SkyRL", "fixed corrections", how="contract")
-@pytest.mark.parametrize("preset", ["tis", "icepop", "geo-rs", "mis", "m2po"])
-def test_the_advantages_are_weighed_as_the_library_does(preset):
-    data, made = step(correction=preset)
+def test_the_advantages_are_weighed_as_the_library_does(subtests):
     old, rollout, mask = real()
-    given = batch()
-    applied = op.reweight(old, rollout, mask, op.preset(preset), advantage=given["advantages"])
-    expected = given["advantages"] * applied.weight
-    torch.testing.assert_close(data["advantages"][mask], expected[mask])
-    assert data["loss_mask"].equal(given["loss_mask"])
-    rejected = made.all_metrics["correction/rejected"]
-    assert rejected == pytest.approx(applied.report["correction/rejected"])
+    for preset in ("tis", "icepop", "geo-rs", "mis", "m2po"):
+        with subtests.test(preset=preset):
+            data, made = step(correction=preset)
+            given = batch()
+            advantage = given["advantages"]
+            applied = op.reweight(old, rollout, mask, op.preset(preset), advantage=advantage)
+            expected = advantage * applied.weight
+            torch.testing.assert_close(data["advantages"][mask], expected[mask])
+            assert data["loss_mask"].equal(given["loss_mask"])
+            rejected = made.all_metrics["correction/rejected"]
+            assert rejected == pytest.approx(applied.report["correction/rejected"])
 
 
 @capability("SkyRL", "dump", how="contract")
@@ -122,29 +117,25 @@ def test_a_step_is_dumped_for_the_audit(tmp_path):
 
 
 @capability("SkyRL", "preflight", how="contract")
-@pytest.mark.parametrize(
-    ("cfg", "settings", "message"),
-    [
-        (config(tis_ratio_type="token"), {"correction": "tis"}, "leave SkyRL's out"),
-        (config("dppo"), {"correction": "tis"}, "compares with the rollout itself"),
-        (
-            cispo("rollout"),
-            {"correction": "tis"},
-            "cispo_anchor=rollout.*compares with",
-        ),
-        (config("onepolicy"), {}, "register_loss got"),
-        (config("onepolicy"), {"correction": "tis"}, "fixed ones with SkyRL's losses"),
-        (config(), {"correction": "pg-tis"}, "policy_loss_type=onepolicy"),
-        (config("onepolicy"), {"correction": "score-centering"}, "likeliest tokens"),
-        (config(), {"correction": "tsi"}, "tis"),
-    ],
-)
-def test_settings_that_do_not_fit_are_named(cfg, settings, message):
-    made = trainer(cfg)
-    theirs = made.compute_advantages_and_returns
-    with pytest.raises(UsageError, match=message):
-        op_skyrl.attach(made, **settings)
-    assert made.compute_advantages_and_returns is theirs
+def test_settings_that_do_not_fit_are_named(subtests):
+    for cfg, correction, message in (
+        (config(tis_ratio_type="token"), "tis", "leave SkyRL's out"),
+        (config("dppo"), "tis", "compares with the rollout itself"),
+        (config("cispo", anchor="rollout"), "tis", "cispo_anchor=rollout.*compares with"),
+        (config(normalise=True), "tis", "advantage_batch_normalize"),
+        (config("onepolicy"), None, "register_loss got"),
+        (config("onepolicy"), "tis", "fixed ones with SkyRL's losses"),
+        (config(), "pg-tis", "policy_loss_type=onepolicy"),
+        (config("onepolicy"), "score-centering", "likeliest tokens"),
+        (config(), "tsi", "tis"),
+    ):
+        made = trainer(cfg)
+        theirs = made.compute_advantages_and_returns
+        with subtests.test(message=message):
+            with pytest.raises(UsageError, match=message):
+                op_skyrl.attach(made, correction=correction)
+            assert made.compute_advantages_and_returns is theirs
+    step(cfg=config("cispo", anchor="old"), correction="tis")
 
 
 def test_a_second_attach_is_refused():
@@ -188,28 +179,14 @@ def test_a_step_without_a_sampled_token(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_cispo_of_the_old_policy_is_corrected():
-    step(cfg=cispo("old"), correction="tis")
-
-
-def test_normalised_advantages_are_refused():
-    cfg = config()
-    cfg.trainer.algorithm.advantage_batch_normalize = True
-    with pytest.raises(UsageError, match="advantage_batch_normalize"):
-        op_skyrl.attach(trainer(cfg), correction="tis")
-
-
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [("action_log_probs", "scoring"), ("rollout_logprobs", "sampling_params")],
-)
-def test_a_side_that_is_missing(missing, message):
-    data = batch()
-    data[missing] = None
-    _, made = step(data)  # nothing to measure
-    assert made.all_metrics == {}
-    with pytest.raises(UsageError, match=message):
-        step(data, correction="tis")
+def test_a_side_that_is_missing():
+    for missing, words in (("action_log_probs", "scoring"), ("rollout_logprobs", "sampling_par")):
+        data = batch()
+        data[missing] = None
+        _, made = step(data)  # nothing to measure
+        assert made.all_metrics == {}
+        with pytest.raises(UsageError, match=words):
+            step(data, correction="tis")
 
 
 def loss_inputs():
@@ -221,24 +198,24 @@ def loss_inputs():
 
 
 @capability("SkyRL", "live corrections", how="contract")
-@pytest.mark.parametrize("name", ["pg-tis", "ppo-is", "dppo-tv"])
-def test_live_corrections_by_hand(name):
+def test_live_corrections_by_hand(subtests):
     (new, old, a), more = loss_inputs()
-    loss, metrics = policy_loss_of(name)(new, old, a, **more)
-    (found,) = torch.autograd.grad(loss, new)
     ratio = (new - more["rollout_logprobs"]).exp()
-    weight = ratio.detach()
-    by_hand = {
-        "pg-tis": -weight.clamp(max=2.0) * a * new,
-        "ppo-is": -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a),
-        "dppo-tv": -ratio * a,  # probabilities of e^-3 do not move by 0.2
-    }
-    (expected,) = torch.autograd.grad((by_hand[name] * more["loss_mask"]).sum(), new)
-    torch.testing.assert_close(found, expected)
-    more["loss_mask"] = torch.zeros_like(more["loss_mask"])
-    empty, names = policy_loss_of(name)(new, old, a, **more)
-    assert empty == 0
-    assert list(names) == list(metrics)
+    weight, mask = ratio.detach(), more["loss_mask"]
+    for name, by_hand in (
+        ("pg-tis", -weight.clamp(max=2.0) * a * new),
+        ("ppo-is", -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)),
+        ("dppo-tv", -ratio * a),  # probabilities of e^-3 do not move by 0.2
+    ):
+        with subtests.test(name=name):
+            loss, metrics = policy_loss_of(name)(new, old, a, **more)
+            (found,) = torch.autograd.grad(loss, new)
+            (expected,) = torch.autograd.grad((by_hand * mask).sum(), new, retain_graph=True)
+            torch.testing.assert_close(found, expected)
+            nothing = more | {"loss_mask": torch.zeros_like(mask)}
+            empty, names = policy_loss_of(name)(new, old, a, **nothing)
+            assert empty == 0
+            assert list(names) == list(metrics)
 
 
 def test_metrics_of_the_loss_are_finite_on_every_rank():
@@ -250,27 +227,21 @@ def test_metrics_of_the_loss_are_finite_on_every_rank():
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_a_fixed_correction_is_no_loss():
+def test_what_a_loss_cannot_be():
     with pytest.raises(UsageError, match="leave SkyRL's loss"):
         policy_loss_of("tis")
-
-
-def test_a_loss_without_the_rollouts_side():
     given, more = loss_inputs()
-    more["rollout_logprobs"] = None
     with pytest.raises(UsageError, match="rollout_logprobs"):
-        policy_loss_of("pg-tis")(*given, **more)
+        policy_loss_of("pg-tis")(*given, **more | {"rollout_logprobs": None})
 
 
 def compare_with_skyrls_own_losses(monkeypatch):
     """tis in the advantages against SkyRL's token TIS, and dppo-tv against its DPPO."""
-    for name in ("skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.train"):
+    inner = "skyrl.backends.skyrl_train"
+    for name in ("skyrl", "skyrl.backends", inner, f"{inner}.utils", "skyrl.train"):
         package = ModuleType(name)
         package.__path__ = [f"{CHECKOUT}/{name.replace('.', '/')}"]
         monkeypatch.setitem(sys.modules, name, package)
-    package = ModuleType("skyrl.backends.skyrl_train.utils")
-    package.__path__ = [f"{CHECKOUT}/skyrl/backends/skyrl_train/utils"]
-    monkeypatch.setitem(sys.modules, package.__name__, package)
     settings = ModuleType("skyrl.train.config")
     settings.AlgorithmConfig = object
     monkeypatch.setitem(sys.modules, "skyrl.train.config", settings)

@@ -4,14 +4,13 @@ Contract: slime 0.3.1 at 624b824 and miles at 31f1ca9 (August 2026), read and no
 sets and signatures are in tests/support/contracts.json.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging
 import math
 import subprocess
 import sys
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -27,12 +26,11 @@ from support.contracts import value_of
 capability = pytest.mark.capability
 
 
-def args(correction=None, *, use_tis=False, **more):
+def args(correction=None, *, use_tis=False, dump=None, **more):
     """Return the attributes of slime's arguments that the hooks read."""
-    table = None
-    if correction is not None:
-        table = {"correction": correction}
-    return SimpleNamespace(onepolicy=table, use_tis=use_tis, **more)
+    own = {"correction": correction, "dump": dump}
+    table = {name: value for name, value in own.items() if value is not None}
+    return SimpleNamespace(onepolicy=table or None, use_tis=use_tis, **more)
 
 
 def samples(seed=0, lengths=(5, 3, 4)):
@@ -45,20 +43,32 @@ def samples(seed=0, lengths=(5, 3, 4)):
     return old, rollout, masks
 
 
+def measured():
+    """Return the library's measure of these samples, and their mask."""
+    old, rollout, masks = samples()
+    mask = torch.cat(masks).bool()
+    return op.mismatch(torch.cat(old), torch.cat(rollout), mask), mask
+
+
 def rollout_data(**more):
     old, rollout, masks = samples()
     return {
         "log_probs": old,
         "rollout_log_probs": rollout,
         "loss_masks": masks,
-        "advantages": [
-            torch.full_like(logp, a) for logp, a in zip(old, (1.0, -2.0, 0.5), strict=True)
-        ],
+        "advantages": [torch.full_like(x, a) for x, a in zip(old, (1.0, -2, 0.5), strict=True)],
         "tokens": [torch.arange(len(logp) + 2) for logp in old],
         "rewards": [1.0, 0.0, 0.5],
         "total_lengths": [len(logp) + 2 for logp in old],
         "response_lengths": [len(logp) for logp in old],
     } | more
+
+
+def stepped(*given, **settings):
+    """Return the data of a step after the whole-step hook."""
+    data = given[0] if given else rollout_data()
+    slime.step(args(**settings), 7, data)
+    return data
 
 
 def micro_batch(trainer):
@@ -86,13 +96,13 @@ def test_the_hooks_take_what_the_trainers_call_them_with():
 @capability("slime", "fixed corrections", how="contract")
 def test_a_step_weighs_the_advantages_as_the_library_does():
     data = rollout_data()
-    before = data["advantages"]
-    old, rollout, masks = data["log_probs"], data["rollout_log_probs"], data["loss_masks"]
-    slime.step(args("tis"), 7, data)
+    before, (old, rollout, masks) = data["advantages"], samples()
+    kept = data["loss_masks"]
+    stepped(data, correction="tis")
     applied = op.reweight(old, rollout, [mask.bool() for mask in masks], op.preset("tis"))
     for found, advantage, weight in zip(data["advantages"], before, applied.weight, strict=True):
         torch.testing.assert_close(found, advantage * weight)
-    assert data["loss_masks"] is masks
+    assert data["loss_masks"] is kept
     assert data["correction/rejected"] == applied.report["correction/rejected"]
 
 
@@ -100,67 +110,48 @@ def test_a_step_weighs_the_advantages_as_the_library_does():
 def test_a_step_without_a_correction_only_measures():
     data = rollout_data()
     before = list(data["advantages"])
-    slime.step(args(), 7, data)
+    stepped(data)
     assert data["advantages"] == before
-    old, rollout, masks = samples()
-    mask = torch.cat(masks).bool()
-    found = op.mismatch(torch.cat(old), torch.cat(rollout), mask)
-    assert float(data["mismatch/k3"]) == pytest.approx(found.k3)
+    assert float(data["mismatch/k3"]) == pytest.approx(measured()[0].k3)
     assert all(torch.is_tensor(data[name]) for name in data if name.startswith("mismatch/"))
+
+
+def dumped(folder):
+    return audit(folder, {}).accumulated.steps[7].statistics()
 
 
 @capability("slime", "dump", how="contract")
 def test_a_step_is_dumped_for_the_audit(tmp_path):
-    data = rollout_data()
-    settings = SimpleNamespace(onepolicy={"dump": str(tmp_path)}, use_tis=False)
-    slime.step(settings, 7, data)
-    found = audit(tmp_path, {})
-    old, rollout, masks = samples()
-    gap = op.mismatch(torch.cat(old), torch.cat(rollout), torch.cat(masks).bool())
-    statistics = found.accumulated.steps[7].statistics()
-    assert statistics["k3"] == pytest.approx(gap.k3)
+    """One that is trained again keeps the older dump."""
+    for _ in range(3):  # a run that was resumed twice
+        stepped(dump=str(tmp_path))
+        assert dumped(tmp_path)["k3"] == pytest.approx(measured()[0].k3)
+        assert dumped(tmp_path)["tokens"] == 10
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"step_00007_0.parquet{end}" for end in ("", ".1", ".2")]
 
 
-def test_an_empty_response_is_left_out_of_the_dump(tmp_path):
+def test_empty_responses_are_left_out_of_the_dump(tmp_path):
     data = rollout_data()
     for name in ("log_probs", "rollout_log_probs", "loss_masks", "advantages"):
         data[name][1] = data[name][1][:0]
     data["tokens"][1] = torch.arange(2)
-    settings = SimpleNamespace(
-        onepolicy={"dump": str(tmp_path), "correction": "tis"}, use_tis=False
-    )
-    slime.step(settings, 7, data)
+    stepped(data, dump=str(tmp_path / "one"), correction="tis")
     assert [len(row) for row in data["advantages"]] == [5, 0, 4]
-    assert audit(tmp_path, {}).accumulated.steps[7].statistics()["tokens"] == 7
-
-
-def test_a_rank_of_empty_responses_writes_no_dump(tmp_path):
-    data = rollout_data()
+    assert dumped(tmp_path / "one")["tokens"] == 7
     for name in ("log_probs", "rollout_log_probs", "loss_masks", "advantages"):
         data[name] = [row[:0] for row in data[name]]
-    slime.step(SimpleNamespace(onepolicy={"dump": str(tmp_path)}, use_tis=False), 7, data)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_step_that_is_trained_again_keeps_the_older_dump(tmp_path):
-    settings = SimpleNamespace(onepolicy={"dump": str(tmp_path)}, use_tis=False)
-    for _ in range(3):  # a run that was resumed twice
-        slime.step(settings, 7, rollout_data())
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [f"step_00007_0.parquet{end}" for end in ("", ".1", ".2")]
-    assert audit(tmp_path, {}).accumulated.steps[7].statistics()["tokens"] == 10
+    stepped(data, dump=str(tmp_path / "all"))
+    assert not list(tmp_path.glob("all/*"))
 
 
 def test_an_earlier_pipeline_stage_has_nothing_to_do():
-    data = {"tokens": [torch.arange(3)]}
-    slime.step(args("tis"), 7, data)
-    assert list(data) == ["tokens"]
+    assert list(stepped({"tokens": [torch.arange(3)]}, correction="tis")) == ["tokens"]
 
 
 @capability("slime", "preflight", how="contract")
-@pytest.mark.parametrize(
-    ("given", "changes", "message"),
-    [
+def test_a_step_that_cannot_be_is_refused_by_name(subtests):
+    for given, changes, message in (
         (args("tis"), {"log_probs": None}, "--get-mismatch-metrics"),
         (args("tis"), {"rollout_log_probs": None}, "rollout_log_probs"),
         (args("tis", use_tis=True), {}, "leave --use-tis out"),
@@ -169,31 +160,32 @@ def test_an_earlier_pipeline_stage_has_nothing_to_do():
         (args("score-centering"), {}, "score-centering needs the ratio"),
         (args("mis", data_parallel_size=2), {}, "whole step"),
         (args("tsi"), {}, "tis"),
-    ],
-)
-def test_a_step_that_cannot_be_is_refused_by_name(given, changes, message):
-    data = rollout_data(**changes)
-    with pytest.raises(UsageError, match=message):
-        slime.step(given, 7, data)
-    assert "mismatch/k3" not in data
+    ):
+        data = rollout_data(**changes)
+        with subtests.test(message=message):
+            with pytest.raises(UsageError, match=message):
+                slime.step(given, 7, data)
+            assert "mismatch/k3" not in data
+
+
+TRAINERS = {"slime": slime, "miles": miles}
 
 
 @capability("slime", "fixed corrections", how="contract")
 @capability("miles", "fixed corrections", how="contract")
-@pytest.mark.parametrize("trainer", ["slime", "miles"])
-@pytest.mark.parametrize("preset", ["tis", "icepop", "seq-tis", "geo-rs", "veto"])
-def test_the_loss_hook_weighs_as_the_library_does(trainer, preset):
-    module = {"slime": slime, "miles": miles}[trainer]
-    batch = micro_batch(trainer)
-    loss, masks, metrics = module.tis(args=args(preset, use_tis=True), **batch)
-    old, rollout, given = samples()
-    applied = op.reweight(old, rollout, [mask.bool() for mask in given], op.preset(preset))
-    torch.testing.assert_close(loss, batch["pg_loss"] * torch.cat(applied.weight))
-    assert masks is batch["loss_masks"]
-    mask = torch.cat(given).bool()
-    kept = torch.cat(applied.keep)
-    assert metrics["correction/rejected"].bool().equal(~kept & mask)
-    assert all(value.shape == loss.shape for value in metrics.values())
+def test_the_loss_hook_weighs_as_the_library_does(subtests):
+    for trainer, preset in product(TRAINERS, ["tis", "icepop", "seq-tis", "geo-rs", "veto"]):
+        with subtests.test(trainer=trainer, preset=preset):
+            batch = micro_batch(trainer)
+            settings = args(preset, use_tis=True)
+            loss, masks, metrics = TRAINERS[trainer].tis(args=settings, **batch)
+            old, rollout, given = samples()
+            applied = op.reweight(old, rollout, [mask.bool() for mask in given], op.preset(preset))
+            torch.testing.assert_close(loss, batch["pg_loss"] * torch.cat(applied.weight))
+            assert masks is batch["loss_masks"]
+            rejected = torch.cat(given).bool() & ~torch.cat(applied.keep)
+            assert metrics["correction/rejected"].bool().equal(rejected)
+            assert all(value.shape == loss.shape for value in metrics.values())
 
 
 TURNS = {"weight": {"level": "turn", "high": 2.0}}
@@ -208,27 +200,22 @@ def test_turns_are_the_runs_of_sampled_tokens():
     first, second = log_ratio[0].exp().clamp(max=2), log_ratio[3:].sum().exp().clamp(max=2)
     weight = torch.stack([first, first * 0, first * 0, second, second])
     torch.testing.assert_close(loss[:5], batch["pg_loss"][:5] * weight)
-    data = rollout_data()
-    slime.step(args(TURNS), 7, data)
-    torch.testing.assert_close(data["advantages"][0], weight)
+    torch.testing.assert_close(stepped(correction=TURNS)["advantages"][0], weight)
 
 
 @capability("miles", "measured", how="contract")
-@pytest.mark.parametrize("trainer", ["slime", "miles"])
-def test_measuring_alone_hands_the_loss_back(trainer):
+def test_measuring_alone_hands_the_loss_back(subtests):
     """Both trainers take what the hook returns, also without --use-tis."""
-    module = {"slime": slime, "miles": miles}[trainer]
-    batch = micro_batch(trainer)
-    for settings in (args(), args("tis")):
-        loss, masks, metrics = module.tis(settings, **batch)
-        assert loss is batch["pg_loss"]
-        assert masks is batch["loss_masks"]
-        old, rollout, given = samples()
-        mask = torch.cat(given).bool()
-        found = op.mismatch(torch.cat(old), torch.cat(rollout), mask)
-        assert float(metrics["mismatch/k3"][mask].mean()) == pytest.approx(found.k3)
-        assert float(metrics["mismatch/k1"][mask].mean()) == pytest.approx(found.k1)
-        assert float(metrics["mismatch/f2"][mask].mean()) == pytest.approx(found.extreme(2))
+    found, mask = measured()
+    expected = {"k3": found.k3, "k1": found.k1, "f2": found.extreme(2)}
+    for (trainer, module), settings in product(TRAINERS.items(), (args(), args("tis"))):
+        with subtests.test(trainer=trainer, settings=settings):
+            batch = micro_batch(trainer)
+            loss, masks, metrics = module.tis(settings, **batch)
+            assert loss is batch["pg_loss"]
+            assert masks is batch["loss_masks"]
+            means = {name: float(metrics[f"mismatch/{name}"][mask].mean()) for name in expected}
+            assert means == pytest.approx(expected)
 
 
 def test_metrics_have_the_same_names_in_every_micro_batch():
@@ -253,23 +240,22 @@ def test_a_log_probability_that_is_not_finite_weighs_nothing():
     assert metrics["mismatch/nonfinite"].nonzero().flatten().tolist() == [6, 7]
 
 
-@pytest.mark.parametrize("module", [slime, miles])
-def test_a_token_that_is_not_finite_is_left_out_of_the_means(module):
+def test_a_token_that_is_not_finite_is_left_out_of_the_means():
     """The trainers divide a sample's sum by all its tokens, whatever their values."""
-    batch = micro_batch("slime")
     old, rollout, masks = samples()
-    batch["rollout_log_probs"][0][3] = -torch.inf  # of the first sample's tokens 0, 3 and 4
-    batch["rollout_log_probs"][2][:] = torch.nan
-    _, _, metrics = module.tis(args(), **batch)
-    mask = torch.tensor([True, False, False, False, True])
-    found = op.mismatch(old[0], rollout[0], mask)
-    sampled = masks[0].bool()
-    for name, expected in (("k1", found.k1), ("k3", found.k3), ("f2", found.extreme(2))):
-        values = metrics[f"mismatch/{name}"]
-        assert float(values[:5][sampled].mean()) == pytest.approx(expected)
-        assert values.isfinite().all()
-        assert not values[8:].any()
-    assert float(metrics["mismatch/nonfinite"].sum()) == 5
+    found = op.mismatch(old[0], rollout[0], torch.tensor([True, False, False, False, True]))
+    expected = {"k1": found.k1, "k3": found.k3, "f2": found.extreme(2)}
+    for module in (slime, miles):
+        batch = micro_batch("slime")
+        batch["rollout_log_probs"][0][3] = -torch.inf  # of the first sample's tokens 0, 3 and 4
+        batch["rollout_log_probs"][2][:] = torch.nan
+        _, _, metrics = module.tis(args(), **batch)
+        for name, mean in expected.items():
+            values = metrics[f"mismatch/{name}"]
+            assert float(values[:5][masks[0].bool()].mean()) == pytest.approx(mean)
+            assert values.isfinite().all()
+            assert not values[8:].any()
+        assert float(metrics["mismatch/nonfinite"].sum()) == 5
 
 
 def test_too_many_tokens_of_a_step_that_are_not_finite():
@@ -277,44 +263,33 @@ def test_too_many_tokens_of_a_step_that_are_not_finite():
     data["rollout_log_probs"][1][:] = torch.nan
     before = list(data["advantages"])
     with pytest.raises(UsageError, match=r"30.0% of the step.*max_nonfinite = 0.1"):
-        slime.step(args("tis"), 7, data)
+        stepped(data, correction="tis")
     assert data["advantages"] == before
-    slime.step(args({"preset": "tis", "max_nonfinite": 0.5}), 7, data)
+    stepped(data, correction={"preset": "tis", "max_nonfinite": 0.5})
     assert float(data["mismatch/nonfinite"]) == pytest.approx(0.3)
 
 
 @capability("miles", "preflight", how="contract")
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (args("m2po", use_tis=True), "one micro-batch for m2po"),
-        (args("mis", use_tis=True), "one micro-batch for mis"),
-        (args("ppo-is", use_tis=True), "--use-rollout-logprobs"),
-        (args(use_tis=True), "name one"),
-    ],
-)
-def test_a_loss_hook_that_cannot_be_is_refused_by_name(given, message):
-    with pytest.raises(UsageError, match=message):
-        miles.tis(given, **micro_batch("miles"))
-
-
-@pytest.mark.parametrize("missing", ["train_log_probs", "rollout_log_probs"])
-def test_a_side_that_is_missing_is_named(missing):
-    batch = micro_batch("miles") | {missing: None}
-    with pytest.raises(UsageError, match="one side's log-probabilities"):
-        miles.tis(args("tis", use_tis=True), **batch)
-
-
-def test_slices_of_context_parallelism_are_refused_in_the_loss():
-    batch = micro_batch("miles")
-    batch["train_log_probs"] = [logp[:2] for logp in batch["train_log_probs"]]
-    with pytest.raises(UsageError, match="context-parallel-size 1"):
-        miles.tis(args("tis", use_tis=True), **batch)
+def test_a_loss_hook_that_cannot_be_is_refused_by_name(subtests):
+    part = [logp[:2] for logp in samples()[0]]
+    for correction, changes, message in (
+        ("m2po", {}, "one micro-batch for m2po"),
+        ("mis", {}, "one micro-batch for mis"),
+        ("ppo-is", {}, "--use-rollout-logprobs"),
+        (None, {}, "name one"),
+        ("tis", {"train_log_probs": None}, "one side's log-probabilities"),
+        ("tis", {"rollout_log_probs": None}, "one side's log-probabilities"),
+        ("tis", {"train_log_probs": part}, "context-parallel-size 1"),
+    ):
+        with subtests.test(correction=correction, changed=list(changes)):
+            batch = micro_batch("miles") | changes
+            with pytest.raises(UsageError, match=message):
+                miles.tis(args(correction, use_tis=True), **batch)
 
 
 def test_a_rollout_without_the_log_probabilities_of_a_tools_reply_is_named():
     short = [row[:-1] for row in samples()[1]]
-    message = "sample 0 of this rank has 5 log-probabilities of the trainer, 4 of the rollout"
+    message = "sample 0 of this rank has 5 .* of the trainer, 4 of the rollout"
     with pytest.raises(UsageError, match=message):
         slime.step(args("tis"), 7, rollout_data(rollout_log_probs=short))
     with pytest.raises(UsageError, match=message):
@@ -346,48 +321,52 @@ def test_context_parallel_slices_are_gathered_and_cut_again(monkeypatch):
         slice_log_prob_with_cp=lambda row, total_length, response_length: row[:1],
     )
     for name in ("slime", "slime.backends", "slime.backends.megatron_utils"):
-        monkeypatch.setitem(__import__("sys").modules, name, SimpleNamespace(__path__=[]))
-    path = "slime.backends.megatron_utils.cp_utils"
-    monkeypatch.setitem(__import__("sys").modules, path, functions)
-    slime.step(args("tis", context_parallel_size=2), 7, data)
-    slime.step(args("tis"), 7, other)
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "slime.backends.megatron_utils.cp_utils", functions)
+    stepped(data, correction="tis", context_parallel_size=2)
+    stepped(other, correction="tis")
     assert float(data["mismatch/k3"]) == float(other["mismatch/k3"])
     for part, whole in zip(data["advantages"], other["advantages"], strict=True):
         assert part.equal(whole[:1])
 
 
 RANKS = """
-import json, sys
+import json, multiprocessing, sys
 import torch, torch.distributed as dist
 import onepolicy as op
 from onepolicy.integrations.slime.metrics import over_ranks
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3)
-metrics, tokens = json.load(open(f"{folder}/given.json"))[rank]
-found = over_ranks(metrics, tokens, op.preset("icepop"), dist.group.WORLD)
-json.dump({name: float(value) for name, value in found.items()}, open(f"{folder}/{rank}", "w"))
-dist.destroy_process_group()  # gloo aborts about 1 process in 60 that ends with its threads alive
+folder = sys.argv[1]
+def run(rank, metrics, tokens):
+    meet = f"file://{folder}/meet"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=3)
+    found = over_ranks(metrics, tokens, op.preset("icepop"), dist.group.WORLD)
+    json.dump({name: float(value) for name, value in found.items()}, open(f"{folder}/{rank}", "w"))
+    dist.destroy_process_group()  # gloo aborts 1 process in 60 that ends with its threads alive
+given = json.load(open(f"{folder}/given.json"))
+fork = multiprocessing.get_context("fork")
+runs = [fork.Process(target=run, args=(rank, *each)) for rank, each in enumerate(given)]
+for each in runs:
+    each.start()
+for each in runs:
+    each.join()
+sys.exit(any(each.exitcode for each in runs))
 """
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_ranks_with_other_metrics_agree_on_their_names(tmp_path):
     """One rank has tokens, one none, and one has only tokens whose values are not finite."""
-    data = rollout_data()
-    slime.step(args("icepop"), 7, data)
-    known = {n: float(v) for n, v in data.items() if n.startswith(("mismatch/", "correction/"))}
+    data, ours = stepped(correction="icepop"), ("mismatch/", "correction/")
+    known = {name: float(value) for name, value in data.items() if name.startswith(ours)}
     some = known | {"mismatch/pearson": math.nan, "mismatch/max_dp": 0.25, "mismatch/k3": 1.0}
     given = [(some, 30), ({}, 0), ({"mismatch/nonfinite": 1.0, "correction/slots": 10.0}, 10)]
     (tmp_path / "given.json").write_text(json.dumps(given))
-    runs = [
-        subprocess.Popen([sys.executable, "-c", RANKS, str(rank), str(tmp_path)])
-        for rank in range(3)
-    ]
-    assert [run.wait() for run in runs] == [0, 0, 0]
+    subprocess.run([sys.executable, "-c", RANKS, str(tmp_path)], check=True)
     first, *others = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
     assert others == [first, first]
     assert first["mismatch/nonfinite"] == pytest.approx(10 / 40)
-    assert first["mismatch/k3"] == 1.0
-    assert first["mismatch/max_dp"] == 0.25
+    assert (first["mismatch/k3"], first["mismatch/max_dp"]) == (1.0, 0.25)
     assert first["correction/slots"] == known["correction/slots"] + 10
     assert set(first) == set(known) - {"mismatch/pearson"}
 
@@ -417,17 +396,16 @@ def finished(rows=5, seed=0, **more):
 def test_routes_are_checked_when_they_arrive():
     """Without a model: rows, ids, layers. It is no detector of other tokens' routes."""
     slime.check_samples(ROUTED, [[finished()], [finished(seed=1)]], None)
-    missing = finished(rollout_routed_experts=None)
-    with pytest.raises(UsageError, match="sample 1 of the rollout: has no routes"):
-        slime.check_samples(ROUTED, [[finished()], [missing]], None)
-    short = finished()
+    missing, short, uncaptured = finished(rollout_routed_experts=None), finished(), finished()
     short.tokens.append(9)
-    with pytest.raises(UsageError, match="6 slots"):
-        slime.check_samples(ROUTED, [[short]], None)
-    uncaptured = finished()
     uncaptured.rollout_routed_experts[:, 2] = 0
-    with pytest.raises(UsageError, match="layer 2"):
-        miles.check_samples(ROUTED, [[uncaptured]], None)
+    for module, groups, message in (
+        (slime, [[finished()], [missing]], "sample 1 of the rollout: has no routes"),
+        (slime, [[short]], "6 slots"),
+        (miles, [[uncaptured]], "layer 2"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            module.check_samples(ROUTED, groups, None)
     off = SimpleNamespace(use_rollout_routing_replay=False)
     slime.check_samples(off, [[missing]], None)
 

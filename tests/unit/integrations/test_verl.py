@@ -1,15 +1,11 @@
 """Parts of the adapter of verl that need no verl."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from onepolicy.config import UsageError
 from onepolicy.integrations.core.advantages import turns_of
@@ -47,23 +43,23 @@ def test_shares_by_hand():
     }
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 9))
-def test_averaged_sums_are_the_shares_of_the_whole(lengths, seed):
+def test_averaged_sums_are_the_shares_of_the_whole(subtests):
     """verl averages micro-batches of different sizes without weights."""
-    random = torch.Generator().manual_seed(seed)
-    pairs = [torch.randint(0, 3, (2, n, 2, 2), generator=random).tolist() for n in lengths]
-    parts = [replay_sums(trace(a), trace(b), samples=1, missing=0, rows=len(a)) for a, b in pairs]
-    whole = replay_sums(
-        RoutingTrace.concat([trace(a) for a, _ in pairs]),
-        RoutingTrace.concat([trace(b) for _, b in pairs]),
-        samples=len(pairs),
-        missing=0,
-        rows=sum(lengths),
-    )
-    found, expected = as_verl_reports(parts), as_verl_reports([whole])
-    finish_update_metrics(found)
-    finish_update_metrics(expected)
-    assert found == pytest.approx(expected)
+    for seed, lengths in enumerate(([1], [3], [1, 6], [5, 2, 4], [6, 1, 1, 3], [2, 2, 2, 2])):
+        with subtests.test(seed=seed, lengths=lengths):
+            random = torch.Generator().manual_seed(seed)
+            ids = [torch.randint(0, 3, (2, n, 2, 2), generator=random).tolist() for n in lengths]
+            pairs, parts = [(trace(a), trace(b)) for a, b in ids], []
+            for replayed, native in pairs:
+                counts = {"samples": 1, "missing": 0, "rows": len(native)}
+                parts.append(replay_sums(replayed, native, **counts))
+            replayed, native = (RoutingTrace.concat(side) for side in zip(*pairs, strict=True))
+            counts = {"samples": len(pairs), "missing": 0, "rows": sum(lengths)}
+            found = as_verl_reports(parts)
+            expected = as_verl_reports([replay_sums(replayed, native, **counts)])
+            finish_update_metrics(found)
+            finish_update_metrics(expected)
+            assert found == pytest.approx(expected)
 
 
 def test_a_step_without_replay_has_no_shares():
@@ -79,26 +75,22 @@ def test_turns_are_runs_of_sampled_tokens():
 
 def test_settings():
     changed = read_settings({"correction": {"preset": "tis", "weight": {"high": 3.0}}, "dump": "d"})
-    assert changed.fixed is not None
-    assert changed.fixed.weight.high == 3.0
-    assert changed.live is None
+    assert (changed.fixed.weight.high, changed.live) == (3.0, None)
     live = read_settings({"correction": "opsm"})
     assert live.fixed is None
     assert live.live is not None
     assert read_settings(None).correction is None
 
 
-@pytest.mark.parametrize("name", ["vespo", "gmpo", "tsi"])
-def test_no_correction_of_that_name(name):
-    with pytest.raises(UsageError, match=f"none is called '{name}'"):
-        read_settings({"correction": name})
-
-
-def test_an_unknown_setting_is_answered_with_the_nearest():
+def test_settings_that_are_none():
+    for name in ("vespo", "gmpo", "tsi"):
+        with pytest.raises(UsageError, match=f"none is called '{name}'"):
+            read_settings({"correction": name})
     with pytest.raises(UsageError, match="did you mean correction"):
         read_settings({"corection": "tis"})
 
 
+@pytest.mark.process
 def test_the_plugin_loads_nothing():
     """verl imports it in every process, whether the run wants onepolicy or not."""
     code = (

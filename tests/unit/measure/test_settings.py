@@ -15,9 +15,6 @@ def test_an_engine_of_this_process():
     assert engine_overrides("hf") == ["rollout.engine.kind=hf"]
     with pytest.raises(UsageError, match="hf runs in this process and takes no address"):
         engine_overrides("hf:http://x")
-
-
-def test_an_unknown_engine_names_the_known():
     with pytest.raises(UsageError, match=r"'trt' is none of hf, vllm"):
         engine_overrides("trt:8000")
 
@@ -47,32 +44,26 @@ def test_prompts_of_a_file_a_recipe_and_a_task(tmp_path):
         task_settings(str(recipe))
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
+def test_lines_of_text_or_json(tmp_path):
+    for text, wanted in (
         (b"1+1=\r\n\n2 {x}\n\n", ["1+1=", "2 {x}"]),
         (b'\xef\xbb\xbf{"prompt": "1+1="}\n\n{"prompt": "2", "answer": 3}\n', ["1+1=", "2"]),
-    ],
-)
-def test_lines_of_text_or_json(tmp_path, text, wanted):
-    (tmp_path / "p").write_bytes(text)
-    assert read_prompts(str(tmp_path / "p")) == wanted
+    ):
+        (tmp_path / "p").write_bytes(text)
+        assert read_prompts(str(tmp_path / "p")) == wanted
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_bad_prompts(tmp_path):
+    for text, message in (
         (b"", "is empty"),
         (b"ok\n\xff\n", "p:2: not UTF-8"),
         (b'{"prompt": "a"}\n{"question": "b"}\n', "p:2: field 'prompt' is missing"),
         (b'{"prompt": ["a"]}\n', "p:1: field 'prompt' is list"),
         (b'{"prompt": "a"}\nplain\n', "p:2: not JSON"),
-    ],
-)
-def test_bad_prompts(tmp_path, text, message):
-    (tmp_path / "p").write_bytes(text)
-    with pytest.raises(UsageError, match=message):
-        read_prompts(str(tmp_path / "p"))
+    ):
+        (tmp_path / "p").write_bytes(text)
+        with pytest.raises(UsageError, match=message):
+            read_prompts(str(tmp_path / "p"))
 
 
 def test_prompts_have_no_answers(tmp_path):

@@ -1,8 +1,6 @@
 """Objective presets resolve, round-trip and print. Settings without effect are refused with the
 reason."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -13,120 +11,88 @@ from onepolicy.config.objective import objective_presets
 from onepolicy.objective.presets import markdown_table
 from support.paths import ROOT
 
-KL_REWARD = ["objective.kl.coef=1.0", "objective.kl.where=reward"]
 MINIMAL = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
 
 
-@pytest.mark.parametrize("name", objective_presets())
-def test_presets_round_trip_and_know_their_name(name: str) -> None:
-    config = resolve(MINIMAL, [f"objective.preset={name}"])
-    assert RunConfig.model_validate_json(config.model_dump_json()) == config
-    assert config.objective.name == name
-    assert (
-        resolve(MINIMAL, [f"objective.preset={name}", "objective.num_minibatches=2"]).objective.name
-        == f"{name} (changed)"
-    )
+def with_settings(text):
+    """Resolve settings of the objective, and of other sections where a name begins with a dot."""
+    return resolve(MINIMAL, [f"objective.{s}".replace("objective..", "") for s in text.split()])
 
 
-def test_defaults_are_grpo_with_clip_higher_and_token_mean() -> None:
+def test_defaults_are_grpo_with_clip_higher_and_token_mean():
     config = resolve(MINIMAL).objective
     assert config == ObjectiveConfig()
     assert config.name == "grpo"
-    assert (config.baseline, config.normalise, config.surrogate, config.reduction) == (
-        "group",
-        "std",
-        "ppo",
-        "token-mean",
-    )
+    found = (config.baseline, config.normalise, config.surrogate, config.reduction)
+    assert found == ("group", "std", "ppo", "token-mean")
     assert (config.clip_low, config.clip_high) == (0.2, 0.28)
 
 
-def test_another_preset_drops_the_old_ones_settings() -> None:
+def test_another_preset_drops_the_old_ones_settings():
     tree = {**MINIMAL, "objective": {"preset": "gspo", "clip_low": 1e-3, "num_minibatches": 2}}
     assert resolve(tree).objective.clip_low == 1e-3
     assert resolve(tree, ["objective.preset=ppo"]).objective.clip_low == 0.2
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["objective.preset=grop"], "none is called 'grop'; there are grpo, dr-grpo"),
-        (["objective.dual_clip=1.1"], "inside the clip range"),
-        (["objective.ratio_level=trajectory"], "leaves every clip range"),
-        (["objective.baseline=none"], "std is of a group's rewards"),
-        (["objective.preset=ppo", "objective.surrogate=gmpo"], "one advantage per sample"),
-        (
-            ["objective.preset=reinforce", "objective.surrogate=gmpo", "objective.gamma=0.9"],
-            "one per token",
-        ),
-        (["objective.preset=ppo", "objective.dynamic_sampling=3"], "equal rewards carry a signal"),
-        (["objective.kl.coef=0.1", "objective.kl.estimator=k1"], "zero on average"),
-        (
-            ["objective.kl.coef=0.1", "objective.kl.where=reward"],
-            "divided by the standard deviation",
-        ),
-        (
-            [
-                "objective.preset=rloo",
-                "objective.kl.coef=1.0",
-                "objective.kl.where=reward",
-                "objective.kl.importance=old",
-            ],
-            "a reward has no gradient",
-        ),
-        (
-            ["objective.kl.coef=0.1", "objective.kl.importance=old", "correction.preset=ppo-is"],
-            "use rollout",
-        ),
-        (
-            [
-                "objective.preset=reinforce++",
-                "objective.kl.coef=1.0",
-                "objective.kl.where=reward",
-                "correction.preset=ppo-is",
-            ],
-            "ppo-is does not compute",
-        ),
-        (["objective.reduction=prompt-mean", "correction.preset=mis"], "prompt-mean has neither"),
-        (["objective.reduction=episode-mean", "correction.preset=mis"], "episode-mean has neither"),
-        (["rollout.group_size=1"], "a group of 1 never has an advantage"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
-)
-def test_contradictions_are_refused(overrides: list[str], words: str) -> None:
-    with pytest.raises(UsageError) as error:
-        resolve(MINIMAL, overrides)
-    assert words in str(error.value)
+REFUSED = [
+    ("preset=grop", "none is called 'grop'; there are grpo, dr-grpo"),
+    ("dual_clip=1.1", "inside the clip range"),
+    ("ratio_level=trajectory", "leaves every clip range"),
+    ("baseline=none", "std is of a group's rewards"),
+    ("preset=ppo surrogate=gmpo", "one advantage per sample"),
+    ("preset=reinforce surrogate=gmpo gamma=0.9", "one per token"),
+    ("preset=ppo dynamic_sampling=3", "equal rewards carry a signal"),
+    ("kl.coef=0.1 kl.estimator=k1", "zero on average"),
+    ("kl.coef=0.1 kl.where=reward", "divided by the standard deviation"),
+    ("preset=rloo kl.coef=1.0 kl.where=reward kl.importance=old", "a reward has no gradient"),
+    ("kl.coef=0.1 kl.importance=old .correction.preset=ppo-is", "use rollout"),
+    (
+        "preset=reinforce++ kl.coef=1.0 kl.where=reward .correction.preset=ppo-is",
+        "ppo-is does not compute",
+    ),
+    ("reduction=prompt-mean .correction.preset=mis", "prompt-mean has neither"),
+    ("reduction=episode-mean .correction.preset=mis", "episode-mean has neither"),
+    (".rollout.group_size=1", "a group of 1 never has an advantage"),
+]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["objective.clip_high=0.4", "objective.num_minibatches=2"],
-        [
-            "objective.clip_high=0.4",
-            "correction.preset=ppo-is",
-        ],  # new / rollout is not 1 in the first update either
-        ["objective.preset=sapo", "objective.tau_negative=2.0", "correction.preset=ppo-is"],
-        ["objective.preset=ppo", "objective.critic.clip=0.5", "objective.num_minibatches=4"],
-        *([f"objective.preset={name}"] for name in objective_presets()),
-        ["objective.preset=gspo", "objective.clip_low=3e-4"],  # what it is anyway
-    ],
-    ids=" ".join,
-)
-def test_effective_clips_and_those_of_presets_are_accepted(overrides: list[str]) -> None:
-    stored = resolve(MINIMAL, overrides).model_dump_json()
-    assert (
-        RunConfig.model_validate_json(stored).model_dump_json() == stored
-    )  # a run folder's settings are all set
+def test_contradictions_are_refused(subtests):
+    for overrides, words in REFUSED:
+        with subtests.test(overrides=overrides):
+            with pytest.raises(UsageError) as error:
+                with_settings(overrides)
+            assert words in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["reinforce", "reinforce++", "ppo"])
-def test_groups_of_one_need_a_baseline_without_siblings(name: str) -> None:
-    resolve(MINIMAL, [f"objective.preset={name}", "rollout.group_size=1"])
+ACCEPTED = [
+    "clip_high=0.4 num_minibatches=2",
+    "clip_high=0.4 .correction.preset=ppo-is",  # new / rollout is not 1 in the first update either
+    "preset=sapo tau_negative=2.0 .correction.preset=ppo-is",
+    "preset=ppo critic.clip=0.5 num_minibatches=4",
+    "preset=gspo clip_low=3e-4",  # what it is anyway
+    *(f"preset={name} .rollout.group_size=1" for name in ("reinforce", "reinforce++", "ppo")),
+    *(f"preset={name}" for name in objective_presets()),
+]
 
 
-def test_config_prints_objective_presets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_effective_clips_and_those_of_presets_are_accepted_again_as_a_runs_settings(subtests):
+    for overrides in ACCEPTED:
+        with subtests.test(overrides=overrides):
+            config = with_settings(overrides)
+            again = RunConfig.model_validate_json(config.model_dump_json())  # all settings are set
+            assert again == config
+            assert again.model_dump_json() == config.model_dump_json()
+
+
+def test_presets_know_their_name(subtests):
+    for name in objective_presets():
+        with subtests.test(name=name):
+            assert with_settings(f"preset={name}").objective.name == name
+            changed = with_settings(f"preset={name} num_minibatches=2")
+            assert changed.objective.name == f"{name} (changed)"
+
+
+def test_config_prints_objective_presets(capsys):
     assert main(["config", "objective"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(objective_presets())
@@ -138,7 +104,7 @@ def test_config_prints_objective_presets(capsys: pytest.CaptureFixture[str]) -> 
     assert "gspoo" in capsys.readouterr().err
 
 
-def test_the_page_is_current() -> None:
+def test_the_page_is_current():
     page = (ROOT / "docs" / "objectives.md").read_text()
     table = markdown_table()
     assert table in page, f"docs/objectives.md is not current; it should contain\n{table}"

@@ -28,15 +28,19 @@ def run(name, k3, reward, seed=0, norm=1.0):
     return ArmRun(name, seed, [{"step": 0, "eval/avg@4": 0.25}, *rows, {"eval/avg@4": 0.5}])
 
 
+def both(first, other, *rewards):
+    """Return the comparison of arms off and r3 with these k3, and rewards or 0.5 throughout."""
+    rewards = rewards or ([0.5] * len(first), [0.5] * len(other))
+    return contrast(run("off", first, rewards[0]), run("r3", other, rewards[1]))
+
+
 def noisy(mean, steps=80, seed=0):
     return (mean * np.exp(0.3 * np.random.default_rng(seed).standard_normal(steps))).tolist()
 
 
 def test_ratio_and_difference_of_means():
-    found = contrast(
-        run("off", [2e-3, 4e-3] * 20, [0.0] * 20 + [0.5] * 20),
-        run("r3", [1e-5, 2e-5] * 20, [1.0] * 20 + [0.25] * 20),
-    )
+    rewards = [0.0] * 20 + [0.5] * 20, [1.0] * 20 + [0.25] * 20
+    found = both([2e-3, 4e-3] * 20, [1e-5, 2e-5] * 20, *rewards)
     assert found.k3 == pytest.approx((3e-3, 1.5e-5))
     assert found.k3_ratio.value == pytest.approx(200)
     assert found.reward == (0.5, 0.25)  # of the second half
@@ -45,8 +49,7 @@ def test_ratio_and_difference_of_means():
 
 def test_the_interval_covers_the_ratio_and_narrows_with_steps():
     def width(steps):
-        first = run("off", noisy(1e-3, steps, 1), [0.5] * steps)
-        found = contrast(first, run("r3", noisy(1e-5, steps, 2), [0.5] * steps)).k3_ratio
+        found = both(noisy(1e-3, steps, 1), noisy(1e-5, steps, 2)).k3_ratio
         assert found.low < found.value < found.high
         return math.log(found.high / found.low)
 
@@ -57,10 +60,9 @@ def test_blocks_widen_the_interval_of_a_slow_curve():
     """Steps one after the other are alike, and an interval over single steps would not know."""
     slow = (1e-3 * np.exp(np.repeat(np.random.default_rng(3).standard_normal(8), 20))).tolist()
     shuffled = np.random.default_rng(4).permutation(slow).tolist()
-    flat = run("r3", [1e-5] * 160, [0.5] * 160)
 
     def width(values):
-        found = contrast(run("off", values, [0.5] * 160), flat).k3_ratio
+        found = both(values, [1e-5] * 160).k3_ratio
         return math.log(found.high / found.low)
 
     assert width(slow) > 1.5 * width(shuffled)
@@ -69,8 +71,7 @@ def test_blocks_widen_the_interval_of_a_slow_curve():
 def test_sentences():
     more = [0.2] * 40 + [0.9, 0.8] * 20
     less = [0.2] * 40 + [0.3, 0.2] * 20
-    found = contrast(run("off", noisy(3e-3), less), run("r3", noisy(1e-5, seed=9), more))
-    k3, reward = found.sentences()
+    k3, reward = both(noisy(3e-3), noisy(1e-5, seed=9), less, more).sentences()
     assert "times smaller (95% interval over batches" in k3
     assert "a difference of +0.60" in reward
     assert reward.endswith("r3 earned more with this seed.")
@@ -79,22 +80,37 @@ def test_sentences():
     assert back.sentences()[1].endswith("r3 earned more with this seed.")
 
 
-def test_equal_rewards_show_no_difference():
-    reward = np.random.default_rng(5).random(80).tolist()
-    found = contrast(run("off", noisy(1e-3), reward), run("r3", noisy(1e-5), reward))
-    assert found.sentences()[1].endswith("no difference seen.")
+MISSING = [1e-3] * 30 + [None] * 10  # a run that breaks down
+LATE = [0.0] * 39 + [1e-3]  # 0 in many a draw, so the ratio has no upper bound
+K3_SENTENCES = [
+    (noisy(5e-6), noisy(1e-7), "both are too small to matter."),
+    ([1e-3] * 8, [1e-5] * 8, "100 times smaller; too few steps for an interval."),
+    (MISSING, [1e-5] * 40, "Over the 30 of 40 steps that have one in both, k3 is"),
+    ([1e-3] * 40, [None] * 40, "No step has a k3 in both off and r3."),
+    ([0.0] * 40, [1e-3] * 40, "and 0.001 in r3."),  # a k3 of 0 has no ratio
+    ([1e-3] * 40, [0.0] * 40, "and 0 in r3."),
+    ([1e-3] * 40, LATE, "40 times smaller (95% interval over batches at least"),
+    (LATE, [1e-3] * 40, "40 times larger (95% interval over batches at least"),
+    (noisy(1e-3), noisy(1e-3, seed=1), ": no difference seen (ratio "),  # that may be 1
+]
+LOW, HIGH = [0.0] * 40 + [0.01, 0.013] * 20, [0.0] * 40 + [0.014, 0.017] * 20
+RANDOM = np.random.default_rng(5).random(80).tolist()
+REWARD_SENTENCES = [
+    (RANDOM, RANDOM, "): no difference seen."),
+    ([0.5] * 8, [0.75] * 8, "a difference of +0.25; too few steps to say more."),
+    (LOW, HIGH, "0.0115 in off, 0.0155 in r3, a difference of +0.0040 ("),
+    (LOW, LOW, "a difference of +0.00 (+0.00 to +0.00): no difference seen."),  # no -0
+]
 
 
-def test_two_gaps_that_are_too_small_have_no_ratio():
-    found = contrast(run("off", noisy(5e-6), [0.5] * 80), run("r3", noisy(1e-7), [0.5] * 80))
-    assert found.sentences()[0].endswith("both are too small to matter.")
-
-
-def test_few_steps_have_no_interval():
-    found = contrast(run("off", [1e-3] * 8, [0.5] * 8), run("r3", [1e-5] * 8, [0.75] * 8))
-    assert math.isnan(found.k3_ratio.low)
-    assert found.sentences()[0].endswith("100 times smaller; too few steps for an interval.")
-    assert found.sentences()[1].endswith("too few steps to say more.")
+def test_sentences_of_each_case(subtests):
+    for first, other, words in K3_SENTENCES:
+        with subtests.test(words):
+            assert words in both(first, other).sentences()[0]
+    for first, other, words in REWARD_SENTENCES:
+        with subtests.test(words):
+            k3 = [1e-3] * len(first)
+            assert words in both(k3, k3, first, other).sentences()[1]
 
 
 def test_every_arm_is_compared_with_the_first_of_its_seed():
@@ -106,67 +122,26 @@ def test_every_arm_is_compared_with_the_first_of_its_seed():
 
 
 def test_no_k3_in_common_is_said_beside_the_reward():
-    first, other = run("off", [1e-3] * 40, [0.5] * 40), run("r3", [None] * 40, [0.5] * 40)
-    found = contrast(first, other)
-    assert found.sentences()[0] == "No step has a k3 in both off and r3."
-    assert found.sentences()[1].startswith("Reward, second half: 0.50 in off, 0.50 in r3")
+    found = both([1e-3] * 40, [None] * 40).sentences()
+    assert found[1].startswith("Reward, second half: 0.50 in off, 0.50 in r3")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of numpy: mean of nothing
-        assert rows_of_table([other])[0][3:5] == (DASH, DASH)
-
-
-def test_steps_without_k3_are_counted():
-    broken = [1e-3] * 30 + [None] * 10  # a run that breaks down
-    found = contrast(run("off", broken, [0.5] * 40), run("r3", [1e-5] * 40, [0.5] * 40))
-    assert found.sentences()[0].startswith("Over the 30 of 40 steps that have one in both, k3 is")
+        row = rows_of_table([run("r3", [None] * 40, [0.5] * 40)])[0]
+    assert row[3:5] == (DASH, DASH)
 
 
 def test_arms_of_different_length_are_compared_over_the_shorter():
-    long = run("off", [1e-3] * 60, [0.0] * 40 + [1.0] * 20)
-    found = contrast(long, run("r3", [1e-5] * 40, [0.0] * 20 + [0.5] * 20))
+    rewards = [0.0] * 40 + [1.0] * 20, [0.0] * 20 + [0.5] * 20
+    found = both([1e-3] * 60, [1e-5] * 40, *rewards)
     assert found.reward == (0.0, 0.5)
-    assert found.sentences()[0] == (
-        "off has 60 steps, r3 40: only the first 40 of both are compared."
-    )
+    words = "off has 60 steps, r3 40: only the first 40 of both are compared."
+    assert found.sentences()[0] == words
 
 
-@pytest.mark.parametrize(
-    ("first", "other", "end"),
-    [
-        ([0.0] * 40, [1e-3] * 40, "and 0.001 in r3."),
-        ([1e-3] * 40, [0.0] * 40, "and 0 in r3."),
-        # 0 in many a draw, so the ratio has no upper bound
-        ([1e-3] * 40, [0.0] * 39 + [1e-3], "40 times smaller (95% interval over batches at least"),
-        ([0.0] * 39 + [1e-3], [1e-3] * 40, "40 times larger (95% interval over batches at least"),
-    ],
-)
-def test_a_k3_of_zero_has_no_ratio(first, other, end):
-    found = contrast(run("off", first, [0.5] * 40), run("r3", other, [0.5] * 40))
-    assert end in found.sentences()[0]
-
-
-def test_a_ratio_that_may_be_one_is_no_difference():
-    flat = [0.5] * 80
-    found = contrast(run("off", noisy(1e-3), flat), run("r3", noisy(1e-3, seed=1), flat))
-    assert "no difference seen (ratio " in found.sentences()[0]
-    assert "times" not in found.sentences()[0]
-
-
-def test_small_rewards_have_digits_and_no_negative_zero():
-    less, more = [0.0] * 40 + [0.01, 0.013] * 20, [0.0] * 40 + [0.014, 0.017] * 20
-    found = contrast(run("off", noisy(1e-3), less), run("r3", noisy(1e-5), more))
-    assert "0.0115 in off, 0.0155 in r3, a difference of +0.0040 (" in found.sentences()[1]
-    same = contrast(run("off", noisy(1e-3), less), run("r3", noisy(1e-5), less))
-    assert "a difference of +0.00 (+0.00 to +0.00): no difference seen." in same.sentences()[1]
-
-
-def test_table_has_first_and_last_tenths():
+def test_table_has_first_and_last_tenths_and_leaves_holes_empty():
     row = rows_of_table([run("off", [1e-3] * 36 + [2e-3] * 4, [0.1] * 36 + [0.9] * 4)])[0]
     assert row[:3] == ("off, 0", "0.10 → 0.90", "0.25 → 0.50")
     assert row[4] == "0.002"
-
-
-def test_table_of_a_run_without_evaluations_and_with_holes():
     rows = [{"step": at, "train/reward": None, "train/grad_norm": None} for at in (1, 2)]
     arm = ArmRun("off", 0, rows)
     assert rows_of_table([arm])[0] == ("off, 0", f"{DASH} → {DASH}", "", *[DASH] * 4)

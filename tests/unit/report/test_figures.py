@@ -5,6 +5,7 @@ import html
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from onepolicy.report.mismatch import extreme_tokens, k3, mismatch_figures, pair
 from onepolicy.report.outcome import outcome
 from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import load_run
+from onepolicy.report.words import verdict
 from onepolicy.run.summary import summarise
 from support.report_run import make_fixture_run
 
@@ -34,10 +36,21 @@ def run_folder(tmp_path_factory) -> Path:
     return make_fixture_run(tmp_path_factory.mktemp("runs") / "full")
 
 
+@pytest.fixture(scope="module")
+def report(run_folder) -> str:
+    assert write_report(run_folder) == run_folder / "report.html"
+    return (run_folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory) -> Path:
+    return make_fixture_run(tmp_path_factory.mktemp("runs") / "small", steps=12, tokens=120)
+
+
 @pytest.fixture
-def copy(tmp_path) -> Path:
+def copy(small_run, tmp_path) -> Path:
     """Return a small run that a test may damage."""
-    return make_fixture_run(tmp_path / "run", steps=12, tokens=120)
+    return shutil.copytree(small_run, tmp_path / "run")
 
 
 def specs(html: str) -> dict[str, dict]:
@@ -49,18 +62,27 @@ def without_plotly(html: str) -> str:
     return re.sub(r'<script id="plotly">.*?</script>', "", html, flags=re.S)
 
 
-def test_full_report(run_folder):
-    path = write_report(run_folder)
-    assert path == run_folder / "report.html"
-    html = path.read_text(encoding="utf-8")
-    assert set(specs(html)) == FULL
-    assert html.count('<script id="plotly">') == 1
+def page_of(folder: Path) -> str:
+    return without_plotly(write_report(folder).read_text(encoding="utf-8"))
+
+
+def test_full_report(report):
+    assert set(specs(report)) == FULL
+    assert report.count('<script id="plotly">') == 1
     for name in FULL:
-        assert html.count(f'id="fig-{name}"') == 1
-    page = without_plotly(html)
+        assert report.count(f'id="fig-{name}"') == 1
+    page = without_plotly(report)
     assert "http" not in page
     assert not re.search(r"\b(src|href)=|url\(|@import", page)
     assert '<ul class="absent">' not in page
+    assert "<script>window.hacked" not in page  # text of a run is escaped
+    assert "&lt;script&gt;window.hacked = true&lt;/script&gt;" in page
+    assert "&lt;/pre&gt;&lt;b&gt;&amp; &#39;quoted&#39;&lt;/b&gt;" in page
+    for name, spec in specs(report).items():  # plotly's own validator takes it
+        plain = json.loads(re.sub(r'"@[a-z-]+"', '"#123456"', json.dumps(spec)))
+        figure = go.Figure(data=plain["data"], layout=plain["layout"])
+        assert figure.layout.xaxis.title.text, name
+        assert figure.layout.yaxis.title.text, name
 
 
 def test_verdict_and_comparison_by_hand(copy):
@@ -74,56 +96,23 @@ def test_verdict_and_comparison_by_hand(copy):
         "probe_steps": [10],
     }
     (copy / "summary.json").write_text(json.dumps(summary))
-    page = without_plotly(write_report(copy).read_text(encoding="utf-8"))
-    assert "Reward rose from 0.25 to 0.75 over 12 steps." in page
-    assert "It crashed at step 9." in page
-    assert (
-        "on 1 probe batch scored both ways: k3 0.004 \u2192 0.001 (cut by 4\u00d7, one probe);"
-        in page
-    )
-    assert (
-        "routers that would choose otherwise 5% \u2192 2%; "
-        "experts that ran with it: 100% the rollout" in page
-    )
-    first = outcome(summary)
+    page, first = html.unescape(page_of(copy)), outcome(summary)
     assert first.startswith("The policy crashed at step 9")
-    assert (
-        page.index("<h1>")
-        < page.index(first)
-        < page.index("Reward rose from")
-        < page.index('class="tiles"')
-    )
-    row = [
-        f"<td>{cell}</td>"
-        for cell in ("Routers that would choose otherwise", "1%", "5%", "2%", "\u2013")
-    ]
-    assert "".join(row) in re.sub(r' data-name="[^"]*"', "", page)
-
-
-def test_text_of_a_run_is_escaped(run_folder):
-    page = without_plotly(write_report(run_folder).read_text(encoding="utf-8"))
-    assert "<script>window.hacked" not in page
-    assert "&lt;script&gt;window.hacked = true&lt;/script&gt;" in page
-    assert "&lt;/pre&gt;&lt;b&gt;&amp; &#39;quoted&#39;&lt;/b&gt;" in page
-
-
-def test_every_figure_is_valid_plotly(run_folder):
-    """The validator is plotly's own, with the theme's colour names replaced."""
-    for name, spec in specs(write_report(run_folder).read_text(encoding="utf-8")).items():
-        plain = json.loads(re.sub(r'"@[a-z-]+"', '"#123456"', json.dumps(spec)))
-        figure = go.Figure(data=plain["data"], layout=plain["layout"])
-        assert figure.layout.xaxis.title.text, name
-        assert figure.layout.yaxis.title.text, name
+    sentences = verdict(summary)
+    assert "(cut by 4\u00d7, one probe)" in sentences[-1]
+    assert all(sentence in page for sentence in sentences)
+    order = [page.index(part) for part in ("<h1>", first, "Reward rose from", 'class="tiles"')]
+    assert order == sorted(order)
+    cells = ("Routers that would choose otherwise", "1%", "5%", "2%", "\u2013")
+    row = "".join(f"<td>{cell}</td>" for cell in cells)
+    assert row in re.sub(r' data-name="[^"]*"', "", page)
 
 
 def test_colours_and_second_signs(run_folder):
-    assert [look.color for look in (ROLLOUT, TRAINER, REPLAY)] == [
-        "@rollout",
-        "@trainer",
-        "@replay",
-    ]
+    looks = (ROLLOUT, TRAINER, REPLAY)
+    assert [look.color for look in looks] == ["@rollout", "@trainer", "@replay"]
     for sign in ("dash", "symbol", "pattern"):
-        assert len({getattr(look, sign) for look in (ROLLOUT, TRAINER, REPLAY)}) == 3
+        assert len({getattr(look, sign) for look in looks}) == 3
     figures = {f.name: f for f in all_figures(run_folder) if isinstance(f, Figure)}
     assert figures["reward"].data[0]["line"]["color"] == "@rollout"
     assert figures["entropy"].data[0]["line"]["color"] == "@trainer"
@@ -142,28 +131,26 @@ def all_figures(folder: Path) -> list[Figure | Absent]:
     return [*learning_figures(run), *mismatch_figures(run), *routing_figures(run), time_split(run)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "gone", "sentence"),
-    [
-        (
-            {"moe": False},
-            {"routers", "tokens", "sequences", "layers", "gate-mass"},
-            "a dense model has no routers",
-        ),
-        (
-            {"replay": False},
-            {"scatter_native", "gate-mass"},
-            "No second curve: rollout routes are not replayed",
-        ),
-        ({"evaluation": False}, set(), "no evaluation was run (eval.every = 0)"),
-    ],
-)
-def test_missing_pieces_leave_a_sentence(tmp_path, kind, gone, sentence):
-    html = write_report(make_fixture_run(tmp_path / "run", steps=12, tokens=120, **kind)).read_text(
-        encoding="utf-8"
-    )
-    assert set(specs(html)) == FULL - gone
-    assert sentence in without_plotly(html)
+OF_ROUTERS = {"routers", "tokens", "sequences", "layers", "gate-mass"}
+OF_REPLAY = {"scatter_native", "gate-mass"}
+MISSING = [
+    ("moe", OF_ROUTERS, "a dense model has no routers"),
+    ("replay", OF_REPLAY, "No second curve: rollout routes are not replayed"),
+    ("evaluation", set(), "no evaluation was run (eval.every = 0)"),
+]
+
+
+def test_missing_pieces_leave_a_sentence(tmp_path, subtests):
+    for part, gone, sentence in MISSING:
+        with subtests.test(part):
+            made = make_fixture_run(tmp_path / part, steps=12, tokens=120, **{part: False})
+            page = page_of(made)
+            assert set(specs(page)) == FULL - gone
+            assert sentence in page
+            if part == "replay":  # k3 is then drawn as the trainer's
+                figure = k3(load_run(made))
+                assert isinstance(figure, Figure)
+                assert [t["line"]["color"] for t in figure.data] == ["@trainer"]
 
 
 def retold(copy: Path, change) -> dict[str, str]:
@@ -177,15 +164,12 @@ def retold(copy: Path, change) -> dict[str, str]:
 
 def test_titles_follow_the_data(copy):
     def change(row):
-        at = row["step"]
+        at, probed = row["step"], "counterfactual/mismatch/k3"
         if at == 0:
             return row
         own = {"train/entropy": 0.6 / at, "train/grad_norm": 0.0, "train/response_length": 80.0}
         own |= {"train/reward": 0.9 - 0.05 * at, "mismatch/k3": 1e-2 * at}
-        without = (
-            {"counterfactual/mismatch/k3": 4e-2 * at} if "counterfactual/mismatch/k3" in row else {}
-        )
-        return row | own | without
+        return row | own | ({probed: 4e-2 * at} if probed in row else {})
 
     titles = retold(copy, change)
     assert titles["entropy"] == "Entropy falls 4.5-fold, from 0.274 to 0.0612 nats"
@@ -197,39 +181,26 @@ def test_titles_follow_the_data(copy):
 
 
 def test_a_small_k3_has_no_ratio_in_the_report(copy):
-    page = without_plotly(write_report(copy).read_text(encoding="utf-8"))
+    page = page_of(copy)
     assert "k3 is too small to matter: " in page
     assert "replay cuts" not in page.lower()
     assert "100% the rollout's" in html.unescape(page)
-
-
-def test_replay_off_is_drawn_as_the_trainer(tmp_path):
-    run = load_run(make_fixture_run(tmp_path / "run", steps=12, tokens=120, replay=False))
-    figure = k3(run)
-    assert isinstance(figure, Figure)
-    assert [t["line"]["color"] for t in figure.data] == ["@trainer"]
 
 
 def test_no_probe_and_no_samples(copy):
     for path in (copy / "probes").iterdir():
         path.unlink()
     (copy / "samples.jsonl").unlink()
-    html = write_report(copy).read_text(encoding="utf-8")
-    assert set(specs(html)) == {"reward", "length", "entropy", "grad_norm", "k3", "time"}
-    for text in (
-        "F(\u03c4): no probe",
-        "Probability scatter: no probe",
-        "Routing: no probe",
-        "Samples: samples.jsonl is",
-    ):
-        assert text in html
+    page = page_of(copy)
+    assert set(specs(page)) == {"reward", "length", "entropy", "grad_norm", "k3", "time"}
+    for part in ("F(\u03c4)", "Probability scatter", "Routing"):
+        assert f"{part}: no probe" in page
+    assert "Samples: samples.jsonl is" in page
 
 
 def probe_run(copy: Path, **tensors: list) -> object:
-    arrays = {
-        name: np.array(v, dtype=np.float32 if "logp" in name else None)
-        for name, v in tensors.items()
-    }
+    types = {name: np.float32 for name in tensors if "logp" in name}
+    arrays = {name: np.array(v, dtype=types.get(name)) for name, v in tensors.items()}
     save_file(arrays, copy / "probes" / "step_00011.safetensors")
     return load_run(copy)
 
@@ -237,18 +208,12 @@ def probe_run(copy: Path, **tensors: list) -> object:
 def test_f_tau_by_hand(copy):
     """Ratios 1, 1.5, 3, 1/3 -> F(1.25) = 3/4, F(2) = 1/2, F(5) = 0; equal engines -> 0 from the
     start."""
-    ratios = [1.0, 1.5, 3.0, 1 / 3]
-    run = probe_run(
-        copy,
-        logp_rollout=[-2.0] * 4,
-        logp_trainer=[-2.0] * 4,
-        logp_trainer_native=[-2 + math.log(r) for r in ratios],
-    )
-    figure = extreme_tokens(pairs_of(run))
+    native = [-2 + math.log(ratio) for ratio in (1.0, 1.5, 3.0, 1 / 3)]
+    logp = {"logp_rollout": [-2.0] * 4, "logp_trainer": [-2.0] * 4}
+    figure = extreme_tokens(pairs_of(probe_run(copy, **logp, logp_trainer_native=native)))
     assert isinstance(figure, Figure)
-    replayed, *replayed_spots, native, at_125, at_2 = (
-        figure.data
-    )  # 5 is off the axis: the largest ratio is 3
+    # 5 is off the axis: the largest ratio is 3
+    replayed, *replayed_spots, native, at_125, at_2 = figure.data
     floor = 0.01  # one decade below 1/n = 0.25
     assert (at_125["y"], at_2["y"]) == ([0.75], [0.5])
     assert figure.title == "Off by more than a factor of 2: 0% with replay, 50% without replay"
@@ -279,10 +244,8 @@ def test_routing_figures_by_hand(copy):
     assert routers.data[0]["y"] == [0.9, None, 0.1]
     assert sequences.data[0]["y"][0] == sequences.data[0]["y"][-1] == 0.5
     missing = [f for f in routing_figures(run) if isinstance(f, Absent)]
-    assert [f.why for f in missing] == [
-        "Routing, layers: the last probe has no disagree_per_layer.",
-        "Routing, gate mass: the last probe has no gate_mass_per_layer.",
-    ]
+    why = ("layers: the last probe has no disagree", "gate mass: the last probe has no gate_mass")
+    assert [f.why for f in missing] == [f"Routing, {words}_per_layer." for words in why]
 
 
 def test_zero_k3_is_visible(copy):
@@ -300,25 +263,20 @@ def test_zero_k3_is_visible(copy):
 
 def test_log_scale_by_hand():
     scale = LogScale.of([3e-4, 0.02, math.nan], [0.0])
-    assert (scale.floor, scale.top, scale.has_zero) == (
-        pytest.approx(1e-5),
-        pytest.approx(0.1),
-        True,
-    )
+    assert (scale.floor, scale.top) == pytest.approx((1e-5, 0.1))
+    assert scale.has_zero
     assert scale.lift([0.0, -1e-9, 0.02]) == [scale.floor, scale.floor, 0.02]
-    assert scale.axis("x")["ticktext"] == [
-        "0",
-        "10<sup>\u22124</sup>",
-        "10<sup>\u22123</sup>",
-        "0.01",
-        "0.1",
-    ]
+    powers = [f"10<sup>\u2212{power}</sup>" for power in (4, 3)]
+    assert scale.axis("x")["ticktext"] == ["0", *powers, "0.01", "0.1"]
     clean = LogScale.of([3e-4, 0.02])
     assert (clean.floor, clean.has_zero) == (pytest.approx(1e-4), False)
     assert "0" not in clean.axis("x")["ticktext"]
     nothing = LogScale.of([0.0, 0.0])  # bitwise mode: every k3 is 0
     assert nothing.axis("x")["ticktext"][0] == "0"
     assert nothing.floor < nothing.top
+    smallest = LogScale.of([5e-324, 0.0])
+    assert smallest.floor > 0
+    assert smallest.axis("k3")["range"][0] < -300
 
 
 def test_subsample_keeps_the_extremes():
@@ -326,16 +284,13 @@ def test_subsample_keeps_the_extremes():
     chosen = subsample(difference, 10_000)
     assert len(set(chosen.tolist())) == 10_000
     assert set(np.argsort(-difference)[:500]) <= set(chosen)
-    rest = np.setdiff1d(chosen, np.argsort(-difference)[:500])
-    assert difference[rest].mean() == pytest.approx(
-        difference.mean(), abs=0.02
-    )  # not only extremes
+    rest = difference[np.setdiff1d(chosen, np.argsort(-difference)[:500])]
+    assert rest.mean() == pytest.approx(difference.mean(), abs=0.02)  # not only extremes
     assert (subsample(difference[:9], 10_000) == np.arange(9)).all()
 
 
 def test_trailing_mean_by_hand():
-    assert trailing_mean([1.0, 3.0, math.nan, 5.0], 2)[:2] == [1.0, 2.0]
-    assert trailing_mean([1.0, 3.0, math.nan, 5.0], 2)[2:] == [3.0, 5.0]
+    assert trailing_mean([1.0, 3.0, math.nan, 5.0], 2) == [1.0, 2.0, 3.0, 5.0]
 
 
 def test_time_split_adds_up(run_folder):
@@ -344,13 +299,8 @@ def test_time_split_adds_up(run_folder):
     assert isinstance(figure, Figure)
     total = np.sum([trace["y"] for trace in figure.data], axis=0)
     assert total == pytest.approx([row["time/step"] for row in run.rows if "time/step" in row])
-    assert [trace["name"] for trace in figure.data] == [
-        "rollout",
-        "score",
-        "update",
-        "sync",
-        "other",
-    ]
+    names = [trace["name"] for trace in figure.data]
+    assert names == ["rollout", "score", "update", "sync", "other"]
 
 
 def test_crash_is_marked(copy):
@@ -360,9 +310,3 @@ def test_crash_is_marked(copy):
     assert isinstance(reward, Figure)
     assert reward.layout["shapes"][0]["x0"] == 9
     assert reward.layout["annotations"][0]["text"] == "crash"
-
-
-def test_a_log_axis_of_the_smallest_float():
-    scale = LogScale.of([5e-324, 0.0])
-    assert scale.floor > 0
-    assert scale.axis("k3")["range"][0] < -300

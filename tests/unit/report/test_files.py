@@ -4,11 +4,14 @@ report is made."""
 import json
 import math
 import re
+import shutil
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from onepolicy.config import UsageError
 from onepolicy.report.html import write_report
@@ -16,70 +19,76 @@ from onepolicy.report.run import load_run
 from support.report_run import make_fixture_run, write_probe
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return make_fixture_run(tmp_path_factory.mktemp("runs") / "whole", steps=12, tokens=120)
+
+
 @pytest.fixture
-def copy(tmp_path) -> Path:
-    """Return a small run that a test may damage."""
-    return make_fixture_run(tmp_path / "run", steps=12, tokens=120)
+def copy(whole, tmp_path) -> Path:
+    """Return a run that a test may damage."""
+    return shutil.copytree(whole, tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["config.json", "run.json", "summary.json", "metrics.jsonl"])
-@pytest.mark.parametrize("damage", ["missing", "corrupt", "wrong type", "empty"])
-def test_required_file(copy, name, damage):
-    path = copy / name
-    if damage == "missing":
-        path.unlink()
-    else:
-        path.write_text({"corrupt": "{]\n{}\n", "wrong type": "[1]\n[2]\n", "empty": ""}[damage])
-    with pytest.raises(UsageError, match=re.escape(str(path))):
-        write_report(copy)
-    assert not (copy / "report.html").exists()
+@contextmanager
+def written(path: Path, data: str | bytes | None):
+    """Write other data into a file, or none: remove it. Put back what it held."""
+    before = path.read_bytes()
+    path.unlink()
+    if data is not None:
+        path.write_bytes(data.encode() if isinstance(data, str) else data)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+def refused(folder: Path, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        write_report(folder)
+
+
+DAMAGES = {"missing": None, "corrupt": "{]\n{}\n", "wrong type": "[1]\n[2]\n", "empty": ""}
+
+
+def test_required_file(copy, subtests):
+    for name in ("config.json", "run.json", "summary.json", "metrics.jsonl"):
+        for damage, data in DAMAGES.items():
+            with subtests.test(name=name, damage=damage), written(copy / name, data):
+                refused(copy, re.escape(str(copy / name)))
+                assert not (copy / "report.html").exists()
 
 
 def test_no_such_folder(tmp_path):
-    with pytest.raises(UsageError, match="nowhere: no such run folder"):
-        write_report(tmp_path / "nowhere")
+    refused(tmp_path / "nowhere", "nowhere: no such run folder")
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "message"),
-    [
-        ("samples.jsonl", '{"prompt": "x"}', r"samples\.jsonl:2: no integer `step`"),
-        ("metrics.jsonl", '{"train/reward": 1}', r"metrics\.jsonl:2: no integer `step`"),
-        ("metrics.jsonl", '{"step": true}', r"metrics\.jsonl:2: no integer `step`"),
-        (
-            "metrics.jsonl",
-            '{"step": 2, "train/reward": "1"}',
-            r"metrics\.jsonl:2: train/reward is '1', not a number",
-        ),
-        ("metrics.jsonl", 100_000 * "[", r"metrics\.jsonl:2: not a JSON object"),
-    ],
-    ids=lambda x: x[:30],
-)
-def test_row_of_another_shape(copy, name, line, message):
-    (copy / name).write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
-    with pytest.raises(UsageError, match=message):
-        write_report(copy)
+ROWS = [
+    ("samples.jsonl", '{"prompt": "x"}', "no integer `step`"),
+    ("metrics.jsonl", '{"train/reward": 1}', "no integer `step`"),
+    ("metrics.jsonl", '{"step": true}', "no integer `step`"),
+    ("metrics.jsonl", '{"step": 2, "train/reward": "1"}', "train/reward is '1', not a number"),
+    ("metrics.jsonl", 100_000 * "[", "not a JSON object"),
+]
+SUMMARIES = [
+    ({"steps": None}, "lacks steps"),
+    ({"steps": "12"}, "steps is '12', .* valid integer"),
+    ({"eval_best": 0.5}, r"eval_best is 0\.5, .* valid dictionary"),
+    ({"parent": {"run": "x"}}, r"lacks parent\.step; delete it"),
+    ({"mismatch": {"mismatch/k3": {"mean": 1}}}, r"mismatch\.mismatch/k3 is .* valid number"),
+]
 
 
-@pytest.mark.parametrize(
-    ("summary", "message"),
-    [
-        ({}, r"summary\.json: lacks steps"),
-        ({"steps": "12"}, r"summary\.json: steps is '12', but should be a valid integer"),
-        (
-            {"steps": 12, "eval_best": 0.5},
-            r"summary\.json: eval_best is 0\.5, but should be a valid dictionary",
-        ),
-        (
-            {"steps": 12, "parent": {"run": "x"}},
-            r"summary\.json: lacks parent\.step; delete it",
-        ),
-    ],
-)
-def test_summary_without_its_parts(copy, summary, message):
-    (copy / "summary.json").write_text(json.dumps(summary))
-    with pytest.raises(UsageError, match=message):
-        write_report(copy)
+def test_a_row_or_a_summary_of_another_shape(copy, subtests):
+    for name, line, words in ROWS:
+        rows = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
+        with subtests.test(name, line=line[:30]), written(copy / name, rows):
+            refused(copy, f"{name}:2: {words}")
+    summary = json.loads((copy / "summary.json").read_text())
+    for change, words in SUMMARIES:
+        other = {name: value for name, value in (summary | change).items() if value is not None}
+        with subtests.test(words), written(copy / "summary.json", json.dumps(other)):
+            refused(copy, rf"summary\.json: {words}")
 
 
 def test_half_a_surrogate_pair_in_a_sample(copy):
@@ -87,42 +96,24 @@ def test_half_a_surrogate_pair_in_a_sample(copy):
     assert "a\\ud800b" in write_report(copy).read_text(encoding="utf-8")
 
 
-def test_summary_of_another_shape(copy):
-    summary = json.loads((copy / "summary.json").read_text())
-    (copy / "summary.json").write_text(
-        json.dumps(summary | {"mismatch": {"mismatch/k3": {"mean": 1}}})
-    )
-    with pytest.raises(
-        UsageError,
-        match=r"summary\.json: mismatch\.mismatch/k3 is .*, but should be a valid number",
-    ):
-        write_report(copy)
-
-
-@pytest.mark.parametrize("damage", ["garbage", "no tensor", "nan", "shape"])
-def test_corrupt_probe(copy, damage):
+def test_corrupt_probe(copy, subtests):
     path = copy / "probes" / "step_00010.safetensors"
     tensors = load_file(path)
-    if damage == "garbage":
-        path.write_bytes(b"not safetensors")
-    else:
-        tensors["logp_trainer"][0] = math.nan if damage == "nan" else -1.0
-        if damage == "shape":
-            tensors["logp_trainer"] = tensors["logp_trainer"][1:]
-        if damage == "no tensor":
-            del tensors["logp_trainer"]
-        save_file(tensors, path)
-    with pytest.raises(UsageError, match=re.escape(str(path))):
-        write_report(copy)
+    logp = tensors.pop("logp_trainer")
+    with_nan = np.concatenate([[np.float32(math.nan)], logp[1:]])
+    damages = {"no tensor": {}, "nan": {"logp_trainer": with_nan}}
+    damages["shape"] = {"logp_trainer": logp[1:]}
+    data = {name: save(tensors | change) for name, change in damages.items()}
+    for damage, wrong in (data | {"garbage": b"not safetensors"}).items():
+        with subtests.test(damage), written(path, wrong):
+            refused(copy, re.escape(str(path)))
+    write_report(copy)
 
 
 def test_the_last_probe_is_shown(copy):
-    write_probe(
-        copy / "probes" / "step_00002.safetensors", tokens=40, replay=True, moe=True, seed=1
-    )
-    write_probe(
-        copy / "probes" / "step_100000.safetensors", tokens=41, replay=True, moe=True, seed=1
-    )
+    for step in ("00002", "100000"):
+        path = copy / "probes" / f"step_{step}.safetensors"
+        write_probe(path, tokens=40, replay=True, moe=True, seed=1)
     probe = load_run(copy).probe
     assert probe is not None
     assert probe.step == 100000
@@ -130,6 +121,5 @@ def test_the_last_probe_is_shown(copy):
 
 def test_plotly_not_installed(copy, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(UsageError, match=r"onepolicy\[report\].*log\.report=false"):
-        write_report(copy)
+    refused(copy, r"onepolicy\[report\].*log\.report=false")
     assert not list(copy.glob("report.html*"))

@@ -3,7 +3,6 @@
 import io
 import math
 
-import pytest
 from rich.console import Console
 
 from onepolicy.report.outcome import outcome
@@ -42,6 +41,11 @@ def shown(summary: dict) -> str:
     return console.export_text()
 
 
+def words_of(summary: dict) -> str:
+    """Return what the terminal shows, without the table's lines."""
+    return " ".join(shown(summary).replace("\u2502", " ").split())
+
+
 LARGE = SUMMARY | {
     "mismatch": {"mismatch/k3": 3e-3, "mismatch/f2": 0.0, "routing/routers": 0.031},
     "mismatch_at_probes": {"mismatch/k3": 2e-3, "mismatch/f2": 0.0, "routing/routers": 0.03},
@@ -51,10 +55,9 @@ LARGE = SUMMARY | {
 
 def test_sentences():
     small = (
-        "Without \u2192 with replay, on 2 probe batches scored both ways: "
-        "k3 6.0e-6 \u2192 2.0e-6 (too small "
-        "to matter); F(2) 2.0e-4 \u2192 0; routers that would choose otherwise 3.3% \u2192 3%; "
-        "experts that ran with it: 100% the rollout's."
+        "Without \u2192 with replay, on 2 probe batches scored both ways: k3 6.0e-6 \u2192 2.0e-6 "
+        "(too small to matter); F(2) 2.0e-4 \u2192 0; routers that would choose otherwise "
+        "3.3% \u2192 3%; experts that ran with it: 100% the rollout's."
     )
     assert verdict(SUMMARY) == [
         "Reward rose from 0.45 to 0.91 over 120 steps.",
@@ -64,29 +67,22 @@ def test_sentences():
     ]
 
 
-@pytest.mark.parametrize(
-    ("probes", "cuts", "cut"),
-    [
+def test_a_cut_is_an_interval_over_three_scored_steps_or_more(subtests):
+    for probes, cuts, cut in [
         ([1], [3.0], "3\u00d7, one probe"),
         ([1, 11], [1.5, 4.5], "3\u00d7, two probes"),
         ([1, 11, 21], [1.5, 2.5, 4.5], "2.5\u00d7, 1.5\u00d7 to 4.5\u00d7 over 3 probes"),
-    ],
-)
-def test_a_cut_is_an_interval_over_three_scored_steps_or_more(probes, cuts, cut):
-    summary = LARGE | {"probe_steps": probes, "k3_cuts": cuts}
-    assert f"k3 0.006 \u2192 0.002 (cut by {cut}); F(2)" in verdict(summary)[-1]
-    assert comparison(summary)[0][-1] == cut
-    assert f"by {cut}, more than dense models train well with" in outcome(summary)
-    assert cut in " ".join(shown(summary).replace("\u2502", " ").split())
+    ]:
+        summary = LARGE | {"probe_steps": probes, "k3_cuts": cuts}
+        with subtests.test(cut):
+            assert f"k3 0.006 \u2192 0.002 (cut by {cut}); F(2)" in verdict(summary)[-1]
+            assert comparison(summary)[0][-1] == cut
+            assert f"by {cut}, more than dense models train well with" in outcome(summary)
+            assert cut in words_of(summary)
 
 
 def test_negligible_values_have_no_ratio():
-    for text in (
-        " ".join(verdict(SUMMARY)),
-        shown(SUMMARY),
-        outcome(SUMMARY),
-        str(comparison(SUMMARY)),
-    ):
+    for text in (*verdict(SUMMARY), shown(SUMMARY), outcome(SUMMARY), str(comparison(SUMMARY))):
         assert "\u00d7)" not in text
         assert "3\u00d7" not in text
     assert [row[-1] for row in comparison(SUMMARY)] == ["too small to matter", *["\u2013"] * 3]
@@ -102,195 +98,119 @@ def test_other_choices_of_the_trainer_are_not_cut():
     assert "1.1\u00d7" not in shown(LARGE)
 
 
-SMALL = (
-    "the gap between rollout and trainer is too small to matter (k3 6.0e-6 without replay, "
-    "2.0e-6 with)."
-)
+GAP = "the gap between rollout and trainer is too small to matter (k3"
+SMALL = f"{GAP} 6.0e-6 without replay, 2.0e-6 with)."
+NOTHING = {"learnt": "nothing", "verdict": "Nothing was learnt from rewards: x.", "why": []}
+NO_EVALUATION = {"eval_first": None, "eval_last": None, "eval_best": None}
+REPLAY_OFF = {"replay": "off", "mismatch_without_replay": {}, "mismatch_at_probes": {}}
+STEADY = "and it did not crash"
+LEARNT = f"learnt: held-out greedy rose from 0.5 to 0.92, {STEADY}"
+UNSEEN = "no evaluation looked for a crash"
+FELL = "held-out greedy fell from 0.5 to"
+UNCHANGED = "hardly changed: held-out greedy stayed near"
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (
-            {},
-            f"The policy learnt: held-out greedy rose from 0.5 to 0.92, "
-            f"and it did not crash; {SMALL}",
-        ),
-        (
-            {"eval_first": None, "eval_last": None, "eval_best": None},
-            f"The policy learnt: reward rose from 0.45 to 0.91, "
-            f"and no evaluation looked for a crash; {SMALL}",
-        ),
-        (
-            {"eval_last": {"step": 120, "value": 0.51}},
-            f"The policy hardly changed: held-out greedy stayed near 0.51, "
-            f"and it did not crash; {SMALL}",
-        ),
-        (
-            {"eval_last": {"step": 120, "value": math.nan}},
-            f"The policy hardly changed: held-out greedy stayed near \u2013, "
-            f"and it did not crash; {SMALL}",
-        ),
-        (
-            {"eval_last": {"step": 120, "value": 0.3}},
-            f"The policy got worse: held-out greedy fell from 0.5 to 0.3, "
-            f"and it did not crash; {SMALL}",
-        ),
-        (
-            {"crash_step": 80, "eval_last": {"step": 120, "value": 0.1}},
-            f"The policy crashed at step 80: held-out greedy fell from 0.5 to 0.1; {SMALL}",
-        ),
-        (
-            {
-                "nothing_learnt": {
-                    "learnt": "nothing",
-                    "verdict": "Nothing was learnt from rewards: x.",
-                    "why": [],
-                    "silent": 3,
-                    "steps": 3,
-                }
-            },
-            f"Nothing was learnt from rewards: x; {SMALL}",
-        ),
-        (
-            {"replay": "off", "mismatch_without_replay": {}, "mismatch_at_probes": {}},
-            "The policy learnt: held-out greedy rose from 0.5 to 0.92, and it did not crash; "
-            "the gap between "
-            "rollout and trainer is too small to matter (k3 3.0e-6 without replay).",
-        ),
-    ],
-)
-def test_the_outcome_comes_first_in_one_sentence(change, sentence):
-    summary = SUMMARY | change
-    assert outcome(summary) == sentence
-    told = " ".join(shown(summary).replace("\u2502", " ").split())
-    assert told.index("verdict") < told.index(sentence[:20]) < told.index("reward ")
+def last(value):
+    return {"eval_last": {"step": 120, "value": value}}
 
 
-@pytest.mark.parametrize(
-    ("k3", "f2", "size"),
-    [
-        ((9.9e-5, 9e-5), 0.0, "is too small to matter (k3"),
-        (
-            (1e-3, 9e-4),
-            0.0,
-            "replay changed the gap between rollout and trainer little, k3 0.001 to 9.0e-4 nats",
-        ),
-        (
-            (1e-2, 9e-4),
-            0.0,
-            "nats a token, by 11.1\u00d7, two probes, as small as dense models train well with.",
-        ),
-        ((1e-2, 9e-4), 2e-3, "more than dense models train well with (see `onepolicy measure`)."),
-        ((1e-2, 1e-3), 0.0, "more than dense models train well with (see `onepolicy measure`)."),
-        (
-            (1e-2, 0.0),
-            0.0,
-            "replay cut the gap between rollout and trainer from k3 0.01 to 0 nats a token, "
-            "too small",
-        ),
-    ],
-)
-def test_the_size_of_a_gap_in_the_outcome(k3, f2, size):
-    without, within = k3
-    scorings = {
-        "mismatch": within,
-        "mismatch_at_probes": within,
-        "mismatch_without_replay": without,
-    }
-    tables = {key: {"mismatch/k3": value, "mismatch/f2": f2} for key, value in scorings.items()}
-    assert size in outcome(SUMMARY | tables | {"k3_cuts": []})
-    said = audit_verdict(Gap(1000, 20, within, f2, 0.0, 1.0), Diagnosis(0.0, ())).sentence
-    for words in (
-        "too small to matter",
-        "as small as dense models train well with",
-    ):  # those of measure and audit
-        assert (words in outcome(SUMMARY | tables)) >= (words in said and within > 0)
+OUTCOMES = [
+    ({}, f"{LEARNT}; {SMALL}"),
+    (REPLAY_OFF, f"{LEARNT}; {GAP} 3.0e-6 without replay)."),
+    (NO_EVALUATION, f"learnt: reward rose from 0.45 to 0.91, and {UNSEEN}; {SMALL}"),
+    (last(0.51), f"{UNCHANGED} 0.51, {STEADY}; {SMALL}"),
+    (last(math.nan), f"{UNCHANGED} \u2013, {STEADY}; {SMALL}"),
+    (last(0.3), f"got worse: {FELL} 0.3, {STEADY}; {SMALL}"),
+    (last(0.1) | {"crash_step": 80}, f"crashed at step 80: {FELL} 0.1; {SMALL}"),
+]
+
+
+def test_the_outcome_comes_first_in_one_sentence(subtests):
+    sentences = [(change, f"The policy {words}") for change, words in OUTCOMES]
+    nothing = {"nothing_learnt": NOTHING | {"silent": 3, "steps": 3}}
+    for change, sentence in [*sentences, (nothing, f"{NOTHING['verdict'][:-1]}; {SMALL}")]:
+        with subtests.test(sentence):
+            summary = SUMMARY | change
+            assert outcome(summary) == sentence
+            told = words_of(summary)
+            assert told.index("verdict") < told.index(sentence[:20]) < told.index("reward ")
+
+
+LITTLE = "replay changed the gap between rollout and trainer little, k3"
+CUT = "replay cut the gap between rollout and trainer from k3 0.01 to"
+MORE = "more than dense models train well with (see `onepolicy measure`)."
+SIZES = [
+    (9.9e-5, 9e-5, 0.0, "is too small to matter (k3"),
+    (1e-3, 9e-4, 0.0, f"{LITTLE} 0.001 to 9.0e-4 nats"),
+    (1e-2, 9e-4, 0.0, "by 11.1\u00d7, two probes, as small as dense models train well with."),
+    (1e-2, 9e-4, 2e-3, MORE),
+    (1e-2, 1e-3, 0.0, MORE),
+    (1e-2, 0.0, 0.0, f"{CUT} 0 nats a token, too small"),
+]
+
+
+def test_the_size_of_a_gap_in_the_outcome(subtests):
+    for without, within, f2, size in SIZES:
+        scorings = ("mismatch", within), ("mismatch_at_probes", within)
+        scorings += (("mismatch_without_replay", without),)
+        tables = {key: {"mismatch/k3": value, "mismatch/f2": f2} for key, value in scorings}
+        said = audit_verdict(Gap(1000, 20, within, f2, 0.0, 1.0), Diagnosis(0.0, ())).sentence
+        with subtests.test(without=without, within=within, f2=f2):
+            assert size in outcome(SUMMARY | tables | {"k3_cuts": []})
+            # those of measure and audit
+            for words in ("too small to matter", "as small as dense models train well with"):
+                assert (words in outcome(SUMMARY | tables)) >= (words in said and within > 0)
 
 
 def test_groups_without_signal_have_one_line():
     half = SUMMARY | {"groups_without_signal": 0.5}
     line = "50% at the end; all rewards of such a group are equal, so it teaches nothing"
     assert f"Groups without signal: {line}." in verdict(half)
-    assert line in " ".join(shown(half).replace("\u2502", " ").split())
-    for none in (
-        SUMMARY,
-        SUMMARY | {"groups_without_signal": 0.0},
-        SUMMARY | {"groups_without_signal": None},
-    ):
-        assert "signal" not in shown(none) + " ".join(verdict(none))
+    assert line in words_of(half)
+    for none in ({}, {"groups_without_signal": 0.0}, {"groups_without_signal": None}):
+        assert "signal" not in shown(SUMMARY | none) + " ".join(verdict(SUMMARY | none))
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"parent": {"run": "runs/base", "step": 40}}, "Continued from runs/base at step 40."),
-        ({"reward_last": 0.2}, "Reward fell from 0.45 to 0.2 over 120 steps."),
-        ({"eval_best": None}, "No evaluation was run, so a crash would not have been seen."),
-        ({"crash_step": 80}, "It crashed at step 80."),
-        ({"mismatch": {}}, "The mismatch of rollout and trainer was not measured."),
-        (
-            {"replay": "off", "mismatch_without_replay": {}},
-            "Rollout routes were not replayed; k3 averaged 3.0e-6, too small to matter.",
-        ),
-        (
-            {"mismatch_without_replay": {}},
-            "Replay was on and k3 averaged 3.0e-6, too small to matter; "
-            "no probe measured it without.",
-        ),
-    ],
-)
-def test_sentence_of_each_case(change, sentence):
-    assert sentence in verdict(SUMMARY | change)
+OFF = "Rollout routes were not replayed; k3 averaged 3.0e-6, too small to matter."
+ON = "Replay was on and k3 averaged 3.0e-6, too small to matter; no probe measured it without."
+SENTENCES = [
+    ({"parent": {"run": "runs/base", "step": 40}}, "Continued from runs/base at step 40."),
+    ({"reward_last": 0.2}, "Reward fell from 0.45 to 0.2 over 120 steps."),
+    ({"eval_best": None}, "No evaluation was run, so a crash would not have been seen."),
+    ({"crash_step": 80}, "It crashed at step 80."),
+    ({"mismatch": {}}, "The mismatch of rollout and trainer was not measured."),
+    ({"replay": "off", "mismatch_without_replay": {}}, OFF),
+    ({"mismatch_without_replay": {}}, ON),
+]
+
+
+def test_sentence_of_each_case(subtests):
+    for change, sentence in SENTENCES:
+        with subtests.test(sentence):
+            assert sentence in verdict(SUMMARY | change)
 
 
 def test_a_gap_that_replay_widens_is_reported():
-    worse = {
-        "mismatch_without_replay": {
-            "mismatch/k3": 1e-3,
-            "mismatch/f2": 0.0,
-            "routing/routers": 0.03,
-        }
-    }
-    assert "k3 0.001 \u2192 0.002 (2\u00d7 more, two probes)" in verdict(LARGE | worse)[-1]
-    assert (
-        "replay changed the gap between rollout and trainer little, k3 0.001 to 0.002"
-        in outcome(LARGE | worse)
-    )
+    without = {"mismatch/k3": 1e-3, "mismatch/f2": 0.0, "routing/routers": 0.03}
+    worse = LARGE | {"mismatch_without_replay": without}
+    assert "k3 0.001 \u2192 0.002 (2\u00d7 more, two probes)" in verdict(worse)[-1]
+    assert "gap between rollout and trainer little, k3 0.001 to 0.002" in outcome(worse)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        *((None, "\u2013"), (float("nan"), "\u2013"), (0.0, "0"), (0.12345, "0.123")),
-        *((8.44e-6, "8.4e-6"), (5210.4, "5,210"), (-0.051, "-0.051"), (2.5e12, "2.5e+12")),
-    ],
-)
-def test_number(value, text):
-    assert number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "0%"), (0.0325, "3.25%"), (1.0, "100%"), (4e-7, "4.0e-5%")]
-)
-def test_share(value, text):
-    assert number(value, share=True) == text
-
-
-def test_factor():
-    assert (factor(None), factor(2.9444), factor(12345.6)) == (
-        "\u2013",
-        "2.94\u00d7",
-        "12,346\u00d7",
-    )
+def test_numbers_shares_and_factors():
+    numbers = {0.0: "0", 0.12345: "0.123", 8.44e-6: "8.4e-6", 5210.4: "5,210", -0.051: "-0.051"}
+    numbers |= {None: "\u2013", math.nan: "\u2013", 2.5e12: "2.5e+12"}
+    assert [number(value) for value in numbers] == list(numbers.values())
+    shares = {0.0: "0%", 0.0325: "3.25%", 1.0: "100%", 4e-7: "4.0e-5%"}
+    assert [number(value, share=True) for value in shares] == list(shares.values())
+    factors = {None: "\u2013", 2.9444: "2.94\u00d7", 12345.6: "12,346\u00d7"}
+    assert [factor(value) for value in factors] == list(factors.values())
 
 
 def test_time_shares():
     assert time_shares(SUMMARY) == "rollout 50%, update 25%, score 8% of 1.2 s"
     assert time_shares({}) == ""
-
-
-def test_time_saved_by_bypass_is_no_part_of_the_step():
+    # time saved by bypass is no part of the step
     summary = SUMMARY | {"time": SUMMARY["time"] | {"score": 0.0, "score_saved": 0.25}}
     assert time_shares(summary) == "rollout 50%, update 25% of 1.2 s"
     assert "about 0.25 s per step saved" in shown(summary)
@@ -310,39 +230,32 @@ def test_terminal():
 
 def test_the_terminal_leaves_out_missing_values():
     assert "at step 2" in shown(SUMMARY | {"crash_step": 2})
-    text = shown(
-        {"steps": 3, "eval_best": None, "crash_step": None}
-    )  # never evaluated: no crash could be seen
+    # never evaluated: no crash could be seen
+    text = shown({"steps": 3, "eval_best": None, "crash_step": None})
     for part in ("crash", "reward", "evaluation", "k3", "tokens", "continued", "None"):
         assert part not in text
-    text = shown(
-        SUMMARY | {"replay": "off", "mismatch_without_replay": {}, "mismatch_at_probes": {}}
-    )
+    text = shown(SUMMARY | REPLAY_OFF)
     assert "3.0e-6" in text
     assert "with replay" not in text
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ([], "is not known"),
-        ([0.0] * 9, "is 0 nats throughout"),
-        ([0.3], "is 0.3 nats throughout"),
-        ([0.3, math.nan, 0.3], "is 0.3 nats throughout"),
-        ([0.6] * 9 + [0.1] * 9, "falls 6-fold, from 0.6 to 0.1 nats"),
-        ([0.3] * 9 + [0.0] * 9, "falls from 0.3 to 0 nats"),
-        ([0.3] * 9 + [0.4] * 9, "rises from 0.3 to 0.4 nats"),
-        ([0.3, 0.31] * 9, "stays near 0.306 nats"),
-        (
-            [0.3] * 9 + [0.01] + [0.3] * 9,
-            "ends where it began, near 0.3 nats, but was 0.01 to 0.3 between",
-        ),
-        (
-            [0.3] * 9 + [3.0] + [0.3] * 9,
-            "ends where it began, near 0.3 nats, but was 0.3 to 3 between",
-        ),
-        ([-0.5] * 9 + [0.5] * 9, "rises from -0.5 to 0.5 nats"),
-    ],
-)
-def test_a_curve_in_words(values, words):
-    assert course(values, "nats") == words
+AGAIN = "ends where it began, near 0.3 nats, but was"
+COURSES = [
+    ([], "is not known"),
+    ([0.0] * 9, "is 0 nats throughout"),
+    ([0.3], "is 0.3 nats throughout"),
+    ([0.3, math.nan, 0.3], "is 0.3 nats throughout"),
+    ([0.6] * 9 + [0.1] * 9, "falls 6-fold, from 0.6 to 0.1 nats"),
+    ([0.3] * 9 + [0.0] * 9, "falls from 0.3 to 0 nats"),
+    ([0.3] * 9 + [0.4] * 9, "rises from 0.3 to 0.4 nats"),
+    ([0.3, 0.31] * 9, "stays near 0.306 nats"),
+    ([0.3] * 9 + [0.01] + [0.3] * 9, f"{AGAIN} 0.01 to 0.3 between"),
+    ([0.3] * 9 + [3.0] + [0.3] * 9, f"{AGAIN} 0.3 to 3 between"),
+    ([-0.5] * 9 + [0.5] * 9, "rises from -0.5 to 0.5 nats"),
+]
+
+
+def test_a_curve_in_words(subtests):
+    for values, words in COURSES:
+        with subtests.test(words):
+            assert course(values, "nats") == words

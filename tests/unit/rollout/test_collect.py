@@ -50,23 +50,29 @@ class Failing:
         return group([float(problem.id)]).samples
 
 
-def run(failures, **settings):
-    engine, environment = Engine(), Failing(failures)
+def collect(engine, environment, **settings):
     config = RolloutConfig(**{"prompts_per_step": 2, "group_size": 4} | settings)
-    groups, metrics = asyncio.run(
-        collect_rollouts(engine, environment, config, stop=(), step=3, seed=5)
-    )
-    return groups, metrics, engine
+    return asyncio.run(collect_rollouts(engine, environment, config, stop=(), step=3, seed=5))
+
+
+def run(failures, **settings):
+    engine = Engine()
+    return *collect(engine, Failing(failures), **settings), engine
+
+
+def evaluated(environment):
+    engine, config = Engine(), EvalConfig(problems=2, greedy=True, k=0)
+    environment.held_out = lambda count: [environment.train_problem(i) for i in range(count)]
+    metrics = asyncio.run(evaluate(engine, environment, config, stop=(), max_tokens=1))
+    return metrics, engine.seeds
 
 
 def test_a_failed_episode_is_played_again_with_other_seeds():
     groups, metrics, engine = run({6: {0, 2}})
     assert [len(g.samples) for g in groups] == [4, 4]
     assert metrics == {"rollout/episodes_failed": 2}
-    again = {
-        request_seed(5, 6, 3, m, attempt=1) for m in (0, 1)
-    }  # started 0 and 2: a retry starts at once
-    assert again < set(engine.seeds)
+    # started 0 and 2: a retry starts at once
+    assert {request_seed(5, 6, 3, m, attempt=1) for m in (0, 1)} < set(engine.seeds)
     assert len(set(engine.seeds)) == 10
 
 
@@ -80,91 +86,61 @@ def test_an_episode_that_keeps_failing_is_dropped_and_counted():
 def test_a_group_with_too_few_episodes_is_dropped_whole():
     groups, metrics, _ = run({6: {0, 1, 2}}, episode_retries=0)
     assert [g.problem_id for g in groups] == [7]
-    counted = {
-        "rollout/episodes_failed": 3,
-        "rollout/episodes_dropped": 3,
-        "rollout/groups_dropped": 1,
-    }
-    assert metrics == counted
+    counted = {"episodes_failed": 3, "episodes_dropped": 3, "groups_dropped": 1}
+    assert metrics == {f"rollout/{name}": count for name, count in counted.items()}
     groups, _, _ = run({6: {0, 1, 2}}, episode_retries=0, min_group_size=1)
     assert [len(g.samples) for g in groups] == [1, 4]
 
 
 def test_no_groups_left_stops_the_run_with_the_reason():
     everything = {i: set(range(99)) for i in range(9)}
-    with pytest.raises(
-        TrainingError,
-        match=r"step 4: no group has 2 episodes .* 16 attempts failed, the last one: .*died",
-    ):
+    with pytest.raises(TrainingError, match=r"step 4: .* 2 episodes .* 16 attempts .*died"):
         run(everything)
-
-
-def test_more_survivors_than_episodes_are_refused():
     with pytest.raises(ValueError, match=r"rollout.min_group_size: 5 of rollout.group_size 4"):
         RolloutConfig(group_size=4, min_group_size=5)
 
 
 def forked(rewards: list[float], episodes: list[int]) -> Group:
-    samples = group(rewards).samples
-    return Group(
-        0, tuple(dataclasses.replace(s, episode=e) for s, e in zip(samples, episodes, strict=True))
-    )
+    pairs = zip(group(rewards).samples, episodes, strict=True)
+    return Group(0, tuple(dataclasses.replace(sample, episode=e) for sample, e in pairs))
 
 
 def test_samples_of_one_episode_count_once_in_the_baseline():
     """Rewards 1 (twice: a forked history), 0, 0: the mean is 1/3, not 1/2, and the deviation is
     that of three episodes."""
     made = forked([1, 1, 0, 0], [0, 0, 1, 2])
-    mean = [
-        s.outcome for s in compute_outcomes([made], ObjectiveConfig(normalise="none"))[0].samples
-    ]
+
+    def outcomes(**settings):
+        (found,) = compute_outcomes([made], ObjectiveConfig(**settings))
+        return [sample.outcome for sample in found.samples]
+
+    mean = outcomes(normalise="none")
     assert mean == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
-    std = [s.outcome for s in compute_outcomes([made], ObjectiveConfig())[0].samples]
-    assert std == pytest.approx([x / ((1 / 3) ** 0.5 + 1e-6) for x in mean])
-    loo = [
-        s.outcome
-        for s in compute_outcomes(
-            [made], ObjectiveConfig(baseline="leave-one-out", normalise="none")
-        )[0].samples
-    ]
+    assert outcomes() == pytest.approx([x / ((1 / 3) ** 0.5 + 1e-6) for x in mean])
+    loo = outcomes(baseline="leave-one-out", normalise="none")
     assert loo == pytest.approx([1, 1, -0.5, -0.5])
 
 
 def test_without_forks_episodes_change_nothing():
     reward, unit = torch.tensor([1.0, 0.0, 3.0, 3.0]).double(), torch.tensor([0, 0, 4, 4])
-    episode = torch.tensor([1, 0, 0, 1])
-    assert torch.equal(
-        apply_group_baseline(reward, unit, ObjectiveConfig()),
-        apply_group_baseline(reward, unit, ObjectiveConfig(), episode=episode),
-    )
+    config, episode = ObjectiveConfig(), torch.tensor([1, 0, 0, 1])
+    plain = apply_group_baseline(reward, unit, config)
+    assert torch.equal(plain, apply_group_baseline(reward, unit, config, episode=episode))
 
 
 def test_a_batch_knows_its_episodes():
-    groups = compute_outcomes(
-        [forked([1, 1, 0], [0, 0, 2]), group([1, 0], problem_id=1)], ObjectiveConfig()
-    )
-    batch = pack(groups)
+    groups = [forked([1, 1, 0], [0, 0, 2]), group([1, 0], problem_id=1)]
+    batch = pack(compute_outcomes(groups, ObjectiveConfig()))
     assert batch.episode.tolist() == [0, 0, 2, 0, 1]
     assert batch.select([4, 2]).episode.tolist() == [1, 2]
 
 
 def test_an_evaluation_plays_a_failed_episode_again_and_drops_none():
-    def evaluated(failures):
-        engine, environment = Engine(), Failing(failures)
-        environment.held_out = lambda count: [environment.train_problem(i) for i in range(count)]
-        config = EvalConfig(problems=2, greedy=True, k=0)
-        return asyncio.run(
-            evaluate(engine, environment, config, stop=(), max_tokens=1)
-        ), engine.seeds
-
-    metrics, seeds = evaluated({1: {0, 1}})
+    metrics, seeds = evaluated(Failing({1: {0, 1}}))
     assert metrics["eval/greedy"] == 0.5  # problem 1 is the one with reward 1
     assert len(set(seeds)) == len(seeds) == 4
-    with pytest.raises(
-        TrainingError,
-        match=r"problem 1 could not be played to its end, 3 times: tool died in episode 2",
-    ):
-        evaluated({1: {0, 1, 2}})
+    with pytest.raises(TrainingError, match=r"problem 1 .* 3 times: tool died in episode 2"):
+        evaluated(Failing({1: {0, 1, 2}}))
 
 
 def test_an_evaluation_counts_all_of_a_forked_episode():
@@ -173,14 +149,10 @@ def test_an_evaluation_counts_all_of_a_forked_episode():
     class Forking(Failing):
         async def episode(self, problem, sample, temperature):
             await sample([1, 2])
-            return (
-                group([0.0, 1.0]).samples if problem.id == 0 else group([1.0], slots=(3,)).samples
-            )
+            forks = {0: group([0.0, 1.0]), 1: group([1.0], slots=(3,))}
+            return forks[problem.id].samples
 
-    environment = Forking({})
-    environment.held_out = lambda count: [environment.train_problem(i) for i in range(count)]
-    config = EvalConfig(problems=2, greedy=True, k=0)
-    metrics = asyncio.run(evaluate(Engine(), environment, config, stop=(), max_tokens=1))
+    metrics, _ = evaluated(Forking({}))
     assert metrics == {"eval/greedy": 1.0, "eval/response_length": 2.5}
 
 
@@ -199,9 +171,8 @@ def test_every_turn_gets_its_episodes_prompt_length():
             await sample([1, 2, 5])  # a history that was rewritten
             return group([0.0]).samples
 
-    config = RolloutConfig(prompts_per_step=1, group_size=1)
-    asyncio.run(collect_rollouts(Notes(), Turns({}), config, stop=(), step=0, seed=0))
-    assert asked == [([1, 2, 0], 3), ([1, 2, 0, 3, 4], 3), ([1, 2, 5], 3)]
+    collect(Notes(), Turns({}), prompts_per_step=1, group_size=1)
+    assert asked == [([1, 2, 3], 3), ([1, 2, 3, 3, 4], 3), ([1, 2, 5], 3)]
 
 
 def test_unread_responses_of_a_grader_count_in_their_step_alone():
@@ -217,9 +188,6 @@ def test_unread_responses_of_a_grader_count_in_their_step_alone():
             return {"rollout/grader_skipped": taken}
 
     environment = Counting({})
-    config = RolloutConfig(prompts_per_step=2, group_size=4)
     for _ in range(2):
-        _, metrics = asyncio.run(
-            collect_rollouts(Engine(), environment, config, stop=(), step=0, seed=5)
-        )
+        _, metrics = collect(Engine(), environment)
         assert metrics["rollout/grader_skipped"] == 8

@@ -11,6 +11,8 @@ from onepolicy.config import resolve
 from onepolicy.report.terminal import summary_table
 from onepolicy.run.summary import crash_step, summarise
 
+SECTIONS = {"out": "x", "steps": 4, "model": {"path": "m"}, "task": {"kind": "chain"}}
+
 
 @pytest.mark.parametrize(
     ("scores", "crash"),
@@ -29,21 +31,11 @@ def test_crash_rule(scores, crash):
 
 
 def test_summary_by_hand(tmp_path):
-    config = resolve(
-        {
-            "out": "x",
-            "steps": 4,
-            "model": {"path": "m"},
-            "task": {"kind": "chain"},
-            "eval": {"every": 2, "greedy": True},
-        }
-    )
+    config = resolve(SECTIONS | {"eval": {"every": 2, "greedy": True}})
     rows = [{"step": 0, "eval/greedy": 0.25}]
-    for step, (reward, greedy) in enumerate(
-        [(0.0, None), (0.5, 0.75), (0.5, None), (1.0, 0.5)], start=1
-    ):
+    for step, reward in enumerate([0.0, 0.5, 0.5, 1.0], start=1):
         row = {"step": step, "train/reward": reward, "mismatch/k3": step * 1e-3, "time/step": 2.0}
-        rows.append(row if greedy is None else row | {"eval/greedy": greedy})
+        rows.append(row | {2: {"eval/greedy": 0.75}, 4: {"eval/greedy": 0.5}}.get(step, {}))
     rows[1] |= {"counterfactual/mismatch/k3": 5e-3, "time/counterfactual": 2.0}
     summary = summarise(config, rows, tmp_path, None)
     assert summary["reward_window"] == 2
@@ -58,27 +50,22 @@ def test_summary_by_hand(tmp_path):
     assert summary["time"]["counterfactual"] == 0.5  # one probe in four steps
 
 
+def rows_with(name, *values):
+    return [{"step": at, "train/reward": 0.5, name: n} for at, n in enumerate(values, start=1)]
+
+
 def test_groups_without_signal_at_the_end(tmp_path):
-    sections = {"out": "x", "steps": 4, "model": {"path": "m"}, "task": {"kind": "chain"}}
-    rows = [
-        {"step": 1 + i, "train/reward": 0.5, "train/groups_without_signal": n}
-        for i, n in enumerate([0, 0, 0.75, 0.25])
-    ]
-    assert summarise(resolve(sections), rows, tmp_path, None)["groups_without_signal"] == 0.5
-    critic = resolve(sections | {"objective": {"preset": "ppo"}})
-    assert "groups_without_signal" not in summarise(
-        critic, rows, tmp_path, None
-    )  # compares answers of all groups
+    rows = rows_with("train/groups_without_signal", 0, 0, 0.75, 0.25)
+    assert summarise(resolve(SECTIONS), rows, tmp_path, None)["groups_without_signal"] == 0.5
+    critic = resolve(SECTIONS | {"objective": {"preset": "ppo"}})  # compares all groups' answers
+    assert "groups_without_signal" not in summarise(critic, rows, tmp_path, None)
 
 
 def test_skipped_updates_are_reported_at_the_end(tmp_path):
-    config = resolve({"out": "x", "steps": 3, "model": {"path": "m"}, "task": {"kind": "chain"}})
+    config = resolve(SECTIONS | {"steps": 3})
 
     def told(*skipped):
-        rows = [
-            {"step": 1 + i, "train/reward": 0.5, "train/updates_skipped": n}
-            for i, n in enumerate(skipped)
-        ]
+        rows = rows_with("train/updates_skipped", *skipped)
         console = Console(file=StringIO(), width=100)
         console.print(summary_table(summarise(config, rows, tmp_path, None)))
         return console.file.getvalue()
@@ -91,10 +78,7 @@ def test_numbers_that_no_float_can_hold_are_none(tmp_path):
     """JSON has no infinity: a damaged row of 1e308 must not leave one in summary.json."""
     rows = [{"step": step, "train/reward": 1.7e308, "mismatch/k3": 5e-324} for step in range(1, 5)]
     rows[0] |= {"counterfactual/mismatch/k3": 1e300}
-    config = resolve(
-        {"out": "unused", "steps": 4, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
-    )
-    found = summarise(config, rows, tmp_path, None)
+    found = summarise(resolve(SECTIONS), rows, tmp_path, None)
     json.dumps(found, allow_nan=False)
     assert found["reward_first"] is None
     assert found["k3_cuts"] == []

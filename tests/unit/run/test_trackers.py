@@ -4,33 +4,21 @@ import importlib.util
 import json
 import math
 import struct
-from functools import partial
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from onepolicy.config import UsageError, resolve
+from onepolicy.run import trackers
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
-from onepolicy.run.trackers import (
-    _Apart,
-    _run_id,
-    _without_secrets,
-    check_log,
-    tensorboard,
-    trackers_of,
-)
+from onepolicy.run.trackers import check_log, tensorboard, trackers_of
 
 
 def config(**log):
     """Return the settings of a run that is logged so, without TensorBoard and report."""
-    return resolve(
-        {
-            "out": "runs/one",
-            "steps": 3,
-            "model": {"path": "tiny"},
-            "task": {"kind": "chain"},
-            "log": {"tensorboard": False, "report": False, **log},
-        }
-    )
+    run = {"out": "runs/one", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
+    return resolve(run | {"log": {"tensorboard": False, "report": False, **log}})
 
 
 @pytest.fixture
@@ -74,29 +62,29 @@ def test_tensorboard_drops_recomputed_steps(tmp_path):
     assert scalars(tmp_path, "train/reward") == [(1, 0.1), (2, 0.2)]
 
 
-@pytest.mark.parametrize(
-    ("log", "package", "words"),
-    [
-        ({"report": True}, "plotly", r"onepolicy\[report\].*log\.report=false"),
-        ({"tensorboard": True}, "tensorboard", r"onepolicy\[report\].*log\.tensorboard=false"),
-        ({"wandb": "p"}, "wandb", r"onepolicy\[wandb\].*no log\.wandb"),
-        ({"trackio": "p"}, "trackio", r"onepolicy\[trackio\].*no log\.trackio"),
-    ],
-)
-def test_a_missing_package_is_named_at_the_start(monkeypatch, log, package, words):
-    find = importlib.util.find_spec
+MISSING = [
+    ({"report": True}, "plotly", r"onepolicy\[report\].*log\.report=false"),
+    ({"tensorboard": True}, "tensorboard", r"onepolicy\[report\].*log\.tensorboard=false"),
+    ({"wandb": "p"}, "wandb", r"onepolicy\[wandb\].*no log\.wandb"),
+    ({"trackio": "p"}, "trackio", r"onepolicy\[trackio\].*no log\.trackio"),
+]
+
+
+def test_a_missing_package_is_named_at_the_start(monkeypatch, subtests):
+    find, missing = importlib.util.find_spec, set()
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == package else find(name)
+        importlib.util, "find_spec", lambda name: None if name in missing else find(name)
     )
-    with pytest.raises(UsageError, match=words):
-        check_log(config(**log))
+    for log, package, words in MISSING:
+        missing.clear()
+        missing.add(package)
+        with subtests.test(package), pytest.raises(UsageError, match=words):
+            check_log(config(**log))
     check_log(config())  # asks for no package
-
-
-def test_without_settings_there_is_no_tracker():
     assert trackers_of(config(), print) == []
 
 
+@pytest.mark.process
 def test_wandb_without_a_key_is_refused_at_the_start(wandb_variables):
     wandb_variables("WANDB_MODE", "online")
     with pytest.raises(UsageError, match=r"log\.wandb: .*WANDB_API_KEY.*WANDB_MODE=offline"):
@@ -145,6 +133,8 @@ def fail_in_step_3(folder, settings):
         raise KeyError("the step failed")
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_wandb_offline_gets_every_row_and_a_resumed_run_is_the_same(wandb_variables, folder):
     """Read back from the files that `wandb sync` sends."""
     import wandb
@@ -168,13 +158,11 @@ def test_wandb_offline_gets_every_row_and_a_resumed_run_is_the_same(wandb_variab
 
 
 class Lost:
-    """A tracker that raises in one of its calls."""
+    """A tracker in place of W&B's. It raises in one of its calls."""
 
-    def __init__(self, at):
+    def __init__(self, at, monkeypatch):
         self.at, self.rows = at, []
-
-    def __call__(self, folder, last_step):
-        return self
+        monkeypatch.setattr(trackers, "wandb_run", lambda config, folder, last_step: self)
 
     def __enter__(self):
         self.fail("enter")
@@ -195,9 +183,9 @@ class Lost:
 @pytest.mark.parametrize(
     ("at", "rows"), [("enter", []), ("step 2", [1]), ("exit", [1, 2, 3]), ("never", [1, 2, 3])]
 )
-def test_a_tracker_that_fails_is_noted_once_and_the_run_goes_on(tmp_path, at, rows):
-    lost, notes = Lost(at), []
-    with RunLog(tmp_path, [partial(_Apart, "wandb", lost, notes.append)]) as log:
+def test_a_tracker_that_fails_is_noted_once_and_the_run_goes_on(tmp_path, monkeypatch, at, rows):
+    lost, notes = Lost(at, monkeypatch), []
+    with RunLog(tmp_path, trackers_of(config(wandb="p"), notes.append)) as log:
         for step in (1, 2, 3):
             log.write(step, {"train/reward": 0.5})
     assert lost.rows == rows
@@ -207,27 +195,30 @@ def test_a_tracker_that_fails_is_noted_once_and_the_run_goes_on(tmp_path, at, ro
 
 
 @pytest.mark.parametrize("at", ["exit", "never"])
-def test_the_runs_own_error_comes_before_a_trackers(tmp_path, at):
-    def fail():
-        with RunLog(tmp_path, [partial(_Apart, "wandb", Lost(at), print)]):
-            raise KeyError("the step failed")
-
+def test_the_runs_own_error_comes_before_a_trackers(folder, monkeypatch, at):
+    Lost(at, monkeypatch)
     with pytest.raises(KeyError, match="the step failed"):
-        fail()
+        fail_in_step_3(folder, config(wandb="p"))
 
 
-def test_runs_of_one_second_have_ids_of_their_own(tmp_path):
+def test_runs_have_ids_of_their_own_and_texts_under_names_of_secrets_are_not_sent(
+    tmp_path, monkeypatch
+):
     """Also runs from before run.json had an id, whose files may be equal."""
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text('{"started": "2026-11-23T05:00:00"}')
-    assert _run_id(tmp_path / "one") != _run_id(tmp_path / "two")
-    (tmp_path / "one" / "run.json").write_text('{"id": "0123abcd"}')
-    assert _run_id(tmp_path / "one") == "0123abcd"
-
-
-def test_texts_under_names_of_secrets_are_not_sent():
-    settings = {"task": {"params": {"api_key": "x", "max_tokens": 5, "env": [{"TOKEN": "y"}]}}}
-    assert _without_secrets(settings) == {
-        "task": {"params": {"api_key": "hidden", "max_tokens": 5, "env": [{"TOKEN": "hidden"}]}}
-    }
+    opened = []
+    trackio = SimpleNamespace(init=lambda **run: opened.append(run), finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    params = {"api_key": "x", "max_tokens": 5, "env": [{"TOKEN": "y"}]}
+    settings = SimpleNamespace(log=config(trackio="p").log, model_dump=lambda mode: params)
+    folders = [tmp_path / "one", tmp_path / "other" / "one", tmp_path / "new"]
+    texts = ['{"started": "2026-11-23T05:00:00"}'] * 2 + ['{"id": "0123abcd"}']
+    for folder, text in zip(folders, texts, strict=True):
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(text)
+        with RunLog(folder, trackers_of(settings, pytest.fail)):
+            pass
+    first, second, third = (run["name"] for run in opened)
+    assert first != second
+    assert third == "new-0123abcd"
+    hidden = {"api_key": "hidden", "max_tokens": 5, "env": [{"TOKEN": "hidden"}]}
+    assert opened[0]["config"] == hidden

@@ -12,25 +12,19 @@ from onepolicy.train.pack import micro_batches, minibatches, pack
 from onepolicy.types import Group, RoutingTrace, Sample
 
 
-def sample(length: int, prompt: int = 2, routed: bool = True, outcome: float = 1.0) -> Sample:
+def sample(length: int, prompt: int = 2, routed: bool = True) -> Sample:
     slots = length - 1
-    trainable = torch.arange(slots) >= prompt - 1
+    trainable, zeros = torch.arange(slots) >= prompt - 1, torch.zeros(slots, dtype=torch.int32)
     routing = None
     if routed:
         ids = torch.randint(0, 8, (slots, 2, 1)).to(torch.uint8)
         routing = RoutingTrace(ids, torch.ones(slots, dtype=torch.bool), (0, 1), 8)
-    return Sample(
-        tokens=torch.arange(length, dtype=torch.int32),
-        trainable=trainable,
-        logp_rollout=torch.where(trainable, -0.5, torch.nan),
-        version=torch.zeros(slots, dtype=torch.int32),
-        turn=torch.zeros(slots, dtype=torch.int32),
-        temperature=1.0,
-        reward=1.0,
-        finish="stop",
-        routing=routing,
-        outcome=outcome,
-    )
+    tokens, logp = torch.arange(length, dtype=torch.int32), torch.where(trainable, -0.5, torch.nan)
+    return Sample(tokens, trainable, logp, zeros, zeros, 1.0, 1.0, "stop", routing, outcome=1.0)
+
+
+def unrouted(*lengths: int) -> tuple[Sample, ...]:
+    return tuple(sample(length, routed=False) for length in lengths)
 
 
 def test_layout_by_hand():
@@ -51,12 +45,10 @@ def test_top_logprobs_follow_their_slots():
 
     def with_top(each, k=2):
         slots = len(each.trainable)
-        logp = torch.where(
-            each.trainable[:, None], -torch.arange(float(slots * k)).view(slots, k), torch.nan
-        )
-        return dataclasses.replace(
-            each, top_ids=torch.full((slots, k), slots).int(), top_logp_rollout=logp
-        )
+        falling = -torch.arange(float(slots * k)).view(slots, k)
+        logp = torch.where(each.trainable[:, None], falling, torch.nan)
+        ids = torch.full((slots, k), slots).int()
+        return dataclasses.replace(each, top_ids=ids, top_logp_rollout=logp)
 
     long, short = with_top(sample(4, prompt=2)), with_top(sample(3, prompt=1))
     batch = pack([Group(7, (long, short))])
@@ -72,15 +64,15 @@ def test_top_logprobs_follow_their_slots():
 
 def test_routes_all_or_none():
     with pytest.raises(UsageError, match="sample 1 has no routes"):
-        pack([Group(0, (sample(4), sample(4, routed=False)))])
-    assert pack([Group(0, (sample(4, routed=False),))]).routing is None
+        pack([Group(0, (sample(4), *unrouted(4)))])
+    assert pack([Group(0, unrouted(4))]).routing is None
     with pytest.raises(UsageError, match="no samples"):
         pack([])
 
 
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=30), st.integers(1, 60))
 def test_micro_batches_partition_and_respect_the_budget(lengths, budget):
-    batch = pack([Group(0, tuple(sample(n, routed=False) for n in lengths))])
+    batch = pack([Group(0, unrouted(*lengths))])
     chosen = micro_batches(batch, budget)
     assert sorted(s for part in chosen for s in part) == list(range(len(lengths)))
     for part in chosen:
@@ -89,15 +81,12 @@ def test_micro_batches_partition_and_respect_the_budget(lengths, budget):
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_minibatches_keep_groups_whole(parts, groups_per_part, size):
-    groups = [
-        Group(g, tuple(sample(3, routed=False) for _ in range(size)))
-        for g in range(parts * groups_per_part)
-    ]
+    groups = [Group(g, unrouted(*[3] * size)) for g in range(parts * groups_per_part)]
     chosen = minibatches(pack(groups), parts)
     assert [s for part in chosen for s in part] == list(range(len(groups) * size))
     assert all(len(part) == groups_per_part * size for part in chosen)
 
 
 def test_fewer_groups_than_minibatches_take_fewer():
-    groups = [Group(g, (sample(3, routed=False),)) for g in range(2)]
+    groups = [Group(g, unrouted(3)) for g in range(2)]
     assert minibatches(pack(groups), 3) == [[0], [1]]

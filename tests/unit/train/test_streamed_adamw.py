@@ -58,16 +58,24 @@ def test_state_on_the_host_gives_the_same_bits(dtype, bucket, monkeypatch):
     assert streamed.param_groups[0]["params"] == list(host.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("before", "after"), [("device", "host"), ("host", "device")])
-def test_a_checkpoint_of_one_continues_with_the_other(before, after, dtype):
+def saved_and_loaded(before, after, steps, dtype=torch.float32):
+    """Return a model with its optimizer, a copy with one loaded from the other's state, and the
+    (saved, loaded) values."""
     model = model_of(dtype)
-    train(model, saved := optimizer_of(model, before), 3)
-    continued = copy.deepcopy(model)
+    train(model, saved := optimizer_of(model, before), steps)
+    continued, values = copy.deepcopy(model), []
     loaded = optimizer_of(continued, after)
     for p, q in zip(model.parameters(), continued.parameters(), strict=True):
         for key, value in saved.saved_state(p).items():
             loaded.put_state(q, key, value.clone())
+            values.append((value, loaded.saved_state(q)[key]))
+    return model, saved, continued, loaded, values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("before", "after"), [("device", "host"), ("host", "device")])
+def test_a_checkpoint_of_one_continues_with_the_other(before, after, dtype):
+    model, saved, continued, loaded, _ = saved_and_loaded(before, after, 3, dtype)
     train(model, saved, 3, seed=1)
     train(continued, loaded, 3, seed=1)
     assert_equal(model, continued)
@@ -124,14 +132,8 @@ def test_8_bit_moments_take_a_quarter(torchao):
 @pytest.mark.envs
 @pytest.mark.parametrize(("before", "after"), [("8bit", "device"), ("device", "8bit")])
 def test_checkpoints_of_8_bit_state_hold_float32(torchao, before, after):
-    model = model_of()
-    train(model, saved := optimizer_of(model, before), 4)
-    continued = copy.deepcopy(model)
-    loaded = optimizer_of(continued, after)
-    for p, q in zip(model.parameters(), continued.parameters(), strict=True):
-        for key, value in saved.saved_state(p).items():
-            assert type(value) is torch.Tensor
-            loaded.put_state(q, key, value.clone())
-            again = loaded.saved_state(q)[key]
-            assert (again - value).abs().max() <= 0.02 * value.abs().max()
+    _, _, continued, loaded, values = saved_and_loaded(before, after, 4)
+    for value, again in values:
+        assert type(value) is torch.Tensor
+        assert (again - value).abs().max() <= 0.02 * value.abs().max()
     train(continued, loaded, 1)

@@ -14,21 +14,17 @@ from onepolicy.audit.run import audit
 from support.oracle.venv import PYTHON, SCRIPTS
 from support.paths import ROOT
 
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.oracle, pytest.mark.process, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    assert PYTHON.exists(), "the oracle venv is missing; `make test` builds it"
+    assert PYTHON.exists(), "the oracle venv is missing; `make test-oracle` builds it"
     folder = tmp_path_factory.mktemp("export")
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     command = [str(PYTHON), str(SCRIPTS / "export_peers.py"), str(folder)]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1"},
-        capture_output=True,
-        text=True,
-    )
+    environment = os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -47,16 +43,11 @@ def test_trl_live_is_judged_clean(exported, said) -> None:
     for row in said["trl"]:
         ours = steps[row["step"] - 1]
         assert ours["tokens"] == 8 * 24 - 1  # one came without a log-probability
-        assert ours["mean_dlogp"] == pytest.approx(
-            row["sampling/sampling_logp_difference/mean"], rel=1e-4
-        )
-        assert ours["max_dlogp"] == pytest.approx(
-            row["sampling/sampling_logp_difference/max"], rel=1e-4
-        )
-        theirs = row["sampling/importance_sampling_ratio/mean"]
-        assert (191 * ours["mean_rho"] + 1) / 192 == pytest.approx(
-            theirs, rel=1e-5
-        )  # which counts it as 1
+        for each in ("mean", "max"):
+            theirs = row[f"sampling/sampling_logp_difference/{each}"]
+            assert ours[f"{each}_dlogp"] == pytest.approx(theirs, rel=1e-4)
+        theirs = row["sampling/importance_sampling_ratio/mean"]  # which counts it as 1
+        assert (191 * ours["mean_rho"] + 1) / 192 == pytest.approx(theirs, rel=1e-5)
         total, count = found.accumulated.rewards[row["step"] - 1]
         assert total / count == pytest.approx(row["reward"], rel=1e-5)
 

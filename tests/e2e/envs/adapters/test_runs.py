@@ -3,7 +3,6 @@ the bit."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 
@@ -13,6 +12,7 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.tiny.model import make_model, make_tokenizer, save_policy
+from support.metrics import rows, timeless
 from support.paths import ROOT
 from support.scripted_engine import PRINTABLE
 
@@ -58,31 +58,20 @@ def recipe_of(task, policy, path):
     return str(path)
 
 
-def timeless(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if not k.startswith("time/") and "per_second" not in k}
-        for line in lines
-    ]
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run_and_a_resumed_one(task, policy, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(PACKAGES))  # doubling-v1
-    recipe, whole, part = (
-        recipe_of(task, policy, tmp_path / "recipe.toml"),
-        tmp_path / "whole",
-        tmp_path / "part",
-    )
+    recipe = recipe_of(task, policy, tmp_path / "recipe.toml")
+    whole, part = tmp_path / "whole", tmp_path / "part"
     assert main(["train", recipe, f"out={whole}"]) == 0
-    rows = timeless(whole)
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all(row["mismatch/k3"] < 1e-3 and row["replay/native_rows"] == 0 for row in rows[1:])
-    assert "eval/greedy" in rows[2]
+    expected = list(map(timeless, rows(whole)))
+    assert [row["step"] for row in expected] == [0, 1, 2]
+    for row in expected[1:]:
+        assert row["mismatch/k3"] < 1e-3
+        assert row["replay/native_rows"] == 0
+    assert "eval/greedy" in expected[2]
     shutil.copytree(whole, part)
-    shutil.rmtree(
-        part / "checkpoints" / "step_00002"
-    )  # as if it had been stopped after the first step
+    shutil.rmtree(part / "checkpoints" / "step_00002")  # as if stopped after the first step
     assert main(["train", "--resume", str(part)]) == 0
-    assert timeless(part) == rows
+    assert list(map(timeless, rows(part))) == expected
     sys.modules.pop("doubling_v1", None)

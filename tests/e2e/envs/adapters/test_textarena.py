@@ -11,20 +11,18 @@ from onepolicy.config import TextArenaTask, UsageError
 from onepolicy.envs import make_environment
 from onepolicy.envs.adapters.textarena import GlobalRandomState
 from onepolicy.envs.warmup.examples import warmup_examples
-from support.scripted_engine import play, tokenizer_of
+from support.scripted_engine import play, sampled, tokenizer_of
 
 pytestmark = pytest.mark.envs
 USER = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<bot>{% else %}<user>{% endif "
-    "%}{{ m['content'] }}<eos>"
-    "{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    "{% for m in messages %}{{ '<bot>' if m['role'] == 'assistant' else '<user>' }}"
+    "{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 )
 
 
 def environment(game="GuessTheNumber-v0", template=None, **settings):
-    return make_environment(
-        TextArenaTask(game=game, **settings), tokenizer_of(template), max_len=6000
-    )
+    task = TextArenaTask(game=game, **settings)
+    return make_environment(task, tokenizer_of(template), max_len=6000)
 
 
 def number_of(env, problem):
@@ -45,20 +43,14 @@ def test_a_game_is_won_and_every_token_is_as_sampled(template):
     turns = [f"<think>[{secret}]</think>Is it [{wrong}]?", "I pass", f"[{secret}]"]
     (sample,), script = play(env, turns, problem)
     assert (sample.reward, sample.finish, sample.events) == (1.0, "stop", ("move",) * 3)
-    sampled = [
-        [*env.tokenizer.encode(turn, add_special_tokens=False), env.tokenizer.eos_token_id]
-        for turn in turns
-    ]
-    assert sample.tokens[1:][sample.trainable].tolist() == [
-        token for turn in sampled for token in turn
-    ]
-    assert sample.tokens.tolist() == script.prompts[2] + sampled[2]
+    ids = sampled(env, *turns)
+    assert sample.tokens[1:][sample.trainable].tolist() == [token for turn in ids for token in turn]
+    assert sample.tokens.tolist() == script.prompts[2] + ids[2]
     first, second = script.prompts[:2]
-    between = env.tokenizer.decode(second[len(first) + len(sampled[0]) :])
+    between = env.tokenizer.decode(second[len(first) + len(ids[0]) :])
     hint = f"The target number is {'higher' if secret > wrong else 'lower'}."
-    assert between == (
-        f"\n{hint}\n" if template is None else f"<user>{hint}<eos><bot>"
-    )  # not the moves once more
+    shown = {None: f"\n{hint}\n", USER: f"<user>{hint}<eos><bot>"}
+    assert between == shown[template]  # not the moves once more
     assert "You are playing Guess The Number" in env.tokenizer.decode(first)
     assert "invalid move" in env.tokenizer.decode(script.prompts[2])
 
@@ -68,9 +60,7 @@ def test_results_are_scaled_and_an_unfinished_game_earns_nothing():
     problem = env.train_problem(0)
     secret = number_of(env, problem)
     near = secret - 1 if secret > 1 else secret + 1
-    (lost,), _ = play(
-        env, [f"[{near}]", "pass", "pass"], problem
-    )  # two invalid moves end it, near the number
+    (lost,), _ = play(env, [f"[{near}]", "pass", "pass"], problem)  # two invalid moves end it
     share = 1 - 1 / 19
     assert (lost.reward, lost.finish) == (pytest.approx((share - 0.5) / 0.5), "stop")
     (cut,), _ = play(environment(max_turns=2), [f"[{near}]", "pass"], problem)
@@ -119,22 +109,15 @@ def test_unplayable_environments_are_refused():
         ("GuessTheNumbers-v0", r"no game 'GuessTheNumbers-v0'; did you mean GuessTheNumber-v0"),
         ("Chopsticks-v0", r"task.game: Chopsticks-v0 .*cannot be played by one player here"),
         ("SpiteAndMalice-v0", r"task.game: SpiteAndMalice-v0 is for several players"),
-        (
-            "Countdown-v0",
-            r"could not convert string to float",
-        ),  # its score of a wrong move is a text
+        ("Countdown-v0", r"could not convert string"),  # its score of a wrong move is a text
         ("TwentyQuestions-v0", r"OpenRouter API key not found"),
     ):
         with pytest.raises(UsageError, match=message):
             environment(game)
-    with pytest.raises(
-        UsageError, match=r"cannot be played .* unexpected keyword argument 'largest'"
-    ):
+    with pytest.raises(UsageError, match=r"cannot be played .* keyword argument 'largest'"):
         environment(params={"largest": 9})
     with pytest.raises(UsageError, match="no worked episodes"):
         next(warmup_examples(TextArenaTask(game="GuessTheNumber-v0"), mistakes=0, seed=0))
     short = "{% if loop.index > 2 %}{{ raise_exception('no third message') }}{% endif %}"
-    with pytest.raises(
-        UsageError, match=r"cannot write the roles user, assistant, user: no third message"
-    ):
+    with pytest.raises(UsageError, match=r"the roles user, assistant, user: no third message"):
         environment(template=USER.replace("{% endfor %}", short + "{% endfor %}"))

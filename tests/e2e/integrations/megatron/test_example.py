@@ -11,6 +11,7 @@ from support.paths import ROOT
 pytestmark = pytest.mark.megatron
 
 
+@pytest.mark.smoke
 def test_replay_lowers_k3(capsys):
     runpy.run_path(str(ROOT / "examples" / "megatron_replay.py"), run_name="__main__")
     without, replayed, routers = capsys.readouterr().out.splitlines()[-3:]

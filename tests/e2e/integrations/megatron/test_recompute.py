@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -19,32 +21,29 @@ from support.replay_models import random_trace
 
 pytestmark = pytest.mark.megatron
 
-NONE: dict[str, object] = {}
+SELECTIVE = {"recompute_granularity": "selective"}
 RECOMPUTES = {
     "full, every layer": FULL_RECOMPUTE,
     "full, two layers at once": FULL_RECOMPUTE | {"recompute_num_layers": 2},
     "full, blocks": FULL_RECOMPUTE | {"recompute_method": "block", "recompute_num_layers": 3},
-    "selective, the MoE layer": {
-        "recompute_granularity": "selective",
-        "recompute_modules": ["moe"],
-    },
-    "selective, attention and shared expert": {
-        "recompute_granularity": "selective",
-        "recompute_modules": ["core_attn", "shared_experts"],
-    },
+    "selective, the MoE layer": SELECTIVE | {"recompute_modules": ["moe"]},
+    "selective, attention and shared expert": SELECTIVE
+    | {"recompute_modules": ["core_attn", "shared_experts"]},
 }
 FIRST, SECOND = tokens_of(seed=11), tokens_of(seed=12)
-ORDERS = ["in turn", "first backward first", "second backward first"]
+LATE = "second backward first"
+ORDERS = ["in turn", "first backward first", LATE]
 
 
-def make(recompute):
-    return make_model(
-        moe_layer_freq=[0, 1, 1, 1], moe_shared_expert_intermediate_size=16, **recompute
-    )
+def make(**changed):
+    freq = [0, 1, 1, 1]
+    return make_model(moe_layer_freq=freq, moe_shared_expert_intermediate_size=16, **changed)
 
 
 def routes(model, seed):
-    """Return routes that no router chose, with a few invalid rows."""
+    """Return routes that no router chose, with a few invalid rows. None: no routes."""
+    if seed is None:
+        return None
     routers = op_megatron.routers_of(model)
     trace = random_trace(FIRST.numel(), routers.layers, 8, 2, seed=seed)
     valid = torch.arange(len(trace)) % 5 != 2
@@ -65,7 +64,7 @@ def two_micro_batches(model, traces, order):
         forward(model, SECOND, traces[1]).backward()
         return gradients(model)
     losses = [forward(model, FIRST, traces[0]), forward(model, SECOND, traces[1])]
-    if order == "second backward first":
+    if order == LATE:
         losses.reverse()
     for loss in losses:
         loss.backward()
@@ -77,81 +76,94 @@ def assert_same_bits(one, other):
     assert not [name for name in one if not torch.equal(one[name], other[name])]
 
 
+@pytest.fixture(scope="module")
+def plain():
+    return make()
+
+
 @pytest.fixture(scope="module", params=RECOMPUTES.values(), ids=RECOMPUTES.keys())
-def recompute(request):
-    return request.param
+def saving(request):
+    return make(**request.param)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_gradients_are_those_without_recompute(recompute, order):
-    plain, saving = make(NONE), make(recompute)
-    traces = routes(plain, 21), routes(plain, 22)
-    expected = two_micro_batches(plain, traces, order)
-    assert_same_bits(expected, two_micro_batches(saving, traces, order))
+@pytest.fixture(scope="module")
+def without_recompute(plain):
+    """Return a function that gives the gradients of two micro-batches, computed once each."""
+
+    @functools.cache
+    def found(order, *seeds):
+        return two_micro_batches(plain, [routes(plain, seed) for seed in seeds], order)
+
+    return found
 
 
-@pytest.mark.parametrize("traces", [(0, None), (None, 1)], ids=["first", "second"])
-def test_a_micro_batch_without_replay_recomputes_natively(recompute, traces):
-    plain, saving = make(NONE), make(recompute)
-    chosen = [None if trace is None else routes(plain, trace) for trace in traces]
-    expected = two_micro_batches(plain, chosen, "second backward first")
-    assert_same_bits(expected, two_micro_batches(saving, chosen, "second backward first"))
+CASES = [
+    *((order, 21, 22) for order in ORDERS),
+    *((LATE, *seeds) for seeds in ((0, None), (None, 1))),  # one micro-batch is not replayed
+]
 
 
-def test_a_recompute_inside_the_replay_of_another_micro_batch(recompute):
+def test_gradients_are_those_without_recompute(saving, without_recompute, subtests):
+    for order, *seeds in CASES:
+        with subtests.test(order=order, seeds=seeds):
+            traces = [routes(saving, seed) for seed in seeds]
+            found = two_micro_batches(saving, traces, order)
+            assert_same_bits(without_recompute(order, *seeds), found)
+
+
+def inside_the_replay_of_another(model):
     """An interleaved schedule may run a backward between two forwards of one context."""
-    plain, saving = make(NONE), make(recompute)
-    trace, found = routes(plain, 21), []
-    for model in (plain, saving):
-        loss = forward(model, FIRST, None)
-        with op_megatron.replay(model, trace, batch=3, check=False):
-            loss.backward()
-            second = loss_of(logits_of(model, SECOND), SECOND)
-        second.backward()
-        found.append(gradients(model))
-    assert_same_bits(*found)
-
-
-def test_a_backward_inside_the_context(recompute):
-    plain, saving = make(NONE), make(recompute)
-    found = []
-    for model in (plain, saving):
-        with op_megatron.replay(model, routes(plain, 21), batch=3, check=False):
-            loss_of(logits_of(model, FIRST), FIRST).backward()
-        found.append(gradients(model))
-    assert_same_bits(*found)
-
-
-def test_the_own_choice_kept_for_a_check_changes_no_bit(recompute):
-    plain, saving = make(NONE), make(recompute)
-    with torch.no_grad(), op_megatron.record(plain) as tape:
-        logits_of(plain, FIRST)
-    found = []
-    for model in (plain, saving):
-        with op_megatron.replay(model, tape.trace(), batch=3, native=True):
-            loss = loss_of(logits_of(model, FIRST), FIRST)
+    loss = forward(model, FIRST, None)
+    with op_megatron.replay(model, routes(model, 21), batch=3, check=False):
         loss.backward()
-        found.append(gradients(model))
-    assert_same_bits(*found)
+        second = loss_of(logits_of(model, SECOND), SECOND)
+    second.backward()
 
 
-def test_recomputes_are_not_recorded(recompute):
-    model = make(recompute)
+def inside_its_own_replay(model):
+    with op_megatron.replay(model, routes(model, 21), batch=3, check=False):
+        loss_of(logits_of(model, FIRST), FIRST).backward()
+
+
+def beside_the_own_choice_for_a_check(model):
     with torch.no_grad(), op_megatron.record(model) as tape:
         logits_of(model, FIRST)
-    with op_megatron.record(model) as whole:
-        loss_of(logits_of(model, FIRST), FIRST).backward()
+    with op_megatron.replay(model, tape.trace(), batch=3, native=True):
+        loss = loss_of(logits_of(model, FIRST), FIRST)
+    loss.backward()
+
+
+BACKWARDS = [
+    inside_the_replay_of_another,
+    inside_its_own_replay,
+    beside_the_own_choice_for_a_check,
+]
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_a_backward(plain, saving, backward):
+    found = []
+    for model in (plain, saving):
+        backward(model)
+        found.append(gradients(model))
+    assert_same_bits(*found)
+
+
+def test_recomputes_are_not_recorded(saving):
+    with torch.no_grad(), op_megatron.record(saving) as tape:
+        logits_of(saving, FIRST)
+    with op_megatron.record(saving) as whole:
+        loss_of(logits_of(saving, FIRST), FIRST).backward()
+    gradients(saving)
     assert whole.trace() == tape.trace()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_of_torch_around_a_layer(reentrant):
-    plain, saving = make(NONE), make(NONE)
+def test_a_checkpoint_of_torch_around_a_layer(without_recompute, reentrant):
+    saving = make()
     layer = saving.decoder.layers[2]
     inner = layer.forward
-    layer.forward = lambda *args, **kwargs: checkpoint(
-        inner, *args, use_reentrant=reentrant, **kwargs
-    )
+    layer.forward = lambda *args, **kwargs: checkpoint(inner, *args, use_reentrant=False, **kwargs)
     if reentrant:  # takes no keyword arguments of the function
         layer.forward = lambda **kwargs: checkpoint(
             lambda hidden, mask: inner(**(kwargs | {"hidden_states": hidden})),
@@ -159,18 +171,17 @@ def test_a_checkpoint_of_torch_around_a_layer(reentrant):
             kwargs["attention_mask"],
             use_reentrant=True,
         )
-    traces = routes(plain, 21), routes(plain, 22)
-    expected = two_micro_batches(plain, traces, "second backward first")
-    assert_same_bits(expected, two_micro_batches(saving, traces, "second backward first"))
+    found = two_micro_batches(saving, [routes(saving, seed) for seed in (21, 22)], LATE)
+    assert_same_bits(without_recompute(LATE, 21, 22), found)
 
 
 def test_megatrons_queue_is_wrong_in_this_order():
     """Its own replay hands a recompute the oldest targets: the order of ours is worth testing."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
-    plain, saving = (make(r | {"moe_enable_routing_replay": True}) for r in (NONE, FULL_RECOMPUTE))
+    plain, saving = (make(**r, moe_enable_routing_replay=True) for r in ({}, FULL_RECOMPUTE))
     traces = [random_trace(FIRST.numel(), (1, 2, 3), 8, 2, seed=seed) for seed in (21, 22)]
-    expected = two_micro_batches(plain, traces, "second backward first")
+    expected = two_micro_batches(plain, traces, LATE)
     replays = [layer.mlp.router.router_replay for layer in list(saving.decoder.layers)[1:]]
     losses = []
     for tokens, trace in zip((FIRST, SECOND), traces, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import pytest
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.megatron
 capability = pytest.mark.capability
 
 TOKENS = tokens_of()
-TRACE = random_trace(TOKENS.numel(), (0, 1, 2, 3), 8, 2)
+TRACE = random_trace(36, (0, 1, 2, 3), 8, 2)
 
 
 @pytest.fixture
@@ -33,28 +32,45 @@ def replayed(model, trace=TRACE, batch=3, **options):
         return logits_of(model, TOKENS)
 
 
-REFUSED_ALWAYS = {
-    "moe_router_fusion": True,
-    "moe_router_force_load_balancing": True,
-    "cuda_graph_impl": "local",
-    "overlap_moe_expert_parallel_comm": True,
-    "moe_router_load_balancing_type": "sinkhorn",
-}
+NEVER_ASKS = [  # neither replayed nor recorded
+    {"moe_router_fusion": True},
+    {"moe_router_force_load_balancing": True},
+    {"cuda_graph_impl": "local"},
+    {"overlap_moe_expert_parallel_comm": True},
+    {"moe_router_load_balancing_type": "sinkhorn"},
+]
+NOT_REPLAYED = [
+    (
+        {"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]},
+        "'quantile_balancing' chooses the experts without",
+    ),
+    ({"moe_expert_capacity_factor": 1.0}, r"moe_expert_capacity_factor=1.0 drops tokens"),
+    ({"fp8": "hybrid", "recompute_granularity": "full"}, "fp8 or fp4 with activation recompute"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED_ALWAYS)
-def test_settings_under_which_the_router_does_not_ask(model, name):
-    setattr(model.config, name, REFUSED_ALWAYS[name])
-    with pytest.raises(UsageError, match=rf"cannot be replayed:\n.*{name}"):
-        replayed(model)
-    with pytest.raises(UsageError, match=rf"cannot be recorded:\n.*{name}"):
-        op_megatron.record(model).__enter__()
+def changed(changes):
+    model = make_model()
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    return model
 
 
-def test_a_fused_router_in_the_list_of_balancing_types(model):
-    model.config.moe_router_load_balancing_type = ["aux_loss", "quantile_balancing"]
-    with pytest.raises(UsageError, match="'quantile_balancing' chooses the experts without"):
-        replayed(model)
+def test_settings_under_which_the_router_does_not_ask(subtests):
+    for changes in NEVER_ASKS:
+        (name,) = changes
+        with subtests.test(name):
+            model = changed(changes)
+            with pytest.raises(UsageError, match=rf"cannot be replayed:\n.*{name}"):
+                replayed(model)
+            with pytest.raises(UsageError, match=rf"cannot be recorded:\n.*{name}"):
+                op_megatron.record(model).__enter__()
+
+
+def test_settings_under_which_a_replay_would_be_wrong(subtests):
+    for changes, said in NOT_REPLAYED:
+        with subtests.test(said), pytest.raises(UsageError, match=said):
+            replayed(changed(changes))
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
@@ -72,23 +88,10 @@ def test_a_balancing_type_without_a_coefficient_is_fine():
     assert gradients(model)
 
 
-def test_dropped_tokens(model):
-    model.config.moe_expert_capacity_factor = 1.0
-    with pytest.raises(UsageError, match=r"moe_expert_capacity_factor=1.0 drops tokens"):
-        replayed(model)
-
-
-def test_a_recompute_by_transformer_engine(model):
-    model.config.fp8, model.config.recompute_granularity = "hybrid", "full"
-    with pytest.raises(UsageError, match="fp8 or fp4 with activation recompute"):
-        replayed(model)
-
-
 @capability("Megatron", "preflight", how="live")
-def test_all_problems_are_named_at_once(model):
-    model.config.moe_router_fusion, model.config.moe_expert_capacity_factor = True, 1.0
+def test_all_problems_are_named_at_once():
     with pytest.raises(UsageError) as error:
-        replayed(model)
+        replayed(changed({"moe_router_fusion": True, "moe_expert_capacity_factor": 1.0}))
     assert "moe_router_fusion" in str(error.value)
     assert "moe_expert_capacity_factor" in str(error.value)
     assert str(error.value).count("moe_router_fusion") == 1  # not once per layer
@@ -105,67 +108,57 @@ def test_megatrons_own_replay_is_armed():
     replayed(model)
 
 
-def test_a_dense_model():
-    dense = make_model(num_moe_experts=None, moe_ffn_hidden_size=None)
-    with pytest.raises(UsageError, match="no Mixture-of-Experts layer"):
-        op_megatron.routers_of(dense)
+class HashRouter(Router):
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+
+    def routing(self, logits): ...
+
+    def forward(self, tokens): ...
 
 
-def test_two_models_in_one_module():
-    both = torch.nn.ModuleList([make_model(), make_model()])
-    with pytest.raises(UsageError, match="both the router of layer 0"):
-        op_megatron.routers_of(both)
-
-
-@pytest.mark.parametrize("thing", [[], None, "model"])
-def test_no_model(thing):
-    with pytest.raises(UsageError, match="expected a Megatron model"):
-        op_megatron.routers_of(thing)
-
-
-def test_a_router_of_another_kind(model):
-    class HashRouter(Router):
-        def __init__(self):
-            torch.nn.Module.__init__(self)
-
-        def routing(self, logits): ...
-
-        def forward(self, tokens): ...
-
+def of_another_kind():
+    model = make_model()
     model.decoder.layers[1].mlp.router = HashRouter()
-    with pytest.raises(UsageError, match=r"layers\.1\.mlp: the router is HashRouter"):
-        op_megatron.routers_of(model)
+    return model
 
 
-def cut(layers):
-    return random_trace(TOKENS.numel(), layers, 8, 2)
+UNBOUND = [
+    (lambda: make_model(num_moe_experts=None, moe_ffn_hidden_size=None), "no Mixture-of-Experts"),
+    (lambda: torch.nn.ModuleList([make_model(), make_model()]), "both the router of layer 0"),
+    (of_another_kind, r"layers\.1\.mlp: the router is HashRouter"),
+    (list, "expected a Megatron model"),
+    (lambda: None, "expected a Megatron model"),
+    (lambda: "model", "expected a Megatron model"),
+]
 
 
-WRONG = {
-    "layers": (cut((0, 1, 2)), 3, r"layers is \(0, 1, 2\), but the model's MoE layers"),
-    "top-k": (random_trace(36, (0, 1, 2, 3), 8, 3), 3, "3 experts per token.*routes each token to"),
-    "experts": (random_trace(36, (0, 1, 2, 3), 16, 2), 3, "num_experts is 16"),
-    "rows for the batch": (TRACE, 5, "36 rows, which are not those of batch=5"),
-    "no batch": (TRACE, 0, "batch=0"),
-    "no trace": (TRACE.ids, 3, "expected a RoutingTrace, got Tensor"),
-}
+def test_models_without_routers_to_replay(subtests):
+    for make, said in UNBOUND:
+        with subtests.test(said), pytest.raises(UsageError, match=said):
+            op_megatron.routers_of(make())
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_traces_of_something_else(model, case):
-    trace, batch, message = WRONG[case]
-    with pytest.raises(UsageError, match=message):
-        replayed(model, trace, batch)
+ALL = (0, 1, 2, 3)
+WRONG = [
+    (random_trace(36, (0, 1, 2), 8, 2), 3, r"layers is \(0, 1, 2\), but the model's MoE layers"),
+    (random_trace(36, ALL, 8, 3), 3, "3 experts per token.*routes each token to"),
+    (random_trace(36, ALL, 16, 2), 3, "num_experts is 16"),
+    (TRACE, 5, "36 rows, which are not those of batch=5"),
+    (TRACE, 0, "batch=0"),
+    (TRACE.ids, 3, "expected a RoutingTrace, got Tensor"),
+]
+OTHER_TOKENS = [
+    (TRACE.rows(0, 33), 3, "layer 0 routes 36 tokens, but the trace has 33 rows"),
+    (TRACE, 1, r"fed 3 samples.*give replay\(batch=3\)"),
+]
 
 
-def test_rows_of_other_tokens(model):
-    with pytest.raises(RoutingError, match="layer 0 routes 36 tokens, but the trace has 33 rows"):
-        replayed(model, TRACE.rows(0, 33))
-
-
-def test_another_number_of_samples(model):
-    with pytest.raises(RoutingError, match=r"fed 3 samples.*give replay\(batch=3\)"):
-        replayed(model, batch=1)
+def test_traces_of_something_else(model, subtests):
+    for cases, error in ((WRONG, UsageError), (OTHER_TOKENS, RoutingError)):
+        for trace, batch, said in cases:
+            with subtests.test(said), pytest.raises(error, match=said):
+                replayed(model, trace, batch)
 
 
 def test_two_forwards_in_one_context(model):
@@ -198,15 +191,10 @@ def test_routes_without_a_valid_row(model):
 def test_a_router_that_does_not_ask_after_all(model):
     """As one would that a future Megatron fuses without its flag."""
     router = model.decoder.layers[2].mlp.router
+    plain = object.__new__(type(router))
+    vars(plain).update(vars(router), router_replay=None)
     router.routing = lambda logits, padding_mask=None: type(router).routing(
-        router_without_replay(router), logits, padding_mask
+        plain, logits, padding_mask
     )
     with pytest.raises(RoutingError, match=r"layer 2.* ran 0 top-2 selections"):
         replayed(model)
-
-
-def router_without_replay(router):
-    plain = copy.copy(vars(router))
-    made = object.__new__(type(router))
-    vars(made).update(plain, router_replay=None)
-    return made

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from support.megatron import expert_parallel, tensor_parallel
 from support.megatron.pipeline import recorded_stage, train_step
-from support.paths import ROOT
+from support.scripts import run_script
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]
-
-
-def run(*arguments: str) -> None:
-    path = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests")))
-    script = str(ROOT / "tests" / "support" / "megatron" / "ranks.py")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launch, script, *arguments],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+pytestmark = [pytest.mark.megatron, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Return all that each of the two ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    run(str(folder))
+    run_script("megatron/ranks.py", folder, ranks=2)
     return [torch.load(folder / f"found_{rank}.pt") for rank in range(2)]
 
 

@@ -10,10 +10,21 @@ import onepolicy.integrations.trl as op_trl
 from onepolicy.config import UsageError
 from onepolicy.config.correction import correction_presets
 from onepolicy.integrations.trl.adapter import SAMPLED
-from support.trl.tiny import CopySampler, as_vllm, make_trainer, parameters, tiny_moe, train
+from support.trl.tiny import (
+    ONE_STEP,
+    CopySampler,
+    as_vllm,
+    completion_logp,
+    gradient_by_hand,
+    make_trainer,
+    model_with,
+    parameters,
+    sgd_gradient,
+    train,
+    watched,
+)
 
 capability = pytest.mark.capability
-
 pytestmark = pytest.mark.trl
 REFUSED = {"score-centering", "score-centering-tis"}
 
@@ -24,7 +35,7 @@ def far_sampler():
 
 
 def outcome(folder, *, correction=None, vllm=True, attach=True, scoring="always", **changes):
-    """Train three steps of SGD without replay. Return the log, and the change of the parameters."""
+    """Train with SGD, without replay. Return the log, and the change of the parameters."""
     trainer = make_trainer(folder, sampler=far_sampler(), **changes)
     if vllm:
         as_vllm(trainer)
@@ -41,25 +52,26 @@ def relative(one, other):
     return float((one - other).norm() / other.norm())
 
 
+@pytest.fixture(scope="module")
+def uncorrected(tmp_path_factory):
+    """Return the change of the parameters without a correction, ours or TRL's."""
+    return outcome(tmp_path_factory.mktemp("uncorrected"), attach=False, vllm=False)[1]
+
+
+OWN = {
+    "tis": {
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": 2.0,
+    },
+    "trl-default": {},
+}
+
+
 @capability("TRL", "fixed corrections", how="live")
-@pytest.mark.parametrize(
-    ("correction", "own"),
-    [
-        (
-            "tis",
-            {
-                "vllm_importance_sampling_mode": "token_truncate",
-                "vllm_importance_sampling_clip_max": 2.0,
-            },
-        ),
-        ("trl-default", {}),
-    ],
-    ids=["tis", "trl-default"],
-)
-def test_equal_to_trls_own(tmp_path, correction, own):
+@pytest.mark.parametrize("correction", OWN)
+def test_equal_to_trls_own(tmp_path, uncorrected, correction):
     ours, our_change = outcome(tmp_path, correction=correction)
-    theirs, their_change = outcome(tmp_path, attach=False, **own)
-    _, uncorrected = outcome(tmp_path, attach=False, vllm=False)
+    theirs, their_change = outcome(tmp_path, attach=False, **OWN[correction])
     assert relative(our_change, their_change) < 1e-5
     assert relative(uncorrected, their_change) > 0.1  # so it can fail
     for one, other in zip(ours, theirs, strict=True):
@@ -69,70 +81,45 @@ def test_equal_to_trls_own(tmp_path, correction, own):
         )
 
 
-def test_opsm_is_trls_off_policy_mask(tmp_path):
+def test_opsm_is_trls_off_policy_mask(tmp_path, uncorrected):
     """`opsm` in the loss hook against off_policy_mask_threshold."""
     (gate,) = op.preset("opsm").gates
     opsm = op.preset("opsm", gates=[{**gate.model_dump(), "high": 1e-4}])
     _, ours = outcome(tmp_path, correction=opsm, vllm=False)
     _, theirs = outcome(tmp_path, attach=False, vllm=False, off_policy_mask_threshold=1e-4)
-    _, neither = outcome(tmp_path, attach=False, vllm=False)
     assert relative(ours, theirs) < 1e-5
-    assert relative(neither, theirs) > 0.1
+    assert relative(uncorrected, theirs) > 0.1
 
 
 @pytest.mark.parametrize("correction", ["tis", "icepop", "seq-mis", "pg-tis"])
 def test_in_the_training_forward_it_is_the_same(tmp_path, correction):
     """Where generation and update are aligned, old and new policy are one."""
-    before, scored = outcome(tmp_path, correction=correction, vllm=False)
-    within, unscored = outcome(
-        tmp_path, correction=correction, vllm=False, scoring="training-forward"
-    )
+    how = {"correction": correction, "vllm": False, "max_steps": 2}
+    before, scored = outcome(tmp_path, **how)
+    within, unscored = outcome(tmp_path, **how, scoring="training-forward")
     assert relative(unscored, scored) < 1e-5
     for one, other in zip(before, within, strict=True):
         assert one["mismatch/k3"] == pytest.approx(other["mismatch/k3"], rel=1e-4)
 
 
-ONE_STEP = {"max_steps": 1, "learning_rate": 1.0, "max_grad_norm": 1e9, "loss_type": "grpo"}
-
-
-def gradient_and_batch(folder, correction):
-    trainer = make_trainer(folder, sampler=far_sampler(), **ONE_STEP)
-    op_trl.attach(trainer, replay="off", correction=correction)
-    seen, loss = [], trainer._compute_loss
-
-    def compute_loss(model, inputs):
-        seen.append(dict(inputs))
-        return loss(model, inputs)
-
-    trainer._compute_loss = compute_loss
-    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
-    before = parameters(trainer)
-    train(trainer)
-    return before - parameters(trainer), before, seen[0]
-
-
 @capability("TRL", "live corrections", how="live")
 @pytest.mark.parametrize("correction", ["ppo-is", "pg-tis", "cispo-rollout"])
 def test_live_presets_by_hand(tmp_path, correction):
-    gradient, before, inputs = gradient_and_batch(tmp_path, correction)
-    model = tiny_moe()
-    torch.nn.utils.vector_to_parameters(before.clone(), model.parameters())
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-    logp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    logp = logp[:, -inputs["completion_ids"].shape[1] :]
-    kept, advantages = inputs["completion_mask"].float(), inputs["advantages"]
+    trainer = make_trainer(tmp_path, sampler=far_sampler(), **ONE_STEP)
+    op_trl.attach(trainer, replay="off", correction=correction)
+    seen = watched(trainer)
+    gradient, before = sgd_gradient(trainer)
+    model, inputs = model_with(before), seen[0]
+    logp, advantages = completion_logp(model, inputs), inputs["advantages"]
     if advantages.dim() == 1:
         advantages = advantages[:, None]
-    rho = (torch.where(kept.bool(), logp - inputs[SAMPLED], 0.0)).exp()
+    rho = torch.where(inputs["completion_mask"].bool(), logp - inputs[SAMPLED], 0.0).exp()
     if correction == "ppo-is":
         loss = -torch.minimum(rho * advantages, rho.clamp(0.8, 1.2) * advantages)
     else:
         bound = {"pg-tis": 2.0, "cispo-rollout": 5.0}[correction]
         loss = -rho.detach().clamp(max=bound) * advantages * logp
-    ((loss * kept).sum(1) / kept.sum(1)).mean().backward()
-    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    expected = gradient_by_hand(loss, inputs, model)
     assert (gradient - expected).norm() < 1e-5 * expected.norm()
 
 

@@ -11,7 +11,6 @@ from onepolicy.audit.run import audit
 from support.trl.tiny import CopySampler, make_trainer, train
 
 capability = pytest.mark.capability
-
 pytestmark = pytest.mark.trl
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from support import installed
 
-pytestmark = [pytest.mark.trl, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.trl, pytest.mark.process]
 
 
 def test_installing_it_changes_no_package_of_trl(tmp_path):

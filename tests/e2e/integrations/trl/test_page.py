@@ -16,15 +16,11 @@ import onepolicy.integrations.trl as op_trl
 from onepolicy.cli import main
 from support.oracle.export_peers import tokenizer
 from support.paths import ROOT
-from support.trl.tiny import LENGTH, PROMPTS, CopySampler, reward, tiny_moe
+from support.trl.tiny import PROMPTS, SETTINGS, CopySampler, reward, tiny_moe
 
 pytestmark = pytest.mark.trl
+MORE = {"output_dir": "out", "max_steps": 2}
 PAGE = (ROOT / "docs" / "trl.md").read_text(encoding="utf-8")
-SETTINGS = {
-    **{"per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 2, "beta": 0.0},
-    **{"max_completion_length": LENGTH, "use_cpu": True, "bf16": False, "report_to": []},
-    **{"save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "learning_rate": 1e-3},
-}
 
 
 def blocks():
@@ -41,7 +37,7 @@ def names(tmp_path, monkeypatch):
     data = {"train_dataset": Dataset.from_dict({"prompt": PROMPTS * 8})}
     return {
         **{"GRPOConfig": GRPOConfig, "GRPOTrainer": GRPOTrainer, "reward": reward, "op": op},
-        **{"model": tiny_moe(), "op_trl": op_trl, "SETTINGS": SETTINGS | {"output_dir": "out"}},
+        **{"model": tiny_moe(), "op_trl": op_trl, "SETTINGS": SETTINGS | MORE},
         "GIVEN": data | {"processing_class": tokenizer()},
     }
 

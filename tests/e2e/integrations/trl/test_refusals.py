@@ -9,10 +9,9 @@ import torch
 import onepolicy.integrations.trl as op_trl
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import MisalignedRoutesError
-from support.trl.tiny import CopySampler, as_vllm, make_trainer, parameters, tiny_moe, train
+from support.trl.tiny import CopySampler, as_vllm, make_trainer, parameters, train
 
 capability = pytest.mark.capability
-
 pytestmark = pytest.mark.trl
 
 
@@ -35,15 +34,29 @@ def test_routes_one_row_late(tmp_path, scoring):
     stops_untrained(trainer, MisalignedRoutesError, "late")
 
 
-def test_routes_of_another_sample(tmp_path):
-    def mixed(prompts, trainer):
-        made = CopySampler()(prompts, trainer)
-        made["routed_experts"] = made["routed_experts"][::-1]
+def dropped(made):
+    del made["routed_experts"]
+
+
+SPOILED = [
+    (lambda made: made["routed_experts"].reverse(), MisalignedRoutesError, "another sample"),
+    (dropped, UsageError, "none of the 8 samples.*return them from the rollout_func"),
+    (lambda made: made["routed_experts"].pop(), UsageError, "7 entries for 8 completions"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "error", "match"), SPOILED, ids=["swapped", "none", "one less"])
+def test_routes_of_something_else(tmp_path, spoil, error, match):
+    sampler = CopySampler()
+
+    def spoiled(prompts, trainer):
+        made = sampler(prompts, trainer)
+        spoil(made)
         return made
 
-    trainer = make_trainer(tmp_path, sampler=mixed)
+    trainer = make_trainer(tmp_path, sampler=spoiled)
     op_trl.attach(trainer)
-    stops_untrained(trainer, MisalignedRoutesError, "another sample")
+    stops_untrained(trainer, error, match)
 
 
 def test_router_loss_switched_on_after_attach(tmp_path):
@@ -54,51 +67,30 @@ def test_router_loss_switched_on_after_attach(tmp_path):
     stops_untrained(trainer, UsageError, "output_router_logits")
 
 
-def test_field_dropped(tmp_path):
-    def forgetful(prompts, trainer):
-        made = CopySampler()(prompts, trainer)
-        del made["routed_experts"]
-        return made
-
-    trainer = make_trainer(tmp_path, sampler=forgetful)
-    op_trl.attach(trainer)
-    stops_untrained(trainer, UsageError, "none of the 8 samples.*return them from the rollout_func")
-
-
-def test_routes_of_another_number_of_samples(tmp_path):
-    def short(prompts, trainer):
-        made = CopySampler()(prompts, trainer)
-        made["routed_experts"].pop()
-        return made
-
-    trainer = make_trainer(tmp_path, sampler=short)
-    op_trl.attach(trainer)
-    stops_untrained(trainer, UsageError, "7 entries for 8 completions")
+FORWARD = {"scoring": "training-forward"}
+REFUSED = [
+    ({"router_aux_loss_coef": None}, {}, r"router loss off: router_aux_loss_coef = 0\.01"),
+    ({"torch_compile": True}, {}, "model not compiled"),
+    ({"top_p": 0.9}, {"correction": "tis"}, "whole distribution sampled: top_p 0.9"),
+    ({"loss_type": "vespo"}, {"correction": "tis"}, "tis in loss vespo"),
+    ({"loss_type": "cispo"}, {"correction": "pg-tis"}, "pg-tis in loss cispo"),
+    ({"off_policy_mask_threshold": 0.1}, {"correction": "opsm"}, "one off-policy mask"),
+    ({}, {"correction": "mis"} | FORWARD, "weights of a micro-batch"),
+    ({}, {"dump": "dump"} | FORWARD, "dump of whole generations"),
+    ({}, {"correction": "tiss"}, "tis"),
+    ({}, {"replay": "r4"}, "replay is 'r4'; there are r3, off"),
+    ({}, {"native_every": True}, "native_every is True"),
+    ({}, {"form": "numpy"}, "form is 'numpy'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "settings", "match"),
-    [
-        ({"router_aux_loss_coef": None}, {}, r"router loss off: router_aux_loss_coef = 0\.01"),
-        ({"torch_compile": True}, {}, "model not compiled"),
-        ({"top_p": 0.9}, {"correction": "tis"}, "whole distribution sampled: top_p 0.9"),
-        ({"loss_type": "vespo"}, {"correction": "tis"}, "tis in loss vespo"),
-        ({"loss_type": "cispo"}, {"correction": "pg-tis"}, "pg-tis in loss cispo"),
-        ({"off_policy_mask_threshold": 0.1}, {"correction": "opsm"}, "one off-policy mask"),
-        ({}, {"correction": "mis", "scoring": "training-forward"}, "weights of a micro-batch"),
-        ({}, {"dump": "dump", "scoring": "training-forward"}, "dump of whole generations"),
-        ({}, {"correction": "tiss"}, "tis"),
-        ({}, {"replay": "r4"}, "replay is 'r4'; there are r3, off"),
-        ({}, {"native_every": True}, "native_every is True"),
-        ({}, {"form": "numpy"}, "form is 'numpy'"),
-    ],
-    ids=lambda value: None,
-)
-def test_settings(tmp_path, changes, settings, match):
-    trainer = make_trainer(tmp_path, sampler=CopySampler(), **changes)
-    with pytest.raises(UsageError, match=match):
-        op_trl.attach(trainer, **settings)
-    assert trainer._compute_loss.__self__ is trainer  # nothing was changed
+def test_settings(tmp_path, subtests):
+    for changes, settings, match in REFUSED:
+        with subtests.test(changes=changes, settings=settings):
+            trainer = make_trainer(tmp_path, sampler=CopySampler(), **changes)
+            with pytest.raises(UsageError, match=match):
+                op_trl.attach(trainer, **settings)
+            assert trainer._compute_loss.__self__ is trainer  # nothing was changed
 
 
 @capability("TRL", "preflight", how="live")
@@ -160,31 +152,7 @@ def test_other_trainers():
 
 
 def test_gmpo_is_replayed_and_not_corrected(tmp_path):
-    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
-
-    given = make_trainer(tmp_path)
-    settings = {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 12,
-        "max_steps": 1,
-        "router_aux_loss_coef": 0.0,
-        "gradient_checkpointing": False,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "logging_steps": 1,
-    }
-    trainer = GMPOTrainer(
-        model=tiny_moe(),
-        reward_funcs=given.reward_funcs,
-        args=GMPOConfig(**settings),
-        train_dataset=given.train_dataset,
-        processing_class=given.processing_class,
-        rollout_func=CopySampler(),
-    )
+    trainer = make_trainer(tmp_path, sampler=CopySampler(), kind="gmpo", max_steps=1)
     with pytest.raises(UsageError, match="tis in loss"):
         op_trl.attach(trainer, correction="tis")
     op_trl.attach(trainer, native_every=1)

@@ -9,22 +9,36 @@ from peft import LoraConfig
 import onepolicy as op
 import onepolicy.integrations.trl as op_trl
 from onepolicy.integrations.trl.adapter import ROUTES, SAMPLED
-from support.trl.tiny import CopySampler, make_trainer, parameters, tiny_moe, train
+from support.trl.tiny import (
+    ONE_STEP,
+    CopySampler,
+    completion_logp,
+    gradient_by_hand,
+    make_trainer,
+    model_with,
+    parameters,
+    sgd_gradient,
+    train,
+    watched,
+)
 
 capability = pytest.mark.capability
-
 pytestmark = pytest.mark.trl
 
 
 @capability("TRL", "measured", how="live")
 @capability("TRL", "R3", how="live")
+@pytest.mark.smoke
 def test_k3_falls_on_every_step(tmp_path, capsys):
     trainer = make_trainer(tmp_path, sampler=CopySampler())
-    op_trl.attach(trainer, native_every=1)
+    op_trl.attach(trainer, replay="r3", correction="tis", native_every=1)
+    before = parameters(trainer)
     log = train(trainer)
     assert len(log) == 3
+    assert not torch.equal(before, parameters(trainer))
     for row in log:
-        assert row["mismatch/k3"] < row["mismatch_native/k3"] / 2
+        assert row["mismatch/k3"] < min(row["mismatch_native/k3"] / 2, 1e-3)
+        assert row["correction/weight_mean"] == pytest.approx(1, abs=0.05)
         assert row["replay/rows"] > 50
         assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
         assert 0.9 < row["routing/agreement"] < 1
@@ -41,44 +55,14 @@ def test_only_float32_noise_is_left_if_only_the_routing_differs(tmp_path):
         assert row["mismatch/max_dlogp"] < 1e-4
 
 
-def watched(trainer):
-    """Return a list that gets TRL's micro-batches."""
-    seen, loss = [], trainer._compute_loss
-
-    def compute_loss(model, inputs):
-        seen.append(dict(inputs))
-        return loss(model, inputs)
-
-    trainer._compute_loss = compute_loss
-    return seen
-
-
-def sgd_gradient(trainer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Train one step of SGD with a learning rate of 1. Return the gradient and the parameters
-    before it."""
-    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
-    before = parameters(trainer)
-    train(trainer)
-    return before - parameters(trainer), before
-
-
-ONE_STEP = {"max_steps": 1, "learning_rate": 1.0, "max_grad_norm": 1e9, "loss_type": "grpo"}
-
-
 def hand_made_gradient(before, inputs) -> torch.Tensor:
     """Return the gradient of GRPO's loss on a micro-batch, in a loop over op.* alone."""
-    model = tiny_moe()
-    torch.nn.utils.vector_to_parameters(before.clone(), model.parameters())
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    model = model_with(before)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    routers, width = op.bind_routers(model), inputs["completion_ids"].shape[1]
-    with routers.replay(op.pad_routes(inputs[ROUTES], mask)):
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-    logp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0][:, -width:]
-    kept = inputs["completion_mask"].float()
+    with op.bind_routers(model).replay(op.pad_routes(inputs[ROUTES], mask)):
+        logp = completion_logp(model, inputs)
     loss = -inputs["advantages"][:, None] * (logp - logp.detach()).exp()
-    ((loss * kept).sum(1) / kept.sum(1)).mean().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+    return gradient_by_hand(loss, inputs, model)
 
 
 def test_gradients_are_those_of_a_hand_made_loop(tmp_path):
@@ -105,13 +89,13 @@ def trained(tmp_path, **changes):
     return parameters(trainer)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_changes_nothing(tmp_path, reentrant):
-    kwargs = {"use_reentrant": reentrant}
-    checkpointed = trained(
-        tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs
-    )
-    assert torch.equal(trained(tmp_path), checkpointed)
+def test_gradient_checkpointing_changes_nothing(tmp_path, subtests):
+    plain = trained(tmp_path)
+    for reentrant in (False, True):
+        kwargs = {"use_reentrant": reentrant}
+        on = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+        with subtests.test(reentrant=reentrant):
+            assert torch.equal(plain, trained(tmp_path, **on))
 
 
 def test_accumulation_and_chunked_scoring_change_nothing(tmp_path):
@@ -174,12 +158,8 @@ def test_lora_replays_the_policy_and_never_the_reference(tmp_path):
     for row in log:
         assert row["mismatch/k3"] < 1e-10 < row["mismatch_native/k3"]
     inputs = seen[0]
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     with torch.no_grad(), trainer.model.disable_adapter():
-        logits = trainer.model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-    native = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    native = native[:, -inputs["completion_ids"].shape[1] :]
+        native = completion_logp(trainer.model, inputs)
     kept = inputs["completion_mask"].bool()
     reference = inputs["ref_per_token_logps"]
     torch.testing.assert_close(reference[kept], native[kept], rtol=1e-5, atol=1e-5)

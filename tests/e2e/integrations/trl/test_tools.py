@@ -10,7 +10,7 @@ from datasets import Dataset
 
 import onepolicy.integrations.trl as op_trl
 from onepolicy.integrations.trl.adapter import ROUTES, SAMPLED
-from support.trl.tiny import EOS, make_trainer, train
+from support.trl.tiny import EOS, make_trainer, train, watched
 
 pytestmark = pytest.mark.trl
 RESULT = [30, 31, 32]  # tokens of a tool's reply
@@ -25,9 +25,8 @@ def parsed(tokenizer, ids, prefix=None, tools=None):
     """Return a completion as a message; a call of the tool unless it is long or has ended."""
     message = {"role": "assistant", "content": tokenizer.decode(ids)}
     if len(ids) < 4 or ids[-1] != EOS:
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": "lookup", "arguments": {}}}
-        ]
+        call = {"name": "lookup", "arguments": {}}
+        message["tool_calls"] = [{"type": "function", "function": call}]
     return message
 
 
@@ -48,13 +47,7 @@ def trainer(tmp_path, monkeypatch):
 
 def test_each_path_gets_the_routes_of_its_last_call(trainer):
     op_trl.attach(trainer, native_every=1)
-    seen, loss = [], trainer._compute_loss
-
-    def compute_loss(model, inputs):
-        seen.append(dict(inputs))
-        return loss(model, inputs)
-
-    trainer._compute_loss = compute_loss
+    seen = watched(trainer)
     for row in train(trainer):
         assert row["tools/call_frequency"] > 0
         assert row["replay/missing_samples"] == 0

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from onepolicy.audit.run import audit
-from support.paths import ROOT
+from support.scripts import run_script
 
-pytestmark = [pytest.mark.trl, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.trl, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("ranks")
-    path = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests")))
-    script = ROOT / "tests" / "support" / "trl" / "two_ranks.py"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launch, str(script), str(made)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script("trl/two_ranks.py", made, ranks=2)
     return made
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-import types
+from types import SimpleNamespace as Bag
 
 import numpy as np
 import pytest
@@ -62,9 +62,8 @@ def test_routed_vllm_swaps_the_name_and_puts_it_back(monkeypatch):
     before = vllm_generation.LLM
     with op_trl.routed_vllm():
         vllm_generation.LLM(model="m", tensor_parallel_size=1)
-    assert built == [
-        {"model": "m", "tensor_parallel_size": 1, "enable_return_routed_experts": True}
-    ]
+    given = {"model": "m", "tensor_parallel_size": 1}
+    assert built == [given | {"enable_return_routed_experts": True}]
     assert vllm_generation.LLM is before
 
 
@@ -75,9 +74,8 @@ def test_vllm_knows_the_argument():
 
 def test_a_trainer_built_without_it_is_refused(tmp_path):
     trainer = as_vllm(make_trainer(tmp_path))
-    config = types.SimpleNamespace(enable_return_routed_experts=False)
-    engine = types.SimpleNamespace(model_config=config)
-    trainer.vllm_generation.llm = types.SimpleNamespace(llm_engine=engine)
+    engine = Bag(model_config=Bag(enable_return_routed_experts=False))
+    trainer.vllm_generation.llm = Bag(llm_engine=engine)
     assert not returns_routes(trainer.vllm_generation.llm)
     with pytest.raises(UsageError, match=r"vLLM returns routes.*with op_trl\.routed_vllm"):
         op_trl.attach(trainer)
@@ -85,22 +83,11 @@ def test_a_trainer_built_without_it_is_refused(tmp_path):
 
 def test_colocated_outputs(routers):
     outputs = pytest.importorskip("vllm.outputs")
-    completions = [
-        outputs.CompletionOutput(
-            index=0,
-            text="",
-            token_ids=tokens,
-            cumulative_logprob=None,
-            logprobs=None,
-            routed_experts=routes,
-        )
-        for tokens, routes in zip(COMPLETIONS, payloads(routers), strict=True)
-    ]
-    requests = [
-        outputs.RequestOutput(str(i), None, PROMPT, None, [completion], True)
-        for i, completion in enumerate(completions)
-    ]
-    llm = types.SimpleNamespace(generate=lambda *_, **__: requests)
+    usual, requests = {"index": 0, "text": "", "cumulative_logprob": None, "logprobs": None}, []
+    for tokens, routes in zip(COMPLETIONS, payloads(routers), strict=True):
+        made = outputs.CompletionOutput(token_ids=tokens, routed_experts=routes, **usual)
+        requests.append(outputs.RequestOutput(f"{tokens}", None, PROMPT, None, [made], True))
+    llm = Bag(generate=lambda *_, **__: requests)
     book = RouteBook(routers, "vllm")
     watch_colocated(llm, book)
     assert llm.generate(["ignored"]) is requests
@@ -121,20 +108,14 @@ class Session:
 
     def post(self, url, json):
         assert json["return_token_ids"]
-        choices = [
-            {
-                "prompt_token_ids": PROMPT,
-                "token_ids": tokens,
-                "routed_experts": routes,
-                "logprobs": {
-                    "tokens": [f"token_id:{token}" for token in tokens],
-                    "token_logprobs": [-1.0 - token for token in tokens],
-                    "top_logprobs": [None] * len(tokens),
-                },
-            }
-            for tokens, routes in zip(COMPLETIONS, self.routes, strict=True)
-        ]
-        return types.SimpleNamespace(status_code=200, json=lambda: {"choices": choices})
+        choices = []
+        for tokens, routes in zip(COMPLETIONS, self.routes, strict=True):
+            logp = {"tokens": [f"token_id:{token}" for token in tokens]}
+            logp |= {"token_logprobs": [-1.0 - token for token in tokens]}
+            logp |= {"top_logprobs": [None] * len(tokens)}
+            found = {"prompt_token_ids": PROMPT, "token_ids": tokens, "routed_experts": routes}
+            choices.append(found | {"logprobs": logp})
+        return Bag(status_code=200, json=lambda: {"choices": choices})
 
 
 def client_of(session):
@@ -159,7 +140,7 @@ def test_log_probabilities_of_vllm(routers):
     """RLOO drops them; TRL's VLLMGeneration returns them."""
     book = RouteBook(routers, "vllm")
     made = ([PROMPT] * 2, COMPLETIONS, [[[-1.0], [-2.0]], [[-3.0], [None], [-5.0]]], None)
-    generation = types.SimpleNamespace(mode="colocate", generate=lambda *_: made)
+    generation = Bag(mode="colocate", generate=lambda *_: made)
     watch_generation(generation, book)
     assert generation.generate("prompts") is made
     assert book.logps([PROMPT] * 2, COMPLETIONS) == [[-1.0, -2.0], [-3.0, None, -5.0]]

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from support.paths import ROOT
+from support.scripts import run_script
 
-pytestmark = [pytest.mark.trl, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.trl, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("colocate")
-    path = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests")))
-    script = ROOT / "tests" / "support" / "trl" / "colocate.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script("trl/colocate.py", folder)
     return json.loads((folder / "log.json").read_text())
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from support.paths import ROOT
 
-pytestmark = pytest.mark.verl
+pytestmark = [pytest.mark.verl, pytest.mark.process]
 
 
 def overrides_of(script, folder):

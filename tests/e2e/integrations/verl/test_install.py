@@ -6,7 +6,7 @@ import pytest
 
 from support import installed
 
-pytestmark = [pytest.mark.verl, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.verl, pytest.mark.process]
 
 
 def test_installing_it_changes_no_package_of_verl(tmp_path):

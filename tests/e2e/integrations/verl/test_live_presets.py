@@ -161,18 +161,19 @@ def test_every_live_preset_is_compared_or_refused():
     assert live - centred == set(BY_HAND)  # test_driver.py has that the others are refused
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("configured", BY_HAND, indirect=True)
-def test_the_loss_is_the_one_by_hand(loss_of, batch, configured, mode):
+def test_the_loss_is_the_one_by_hand(loss_of, batch, configured, subtests):
     new, rollout, advantage, mask = batch
     new = new.clone().requires_grad_()
-    expected = averaged(BY_HAND[configured](new, rollout, advantage, mask), mask, mode)
-    wanted = gradient(expected, new)
-    found = loss_of({"loss_mode": "onepolicy"}, new, rollout, advantage, mask, mode)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)  # weights are float32
-    torch.testing.assert_close(gradient(found, new), wanted, rtol=1e-6, atol=1e-12)
-    uncorrected = averaged(clipped((new - new.detach()).exp(), advantage), mask, mode)
-    assert not torch.allclose(wanted, gradient(uncorrected, new), rtol=1e-2)
+    for mode in MODES:
+        with subtests.test(mode=mode):
+            expected = averaged(BY_HAND[configured](new, rollout, advantage, mask), mask, mode)
+            wanted = gradient(expected, new)
+            found = loss_of({"loss_mode": "onepolicy"}, new, rollout, advantage, mask, mode)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)  # weights are float32
+            torch.testing.assert_close(gradient(found, new), wanted, rtol=1e-6, atol=1e-12)
+            uncorrected = averaged(clipped((new - new.detach()).exp(), advantage), mask, mode)
+            assert not torch.allclose(wanted, gradient(uncorrected, new), rtol=1e-2)
 
 
 @pytest.mark.parametrize("configured", VERLS_OWN, indirect=True)

@@ -14,7 +14,12 @@ import torch
 import onepolicy as op
 from support.paths import ROOT
 
-pytestmark = [pytest.mark.verl, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [
+    pytest.mark.verl,
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.timeout(3600),
+]
 STEPS, PROMPTS, SAMPLES, LENGTH = 2, 2, 4, 24
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -69,13 +74,9 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "prompts.parquet"
+    usual = {"data_source": "letters", "reward_model": {"style": "rule", "ground_truth": ""}}
     rows = [
-        {
-            "prompt": [{"role": "user", "content": text}],
-            "data_source": "letters",
-            "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {"index": i},
-        }
+        usual | {"prompt": [{"role": "user", "content": text}], "extra_info": {"index": i}}
         for i, text in enumerate(["abc", "hello", "x y", "good day"])
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)

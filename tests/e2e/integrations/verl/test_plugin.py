@@ -10,7 +10,7 @@ import pytest
 
 from support.paths import ROOT
 
-pytestmark = pytest.mark.verl
+pytestmark = [pytest.mark.verl, pytest.mark.process]
 UNASKED = """
 import sys, os
 os.environ.pop("VERL_ENGINE_VENDOR", None)
@@ -40,7 +40,7 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 assert get_policy_loss_fn("onepolicy").__module__ == "onepolicy.integrations.verl.policy_loss"
 """
 BROKEN = """
-import os, sys, logging
+import os, sys
 os.environ["VERL_ENGINE_VENDOR"] = "onepolicy"
 import onepolicy.integrations.verl
 sys.modules["onepolicy.replay.routers"] = None  # as beside a transformers that it cannot use
@@ -51,16 +51,9 @@ import verl.trainer.ppo.core_algos
 
 
 def run(code):
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT / "src"),
-        "VERL_USE_EXTERNAL_PLUGINS": "none",
-    }
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    own = {"PYTHONPATH": str(ROOT / "src"), "VERL_USE_EXTERNAL_PLUGINS": "none"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("code", [UNASKED, ASKED], ids=["unasked", "asked"])

@@ -12,20 +12,10 @@ import pytest
 import torch
 
 from support.paths import ROOT
+from support.verl.gap import LAYOUTS, advantages, k3
 
 capability = pytest.mark.capability
-
 pytestmark = pytest.mark.verl
-
-LAYOUTS = [
-    "fsdp2 packed",
-    "fsdp2 padded",
-    "fsdp2 packed, checkpointing",
-    "fsdp2 padded, checkpointing",
-    "fsdp2 packed in buckets",
-    "fsdp1 packed",
-    "fsdp1 padded",
-]
 FAMILIES = ["mixtral", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v3", "glm4_moe"]
 
 
@@ -38,15 +28,6 @@ def verl():
 
 
 @pytest.fixture(scope="module")
-def settings_of():
-    """Return {layout: settings of its worker}."""
-    from support.verl.gap import LAYOUTS as settings
-
-    assert list(settings) == LAYOUTS
-    return settings
-
-
-@pytest.fixture(scope="module")
 def model(verl, tmp_path_factory):
     return verl.save_model(tmp_path_factory.mktemp("model"))
 
@@ -56,67 +37,66 @@ def rollout(verl, model):
     return verl.sample(model)
 
 
-@pytest.fixture(scope="module")
-def workers(verl, model, settings_of):
-    """Return worker(name of a layout); each is built once."""
-    built = {}
-
-    def worker(name):
-        if name not in built:
-            built[name] = verl.make_worker(model, **settings_of[name])
-        built[name].engine.expects_routes = None
-        return built[name]
-
-    return worker
-
-
 @pytest.fixture
 def fresh(verl, model):
     """Return a worker that a test may train, or break."""
     return lambda **settings: verl.make_worker(model, **settings)
 
 
-def k3(logp, rollout):
-    log_rho = (logp - rollout.logp)[rollout.mask].double()
-    return (log_rho.expm1() - log_rho).mean().item()
-
-
-def advantages(rollout):
-    return torch.randn(rollout.logp.shape, generator=torch.Generator().manual_seed(1))
-
-
-def test_verl_chooses_our_engine_by_its_vendor(workers):
+def test_verl_chooses_our_engine_by_its_vendor(fresh):
     from onepolicy.integrations.verl.engine import ReplayingFSDPEngine
 
-    assert type(workers("fsdp2 packed").engine) is ReplayingFSDPEngine
+    assert type(fresh().engine) is ReplayingFSDPEngine
+
+
+def gap_closed(verl, worker, rollout):
+    """Return the worker's scores with replay, whose k3 is far below that without."""
+    native = k3(verl.score(worker, rollout.batch(routed_experts=None)), rollout)
+    worker.engine.expects_routes = None
+    replayed = verl.score(worker, rollout.batch())
+    assert k3(replayed, rollout) < native / 3
+    return replayed
+
+
+@capability("verl", "measured", how="live")
+@pytest.mark.smoke
+def test_a_step_is_replayed_and_its_metrics_come_as_sums(verl, fresh, rollout):
+    from onepolicy.integrations.verl.metrics import finish_update_metrics
+
+    worker = fresh()
+    old = gap_closed(verl, worker, rollout)
+    reported = verl.update(worker, rollout.batch(), old, advantages(rollout))
+    metrics = {f"actor/{name.removeprefix('actor/')}": v[0] for name, v in reported.items()}
+    assert metrics["actor/ppo_kl"] == 0.0
+    assert metrics["actor/grad_norm"] > 0.1
+    slots = int(rollout.tensors["attention_mask"].sum()) - len(rollout.logp)
+    assert metrics["actor/onepolicy/replay_slots"] == slots
+    finish_update_metrics(metrics)
+    assert 0 < metrics["routing/routers"] <= metrics["routing/tokens"] < 0.5
+    assert 0.5 < metrics["routing/agreement"] < 1
+    assert metrics["replay/native_rows"] == 0
+    assert metrics["replay/missing_samples"] == 0
+    assert not [name for name in metrics if "onepolicy/" in name]
 
 
 @capability("verl", "R3", how="live")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_replay_closes_the_gap_in_every_layout(verl, workers, rollout, layout):
-    worker = workers(layout)
-    native = k3(verl.score(worker, rollout.batch(routed_experts=None)), rollout)
-    worker.engine.expects_routes = None
-    replayed = k3(verl.score(worker, rollout.batch()), rollout)
-    assert replayed < native / 3
-
-
-def test_all_layouts_score_and_train_alike(verl, fresh, rollout, settings_of):
+def test_all_layouts_close_the_gap_and_train_alike(verl, fresh, rollout, subtests):
     """The same gradient, and a ratio of exactly 1 in the update."""
-    norms, scores = {}, {}
-    for layout, settings in settings_of.items():
-        worker = fresh(**settings)
-        scores[layout] = verl.score(worker, rollout.batch())
-        metrics = verl.update(worker, rollout.batch(), scores[layout], advantages(rollout))
-        assert metrics["actor/ppo_kl"] == [0.0], layout
-        norms[layout] = metrics["grad_norm"][0]
-    reference = norms["fsdp2 packed"]
-    assert reference > 0.1
-    for layout, norm in norms.items():
-        assert norm == pytest.approx(reference, rel=1e-4), layout
-        torch.testing.assert_close(scores[layout], scores["fsdp2 packed"], rtol=1e-4, atol=1e-4)
+    reference = None
+    for layout, settings in LAYOUTS.items():
+        with subtests.test(layout=layout):
+            worker = fresh(**settings)
+            scores = gap_closed(verl, worker, rollout)
+            metrics = verl.update(worker, rollout.batch(), scores, advantages(rollout))
+            assert metrics["actor/ppo_kl"] == [0.0]
+            norm = metrics["grad_norm"][0]
+            if reference is None:
+                reference = scores, norm
+            assert norm == pytest.approx(reference[1], rel=1e-4)
+            torch.testing.assert_close(scores, reference[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.process
 def test_two_ranks_are_one(verl, fresh, model, rollout, tmp_path):
     """The gradient of both ranks' samples, and sums that average to the same shares."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
@@ -160,50 +140,22 @@ def test_an_update_without_replay_is_another_policy(verl, fresh, rollout):
     assert metrics["actor/ppo_kl"][0] != 0.0
 
 
-@capability("verl", "measured", how="live")
-def test_metrics_of_the_update_come_as_sums(verl, fresh, rollout):
-    from onepolicy.integrations.verl.metrics import finish_update_metrics
-
-    worker = fresh()
-    old = verl.score(worker, rollout.batch())
-    reported = verl.update(worker, rollout.batch(), old, advantages(rollout))
-    metrics = {f"actor/{name.removeprefix('actor/')}": v[0] for name, v in reported.items()}
-    slots = int(rollout.tensors["attention_mask"].sum()) - len(rollout.logp)
-    assert metrics["actor/onepolicy/replay_slots"] == slots
-    finish_update_metrics(metrics)
-    assert 0 < metrics["routing/routers"] <= metrics["routing/tokens"] < 0.5
-    assert 0.5 < metrics["routing/agreement"] < 1
-    assert metrics["replay/native_rows"] == 0
-    assert metrics["replay/missing_samples"] == 0
-    assert not [name for name in metrics if "onepolicy/" in name]
+SPOILED = [
+    (lambda routes: routes.roll(1, dims=1), RuntimeError, "one row late"),
+    (lambda routes: routes.roll(3, dims=0), RuntimeError, "another sample"),  # of the same length
+    (torch.zeros_like, RuntimeError, "the rollout returned no routes"),
+    (lambda routes: routes[:, :, :1], ValueError, "routes have 1 layers"),
+    (lambda routes: routes + 8, ValueError, r"an expert outside 0\.\.15"),
+    (lambda routes: routes[..., :1], ValueError, "1 experts per token, but the model routes each"),
+]
 
 
 @capability("verl", "detector", how="live")
-def test_shifted_routes_stop_the_first_scoring(verl, fresh, rollout):
-    routes = rollout.tensors["routed_experts"].roll(1, dims=1)
-    with pytest.raises(RuntimeError, match="one row late"):
-        verl.score(fresh(), rollout.batch(routed_experts=routes))
-
-
-def test_routes_of_another_sample_stop_the_first_scoring(verl, fresh, rollout):
-    routes = rollout.tensors["routed_experts"].roll(3, dims=0)  # of the same length
-    with pytest.raises(RuntimeError, match="another sample"):
-        verl.score(fresh(), rollout.batch(routed_experts=routes))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda routes: routes[:, :, :1], "routes have 1 layers"),
-        (lambda routes: routes + 8, r"an expert outside 0\.\.15"),
-        (lambda routes: routes[..., :1], "1 experts per token, but the model routes each token"),
-    ],
-    ids=["layers", "experts", "top_k"],
-)
-def test_routes_of_another_model_stop_the_first_scoring(verl, fresh, rollout, change, said):
-    routes = change(rollout.tensors["routed_experts"])
-    with pytest.raises(ValueError, match=said):
-        verl.score(fresh(), rollout.batch(routed_experts=routes))
+def test_spoiled_routes_stop_the_first_scoring(verl, fresh, rollout, subtests):
+    for spoil, error, said in SPOILED:
+        batch = rollout.batch(routed_experts=spoil(rollout.tensors["routed_experts"]))
+        with subtests.test(said=said), pytest.raises(error, match=said):
+            verl.score(fresh(), batch)
 
 
 def set_up(worker):
@@ -214,18 +166,18 @@ def set_up(worker):
     return workers.set_up(types.SimpleNamespace(actor=worker), settings)
 
 
-def test_a_field_dropped_from_the_start_is_named(verl, fresh, rollout):
-    worker = fresh()
-    assert set_up(worker).is_ours
-    with pytest.raises(RuntimeError, match="no field routed_experts"):
-        verl.score(worker, rollout.batch(routed_experts=None))
+def test_a_dropped_field_is_named(verl, fresh, rollout, subtests):
+    def announced(worker):
+        assert set_up(worker).is_ours
 
+    def scored(worker):
+        verl.score(worker, rollout.batch())
 
-def test_a_field_dropped_later_is_named(verl, fresh, rollout):
-    worker = fresh()
-    verl.score(worker, rollout.batch())
-    with pytest.raises(RuntimeError, match="no field routed_experts"):
-        verl.score(worker, rollout.batch(routed_experts=None))
+    for before in (announced, scored):
+        worker = fresh()
+        before(worker)
+        with subtests.test(before.__name__), pytest.raises(RuntimeError, match="no field routed"):
+            verl.score(worker, rollout.batch(routed_experts=None))
 
 
 def test_a_compiled_model_replays(verl, fresh, rollout):
@@ -246,12 +198,6 @@ def test_a_batch_without_routes_is_verls_own(verl, fresh, rollout):
     metrics = verl.update(worker, batch, old, advantages(rollout))
     assert worker.engine.expects_routes is False
     assert not [name for name in metrics if name.startswith("onepolicy/")]
-
-
-def test_empty_routes_are_named(verl, fresh, rollout):
-    zeros = torch.zeros_like(rollout.tensors["routed_experts"])
-    with pytest.raises(RuntimeError, match="the rollout returned no routes"):
-        verl.score(fresh(), rollout.batch(routed_experts=zeros))
 
 
 def test_synthetic_samples_are_routed_natively(verl, fresh, rollout):

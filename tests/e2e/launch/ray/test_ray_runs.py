@@ -22,9 +22,10 @@ from onepolicy.sync.broadcast import Sender
 from onepolicy.train import checkpoint
 from support import ray_runs
 from support.metrics import rows, timeless
+from support.own_processes import end_with_parent
 from support.ray_runs import RAY, kill_in_the_middle, repeated, start_noting
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.process, pytest.mark.timeout(1200)]
 EXACT = ["numerics=on-policy", "model.dtype=float32", "train.device=cpu"]
 OVERRIDES = ["steps=3", "checkpoint.every=3", "train.device=cpu"]
 
@@ -62,11 +63,8 @@ def assert_same_weights(found, expected):
 
 
 def weights_of(folder):
-    return {
-        name: tensor
-        for file in folder.glob("model*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    files = folder.glob("model*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def problems(run):
@@ -80,11 +78,8 @@ def of_quant(run):
 
 
 def without_faults(row):
-    return {
-        name: value
-        for name, value in timeless(row).items()
-        if "replica_restarts" not in name and "repeated" not in name
-    }
+    faults = ("rollout/replica_restarts", "rollout/requests_repeated")
+    return {name: value for name, value in timeless(row).items() if name not in faults}
 
 
 @pytest.mark.parametrize("quant", ["off", "int8"])
@@ -93,13 +88,9 @@ def test_one_replica_is_the_local_loop_to_the_bit(quant, train, recipe, tmp_path
     settings = [*OVERRIDES, f"rollout.quant={quant}"]
     local, out = train("local", *settings), tmp_path / "ray"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "onepolicy", "train", recipe, f"out={out}", *settings, *RAY],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-m", "onepolicy", "train", recipe, f"out={out}", *settings, *RAY]
+    how = {"capture_output": True, "text": True, "preexec_fn": end_with_parent}
+    done = subprocess.run(command, env=environment, timeout=600, **how)
     assert done.returncode == 0, done.stderr
     assert_same_run(out, local)
     foreign = [line for line in done.stderr.splitlines() if not line.startswith("onepolicy: ")]
@@ -111,15 +102,9 @@ def test_one_replica_is_the_local_loop_to_the_bit(quant, train, recipe, tmp_path
 
 
 def test_two_replicas_on_two_nodes_are_the_local_loop(train, two_nodes, processes, exact):
-    out = train(
-        "ray",
-        *OVERRIDES,
-        *EXACT,
-        *RAY,
-        "cluster.replicas=2",
-        "cluster.placement=spread",
-        f"cluster.address={two_nodes.address}",
-    )
+    spread = ["cluster.replicas=2", "cluster.placement=spread"]
+    address = f"cluster.address={two_nodes.address}"
+    out = train("ray", *OVERRIDES, *EXACT, *RAY, *spread, address)
     assert_same_run(out, exact)
     assert processes["replica 0"].node != processes["replica 1"].node
     assert len({where.pid for where in processes.values()}) == 3
@@ -129,12 +114,8 @@ def test_replicas_and_ranks_on_two_nodes(train, two_nodes, processes):
     """Requests that meet in a batch decide last bits. Problems, seeds and statistics are the
     same."""
     local = train("local", *OVERRIDES, "train.ranks=2", "optim.lr=1e-5")
-    ranks = [
-        "train.ranks=2",
-        "cluster.replicas=2",
-        "cluster.placement=spread",
-        f"cluster.address={two_nodes.address}",
-    ]
+    ranks = ["train.ranks=2", "cluster.replicas=2", "cluster.placement=spread"]
+    ranks += [f"cluster.address={two_nodes.address}"]
     out = train("ray", *OVERRIDES, *RAY, *ranks, "optim.lr=1e-5")
     assert len({where.node for where in processes.values()}) == 2
     for ours, theirs in zip(rows(out), rows(local), strict=True):
@@ -167,10 +148,8 @@ def test_sampling_ahead_on_two_replicas(killed, train, processes, monkeypatch):
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     for row in steps:
         assert 0 <= row["staleness/max"] <= min(2, row["step"] - 1)
-        assert (
-            sum(v for k, v in row.items() if k.startswith("staleness/tokens@"))
-            == row["correction/slots"]
-        )
+        tokens = sum(v for k, v in row.items() if k.startswith("staleness/tokens@"))
+        assert tokens == row["correction/slots"]
         assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
     assert max(row["staleness/max"] for row in steps) >= 1
     assert max(row["staleness/spanning"] for row in steps) > 0  # sampled over an update
@@ -246,12 +225,8 @@ def test_a_removed_node_takes_its_replica_along(
 
     async def send_and_remove(engine):
         await send(engine)
-        if (
-            processes[engine.name].node == other.node_id
-            and engine.version >= 1
-            and len(engine._pending) > 1
-            and not done
-        ):
+        there = processes[engine.name].node == other.node_id
+        if there and engine.version >= 1 and len(engine._pending) > 1 and not done:
             done.append(engine.name)
             two_nodes.remove_node(other, allow_graceful=False)
 
@@ -264,14 +239,8 @@ def test_a_removed_node_takes_its_replica_along(
 
 
 def test_no_resources_and_an_absent_ray_are_reported(recipe, two_nodes, tmp_path, capsys):
-    command = [
-        "train",
-        str(recipe),
-        f"out={tmp_path / 'x'}",
-        "cluster.kind=ray",
-        "train.device=cpu",
-    ]
-    address = f"cluster.address={two_nodes.address}"
+    out, address = tmp_path / "x", f"cluster.address={two_nodes.address}"
+    command = ["train", str(recipe), f"out={out}", "cluster.kind=ray", "train.device=cpu"]
     assert main([*command, address, "cluster.cpus_per_replica=3", "cluster.start_timeout=3"]) == 75
     errors = capsys.readouterr().err
     assert "found no room within 3 s" in errors
@@ -279,4 +248,4 @@ def test_no_resources_and_an_absent_ray_are_reported(recipe, two_nodes, tmp_path
     assert errors.count("2 CPU, 0 GPU: node") == 2
     assert main([*command, "cluster.address=127.0.0.1:1"]) == 75
     assert "cluster.address: no Ray at 127.0.0.1:1" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
+    assert not out.exists()

@@ -3,6 +3,7 @@ is named. `make test-sglang`."""
 
 import asyncio
 import json
+from itertools import product
 
 import httpx2
 import pytest
@@ -18,9 +19,14 @@ from onepolicy.types import Sampling
 from support.adapter_faults import FAULTS, first_seen, planted, settings, table, update
 from support.metrics import rows as metrics_of
 from support.paths import ROOT
-from support.sglang_live import ADAPTERS, prompts, serving
+from support.sglang_live import ADAPTERS, prompts, recipe, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sglang,
+    pytest.mark.process,
+    pytest.mark.timeout(900),
+]
 CPU = torch.device("cpu")
 
 
@@ -59,14 +65,14 @@ def test_an_adapter_arrives_after_every_update(server, folders, sync):
             assert loaded(server) == ["lora-faults@4"]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("sync", ["merged", "native"])
-def test_the_table_of_planted_failures(server, folders, sync, fault):
-    start = f"| sglang | {sync} | {fault} | "
+def test_the_table_of_planted_failures(server, folders, subtests):
     lines = (ROOT / "docs" / "lora_measured.md").read_text().splitlines()
-    documented = [line for line in lines if line.startswith(start)]
-    found = planted(folders[0], "sglang", sync, fault, dtype="float32", url=server)
-    assert table([found])[2:] == documented
+    for sync, fault in product(("merged", "native"), FAULTS):
+        with subtests.test(fault, sync=sync):
+            start = f"| sglang | {sync} | {fault} | "
+            documented = [line for line in lines if line.startswith(start)]
+            found = planted(folders[0], "sglang", sync, fault, dtype="float32", url=server)
+            assert table([found])[2:] == documented
 
 
 def test_a_name_that_the_server_never_had_is_refused(server, folders):
@@ -77,14 +83,10 @@ def test_a_name_that_the_server_never_had_is_refused(server, folders):
         asyncio.run(components.engine.generate([5, 4, 3], Sampling(1.0, 4), seed=0))
 
 
-def test_a_base_in_nf4_reaches_the_server(server, folders):
+def test_a_base_in_nf4_reaches_the_server_and_the_unquantised_one_is_named(server, folders):
     chosen = settings(folders[0], "sglang", "merged", "float32", base="nf4", url=server)
     components, _ = build_components(chosen)
     assert asyncio.run(first_seen(components, None)) == (None, "")
-
-
-def test_a_server_that_keeps_the_unquantised_base_is_named_at_the_start(server, folders):
-    chosen = settings(folders[0], "sglang", "merged", "float32", base="nf4", url=server)
     components, _ = build_components(chosen)
     real = components.engine.load_weights
 
@@ -98,33 +100,15 @@ def test_a_server_that_keeps_the_unquantised_base_is_named_at_the_start(server, 
     assert "SGLangEngine samples with the unquantised base" in message
 
 
-def recipe(folder, server, out):
-    path = out / "recipe.toml"
-    path.write_text(
-        f"""
-        out = "{out / "run"}"
-        steps = 2
-        model = {{ path = "{folder}" }}
-        task = {{ kind = "chain", ops = 2 }}
-        optim = {{ lr = 1e-2 }}
-        objective = {{ entropy_coef = 0.3 }}  # random weights earn nothing; this moves the adapter
-        eval = {{ every = 0 }}
-        log = {{ tensorboard = false, report = false }}
-        train = {{ lora = {{ rank = 4, sync = "native", targets = ["attention"] }} }}
-        [rollout]
-        prompts_per_step = 2
-        group_size = 4
-        sampling = {{ max_tokens = 20 }}
-        engine = {{ kind = "sglang", url = "{server}", dtype = "float32" }}
-        """
-    )
-    return str(path)
+# random weights earn nothing; the bonus for entropy moves the adapter
+NATIVE = ["steps=2", "eval.every=0", "optim.lr=1e-2", "objective.entropy_coef=0.3"]
+NATIVE += ["train.lora.rank=4", "train.lora.sync=native", 'train.lora.targets=["attention"]']
 
 
 @pytest.fixture(scope="module")
 def run(server, folders, tmp_path_factory):
     out = tmp_path_factory.mktemp("run")
-    assert main(["train", recipe(folders[0], server, out)]) == 0
+    assert main(["train", recipe(folders[0], server, out), *NATIVE]) == 0
     return out / "run"
 
 

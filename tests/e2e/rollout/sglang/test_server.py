@@ -2,7 +2,6 @@
 `make test-sglang`."""
 
 import asyncio
-import json
 
 import httpx2
 import pytest
@@ -18,6 +17,7 @@ from onepolicy.sync.attach import attach_engine
 from onepolicy.sync.push import checked_push
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.types import Sampling
+from support.metrics import rows
 from support.sglang_live import (
     RULES,
     agreement,
@@ -27,11 +27,17 @@ from support.sglang_live import (
     open_engine,
     play,
     prompts,
+    recipe,
     serving,
     stock,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sglang,
+    pytest.mark.process,
+    pytest.mark.timeout(900),
+]
 CPU = torch.device("cpu")
 TASK = PolicyConfig().task
 
@@ -66,9 +72,8 @@ def engine(fresh, server, folders):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_logp_and_routes_are_those_of_the_tokens(engine, models, temperature):
-    asked = [
-        (p, Sampling(temperature, 5 + 3 * i, top_logprobs=2)) for i, p in enumerate(prompts(8))
-    ]
+    lengths = enumerate(prompts(8))
+    asked = [(p, Sampling(temperature, 5 + 3 * i, top_logprobs=2)) for i, p in lengths]
     for (prompt, sampling), done in zip(asked, play(engine, asked), strict=True):
         logp, routes = stock(models[0], prompt, done, temperature)
         torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
@@ -93,18 +98,15 @@ def test_narrowed_and_greedy_logp(engine, models):
     (likeliest,) = play(engine, [(prompt, Sampling(0.0, 20))])
     assert torch.equal(nucleus.token_ids, likeliest.token_ids)
     assert (nucleus.logp == 0).all()
-    torch.testing.assert_close(
-        likeliest.logp, stock(models[0], prompt, likeliest)[0], atol=2e-4, rtol=0
-    )
+    expected, _ = stock(models[0], prompt, likeliest)
+    torch.testing.assert_close(likeliest.logp, expected, atol=2e-4, rtol=0)
 
 
 def test_cached_prefix_brings_its_routes(engine, models):
     (first,) = play(engine, [(prompts(1)[0], Sampling(1.0, 40))])
     prompt = prompts(1)[0] + first.token_ids.tolist()
-    whole, part = play(
-        engine,
-        [(prompt, Sampling(1.0, 8)), (prompt, Sampling(1.0, 8, routes_from=len(prompt) - 4))],
-    )
+    some = Sampling(1.0, 8, routes_from=len(prompt) - 4)
+    whole, part = play(engine, [(prompt, Sampling(1.0, 8)), (prompt, some)])
     cached = whole.routing.spans[0]
     assert (cached.source, cached.start) == ("cache", 0)
     assert cached.length >= len(prompt) - 2
@@ -123,11 +125,8 @@ def test_stops_at_our_token(engine):
     (whole,) = play(engine, [(prompt, Sampling(0.0, 20))])
     stop = whole.token_ids[5].item()
     (done,) = play(engine, [(prompt, Sampling(0.0, 20, stop=(stop,)))])
-    assert (
-        done.token_ids.tolist()
-        == whole.token_ids.tolist()[: whole.token_ids.tolist().index(stop) + 1]
-    )
-    assert done.finish == "stop"
+    tokens = whole.token_ids.tolist()
+    assert (done.token_ids.tolist(), done.finish) == (tokens[: tokens.index(stop) + 1], "stop")
 
 
 class Learner:
@@ -176,13 +175,10 @@ def test_requests_that_span_an_update(fresh, server, folders, models, slow, mode
     paths = prompts(3)
 
     async def updated():
-        running = [
-            asyncio.create_task(engine.generate(p, Sampling(1.0, 300), seed=i))
-            for i, p in enumerate(paths)
-        ]
-        await engine.generate(
-            paths[0], Sampling(1.0, 2), seed=8
-        )  # begun after them, ended long before them
+        asked = (engine.generate(p, Sampling(1.0, 300), seed=i) for i, p in enumerate(paths))
+        running = [asyncio.create_task(each) for each in asked]
+        # begun after them, ended long before them
+        await engine.generate(paths[0], Sampling(1.0, 2), seed=8)
         await engine.load_weights(models[1].state_dict().items(), 1)
         later = await engine.generate(paths[0], Sampling(1.0, 3), seed=9)
         return await asyncio.gather(*running), later
@@ -202,39 +198,17 @@ def test_requests_that_span_an_update(fresh, server, folders, models, slow, mode
             torch.testing.assert_close(done.logp[changed:], after[changed:], atol=2e-4, rtol=0)
             assert agreement(done.routing.ids[first:], new[first:]) > 0.97
         if mode == "retract":
-            assert (~done.routing.valid).nonzero()[:, 0].tolist() == list(
-                range(len(prompt) - 1, first)
-            )
+            missing = (~done.routing.valid).nonzero()[:, 0].tolist()
+            assert missing == list(range(len(prompt) - 1, first))
             assert agreement(done.routing.ids[: len(prompt) - 1], new[: len(prompt) - 1]) > 0.9
         else:
             assert done.routing.valid.all()
             assert agreement(done.routing.ids[:first], old[:first]) > 0.97
     assert later.version.tolist() == [1] * 3
-    assert (
-        later.routing.spans[0].version == 1
-    )  # also if a resumed request has its prompt cached by now
-    torch.testing.assert_close(later.logp, stock(models[1], paths[0], later)[0], atol=2e-4, rtol=0)
-
-
-def recipe(folder, server, out):
-    path = out / "recipe.toml"
-    path.write_text(
-        f"""
-        out = "{out / "run"}"
-        steps = 3
-        model = {{ path = "{folder}" }}
-        task = {{ kind = "chain", ops = 2 }}
-        optim = {{ lr = 1e-3 }}
-        eval = {{ every = 3, problems = 4, k = 1 }}
-        log = {{ counterfactual_every = 1, tensorboard = false, report = false }}
-        [rollout]
-        prompts_per_step = 2
-        group_size = 4
-        sampling = {{ max_tokens = 20 }}
-        engine = {{ kind = "sglang", url = "{server}", dtype = "float32" }}
-        """
-    )
-    return str(path)
+    # also if a resumed request has its prompt cached by now
+    assert later.routing.spans[0].version == 1
+    expected, _ = stock(models[1], paths[0], later)
+    torch.testing.assert_close(later.logp, expected, atol=2e-4, rtol=0)
 
 
 def test_training_on_rollouts_with_replayed_routes(fresh, server, folders, tmp_path):
@@ -242,10 +216,7 @@ def test_training_on_rollouts_with_replayed_routes(fresh, server, folders, tmp_p
     run uses the same server."""
     assert main(["train", recipe(folders[0], server, tmp_path)]) == 0
     assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 0
-    rows = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    steps = [row for row in rows if "mismatch/k3" in row]
+    steps = [row for row in rows(tmp_path / "run") if "mismatch/k3" in row]
     assert len(steps) == 4
     for row in steps:
         assert row["mismatch/k3"] < 1e-6
@@ -253,9 +224,8 @@ def test_training_on_rollouts_with_replayed_routes(fresh, server, folders, tmp_p
 
 
 def test_engine_check_passes(fresh, server, folders, tmp_path, capsys):
-    assert main(["engine", "check", recipe(folders[0], server, tmp_path)]) == 0, (
-        capsys.readouterr().out
-    )
+    status = main(["engine", "check", recipe(folders[0], server, tmp_path)])
+    assert status == 0, capsys.readouterr().out
 
 
 def test_a_family_with_dense_layers_and_other_names_is_synced(tmp_path):
@@ -268,9 +238,8 @@ def test_a_family_with_dense_layers_and_other_names_is_synced(tmp_path):
     with serving(tmp_path, tmp_path / "server.log") as server:
         engine = open_engine(server, tmp_path, rules)
         for version in (0, 1):
-            for prompt, done in zip(
-                prompts(3), play(engine, [(p, Sampling(1.0, 20)) for p in prompts(3)]), strict=True
-            ):
+            completions = play(engine, [(p, Sampling(1.0, 20)) for p in prompts(3)])
+            for prompt, done in zip(prompts(3), completions, strict=True):
                 check_completion(done, prompt, rules, "sample")
                 logp, routes = stock(model, prompt, done)
                 torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)

@@ -1,17 +1,24 @@
 """A vLLM server samples while the learner learns. Every token was sampled by the weights of its
 version."""
 
+import asyncio
+import itertools
+
 import pytest
 import torch
 
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig
 from onepolicy.models.load import load_model
+from onepolicy.rollout.servers.http import EngineClient
+from onepolicy.rollout.vllm.guard import GENERATE
+from onepolicy.rollout.vllm.server import VLLMServer
 from onepolicy.run import async_rollouts
-from support.vllm_engines import recipe, rows, stock
+from support.vllm_engines import picked, recipe, rows, stock
+from support.waiting import until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
-STEPS = 6
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(1200)]
+STEPS, HELD = 6, 3
 
 
 @pytest.fixture
@@ -29,41 +36,79 @@ def learned(monkeypatch):
     return taken
 
 
+@pytest.fixture
+def catch(monkeypatch):
+    """Return catch(version): the update to it finds a request of step HELD in the middle, on a
+    server of any speed.
+
+    The episodes of that step begin when the update is due. The update comes once the server has
+    given up one of their requests after some of its tokens.
+    """
+    updates, due, flying, caught = [], asyncio.Event(), set(), []
+    sample, post = async_rollouts.sample_rollouts, EngineClient.post
+    load_weights = VLLMServer.load_weights
+
+    async def sample_when_due(components, step, *more):
+        if step == HELD:
+            await due.wait()
+        return await sample(components, step, *more)
+
+    async def noted_post(client, path, *body, **limits):
+        if path != GENERATE:
+            return await post(client, path, *body, **limits)
+        flying.add(call := object())
+        try:
+            part = await post(client, path, *body, **limits)
+        finally:
+            flying.remove(call)
+        caught.extend([part] * (part.finish == "aborted" and len(part.token_ids) > 0))
+        return part
+
+    async def load_in_the_middle(engine, weights, version):
+        if version not in updates:
+            return await load_weights(engine, weights, version)
+        caught.clear()
+        due.set()
+        for attempt in itertools.count():
+            await until(lambda: flying)
+            await asyncio.sleep(2**attempt / 1000)  # one of these is after its first token
+            await engine.pause()
+            if caught:
+                break
+            await engine.resume()
+        await load_weights(engine, weights, version)
+        await engine.resume()
+
+    monkeypatch.setattr(async_rollouts, "sample_rollouts", sample_when_due)
+    monkeypatch.setattr(EngineClient, "post", noted_post)
+    monkeypatch.setattr(VLLMServer, "load_weights", load_in_the_middle)
+    return updates.append
+
+
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
 @pytest.mark.parametrize("most", [1, 2])
 def test_every_token_has_its_version_and_none_is_too_old(
-    server, folders, tmp_path, learned, most, sync
+    server, folders, tmp_path, learned, catch, most, sync
 ):
-    settings = [
-        f"rollout.max_staleness={most}",
-        f"rollout.engine.sync={sync}",
-        f"steps={STEPS}",
-        "eval.every=3",
-    ]
-    # two requests at a time: sampling takes several times as long as learning, so that updates find
-    # some in the middle
-    settings += [
-        "rollout.sampling.max_tokens=60",
-        "rollout.engine.max_num_seqs=2",
-        "log.counterfactual_every=0",
-    ]
-    settings += [
-        "objective.entropy_coef=0.3",
-        "optim.lr=5e-4",
-    ]  # random weights earn nothing; this moves them
+    catch(HELD - most + 1)
+    settings = [f"rollout.max_staleness={most}", f"rollout.engine.sync={sync}", f"steps={STEPS}"]
+    settings += ["rollout.sampling.max_tokens=60", "rollout.engine.max_num_seqs=2", "eval.every=3"]
+    settings += ["log.counterfactual_every=0"]
+    # random weights earn nothing; this moves them
+    settings += ["objective.entropy_coef=0.3", "optim.lr=5e-4"]
     assert main(["train", str(recipe(tmp_path, folders[0], server)), *settings]) == 0
     assert sorted(learned) == list(range(STEPS))
     weights = [learned[step][0] for step in range(STEPS)]
     model = load_model(ModelConfig(path=str(folders[0])), torch.float32, torch.device("cpu"))
     known = rows(tmp_path)
-    spanning, oldest, agreeing = 0, 0, []
+    spanning, oldest, agreeing = [], 0, []
     for step, (_, groups) in learned.items():
         assert [len(group.samples) for group in groups] == [4, 4]
         for sample in (sample for group in groups for sample in group.samples):
             versions = sample.version[sample.trainable]
             assert step - most <= int(versions.min()) <= int(versions.max()) <= step
             assert (versions.diff() >= 0).all()
-            spanning += len(versions.unique()) > 1
+            spanning += [step] * (len(versions.unique()) > 1)
             oldest = max(oldest, step - int(versions.min()))
             agreeing.append(check_sample(model, weights, sample))
         (row,) = (row for row in known if row["step"] == step + 1)
@@ -71,7 +116,7 @@ def test_every_token_has_its_version_and_none_is_too_old(
         assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
         assert row["rollout/requests_dropped"] == 0
     assert oldest == most
-    assert spanning > 0
+    assert HELD in spanning
     assert min(agreeing) > 0.9
     assert sum(agreeing) / len(agreeing) > 0.99
     ages = [name for row in known for name in row if name.startswith("mismatch/k3_staleness@")]
@@ -91,16 +136,14 @@ def check_sample(model, weights, sample):
     for version in rows_of.unique().tolist():
         model.load_state_dict(weights[version])
         logits, routes = stock(model, first, rest)
-        logp = torch.log_softmax(logits, -1).gather(-1, rest[:, None].long())[:, 0]
+        logp = picked(logits, rest)
         chosen = mine & (sample.version == version)
         torch.testing.assert_close(sample.logp_rollout[chosen], logp[chosen], atol=2e-4, rtol=0)
         others = (weights[other] for other in range(len(weights)) if abs(other - version) == 1)
         if chosen.sum() > 5:
             for other in others:  # or the comparison could not tell
                 model.load_state_dict(other)
-                wrong = torch.log_softmax(stock(model, first, rest)[0], -1).gather(
-                    -1, rest[:, None].long()
-                )[:, 0]
+                wrong = picked(stock(model, first, rest)[0], rest)
                 assert (wrong[chosen] - sample.logp_rollout[chosen]).abs().max() > 1e-3
         equal = sample.routing.ids.sort(-1).values == routes.sort(-1).values
         same.append(equal[rows_of == version].all(-1).all(-1))

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-import json
+import functools
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from onepolicy.cli import main
 from onepolicy.config import UsageError
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs.warmup.examples import task_alphabet
-from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm import weights as vllm_weights
 from onepolicy.rollout.vllm.engine import _VLLMBatch
 from onepolicy.rollout.vllm.start import has_monolithic_kernel
@@ -24,10 +23,13 @@ from support.vllm_engines import (
     VOCAB,
     FakeLearner,
     cached_requests,
+    check_follows,
     followed,
+    picked,
     play,
     prompts,
     ragged,
+    rows,
     stock,
 )
 
@@ -38,75 +40,47 @@ pytestmark = pytest.mark.vllm
 def test_logp_and_routes_are_those_of_the_tokens(engine, models, temperature):
     """In float32 on both sides, log-probabilities are those of the tempered distribution, and
     routes agree row for row and layer for layer."""
-    requests = ragged(prompts(8), temperature)
-    agreeing = []
-    for (prompt, sampling, _), done in zip(requests, play(engine, requests), strict=True):
-        logits, routes = stock(models[0], prompt, done.token_ids)
-        logp = torch.log_softmax(logits / temperature, -1).gather(
-            -1, done.token_ids.long()[:, None]
-        )[:, 0]
-        torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
-        assert len(done.token_ids) == sampling.max_tokens
-        assert done.finish == "length"
-        check_completion(done, prompt, engine._runner.batch._route_spec, "sample")
-        assert done.routing.ids.shape == (len(prompt) + len(done.token_ids) - 1, 3, 4)
-        assert [(s.source, s.start, s.length) for s in done.routing.spans] == [
-            ("prefill", 0, len(prompt)),
-            ("decode", len(prompt), len(done.token_ids) - 1),
-        ]
-        agreeing.append(
-            (done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean()
-        )
-    assert min(agreeing) > 0.97
+    for (prompt, _, _), done in check_follows(engine, models[0], temperature, count=8):
+        sampled = len(done.token_ids)
+        assert done.routing.ids.shape == (len(prompt) + sampled - 1, 3, 4)
+        spans = [("prefill", 0, len(prompt)), ("decode", len(prompt), sampled - 1)]
+        assert [(s.source, s.start, s.length) for s in done.routing.spans] == spans
 
 
 def test_top_logprobs_of_those_who_ask(engine, models):
-    requests = [
-        (p, Sampling(0.5, 8, top_logprobs=(3, 0, VOCAB)[i % 3]), i)
-        for i, p in enumerate(prompts(6))
-    ]
+    asked = [(3, 0, VOCAB)[i % 3] for i in range(6)]
+    requests = [(p, Sampling(0.5, 8, top_logprobs=asked[i]), i) for i, p in enumerate(prompts(6))]
     assert engine.caps.top_logprobs == VOCAB
-    for (prompt, sampling, _), done in zip(requests, play(engine, requests), strict=True):
-        if not sampling.top_logprobs:
+    close = functools.partial(torch.testing.assert_close, atol=5e-4, rtol=0)
+    for number, (prompt, _, _), done in zip(asked, requests, play(engine, requests), strict=True):
+        if not number:
             assert (done.top_ids, done.top_logp) == (None, None)
             continue
         logp = torch.log_softmax(stock(models[0], prompt, done.token_ids)[0] / 0.5, -1)
-        assert (done.top_ids.dtype, done.top_ids.shape) == (torch.int32, (8, sampling.top_logprobs))
-        torch.testing.assert_close(
-            done.top_logp, logp.topk(sampling.top_logprobs).values, atol=5e-4, rtol=0
-        )
-        torch.testing.assert_close(
-            done.top_logp, logp.gather(-1, done.top_ids.long()), atol=5e-4, rtol=0
-        )
-        torch.testing.assert_close(
-            done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=5e-4, rtol=0
-        )
+        assert (done.top_ids.dtype, done.top_ids.shape) == (torch.int32, (8, number))
+        close(done.top_logp, logp.topk(number).values)
+        close(done.top_logp, logp.gather(-1, done.top_ids.long()))
+        close(done.logp, picked(logp, done.token_ids))
 
 
-def test_narrowed_sampling_returns_the_narrowed_logp(engine, models):
+def test_narrowed_and_greedy_sampling_return_their_logp(engine, models):
     prompt = prompts(1)[0]
     (done,) = play(engine, [(prompt, Sampling(1.0, 20, top_k=2), 3)])
     logits, _ = stock(models[0], prompt, done.token_ids)
     best = logits.topk(2)
     assert (best.indices == done.token_ids.long()[:, None]).any(-1).all()
-    logp = torch.log_softmax(logits.masked_fill(logits < best.values[:, -1:], float("-inf")), -1)
-    torch.testing.assert_close(
-        done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=2e-4, rtol=0
-    )
-    (nucleus,) = play(
-        engine, [(prompt, Sampling(1.0, 20, top_p=1e-6), 3)]
-    )  # only the likeliest token is left
+    narrowed = logits.masked_fill(logits < best.values[:, -1:], float("-inf"))
+    expected = picked(narrowed, done.token_ids)
+    torch.testing.assert_close(done.logp, expected, atol=2e-4, rtol=0)
+    # only the likeliest token is left
+    (nucleus,) = play(engine, [(prompt, Sampling(1.0, 20, top_p=1e-6), 3)])
     (greedy,) = play(engine, [(prompt, Sampling(0.0, 20), 9)])
     assert torch.equal(nucleus.token_ids, greedy.token_ids)
     assert (nucleus.logp == 0).all()
-
-
-def test_greedy_takes_the_likeliest_token(engine, models):
-    prompt = prompts(1)[0]
-    (done,) = play(engine, [(prompt, Sampling(0.0, 20), 0)])
-    logits, _ = stock(models[0], prompt, done.token_ids)
-    assert torch.equal(logits.argmax(-1), done.token_ids.long())
-    torch.testing.assert_close(done.logp, torch.log_softmax(logits, -1).amax(-1), atol=2e-4, rtol=0)
+    logits, _ = stock(models[0], prompt, greedy.token_ids)
+    assert torch.equal(logits.argmax(-1), greedy.token_ids.long())
+    likeliest = torch.log_softmax(logits, -1).amax(-1)
+    torch.testing.assert_close(greedy.logp, likeliest, atol=2e-4, rtol=0)
 
 
 def test_tokens_follow_from_the_seed_alone(engine):
@@ -116,9 +90,7 @@ def test_tokens_follow_from_the_seed_alone(engine):
         (alone,) = play(engine, [request])
         assert torch.equal(alone.token_ids, done.token_ids)
     prompt, sampling = requests[5][:2]
-    siblings = play(
-        engine, [(prompt, sampling, seed) for seed in range(4)]
-    )  # n samples of one prompt
+    siblings = play(engine, [(prompt, sampling, seed) for seed in range(4)])
     assert len({tuple(s.token_ids.tolist()) for s in siblings}) == 4
 
 
@@ -177,13 +149,10 @@ def test_warm_up_finds_routes_that_are_all_zeros(engine):
 
 def test_kernels_say_whether_they_are_monolithic(engine):
     """rollout/vllm/start.py asks this of every MoE layer."""
-    methods = [
-        getattr(module, "quant_method", None)
-        for module in engine.llm.apply_model(lambda m: m)[0].modules()
-    ]
-    assert [method.is_monolithic for method in methods if hasattr(method, "is_monolithic")] == [
-        False
-    ] * 3
+    modules = engine.llm.apply_model(lambda model: model)[0].modules()
+    methods = [getattr(module, "quant_method", None) for module in modules]
+    found = [method.is_monolithic for method in methods if hasattr(method, "is_monolithic")]
+    assert found == [False] * 3
     assert engine.llm.apply_model(has_monolithic_kernel) == [False]
 
 
@@ -245,20 +214,21 @@ def test_cancelled_request_is_aborted(engine):
     assert engine.llm.get_num_unfinished_requests() == 0
 
 
-@pytest.mark.parametrize(
-    ("prompt", "sampling", "message"),
-    [
-        ([], Sampling(1.0, 4), "at least one token"),
-        ([VOCAB], Sampling(1.0, 4), r"0\.\.31"),
-        ([3] * 90, Sampling(1.0, 10), "exceed max_len 96"),
-        ([3], Sampling(0.001, 4), r"raises 0.001 to 0.01"),
-    ],
-)
-def test_requests_vllm_would_change_are_refused(engine, prompt, sampling, message):
-    with pytest.raises(UsageError, match=message):
-        play(engine, [(prompt, sampling, 0)])
+REFUSED = [
+    ([], Sampling(1.0, 4), "at least one token"),
+    ([VOCAB], Sampling(1.0, 4), r"0\.\.31"),
+    ([3] * 90, Sampling(1.0, 10), "exceed max_len 96"),
+    ([3], Sampling(0.001, 4), r"raises 0.001 to 0.01"),
+]
 
 
+def test_requests_vllm_would_change_are_refused(engine, subtests):
+    for prompt, sampling, words in REFUSED:
+        with subtests.test(words), pytest.raises(UsageError, match=words):
+            play(engine, [(prompt, sampling, 0)])
+
+
+@pytest.mark.smoke
 def test_a_run_trains_with_replayed_routes(tmp_path):
     """Two steps of an untrained policy include the sync check, R3, the detector, an evaluation and
     a checkpoint."""
@@ -283,14 +253,10 @@ def test_a_run_trains_with_replayed_routes(tmp_path):
         """
     )
     assert main(["train", str(tmp_path / "recipe.toml")]) == 0
-    rows = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    steps = [row for row in rows if "mismatch/k3" in row]
-    assert len(steps) == 2
-    assert (
-        main(["train", "--resume", str(tmp_path / "run"), "steps=3"]) == 0
-    )  # vLLM loads the run's checkpoint
+    # vLLM loads the run's checkpoint
+    assert main(["train", "--resume", str(tmp_path / "run"), "steps=3"]) == 0
+    steps = [row for row in rows(tmp_path) if "mismatch/k3" in row]
+    assert len(steps) == 3
     for row in steps:
         assert row["mismatch/k3"] < 1e-3
         assert row["replay/missing_samples"] == row["replay/native_rows"] == 0

@@ -3,27 +3,29 @@
 import asyncio
 
 import pytest
-import torch
 
-from onepolicy.build.engines import build_engine
-from onepolicy.config import ModelConfig, VLLMServerConfig
-from onepolicy.models.load import read_config
 from onepolicy.replay.checks import check_completion
-from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.push import checked_push, push_weights
 from onepolicy.types import Sampling
 from support.vllm_engines import (
-    MAX_LEN,
     VOCAB,
     FakeLearner,
     ServerProcess,
+    agreement,
+    connect,
+    picked,
     prompts,
     rules_of,
     stock,
 )
 from support.waiting import until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.timeout(1800),
+]
 SAMPLING = Sampling(1.0, 60)
 REQUESTS = 24
 
@@ -33,19 +35,12 @@ def servers(folders, tmp_path_factory):
     logs = tmp_path_factory.mktemp("servers")
     made = [ServerProcess(folders[0], logs / f"{i}.log") for i in range(2)]
     try:
-        yield [each.wait_until_ready() for each in made]
+        for each in made:
+            each.wait_until_ready()
+        yield made  # in which the test replaces one
     finally:
         for each in made:
-            if each.process.poll() is None:
-                each.stop()
-
-
-def fleet_of(servers, path):
-    urls = tuple(each.url for each in servers)
-    config = VLLMServerConfig(url=urls, dtype="float32", retries=1)
-    model = ModelConfig(path=str(path))
-    rules = rules_of(read_config(model))
-    return build_engine(EngineSpec(model, config, torch.device("cpu"), MAX_LEN, route_spec=rules))
+            each.kill()
 
 
 async def sample(fleet, seed):
@@ -61,13 +56,13 @@ def assert_sampled_with(played, model, version):
         assert set(done.version.tolist()) == {version}
         check_completion(done, prompt, rules, "a request")
         logits, routes = stock(model, prompt, done.token_ids)
-        logp = logits.log_softmax(-1)[range(len(done.token_ids)), done.token_ids.long()]
-        assert (logp - done.logp).abs().max() < 1e-3
-        assert (done.routing.ids.sort().values == routes.sort().values).float().mean() > 0.98
+        assert (picked(logits, done.token_ids) - done.logp).abs().max() < 1e-3
+        assert agreement(done.routing.ids, routes) > 0.97
 
 
 def test_a_server_is_killed_and_comes_back(servers, folders, models, tmp_path, caplog):
-    learner, fleet = FakeLearner(models[0]), fleet_of(servers, folders[0])
+    learner, urls = FakeLearner(models[0]), tuple(each.url for each in servers)
+    fleet = connect(servers[0], folders[0], url=urls, retries=1)
     first, second = models
     asyncio.run(checked_push(learner, fleet, vocab=VOCAB))
 

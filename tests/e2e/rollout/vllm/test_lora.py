@@ -1,6 +1,7 @@
 """vLLM computes with adapters that are loaded by name, and a fault of their sync is named."""
 
 import asyncio
+from itertools import product
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from support.adapter_faults import (
     entries_there,
     first_seen,
     planted,
-    seen_by,
     settings,
 )
 from support.small_recipe import write_recipe
@@ -40,18 +40,18 @@ def checkpoint(tmp_path_factory):
     return make_checkpoints(tmp_path_factory.mktemp("models"))[0]
 
 
+def built(folder, sync="native", dtype="float32"):
+    return build_components(settings(folder, "vllm", sync, dtype, **VLLM))[0]
+
+
 def test_an_adapter_is_loaded_anew_after_every_update(checkpoint):
-    components, _ = build_components(settings(checkpoint, "vllm", "native", "float32", **VLLM))
+    """And one that requests do not name is named at once, by what vLLM itself reports."""
+    components = built(checkpoint)
     assert asyncio.run(first_seen(components, None)) == (None, "")
     engine = components.engine
     assert engine.loaded.request.lora_name == "lora-faults@3"
     assert engine.llm.list_loras() == {engine.loaded.request.lora_int_id}
-
-
-def test_requests_that_name_no_adapter_are_named_at_once(checkpoint):
-    """By what vLLM itself reports."""
-    components, _ = build_components(settings(checkpoint, "vllm", "native", "float32", **VLLM))
-    step, message = asyncio.run(first_seen(components, "never named"))
+    step, message = asyncio.run(first_seen(built(checkpoint), "never named"))
     assert step == 1
     assert "was given the adapter 'lora-faults', but a reply names None" in message
 
@@ -66,8 +66,7 @@ def test_a_saved_checkpoint_is_an_adapter_that_vllm_loads(checkpoint, tmp_path):
     moved = "objective.entropy_coef=0.3"  # random weights earn nothing; this moves the adapter
     assert main(["train", str(recipe), f"out={out}", moved, *lora]) == 0
     folder = str(checkpoint_folder(out, 2))
-    components, _ = build_components(settings(checkpoint, "vllm", "native", "float32", **VLLM))
-    engine = components.engine
+    engine = built(checkpoint).engine
     engine.loaded.request = LoRARequest(lora_name="saved@2", lora_int_id=7, lora_path=folder)
     cpu = torch.device("cpu")
     merged = load_model(ModelConfig(path=folder), torch.float32, cpu)
@@ -89,24 +88,17 @@ def scored(model, prompt, done):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "dtype", "words"),
     [
-        ("merged twice", "the adapter added twice"),
-        (ON_TOP, "weights that hold that of the version"),
+        ("merged twice", "float32", "the adapter added twice"),
+        ("merged twice", "bfloat16", "of what it changes in the trainer's"),
+        (ON_TOP, "float32", "weights that hold that of the version"),
     ],
 )
-def test_a_second_merge_that_goes_wrong_is_named_at_once(policy, fault, words):
-    components, _ = build_components(settings(policy, "vllm", "merged", "float32", **VLLM))
-    step, message = asyncio.run(first_seen(components, fault, since=2))
+def test_a_second_merge_that_goes_wrong_is_named_at_once(policy, fault, dtype, words):
+    step, message = asyncio.run(first_seen(built(policy, "merged", dtype), fault, since=2))
     assert step == 2
     assert words in message
-
-
-@pytest.mark.slow
-def test_a_second_merge_of_twice_the_adapter_is_named_at_once_in_bfloat16(policy):
-    components, _ = build_components(settings(policy, "vllm", "merged", **VLLM))
-    step, message = asyncio.run(first_seen(components, "merged twice", since=2))
-    assert (step, seen_by(message)) == (2, "log-probabilities")
 
 
 def test_what_vllm_cannot_compute_with_is_refused(checkpoint):
@@ -124,9 +116,9 @@ def test_what_vllm_cannot_compute_with_is_refused(checkpoint):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("sync", SYNCS)
-def test_the_table_of_planted_failures(sync, fault):
-    found = planted(POLICY, "vllm", sync, fault, **VLLM)
-    assert {step for step, _ in found["named"]} == {0}
-    assert found in entries_there()
+def test_the_table_of_planted_failures(subtests):
+    for sync, fault in product(SYNCS, FAULTS):
+        with subtests.test(fault, sync=sync):
+            found = planted(POLICY, "vllm", sync, fault, **VLLM)
+            assert {step for step, _ in found["named"]} == {0}
+            assert found in entries_there()

@@ -8,7 +8,7 @@ from onepolicy.build.components import build_components
 from support.adapter_faults import VLLM, first_seen, settings
 from support.vllm_engines import make_checkpoints
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")
@@ -23,31 +23,27 @@ def test_the_dequantised_base_and_every_update_arrive(checkpoint, dtype):
     assert asyncio.run(first_seen(components, None)) == (None, "")
 
 
-def test_the_dequantised_base_and_every_update_reach_a_server(server, folders):
+def test_a_server_gets_it_too_and_one_that_keeps_the_unquantised_base_is_named(
+    server, folders, models
+):
     chosen = settings(folders[0], "vllm-server", "merged", "float32", base="nf4", url=server.url)
     components, _ = build_components(chosen)
     assert asyncio.run(first_seen(components, None)) == (None, "")
-
-
-def test_a_server_that_keeps_the_unquantised_base_is_named_at_the_start(server, folders, models):
-    chosen = settings(folders[0], "vllm-server", "merged", "float32", base="nf4", url=server.url)
     components, _ = build_components(chosen)
-    engine = components.engine
-    real = engine.load_weights
+    real = components.engine.load_weights
 
     async def load(_, version):
         await real(models[0].state_dict().items(), version)
 
-    engine.load_weights = load
+    components.engine.load_weights = load
     step, message = asyncio.run(first_seen(components, None))
     assert step == 0
     assert "VLLMServer samples with the unquantised base" in message
 
 
 def test_an_engine_that_keeps_the_unquantised_base_is_named_at_the_start(checkpoint):
-    components, _ = build_components(
-        settings(checkpoint, "vllm", "merged", "float32", base="nf4", **VLLM)
-    )
+    chosen = settings(checkpoint, "vllm", "merged", "float32", base="nf4", **VLLM)
+    components, _ = build_components(chosen)
     engine = components.engine
 
     async def load(_, version):

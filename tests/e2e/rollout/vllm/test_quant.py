@@ -31,12 +31,9 @@ def experts_in_torch(method, layer, x, topk_weights, topk_ids, **shared):
     """Compute the layer from its dequantised codes, with fp8 activations per token."""
 
     def dequantised(name):
-        codes, scale = (
-            getattr(layer, f"{name}_weight"),
-            getattr(layer, f"{name}_weight_scale", None),
-        )
+        scale = getattr(layer, f"{name}_weight_scale", None)
         scale = getattr(layer, f"{name}_scale")[..., None] if scale is None else scale
-        return codes.float() * scale
+        return getattr(layer, f"{name}_weight").float() * scale
 
     def seen(values):
         if layer.w13_weight.dtype != torch.float8_e4m3fn:
@@ -66,12 +63,11 @@ def quantised(request, folders):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_quant, "check_quant_device", lambda *_, **__: None)
         patch.setattr(_custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
-        patch.setattr(
-            fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.TRITON, TritonExperts)
-        )
-        patch.setattr(
-            int8, "select_int8_moe_backend", lambda **_: (Int8MoeBackend.TRITON, TritonExperts)
-        )
+        for where, name, backend in (
+            (fp8, "select_fp8_moe_backend", Fp8MoeBackend.TRITON),
+            (int8, "select_int8_moe_backend", Int8MoeBackend.TRITON),
+        ):
+            patch.setattr(where, name, lambda backend=backend, **_: (backend, TritonExperts))
         patch.setattr(moe_base.OnlineMoEMethodBase, "apply", experts_in_torch)
         rules = rules_of(hf)
         engine = VLLMEngine(
@@ -96,27 +92,18 @@ def int8_in_bfloat16(weight):
 
 
 def expert_codes(model):
-    return {
-        name: p.detach().clone()
-        for name, p in model.named_parameters()
-        if name.endswith("w2_weight")
-    }
+    found = {name: p for name, p in model.named_parameters() if name.endswith("w2_weight")}
+    return {name: p.detach().clone() for name, p in found.items()}
 
 
 def test_experts_are_in_codes_and_routers_are_not(quantised):
     quant, engine, _ = quantised
     parts = {part.part: part for part in engine.caps.sizes.parts}
-    assert (
-        parts["experts"].bytes_after < 0.7 * parts["experts"].bytes_before
-    )  # float32 scales of rows 32 and 64 wide
-    assert (parts["attention"].bytes_after < 0.7 * parts["attention"].bytes_before) == (
-        quant.format == "fp8"
-    )
-    assert (
-        parts["router"].bytes_after
-        == parts["router"].bytes_before
-        == 2 * parts["router"].parameters
-    )
+    smaller = {name: part.bytes_after < 0.7 * part.bytes_before for name, part in parts.items()}
+    assert smaller["experts"]  # with float32 scales of rows 32 and 64 wide
+    assert smaller["attention"] == (quant.format == "fp8")
+    router = parts["router"]
+    assert router.bytes_after == router.bytes_before == 2 * router.parameters
     assert vllm_quant.METHODS[quant.format] in engine.caps.sizes.describe()
 
 
@@ -131,10 +118,8 @@ def test_a_sync_quantises_again(quantised, learners):
         asyncio.run(engine.load_weights(learner.named_weights(), version))
         found.append(asyncio.run(canary_logp(engine, VOCAB)))
         for name, codes in engine.llm.apply_model(expert_codes)[0].items():
-            layer = name.split(".")[2]
-            weight = (
-                learner.model.model.layers[int(layer)].mlp.experts.down_proj.detach().bfloat16()
-            )
+            layer = learner.model.model.layers[int(name.split(".")[2])]
+            weight = layer.mlp.experts.down_proj.detach().bfloat16()
             expected = e4m3_rows(weight)[0] if quant.format == "fp8" else int8_in_bfloat16(weight)
             assert torch.equal(codes.float(), expected.float())
     assert torch.equal(found[1], before)

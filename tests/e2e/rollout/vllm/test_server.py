@@ -6,34 +6,35 @@ import json
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from onepolicy.build.engines import build_engine
 from onepolicy.cli import main
-from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.config import TrainingError, UsageError
 from onepolicy.replay.checks import check_completion
-from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm import server as served
 from onepolicy.rollout.vllm import weight_update
+from onepolicy.rollout.vllm.guard import GENERATE
 from onepolicy.sync import broadcast as module
 from onepolicy.sync.broadcast import Sender
 from onepolicy.sync.push import checked_push
 from onepolicy.types import Sampling
+from support.own_processes import descendants_of, wait_until_gone
 from support.vllm_engines import (
     BLOCK,
-    MAX_LEN,
     VOCAB,
     FakeLearner,
     ServerProcess,
     again_and_again,
+    agreement,
     alone,
     cached_requests,
+    check_follows,
     connect,
     followed,
+    picked,
     play,
     prompts,
     ragged,
@@ -42,9 +43,9 @@ from support.vllm_engines import (
     same,
     stock,
 )
-from support.waiting import LIMIT_S, until, wait_until
+from support.waiting import LIMIT_S, until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.process, pytest.mark.timeout(900)]
 ATTEMPTS = 8
 
 
@@ -58,9 +59,8 @@ def test_a_fresh_server_answers_as_the_engine_in_this_process(remote, engine):
     cached prefix."""
     requests = [(p, Sampling(0.7, 12, top_logprobs=3), i) for i, p in enumerate(prompts(3))]
     requests += [(prompts(1)[0], Sampling(1.0, 4, top_logprobs=VOCAB), 7)]
-    requests += [
-        ((prompts(1)[0] * 40)[: 2 * BLOCK + 5], Sampling(1.0, 10), seed) for seed in (1, 2)
-    ]
+    long = (prompts(1)[0] * 40)[: 2 * BLOCK + 5]
+    requests += [(long, Sampling(1.0, 10), seed) for seed in (1, 2)]
     requests += [(prompts(1)[0], Sampling(1.0, 6, routes_from=len(prompts(1)[0]) - 1), 8)]
     asyncio.run(remote.reset_cache())
     sources = []
@@ -78,18 +78,7 @@ def test_a_fresh_server_answers_as_the_engine_in_this_process(remote, engine):
 
 
 def test_probabilities_and_routes_belong_to_their_tokens(remote, models):
-    requests = ragged(prompts(8), 0.5)
-    agreeing = []
-    for (prompt, sampling, _), done in zip(requests, play(remote, requests), strict=True):
-        logits, routes = stock(models[0], prompt, done.token_ids)
-        logp = torch.log_softmax(logits / 0.5, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
-        torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
-        assert len(done.token_ids) == sampling.max_tokens
-        check_completion(done, prompt, remote._route_spec, "sample")
-        agreeing.append(
-            (done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean()
-        )
-    assert min(agreeing) > 0.97
+    check_follows(remote, models[0], 0.5, count=8)
 
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
@@ -121,6 +110,9 @@ class SendsAnOldVersion(Sender):
         return super().send(weights, version - 1)
 
 
+WRITE = "write_weight_files"
+
+
 def rewritten(change, original=served.write_weight_files):
     """Return a writer that applies `change` to the files of a step before the server reads them."""
 
@@ -139,35 +131,12 @@ def flip(tensors, name):
     tensors[name].view(torch.uint8)[0, 3] ^= 1
 
 
+BYTES, OLD = FlipsAByte(module.flatten_tensors), SendsAnOldVersion
 FAULTS = {
-    "broadcast, a flipped byte": (
-        "gloo",
-        module,
-        "flatten_tensors",
-        FlipsAByte(module.flatten_tensors),
-        r"receiver 1 .*bytes of '",
-    ),
-    "broadcast, an old version": (
-        "gloo",
-        weight_update,
-        "Sender",
-        SendsAnOldVersion,
-        "version 4 came instead of version 5",
-    ),
-    "files, a flipped byte": (
-        "disk",
-        served,
-        "write_weight_files",
-        rewritten(flip),
-        r"the bytes of '.*experts\.7.*' are not",
-    ),
-    "files, no such tensor": (
-        "disk",
-        served,
-        "write_weight_files",
-        rewritten(dict.pop),
-        r"1 tensors are missing, .*experts\.7",
-    ),
+    "broadcast, a flipped byte": ("gloo", module, "flatten_tensors", BYTES, "receiver 1 .*bytes"),
+    "broadcast, an old version": ("gloo", weight_update, "Sender", OLD, "version 4 came instead"),
+    "files, a flipped byte": ("disk", served, WRITE, rewritten(flip), r"bytes of '.*experts\.7"),
+    "files, no such tensor": ("disk", served, WRITE, rewritten(dict.pop), r"missing, .*experts\.7"),
 }
 
 
@@ -185,9 +154,8 @@ def test_altered_weights_are_never_sampled_from(server, folders, models, fresh, 
     assert remote.version == -1
     with pytest.raises(RuntimeError, match="failed half-way"):
         play(remote, ragged(prompts(1)))
-    if (
-        sync == "disk"
-    ):  # another run comes: it must not take what it finds for what the server was started with
+    if sync == "disk":
+        # another run comes: it must not take what it finds for what the server was started with
         followed(connect(server, folders[0]), fresh, 0, 0, ragged(prompts(3)))
         return
     asyncio.run(remote.load_weights(models[1].state_dict().items(), 6))
@@ -257,27 +225,21 @@ def check_interrupted(remote, models, before, after):
     both versions."""
     paths = prompts(24)
     spanning = 0
-    for prompt, done in zip(
-        paths, asyncio.run(interrupted(remote, paths, models[1], after)), strict=True
-    ):
+    completions = asyncio.run(interrupted(remote, paths, models[1], after))
+    for prompt, done in zip(paths, completions, strict=True):
         total, kept = len(done.token_ids), int((done.version == before).sum())
         assert done.version.tolist() == [before] * kept + [after] * (total - kept)
         check_completion(done, prompt, remote._route_spec, "sample")
         first, second = (stock(model, prompt, done.token_ids) for model in models)
-        logits = torch.cat(
-            [first[0][:kept], second[0][kept:]]
-        )  # the rest was computed anew, by the new weights
-        logp = torch.log_softmax(logits, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
+        # the rest was computed anew, by the new weights
+        logp = picked(torch.cat([first[0][:kept], second[0][kept:]]), done.token_ids)
         torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
         if not 0 < kept < total:
             continue
         spanning += 1
         old = len(prompt) + kept - 1  # slots fed before the pause
         routes = torch.cat([first[1][:old], second[1][old:]])
-        agreeing = (
-            (done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean()
-        )
-        assert agreeing > 0.97
+        assert agreement(done.routing.ids, routes) > 0.97
         spans = [
             (0, len(prompt), "prefill", before),
             (len(prompt), kept - 1, "decode", before),
@@ -310,15 +272,10 @@ def test_a_cancelled_request_ends_in_the_server(server, folders):
 def test_servers_of_other_models_and_dtypes_are_refused(server, folders, tmp_path):
     other = json.loads((folders[0] / "config.json").read_text()) | {"num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(other))
-    with pytest.raises(
-        UsageError, match=r"another model: its num_experts_per_tok is 4, model.path's 2"
-    ):
+    with pytest.raises(UsageError, match=r"num_experts_per_tok is 4, model.path's 2"):
         connect(server, tmp_path)
-    config = VLLMServerConfig(url=server.url, dtype="bfloat16")
     with pytest.raises(UsageError, match="bfloat16, but the server runs float32"):
-        build_engine(
-            EngineSpec(ModelConfig(path=str(folders[0])), config, torch.device("cpu"), MAX_LEN)
-        )
+        connect(server, folders[0], dtype="bfloat16")
 
 
 def test_fatal_requests_are_refused_and_the_server_lives(server, folders, models, fresh, tmp_path):
@@ -329,54 +286,30 @@ def test_fatal_requests_are_refused_and_the_server_lives(server, folders, models
         play(remote, [([10**6], Sampling(1.0, 4), 0)])
     request = {"token_ids": [10**6], "sampling_params": {"max_tokens": 4, "detokenize": False}}
     with pytest.raises(TrainingError, match=r"status 400.*token_ids\[0\] is 1000000"):
-        asyncio.run(remote.client.post("/inference/v1/generate", request))
+        asyncio.run(remote.client.post(GENERATE, request))
     broken = tmp_path / "broken"
     shutil.copytree(folders[0], broken)
     weights = load_file(broken / "model.safetensors")
-    save_file(
-        {name: t[:1].contiguous() if "k_proj" in name else t for name, t in weights.items()},
-        broken / "model.safetensors",
-    )
+    weights |= {name: t[:1].contiguous() for name, t in weights.items() if "k_proj" in name}
+    save_file(weights, broken / "model.safetensors")
+    once = connect(server, folders[0], retries=0)
     with pytest.raises(TrainingError, match="exceeds dimension size"):
-        asyncio.run(
-            remote.call_workers(
-                "onepolicy_load", str(broken), client=remote._client_without_retries
-            )
-        )
-    with pytest.raises(
-        TrainingError, match=r"status 409.*no complete set of weights: onepolicy_load has failed"
-    ):
-        asyncio.run(remote.client.post("/inference/v1/generate", request | {"token_ids": [3]}))
+        asyncio.run(once.call_workers("onepolicy_load", str(broken)))
+    with pytest.raises(TrainingError, match=r"status 409.*weights: onepolicy_load has failed"):
+        asyncio.run(remote.client.post(GENERATE, request | {"token_ids": [3]}))
     asyncio.run(remote.load_weights(models[1].state_dict().items(), 7))
     followed(remote, fresh, 1, 7, ragged(prompts(3)))
-
-
-def below(pid):
-    """Return the process's descendants, each parent before its children."""
-    found = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
-    return [*found, *(each for child in found for each in below(child))]
-
-
-def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["command", "server"])
 def test_sigkill_of_one_process_ends_the_whole_server(folders, tmp_path, killed):
     server = ServerProcess(folders[0], tmp_path / "log").wait_until_ready()
-    pids = below(server.process.pid)
+    pids = descendants_of(server.process.pid)
     assert len(pids) >= 4  # reaper, server, engine, worker
-    os.kill(server.process.pid if killed == "command" else pids[1], signal.SIGKILL)
+    os.kill({"command": server.process.pid, "server": pids[1]}[killed], signal.SIGKILL)
     server.process.wait(LIMIT_S)
-    wait_until(lambda: not any(runs(pid) for pid in pids))
+    wait_until_gone(pids)
 
 
 def check_steps(tmp_path, count):
@@ -403,10 +336,9 @@ def test_a_run_resumes_after_the_death_of_its_server(folders, tmp_path, capfd, m
     """A kill in the middle of a batch gives one error, and the run resumes on a new server. Both
     servers require a token."""
     monkeypatch.setenv("ENGINE_TOKEN", "s3cret")
-    server = ServerProcess(
-        folders[0], tmp_path / "log", token_env="ENGINE_TOKEN"
-    ).wait_until_ready()
+    server = ServerProcess(folders[0], tmp_path / "log", token_env="ENGINE_TOKEN")
     try:
+        server.wait_until_ready()
         with pytest.raises(UsageError, match=r"/version; got status 401"):
             connect(server, folders[0])
         remote = connect(server, folders[0], retries=1, token_env="ENGINE_TOKEN")
@@ -425,9 +357,8 @@ def test_a_run_resumes_after_the_death_of_its_server(folders, tmp_path, capfd, m
         assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 75
         assert "Is the vLLM server running there" in capfd.readouterr().err
         check_steps(tmp_path, 2)
-        server = ServerProcess(
-            folders[0], tmp_path / "log of another", server.port, "ENGINE_TOKEN"
-        ).wait_until_ready()
+        server = ServerProcess(folders[0], tmp_path / "another", server.port, "ENGINE_TOKEN")
+        server.wait_until_ready()
         assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 0
         check_steps(tmp_path, 4)
     finally:

@@ -1,8 +1,7 @@
 """A real vLLM server loads a run's adapters by name, and a fault of their sync is named."""
 
 import asyncio
-import tempfile
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from support.adapter_faults import (
 from support.vllm_engines import ServerProcess, recipe, serving_adapters
 from support.vllm_engines import rows as metrics_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.process, pytest.mark.timeout(1800)]
 ADAPTERS = ("lora_rank=16",)
 NATIVE = [
     "train.lora.rank=4",
@@ -49,10 +48,8 @@ def server(folders, tmp_path_factory):
 
 def parts_of(folder, url):
     torch.set_num_threads(1)
-    components, _ = build_components(
-        settings(folder, "vllm-server", "native", "float32", url=url, retries=1)
-    )
-    return components
+    chosen = settings(folder, "vllm-server", "native", "float32", url=url, retries=1)
+    return build_components(chosen)[0]
 
 
 async def loaded(engine):
@@ -78,17 +75,18 @@ def test_an_adapter_is_loaded_anew_after_every_update(server, folders):
         assert asyncio.run(loaded(components.engine)) == ["lora-faults@4"], number
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("base weights sampled", "samples with the frozen weights"),
-        ("never named", "was given the adapter 'lora-faults', but a reply names None"),
-    ],
-)
-def test_a_fault_is_named_at_once(server, folders, fault, words):
-    step, message = asyncio.run(first_seen(parts_of(folders[0], server.url), fault))
-    assert step == 1
-    assert words in message
+NAMED = {
+    "base weights sampled": "samples with the frozen weights",
+    "never named": "was given the adapter 'lora-faults', but a reply names None",
+}
+
+
+def test_a_fault_is_named_at_once(server, folders, subtests):
+    for fault, words in NAMED.items():
+        with subtests.test(fault):
+            step, message = asyncio.run(first_seen(parts_of(folders[0], server.url), fault))
+            assert step == 1
+            assert words in message
 
 
 def test_a_rank_that_the_server_does_not_take_is_refused(server, folders):
@@ -111,73 +109,75 @@ def check_steps(tmp_path, count):
     assert_delivered(steps[-1])
 
 
-@pytest.mark.slow
-def test_a_run_trains_and_resumes_on_a_restarted_server(folders, tmp_path):
-    server = ServerProcess(folders[0], tmp_path / "log", settings=ADAPTERS).wait_until_ready()
-    try:
-        command = ["train", str(recipe(tmp_path, folders[0], server)), *NATIVE]
-        assert main(command) == 0
-        check_steps(tmp_path, 2)
-        server.kill()
-        server = ServerProcess(folders[0], tmp_path / "again", server.port, settings=ADAPTERS)
-        server.wait_until_ready()
-        assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 0
-        check_steps(tmp_path, 4)
-    finally:
-        server.kill()
+@pytest.fixture
+def started(tmp_path):
+    """Return start(folder, before=None), which starts a server that takes adapters, or one in
+    place of `before`, which it kills."""
+    servers = []
+
+    def start(folder, before=None):
+        port = None
+        if before is not None:
+            before.kill()
+            port = before.port
+        log = tmp_path / f"log{len(servers)}"
+        servers.append(ServerProcess(folder, log, port, settings=ADAPTERS))
+        return servers[-1].wait_until_ready()
+
+    yield start
+    for each in servers:
+        each.kill()
 
 
 @pytest.mark.slow
-def test_a_server_that_restarts_within_a_run_gets_the_adapter_again(folders, tmp_path):
-    server = ServerProcess(folders[1], tmp_path / "log", settings=ADAPTERS).wait_until_ready()
-    try:
-        components = parts_of(folders[0], server.url)
-        learner = components.learner
-        asyncio.run(start_adapter(components, print))
-        update(learner)
-        asyncio.run(push_and_check(components))
-        server.kill()
-        server = ServerProcess(folders[1], tmp_path / "again", server.port, settings=ADAPTERS)
-        server.wait_until_ready()
-        update(learner)
-
-        async def push():
-            return await push_and_check(components)
-
-        assert_delivered(asyncio.run(with_recovery(components, push)))
-        assert asyncio.run(loaded(components.engine)) == ["lora-faults@2"]
-    finally:
-        server.kill()
+def test_a_run_trains_and_resumes_on_a_restarted_server(started, folders, tmp_path):
+    server = started(folders[0])
+    assert main(["train", str(recipe(tmp_path, folders[0], server)), *NATIVE]) == 0
+    check_steps(tmp_path, 2)
+    started(folders[0], server)
+    assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 0
+    check_steps(tmp_path, 4)
 
 
 @pytest.mark.slow
-def test_each_of_two_servers_gets_the_adapter(server, folders, tmp_path):
-    second = ServerProcess(folders[1], tmp_path / "log", settings=ADAPTERS).wait_until_ready()
-    try:
-        components = parts_of(folders[0], [server.url, second.url])
-        assert asyncio.run(first_seen(components, None)) == (None, "")
-        for member in components.engine._all:
-            assert asyncio.run(loaded(member.engine)) == ["lora-faults@3"]
-        update(components.learner)
-        assert_delivered(asyncio.run(push_and_check(components)))
-        assert all(member.last_used > 0 for member in components.engine._all)
-    finally:
-        second.stop()
+def test_a_server_that_restarts_within_a_run_gets_the_adapter_again(started, folders):
+    server = started(folders[1])
+    components = parts_of(folders[0], server.url)
+    learner = components.learner
+    asyncio.run(start_adapter(components, print))
+    update(learner)
+    asyncio.run(push_and_check(components))
+    started(folders[1], server)
+    update(learner)
+
+    async def push():
+        return await push_and_check(components)
+
+    assert_delivered(asyncio.run(with_recovery(components, push)))
+    assert asyncio.run(loaded(components.engine)) == ["lora-faults@2"]
+
+
+@pytest.mark.slow
+def test_each_of_two_servers_gets_the_adapter(server, started, folders):
+    components = parts_of(folders[0], [server.url, started(folders[1]).url])
+    assert asyncio.run(first_seen(components, None)) == (None, "")
+    for member in components.engine._all:
+        assert asyncio.run(loaded(member.engine)) == ["lora-faults@3"]
+    update(components.learner)
+    assert_delivered(asyncio.run(push_and_check(components)))
+    assert all(member.last_used > 0 for member in components.engine._all)
 
 
 @pytest.fixture(scope="module")
 def table_server():
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        serving_adapters(POLICY, Path(folder) / "log") as made,
-    ):
+    with serving_adapters(POLICY) as made:
         yield made
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("sync", SYNCS)
-def test_the_table_of_planted_failures(table_server, sync, fault):
-    found = planted(POLICY, "vllm-server", sync, fault, url=table_server.url)
-    assert {step for step, _ in found["named"]} == {0}
-    assert found in entries_there()
+def test_the_table_of_planted_failures(table_server, subtests):
+    for sync, fault in product(SYNCS, FAULTS):
+        with subtests.test(fault, sync=sync):
+            found = planted(POLICY, "vllm-server", sync, fault, url=table_server.url)
+            assert {step for step, _ in found["named"]} == {0}
+            assert found in entries_there()

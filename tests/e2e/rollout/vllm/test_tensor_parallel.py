@@ -15,16 +15,14 @@ from support.vllm_engines import (
     MAX_LEN,
     ServerProcess,
     alone,
+    check_follows,
     connect,
     make_checkpoints,
-    play,
     prompts,
-    ragged,
     rules_of,
-    stock,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +47,6 @@ def parallel(folders):
     engine = VLLMEngine(model, hf, config, route_spec=rules_of(hf), max_len=MAX_LEN, cpu=True)
     yield engine
     engine.llm.engine_core.shutdown()
-
-
-def check_follows(engine, model):
-    """Check that log-probabilities and routes are those of this model."""
-    agreeing = []
-    requests = ragged(prompts(6))
-    for (prompt, _, _), done in zip(requests, play(engine, requests), strict=True):
-        logits, routes = stock(model, prompt, done.token_ids)
-        logp = torch.log_softmax(logits, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
-        torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
-        same = done.routing.ids.sort(-1).values == routes.sort(-1).values
-        agreeing.append(same.all(-1).float().mean())
-    assert min(agreeing) > 0.97
 
 
 def test_both_processes_follow_the_learner(parallel, models):

@@ -77,6 +77,7 @@ def recipe(tmp_path_factory):
     return path
 
 
+@pytest.mark.full
 def test_a_run_on_a_lake(recipe, tmp_path, capsys):
     whole, part = tmp_path / "whole", tmp_path / "part"
     assert main(["train", str(recipe), f"out={whole}"]) == 0

@@ -57,6 +57,7 @@ def played():
     return asyncio.run(together())
 
 
+@pytest.mark.full
 def test_every_route_travels_once(played):
     for path, done in played:
         sample = path.to_sample(reward=0.0, temperature=1.0)

@@ -1,6 +1,7 @@
 import gc
 import subprocess
 import threading
+from itertools import product
 
 import pytest
 
@@ -10,18 +11,15 @@ from onepolicy.envs.tasks.reasoning_gym import safe_to_evaluate
 from support.waiting import LIMIT_S
 
 
-@pytest.mark.parametrize(
-    ("response", "prefix", "answer"),
-    [
+def test_answer_text():
+    for response, prefix, answer in [
         (" 42\n", "", "42"),
         ("so #### 42", "####", "42"),
         ("#### 41 no, #### 42 ", "####", "42"),
         ("42", "####", None),
         ("####", "####", ""),
-    ],
-)
-def test_answer_text(response, prefix, answer):
-    assert extract_answer(response, prefix) == answer
+    ]:
+        assert extract_answer(response, prefix) == answer, response
 
 
 def test_exact():
@@ -40,35 +38,50 @@ def grader():
     grader.close()
 
 
-@pytest.mark.parametrize(
-    ("response", "answer", "reward"),
-    [
-        ("so it is \\boxed{\\frac{2}{4}}", "0.5", 1.0),
-        ("The answer is 1/2.", "\\frac{1}{2}", 1.0),
-        ("$2\\sqrt{3}$", "2\\sqrt{3}", 1.0),
-        ("2\\sqrt{3}", "2\\sqrt{3}", 1.0),
-        ("\\boxed{1+x^2}", "x^2+1", 1.0),
-        ("1000", "1,000", 1.0),
-        ("42, or rather 43", "42", 0.0),
-        ("-7", "7", 0.0),
-        ("$2$", "2\\sqrt{3}", 0.0),
-        ("", "7", 0.0),
-        ("I do not know", "7", 0.0),
-        ("\\boxed{\\frac{", "7", 0.0),
-        ("}{$\\left(", "7", 0.0),
-        ("\x00\ud7ff", "7", 0.0),
-    ],
-)
-def test_math(grader, response, answer, reward):
-    assert grader.grade(response, answer) == reward
+MATH = [
+    ("so it is \\boxed{\\frac{2}{4}}", "0.5", 1.0),
+    ("The answer is 1/2.", "\\frac{1}{2}", 1.0),
+    ("$2\\sqrt{3}$", "2\\sqrt{3}", 1.0),
+    ("2\\sqrt{3}", "2\\sqrt{3}", 1.0),
+    ("\\boxed{1+x^2}", "x^2+1", 1.0),
+    ("1000", "1,000", 1.0),
+    ("42, or rather 43", "42", 0.0),
+    ("-7", "7", 0.0),
+    ("$2$", "2\\sqrt{3}", 0.0),
+    ("", "7", 0.0),
+    ("I do not know", "7", 0.0),
+    ("\\boxed{\\frac{", "7", 0.0),
+    ("}{$\\left(", "7", 0.0),
+    ("\x00\ud7ff", "7", 0.0),
+]
+RELATIONS = [  # a relation is not its number
+    *((response, "5", 0.0) for response in ("\\ne 5", "≠ 5", "> 5", "\\le 5", "x \\ne 5", "4=5")),
+    *((response, "5", 0.0) for response in ("x=4=5", "$4=5$", "\\boxed{\\geq 5}")),
+    ("\\neq 5", "x=5", 0.0),
+    *((response, "5", 1.0) for response in ("x=5", "2+3=5", "= 5")),
+    ("1/3=0.33", "0.33", 1.0),  # rounded, as people write it
+    ("$\\approx 3.14$", "3.14", 1.0),
+    ("x \\neq 5", "x \\ne 5", 1.0),
+    ("x > 5", "5 < x", 1.0),
+]
 
 
+@pytest.mark.process
+def test_math(grader, subtests):
+    both = product(RELATIONS, ("", "Answer:"))
+    for (response, answer, reward), prefix in [*((row, "") for row in MATH), *both]:
+        with subtests.test(response=response, answer=answer, prefix=prefix):
+            assert grader.grade(prefix + response, answer, prefix) == reward
+
+
+@pytest.mark.process
 def test_math_takes_the_text_after_the_prefix_as_an_expression(grader):
     assert grader.grade("2 and 3: #### \\frac{2}{4}", "\\frac12", "####") == 1.0
     assert grader.grade("#### \\frac{2}{4} and then 9", "9", "####") == 0.0
     assert grader.grade("\\frac{2}{4}", "\\frac12", "####") == 0.0
 
 
+@pytest.mark.process
 def test_math_works_in_a_thread(grader):
     got = []
     thread = threading.Thread(target=lambda: got.append(grader.grade("\\boxed{4}", "2+2")))
@@ -77,6 +90,7 @@ def test_math_works_in_a_thread(grader):
     assert got == [1.0]
 
 
+@pytest.mark.process
 def test_an_endless_computation_earns_nothing_and_grading_continues():
     grader = MathGrader(timeout=LIMIT_S)
     assert grader.grade("\\boxed{3}", "6/2") == 1.0
@@ -89,6 +103,7 @@ def test_an_endless_computation_earns_nothing_and_grading_continues():
     grader.close()
 
 
+@pytest.mark.process
 def test_a_worker_that_died_is_replaced(grader):
     grader.grade("\\boxed{3}", "6/2")
     grader._process.kill()
@@ -96,6 +111,7 @@ def test_a_worker_that_died_is_replaced(grader):
     assert grader.grade("\\boxed{3}", "6/2") == 1.0
 
 
+@pytest.mark.process
 def test_the_worker_ends_with_its_grader():
     grader = MathGrader()
     grader.grade("\\boxed{3}", "6/2")
@@ -105,79 +121,30 @@ def test_the_worker_ends_with_its_grader():
     assert process.poll() is not None
 
 
+@pytest.mark.process
 def test_readable(grader):
     assert grader.can_parse_answer("\\frac12")
     assert not grader.can_parse_answer("\\$5 and more")
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "(8-5)*(4+4)",
-        "x**2/2 + sin(x) + C",
-        "[['Q', '_'], ['_', 'Q']]",
-        "_ Q\nQ _",
-        "1 2 3",
-        "-3",
-        "(x**2+1)**3",
-        "",
-        "A",
-    ],
-)
-def test_harmless(answer):
-    assert safe_to_evaluate(answer)
+HARMLESS = ["(8-5)*(4+4)", "x**2/2 + sin(x) + C", "[['Q', '_'], ['_', 'Q']]", "_ Q\nQ _", "1 2 3"]
+HARMLESS += ["-3", "(x**2+1)**3", "", "A"]
+HARMFUL = ["__import__('os').system('true')", "().__class__", "oracle_answer", "entry['answer']"]
+HARMFUL += [
+    "[x for x in [1]]",
+    "lambda: 1",
+    "9**9**9",
+    "2**99999",
+    "((9**64)**64)**64",
+    "99999999!",
+]
+HARMFUL += ["[0]*99999999999", "'a'*99999999999", "1<<99999999999", "01+open('x')", "x.y"]
+HARMFUL += ["factorial(10**9)", "99999999!"]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "__import__('os').system('true')",
-        "().__class__",
-        "oracle_answer",
-        "entry['answer']",
-        "[x for x in [1]]",
-        "lambda: 1",
-        "9**9**9",
-        "2**99999",
-        "((9**64)**64)**64",
-        "99999999!",
-        "[0]*99999999999",
-        "'a'*99999999999",
-        "1<<99999999999",
-        "01+open('x')",
-        "x.y",
-        "factorial(10**9)",
-    ],
-)
-def test_not_harmless(answer):
-    assert not safe_to_evaluate(answer)
-
-
-@pytest.mark.parametrize("prefix", ["", "Answer:"])
-@pytest.mark.parametrize(
-    ("response", "answer", "reward"),
-    [
-        ("\\ne 5", "5", 0.0),
-        ("\\neq 5", "x=5", 0.0),
-        ("≠ 5", "5", 0.0),
-        ("> 5", "5", 0.0),
-        ("\\le 5", "5", 0.0),
-        ("x \\ne 5", "5", 0.0),
-        ("4=5", "5", 0.0),
-        ("x=4=5", "5", 0.0),
-        ("$4=5$", "5", 0.0),
-        ("\\boxed{\\geq 5}", "5", 0.0),
-        ("x=5", "5", 1.0),
-        ("2+3=5", "5", 1.0),
-        ("= 5", "5", 1.0),
-        ("1/3=0.33", "0.33", 1.0),  # rounded, as people write it
-        ("$\\approx 3.14$", "3.14", 1.0),
-        ("x \\neq 5", "x \\ne 5", 1.0),
-        ("x > 5", "5 < x", 1.0),
-    ],
-)
-def test_a_relation_is_not_its_number(grader, prefix, response, answer, reward):
-    assert grader.grade(prefix + response, answer, prefix) == reward
+def test_what_is_safe_to_evaluate():
+    assert [answer for answer in HARMLESS if not safe_to_evaluate(answer)] == []
+    assert [answer for answer in HARMFUL if safe_to_evaluate(answer)] == []
 
 
 @pytest.fixture
@@ -199,9 +166,8 @@ def test_a_step_waits_for_a_bounded_number_of_endless_responses(hopeless, caplog
             "rollout/grader_skipped": 512 - grading.MAX_TIMEOUTS,
         }
         assert grader.take_metrics() == {}
-        assert [
-            record.message for record in caplog.records if "earn 0 unread" in record.message
-        ] == [
+        said = [each.message for each in caplog.records if "earn 0 unread" in each.message]
+        assert said == [
             f"{grading.MAX_TIMEOUTS} responses of this step took the math grader longer than 5 s "
             "each; the other responses earn 0 unread unless they are the reference itself "
             "(rollout/grader_skipped counts them)"

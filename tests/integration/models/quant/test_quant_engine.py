@@ -30,10 +30,8 @@ FORMATS = [Int8(), Int8(activations="static"), Fp8(), Fp8Weight(), Simulated(bit
 
 
 def build(name, quant, **settings):
-    config = HFEngineConfig(dtype="float32", max_num_seqs=3)
-    return HFEngine(
-        make(name, **settings), config, return_routes=name in MOE, max_len=64, quant=quant
-    )
+    config, model = HFEngineConfig(dtype="float32", max_num_seqs=3), make(name, **settings)
+    return HFEngine(model, config, return_routes=name in MOE, max_len=64, quant=quant)
 
 
 def quantised(name, quant):
@@ -46,45 +44,43 @@ def logps(engine):
     return [done.logp for done in run(engine, ragged(prompts(3)))]
 
 
-@pytest.mark.parametrize(
-    ("name", "quant"),
-    [
-        *(("qwen3_moe", quant) for quant in FORMATS),
-        ("gpt_oss", Int8()),
-        ("gpt_oss", Fp8()),
-        ("deepseek_v3", Int8()),
-    ],
-    ids=str,
-)
-def test_logp_and_routes_are_those_of_the_quantised_model(name, quant):
+CASES = [("qwen3_moe", quant) for quant in FORMATS]
+CASES += [("gpt_oss", Int8()), ("gpt_oss", Fp8()), ("deepseek_v3", Int8())]
+
+
+@pytest.mark.parametrize(("family", "quant"), CASES, ids=str)
+def test_logp_and_routes_are_those_of_the_quantised_model(family, quant):
     """The families have biases and transposed experts (gpt_oss), dense layers and shared experts
     (deepseek_v3)."""
     requests = ragged(prompts(5))
-    check_against_stock(quantised(name, quant), requests, run(build(name, quant), requests))
+    check_against_stock(quantised(family, quant), requests, run(build(family, quant), requests))
 
 
-@pytest.mark.parametrize("quant", FORMATS[:4], ids=str)
-@pytest.mark.parametrize("name", MOE)
-def test_no_expert_stays_in_high_precision(name, quant):
-    model = make(name)
-    whole = {n: p.numel() for n, p in model.named_parameters()}
-    made = quantise_policy(model, quant)
-    assert not [n for n, p in model.named_parameters() if p.ndim == 3]
-    sizes = {size.part: size for size in made.sizes().parts}
-    experts = sum(count for n, count in whole.items() if ".experts." in n and "bias" not in n)
-    assert sum(size.parameters for size in sizes.values()) == sum(whole.values())
-    assert experts <= sizes["experts"].bytes_after <= 0.32 * sizes["experts"].bytes_before
-    for part in ("router", "norms", "embeddings", "lm_head"):
-        assert sizes[part].bytes_after == sizes[part].bytes_before == 4 * sizes[part].parameters
+def sizes_of(made):
+    return {size.part: size for size in made.sizes().parts}
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_no_expert_stays_in_high_precision(family, subtests):
+    for quant in FORMATS[:4]:
+        with subtests.test(quant=str(quant)):
+            model = make(family)
+            whole = {n: p.numel() for n, p in model.named_parameters()}
+            sizes = sizes_of(quantise_policy(model, quant))
+            assert not [n for n, p in model.named_parameters() if p.ndim == 3]
+            counted = [count for n, count in whole.items() if ".experts." in n and "bias" not in n]
+            experts = sizes["experts"]
+            assert sum(size.parameters for size in sizes.values()) == sum(whole.values())
+            assert sum(counted) <= experts.bytes_after <= 0.32 * experts.bytes_before
+            for part in ("router", "norms", "embeddings", "lm_head"):
+                size = sizes[part]
+                assert size.bytes_after == size.bytes_before == 4 * size.parameters
 
 
 def test_reported_bytes_are_those_of_the_tensors():
     made = quantise_policy(make("qwen3_moe"), Int8())
-    sizes = {size.part: size.bytes_after for size in made.sizes().parts}
-    up, down = (
-        3 * 8 * 64 * (64 + 8),
-        3 * 8 * 32 * (64 + 8),
-    )  # 8 bytes of scale and offset per row of a bag
+    sizes = {part: size.bytes_after for part, size in sizes_of(made).items()}
+    up, down = 3 * 8 * 64 * (64 + 8), 3 * 8 * 32 * (64 + 8)  # 8 bytes: scale and offset of a row
     assert sizes["experts"] == up + down + 3 * 8 * (64 + 64) * 4
     assert made.sizes().as_json()["parts"][-1]["bytes_after"] == sum(sizes.values())
 
@@ -103,45 +99,29 @@ def test_weights_are_quantised_from_unrounded_ones():
     """Rounding to the bfloat16 of the engine first would move codes."""
     config = HFEngineConfig(dtype="bfloat16", max_num_seqs=3)
     engine = HFEngine(make("qwen3_moe"), config, return_routes=True, max_len=64, quant=Int8())
-    held = engine.quantised.quantised_weights[
-        "model.layers.0.self_attn.q_proj.weight"
-    ].set_weight.__self__.codes
+    held = engine.model.model.layers[0].self_attn.q_proj.codes
     exact = make("qwen3_moe").model.layers[0].self_attn.q_proj.weight.detach()
-    assert torch.equal(
-        held, torch.round(exact / (exact.abs().amax(1, keepdim=True) / 127)).to(torch.int8)
-    )
+    scale = exact.abs().amax(1, keepdim=True) / 127
+    assert torch.equal(held, torch.round(exact / scale).to(torch.int8))
 
 
 def test_a_sync_without_a_quantised_tensor_is_refused():
     engine = build("qwen3_moe", Int8())
     weights = dict(make("qwen3_moe").state_dict())
     del weights["model.layers.1.mlp.experts.down_proj"]
-    with pytest.raises(
-        UsageError,
-        match=r"1 tensors are missing, first 'model\.layers\.1\.mlp\.experts\.down_proj'",
-    ):
+    words = r"1 tensors are missing, first 'model\.layers\.1\.mlp\.experts\.down_proj'"
+    with pytest.raises(UsageError, match=words):
         asyncio.run(engine.load_weights(weights.items(), 1))
 
 
 def test_extra_modules_are_quantised():
-    for quant in (
-        Int8(extra_modules=("embeddings", "lm_head")),
-        Fp8(extra_modules=("embeddings", "lm_head")),
-    ):
-        sizes = {
-            size.part: size for size in quantise_policy(make("qwen3_moe"), quant).sizes().parts
-        }
-        assert all(
-            sizes[part].bytes_after < 0.4 * sizes[part].bytes_before for part in quant.extra_modules
-        )
+    extra = ("embeddings", "lm_head")
+    for quant in (Int8(extra_modules=extra), Fp8(extra_modules=extra)):
+        sizes = sizes_of(quantise_policy(make("qwen3_moe"), quant))
+        assert all(sizes[part].bytes_after < 0.4 * sizes[part].bytes_before for part in extra)
     config = HFEngineConfig(dtype="bfloat16", max_num_seqs=3)
-    engine = HFEngine(
-        make("qwen3_moe"),
-        config,
-        return_routes=False,
-        max_len=64,
-        quant=Int8(extra_modules=("embeddings",)),
-    )
+    quant = Int8(extra_modules=("embeddings",))
+    engine = HFEngine(make("qwen3_moe"), config, return_routes=False, max_len=64, quant=quant)
     assert engine.model.model.embed_tokens(torch.tensor([1])).dtype == torch.bfloat16
     rounded = quantised("qwen3_moe", Simulated(bits=3, extra_modules=("router",)))
     assert len(rounded.model.layers[0].mlp.gate.weight[0].unique()) <= 7
@@ -156,25 +136,11 @@ def test_the_trainers_copy_has_the_engines_weights(kind, tmp_path):
     copy = load_engine_copy(ModelConfig(path=str(tmp_path)), rollout, torch.device("cpu"))
     assert isinstance(copy.model.layers[0].self_attn.q_proj, Int8Linear) == (kind == "hf")
     if kind == "vllm":
-        made, given = (
-            copy.model.layers[0].mlp.experts.down_proj,
-            model.model.layers[0].mlp.experts.down_proj,
-        )
-        codes, scale = int8_rows(given.detach().bfloat16())
-        assert torch.equal(made.float(), (codes * scale).bfloat16().float())
-        q_proj = [
-            m.model.layers[0].self_attn.q_proj.weight.detach().bfloat16() for m in (copy, model)
-        ]
-        assert torch.equal(*q_proj)
-
-
-def test_linear_routers_are_not_quantised():
-    model = make("gpt_oss")
-    routers = [router.path for router in find_routers(model)]
-    made = quantise(model, Int8(), routers=routers)
-    assert not [
-        name for name in made.quantised_weights if any(name.startswith(path) for path in routers)
-    ]
+        made, given = (m.model.layers[0] for m in (copy, model))
+        codes, scale = int8_rows(given.mlp.experts.down_proj.detach().bfloat16())
+        assert torch.equal(made.mlp.experts.down_proj.float(), (codes * scale).bfloat16().float())
+        weights = (each.self_attn.q_proj.weight.detach().bfloat16() for each in (made, given))
+        assert torch.equal(*weights)
 
 
 def test_calibrated_scales_are_kept_over_syncs():
@@ -201,29 +167,25 @@ class TwoExperts(nn.Module):
         self.wi = nn.Parameter(torch.zeros(2, 4, 4))
 
 
-@pytest.mark.parametrize(
-    ("change", "quant", "message"),
-    [
-        (
-            lambda m: setattr(m.model.layers[0], "mlp", TwoExperts()),
-            Int8(),
-            r"model\.layers\.0\.mlp",
-        ),
-        (lambda m: None, Int8(extra_modules=("router",)), "leave router out"),
-        (
-            lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight),
-            Int8(extra_modules=("lm_head",)),
-            "one tensor",
-        ),
-    ],
-    ids=["unknown experts", "router without a layer", "tied"],
-)
-def test_models_that_cannot_be_quantised_are_refused(change, quant, message):
-    model = make("qwen3_moe")
-    routers = [router.path for router in find_routers(model)]
-    change(model)
-    with pytest.raises(UsageError, match=message):
-        quantise(model, quant, routers=routers)
+def unknown_experts(model):
+    model.model.layers[0].mlp = TwoExperts()
+
+
+def tie(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def test_models_that_cannot_be_quantised_are_refused():
+    for change, quant, message in (
+        (unknown_experts, Int8(), r"model\.layers\.0\.mlp"),
+        (lambda model: None, Int8(extra_modules=("router",)), "leave router out"),
+        (tie, Int8(extra_modules=("lm_head",)), "one tensor"),
+    ):
+        model = make("qwen3_moe")
+        routers = [router.path for router in find_routers(model)]
+        change(model)
+        with pytest.raises(UsageError, match=message):
+            quantise(model, quant, routers=routers)
 
 
 def test_a_device_without_kernels_is_refused(monkeypatch):

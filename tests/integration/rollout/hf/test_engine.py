@@ -15,6 +15,13 @@ from support.engine_runs import build, check_against_stock, prompts, ragged, run
 from support.models import CONFIGS, make
 
 
+def checked(requests, name="qwen3_moe", **settings):
+    """Return the completions of these requests, which equal the stock model's."""
+    done = run(build(name, **settings), requests)
+    check_against_stock(make(name), requests, done)
+    return done
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logp_and_routes_are_the_stock_models(name):
     """There are more requests than rows, ragged prompts and lengths, and windows (8) shorter than
@@ -41,8 +48,7 @@ def test_rows_are_compacted_in_the_tail(name, monkeypatch):
 
 def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
     monkeypatch.setattr("onepolicy.rollout.hf.forward.MAX_SCORES", 150)
-    requests = ragged(prompts(6, 10, 40))
-    check_against_stock(make("qwen3_moe"), requests, run(build("qwen3_moe"), requests))
+    checked(ragged(prompts(6, 10, 40)))
 
 
 def test_chunks_cover_every_span_once_in_order():
@@ -56,34 +62,26 @@ def test_chunks_cover_every_span_once_in_order():
         assert all(a.stop == b.start for a, b in itertools.pairwise(own))
 
 
-def test_temperature():
-    requests = ragged(prompts(5), temperature=0.5)
-    check_against_stock(make("qwen3_moe"), requests, run(build("qwen3_moe"), requests))
-
-
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_greedy_is_generates_greedy(name):
-    model, engine = make(name), build(name)
+    """Its log-probabilities are of the untempered distribution."""
+    model = make(name)
     model.generation_config.eos_token_id = None
     requests = [(p, Sampling(0.0, 12), 0) for p in prompts(5)]
-    done = run(engine, requests)
-    for (prompt, _, _), completion in zip(requests, done, strict=True):
+    for (prompt, _, _), completion in zip(requests, checked(requests, name), strict=True):
         path = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
         assert completion.token_ids.tolist() == path[0, len(prompt) :].tolist()
-    check_against_stock(model, requests, done)  # of the untempered distribution
 
 
 def test_a_seed_decides_in_any_batch():
     paths = prompts(9)
     requests = ragged(paths)
-    together = run(build("qwen3_moe", max_num_seqs=4), requests)
+    together, single = run(build("qwen3_moe"), requests), build("qwen3_moe", max_num_seqs=1)
     for request, expected in zip(requests, together, strict=True):
-        (alone,) = run(build("qwen3_moe", max_num_seqs=1), [request])
+        (alone,) = run(single, [request])
         assert alone.token_ids.tolist() == expected.token_ids.tolist()
-    long = Sampling(1.0, 30)
-    one, same, other = run(
-        build("qwen3_moe"), [(paths[0], long, 1), (paths[0], long, 1), (paths[0], long, 2)]
-    )
+    repeated = [(paths[0], Sampling(1.0, 30), seed) for seed in (1, 1, 2)]
+    one, same, other = run(build("qwen3_moe"), repeated)
     assert torch.equal(one.token_ids, same.token_ids)
     assert not torch.equal(one.token_ids, other.token_ids)
 
@@ -102,17 +100,12 @@ def test_stop_token_ends_and_stays():
 
 
 def test_different_sampling_in_one_batch():
-    paths = prompts(4)
-    kinds = [
-        Sampling(1.0, 9),
-        Sampling(0.3, 9, top_k=3),
-        Sampling(0.0, 9),
-        Sampling(1.5, 9, top_p=0.4),
-    ]
-    requests = [(p, s, 7) for p, s in zip(paths, kinds, strict=True)]
-    together = run(build("qwen3_moe"), requests)
+    kinds = [Sampling(1.0, 9), Sampling(0.3, 9, top_k=3), Sampling(0.0, 9)]
+    kinds.append(Sampling(1.5, 9, top_p=0.4))
+    requests = [(p, s, 7) for p, s in zip(prompts(4), kinds, strict=True)]
+    together, single = run(build("qwen3_moe"), requests), build("qwen3_moe", max_num_seqs=1)
     for request, mixed in zip(requests, together, strict=True):
-        (alone,) = run(build("qwen3_moe"), [request])
+        (alone,) = run(single, [request])
         assert alone.token_ids.tolist() == mixed.token_ids.tolist()
         torch.testing.assert_close(alone.logp, mixed.logp, atol=1e-5, rtol=0)
 
@@ -120,11 +113,8 @@ def test_different_sampling_in_one_batch():
 def test_top_logprobs_only_for_requests_that_ask():
     """Rows are refilled and moved together while some requests ask for the likeliest tokens and
     others do not."""
-    requests = [
-        (p, Sampling(0.7, 2 + i % 9, top_logprobs=(5, 0, 64)[i % 3]), i)
-        for i, p in enumerate(prompts(12))
-    ]
-    check_against_stock(make("qwen3_moe"), requests, run(build("qwen3_moe"), requests))
+    kinds = [Sampling(0.7, 2 + i % 9, top_logprobs=(5, 0, 64)[i % 3]) for i in range(12)]
+    checked([(p, s, i) for i, (p, s) in enumerate(zip(prompts(12), kinds, strict=True))])
 
 
 def test_calls_join_a_running_batch():
@@ -186,12 +176,13 @@ def test_tied_weights_need_loading_once():
 def test_load_weights_refuses():
     engine, weights = build("qwen3_moe"), make("qwen3_moe").state_dict()
     name = next(iter(weights))
-    with pytest.raises(UsageError, match="nonsense"):
-        asyncio.run(engine.load_weights([("nonsense", torch.zeros(1))], 1))
-    with pytest.raises(UsageError, match="shape"):
-        asyncio.run(engine.load_weights([(name, torch.zeros(2, 2))], 1))
-    with pytest.raises(UsageError, match="missing"):
-        asyncio.run(engine.load_weights([(name, weights[name])], 1))
+    for given, words in (
+        (("nonsense", torch.zeros(1)), "nonsense"),
+        ((name, torch.zeros(2, 2)), "shape"),
+        ((name, weights[name]), "missing"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            asyncio.run(engine.load_weights([given], 1))
     with pytest.raises(RuntimeError, match="half-way"):
         run(engine, [([2, 3], Sampling(1.0, 2), 0)])
 
@@ -227,29 +218,25 @@ def test_a_cancelled_call_frees_its_row():
     assert len(asyncio.run(main()).token_ids) == 3
 
 
-@pytest.mark.parametrize(
-    ("prompt", "sampling", "word"),
-    [
-        ([2] * 60, Sampling(1.0, 5), "max_len"),
-        ([], Sampling(1.0, 5), "prompt_ids"),
-        ([64], Sampling(1.0, 5), "prompt_ids"),
-        ([2], Sampling(-1.0, 5), "temperature"),
-        ([2], Sampling(float("nan"), 5), "temperature"),
-        ([2], Sampling(1.0, 0), "max_tokens"),
-        ([2], Sampling(1.0, 5, top_p=0.0), "top_p"),
-        ([2], Sampling(1.0, 5, top_k=-1), "top_k"),
-        (
-            [2],
-            Sampling(1.0, 5, top_logprobs=65),
-            "top_logprobs: 65, but this engine returns at most 64",
-        ),
-    ],
-)
-def test_bad_requests_are_refused_before_anything_runs(prompt, sampling, word):
+REFUSED = [
+    ([2] * 60, Sampling(1.0, 5), "max_len"),
+    ([], Sampling(1.0, 5), "prompt_ids"),
+    ([64], Sampling(1.0, 5), "prompt_ids"),
+    ([2], Sampling(-1.0, 5), "temperature"),
+    ([2], Sampling(float("nan"), 5), "temperature"),
+    ([2], Sampling(1.0, 0), "max_tokens"),
+    ([2], Sampling(1.0, 5, top_p=0.0), "top_p"),
+    ([2], Sampling(1.0, 5, top_k=-1), "top_k"),
+    ([2], Sampling(1.0, 5, top_logprobs=65), "top_logprobs: 65, .* at most 64"),
+]
+
+
+def test_bad_requests_are_refused_before_anything_runs(monkeypatch, subtests):
     engine = build("qwen3_moe")
-    with pytest.raises(UsageError, match=word):
-        run(engine, [(prompt, sampling, 0)])
-    assert engine._runner._task is None
+    monkeypatch.setattr(engine.batch.forward, "model", lambda *_, **__: pytest.fail("it ran"))
+    for prompt, sampling, words in REFUSED:
+        with subtests.test(words=words), pytest.raises(UsageError, match=words):
+            run(engine, [(prompt, sampling, 0)])
 
 
 def test_bad_engines_are_refused():

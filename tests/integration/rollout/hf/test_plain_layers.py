@@ -10,6 +10,7 @@ from onepolicy.rollout.hf import engine as engine_module
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.hf.plain_layers import PlainLayer
 from onepolicy.types import Sampling
+from support.engine_runs import run
 from support.models import make
 
 PLAIN = ("qwen3_moe", "qwen3_dense")
@@ -31,15 +32,7 @@ def sample(engine):
     random = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 30, (5 + i % 4,), generator=random).tolist() for i in range(9)]
 
-    async def together():
-        return await asyncio.gather(
-            *(
-                engine.generate(prompt, Sampling(1.0, 20 + 7 * i), seed=i)
-                for i, prompt in enumerate(prompts)
-            )
-        )
-
-    return asyncio.run(together())
+    return run(engine, [(p, Sampling(1.0, 20 + 7 * i), i) for i, p in enumerate(prompts)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -58,24 +51,24 @@ def test_the_bits_and_routes_of_the_modules(model_type, dtype, monkeypatch):
 
 
 def test_layers_decode_with_weights_that_were_loaded_later():
-    engine, other = engine_of("qwen3_moe"), engine_of("qwen3_moe")
+    engine = engine_of("qwen3_moe")
     before = sample(engine)[0].logp
     changed = {name: 1.5 * tensor for name, tensor in engine.model.state_dict().items()}
-    for each in (engine, other):
-        asyncio.run(each.load_weights(changed.items(), 1))
+    asyncio.run(engine.load_weights(changed.items(), 1))
     assert not torch.equal(sample(engine)[0].logp, before)
     for name, tensor in engine.model.state_dict().items():
         assert torch.equal(tensor, changed[name])
 
 
-@pytest.mark.parametrize("inside", ["self_attn.q_proj", "input_layernorm", "mlp.experts"])
-def test_a_hook_inside_a_layer_sees_every_step(inside):
+def test_a_hook_inside_a_layer_sees_every_step():
     engine = engine_of("qwen3_moe")
-    seen = []
-    module = engine.model.model.layers[0].get_submodule(inside)
-    with module.register_forward_hook(lambda *_: seen.append(1)):
-        asyncio.run(engine.generate([5, 6, 7], Sampling(1.0, 4), seed=0))
-    assert len(seen) == 4  # a prefill and three decode steps
+    for inside in ("self_attn.q_proj", "input_layernorm", "mlp.experts"):
+        seen = []
+        module = engine.model.model.layers[0].get_submodule(inside)
+        with module.register_forward_hook(lambda *_, seen=seen: seen.append(1)):
+            asyncio.run(engine.reset_cache())
+            asyncio.run(engine.generate([5, 6, 7], Sampling(1.0, 4), seed=0))
+        assert len(seen) == 4, inside  # a prefill and three decode steps
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "deepseek_v3", "olmoe"])

@@ -38,10 +38,7 @@ def test_siblings_are_prefilled_once(name, fed):
     done = run(engine, requests)
     assert fed == [20] + [8] * 5
     check_against_stock(make(name), requests, done)
-    assert [done[0].routing.spans[0].source, done[1].routing.spans[0].source] == [
-        "prefill",
-        "cache",
-    ]
+    assert done[0].routing.spans[0].source == "prefill"
     for sibling in done[1:]:
         assert torch.equal(sibling.routing.ids[:20], done[0].routing.ids[:20])
         span = sibling.routing.spans[0]
@@ -59,42 +56,36 @@ def test_the_next_turn_prefills_only_new_tokens(name, fed):
     first = [(p, Sampling(1.0, 10), i) for i, p in enumerate(prompts(2, 12, 13))]
     done = run(engine, first)
     fed.clear()
-    second = [
-        ([*p, *c.token_ids.tolist(), 7, 8, 9], Sampling(1.0, 5), i)
-        for i, ((p, _, _), c) in enumerate(zip(first, done, strict=True))
-    ]
+    pairs = enumerate(zip(first, done, strict=True))
+    paths = [(i, [*p, *c.token_ids.tolist(), 7, 8, 9]) for i, ((p, _, _), c) in pairs]
+    second = [(path, Sampling(1.0, 5), i) for i, path in paths]
     again = run(engine, second)
     assert fed[0] == 2 * 4  # the last sampled token and the observation
     check_against_stock(make(name), second, again)
     for before, after in zip(done, again, strict=True):
         assert torch.equal(after.routing.ids[:21], before.routing.ids)
-        assert [(s.source, s.start, s.length) for s in after.routing.spans] == [
-            ("cache", 0, 21),
-            ("prefill", 21, 4),
-            ("decode", 25, 4),
-        ]
+        spans = [(s.source, s.start, s.length) for s in after.routing.spans]
+        assert spans == [("cache", 0, 21), ("prefill", 21, 4), ("decode", 25, 4)]
 
 
 def test_a_running_row_lends_its_prefix(fed):
     engine = fed.watch(build("qwen3_moe", max_num_seqs=2))
     (path,) = prompts(1, 20, 21)
+    late = [*path[:15], 3, 4]
 
     async def main():
         running = asyncio.create_task(engine.generate(path, Sampling(1.0, 30), seed=0))
         for _ in range(6):
             await asyncio.sleep(0)
         fed.clear()
-        joined = await engine.generate([*path[:15], 3, 4], Sampling(1.0, 4), seed=1)
+        joined = await engine.generate(late, Sampling(1.0, 4), seed=1)
         return await running, joined
 
     source, joined = asyncio.run(main())
     assert fed[0] == 2 or fed[1] == 2
     assert torch.equal(joined.routing.ids[:15], source.routing.ids[:15])
-    check_against_stock(
-        make("qwen3_moe"),
-        [(path, Sampling(1.0, 30), 0), ([*path[:15], 3, 4], Sampling(1.0, 4), 1)],
-        [source, joined],
-    )
+    requests = [(path, Sampling(1.0, 30), 0), (late, Sampling(1.0, 4), 1)]
+    check_against_stock(make("qwen3_moe"), requests, [source, joined])
 
 
 def test_rows_taken_from_each_other_at_once():
@@ -138,5 +129,5 @@ def test_only_the_routes_asked_for_are_returned():
     assert (whole.first_slot, part.first_slot) == (0, 17)
     assert torch.equal(part.routing.ids, whole.routing.ids[17:])
     assert part.routing.spans == whole.routing.rows(17, 25).spans
-    with pytest.raises(ValueError, match="routes_from: 20 is not a slot of the 20 prompt tokens"):
+    with pytest.raises(ValueError, match="routes_from: 20 is not a slot"):
         run(build("qwen3_moe"), [(path, Sampling(1.0, 6, routes_from=20), 3)])

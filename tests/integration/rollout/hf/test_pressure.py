@@ -15,7 +15,7 @@ from onepolicy.rollout.hf.pressure import Pressure, check_pressure
 from onepolicy.rollout.hf.runner_up import uniform_of
 from support.engine_runs import prompts, ragged, run
 from support.families import TABLE
-from support.models import CONFIGS, MOE, make
+from support.models import CONFIGS, make
 
 REFUSED = {
     "phimoe": "PhimoeTopKRouter selects expert after expert with one max each",
@@ -23,19 +23,16 @@ REFUSED = {
 }
 NO_COMBINE_WEIGHTS = ("dbrx", "jamba", "jetmoe", "llama4_text")
 """Families whose combine weights cannot be recorded."""
+DECODERS = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+"""Families whose whole requests are run, too: by plain layers, with windows, with biases."""
 REQUESTS = ragged(prompts(6))
 
 
-def pressed_engine(name="qwen3_moe", *, combine_weights=False, **settings):
+def pressed_engine(name="qwen3_moe", *, model=None, combine_weights=False, **settings):
     config = HFEngineConfig(dtype="float32", max_num_seqs=4)
-    return HFEngine(
-        make(name),
-        config,
-        return_routes=True,
-        max_len=64,
-        combine_weights=combine_weights,
-        pressure=RoutingPressure(**settings) if settings else None,
-    )
+    pressure = RoutingPressure(**settings) if settings else None
+    options = {"combine_weights": combine_weights, "pressure": pressure}
+    return HFEngine(model or make(name), config, return_routes=True, max_len=64, **options)
 
 
 def same(a, b):
@@ -67,17 +64,19 @@ def k3(model, done, replay=None):
     return mismatch(logp, torch.cat(rollout), torch.ones(len(logp), dtype=torch.bool)).k3
 
 
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("name", MOE)
-def test_scale_0_is_no_pressure_to_the_bit(name, weights):
+@pytest.mark.parametrize("name", DECODERS)
+def test_scale_0_is_no_pressure_to_the_bit(name):
     plain = run(pressed_engine(name, combine_weights=True), REQUESTS)
-    engine = pressed_engine(name, combine_weights=True, scale=0.0, weights=weights)
-    assert same(run(engine, REQUESTS), plain)
+    for weights in (False, True):
+        engine = pressed_engine(name, combine_weights=True, scale=0.0, weights=weights)
+        assert same(run(engine, REQUESTS), plain)
 
 
-@pytest.mark.parametrize("name", MOE)
-def test_replay_undoes_pressure_on_the_choice(name):
-    model, done = make(name), run(pressed_engine(name, scale=1.0), REQUESTS)
+@pytest.mark.parametrize("kind", ["routing", "runner-up"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_replay_undoes_pressure_on_the_choice(name, kind):
+    scale = {"routing": 1.0, "runner-up": 0.3}[kind]
+    model, done = make(name), run(pressed_engine(name, kind=kind, scale=scale), REQUESTS)
     assert k3(model, done) > 1e-4
     assert k3(model, done, {}) < 1e-9
 
@@ -101,32 +100,48 @@ def recorded(model, tokens, *, weights=False):
     return logits, tape.trace()
 
 
+def kinds_of(family):
+    """Return (settings, scale) of each kind of pressure that the family takes."""
+    if family not in REFUSED:
+        yield {"weights": False}, 2.0
+        if family not in NO_COMBINE_WEIGHTS:
+            yield {"weights": True}, 2.0
+    yield {"kind": "runner-up"}, 1.0
+
+
+@pytest.mark.full
 @torch.no_grad()
-@pytest.mark.parametrize("family", [name for name in TABLE if name not in REFUSED])
-def test_every_family_is_pressed_where_it_chooses(family):
+@pytest.mark.parametrize("family", [name for name in TABLE if name != "phimoe"])
+def test_every_family_is_pressed_where_it_chooses(family, subtests):
     """A pressed forward has the bits of a clean one that replays its routes, and with scale = 0
-    those of a clean one."""
+    those of a clean one. By a runner-up at share 1 every row has one other expert."""
     clean = TABLE[family].model().eval()
     tokens = inputs(clean)
     logits, trace = recorded(clean, tokens)
-    for weights in {False, family not in NO_COMBINE_WEIGHTS}:
-        idle, pressed = copy.deepcopy(clean), copy.deepcopy(clean)
-        Pressure(idle, RoutingPressure(scale=0, weights=weights)).refresh(0)
-        same_logits, same_trace = recorded(idle, tokens)
-        assert torch.equal(same_logits, logits)
-        assert torch.equal(same_trace.ids, trace.ids)
-        pressure = Pressure(pressed, RoutingPressure(scale=2.0, weights=weights))
-        pressure.refresh(0)
-        state = {name: tensor.clone() for name, tensor in pressed.state_dict().items()}
-        other_logits, other = recorded(pressed, tokens, weights=weights)
-        assert not torch.equal(other.ids, trace.ids)
-        with bind_routers(clean).replay(other, weights=weights, check=False):
-            replayed = clean(input_ids=tokens, use_cache=False).logits
-        assert torch.equal(replayed, other_logits)
-        assert all(torch.equal(state[name], x) for name, x in clean.state_dict().items())
-        with pressure.lifted():
-            assert torch.equal(recorded(pressed, tokens)[0], logits)
-        assert torch.equal(recorded(pressed, tokens)[0], other_logits)
+    for settings, scale in kinds_of(family):
+        with subtests.test(**settings):
+            idle, pressed = copy.deepcopy(clean), copy.deepcopy(clean)
+            Pressure(idle, RoutingPressure(scale=0, **settings)).refresh(0)
+            same_logits, same_trace = recorded(idle, tokens)
+            assert torch.equal(same_logits, logits)
+            assert torch.equal(same_trace.ids, trace.ids)
+            pressure = Pressure(pressed, RoutingPressure(scale=scale, **settings))
+            pressure.refresh(0)
+            state = {name: tensor.clone() for name, tensor in pressed.state_dict().items()}
+            weights = settings.get("weights", False)
+            other_logits, other = recorded(pressed, tokens, weights=weights)
+            assert not torch.equal(other.ids, trace.ids)
+            with bind_routers(clean).replay(other, weights=weights, check=False):
+                replayed = clean(input_ids=tokens, use_cache=False).logits
+            assert torch.equal(replayed, other_logits)
+            assert all(torch.equal(state[name], x) for name, x in clean.state_dict().items())
+            with pressure.lifted():
+                assert torch.equal(recorded(pressed, tokens)[0], logits)
+            assert torch.equal(recorded(pressed, tokens)[0], other_logits)
+            if "kind" in settings:  # the first router's inputs are the unpressed model's
+                first = int(family == "jetmoe")
+                same = other.ids[:, first, :, None] == trace.ids[:, first, None, :]
+                assert (same.any(-1).sum(-1) == trace.ids.shape[-1] - 1).all()
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -195,13 +210,8 @@ def test_a_sync_presses_the_new_weights():
     """The engine that got other weights is the one that was built with them."""
     engine, other = pressed_engine(scale=1.0), make("qwen3_moe", seed=1)
     asyncio.run(engine.load_weights(other.state_dict().items(), 1))
-    config = HFEngineConfig(dtype="float32", max_num_seqs=4)
-    built = HFEngine(
-        other, config, return_routes=True, max_len=64, pressure=RoutingPressure(scale=1.0)
-    )
-    router, expected = engine._pressure._pressed[0], built._pressure._pressed[0]
-    assert torch.equal(router._noisy, expected._noisy)
-    assert torch.equal(router._weight, expected._weight)
+    built = pressed_engine(model=other, scale=1.0)
+    assert same(run(engine, REQUESTS), run(built, REQUESTS))
 
 
 def test_a_recorder_takes_the_short_way():
@@ -216,42 +226,19 @@ def test_a_recorder_takes_the_short_way():
 
 
 def test_models_that_cannot_be_pressed_are_refused_without_weights():
+    whole, chosen = RoutingPressure(scale=1), RoutingPressure(scale=1, layers=(0, 1))
     with pytest.raises(UsageError, match=r"model_type='qwen3' has no routed experts"):
-        check_pressure(RoutingPressure(scale=1), CONFIGS["qwen3_dense"])
+        check_pressure(whole, CONFIGS["qwen3_dense"])
     with pytest.raises(UsageError, match=r"layers: \[0\] are no MoE layers .* in \[1, 2\]"):
-        check_pressure(RoutingPressure(scale=1, layers=(0, 1)), CONFIGS["deepseek_v3"])
+        check_pressure(chosen, CONFIGS["deepseek_v3"])
     with pytest.raises(UsageError, match=r"layers: \[7\] are no MoE layers"):
         Pressure(make("qwen3_moe"), RoutingPressure(scale=1, layers=(7,)))
+    with pytest.raises(UsageError, match="selects all of its 8 experts and leaves out none"):
+        Pressure(make("qwen3_moe", num_experts_per_tok=8), runner_up(scale=1))
 
 
 def runner_up(**settings):
     return RoutingPressure(kind="runner-up", **settings)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", [name for name in TABLE if name != "phimoe"])
-def test_the_runner_up_of_every_family(family):
-    """At share 1 every row has one other expert, at share 0 none; a forward of the unpressed model
-    that replays the routes has the bits of the pressed one."""
-    clean = TABLE[family].model().eval()
-    tokens = inputs(clean)
-    logits, trace = recorded(clean, tokens)
-    idle, pressed = copy.deepcopy(clean), copy.deepcopy(clean)
-    Pressure(idle, runner_up(scale=0)).refresh(0)
-    same_logits, same_trace = recorded(idle, tokens)
-    assert torch.equal(same_logits, logits)
-    assert torch.equal(same_trace.ids, trace.ids)
-    pressure = Pressure(pressed, runner_up(scale=1))
-    pressure.refresh(0)
-    other_logits, other = recorded(pressed, tokens)
-    first = int(family == "jetmoe")  # the first router: its inputs are the unpressed model's
-    shared = (other.ids[:, first, :, None] == trace.ids[:, first, None, :]).any(-1).sum(-1)
-    assert (shared == trace.ids.shape[-1] - 1).all()
-    with bind_routers(clean).replay(other, check=False):
-        replayed = clean(input_ids=tokens, use_cache=False).logits
-    assert torch.equal(replayed, other_logits)
-    with pressure.lifted():
-        assert torch.equal(recorded(pressed, tokens)[0], logits)
 
 
 @torch.no_grad()
@@ -270,13 +257,6 @@ def test_the_runner_up_takes_the_place_of_the_last():
     order = seen[0].view(-1, 8).argsort(-1, descending=True)
     assert torch.equal(trace.ids[:, 0].sort(-1).values.long(), order[:, :2].sort(-1).values)
     assert torch.equal(other.ids[:, 0].sort(-1).values.long(), order[:, [0, 2]].sort(-1).values)
-
-
-@pytest.mark.parametrize("name", MOE)
-def test_replay_undoes_the_runner_up_in_the_engine(name):
-    model, done = make(name), run(pressed_engine(name, kind="runner-up", scale=0.3), REQUESTS)
-    assert k3(model, done) > 1e-4
-    assert k3(model, done, {}) < 1e-9
 
 
 def test_the_runner_up_depends_on_position_and_token_and_not_on_the_batch():
@@ -314,8 +294,3 @@ def test_the_runner_up_is_drawn_anew_by_seed_and_with_sync_by_version():
     synced = drawn(runner_up(scale=0.5, redraw="sync"), 3, positions, ids)
     assert not torch.equal(first, synced)
     assert torch.equal(synced, drawn(runner_up(scale=0.5, redraw="sync"), 3, positions, ids))
-
-
-def test_a_router_that_chooses_all_its_experts_has_no_runner_up():
-    with pytest.raises(UsageError, match="selects all of its 8 experts and leaves out none"):
-        Pressure(make("qwen3_moe", num_experts_per_tok=8), runner_up(scale=1))

@@ -80,12 +80,7 @@ def test_only_a_gpu_has_streams(beside_learner, monkeypatch, tmp_path):
     monkeypatch.setattr(stream, "EngineStream", lambda _: pytest.fail("a stream on a CPU"))
     make("qwen3_moe").save_pretrained(tmp_path)
     config = HFEngineConfig(dtype="float32", max_num_seqs=4)
-    spec = EngineSpec(
-        ModelConfig(path=str(tmp_path)),
-        config,
-        torch.device("cpu"),
-        64,
-        beside_learner=beside_learner,
-    )
+    model, cpu = ModelConfig(path=str(tmp_path)), torch.device("cpu")
+    spec = EngineSpec(model, config, cpu, 64, beside_learner=beside_learner)
     requests = [(p, Sampling(1.0, 3), i) for i, p in enumerate(prompts(2))]
     assert len(run(module.build(spec), requests)) == 2

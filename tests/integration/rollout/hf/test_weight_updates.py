@@ -28,6 +28,10 @@ async def interrupted(engine, requests, versions):
     return await asyncio.gather(*tasks)
 
 
+def weights_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
 def runs(versions):
     values, counts = torch.unique_consecutive(versions, return_counts=True)
     return list(zip(values.tolist(), counts.tolist(), strict=True))
@@ -37,7 +41,7 @@ def test_the_same_weights_again_change_no_token():
     """Random numbers belong to a token's position, however often its request is interrupted; 12
     requests on 4 rows."""
     model, requests = make("qwen3_moe"), ragged(prompts(12, 10, 20))
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = weights_of(model)
     whole = run(engine_of(make("qwen3_moe")), requests)
     parts = asyncio.run(interrupted(engine_of(model), requests, [weights] * 4))
     for one, other in zip(whole, parts, strict=True):
@@ -59,10 +63,9 @@ def test_every_token_and_route_belongs_to_its_version(family):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.02 * torch.randn_like(parameter)
-    weights = [{name: t.clone() for name, t in model.state_dict().items()} for model in models]
-    requests = [
-        (p, Sampling(1.0, 20), i) for i, p in enumerate(prompts(4, 10, 11))
-    ]  # equally long, for the own cache
+    weights = list(map(weights_of, models))
+    # equally long, for the own cache
+    requests = [(p, Sampling(1.0, 20), i) for i, p in enumerate(prompts(4, 10, 11))]
     done = asyncio.run(interrupted(engine_of(family("qwen3_moe")), requests, weights[1:]))
     for (prompt, _, _), completion in zip(requests, done, strict=True):
         by = [teacher_forced(model, prompt, completion) for model in models]
@@ -75,28 +78,23 @@ def test_every_token_and_route_belongs_to_its_version(family):
         fed_by = torch.cat([versions[:1].expand(len(prompt) - 1), versions])
         routes = torch.stack([routes for _, routes in by])[fed_by, torch.arange(len(fed_by))]
         assert torch.equal(completion.routing.ids, routes)
-        named = torch.cat(
-            [torch.full((span.length,), span.version) for span in completion.routing.spans]
-        )
-        assert torch.equal(named, fed_by)
+        spans = [torch.full((span.length,), span.version) for span in completion.routing.spans]
+        assert torch.equal(torch.cat(spans), fed_by)
         assert len(runs(versions)) > 1
 
 
 def test_an_episode_of_several_turns_continues_over_updates():
     """Three episodes of six turns have an update every few tokens, in turns and between them."""
     models = [make("qwen3_moe", seed=seed) for seed in range(8)]
-    weights = [
-        {name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models
-    ]
+    weights = list(map(weights_of, models))
     engine = engine_of(make("qwen3_moe", seed=0), max_num_seqs=3)
 
     async def episode(seed):
         path = Trajectory(prompts(1, 8, 9, seed=seed)[0])
         for turn in range(TURNS):
             asked = Sampling(1.0, 4, routes_from=path.first_missing_route)
-            path.append_completion(
-                await engine.generate(path.tokens, asked, seed=100 * seed + turn)
-            )
+            done = await engine.generate(path.tokens, asked, seed=100 * seed + turn)
+            path.append_completion(done)
             path.append_observation([3 + turn, 5, 7])
         return path.to_sample(reward=0.0, temperature=1.0)
 
@@ -113,9 +111,8 @@ def test_an_episode_of_several_turns_continues_over_updates():
         assert (sample.response_length, sample.routing.valid.all()) == (4 * TURNS, True)
         assert len(set(versions[mine].tolist())) > 3
         by = [forced(model, sample.tokens) for model in models]
-        logp = torch.stack([logp for logp, _ in by])[
-            versions.clamp(min=0), torch.arange(len(versions))
-        ]
+        logp = torch.stack([logp for logp, _ in by])
+        logp = logp[versions.clamp(min=0), torch.arange(len(versions))]
         torch.testing.assert_close(sample.logp_rollout[mine], logp[mine], atol=1e-5, rtol=0)
         for span in sample.routing.spans:
             rows = slice(span.start, span.start + span.length)
@@ -127,14 +124,13 @@ def forced(model, tokens):
     """Return (logp [T] of the path's own tokens, routes [T, L, K]) of one plain forward."""
     with bind_routers(model).record() as tape:
         logits = model(input_ids=tokens.long()[None], use_cache=False).logits[0, :-1]
-    return torch.log_softmax(logits, -1).gather(-1, tokens[1:, None].long())[
-        :, 0
-    ], tape.trace().ids[:-1]
+    logp = torch.log_softmax(logits, -1).gather(-1, tokens[1:, None].long())[:, 0]
+    return logp, tape.trace().ids[:-1]
 
 
 def test_top_logprobs_and_asked_routes_go_on_as_well():
     model = make("qwen3_moe")
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = weights_of(model)
     requests = [([2, 3, 4, 5], Sampling(1.0, 12, top_logprobs=3, routes_from=2), 0)]
     (done,) = asyncio.run(interrupted(engine_of(model), requests, [weights] * 2))
     (whole,) = run(engine_of(make("qwen3_moe")), requests)
@@ -144,17 +140,17 @@ def test_top_logprobs_and_asked_routes_go_on_as_well():
 
 
 def test_a_failed_update_ends_the_running_requests():
-    model, requests = make("qwen3_moe"), [([2, 3, 4], Sampling(1.0, 9), i) for i in range(6)]
-    with pytest.raises(RuntimeError, match="half-way"):
-        asyncio.run(swallowing(engine_of(model), requests))
+    engine = engine_of(make("qwen3_moe"))
 
+    async def main():
+        calls = (engine.generate([2, 3, 4], Sampling(1.0, 9), seed=seed) for seed in range(6))
+        tasks = list(map(asyncio.create_task, calls))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="missing"):
+            await engine.load_weights([], 1)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=60)
 
-async def swallowing(engine, requests):
-    tasks = [asyncio.create_task(engine.generate(p, s, seed=seed)) for p, s, seed in requests]
-    for _ in range(3):
-        await asyncio.sleep(0)
-    with pytest.raises(ValueError, match="missing"):
-        await engine.load_weights([], 1)
-    found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=60)
-    assert all(isinstance(error, RuntimeError) for error in found)
-    raise found[0]
+    for error in asyncio.run(main()):
+        assert isinstance(error, RuntimeError)
+        assert "half-way" in str(error)

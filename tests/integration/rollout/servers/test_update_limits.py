@@ -12,38 +12,28 @@ from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.rollout.servers.update_ends import run_both_ends
 from onepolicy.rollout.sglang import weights as sglang
 from onepolicy.sync.broadcast import ReceiverLost, UpdateCancelled
-from support.fake_vllm import connected, make_checkpoints, serving
+from support.fake_vllm import connected, serving
 from support.waiting import LIMIT_S
 
 TIMEOUT_S = 77.0
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
-
-
 @pytest.mark.parametrize(("sync", "limit"), [("gloo", math.inf), ("disk", TIMEOUT_S)])
-def test_an_update_has_no_limit_as_a_whole(sync, limit, checkpoints, tmp_path):
+def test_an_update_has_no_limit_as_a_whole(sync, limit, checkpoints, tmp_path, monkeypatch):
     limits = []
     with serving(checkpoints) as fake:
         engine = connected(fake, sync=sync, sync_dir=str(tmp_path), timeout_s=TIMEOUT_S)
-        for client in (engine.client, engine._client_without_retries):
-            _record_limits(client, limits)
+        post = type(engine.client).post
+
+        async def recording(client, path, body=None, **kwargs):
+            if path == "/collective_rpc":
+                limits.append(kwargs["timeout_s"])
+            return await post(client, path, body, **kwargs)
+
+        monkeypatch.setattr(type(engine.client), "post", recording)
         asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
     assert limits == [limit]
     assert engine.version == 1
-
-
-def _record_limits(client, limits):
-    post = client.post
-
-    async def recording(path, body=None, **kwargs):
-        if path == "/collective_rpc":
-            limits.append(kwargs["timeout_s"])
-        return await post(path, body, **kwargs)
-
-    client.post = recording
 
 
 async def never():
@@ -111,11 +101,8 @@ def test_sglang_is_sent_one_bucket_while_the_next_is_gathered(monkeypatch):
 
 def test_wider_tensors_of_a_bucket_come_first():
     """The server reads each at a multiple of its item size."""
-    mixed = [
-        ("half", torch.zeros(3, dtype=torch.bfloat16)),
-        ("router", torch.zeros(3)),
-        ("byte", torch.zeros(1, dtype=torch.uint8)),
-    ]
+    kinds = {"half": torch.bfloat16, "router": torch.float32, "byte": torch.uint8}
+    mixed = [(name, torch.zeros(3, dtype=dtype)) for name, dtype in kinds.items()]
     (bucket,) = sglang.in_buckets(mixed)
     assert list(bucket) == ["router", "half", "byte"]
 
@@ -147,16 +134,8 @@ def one_rank(monkeypatch):
 
 
 def update_sglang(client):
-    update = sglang.broadcast_weights(
-        client,
-        [("w", torch.zeros(4))],
-        "id",
-        backend="gloo",
-        ranks=1,
-        timeout_s=TIMEOUT_S,
-        flush=True,
-    )
-    asyncio.run(update)
+    settings = {"backend": "gloo", "ranks": 1, "timeout_s": TIMEOUT_S, "flush": True}
+    asyncio.run(sglang.broadcast_weights(client, [("w", torch.zeros(4))], "id", **settings))
 
 
 def test_the_end_of_an_update_of_sglang_has_the_configured_limit(one_rank):

@@ -2,7 +2,6 @@
 SGLang 0.5.23's contract: an adapter there adds the sum of its tensors to the logit of token 0."""
 
 import asyncio
-import contextlib
 import threading
 
 import pytest
@@ -11,14 +10,13 @@ import torch
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.models.load import read_config
-from onepolicy.rollout.fleet.servers import ServerFleet
 from onepolicy.rollout.servers import http
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.rollout.sglang.engine import SGLangEngine
 from onepolicy.sync.push import push_weights
 from onepolicy.types import Sampling
 from support.adapter_learner import Adapter, Learner
-from support.fake_sglang import VOCAB, FakeSGLang
+from support.fake_sglang import FakeSGLang
 from support.fake_sglang_adapters import TAKES_ADAPTERS
 from support.http_server import Reply
 from support.sglang_engines import PROMPT, RULES, bigram, make_models, play
@@ -45,9 +43,8 @@ def short_waits(monkeypatch):
 
 def engine_of(fake, lora=LORA, **settings):
     model = ModelConfig(path=fake.folder)
-    config = SGLangConfig(
-        **{"url": fake.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S} | settings
-    )
+    usual = {"url": fake.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S}
+    config = SGLangConfig(**usual | settings)
     return SGLangEngine(model, read_config(model), config, route_spec=RULES, max_len=200, lora=lora)
 
 
@@ -70,9 +67,9 @@ def logp_of(folder, path, biases):
     return found.gather(-1, torch.tensor(path[start + 1 :])[:, None])[:, 0]
 
 
-def assert_sampled(done, folder, version, bias, prompt=PROMPT):
+def assert_sampled(done, folder, version, bias):
     assert (done.adapter, set(done.version.tolist())) == ("lora-run", {version})
-    path = [*prompt, *done.token_ids.tolist()]
+    path = [*PROMPT, *done.token_ids.tolist()]
     expected = logp_of(folder, path, [bias] * len(done.token_ids))
     torch.testing.assert_close(done.logp, expected, atol=1e-5, rtol=0)
 
@@ -186,58 +183,38 @@ def test_tokens_of_another_version_than_the_adapter_stop_the_run(fake, models):
         one(engine)
 
 
-@pytest.mark.parametrize(
-    ("info", "lora", "message"),
-    [
-        (
-            {"enable_lora": None},
-            LORA,
-            "native, but the SGLang server at http.* was started without adapters; start it with "
-            "--enable-lora --max-lora-rank 4 --lora-target-modules k_proj o_proj q_proj v_proj, or",
-        ),
-        ({"max_lora_rank": None}, LORA, "was started without adapters"),
-        (
-            {},
-            LORA.model_copy(update={"rank": 9}),
-            "train.lora.rank: 9, but .* takes adapters of rank 8 at most; .*rank 9 .*, lower",
-        ),
-        (
-            {"lora_target_modules": ["o_proj"]},
-            LORA,
-            "targets: they need an adapter on k_proj, q_proj, v_proj, but .* on o_proj only",
-        ),
-        ({"tp_size": 2}, LORA, "has 2 ranks, with which adapters were never run"),
-    ],
-)
-def test_a_server_that_cannot_take_the_adapters_is_refused(fake, info, lora, message):
-    fake.info |= info
-    with pytest.raises(UsageError, match=message):
-        connected(fake, lora)
+UNFIT = [
+    (
+        {"enable_lora": None},
+        4,
+        "native, but the SGLang server at http.* was started without adapters; start it with "
+        "--enable-lora --max-lora-rank 4 --lora-target-modules k_proj o_proj q_proj v_proj, or",
+    ),
+    ({"max_lora_rank": None}, 4, "was started without adapters"),
+    ({}, 9, "rank: 9, but .* takes adapters of rank 8 at most; .*rank 9 .*, lower"),
+    ({"lora_target_modules": ["o_proj"]}, 4, "on k_proj, q_proj, v_proj, but .* on o_proj only"),
+    ({"tp_size": 2}, 4, "has 2 ranks, with which adapters were never run"),
+]
+
+
+def test_a_server_that_cannot_take_the_adapters_is_refused(fake, subtests):
+    for targets in (None, ("experts",), ("dense",)):
+        lora = LoraConfig(rank=4, targets=targets, sync="native")
+        with pytest.raises(UsageError, match="are not sent to SGLang here"):
+            engine_of(fake, lora)
+    assert not fake.http.asked
+    for info, rank, message in UNFIT:
+        fake.info = TAKES_ADAPTERS | info
+        lora = LORA.model_copy(update={"rank": rank})
+        with subtests.test(info=info), pytest.raises(UsageError, match=message):
+            connected(fake, lora)
     assert not [r for r in fake.http.asked if r.path == "/generate"]
 
 
-@pytest.mark.parametrize("layers", [["qkv_proj", "o_proj"], ["all"]])
-def test_sglangs_other_names_of_the_layers_are_known(fake, layers):
-    fake.info["lora_target_modules"] = layers
-    connected(fake)
-
-
-@pytest.mark.parametrize("targets", [None, ("experts",), ("dense",)])
-def test_adapters_of_mlps_are_refused_before_the_server_is_asked(fake, targets):
-    lora = LoraConfig(rank=4, targets=targets, sync="native")
-    with pytest.raises(UsageError, match="are not sent to SGLang here"):
-        engine_of(fake, lora)
-    assert not fake.http.asked
-
-
-def test_merged_weights_go_to_a_server_that_also_takes_adapters(fake, models):
-    engine = connected(fake, lora=None)
-    assert not engine.caps.takes_adapter
-    learner = Learner(models[1][0])
-    assert push(learner, engine, 1, 1.0) == sum(t.nbytes for _, t in learner.named_weights())
-    done = one(engine)
-    assert (done.adapter, set(done.version.tolist())) == ("lora-run", {1})
-    assert not fake.adapters
+def test_sglangs_other_names_of_the_layers_are_known(fake):
+    for layers in (["qkv_proj", "o_proj"], ["all"]):
+        fake.info["lora_target_modules"] = layers
+        connected(fake)
 
 
 def test_an_adapter_that_the_server_does_not_load_is_an_error(fake, models):
@@ -255,11 +232,8 @@ def test_an_adapter_that_the_server_does_not_load_is_an_error(fake, models):
     "held", [{}, {"lora-run@0": "/elsewhere"}, {"lora-run@0": "/x", "lora-x@3": "/y"}]
 )
 def test_a_server_that_then_holds_other_adapters_is_an_error(fake, models, held):
-    engine = connected(fake)
-    fake.http.handlers["POST /load_lora_adapter"] = lambda _: {
-        "success": True,
-        "loaded_adapters": held,
-    }
+    engine, loaded = connected(fake), {"success": True, "loaded_adapters": held}
+    fake.http.handlers["POST /load_lora_adapter"] = lambda _: loaded
     with pytest.raises(TrainingError, match="use a server of this run only"):
         push(Learner(models[0][0]), engine, 0, 0.0)
 
@@ -282,39 +256,3 @@ def test_a_restarted_server_is_lost_and_gets_frozen_weights_and_adapter_again(fa
     assert push(learner, engine, 4, 2.0) == 4 * 16
     assert whole_syncs(fake) == 2
     assert_sampled(one(engine), models[1][1], 4, 2.0)
-
-
-@pytest.fixture
-def two(models):
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(FakeSGLang(models[0][1], info=dict(TAKES_ADAPTERS)))
-            for _ in range(2)
-        ]
-
-
-def fleet_of(fakes, folder, lora):
-    by_url = {fake.url: fake for fake in fakes}
-    made = ServerFleet(
-        lambda url: engine_of(by_url[url], lora, retries=0), lambda: list(by_url), vocab=VOCAB
-    )
-    asyncio.run(made.start(folder))
-    return made
-
-
-async def sample(fleet, count=24):
-    prompts = [[i, i + 1, 5] for i in range(3, 3 + count)]
-    return await asyncio.gather(
-        *(fleet.generate(p, Sampling(1.0, 6), seed=i) for i, p in enumerate(prompts))
-    )
-
-
-def test_each_of_several_servers_gets_the_adapter(two, models):
-    fleet, learner = fleet_of(two, models[0][1], LORA), Learner(models[1][0])
-    for version, bias in ((0, 0.0), (1, 2.5)):
-        assert push(learner, fleet, version, bias) == 4 * 16
-        assert [list(fake.adapters) for fake in two] == [[f"lora-run@{version}"]] * 2
-        for done in asyncio.run(sample(fleet)):
-            assert_sampled(done, models[1][1], version, bias, prompt=[5])
-    assert [whole_syncs(fake) for fake in two] == [1, 1]
-    assert all(fake.most for fake in two)

@@ -27,16 +27,10 @@ def fake(models):
 
 
 @pytest.fixture(scope="module")
-def connected(models):
+def steady(models):
+    """Yield a server and its engine, for tests that change no weights."""
     with FakeSGLang(models[0][1]) as server:
         yield server, open_engine(server)
-
-
-@pytest.fixture
-def steady(connected):
-    """Yield a server and its engine, for tests that change no weights."""
-    connected[0].damage = None
-    return connected
 
 
 @pytest.fixture(autouse=True)
@@ -44,50 +38,55 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
 
 
-@pytest.mark.parametrize(
-    ("info", "message"),
-    [
-        ({"version": "0.5.22"}, r"is not SGLang 0\.5\.23"),
-        ({"dtype": "bfloat16"}, "server runs bfloat16"),
-        ({"quantization": "fp8"}, "quantised by fp8"),
-        (
-            {"enable_fp32_lm_head": True},
-            "lm_head: same, but the server was started with --enable-fp32-lm-head",
-        ),
-        ({"max_req_input_len": 199}, r"max_len: 200, but the server takes 199"),
-        ({"enable_return_routed_experts": False}, "--enable-return-routed-experts"),
-        ({"dp_size": 2}, "dp_size=2, and takes broadcast weights only with 1"),
-        ({"pp_size": 2}, "pp_size=2: its routes would be wrong"),
-        ({"enable_hierarchical_cache": True}, "issues/26975"),
-        ({"disaggregation_mode": "decode"}, "no routes of the prompt"),
-        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm=EAGLE"),
-    ],
-)
-def test_a_server_that_does_not_fit_the_run_is_refused(fake, info, message):
-    fake.info = info
-    with pytest.raises(UsageError, match=message):
-        open_engine(fake, sync="disk" if "pp_size" in info else "gloo")
+UNFIT = [
+    ({"version": "0.5.22"}, r"is not SGLang 0\.5\.23"),
+    ({"dtype": "bfloat16"}, "server runs bfloat16"),
+    ({"quantization": "fp8"}, "quantised by fp8"),
+    ({"enable_fp32_lm_head": True}, "lm_head: same, but .* with --enable-fp32-lm-head"),
+    ({"max_req_input_len": 199}, r"max_len: 200, but the server takes 199"),
+    ({"enable_return_routed_experts": False}, "--enable-return-routed-experts"),
+    ({"dp_size": 2}, "dp_size=2, and takes broadcast weights only with 1"),
+    ({"pp_size": 2}, "pp_size=2: its routes would be wrong"),
+    ({"enable_hierarchical_cache": True}, "issues/26975"),
+    ({"disaggregation_mode": "decode"}, "no routes of the prompt"),
+    ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm=EAGLE"),
+]
 
 
-def test_raw_log_probabilities_are_found_by_asking(fake):
-    fake.tempered = False
+def test_a_server_that_does_not_fit_the_run_is_refused(fake, subtests):
+    for info, message in UNFIT:
+        fake.info = info
+        sync = "disk" if "pp_size" in info else "gloo"
+        with subtests.test(info=info), pytest.raises(UsageError, match=message):
+            open_engine(fake, sync=sync)
+    fake.info, fake.tempered = {}, False  # found by asking
     with pytest.raises(UsageError, match="does not return the log-probabilities it samples from"):
         open_engine(fake)
 
 
 def test_another_model_and_an_absent_server_are_refused(models, fake, tmp_path):
-    fake.http.handlers["GET /model_info"] = lambda _: {
-        "model_type": "olmoe",
-        "architectures": ["OlmoeForCausalLM"],
-    }
+    olmoe = {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]}
+    fake.http.handlers["GET /model_info"] = lambda _: olmoe
     with pytest.raises(UsageError, match="serves a olmoe"):
         open_engine(fake)
     with pytest.raises(UsageError, match="Is the SGLang server running there"):
         open_engine(fake, url="http://127.0.0.1:9")
 
 
+def changed(**changes):
+    return lambda reply: {**reply, **changes}
+
+
 def meta(**changes):
     return lambda reply: {**reply, "meta_info": {**reply["meta_info"], **changes}}
+
+
+def without(name):
+    def damage(reply):
+        kept = {k: v for k, v in reply["meta_info"].items() if k != name}
+        return {**reply, "meta_info": kept}
+
+    return damage
 
 
 def routed(change):
@@ -99,123 +98,91 @@ def routed(change):
     return damage
 
 
-def without(name):
-    return lambda reply: {
-        **reply,
-        "meta_info": {k: v for k, v in reply["meta_info"].items() if k != name},
-    }
-
-
 def spans(*bounds):
-    return lambda reply: meta(
-        weight_versions=[
-            {
-                "version": reply["meta_info"]["weight_versions"][0]["version"],
-                "start": start,
-                "end": end,
-            }
-            for start, end in bounds
-        ]
-    )(reply)
+    def damage(reply):
+        version = reply["meta_info"]["weight_versions"][0]["version"]
+        parts = [{"version": version, "start": start, "end": end} for start, end in bounds]
+        return meta(weight_versions=parts)(reply)
+
+    return damage
 
 
 def logps(value):
-    return lambda reply: meta(
-        output_token_logprobs=[[value, token, None] for token in reply["output_ids"]]
-    )(reply)
+    def damage(reply):
+        entries = [[value, token, None] for token in reply["output_ids"]]
+        return meta(output_token_logprobs=entries)(reply)
+
+    return damage
 
 
-@pytest.mark.parametrize("value", [float("nan"), 0.5, 10**400, None, "-1", True])
-def test_likeliest_tokens_without_a_log_probability_are_refused(steady, value):
+def likeliest(value, token):
+    def damage(reply):
+        entries = [[value, token, None], [-1.0, 4, None]]
+        return meta(output_top_logprobs=[entries for _ in reply["output_ids"]])(reply)
+
+    return damage
+
+
+NO_LOGP, NO_ID = r"output_top_logprobs: .* is no log-prob", r"output_top_logprobs: .* is no token"
+DAMAGED = [
+    (without("routed_experts"), "no routed_experts with status 200"),
+    (routed(lambda ids: ids[:-1]), r"has \d+ bytes; 6 rows x 3 decoder layers x 2 experts"),
+    (routed(lambda ids: ids.astype("<i8")), "bytes; 6 rows"),
+    (routed(lambda ids: ids[6:]), "bytes; 6 rows"),
+    (meta(routed_experts="***"), "not base64"),
+    (meta(routed_experts="é" * 8), "not base64"),
+    (meta(routed_experts=[1]), "expected base64"),
+    (routed(lambda ids: ids + 100), "outside 0..7"),
+    (routed(lambda ids: np.roll(ids.reshape(6, 3, 2), 1, 1)), "dense layer 0 has routes"),
+    (routed(lambda ids: ids * 0 - 1), "no row was captured"),
+    (routed(lambda ids: ids * 0), "an expert twice"),
+    (changed(output_ids=[VOCAB, 1, 2]), "is it this model's server"),
+    (lambda r: {**r, "output_ids": r["output_ids"][:2]}, "do not end where they should"),
+    (lambda r: {**r, "output_ids": r["output_ids"][::-1]}, "not those of output_ids"),
+    (meta(output_token_logprobs=[]), "not those of output_ids"),
+    (meta(output_token_logprobs=[1, 2, 3]), r"1 is no \[log-probability, token id, text\]"),
+    (meta(prompt_tokens=5), r"counts 5 \+ 3 tokens"),
+    (meta(prompt_tokens=True), "prompt_tokens is bool"),
+    (meta(finish_reason={"type": "stopped"}), "finish_reason 'stopped'"),
+    (without("finish_reason"), "finish_reason is NoneType"),
+    (without("weight_versions"), "weight_versions is NoneType"),
+    (meta(weight_versions=[{"version": "default", "start": 0, "end": 3}]), "not this run's"),
+    (meta(weight_versions=[{"start": 0}]), "end is NoneType, expected int"),
+    (without("cached_tokens"), "cached_tokens is NoneType"),
+    (lambda reply: [reply], "meta_info is NoneType"),
+    (meta(cached_tokens=10**12), "cached_tokens is 1000000000000, expected 0"),
+    (meta(cached_tokens=-3), "cached_tokens is -3, expected 0"),
+    (meta(num_retractions=-1), "num_retractions is -1"),
+    (meta(num_retractions=10**400), "num_retractions is 1000"),
+    (spans((0, 2 * 10**8), (2 * 10**8, 3)), "end is 200000000, expected 0 to 3"),
+    (spans((0, 2), (1, 3)), "do not cover 3 tokens"),
+    (spans((0, 0), (0, 3)), "do not cover 3 tokens"),
+    (spans((0, 3), (3, 3)), "do not cover 3 tokens"),
+    (spans(), "do not cover 3 tokens"),
+    (logps(float("nan")), "nan is no log-probability"),
+    (logps(float("-inf")), "-inf is no log-probability"),
+    (logps(0.5), "0.5 is no log-probability"),
+    (logps(-(10**400)), "is no log-probability"),
+    (logps("-1"), "'-1' is no log-probability"),
+    (logps(True), "True is no log-probability"),
+    (logps(None), "are not numbers"),
+    (lambda reply: Reply(reply, cut=40), "3 times"),
+    (lambda reply: Reply(hang_up=True), "3 times"),
+    (lambda reply: Reply({"error": "out of memory"}, 500), "status 500"),
+    *((likeliest(x, 3), NO_LOGP) for x in (float("nan"), 0.5, 10**400, None, "-1", True)),
+    *((likeliest(-0.5, token), NO_ID) for token in (VOCAB, -1, 2**40)),
+]
+
+
+def test_a_damaged_reply_is_an_error_with_its_reason(steady, subtests):
     fake, engine = steady
-    fake.damage = lambda reply: meta(
-        output_top_logprobs=[[[value, 3, None], [-1.0, 4, None]] for _ in reply["output_ids"]]
-    )(reply)
-    with pytest.raises(TrainingError, match=r"output_top_logprobs: .* is no log-probability"):
-        play(engine, (PROMPT, Sampling(1.0, 3, top_logprobs=2)))
-
-
-@pytest.mark.parametrize("token", [VOCAB, -1, 2**40])
-def test_likeliest_tokens_outside_the_vocabulary_are_refused(steady, token):
-    fake, engine = steady
-    fake.damage = lambda reply: meta(
-        output_top_logprobs=[[[-0.5, token, None], [-1.0, 4, None]] for _ in reply["output_ids"]]
-    )(reply)
-    with pytest.raises(TrainingError, match=r"output_top_logprobs: .* is no token id"):
-        play(engine, (PROMPT, Sampling(1.0, 3, top_logprobs=2)))
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (without("routed_experts"), "no routed_experts with status 200"),
-        (
-            routed(lambda ids: ids[:-1]),
-            r"routed_experts has \d+ bytes; 6 rows x 3 decoder layers x 2 experts",
-        ),
-        (routed(lambda ids: ids.astype("<i8")), "bytes; 6 rows"),
-        (routed(lambda ids: ids[6:]), "bytes; 6 rows"),
-        (meta(routed_experts="***"), "not base64"),
-        (routed(lambda ids: ids + 100), "outside 0..7"),
-        (routed(lambda ids: np.roll(ids.reshape(6, 3, 2), 1, 1)), "dense layer 0 has routes"),
-        (lambda reply: {**reply, "output_ids": [VOCAB, 1, 2]}, "is it this model's server"),
-        (
-            lambda reply: {**reply, "output_ids": reply["output_ids"][:2]},
-            "do not end where they should",
-        ),
-        (
-            lambda reply: {**reply, "output_ids": reply["output_ids"][::-1]},
-            "not those of output_ids",
-        ),
-        (meta(output_token_logprobs=[]), "not those of output_ids"),
-        (meta(prompt_tokens=5), r"counts 5 \+ 3 tokens"),
-        (meta(finish_reason={"type": "stopped"}), "finish_reason 'stopped'"),
-        (without("finish_reason"), "finish_reason is NoneType"),
-        (without("weight_versions"), "weight_versions is NoneType"),
-        (meta(weight_versions=[{"version": "default", "start": 0, "end": 3}]), "not this run's"),
-        (without("cached_tokens"), "cached_tokens is NoneType"),
-        (lambda reply: [reply], "meta_info is NoneType"),
-        (meta(output_token_logprobs=[1, 2, 3]), r"1 is no \[log-probability, token id, text\]"),
-        (meta(weight_versions=[{"start": 0}]), "end is NoneType, expected int"),
-        (routed(lambda ids: ids * 0 - 1), "no row was captured"),
-        (routed(lambda ids: ids * 0), "an expert twice"),
-        (meta(routed_experts="é" * 8), "not base64"),
-        (meta(routed_experts=[1]), "expected base64"),
-        (meta(cached_tokens=10**12), "cached_tokens is 1000000000000, expected 0"),
-        (meta(cached_tokens=-3), "cached_tokens is -3, expected 0"),
-        (meta(num_retractions=-1), "num_retractions is -1"),
-        (meta(num_retractions=10**400), "num_retractions is 1000"),
-        (meta(prompt_tokens=True), "prompt_tokens is bool"),
-        (spans((0, 2 * 10**8), (2 * 10**8, 3)), "end is 200000000, expected 0 to 3"),
-        (spans((0, 2), (1, 3)), "do not cover 3 tokens"),
-        (spans((0, 0), (0, 3)), "do not cover 3 tokens"),
-        (spans((0, 3), (3, 3)), "do not cover 3 tokens"),
-        (spans(), "do not cover 3 tokens"),
-        (logps(float("nan")), "nan is no log-probability"),
-        (logps(float("-inf")), "-inf is no log-probability"),
-        (logps(0.5), "0.5 is no log-probability"),
-        (logps(-(10**400)), "is no log-probability"),
-        (logps("-1"), "'-1' is no log-probability"),
-        (logps(True), "True is no log-probability"),
-        (lambda reply: Reply(reply, cut=40), "3 times"),
-        (lambda reply: Reply(hang_up=True), "3 times"),
-        (lambda reply: Reply({"error": "out of memory"}, 500), "status 500"),
-    ],
-)
-def test_a_damaged_reply_is_an_error_with_its_reason(steady, damage, message):
-    fake, engine = steady
-    fake.damage = damage
-    with pytest.raises((TrainingError, UsageError), match=message):
-        play(engine, (PROMPT, Sampling(1.0, 3)))
-
-
-def test_log_probabilities_that_are_not_numbers_are_refused(steady):
-    fake, engine = steady
-    fake.damage = lambda reply: meta(
-        output_token_logprobs=[[None, token, None] for token in reply["output_ids"]]
-    )(reply)
-    with pytest.raises(TrainingError, match="are not numbers"):
-        play(engine, (PROMPT, Sampling(1.0, 3)))
+    for number, (damage, message) in enumerate(DAMAGED):
+        top = 2 * (message in (NO_LOGP, NO_ID))
+        fake.damage = damage
+        refused = pytest.raises((TrainingError, UsageError), match=message)
+        with subtests.test(number=number, message=message), refused:
+            play(engine, (PROMPT, Sampling(1.0, 3, top_logprobs=top)))
+    fake.damage = None
 
 
 def test_damage_that_passes_is_retried_and_counted(steady):
@@ -241,21 +208,14 @@ def test_server_that_hangs_is_given_up(fake):
 def test_requests_aborted_by_others_are_repeated_within_a_bound(steady):
     fake, engine = steady
     fake.damage = lambda reply: meta(finish_reason={"type": "abort"})(reply)
-    (done,) = play(
-        engine, (PROMPT, Sampling(1.0, 3))
-    )  # aborted after its last token: nothing is missing
+    (done,) = play(engine, (PROMPT, Sampling(1.0, 3)))  # aborted after its last token
     assert (len(done.token_ids), done.finish) == (3, "length")
-    empty = {
-        "output_ids": [],
-        "meta_info": {
-            "finish_reason": {"type": "abort"},
-            "output_token_logprobs": [],
-            "weight_versions": [],
-        },
-    }
+    nothing = {"output_token_logprobs": [], "weight_versions": []}
+    empty = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, **nothing}}
     fake.damage = lambda reply: empty
     with pytest.raises(TrainingError, match="somebody else aborted one of our requests 3 times"):
         play(engine, (PROMPT, Sampling(1.0, 3)))
+    fake.damage = None
 
 
 def test_a_failed_update_leaves_no_session_and_no_policy(fake, models):
@@ -272,33 +232,21 @@ def test_a_failed_update_leaves_no_session_and_no_policy(fake, models):
 def test_weights_that_others_gave_are_noticed(fake, models):
     engine = open_engine(fake)
     fake.version = "default"  # as after a restart
-    with pytest.raises(TrainingError, match="it was restarted, or another run uses it"):
+    others = "it was restarted, or another run uses it"
+    with pytest.raises(TrainingError, match=others):
         asyncio.run(engine.load_weights(models[0][0].state_dict().items(), 1))
-    with pytest.raises(TrainingError, match="it was restarted, or another run uses it"):
+    with pytest.raises(TrainingError, match=others):
         play(engine, (PROMPT, Sampling(1.0, 3)))
 
 
-RUN = {
-    "out": "x",
-    "steps": 1,
-    "model": {"path": "x"},
-    "task": {"kind": "chain"},
-    "optim": {"lr": 1e-4},
-}
+RUN = {"out": "x", "steps": 1, "task": {"kind": "chain"}, "optim": {"lr": 1e-4}}
 
 
-@pytest.mark.parametrize(
-    ("engine", "changes", "message"),
-    [
-        ({}, {"replay": {"mode": "weights"}}, "kind = sglang does not return"),
-        (
-            {"dtype": "float32"},
-            {"model": {"path": "x", "dtype": "bfloat16"}},
-            "reads the checkpoint unrounded",
-        ),
-    ],
-)
-def test_contradictions_are_refused(engine, changes, message):
-    resolve(RUN | {"rollout": {"engine": {"kind": "sglang"}}})
-    with pytest.raises(ValueError, match=message):
-        resolve(RUN | {"rollout": {"engine": {"kind": "sglang"} | engine}} | changes)
+def test_contradictions_are_refused():
+    kind, model = "rollout.engine.kind=sglang", "model.path=x"
+    resolve(RUN, [kind, model])
+    with pytest.raises(ValueError, match="kind = sglang does not return"):
+        resolve(RUN, [kind, model, "replay.mode=weights"])
+    unrounded = ["rollout.engine.dtype=float32", "model.dtype=bfloat16"]
+    with pytest.raises(ValueError, match="reads the checkpoint unrounded"):
+        resolve(RUN, [kind, model, *unrounded])

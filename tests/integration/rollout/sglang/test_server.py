@@ -38,16 +38,15 @@ def fake(models):
 
 
 @pytest.fixture(scope="module")
-def connected(models):
+def steady(models):
+    """Yield a server and its engine, for tests that change no weights."""
     with FakeSGLang(models[0][1]) as server:
         yield server, open_engine(server)
 
 
-@pytest.fixture
-def steady(connected):
-    """Yield a server and its engine, for tests that change no weights."""
-    connected[0].damage = None
-    return connected
+def picked(logp, done):
+    """Return the log-probabilities of the sampled tokens."""
+    return logp.gather(-1, done.token_ids.long()[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -57,9 +56,7 @@ def test_a_completion_has_tokens_logp_and_routes_of_moe_layers(steady, temperatu
     (done,) = play(engine, (PROMPT, Sampling(temperature, 12, top_logprobs=3)))
     path = PROMPT + done.token_ids.tolist()
     expected = bigram(fake.folder, path, temperature)[3:-1]
-    assert torch.allclose(
-        done.logp, expected.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=1e-6
-    )
+    assert torch.allclose(done.logp, picked(expected, done), atol=1e-6)
     assert torch.allclose(done.top_logp, expected.topk(3).values, atol=1e-6)
     assert torch.equal(done.top_ids.long(), expected.topk(3).indices)
     assert (done.finish, done.version.tolist()) == ("length", [0] * 12)
@@ -77,9 +74,8 @@ def test_a_known_prefix_is_neither_computed_nor_sent_again(steady):
     prompt = PROMPT + first.token_ids.tolist() + [7, 8]
     (done,) = play(engine, (prompt, Sampling(1.0, 3, routes_from=len(prompt) - 3)))
     assert done.first_slot == len(prompt) - 3
-    assert done.routing.ids.tolist() == rows(
-        fake.folder, (prompt + done.token_ids.tolist())[len(prompt) - 3 : -1]
-    )
+    path = prompt + done.token_ids.tolist()
+    assert done.routing.ids.tolist() == rows(fake.folder, path[len(prompt) - 3 : -1])
     assert spans(done) == [("prefill", 0, 3, 0), ("decode", 3, 2, 0)]
     check_completion(done, prompt, RULES, "sample")
     (again,) = play(engine, (prompt, Sampling(1.0, 2)))
@@ -88,16 +84,12 @@ def test_a_known_prefix_is_neither_computed_nor_sent_again(steady):
 
 def test_stops_at_our_tokens_only(fake):
     engine = open_engine(fake)
-    fake.eos = int(
-        bigram(fake.folder, PROMPT)[-1].argmax()
-    )  # what the model's own config would call its end
+    # what the model's own config would call its end
+    fake.eos = int(bigram(fake.folder, PROMPT)[-1].argmax())
     (whole,) = play(engine, (PROMPT, Sampling(0.0, 12)))
-    stop = whole.token_ids[4].item()
-    (done,) = play(engine, (PROMPT, Sampling(0.0, 12, stop=(stop,))))
-    assert (
-        done.token_ids.tolist()
-        == whole.token_ids.tolist()[: whole.token_ids.tolist().index(stop) + 1]
-    )
+    tokens = whole.token_ids.tolist()
+    (done,) = play(engine, (PROMPT, Sampling(0.0, 12, stop=(tokens[4],))))
+    assert done.token_ids.tolist() == tokens[: tokens.index(tokens[4]) + 1]
     assert done.finish == "stop"
     assert done.routing.ids.tolist() == rows(fake.folder, PROMPT + done.token_ids.tolist()[:-1])
     (cut,) = play(engine, (PROMPT, Sampling(0.0, 1, stop=((fake.eos + 1) % VOCAB,))))
@@ -114,9 +106,8 @@ def test_narrowed_sampling_returns_the_narrowed_logp(steady):
         (PROMPT, Sampling(0.0, 1, top_k=3)),
     )
     kept = expected.topk(3)
-    assert torch.allclose(
-        few.logp[0], expected[few.token_ids[0]] - kept.values.logsumexp(0), atol=1e-5
-    )
+    narrowed = expected[few.token_ids[0]] - kept.values.logsumexp(0)
+    assert torch.allclose(few.logp[0], narrowed, atol=1e-5)
     assert (nucleus.token_ids[0], nucleus.logp[0]) == (kept.indices[0], 0)
     assert torch.allclose(greedy.logp[0], kept.values[0], atol=1e-6)  # of the whole distribution
     with pytest.raises(UsageError, match="top_logprobs: SGLang"):
@@ -125,100 +116,72 @@ def test_narrowed_sampling_returns_the_narrowed_logp(steady):
         play(engine, (PROMPT, Sampling(1.0, 1, top_k=5000)))
 
 
-@pytest.mark.parametrize("settings", [{"sync": "gloo"}, {"sync": "disk"}])
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
 def test_weights_reach_the_server_whole_and_empty_the_cache(
-    fake, models, settings, tmp_path, monkeypatch
+    fake, models, sync, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(weights, "BUCKET_BYTES", 5000)  # several broadcasts
-    if settings["sync"] == "disk":
-        settings |= {"sync_dir": str(tmp_path)}
-    engine = open_engine(fake, **settings)
+    engine = open_engine(fake, sync=sync, sync_dir=str(tmp_path))
     play(engine, (PROMPT, Sampling(1.0, 2)))
     other, folder = models[1]
     asyncio.run(engine.load_weights(other.state_dict().items(), 7))
     saved = load_file(f"{folder}/model.safetensors")
-    assert {
-        name: bool((tensor == fake.weights[name]).all()) for name, tensor in saved.items()
-    } == dict.fromkeys(saved, True)
+    assert all(bool((tensor == fake.weights[name]).all()) for name, tensor in saved.items())
     assert engine.version == 7
-    assert not fake.cache
-    assert not fake.session
-    assert not fake.groups
+    assert not any([fake.cache, fake.session, fake.groups])
     (done,) = play(engine, (PROMPT, Sampling(1.0, 4)))
     assert done.version.tolist() == [7] * 4
     assert spans(done) == [("prefill", 0, 4, 7), ("decode", 4, 3, 7)]
     assert done.routing.ids.tolist() == rows(folder, PROMPT + done.token_ids.tolist()[:-1])
 
 
-def updated_under_way(fake, engine, other, sampling, version=3):
-    """Run one request and load weights when it has sampled fake.hold tokens."""
+def updated_under_way(fake, models, pause):
+    """Load weights when a request has sampled 4 of 9 tokens. Return the engine, the completion, and
+    the path's routes under the old and the new weights."""
+    engine = open_engine(fake, pause=pause)
+    asyncio.run(engine.reset_cache())
+    fake.hold = 4
 
     async def both():
-        asked = asyncio.create_task(engine.generate(PROMPT, sampling, seed=0))
+        asked = asyncio.create_task(engine.generate(PROMPT, Sampling(1.0, 9), seed=0))
         await until(lambda: fake.held)
-        await engine.load_weights(other.state_dict().items(), version)
+        await engine.load_weights(models[1][0].state_dict().items(), 3)
         return await asked
 
-    return asyncio.run(both())
+    done = asyncio.run(both())
+    assert done.version.tolist() == [0] * 4 + [3] * 5
+    path = PROMPT + done.token_ids.tolist()
+    return engine, done, path, *(rows(folder, path) for _, folder in models)
 
 
 def test_an_aborted_request_continues_from_its_tokens(fake, models):
-    engine = open_engine(fake, pause="abort")
-    asyncio.run(engine.reset_cache())
-    fake.hold = 4
-    done = updated_under_way(fake, engine, models[1][0], Sampling(1.0, 9))
-    path = PROMPT + done.token_ids.tolist()
-    assert done.version.tolist() == [0] * 4 + [3] * 5
-    old, new = rows(models[0][1], path), rows(models[1][1], path)
-    assert (
-        done.routing.ids.tolist() == old[:7] + new[7:-1]
-    )  # slot 7 feeds the fourth token, under the new weights
+    engine, done, path, old, new = updated_under_way(fake, models, "abort")
+    # slot 7 feeds the fourth token, under the new weights
+    assert done.routing.ids.tolist() == old[:7] + new[7:-1]
     assert done.routing.valid.all()
-    assert spans(done) == [
-        ("prefill", 0, 4, 0),
-        ("decode", 4, 3, 0),
-        ("prefill", 7, 1, 3),
-        ("decode", 8, 4, 3),
-    ]
+    before = [("prefill", 0, 4, 0), ("decode", 4, 3, 0)]
+    assert spans(done) == [*before, ("prefill", 7, 1, 3), ("decode", 8, 4, 3)]
     logp = torch.cat([bigram(models[0][1], path)[3:7], bigram(models[1][1], path)[7:-1]])
-    assert torch.allclose(
-        done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=1e-6
-    )
+    assert torch.allclose(done.logp, picked(logp, done), atol=1e-6)
     assert engine.take_metrics()["rollout/requests_resumed"] == 1
 
 
 def test_recomputed_routes_of_retracted_requests_are_not_taken(fake, models):
-    engine = open_engine(fake, pause="retract")
-    asyncio.run(engine.reset_cache())
-    fake.hold = 4
-    done = updated_under_way(fake, engine, models[1][0], Sampling(1.0, 9))
-    assert done.version.tolist() == [0] * 4 + [3] * 5
+    _, done, _, _, new = updated_under_way(fake, models, "retract")
     # slots 3..6 sampled tokens under version 0, but their rows are of version 3
     assert done.routing.valid.tolist() == [True] * 3 + [False] * 4 + [True] * 5
     assert spans(done) == [("prefill", 0, 8, 3), ("decode", 8, 4, 3)]
-    new = rows(models[1][1], PROMPT + done.token_ids.tolist())
-    assert done.routing.ids[done.routing.valid].tolist() == [
-        new[i] for i in (0, 1, 2, 7, 8, 9, 10, 11)
-    ]
+    assert done.routing.ids[done.routing.valid].tolist() == new[:3] + new[7:12]
 
 
 def test_a_request_paused_in_place_keeps_its_tokens(fake, models):
-    engine = open_engine(fake, pause="in_place")
-    asyncio.run(engine.reset_cache())
-    fake.hold = 4
-    done = updated_under_way(fake, engine, models[1][0], Sampling(1.0, 9))
-    path = PROMPT + done.token_ids.tolist()
-    assert done.version.tolist() == [0] * 4 + [3] * 5
-    assert (
-        done.routing.ids.tolist() == rows(models[0][1], path)[:7] + rows(models[1][1], path)[7:-1]
-    )
+    engine, done, _, old, new = updated_under_way(fake, models, "in_place")
+    assert done.routing.ids.tolist() == old[:7] + new[7:-1]
     assert done.routing.valid.all()
     assert spans(done) == [("prefill", 0, 4, 0), ("decode", 4, 3, 0), ("decode", 7, 5, 3)]
     assert fake.cache  # could not be flushed under a running request
     (later,) = play(engine, (PROMPT, Sampling(1.0, 2)))
-    assert (
-        spans(later)[0][0] == "prefill"
-    )  # but what it holds is not for requests of the new weights
+    assert spans(later)[0][0] == "prefill"  # what it holds is not for requests of the new weights
 
 
 def test_without_requests_in_place_flushes_as_well(fake, models):

@@ -2,6 +2,7 @@
 experts really are codes."""
 
 import asyncio
+import itertools
 import sys
 
 import pytest
@@ -20,14 +21,8 @@ from support.fake_vllm import engine_of, make_checkpoints, serving
 
 MINIMAL = {"out": "runs/x", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
 ASKED = {"max_len": 96, "top_logprobs": 32, "return_routes": True, "trust_remote_code": False}
-IGNORED = [
-    "*.gate",
-    "*.gate.*",
-    "*.router",
-    "*.router.*",
-    "*.shared_expert_gate",
-    "*.shared_expert_gate.*",
-]
+IGNORED = ["*.gate", "*.gate.*", "*.router", "*.router.*"]
+IGNORED += ["*.shared_expert_gate", "*.shared_expert_gate.*"]
 
 
 def arguments(quant):
@@ -37,12 +32,9 @@ def arguments(quant):
 def test_only_the_engines_arguments_change():
     plain = arguments(None)
     assert "quantization" not in plain
-    fp8, int8 = arguments(Fp8()), arguments(Int8())
-    assert fp8 == plain | {
-        "quantization": "fp8_per_channel",
-        "quantization_config": {"ignore": IGNORED},
-    }
-    assert int8 == plain | {"quantization": "int8_per_channel_weight_only"}
+    kept = {"quantization_config": {"ignore": IGNORED}}
+    assert arguments(Fp8()) == plain | {"quantization": "fp8_per_channel"} | kept
+    assert arguments(Int8()) == plain | {"quantization": "int8_per_channel_weight_only"}
 
 
 def test_a_server_is_started_with_the_same_arguments():
@@ -54,65 +46,43 @@ def test_a_server_is_started_with_the_same_arguments():
     assert '"*.gate"' in line[line.index("--quantization-config") + 1]
 
 
-@pytest.mark.parametrize("kind", ["vllm", "vllm-server"])
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["rollout.quant=fp8-weight"],
-            "vLLM has no method of its own for fp8-weight; use fp8 or int8",
-        ),
-        (["rollout.quant=simulated"], "vLLM has no method of its own for simulated"),
-        (
-            ['rollout.quant={format="fp8", extra_modules=["lm_head"]}'],
-            r"rollout\.quant\.extra_modules: with vLLM lm_head cannot",
-        ),
-        (
-            ['rollout.quant={format="int8", activations="static"}'],
-            r"rollout\.quant\.activations: static, but vLLM's int8 leaves",
-        ),
-        (
-            ["rollout.quant=fp8", "rollout.engine.dtype=float32"],
-            r"rollout\.engine\.dtype: float32, but vLLM quantises",
-        ),
-    ],
-)
-def test_formats_vllm_does_not_have_are_refused(kind, overrides, message):
-    for quant in ("fp8", "int8"):
-        assert (
-            resolve(
-                MINIMAL, [f"rollout.engine.kind={kind}", f"rollout.quant={quant}"]
-            ).rollout.quant
-            is not None
-        )
-    with pytest.raises(UsageError, match=message):
-        resolve(MINIMAL, [f"rollout.engine.kind={kind}", *overrides])
-    serving = [line.replace("rollout.engine.", "").replace("rollout.", "") for line in overrides]
-    with pytest.raises(UsageError, match=message):
-        resolve_as(ServeConfig, {}, serving)
+REFUSED = [
+    ("fp8-weight", "vLLM has no method of its own for fp8-weight; use fp8 or int8"),
+    ("simulated", "vLLM has no method of its own for simulated"),
+    ('{format="fp8", extra_modules=["lm_head"]}', r"quant\.extra_modules: with vLLM lm_head"),
+    ('{format="int8", activations="static"}', r"quant\.activations: static, but vLLM's int8"),
+    ("fp8 dtype=float32", r"rollout\.engine\.dtype: float32, but vLLM quantises"),
+]
+
+
+def test_formats_vllm_does_not_have_are_refused(subtests):
+    kinds = [f"rollout.engine.kind={kind}" for kind in ("vllm", "vllm-server")]
+    for kind, quant in itertools.product(kinds, ("fp8", "int8")):
+        assert resolve(MINIMAL, [kind, f"rollout.quant={quant}"]).rollout.quant is not None
+    for setting, message in REFUSED:
+        quant, _, dtype = setting.partition(" dtype=")
+        of_engine = [f"rollout.engine.dtype={dtype}"] if dtype else []
+        for kind in kinds:
+            refused = pytest.raises(UsageError, match=message)
+            with subtests.test(kind=kind, setting=setting), refused:
+                resolve(MINIMAL, [kind, f"rollout.quant={quant}", *of_engine])
+        serving = [f"quant={quant}", *(s.removeprefix("rollout.engine.") for s in of_engine)]
+        with subtests.test(setting=setting), pytest.raises(UsageError, match=message):
+            resolve_as(ServeConfig, {}, serving)
 
 
 def test_the_cpu_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    reason = (
-        r"rollout\.quant: (fp8|int8) with vLLM needs a GPU: its CPU build has no kernels.*kind = hf"
-    )
+    reason = r"rollout\.quant: (fp8|int8) with vLLM needs a GPU: .*kind = hf"
     with pytest.raises(UsageError, match=reason):
         start_llm_engine(VLLMEngineConfig(), "/nowhere", cpu=True, quant=Int8(), **ASKED)
+    options = {"max_len": 96, "vocab": 32, "return_routes": True, "cpu": True}
     with pytest.raises(UsageError, match=reason):
-        serve.run_server(
-            ServeConfig(quant=Fp8()), "/nowhere", max_len=96, vocab=32, return_routes=True, cpu=True
-        )
-    monkeypatch.setattr(
-        "onepolicy.build.measure_components.build_scorer",
-        lambda *a: pytest.fail("loaded a model first"),
-    )
-    given = [
-        f"out={tmp_path / 'run'}",
-        "rollout.engine.kind=vllm",
-        "rollout.quant=fp8",
-        "train.device=cpu",
-    ]
+        serve.run_server(ServeConfig(quant=Fp8()), "/nowhere", **options)
+    scorer = "onepolicy.build.measure_components.build_scorer"
+    monkeypatch.setattr(scorer, lambda *a: pytest.fail("loaded a model first"))
+    given = [f"out={tmp_path / 'run'}", "rollout.engine.kind=vllm", "rollout.quant=fp8"]
+    given += ["train.device=cpu"]
     with pytest.raises(UsageError, match=reason):
         build_engine_and_scorer(resolve(MINIMAL, given), ModelConfig(path="/nowhere"), 96)
 
@@ -150,14 +120,12 @@ class Worker(nn.Module):
             "model.layers.0.mlp.experts.routed_experts.w2_weight": (4, 8, 4),
             "model.layers.0.mlp.experts.routed_experts.w13_bias": (4, 8),
         }
-        made = ("w13_weight", "w2_weight") + (
-            ("qkv_proj", "down_proj") if codes == torch.float8_e4m3fn else ()
-        )
+        made = {"w13_weight", "w2_weight"}
+        if codes == torch.float8_e4m3fn:
+            made |= {"qkv_proj", "down_proj"}
         self.tensors = {}
         for name, shape in shapes.items():
-            quantised = any(part in name for part in made) and not any(
-                part in name for part in left
-            )
+            quantised = any(part in name for part in made - set(left))
             tensor = torch.zeros(shape, dtype=codes if quantised else torch.bfloat16)
             self.tensors[name] = tensor
             if quantised:
@@ -168,9 +136,8 @@ class Worker(nn.Module):
 
 
 def sizes(quant, model):
-    return part_sizes(
-        quant, [PartTensors(**each) for each in measure_part_tensors(model)], "bfloat16"
-    )
+    parts = [PartTensors(**each) for each in measure_part_tensors(model)]
+    return part_sizes(quant, parts, "bfloat16")
 
 
 def test_bytes_per_part_are_those_of_the_kernels_tensors():
@@ -185,52 +152,28 @@ def test_bytes_per_part_are_those_of_the_kernels_tensors():
     for part in ("router", "embeddings", "norms"):
         assert found[part].bytes_after == found[part].bytes_before == 2 * found[part].parameters
     int8 = sizes(Int8(), Worker(torch.int8))
-    assert {part.part: part.bytes_after for part in int8.parts}["attention"] == 2 * (
-        16 * 8 + 16
-    )  # as it was
-    assert (
-        "rollout.quant int8 (int8_per_channel_weight_only), bytes in the engine: experts 832 to 704"
-        in int8.describe()
-    )
+    after = {part.part: part.bytes_after for part in int8.parts}
+    assert after["attention"] == 2 * (16 * 8 + 16)  # as it was
+    assert "bytes in the engine: experts 832 to 704" in int8.describe()
     assert int8.as_json()["method"] == "int8_per_channel_weight_only"
 
 
-@pytest.mark.parametrize(
-    ("quant", "model", "message"),
-    [
-        (
-            Fp8(),
-            Worker(torch.float8_e4m3fn, left=("w2_weight",)),
-            "left 128 weights of experts in torch.bfloat16",
-        ),
-        (
-            Fp8(),
-            Worker(torch.float8_e4m3fn, left=("qkv_proj",)),
-            r"left 144 weights of attention in torch\.bfloat16",
-        ),
-        (
-            Fp8(),
-            Worker(torch.int8),
-            "left 384 weights of experts in torch.int8|weights of attention in torch.bf",
-        ),
-        (
-            Int8(),
-            Worker(torch.int8, left=("w13_weight", "w2_weight")),
-            "left 384 weights of experts",
-        ),
+FP8 = torch.float8_e4m3fn
+
+
+def test_weights_left_in_high_precision_and_routers_in_codes_are_refused(subtests):
+    coded = Worker(FP8)
+    coded.tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(4, 8, dtype=FP8)
+    for quant, model, message in (
+        (Fp8(), Worker(FP8, left=("w2_weight",)), "left 128 weights of experts in torch.bfloat16"),
+        (Fp8(), Worker(FP8, left=("qkv_proj",)), "left 144 weights of attention in torch.bf"),
+        (Fp8(), Worker(torch.int8), "experts in torch.int8|attention in torch.bf"),
+        (Int8(), Worker(torch.int8, left=("w13_weight", "w2_weight")), "left 384 weights of exp"),
         (Int8(), nn.Linear(4, 4), "quantises experts, which this model does not have"),
-    ],
-)
-def test_weights_left_in_high_precision_are_refused(quant, model, message):
-    with pytest.raises(UsageError, match=message):
-        sizes(quant, model)
-
-
-def test_routers_in_codes_are_refused():
-    model = Worker(torch.float8_e4m3fn)
-    model.tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(4, 8, dtype=torch.float8_e4m3fn)
-    with pytest.raises(UsageError, match="quantised routers"):
-        sizes(Fp8(), model)
+        (Fp8(), coded, "quantised routers"),
+    ):
+        with subtests.test(message=message), pytest.raises(UsageError, match=message):
+            sizes(quant, model)
 
 
 def test_a_server_must_have_the_runs_quantisation(tmp_path):
@@ -244,9 +187,8 @@ def test_a_server_must_have_the_runs_quantisation(tmp_path):
                 asyncio.run(engine.connect())
             return engine
 
-        with pytest.raises(
-            UsageError, match=r"quant: fp8, but .* not quantised; .*engine serve MODEL` quant=fp8"
-        ):
+        unquantised = r"quant: fp8, but .* not quantised; .*engine serve MODEL` quant=fp8"
+        with pytest.raises(UsageError, match=unquantised):
             connect(Fp8())
         fake.told |= {"quantization": "fp8_per_channel"}
         assert connect(Fp8()).caps.sizes.parts[0].part == "experts"

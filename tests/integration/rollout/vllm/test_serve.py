@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from onepolicy.rollout.vllm.guard import HOSTS_VARIABLE, TOKEN_VARIABLE, VOCAB_V
 from onepolicy.rollout.vllm.start import engine_args
 from onepolicy.sync import weight_files
 from onepolicy.sync.weight_files import INDEX, WeightFiles
-from support.waiting import LIMIT_S, wait_until
+from support.waiting import wait_until
 
 SETTINGS = engine_args(
     VLLMEngineConfig(dtype="bfloat16", lm_head="float32"),
@@ -47,29 +48,36 @@ def flags(command):
 
 def test_the_command_line_equals_the_engine_in_this_process():
     line = flags(serve.command_line(SETTINGS, "127.0.0.1", 8000))
-    expected = {
-        "--model": "/models/m",
-        "--dtype": "bfloat16",
-        "--max-model-len": "96",
-        "--max-logprobs": "32",
-        "--logprobs-mode": "processed_logprobs",
-        "--enable-return-routed-experts": None,
-        "--enable-prefix-caching": None,
-        "--no-enable-chunked-prefill": None,
-        "--enable-scale-out": None,
-        "--enable-prompt-tokens-details": None,
-        "--host": "127.0.0.1",
-        "--worker-extension-cls": "onepolicy.rollout.vllm.worker.WorkerExtension",
-    }
+    expected = {"--model": "/models/m", "--dtype": "bfloat16", "--max-model-len": "96"}
+    expected |= {"--max-logprobs": "32", "--logprobs-mode": "processed_logprobs"}
+    expected |= {"--host": "127.0.0.1", "--middleware": "onepolicy.rollout.vllm.guard.Guard"}
+    expected |= {"--worker-extension-cls": "onepolicy.rollout.vllm.worker.WorkerExtension"}
+    alone = ("enable-return-routed-experts", "enable-prefix-caching", "no-enable-chunked-prefill")
+    alone += ("enable-scale-out", "enable-prompt-tokens-details")
+    expected |= dict.fromkeys(f"--{name}" for name in alone)
     assert expected.items() <= line.items()
     assert json.loads(line["--hf-overrides"]) == {"head_dtype": "float32"}
     assert not {"--block-size", "--trust-remote-code"} & line.keys()  # vLLM's choice; nobody asked
-    assert line["--middleware"] == "onepolicy.rollout.vllm.guard.Guard"
     assert json.loads(line["--allowed-origins"]) == []
 
 
-def test_a_server_that_takes_adapters_has_its_own_worker_and_variable(monkeypatch):
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+def run_server(monkeypatch):
+    """Return run_server of a machine that seems to have vLLM, for a small model."""
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
+    settings = {"max_len": 8, "vocab": 8, "return_routes": True, "cpu": True}
+    return functools.partial(serve.run_server, ServeConfig(), "m", **settings)
+
+
+def test_a_server_that_takes_adapters_has_its_own_worker_and_variable(
+    run_server, port, monkeypatch
+):
     seen = {}
 
     @contextlib.contextmanager
@@ -80,12 +88,9 @@ def test_a_server_that_takes_adapters_has_its_own_worker_and_variable(monkeypatc
 
     monkeypatch.setattr(serve, "_run_command", run)
     adapters = {"enable_lora": True, "max_lora_rank": 16, "lora_target_modules": ["q", "v"]}
-    settings = {"max_len": 8, "vocab": 8, "return_routes": True, "cpu": True}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     for given in (adapters, None):
         with pytest.raises(KeyboardInterrupt):
-            serve.run_server(ServeConfig(), "m", adapters=given, port=port, **settings)
+            run_server(adapters=given, port=port)
         line = flags(seen["command"])
         at = seen["environment"].get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
         assert ("--enable-lora" in line, at) == ((True, "1") if given else (False, None))
@@ -95,16 +100,13 @@ def test_a_server_that_takes_adapters_has_its_own_worker_and_variable(monkeypatc
             assert line["--worker-cls"] == serve.CPU_ADAPTER_WORKER
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
+def test_settings_that_adapters_were_never_run_with_are_refused(policy, capsys):
+    for setting, message in (
         ("quant=fp8", "lora_rank: 16, but runs with train.lora.sync = native refuse rollout.quan"),
         ("tensor_parallel_size=2", "adapters were never run with tensor_parallel_size = 2"),
-    ],
-)
-def test_settings_that_adapters_were_never_run_with_are_refused(policy, setting, message, capsys):
-    assert main(["engine", "serve", str(policy), "lora_rank=16", setting]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    ):
+        assert main(["engine", "serve", str(policy), "lora_rank=16", setting]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_environment_opens_the_endpoints_and_has_the_token(monkeypatch):
@@ -115,48 +117,22 @@ def test_the_environment_opens_the_endpoints_and_has_the_token(monkeypatch):
     assert (found[HOSTS_VARIABLE], found[VOCAB_VARIABLE]) == ('["node-1"]', "32")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"host": "0.0.0.0"}, "--host: 0.0.0.0 is open to other machines"),
-        ({"token_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
-        ({"port": None}, "--port: 127.0.0.1:.* cannot be used: Address already in use"),
-    ],
-)
-def test_servers_that_must_not_start(monkeypatch, settings, message):
-    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = settings.get("port", 8000) or taken.getsockname()[1]
-        with pytest.raises(UsageError, match=message):
-            serve.run_server(
-                ServeConfig(),
-                "m",
-                max_len=8,
-                vocab=8,
-                return_routes=True,
-                cpu=True,
-                **settings | {"port": port},
-            )
+def test_servers_that_must_not_start(run_server, port):
+    with pytest.raises(UsageError, match=r"--host: .* is open to other machines"):
+        run_server(host="0.0.0.0", port=port)
+    with pytest.raises(UsageError, match="NOT_SET_ANYWHERE is not set"):
+        run_server(token_env="NOT_SET_ANYWHERE", port=port)
+    in_use = "--port: 127.0.0.1:.* cannot be used: Address already in use"
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match=in_use):
+        run_server(port=taken.getsockname()[1])
 
 
-def test_a_server_that_ends_at_its_start_gives_its_exit_status(monkeypatch):
-    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(
-        serve, "command_line", lambda *_, **__: [sys.executable, "-c", "import sys; sys.exit(3)"]
-    )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+@pytest.mark.process
+def test_a_server_that_ends_at_its_start_gives_its_exit_status(run_server, port, monkeypatch):
+    command = [sys.executable, "-c", "import sys; sys.exit(3)"]
+    monkeypatch.setattr(serve, "command_line", lambda *_, **__: command)
     said = []
-    found = serve.run_server(
-        ServeConfig(),
-        "m",
-        max_len=8,
-        vocab=8,
-        return_routes=True,
-        cpu=True,
-        port=port,
-        log=said.append,
-    )
+    found = run_server(port=port, log=said.append)
     assert (found, [text for text in said if "ready" in text]) == (3, [])
     assert find_token("127.0.0.1", port) is None
 
@@ -181,13 +157,10 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def test_a_token_is_made_and_found_by_a_run_on_this_machine(monkeypatch):
-    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(
-        serve, "command_line", lambda _, host, port: [sys.executable, "-c", SERVER, str(port)]
-    )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+@pytest.mark.process
+def test_a_token_is_made_and_found_by_a_run_on_this_machine(run_server, port, monkeypatch):
+    command = [sys.executable, "-c", SERVER, str(port)]
+    monkeypatch.setattr(serve, "command_line", lambda *_, **__: command)
     said, found = [], {}
 
     def say(text):
@@ -197,21 +170,11 @@ def test_a_token_is_made_and_found_by_a_run_on_this_machine(monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        serve.run_server(
-            ServeConfig(), "m", max_len=8, vocab=8, return_routes=True, cpu=True, port=port, log=say
-        )
+        run_server(port=port, log=say)
     assert f"127.0.0.1.{port}" in said[0]
     assert len(found["token"]) >= 32
     assert found["token"] not in "".join(said)
     assert find_token("127.0.0.1", port) is None
-
-
-def test_the_servers_process_ends_with_ours():
-    with serve._run_command(
-        [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ)
-    ) as process:
-        assert process.poll() is None
-    assert process.returncode == -15
 
 
 STAND_IN = """
@@ -225,58 +188,55 @@ else:
 os.write(1, f"{role} {os.getpid()}\\n".encode())
 time.sleep(600)
 """
-WRAPPER = """
+WRAPPERS = """
 import os, sys
 from onepolicy.rollout.vllm import serve
 serve.STOP_TIMEOUT_S = 0.2
+for _ in sys.stdin:
+    if not (pid := os.fork()):
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+else:
+    sys.exit()
+os.setsid()
 with serve._run_command([sys.executable, sys.argv[1]], dict(os.environ)) as process:
     os.write(1, f"wrapper {os.getpid()}\\nreaper {process.pid}\\n".encode())
     raise SystemExit(process.wait() % 256)
 """
+KILLED = 256 - signal.SIGKILL
+ENDS = [
+    *(("wrapper", getattr(signal, name), None) for name in ("SIGTERM", "SIGHUP", "SIGINT")),
+    ("wrapper", signal.SIGKILL, -signal.SIGKILL),
+    ("server", signal.SIGKILL, KILLED),
+    ("reaper", signal.SIGKILL, KILLED),
+]
+"""(who is sent a signal, the signal, exit status of the wrapper; None: any but 0)."""
 
 
-@pytest.fixture
-def tree(tmp_path):
-    """Start a wrapper and the processes below it, by name. The engine is the server's child."""
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.process
+def test_no_end_leaves_the_server_or_its_engine(tmp_path, subtests):
+    """The engine is the server's child. A killed reaper takes only the server with it."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
-    (tmp_path / "wrapper.py").write_text(WRAPPER)
-    command = [sys.executable, str(tmp_path / "wrapper.py"), str(tmp_path / "stand_in.py")]
-    wrapper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    lines = [wrapper.stdout.readline() for _ in range(4)]
-    pids = {name: int(pid) for name, pid in map(str.split, lines)}
-    yield wrapper, pids
-    for pid in pids.values():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    wrapper.wait()
-    wrapper.stdout.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT]
-)
-def test_every_end_of_the_wrapper_ends_server_and_engine(tree, number):
-    wrapper, pids = tree
-    wrapper.send_signal(number)
-    assert wrapper.wait(LIMIT_S) not in (0, None)
-    wait_until_gone(pids.values())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_killed_server_leaves_no_engine_and_is_reported(tree):
-    wrapper, pids = tree
-    os.kill(pids["server"], signal.SIGKILL)
-    assert wrapper.wait(LIMIT_S) == 256 - signal.SIGKILL
-    wait_until_gone(pids.values())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_killed_reaper_takes_the_server_with_it(tree):
-    wrapper, pids = tree
-    os.kill(pids["reaper"], signal.SIGKILL)
-    assert wrapper.wait(LIMIT_S) == 256 - signal.SIGKILL
-    wait_until_gone([pids["server"]])
+    command = [sys.executable, "-c", WRAPPERS, str(tmp_path / "stand_in.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as wrappers:
+        for name, number, status in ENDS:
+            wrappers.stdin.write("next\n")
+            wrappers.stdin.flush()
+            lines = [wrappers.stdout.readline() for _ in range(4)]
+            pids = {role: int(pid) for role, pid in map(str.split, lines)}
+            with subtests.test(name=name, number=number):
+                try:
+                    os.kill(pids[name], number)
+                    ended = int(wrappers.stdout.readline())
+                    assert ended == status or (status is None and ended != 0)
+                    wait_until_gone([pids["server"]] if name == "reaper" else pids.values())
+                finally:
+                    for pid in filter(alive, pids.values()):
+                        os.kill(pid, signal.SIGKILL)
+        wrappers.stdin.close()
 
 
 def wait_until_gone(pids):
@@ -325,38 +285,26 @@ def test_an_interrupted_write_leaves_the_version_before(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(weight_files, "save_file", full)
-    with pytest.raises(
-        TrainingError, match=r"version 2: .*No space left.*sync_dir|sync_dir.*No space left"
-    ):
+    left = r"version 2: .*No space left.*sync_dir|sync_dir.*No space left"
+    with pytest.raises(TrainingError, match=left):
         files.write_version(weights(2), 2)
     assert first.exists()
     assert not (files.folder / "version_2").exists()
-    with pytest.raises(
-        TrainingError,
-        match=r"^cluster\.sync_dir: .* set cluster\.sync_dir to a folder with room",
-    ):
-        WeightFiles(str(tmp_path), "cluster.sync_dir").write_version(weights(2), 2)
+    of_cluster = WeightFiles(str(tmp_path), "cluster.sync_dir")
+    with pytest.raises(TrainingError, match=r"^cluster\.sync_dir: .* set cluster\.sync_dir to"):
+        of_cluster.write_version(weights(2), 2)
 
 
+@pytest.mark.process
 def test_folders_of_ended_processes_are_removed(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     host = socket.gethostname()
-    for name in (
-        f"{host}.{ended.pid}.x1",
-        f"{host}.{os.getpid()}.x2",
-        f"another-host.{ended.pid}.x3",
-        "mine",
-    ):
+    kept = {f"{host}.{os.getpid()}.x2", f"another-host.{ended.pid}.x3", "mine"}
+    for name in {f"{host}.{ended.pid}.x1"} | kept:
         (tmp_path / name).mkdir()
     files = WeightFiles(str(tmp_path))
-    left = {path.name for path in tmp_path.iterdir()} - {files.folder.name}
-    assert left == {f"{host}.{os.getpid()}.x2", f"another-host.{ended.pid}.x3", "mine"}
-    files._remove()
-    assert not files.folder.exists()
-
-
-def test_an_unwritable_folder_is_a_usage_error(tmp_path):
+    assert {path.name for path in tmp_path.iterdir()} - {files.folder.name} == kept
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"rollout.engine.sync_dir: .*cannot be written to"):
         WeightFiles(str(tmp_path / "file"))

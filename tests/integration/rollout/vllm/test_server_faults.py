@@ -3,6 +3,7 @@ the run's."""
 
 import asyncio
 import base64
+import itertools
 import json
 import pickle
 
@@ -41,173 +42,49 @@ def steady(checkpoints):
         yield fake, connected(fake)
 
 
-def test_a_completion_has_the_servers_data(fake, checkpoints):
-    engine = connected(fake)
-    done = one(engine, top_logprobs=3)
+def test_a_completion_has_the_servers_data(steady, checkpoints):
+    done = one(steady[1], top_logprobs=3)
+    tokens = done.token_ids.tolist()
     check_completion(done, [3, 4, 5], RULES, "sample")
-    assert torch.equal(
-        done.routing.ids, torch.from_numpy(routes_of([3, 4, 5, *done.token_ids.tolist()])[:-1])
-    )
-    assert [(s.start, s.length, s.source) for s in done.routing.spans] == [
-        (0, 3, "prefill"),
-        (3, 5, "decode"),
-    ]
+    assert torch.equal(done.routing.ids, torch.from_numpy(routes_of([3, 4, 5, *tokens])[:-1]))
+    spans = [(s.start, s.length, s.source) for s in done.routing.spans]
+    assert spans == [(0, 3, "prefill"), (3, 5, "decode")]
     table = checkpoints[0][1].state_dict()[TABLE]
-    fed = torch.tensor([5, *done.token_ids.tolist()])[:-1]
-    logp = torch.log_softmax(table[fed] @ table.T, -1)
-    torch.testing.assert_close(
-        done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=1e-5, rtol=0
-    )
+    logp = torch.log_softmax(table[[5, *tokens][:-1]] @ table.T, -1)
+    picked = logp.gather(-1, done.token_ids.long()[:, None])[:, 0]
+    torch.testing.assert_close(done.logp, picked, atol=1e-5, rtol=0)
     top = logp.topk(3)
     assert torch.equal(done.top_ids, top.indices.int())
     torch.testing.assert_close(done.top_logp, top.values, atol=1e-5, rtol=0)
-    assert torch.equal(
-        one(engine, top_logprobs=VOCAB).top_ids, logp.argsort(-1, descending=True).int()
-    )
-    assert one(engine, stop=(int(done.token_ids[2]),)).finish == "stop"
+    whole = one(steady[1], top_logprobs=VOCAB).top_ids
+    assert torch.equal(whole, logp.argsort(-1, descending=True).int())
+    assert one(steady[1], stop=(tokens[2],)).finish == "stop"
 
 
-def spoiled_logp(reply, value):
-    content = json.loads(json.dumps(reply["choices"][0]["logprobs"]["content"]))
-    content[1]["logprob"] = value
-    return {"content": content}
+def field(**fields):
+    return lambda reply: edited(reply, **fields)
 
 
-def encoded(data):
-    return base64.b64encode(data).decode()
+def logp(value):
+    def spoil(reply):
+        content = json.loads(json.dumps(reply["choices"][0]["logprobs"]["content"]))
+        content[1]["logprob"] = value
+        return edited(reply, logprobs={"content": content})
+
+    return spoil
 
 
-def usage(reply, cached):
-    return reply["usage"] | {"prompt_tokens_details": {"cached_tokens": cached}}
+def routes(array):
+    return field(routed_experts=npy(array))
 
 
-def malformed():
-    rows = routes_of(range(8))
-    yield (
-        "no choices",
-        lambda reply: {"usage": reply["usage"]},
-        "choices is NoneType, expected list",
-    )
-    yield (
-        "no tokens",
-        lambda reply: edited(reply, token_ids=None),
-        "token_ids is NoneType, expected list",
-    )
-    yield (
-        "a token too many",
-        lambda reply: edited(reply, token_ids=[1] * 7),
-        "logprobs: 6 for 7 tokens",
-    )
-    yield (
-        "a token outside",
-        lambda reply: edited(reply, token_ids=[1, 2, 3, 4, 5, 32]),
-        "'32' is no token id in 0..31",
-    )
-    yield (
-        "another token's",
-        lambda reply: edited(reply, token_ids=[0] * 5 + [1]),
-        "logprobs: of token",
-    )
-    yield (
-        "NaN",
-        lambda reply: edited(reply, logprobs=spoiled_logp(reply, float("nan"))),
-        "nan is no log-prob",
-    )
-    yield "no value", lambda reply: edited(reply, logprobs=spoiled_logp(reply, -9999.0)), "has none"
-    yield (
-        "a logit",
-        lambda reply: edited(reply, logprobs=spoiled_logp(reply, 3.5)),
-        "3.5 is no log-probability",
-    )
-    yield (
-        "stopped early",
-        lambda reply: edited(reply, finish_reason="stop"),
-        "finish_reason: 'stop' after 6 of 6",
-    )
-    yield "no routes", lambda reply: edited(reply, routed_experts=None), "returned no routes"
-    yield "bad base64", lambda reply: edited(reply, routed_experts="k05V*" * 40), "base64"
-    yield (
-        "half an array",
-        lambda reply: edited(reply, routed_experts=npy(rows)[:120]),
-        "expected base64 of an .npy",
-    )
-    yield (
-        "a row missing",
-        lambda reply: edited(reply, routed_experts=npy(rows[:-1])),
-        "8 rows were due",
-    )
-    yield "two dimensions", lambda reply: edited(reply, routed_experts=npy(rows[:, 0])), "shape"
-    yield (
-        "a layer missing",
-        lambda reply: edited(reply, routed_experts=npy(rows[:, :2])),
-        "routes have 2 layers",
-    )
-    yield (
-        "floats",
-        lambda reply: edited(reply, routed_experts=npy(rows.astype(np.float32))),
-        "integers",
-    )
-    yield (
-        "an expert outside",
-        lambda reply: edited(reply, routed_experts=npy(rows + 16)),
-        "outside 0..15",
-    )
-    yield (
-        "all zeros",
-        lambda reply: edited(reply, routed_experts=npy(rows * 0)),
-        "zeros for all routes",
-    )
-    yield (
-        "pickled",
-        lambda reply: edited(reply, routed_experts=npy(np.array([Bomb()], dtype=object))),
-        "allow_pickle",
-    )
-    yield (
-        "a huge header",
-        lambda reply: edited(reply, routed_experts=huge()),
-        "expected base64 of an .npy",
-    )
-    yield (
-        "an archive",
-        lambda reply: edited(reply, routed_experts=encoded(b"PK\x03\x04" * 9)),
-        "expected base64 of an",
-    )
-    yield "no dimension", lambda reply: edited(reply, routed_experts=npy(np.uint8(3))), "shape"
-    yield (
-        "not ASCII",
-        lambda reply: edited(reply, routed_experts="é" * 8),
-        "expected base64 of an .npy",
-    )
-    yield (
-        "all negative",
-        lambda reply: edited(reply, routed_experts=npy(rows.astype(np.int8) * 0 - 1)),
-        "negative",
-    )
-    yield (
-        "cached",
-        lambda reply: reply | {"usage": usage(reply, 10**12)},
-        "cached_tokens is 1000000000000",
-    )
-    yield "cached less", lambda reply: reply | {"usage": usage(reply, -3)}, "cached_tokens is -3"
-    yield (
-        "infinite",
-        lambda reply: edited(reply, logprobs=spoiled_logp(reply, float("-inf"))),
-        "no log-probability",
-    )
-    yield (
-        "digits",
-        lambda reply: edited(reply, logprobs=spoiled_logp(reply, -(10**400))),
-        "no log-probability",
-    )
-    yield "a deep reply", lambda reply: Reply(b'{"choices":' * 50_000), "not JSON"
-    yield "not JSON", lambda reply: Reply(b'{"choices": [{"ind'), "not JSON"
-    yield "cut off", lambda reply: Reply(reply, cut=20), "RemoteProtocolError"
-    yield "nobody", lambda reply: Reply(hang_up=True), "RemoteProtocolError"
-    yield (
-        "5xx",
-        lambda reply: Reply({"error": "engine core died"}, 500),
-        "status 500.*engine core died",
-    )
+def cached(count):
+    details = {"prompt_tokens_details": {"cached_tokens": count}}
+    return lambda reply: reply | {"usage": reply["usage"] | details}
+
+
+def always(*args, **kwargs):
+    return lambda reply: Reply(*args, **kwargs)
 
 
 class Bomb:
@@ -215,34 +92,75 @@ class Bomb:
         return pytest.fail, ("unpickled what a server sent",)
 
 
-def huge():
-    header = (
-        b"\x93NUMPY\x01\x00v\x00{'descr': '|u1', 'fortran_order': False, 'shape': "
-        b"(9999999999999, 3, 4), }".ljust(127)
-        + b"\n"
-    )
-    return base64.b64encode(header).decode()
+def encoded(data):
+    return field(routed_experts=base64.b64encode(data).decode())
 
 
-@pytest.mark.parametrize(
-    ("name", "spoil", "message"), [pytest.param(*case, id=case[0]) for case in malformed()]
-)
-def test_a_bad_reply_is_asked_for_again_and_then_ends_the_run(steady, name, spoil, message):
+SHAPE = b"{'descr': '|u1', 'fortran_order': False, 'shape': (9999999999999, 3, 4), }"
+HUGE = (b"\x93NUMPY\x01\x00v\x00" + SHAPE).ljust(127) + b"\n"
+ROWS = routes_of(range(8))
+NO_ARRAY = "expected base64 of an .npy"
+MALFORMED = [
+    (lambda reply: {"usage": reply["usage"]}, "choices is NoneType, expected list"),
+    (field(token_ids=None), "token_ids is NoneType, expected list"),
+    (field(token_ids=[1] * 7), "logprobs: 6 for 7 tokens"),
+    (field(token_ids=[1, 2, 3, 4, 5, 32]), "'32' is no token id in 0..31"),
+    (field(token_ids=[0] * 5 + [1]), "logprobs: of token"),
+    (logp(float("nan")), "nan is no log-prob"),
+    (logp(-9999.0), "has none"),
+    (logp(3.5), "3.5 is no log-probability"),
+    (logp(float("-inf")), "no log-probability"),
+    (logp(-(10**400)), "no log-probability"),
+    (field(finish_reason="stop"), "finish_reason: 'stop' after 6 of 6"),
+    (field(routed_experts=None), "returned no routes"),
+    (field(routed_experts="k05V*" * 40), "base64"),
+    (field(routed_experts=npy(ROWS)[:120]), NO_ARRAY),
+    (routes(ROWS[:-1]), "8 rows were due"),
+    (routes(ROWS[:, 0]), "shape"),
+    (routes(ROWS[:, :2]), "routes have 2 layers"),
+    (routes(ROWS.astype(np.float32)), "integers"),
+    (routes(ROWS + 16), "outside 0..15"),
+    (routes(ROWS * 0), "zeros for all routes"),
+    (routes(np.array([Bomb()], dtype=object)), "allow_pickle"),
+    (encoded(HUGE), NO_ARRAY),
+    (encoded(b"PK\x03\x04" * 9), NO_ARRAY),
+    (routes(np.uint8(3)), "shape"),
+    (field(routed_experts="é" * 8), NO_ARRAY),
+    (routes(ROWS.astype(np.int8) * 0 - 1), "negative"),
+    (cached(10**12), "cached_tokens is 1000000000000"),
+    (cached(-3), "cached_tokens is -3"),
+    (always(b'{"choices":' * 50_000), "not JSON"),
+    (always(b'{"choices": [{"ind'), "not JSON"),
+    (lambda reply: Reply(reply, cut=20), "RemoteProtocolError"),
+    (always(hang_up=True), "RemoteProtocolError"),
+    (always({"error": "engine core died"}, 500), "status 500.*engine core died"),
+]
+
+
+def test_a_bad_reply_is_asked_for_again_and_then_ends_the_run(steady, subtests):
     fake, engine = steady
-    fake.spoil.clear()
     good = one(engine)
-    engine.take_metrics()
-    begun = fake._numbers["POST " + GENERATE]
-    fake.spoil[GENERATE] = lambda reply, number: spoil(reply) if number - begun <= 2 else reply
-    again = one(engine)
-    assert torch.equal(good.token_ids, again.token_ids)
-    assert torch.equal(good.routing.ids, again.routing.ids)
-    assert engine.take_metrics()["rollout/requests_retried"] == 2
-    fake.spoil[GENERATE] = lambda reply, number: spoil(reply)
-    with pytest.raises(TrainingError, match=message):
-        one(engine)
-    counted = engine.take_metrics()
-    assert (counted["rollout/requests_dropped"], counted["rollout/requests_retried"]) == (1, 2)
+    for number, (spoil, message) in enumerate(MALFORMED):
+        left = [2]
+
+        def twice(reply, _, spoil=spoil, left=left):
+            left[0] -= 1
+            return spoil(reply) if left[0] >= 0 else reply
+
+        with subtests.test(number=number, message=message):
+            engine.take_metrics()
+            fake.spoil[GENERATE] = twice
+            again = one(engine)
+            assert torch.equal(good.token_ids, again.token_ids)
+            assert torch.equal(good.routing.ids, again.routing.ids)
+            assert engine.take_metrics()["rollout/requests_retried"] == 2
+            fake.spoil[GENERATE] = lambda reply, _, spoil=spoil: spoil(reply)
+            with pytest.raises(TrainingError, match=message):
+                one(engine)
+            counted = engine.take_metrics()
+            counts = counted["rollout/requests_dropped"], counted["rollout/requests_retried"]
+            assert counts == (1, 2)
+    fake.spoil.clear()
 
 
 def test_unpickling_would_have_been_noticed():
@@ -258,15 +176,14 @@ def test_time_out_and_death_in_the_middle_of_a_batch(fake):
         one(hasty)
     fake.paused.clear()
     engine = connected(fake, retries=2)  # a request may meet both hang-ups
-    begun = fake._numbers["POST " + GENERATE]
-    fake.spoil[GENERATE] = lambda reply, number: (
-        Reply(hang_up=True) if number - begun in (3, 7) else reply
+    numbers = itertools.count()
+    fake.spoil[GENERATE] = lambda reply, _: (
+        Reply(hang_up=True) if next(numbers) in (3, 7) else reply
     )
 
     async def batch():
-        return await asyncio.gather(
-            *(engine.generate([i], Sampling(1.0, 3), seed=i) for i in range(16))
-        )
+        calls = (engine.generate([i], Sampling(1.0, 3), seed=i) for i in range(16))
+        return await asyncio.gather(*calls)
 
     assert len(asyncio.run(batch())) == 16  # two of them after a retry
     fake.server.__exit__()
@@ -285,9 +202,8 @@ def test_a_request_across_a_restart_notices_it(fake, checkpoints):
         return Reply(hang_up=True)
 
     fake.spoil[GENERATE] = restart
-    with pytest.raises(
-        TrainingError, match=r"holds weights 'default', not this run's 'onepolicy-.*-1'.*restarted"
-    ):
+    held = r"holds weights 'default', not this run's 'onepolicy-.*-1'.*restarted"
+    with pytest.raises(TrainingError, match=held):
         one(engine)
 
 
@@ -307,39 +223,31 @@ def test_a_server_without_our_current_extension_is_refused(fake):
     fake.told = {"colour": "red"}
     with pytest.raises(UsageError, match=r"another version of onepolicy \(.*'colour'"):
         connected(fake)
-    fake.spoil["/collective_rpc"] = lambda reply, number: Reply(
-        {"error": "no attribute 'onepolicy_describe'"}, 500
-    )
-    with pytest.raises(
-        UsageError, match=r"no attribute 'onepolicy_describe'.*worker extension.*engine serve"
-    ):
+    lacking = {"error": "no attribute 'onepolicy_describe'"}
+    fake.spoil["/collective_rpc"] = lambda reply, number: Reply(lacking, 500)
+    words = r"no attribute 'onepolicy_describe'.*worker extension.*engine serve"
+    with pytest.raises(UsageError, match=words):
         connected(fake)
 
 
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        ({"shape": {"vocab_size": 99}}, "another model: its vocab_size is 99, model.path's 32"),
-        ({"shape": model_shape(HF) | {"num_experts": 8}}, "num_experts is 8, model.path's 16"),
-        ({"dtype": "bfloat16"}, "rollout.engine.dtype: float32, but the server runs bfloat16"),
-        (
-            {"quantization": "fp8"},
-            r"rollout\.quant: unset, but the server's weights are quantised by fp8",
-        ),
-        ({"max_len": 64}, "max_len: 96, but the server takes 64"),
-        ({"logprobs_mode": "raw_logprobs"}, "returns raw_logprobs"),
-        ({"routes": False}, "does not return routes"),
-        ({"deployment": {"version": [0, 30], "platform": "cpu", "pipeline": 2}}, "pipeline stages"),
-        ({"max_logprobs": 2}, "returns 1 of the most likely tokens"),
-    ],
-)
-def test_a_server_that_does_not_fit_the_run_is_refused(fake, told, message):
-    fake.told = told
-    with pytest.raises(UsageError, match=message):
-        connected(fake)
+UNFIT = [
+    ({"shape": {"vocab_size": 99}}, "another model: its vocab_size is 99, model.path's 32"),
+    ({"shape": model_shape(HF) | {"num_experts": 8}}, "num_experts is 8, model.path's 16"),
+    ({"dtype": "bfloat16"}, "rollout.engine.dtype: float32, but the server runs bfloat16"),
+    ({"quantization": "fp8"}, r"rollout\.quant: unset, .* quantised by fp8"),
+    ({"max_len": 64}, "max_len: 96, but the server takes 64"),
+    ({"logprobs_mode": "raw_logprobs"}, "returns raw_logprobs"),
+    ({"routes": False}, "does not return routes"),
+    ({"deployment": {"version": [0, 30], "platform": "cpu", "pipeline": 2}}, "pipeline stages"),
+    ({"max_logprobs": 2}, "returns 1 of the most likely tokens"),
+]
 
 
-def test_raw_log_probabilities_are_noticed_despite_settings(fake):
-    fake.raw = True
+def test_a_server_that_does_not_fit_the_run_is_refused(fake, subtests):
+    for told, message in UNFIT:
+        fake.told = told
+        with subtests.test(told=told), pytest.raises(UsageError, match=message):
+            connected(fake)
+    fake.told, fake.raw = {}, True  # noticed despite settings
     with pytest.raises(UsageError, match=r"nats apart at temperature 1 and .* twice as far"):
         connected(fake)

@@ -10,15 +10,10 @@ from onepolicy.rollout.fleet.servers import ServerFleet
 from onepolicy.rollout.servers.addresses import server_urls
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.types import Sampling
-from support.fake_vllm import HF, VOCAB, FakeVLLM, engine_of, make_checkpoints, model_shape
+from support.fake_vllm import HF, VOCAB, FakeVLLM, engine_of, model_shape
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=6)
 PROMPTS = [[i, i + 1, 3] for i in range(3, 27)]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    return make_checkpoints(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
@@ -33,9 +28,7 @@ def fakes(checkpoints):
 def fleet_of(fakes, checkpoints, **settings):
     by_url = {fake.server.url: fake for fake in fakes}
     made = ServerFleet(
-        lambda url: engine_of(by_url[url], retries=2, **settings),
-        lambda: list(by_url),
-        vocab=VOCAB,
+        lambda url: engine_of(by_url[url], retries=2, **settings), lambda: list(by_url), vocab=VOCAB
     )
     asyncio.run(made.start(checkpoints[0][0]))
     return made
@@ -47,13 +40,13 @@ async def sample(fleet, prompts=PROMPTS, sampling=SAMPLING):
     )
 
 
-def weights_of(model):
-    return iter(model.state_dict().items())
+def load(fleet, checkpoint, version=1):
+    asyncio.run(fleet.load_weights(iter(checkpoint[1].state_dict().items()), version))
 
 
-def assert_sampled_with(fakes, completions, model, version):
+def assert_sampled_with(completions, checkpoint, version):
     """Every token's log-probability is that of this model's table."""
-    table = model.state_dict()["model.embed_tokens.weight"]
+    table = checkpoint[1].state_dict()["model.embed_tokens.weight"]
     for prompt, done in zip(PROMPTS, completions, strict=True):
         assert set(done.version.tolist()) == {version}
         path = [prompt[-1], *done.token_ids.tolist()]
@@ -66,12 +59,11 @@ def assert_sampled_with(fakes, completions, model, version):
 def test_all_servers_sample_and_all_get_the_weights(fakes, checkpoints, sync, tmp_path):
     fleet = fleet_of(fakes, checkpoints, sync=sync, sync_dir=str(tmp_path))
     before = [fake.sampled for fake in fakes]
-    assert_sampled_with(fakes, asyncio.run(sample(fleet)), checkpoints[0][1], 0)
+    assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[0], 0)
     assert all(fake.sampled > b for fake, b in zip(fakes, before, strict=True))
-    other = checkpoints[1][1]
-    asyncio.run(fleet.load_weights(weights_of(other), 1))
+    load(fleet, checkpoints[1])
     assert fleet.version == 1
-    assert_sampled_with(fakes, asyncio.run(sample(fleet)), other, 1)
+    assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[1], 1)
     metrics = fleet.take_metrics()
     assert (metrics["rollout/servers"], metrics["rollout/requests_repeated"]) == (2, 0)
     asyncio.run(fleet.confirm_weights())
@@ -87,8 +79,7 @@ def test_requests_of_a_lost_server_are_repeated_on_the_others(fakes, checkpoints
         await asyncio.to_thread(second.server.__exit__, None, None, None)
         return await work
 
-    done = asyncio.run(lose_one())
-    assert_sampled_with(fakes, done, checkpoints[0][1], 0)
+    assert_sampled_with(asyncio.run(lose_one()), checkpoints[0], 0)
     (line,) = [each for each in caplog.messages if "is lost" in each]
     assert second.server.url in line
     repeated = fleet.take_metrics()
@@ -96,7 +87,7 @@ def test_requests_of_a_lost_server_are_repeated_on_the_others(fakes, checkpoints
     assert repeated["rollout/requests_repeated"] > 0
     assert f"its {int(repeated['rollout/requests_repeated'])} requests go to the 1 servers" in line
 
-    asyncio.run(fleet.load_weights(weights_of(checkpoints[1][1]), 1))  # without it
+    load(fleet, checkpoints[1])  # without it
     asyncio.run(fleet.confirm_weights())
     assert fleet.take_metrics()["rollout/servers"] == 1
 
@@ -106,19 +97,19 @@ def test_a_server_that_is_back_gets_weights_before_requests(fakes, checkpoints, 
     (member,) = [each for each in fleet._all if each.url == second.server.url]
     fleet._lose(member, EngineLost("gone"))
     second.weights, second.table = "default", second.table * 3  # it has restarted with others
-    assert_sampled_with(fakes, asyncio.run(sample(fleet)), checkpoints[0][1], 0)
-    asyncio.run(fleet.load_weights(weights_of(checkpoints[1][1]), 1))
+    assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[0], 0)
+    load(fleet, checkpoints[1])
     assert any("is back; it gets the weights" in each for each in caplog.messages)
     before = second.sampled
-    assert_sampled_with(fakes, asyncio.run(sample(fleet)), checkpoints[1][1], 1)
+    assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[1], 1)
     assert second.sampled > before
 
 
 def test_a_server_lost_in_an_update_keeps_no_other_from_its_weights(fakes, checkpoints):
     fleet, (_, second) = fleet_of(fakes, checkpoints), fakes
     second.server.__exit__(None, None, None)
-    asyncio.run(fleet.load_weights(weights_of(checkpoints[1][1]), 1))
-    assert_sampled_with(fakes, asyncio.run(sample(fleet)), checkpoints[1][1], 1)
+    load(fleet, checkpoints[1])
+    assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[1], 1)
     assert fleet.take_metrics()["rollout/servers"] == 1
 
 
@@ -148,18 +139,12 @@ def test_addresses_from_a_list_a_file_and_a_name(tmp_path):
         server_urls(f"file:{listed}")
     with pytest.raises(UsageError, match="cannot be read"):
         server_urls(f"file:{tmp_path / 'none'}")
-
-
-@pytest.mark.parametrize(
-    ("url", "problem"),
-    [
+    for url, problem in (
         ([], "list one or more"),
         (["http://a:1", "http://a:1/"], "each once"),
         (["http://a:1", "b:1"], "not the address"),
         ("dns:https://a:1", "no certificate"),
         ("file:", "names no file"),
-    ],
-)
-def test_bad_lists_are_refused(url, problem):
-    with pytest.raises(ValueError, match=problem):
-        VLLMServerConfig(url=url)
+    ):
+        with pytest.raises(ValueError, match=problem):
+            VLLMServerConfig(url=url)

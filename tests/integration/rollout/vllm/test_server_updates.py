@@ -19,6 +19,7 @@ from onepolicy.sync.push import checked_push
 from onepolicy.sync.weight_files import read_weights
 from onepolicy.types import Sampling
 from support import fake_vllm
+from support.fake_learner import FakeLearner
 from support.fake_vllm import GENERATE, RULES, TABLE, VOCAB, connected, one, routes_of
 from support.http_server import Reply
 from support.waiting import until
@@ -26,14 +27,12 @@ from support.waiting import until
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
 
-class Learner:
-    version = 0
+def load(engine, checkpoint, version):
+    asyncio.run(engine.load_weights(checkpoint[1].state_dict().items(), version))
 
-    def __init__(self, model):
-        self.model = model
 
-    def named_weights(self, dtype=None):
-        yield from self.model.state_dict().items()
+def holds(fake, checkpoint):
+    return np.array_equal(fake.table, checkpoint[1].state_dict()[TABLE].numpy())
 
 
 def test_a_pause_that_was_left_behind_is_lifted(fake):
@@ -45,15 +44,13 @@ def test_requests_continue_after_an_update_and_name_their_weights(fake, checkpoi
     """One request is interrupted in the middle, one is held back before it began, and one reaches
     the server only after the pause."""
     engine = connected(fake, max_num_seqs=4)
-    asyncio.run(checked_push(Learner(checkpoints[0][1]), engine, vocab=VOCAB))
+    asyncio.run(checked_push(FakeLearner(checkpoints[0][1], version=0), engine, vocab=VOCAB))
     fake.hold, fake.sampled = 5, 0
     prompts = [[3, 4, i] for i in range(8)]
 
     async def interrupted():
-        tasks = [
-            asyncio.create_task(engine.generate(p, Sampling(1.0, 40), seed=i))
-            for i, p in enumerate(prompts)
-        ]
+        calls = [engine.generate(p, Sampling(1.0, 40), seed=i) for i, p in enumerate(prompts)]
+        tasks = list(map(asyncio.create_task, calls))
         await fake.sampling(20)  # by all of the four that may run
         await engine.load_weights(checkpoints[1][1].state_dict().items(), 5)
         return await asyncio.gather(*tasks)
@@ -67,27 +64,21 @@ def test_requests_continue_after_an_update_and_name_their_weights(fake, checkpoi
         assert (versions.diff() >= 0).all()
         num_split += len(versions.unique()) == 2
         fed = torch.cat([torch.tensor(prompt[-1:]), tokens[:-1]])
-        for t in range(40):
-            table = tables[int(versions[t])]
-            logp = torch.log_softmax(table[fed[t]] @ table.T, -1)[tokens[t]]
-            torch.testing.assert_close(completion.logp[t], logp, atol=1e-5, rtol=0)
+        for version, table in tables.items():
+            own = versions == version
+            logp = torch.log_softmax(table[fed[own]] @ table.T, -1).gather(-1, tokens[own, None])
+            torch.testing.assert_close(completion.logp[own], logp[:, 0], atol=1e-5, rtol=0)
         check_completion(completion, prompt, RULES, "sample")
-        assert torch.equal(
-            completion.routing.ids, torch.from_numpy(routes_of([*prompt, *tokens.tolist()])[:-1])
-        )
-        kept = int((versions == 0).sum())
-        spans = completion.routing.spans
-        assert sum(s.length for s in spans if s.version == 0) == (
-            2 + kept if kept else 0
-        )  # its last token was not fed
+        expected = routes_of([*prompt, *tokens.tolist()])[:-1]
+        assert torch.equal(completion.routing.ids, torch.from_numpy(expected))
+        kept, spans = int((versions == 0).sum()), completion.routing.spans
+        fed_by_old = 2 + kept if kept else 0  # its last token was not fed
+        assert sum(s.length for s in spans if s.version == 0) == fed_by_old
         assert sum(s.length for s in spans) == 42
     assert num_split == 4
     assert engine.take_metrics()["rollout/requests_resumed"] >= 4
-    seeds = {
-        r.body["sampling_params"]["seed"]
-        for r in fake.server.asked
-        if r.path == GENERATE and r.params == {}
-    }
+    asked = [r.body for r in fake.server.asked if r.path == GENERATE and r.params == {}]
+    seeds = {body["sampling_params"]["seed"] for body in asked}
     assert {resumed_seed(0, int((done[0].version == 0).sum())), 0} <= seeds
 
 
@@ -135,17 +126,16 @@ def test_a_failed_update_leaves_no_engine_behind(fake, checkpoints, sync):
     asyncio.run(engine.store_initial_canary([0.0]))
     fake.spoil["/collective_rpc"] = lambda reply, number: Reply({"error": "out of memory"}, 500)
     with pytest.raises(TrainingError, match="out of memory"):
-        asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
+        load(engine, checkpoints[1], 1)
     with pytest.raises(RuntimeError, match="failed half-way"):
         one(engine)
     assert fake.paused.is_set()
     assert fake.weights.endswith("-incomplete")
     assert not engine.has_initial_checkpoint(fake.model)
     fake.spoil.clear()
-    next_run = connected(
-        fake
-    )  # gives it back what it was started with before asking it for anything
-    assert np.array_equal(fake.table, checkpoints[0][1].state_dict()[TABLE].numpy())
+    # gives it back what it was started with before asking it for anything
+    next_run = connected(fake)
+    assert holds(fake, checkpoints[0])
     assert len(one(next_run).token_ids) == 6
 
 
@@ -154,27 +144,27 @@ def test_weights_reach_the_server_and_altered_ones_are_refused(
     fake, checkpoints, sync, monkeypatch
 ):
     engine = connected(fake, sync=sync)
-    asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
-    assert np.array_equal(fake.table, checkpoints[1][1].state_dict()[TABLE].numpy())
+    load(engine, checkpoints[1], 1)
+    assert holds(fake, checkpoints[1])
     assert engine.version == 1
 
     def altered(weights):
         for name, tensor in weights:
             yield name, tensor * 2 if name == TABLE else tensor
 
-    if sync == "disk":
-        monkeypatch.setattr(fake_vllm, "read_weights", lambda folder: altered(read_weights(folder)))
-    else:
-        monkeypatch.setattr(
-            broadcast,
-            "unflatten_bucket",
-            lambda *args: dict(altered(unflatten_bucket(*args).items())),
-        )
-    with pytest.raises(TrainingError, match=f"bytes of '{TABLE}' are not those that were sent"):
-        asyncio.run(engine.load_weights(checkpoints[0][1].state_dict().items(), 2))
+    def read(folder):
+        return altered(read_weights(folder))
+
+    def unflatten(*args):
+        return dict(altered(unflatten_bucket(*args).items()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_vllm, "read_weights", read)
+        patch.setattr(broadcast, "unflatten_bucket", unflatten)
+        with pytest.raises(TrainingError, match=f"bytes of '{TABLE}' are not those that were sent"):
+            load(engine, checkpoints[0], 2)
     assert engine.version == -1
-    monkeypatch.undo()
-    asyncio.run(engine.load_weights(checkpoints[0][1].state_dict().items(), 3))
+    load(engine, checkpoints[0], 3)
     assert (one(engine).version == 3).all()
 
 
@@ -182,7 +172,7 @@ def test_a_server_that_cannot_reach_the_trainer_fails_at_once(fake, checkpoints)
     engine = connected(fake)
     fake.cut_off = True
     with pytest.raises(TrainingError, match="cannot join the sender of the weights"):
-        asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
+        load(engine, checkpoints[1], 1)
     assert engine.version == -1
 
 
@@ -208,12 +198,12 @@ def test_a_server_serves_one_run_after_another(fake, checkpoints):
     engine = connected(fake)
     asyncio.run(attach_engine(engine, fake.model, vocab=VOCAB))
     assert fake.weights == "default"  # nothing had to be loaded
-    asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 9))
+    load(engine, checkpoints[1], 9)
     second = connected(fake)
     asyncio.run(attach_engine(second, fake.model, vocab=VOCAB))
     assert torch.equal(one(second).logp, one(connected(fake)).logp)
     asyncio.run(attach_engine(connected(fake), checkpoints[1][0], vocab=VOCAB))
-    assert np.array_equal(fake.table, checkpoints[1][1].state_dict()[TABLE].numpy())
+    assert holds(fake, checkpoints[1])
 
 
 def test_a_reload_that_is_wrong_every_time_is_noticed(fake, checkpoints):
@@ -223,13 +213,12 @@ def test_a_reload_that_is_wrong_every_time_is_noticed(fake, checkpoints):
     )
     with pytest.raises(UsageError, match="its weights are wrong after a reload"):
         asyncio.run(attach_engine(connected(fake), checkpoints[1][0], vocab=VOCAB))
+    learner = FakeLearner(checkpoints[1][1], version=0)
     with pytest.raises(TrainingError, match="moved the log-probabilities"):
-        asyncio.run(checked_push(Learner(checkpoints[1][1]), connected(fake), vocab=VOCAB))
+        asyncio.run(checked_push(learner, connected(fake), vocab=VOCAB))
 
 
 def test_weights_of_another_program_cannot_be_checked(fake, checkpoints):
     fake.weights = "somebody-3"
-    with pytest.raises(
-        UsageError, match="holds weights 'somebody-3', which another program gave it"
-    ):
+    with pytest.raises(UsageError, match="weights 'somebody-3', which another program gave it"):
         asyncio.run(attach_engine(connected(fake), fake.model, vocab=VOCAB))

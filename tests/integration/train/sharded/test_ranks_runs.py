@@ -16,6 +16,7 @@ from support.models import MOE, make
 from support.rank_cases import CASES, assert_equal_steps, joined
 from support.waiting import wait_until
 
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1800)]
 LONG = 120  # seconds; what is waited for comes much earlier
 
 
@@ -24,22 +25,14 @@ def start(*arguments):
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("whom", "staleness"), [("rank", "off"), ("driver", "off"), ("rank", 0), ("rank", 1)]
 )
 def test_a_run_killed_in_the_middle_resumes_to_the_same_run(whom, staleness, recipe, tmp_path):
     """In the asynchronous loop the learner computes in another thread than the one that a lost rank
     interrupts."""
-    settings = [
-        "steps=6",
-        "checkpoint.every=1",
-        "train.ranks=2",
-        "eval.every=0",
-        "train.device=cpu",
-    ]
-    settings += [f"rollout.max_staleness={staleness}"]
+    settings = ["steps=6", "checkpoint.every=1", "train.ranks=2", "eval.every=0"]
+    settings += ["train.device=cpu", f"rollout.max_staleness={staleness}"]
     whole, out = tmp_path / "whole", tmp_path / "killed"
     assert main(["train", str(recipe), f"out={whole}", *settings]) == 0
     run = start(recipe, f"out={out}", *settings)
@@ -57,8 +50,6 @@ def test_a_run_killed_in_the_middle_resumes_to_the_same_run(whom, staleness, rec
         assert list(map(timeless, rows(whole))) == list(map(timeless, rows(out)))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_resume_on_other_numbers_of_ranks_and_under_torchrun(recipe, tmp_path):
     """2 -> 3 -> 0 ranks give the weights of an uninterrupted run, but for rounding that sampling
     did not see."""
@@ -66,15 +57,8 @@ def test_resume_on_other_numbers_of_ranks_and_under_torchrun(recipe, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "changed"
     assert main(["train", str(recipe), f"out={whole}", *settings, "steps=3"]) == 0
     assert main(["train", str(recipe), f"out={out}", *settings, "steps=1", "train.ranks=2"]) == 0
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=3",
-        "-m",
-        "onepolicy",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node=3", "-m", "onepolicy"]
     subprocess.run([*torchrun, "train", "--resume", str(out), "steps=2"], check=True, timeout=280)
     assert main(["train", "--resume", str(out), "steps=3", "train.ranks=0"]) == 0
     for expected, found in zip(rows(whole), rows(out), strict=True):
@@ -84,8 +68,6 @@ def test_resume_on_other_numbers_of_ranks_and_under_torchrun(recipe, tmp_path):
             assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [3, 4])
 def test_more_ranks_equal_one(count, tmp_path):
     for family in MOE:

@@ -1,7 +1,4 @@
-"""Dumps of several files, our own run folders, and the dumps of slime, miles and prime-rl, by their
-documented layout."""
-
-from __future__ import annotations
+"""Dumps of several files, our run folders, and the dumps of slime, miles and prime-rl."""
 
 import json
 import math
@@ -29,12 +26,8 @@ def test_a_folder_is_one_dump(tmp_path):
     whole = write_jsonl(tmp_path / "whole.jsonl", [row for part in rows for row in part])
     found, wanted = (audit(path, {}).accumulated for path in (tmp_path / "dump", whole))
     assert (found.rows, sorted(found.steps)) == (12, [0, 1, 2])
-    numbers = {
-        name: pytest.approx(value, rel=1e-4) for name, value in wanted.overall.statistics().items()
-    }
-    assert found.overall.statistics() == numbers
-    places = [row.dump_row for row in found.sample.rows(None)]
-    assert places == list(range(12))
+    assert found.overall.statistics() == pytest.approx(wanted.overall.statistics(), rel=1e-4)
+    assert [row.dump_row for row in found.sample.rows(None)] == list(range(12))
     write_step(tmp_path / "dump", 5, gaussian_rows(1e-3, rows=1))
     with pytest.raises(UsageError, match=r"step_00005_0\.parquet: column step: in some files"):
         audit(tmp_path / "dump", {})
@@ -52,13 +45,8 @@ def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
         for row in rows:
             row["logp_rollout"][:2] = row["logp_trainer"][:2] = [0.0, 0.0]
         renamed = [{KNOWN_NAMES["prime-rl"].get(k, k): v for k, v in row.items()} for row in rows]
-        extra = {
-            "schema_version": 1,
-            "rank": 0,
-            "env_name": "math",
-            "step": step,
-            "is_masked": [None] * 80,
-        }
+        extra = {"schema_version": 1, "rank": 0, "env_name": "math", "step": step}
+        extra["is_masked"] = [None] * 80
         folder = tmp_path / "token_exports" / f"step_{step}"
         folder.mkdir(parents=True)
         write_jsonl(folder / "rank_0.jsonl", [row | extra for row in renamed])
@@ -72,43 +60,30 @@ def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
 
 
 def _samples(count, seed=0):
-    """Return the fields that both frameworks hold of a sample: all its tokens, and lists of its
-    response."""
+    """Return what both frameworks hold of a sample: all its tokens, lists of its response."""
     for i, row in enumerate(gaussian_rows(5e-3, rows=count, length=42, seed=seed)):
         made = {"tokens": torch.arange(60), "weight_versions": ["3", "4"], "sample_index": i}
-        made["entropy"] = torch.full((40,), 13.0)
-        made["loss_masks"] = torch.ones(40, dtype=torch.int)
-        made["log_probs"], made["rollout_log_probs"] = (
-            torch.tensor(row[n][2:]) for n in ("logp_trainer", "logp_rollout")
-        )
+        made |= {"entropy": torch.full((40,), 13.0), "loss_masks": torch.ones(40, dtype=torch.int)}
+        made["log_probs"] = torch.tensor(row["logp_trainer"][2:])
+        made["rollout_log_probs"] = torch.tensor(row["logp_rollout"][2:])
         yield made
+
+
+def _shape(accumulated):
+    return accumulated.rows, sorted(accumulated.steps), accumulated.overall.tokens
 
 
 @capability("slime", "dump", how="contract")
 def test_slime_training_dump(tmp_path):
     for rollout in range(2):
-        samples = list(_samples(10, rollout))
-        payload = {
-            "format_version": 2,
-            "rollout_id": rollout,
-            "rank": 0,
-            "samples": samples,
-            "dp_shards": [{}],
-        }
+        payload = {"format_version": 2, "rollout_id": rollout, "rank": 0, "dp_shards": [{}]}
+        payload["samples"] = list(_samples(10, rollout))
         torch.save(payload, tmp_path / f"{rollout}.pt")
     with pytest.raises(UsageError, match=r"python -m onepolicy\.audit\.export\.slime"):
         audit(tmp_path / "0.pt", {})
     assert slime.convert(tmp_path, tmp_path / "out") == 20
     found = audit(tmp_path / "out", {})
-    assert (
-        found.accumulated.rows,
-        sorted(found.accumulated.steps),
-        found.accumulated.overall.tokens,
-    ) == (
-        20,
-        [0, 1],
-        800,
-    )
+    assert _shape(found.accumulated) == (20, [0, 1], 800)
     assert found.accumulated.newest == {0: 3, 1: 3}
     row = found.accumulated.sample.rows(None)[0].columns
     assert row["tokens"].tolist() == list(range(20, 60))
@@ -119,31 +94,24 @@ def test_slime_training_dump(tmp_path):
 
 @capability("miles", "dump", how="contract")
 def test_miles_training_dump_leaves_copies_out(tmp_path):
-    columns = {}
+    columns = {"sample_indices": []}
     for sample in _samples(6):
+        columns["sample_indices"].append(sample.pop("sample_index"))
         for name, value in sample.items():
-            columns.setdefault("sample_indices" if name == "sample_index" else name, []).append(
-                value
-            )
+            columns.setdefault(name, []).append(value)
+    first_stage = {k: v for k, v in columns.items() if k not in ("log_probs", "entropy")}
+
+    def save(rollout, rank, data, cp_size=1):
+        payload = {"rollout_id": rollout, "rank": rank, "rollout_data": data, "cp_size": cp_size}
+        torch.save(payload, tmp_path / f"{rollout}_{rank}.pt")
+
     for rank in (0, 1):  # tensor parallelism
-        torch.save(
-            {"rollout_id": 0, "rank": rank, "rollout_data": columns, "cp_size": 1},
-            tmp_path / f"0_{rank}.pt",
-        )
-    first_stage = {
-        name: value for name, value in columns.items() if name not in ("log_probs", "entropy")
-    }
-    torch.save(
-        {"rollout_id": 0, "rank": 2, "rollout_data": first_stage, "cp_size": 1}, tmp_path / "0_2.pt"
-    )
+        save(0, rank, columns)
+    save(0, 2, first_stage)
     assert slime.convert(tmp_path, tmp_path / "out") == 6
     assert audit(tmp_path / "out", {}).accumulated.rows == 6
-    torch.save(
-        {"rollout_id": 1, "rank": 0, "rollout_data": columns, "cp_size": 2}, tmp_path / "1_0.pt"
-    )
-    with pytest.raises(
-        UsageError, match=r"1_0\.pt: holds one rank's slices of context parallelism"
-    ):
+    save(1, 0, columns, cp_size=2)
+    with pytest.raises(UsageError, match=r"1_0\.pt: holds one rank's slices of context parallel"):
         slime.convert(tmp_path, tmp_path / "out")
     torch.save({"something": 1}, tmp_path / "1_0.pt")
     with pytest.raises(UsageError, match=r"1_0\.pt: neither samples nor rollout_data"):
@@ -152,87 +120,64 @@ def test_miles_training_dump_leaves_copies_out(tmp_path):
         slime.convert(tmp_path / "none", tmp_path / "out")
 
 
+ROUTES = torch.stack([torch.arange(60) % 7, torch.arange(60) % 5 + 7], 1).reshape(60, 1, 2)
+
+
 def _run(folder, **tensors):
     probes = folder / "probes"
     probes.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "config.json"):
         (folder / name).write_text(json.dumps({}))
     for step in (5, 10):
-        n = 60
-        rollout = -torch.rand(n, generator=torch.Generator().manual_seed(step)) * 3 - 1
-        found = {"logp_rollout": rollout, "logp_trainer": rollout - 0.01, "entropy": torch.ones(n)}
-        found |= {
-            "version": torch.full((n,), step),
-            "tokens": torch.arange(n),
-            "segment": torch.arange(n) // 20,
-        }
-        routes = torch.stack([torch.arange(n) % 7, torch.arange(n) % 5 + 7], 1).reshape(n, 1, 2)[
-            :40
-        ]
-        found |= {"routes_rollout": routes, "routes_trainer": routes.clone()} | tensors
+        rollout = -torch.rand(60, generator=torch.Generator().manual_seed(step)) * 3 - 1
+        found = {"logp_rollout": rollout, "logp_trainer": rollout - 0.01}
+        found |= {"entropy": torch.ones(60), "version": torch.full((60,), step)}
+        found |= {"tokens": torch.arange(60), "segment": torch.arange(60) // 20}
+        found |= {"routes_rollout": ROUTES[:40], "routes_trainer": ROUTES[:40].clone()} | tensors
         save_file(found, probes / f"step_{step:05d}.safetensors")
     return folder
 
 
 def test_own_run_folder(tmp_path):
     found = audit(_run(tmp_path / "run"), {})
-    assert (
-        found.accumulated.rows,
-        sorted(found.accumulated.steps),
-        found.accumulated.overall.tokens,
-    ) == (
-        6,
-        [5, 10],
-        120,
-    )
+    assert _shape(found.accumulated) == (6, [5, 10], 120)
     assert found.accumulated.overall.statistics()["k1"] == pytest.approx(0.01, rel=1e-4)
     assert (found.accumulated.routes.slots, found.accumulated.routes.routers) == (80, 0.0)
-    shifted = (
-        torch.stack([torch.arange(60) % 7, torch.arange(60) % 5 + 7], 1)
-        .reshape(60, 1, 2)
-        .roll(1, 0)[:40]
-    )
-    late = audit(_run(tmp_path / "late", routes_rollout=shifted.contiguous()), {})
-    assert late.verdict.causes == ("routes",)
-    assert "routes are one row late" in late.verdict.text()
-    rollout, sign = (
-        -2.5 - torch.rand(60, generator=torch.Generator().manual_seed(0)),
-        1 - 2 * (torch.arange(60) % 2),
-    )
-    scores = {
-        "logp_rollout": rollout,
-        "logp_trainer": rollout + (0.2 * sign).log1p(),  # mean rho is 1
-        "logp_trainer_native": rollout + (0.4 * sign).log1p(),
-        "entropy": torch.full((60,), 3.0),
-        "segment": torch.arange(60) // 5,
-    }
-    other = torch.stack([torch.arange(60) % 7, torch.arange(60) % 5 + 7], 1).reshape(60, 1, 2)[:40]
-    other[::8, 0, 0] = 13
-    replaying = audit(_run(tmp_path / "replaying", routes_rollout=other.contiguous(), **scores), {})
-    assert replaying.accumulated.routes.routers > 0
-    assert (replaying.verdict.action, replaying.verdict.causes) == (
-        "correct",
-        ("numerics",),
-    )  # it replays already
-    assert (
-        replaying.notes[0]
-        == f"Without replay k3 is {-math.log(1 - 0.4**2) / 2:.3g} nats a token over the whole dump."
-    )
     with pytest.raises(UsageError, match="leave --columns out"):
         audit(tmp_path / "run", {"mask": "x"})
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
+def test_late_routes_in_a_run_folder(tmp_path):
+    shifted = ROUTES.roll(1, 0)[:40].contiguous()
+    late = audit(_run(tmp_path / "late", routes_rollout=shifted), {})
+    assert late.verdict.causes == ("routes",)
+    assert "routes are one row late" in late.verdict.text()
+
+
+def test_a_run_that_replays_is_not_advised_to(tmp_path):
+    rollout = -2.5 - torch.rand(60, generator=torch.Generator().manual_seed(0))
+    sign = 1 - 2 * (torch.arange(60) % 2)
+    scores = {"logp_rollout": rollout, "entropy": torch.full((60,), 3.0)}
+    scores["logp_trainer"] = rollout + (0.2 * sign).log1p()  # mean rho is 1
+    scores["logp_trainer_native"] = rollout + (0.4 * sign).log1p()
+    scores["segment"] = torch.arange(60) // 5
+    other = ROUTES[:40].clone()
+    other[::8, 0, 0] = 13
+    found = audit(_run(tmp_path / "run", routes_rollout=other, **scores), {})
+    assert found.accumulated.routes.routers > 0
+    assert (found.verdict.action, found.verdict.causes) == ("correct", ("numerics",))
+    k3 = -math.log(1 - 0.4**2) / 2
+    assert found.notes[0].startswith(f"Without replay k3 is {k3:.3g} nats a token")
+
+
+def test_a_damaged_probe_is_refused(tmp_path):
+    for tensors, words in (
         ({"tokens": torch.arange(3)}, "its tensors differ in length"),
         ({"routes_trainer": torch.zeros(5, dtype=torch.int64)}, "routes of shapes"),
         ({"logp_trainer": torch.full((60,), 3.0)}, "a log-probability is never above 0"),
-    ],
-)
-def test_a_damaged_probe_is_refused(tmp_path, tensors, message):
-    with pytest.raises(UsageError, match=message):
-        audit(_run(tmp_path / "run", **tensors), {})
+    ):
+        with pytest.raises(UsageError, match=words):
+            audit(_run(tmp_path / "run", **tensors), {})
     (tmp_path / "run" / "probes" / "step_00005.safetensors").write_bytes(b"x")
     with pytest.raises(UsageError, match="not a readable safetensors file"):
         audit(tmp_path / "run", {})

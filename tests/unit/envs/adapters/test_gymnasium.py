@@ -1,7 +1,8 @@
 """gymnasium environments played in words by a scripted engine: returns, illegal actions, seeds,
 refusals."""
 
-from __future__ import annotations
+import json
+from itertools import islice
 
 import gymnasium
 import numpy as np
@@ -21,6 +22,7 @@ from onepolicy.envs.adapters.gymnasium import (
 )
 from onepolicy.envs.adapters.seeded import scale_return
 from onepolicy.envs.warmup.examples import warmup_examples
+from onepolicy.envs.warmup.gridworlds import optimal_actions
 from onepolicy.interfaces import EpisodeError
 from support.scripted_engine import HERMES, play, tokenizer_of
 
@@ -49,42 +51,39 @@ def test_a_walk_to_the_goal():
         "Action: act[down]<eos>\nObservation: row 2, column 0\n",
     ]
     turns = [[*env.tokenizer.encode(text), env.tokenizer.eos_token_id] for text in act(*WAY)]
-    assert sample.tokens[1:][sample.trainable].tolist() == [
-        token for turn in turns for token in turn
-    ]
+    assert sample.tokens[1:][sample.trainable].tolist() == [t for turn in turns for t in turn]
     assert sample.tokens.tolist() == script.prompts[-1] + turns[-1]  # as sampled and as read
 
 
 def test_a_hole_and_an_unfinished_walk_earn_nothing():
-    (sample,), _ = play(environment(), act("right", "down"))
-    assert (sample.reward, sample.finish) == (0.0, "stop")
-    (sample,), _ = play(environment(max_turns=2, returns=(-5, 0)), act("left", "left"))
-    assert (sample.reward, sample.finish) == (
-        0.0,
-        "turns",
-    )  # its return of 0 would be worth 1, had it ended
-    (sample,), _ = play(environment(), act(*WAY)[:1], finish="length")
-    assert (sample.reward, sample.finish) == (0.0, "length")
-    (sample,), _ = play(environment(max_turns=6), act(*WAY))
-    assert sample.reward == 1.0  # the last turn's step is taken
+    for settings, actions, how, ended in (
+        ({}, ("right", "down"), {}, (0.0, "stop")),
+        # its return of 0 would be worth 1, had it ended
+        ({"max_turns": 2, "returns": (-5, 0)}, ("left", "left"), {}, (0.0, "turns")),
+        ({}, WAY[:1], {"finish": "length"}, (0.0, "length")),
+        ({"max_turns": 6}, WAY, {}, (1.0, "stop")),  # the last turn's step is taken
+    ):
+        (sample,), _ = play(environment(**settings), act(*actions), **how)
+        assert (sample.reward, sample.finish) == ended
 
 
-@pytest.mark.parametrize(
-    ("turn", "event", "reply"),
-    [
-        ("Action: act[fly]", "act_error", "error: no action 'fly'; there is left, down, right, up"),
-        ("Action: act[4]", "act_error", "error: no action '4'; there is left, down, right, up"),
-        ("Action: act[1.5]", "act_error", "error: no action '1.5'; there is left, down, right, up"),
-        ("Action: go[left]", "malformed", "error: no tool go; there is act"),
-        ("Answer: left", "malformed", "error: there is nothing to answer; call act"),
-        ("left", "malformed", "error: end with a line `Action: tool[input]` or `Answer: ...`"),
-    ],
-)
-def test_an_invalid_action_is_answered_and_takes_no_step(turn, event, reply):
+INVALID = [
+    ("Action: act[fly]", "act_error", "error: no action 'fly'; there is left, down, right, up"),
+    ("Action: act[4]", "act_error", "error: no action '4'; there is left, down, right, up"),
+    ("Action: act[1.5]", "act_error", "error: no action '1.5'; there is left, down, right, up"),
+    ("Action: go[left]", "malformed", "error: no tool go; there is act"),
+    ("Answer: left", "malformed", "error: there is nothing to answer; call act"),
+]
+
+
+def test_an_invalid_action_is_answered_and_takes_no_step(subtests):
     env = environment()
-    (sample,), script = play(env, [turn, *act(*WAY)])
-    assert env.tokenizer.decode(script.prompts[1]).endswith(f"<eos>\nObservation: {reply}\n")
-    assert (sample.reward, sample.events) == (1.0, (event, *("act",) * 6))
+    for turn, event, reply in INVALID:
+        with subtests.test(turn=turn):
+            (sample,), script = play(env, [turn, *act(*WAY)])
+            seen = env.tokenizer.decode(script.prompts[1])
+            assert seen.endswith(f"<eos>\nObservation: {reply}\n")
+            assert (sample.reward, sample.events) == (1.0, (event, *("act",) * 6))
 
 
 def test_actions_by_name_number_and_alias():
@@ -93,29 +92,20 @@ def test_actions_by_name_number_and_alias():
     env = environment(actions=["West", "South", "East", "North"])
     (sample,), _ = play(env, act("south", "south", "east", "East", "1", "east"))
     assert sample.reward == 1.0
-    with pytest.raises(UsageError, match=r"task.actions: 3 names, but FrozenLake-v1 has 4 actions"):
-        environment(actions=["a", "b", "c"])
 
 
 def test_a_template_with_tools_and_two_steps_in_a_turn():
-    def call(action):
-        return f'<call>{{"name": "act", "arguments": {{"action": "{action}"}}}}</call>'
+    def call(*actions):
+        calls = ({"name": "act", "arguments": {"action": action}} for action in actions)
+        return "".join(f"<call>{json.dumps(each)}</call>" for each in calls)
 
     env = environment(HERMES, observation="ansi")
-    turns = [
-        call("down") + call("down"),
-        "over there",
-        call("right") + call("right"),
-        call("down") + call("right") * 2,
-    ]
-    (sample,), script = play(env, turns)
+    turns = [call("down", "down"), "over there", call("right", "right")]
+    (sample,), script = play(env, [*turns, call("down", "right", "right")])
     assert (sample.reward, sample.events) == (1.0, ("act", "act", "malformed", *("act",) * 4))
-    first, second = script.prompts[0], script.prompts[1]
-    assert env.tokenizer.decode(first).endswith(
-        "Call act in every turn.\n\n[red:S]FFF\nFHFH\nFFFH\nHFFG<eos><bot>"
-    )
-    between = env.tokenizer.decode(second[len(first) :]).split("<eos>")
-    assert between[1:3] == [
+    first, second = (env.tokenizer.decode(prompt) for prompt in script.prompts[:2])
+    assert first.endswith("Call act in every turn.\n\n[red:S]FFF\nFHFH\nFFFH\nHFFG<eos><bot>")
+    assert second[len(first) :].split("<eos>")[1:3] == [
         "<tool>  (Down)\nSFFF\n[red:F]HFH\nFFFH\nHFFG",
         "<tool>  (Down)\nSFFF\nFHFH\n[red:F]FFH\nHFFG",
     ]
@@ -135,9 +125,8 @@ def test_the_same_problem_is_the_same_episode():
     openings = [env.train_problem(i).prompt for i in range(8)]
     assert len(set(openings)) > 1
     assert openings[::-1] == [again.train_problem(i).prompt for i in reversed(range(8))]
-    assert not {p.entry["seed"] for p in env.held_out(50)} & {
-        env.train_problem(i).entry["seed"] for i in range(200)
-    }
+    held_out = {problem.entry["seed"] for problem in env.held_out(50)}
+    assert not held_out & {env.train_problem(i).entry["seed"] for i in range(200)}
 
 
 def test_returns_of_other_toy_text():
@@ -153,39 +142,31 @@ def test_returns_of_other_toy_text():
 
 
 def test_spaces_in_words_and_back():
-    space = spaces.Tuple(
-        [spaces.Discrete(5), spaces.Dict({"at": spaces.Box(-1, 1, (2,)), "name": spaces.Text(9)})]
-    )
-    assert (
-        describe_value(space, (3, {"at": np.array([0.25, -1]), "name": "fox"}))
-        == "3, at: 0.25, -1; name: fox"
-    )
+    inner = spaces.Dict({"at": spaces.Box(-1, 1, (2,)), "name": spaces.Text(9)})
+    value = (3, {"at": np.array([0.25, -1]), "name": "fox"})
+    space = spaces.Tuple([spaces.Discrete(5), inner])
+    assert describe_value(space, value) == "3, at: 0.25, -1; name: fox"
+    box, several = spaces.Box(-1, 1, (2,)), spaces.MultiDiscrete([2, 3])
     assert parse_action(spaces.Discrete(3, start=5), "6", ()) == 6
-    assert parse_action(spaces.MultiDiscrete([2, 3]), "1, 2", ()).tolist() == [1, 2]
-    assert parse_action(spaces.Box(-1, 1, (2,)), "0.5,-0.5", ()).tolist() == [0.5, -0.5]
+    assert parse_action(several, "1, 2", ()).tolist() == [1, 2]
+    assert parse_action(box, "0.5,-0.5", ()).tolist() == [0.5, -0.5]
     assert parse_action(spaces.Text(4), " go ", ()) == "go"
-    for wrong_space, text in (
-        (spaces.Discrete(3), "3"),
-        (spaces.Discrete(3), "nan"),
-        (spaces.Discrete(3), "1e400"),
-        (spaces.MultiDiscrete([2, 3]), "1"),
-        (spaces.MultiDiscrete([2, 3]), "1, 3"),
-        (spaces.Box(-1, 1, (2,)), "2, 0"),
-        (spaces.Text(4), "too long"),
+    for wrong_space, texts in (
+        (spaces.Discrete(3), ("3", "nan", "1e400")),
+        (several, ("1", "1, 3")),
+        (box, ("2, 0",)),
+        (spaces.Text(4), ("too long",)),
     ):
-        with pytest.raises(TextFormError, match="no action"):
-            parse_action(wrong_space, text, ())
+        for text in texts:
+            with pytest.raises(TextFormError, match="no action"):
+                parse_action(wrong_space, text, ())
     assert describe_actions(spaces.Discrete(3, start=5), ()) == "a number from 5 to 7"
-    for picture in (
-        spaces.Box(0, 255, (84, 84)),
-        spaces.Tuple([spaces.Sequence(spaces.Discrete(2))]),
-    ):
+    sequence = spaces.Tuple([spaces.Sequence(spaces.Discrete(2))])
+    for picture in (spaces.Box(0, 255, (84, 84)), sequence):
         with pytest.raises(TextFormError):
             check_observation_space(picture)
-    assert (
-        describe_ansi("\x1b[34;1mR\x1b[0m:\x1b[43m \x1b[0m|\x1b[35mY\x1b[0m\n")
-        == "[blue:R]:[yellow: ]|[magenta:Y]"
-    )
+    ansi = "\x1b[34;1mR\x1b[0m:\x1b[43m \x1b[0m|\x1b[35mY\x1b[0m\n"
+    assert describe_ansi(ansi) == "[blue:R]:[yellow: ]|[magenta:Y]"
 
 
 class Unseeded(gymnasium.Env):
@@ -230,44 +211,27 @@ def registered():
         gymnasium.registry.pop(name)
 
 
-def test_an_unplayable_environment_is_refused_at_the_start(registered, monkeypatch):
-    for settings, message in (
-        ({"id": "FrozenLake-v9", "params": {}}, r"task.id: gymnasium cannot make 'FrozenLake-v9'"),
-        (
-            {"params": {"slippery": False}},
-            r"task.id: gymnasium cannot make 'FrozenLake-v1' with .*slippery",
-        ),
-        (
-            {"id": "Unseeded-v0", "params": {}},
-            r"task.id: two episodes of Unseeded-v0 from one seed.* differ",
-        ),
-        (
-            {"id": "Breaking-v0", "params": {}},
-            r"task.id: Breaking-v0 fails in its first steps: KeyError\('lost'\)",
-        ),
-        (
-            {"id": "Picture-v0", "params": {}},
-            r"task.id: Picture-v0 observes Box.*a Box of shape \(84, 84, 3\) has no",
-        ),
-        (
-            {"id": "Blackjack-v1", "params": {}, "observation": "ansi"},
-            r"task.observation: Blackjack-v1 has no ansi form",
-        ),
-    ):
-        with pytest.raises(UsageError, match=message):
-            environment(**settings)
-    with monkeypatch.context() as without:
-        without.setattr("onepolicy.envs.adapters.gymnasium.find_spec", lambda name: None)
-        with pytest.raises(
-            UsageError, match=r"gymnasium is not installed; pip install 'onepolicy\[envs\]'"
-        ):
-            environment()
-    with pytest.raises(ValueError, match=r"task.returns: 1 is not below 0"):
-        environment(returns=(1, 0))
-    with pytest.raises(ValueError, match=r"task.actions: .* are not different names"):
-        environment(actions=["a", "A", "b", "c"])
-    with pytest.raises(ValueError, match=r"task.params.render_mode: 'human' cannot be set here"):
-        environment(params={"render_mode": "human"})
+REFUSED = [
+    ({"id": "FrozenLake-v9"}, r"task.id: gymnasium cannot make 'FrozenLake-v9'"),
+    ({"params": {"slippery": False}}, r"task.id: .* make 'FrozenLake-v1' with .*slippery"),
+    ({"id": "Unseeded-v0"}, r"task.id: two episodes of Unseeded-v0 from one seed.* differ"),
+    ({"id": "Breaking-v0"}, r"Breaking-v0 fails in its first steps: KeyError\('lost'\)"),
+    ({"id": "Picture-v0"}, r"task.id: Picture-v0 observes Box.* shape \(84, 84, 3\) has no"),
+    ({"id": "Blackjack-v1", "observation": "ansi"}, r"task.observation: Blackjack-v1 has no ansi"),
+    ({"returns": (1, 0)}, r"task.returns: 1 is not below 0"),
+    ({"actions": ["a", "A", "b", "c"]}, r"task.actions: .* are not different names"),
+    ({"actions": ["a", "b", "c"]}, r"task.actions: 3 names, but FrozenLake-v1 has 4 actions"),
+    ({"params": {"render_mode": "human"}}, r"params.render_mode: 'human' cannot be set here"),
+]
+
+
+def test_an_unplayable_environment_is_refused_at_the_start(registered, monkeypatch, subtests):
+    for settings, message in REFUSED:
+        with subtests.test(**settings), pytest.raises(ValueError, match=message):
+            environment(**{"params": {}} | settings)
+    monkeypatch.setattr("onepolicy.envs.adapters.gymnasium.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"not installed; pip install 'onepolicy\[envs\]'"):
+        environment()
 
 
 def test_an_environment_that_breaks_fails_the_episode(registered, monkeypatch):
@@ -288,9 +252,7 @@ def test_an_environment_that_breaks_fails_the_episode(registered, monkeypatch):
 def test_worked_walks_agree_with_the_environment():
     task = GymnasiumTask(**LAKE, instructions="", max_turns=8)
     env = make_environment(task, tokenizer_of(), max_len=3000)
-    for texts in [
-        walk for walk, _ in zip(warmup_examples(task, mistakes=0.0, seed=0), range(3), strict=False)
-    ]:
+    for texts in islice(warmup_examples(task, mistakes=0.0, seed=0), 3):
         (sample,), script = play(env, texts[1::2])
         assert sample.reward == 1.0
         assert len(script.prompts) == 6  # the shortest way
@@ -298,15 +260,12 @@ def test_worked_walks_agree_with_the_environment():
     random = next(warmup_examples(task, mistakes=0.999, seed=1))
     assert random != next(warmup_examples(task, mistakes=0.999, seed=2))
     assert random == next(warmup_examples(task, mistakes=0.999, seed=1))
+    other = GymnasiumTask(id="Blackjack-v1", returns=(-1, 1))
     with pytest.raises(UsageError, match="no table of its transitions"):
-        next(
-            warmup_examples(GymnasiumTask(id="Blackjack-v1", returns=(-1, 1)), mistakes=0.0, seed=0)
-        )
+        next(warmup_examples(other, mistakes=0.0, seed=0))
 
 
 def test_plans_account_for_slips():
     """On slipping ice the best first step from the start is into the wall: left is worth most."""
-    from onepolicy.envs.warmup.gridworlds import optimal_actions
-
     best = optimal_actions(TextEnvironment(GymnasiumTask(id="FrozenLake-v1", returns=(0, 1))))
     assert best[0].tolist() == [True, False, False, False]

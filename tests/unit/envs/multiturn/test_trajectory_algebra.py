@@ -99,10 +99,8 @@ class Plain:
                 assert row not in named
             else:
                 assert tuple(got.routing.ids[row].flatten().tolist()) == token.route
-                assert (named[row].version, named[row].source) == (
-                    token.route_version,
-                    token.source,
-                )
+                found = named[row].version, named[row].source
+                assert found == (token.route_version, token.source)
 
 
 class Engine:
@@ -119,11 +117,9 @@ class Engine:
         new = self.draw(st.integers(1, 3))
         fed = len(path.tokens) + new - 1
         first = self.draw(st.sampled_from([0, path.first_missing_route]))
-        ids = torch.tensor(
-            self.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=new, max_size=new))
-        )
+        ids = self.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=new, max_size=new))
         return Completion(
-            ids.int(),
+            torch.tensor(ids).int(),
             -torch.arange(1.0, new + 1) / self.forwards,
             torch.full((new,), self.version, dtype=torch.int32),
             self.draw(st.sampled_from(["stop", "length", "aborted"])),
@@ -148,138 +144,116 @@ class Engine:
 
 
 IDS = st.lists(st.integers(0, VOCABULARY - 1), max_size=4)
+EDITS = st.sampled_from(["turn", "turn", "observe", "truncate", "fork", "rewrite"])
+POLICIES = ("as-sampled", "as-cached", "newest")
 
 
-POLICIES = pytest.mark.parametrize("policy", ["as-sampled", "as-cached", "newest"])
-
-
-@POLICIES
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_random_edits_against_a_list_of_rows(policy: str, data: st.DataObject) -> None:
-    compare(policy, data)
+def test_random_edits_against_a_list_of_rows(data: st.DataObject) -> None:
+    compare(data)
 
 
 @pytest.mark.slow
-@POLICIES
 @given(data=st.data())
 @settings(max_examples=4000, deadline=None)
-def test_thousands_of_random_edits(policy: str, data: st.DataObject) -> None:
-    compare(policy, data)
+def test_thousands_of_random_edits(data: st.DataObject) -> None:
+    compare(data)
 
 
-def compare(policy: str, data: st.DataObject) -> None:
-    prompt = [0, *data.draw(IDS)]
-    path, plain, engine = (
-        Trajectory(prompt, duplicate_routes=policy),
-        Plain(prompt, policy),
-        Engine(data),
-    )
+def compare(data: st.DataObject) -> None:
+    """Make the same edits under every policy. The policies have routes for the same rows, so an
+    engine's completion of one path is one of all."""
+    prompt, engine = [0, *data.draw(IDS)], Engine(data)
+    paths = [Trajectory(prompt, duplicate_routes=policy) for policy in POLICIES]
+    plains = [Plain(prompt, policy) for policy in POLICIES]
     for _ in range(data.draw(st.integers(1, 14))):
-        match data.draw(
-            st.sampled_from(["turn", "turn", "observe", "truncate", "fork", "rewrite"])
-        ):
+        length = len(plains[0].path)
+        match data.draw(EDITS):
             case "turn":
-                made = engine.complete(path)
-                path.append_completion(made)
-                plain.append_completion(made)
+                made = engine.complete(paths[0])
+                for each in paths + plains:
+                    each.append_completion(made)
             case "observe":
                 ids = data.draw(IDS)
-                path.append_observation(ids)
-                plain.append_observation(ids)
+                for each in paths + plains:
+                    each.append_observation(ids)
             case "truncate":
-                length = data.draw(st.integers(1, len(path.tokens)))
-                path.truncate(length)
-                plain.truncate(length)
+                kept = data.draw(st.integers(1, length))
+                for each in paths + plains:
+                    each.truncate(kept)
             case "fork":  # the branch must leave the trunk alone, whatever it does
-                branch = path.fork()
-                branch.append_completion(engine.complete(branch))
-                branch.truncate(1)
+                made = engine.complete(paths[0].fork())
+                for path in paths:
+                    branch = path.fork()
+                    branch.append_completion(made)
+                    branch.truncate(1)
             case "rewrite":
-                kept = data.draw(st.integers(1, len(path.tokens)))
-                ids = path.tokens[:kept] + data.draw(IDS)
-                path = path.rewrite_history(ids)
-                plain.rewrite_history(ids)
-                assert path.tokens == ids
-        assert path.tokens == [t.id for t in plain.path]
-        assert path.turns == plain.turns
-        missing = (i for i, t in enumerate(plain.path) if t.route is None)
-        assert path.first_missing_route == min(next(missing, len(plain.path)), len(plain.path) - 1)
-        assert path.sampled_tokens == sum(t.turn >= 0 for t in plain.path)
-        if path.sampled_tokens:
-            plain.check(path.to_sample(reward=0.0, temperature=1.0))
+                kept = data.draw(st.integers(1, length))
+                ids = paths[0].tokens[:kept] + data.draw(IDS)
+                paths = [path.rewrite_history(ids) for path in paths]
+                for plain in plains:
+                    plain.rewrite_history(ids)
+        for path, plain in zip(paths, plains, strict=True):
+            check(path, plain)
 
 
-def completion(
-    ids: list[int],
-    *,
-    rows: int,
-    first: int,
-    expert: int,
-    version: int,
-    prompt: int,
-    cached: int = 0,
-):
-    trace = RoutingTrace(
-        torch.full((rows, 1, 1), expert, dtype=torch.uint8),
-        torch.ones(rows, dtype=torch.bool),
-        (0,),
-        8,
-        tuple(
-            RouteSpan(a - first, b - a, s, version)
-            for s, a, b in (
-                ("cache", first, cached),
-                ("prefill", max(first, cached), prompt),
-                ("decode", prompt, first + rows),
-            )
-            if b > a
-        ),
+def check(path: Trajectory, plain: Plain) -> None:
+    assert path.tokens == [t.id for t in plain.path]
+    assert path.turns == plain.turns
+    missing = (i for i, t in enumerate(plain.path) if t.route is None)
+    assert path.first_missing_route == min(next(missing, len(plain.path)), len(plain.path) - 1)
+    assert path.sampled_tokens == sum(t.turn >= 0 for t in plain.path)
+    if path.sampled_tokens:
+        plain.check(path.to_sample(reward=0.0, temperature=1.0))
+
+
+def completion(ids, *, rows, first, expert, version, prompt, cached=0, finish="stop", **top):
+    """Return a completion whose routing rows, from slot `first` on, all name one expert."""
+    parts = (
+        ("cache", first, cached),
+        ("prefill", max(first, cached), prompt),
+        ("decode", prompt, first + rows),
     )
-    count = len(ids)
-    return Completion(
-        torch.tensor(ids, dtype=torch.int32),
-        torch.full((count,), -0.5),
-        torch.full((count,), version, dtype=torch.int32),
-        "aborted" if version == 3 else "stop",
-        trace,
-        first,
-    )
+    spans = tuple(RouteSpan(a - first, b - a, s, version) for s, a, b in parts if b > a)
+    routes = torch.full((rows, 1, 1), expert, dtype=torch.uint8)
+    trace = RoutingTrace(routes, torch.ones(rows, dtype=torch.bool), (0,), 8, spans)
+    ids = torch.tensor(ids, dtype=torch.int32)
+    versions = torch.full_like(ids, version)
+    return Completion(ids, torch.full((len(ids),), -0.5), versions, finish, trace, first, **top)
 
 
-@pytest.mark.parametrize(
-    ("policy", "experts", "versions"),
-    [
-        ("as-sampled", [1, 1, 1, 2, 2], [3, 3, 3, 4, 4]),
-        ("as-cached", [2, 2, 2, 2, 2], [4, 4, 4, 4, 4]),
-        ("newest", [2, 2, 2, 2, 2], [4, 4, 4, 4, 4]),
-    ],
-)
-def test_an_update_in_the_middle_of_a_turn(policy, experts, versions) -> None:
+def test_an_update_in_the_middle_of_a_turn() -> None:
     """Prompt 5 6, two tokens of version 3, abort, update, then the rest under version 4 after a new
     prefill."""
-    path = Trajectory([5, 6], duplicate_routes=policy)
-    path.append_completion(completion([7, 0], rows=3, first=0, expert=1, version=3, prompt=2))
-    assert path.first_missing_route == 3
-    path.append_completion(completion([1, 2], rows=5, first=0, expert=2, version=4, prompt=4))
-    sample = path.to_sample(reward=1.0, temperature=1.0)
-    assert path.turns == 1
-    assert sample.turn.tolist() == [-1, 0, 0, 0, 0]
-    assert sample.version.tolist() == [-1, 3, 3, 4, 4]
-    assert sample.routing.ids.flatten().tolist() == experts
-    named = [s.version for s in sample.routing.spans for _ in range(s.length)]
-    assert named == versions
+    for policy, experts, versions in (
+        ("as-sampled", [1, 1, 1, 2, 2], [3, 3, 3, 4, 4]),
+        ("as-cached", [2] * 5, [4] * 5),
+        ("newest", [2] * 5, [4] * 5),
+    ):
+        path = Trajectory([5, 6], duplicate_routes=policy)
+        old = {"rows": 3, "first": 0, "expert": 1, "version": 3, "prompt": 2}
+        path.append_completion(completion([7, 0], **old, finish="aborted"))
+        assert path.first_missing_route == 3
+        path.append_completion(completion([1, 2], rows=5, first=0, expert=2, version=4, prompt=4))
+        sample = path.to_sample(reward=1.0, temperature=1.0)
+        assert path.turns == 1
+        assert sample.turn.tolist() == [-1, 0, 0, 0, 0]
+        assert sample.version.tolist() == [-1, 3, 3, 4, 4]
+        assert sample.routing.ids.flatten().tolist() == experts, policy
+        named = [s.version for s in sample.routing.spans for _ in range(s.length)]
+        assert named == versions, policy
 
 
 def test_newest_keeps_its_row_against_an_older_cache() -> None:
     """A prefix-cache hit may bring rows of older weights: newest ignores them, as-cached takes
     them."""
     for policy, expert in (("as-sampled", 1), ("newest", 1), ("as-cached", 2)):
-        path = Trajectory([5, 6], duplicate_routes=policy)  # type: ignore[arg-type]
+        path = Trajectory([5, 6], duplicate_routes=policy)
         path.append_completion(completion([7], rows=2, first=0, expert=1, version=9, prompt=2))
         path.append_observation([4])
-        path.append_completion(
-            completion([0], rows=4, first=0, expert=2, version=2, prompt=4, cached=3)
-        )
+        old = {"rows": 4, "first": 0, "expert": 2, "version": 2, "prompt": 4, "cached": 3}
+        path.append_completion(completion([0], **old))
         rows = path.to_sample(reward=0.0, temperature=1.0).routing.ids.flatten().tolist()
         assert rows == [expert, expert, 2, 2], policy
 
@@ -290,41 +264,37 @@ def test_only_new_rows_travel() -> None:
     path = Trajectory([1, 2, 3])
     moved = 0
     for turn in range(5):
-        first = path.first_missing_route
-        assert first == (
-            0 if turn == 0 else len(path.tokens) - 2
-        )  # the turn's last token, then one observed
-        rows = len(path.tokens) + 2 - 1 - first
-        path.append_completion(
-            completion([1, 2], rows=rows, first=first, expert=3, version=1, prompt=len(path.tokens))
-        )
+        first, length = path.first_missing_route, len(path.tokens)
+        wanted = 0 if turn == 0 else length - 2  # the turn's last token, then one observed
+        assert first == wanted
+        rows = length + 2 - 1 - first
+        made = {"rows": rows, "first": first, "expert": 3, "version": 1, "prompt": length}
+        path.append_completion(completion([1, 2], **made))
         moved += rows
         path.append_observation([4])
-    assert moved == len(path.to_sample(reward=0.0, temperature=1.0).trainable)
-    assert path.to_sample(reward=0.0, temperature=1.0).routing.valid.all()
+    sample = path.to_sample(reward=0.0, temperature=1.0)
+    assert moved == len(sample.trainable)
+    assert sample.routing.valid.all()
 
 
 def test_top_log_probabilities_follow_their_tokens() -> None:
     path = Trajectory([1, 2])
-    made = completion([3, 4], rows=3, first=0, expert=1, version=1, prompt=2)
-    tops = {
-        "top_ids": torch.tensor([[3, 0], [4, 1]], dtype=torch.int32),
-        "top_logp": torch.tensor([[-0.1, -3.0], [-0.2, -2.0]]),
-    }
-    path.append_completion(dataclasses.replace(made, **tops))
+    top_ids = torch.tensor([[3, 0], [4, 1]], dtype=torch.int32)
+    top_logp = torch.tensor([[-0.1, -3.0], [-0.2, -2.0]])
+    how = {"expert": 1, "version": 1, "top_ids": top_ids, "top_logp": top_logp}
+    path.append_completion(completion([3, 4], rows=3, first=0, prompt=2, **how))
     path.append_observation([0])
-    path.append_completion(
-        dataclasses.replace(
-            completion([5], rows=2, first=3, expert=1, version=1, prompt=5),
-            top_ids=tops["top_ids"][:1],
-            top_logp=tops["top_logp"][:1],
-        )
-    )
+    how |= {"top_ids": top_ids[:1], "top_logp": top_logp[:1]}
+    path.append_completion(completion([5], rows=2, first=3, prompt=5, **how))
     sample = path.to_sample(reward=0.0, temperature=1.0)
     assert sample.top_ids.tolist() == [[0, 0], [3, 0], [4, 1], [0, 0], [3, 0]]
     assert torch.isnan(sample.top_logp_rollout[[0, 3]]).all()
-    path.truncate(4)
-    assert path.to_sample(reward=0.0, temperature=1.0).top_ids.tolist() == [[0, 0], [3, 0], [4, 1]]
+    assert torch.equal(sample.top_logp_rollout[[1, 2, 4]], top_logp[[0, 1, 0]])
+    path.truncate(3)
+    path.append_observation([0])  # where a token with log-probabilities was
+    path.append_completion(completion([5], rows=4, first=0, prompt=4, **how))
+    sample = path.to_sample(reward=0.0, temperature=1.0)
+    assert sample.top_ids.tolist() == [[0, 0], [3, 0], [0, 0], [3, 0]]
 
 
 def test_sources_are_those_of_a_span() -> None:

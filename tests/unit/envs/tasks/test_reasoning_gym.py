@@ -1,6 +1,7 @@
-import itertools
+from itertools import islice
 
 import pytest
+from reasoning_gym import get_score_answer_fn
 
 from onepolicy.config import GymTask, UsageError
 from onepolicy.envs.tasks import reasoning_gym
@@ -13,44 +14,35 @@ SMALL = GymTask(
 )
 
 
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        (
-            GymTask(name="chain_sums"),
-            r"task\.name: .*no single data set 'chain_sums'; did you mean chain_sum",
-        ),
-        (GymTask(name="zzzzzzzz"), r"task\.name: .*'zzzzzzzz'; it has ab, acre"),
-        (GymTask(name="composite"), r"task\.name: .*no single data set 'composite'"),
-        (
-            GymTask(name="gcd", params={"max_valeu": 9}),
-            r"task\.params\.max_valeu: gcd has no such parameter \(value 9\); "
-            r"it has max_numbers, max_value, min_n",
-        ),
-        (
-            GymTask(name="gcd", params={"seed": 3}),
-            r"task\.params\.seed: 3 cannot be set here; use task\.seed",
-        ),
-        (
-            GymTask(name="gcd", params={"size": 9}),
-            r"task\.params\.size: 9 cannot be set here; leave it out",
-        ),
-        (
-            GymTask(name="gcd", params={"min_value": 9, "max_value": 3}),
-            r"task\.params: .*refuses .*'max_value': 3.* for gcd: max_value must be > min_value",
-        ),
-        (
-            GymTask(name="gcd", params={"max_value": "many"}),
-            r"task\.params: .*'many'.*not supported between",
-        ),
-    ],
-)
-def test_bad_settings_are_named(task, message):
-    with pytest.raises(UsageError, match=message):
-        ReasoningGym(task)
+def warmup(task, count, mistakes=0.0, seed=0):
+    return list(islice(warmup_examples(task, mistakes=mistakes, seed=seed), count))
 
 
-def test_missing_extra_is_named(monkeypatch):
+REFUSED = [  # data set, params, words
+    ("chain_sums", {}, r"name: .*no single data set 'chain_sums'; did you mean chain_sum"),
+    ("zzzzzzzz", {}, r"name: .*'zzzzzzzz'; it has ab, acre"),
+    ("composite", {}, r"name: .*no single data set 'composite'"),
+    (
+        "gcd",
+        {"max_valeu": 9},
+        r"params\.max_valeu: gcd has no such .* 9\); it has max_numbers, max_value, min_n",
+    ),
+    ("gcd", {"seed": 3}, r"params\.seed: 3 cannot be set here; use task\.seed"),
+    ("gcd", {"size": 9}, r"params\.size: 9 cannot be set here; leave it out"),
+    (
+        "gcd",
+        {"min_value": 9, "max_value": 3},
+        r"params: .*refuses .*'max_value': 3.* for gcd: max_value must be > min_value",
+    ),
+    ("gcd", {"max_value": "many"}, r"params: .*'many'.*not supported between"),
+]
+
+
+def test_bad_settings_are_named(subtests, monkeypatch):
+    for name, params, words in REFUSED:
+        task, message = GymTask(name=name, params=params), rf"task\.{words}"
+        with subtests.test(task=task), pytest.raises(UsageError, match=message):
+            ReasoningGym(task)
     monkeypatch.setattr(reasoning_gym, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install onepolicy\[envs\]"):
         ReasoningGym(GymTask(name="gcd"))
@@ -88,9 +80,7 @@ def test_train_and_held_out_never_meet():
     task = ReasoningGym(SMALL)
     train = {task.train_problem(i).prompt for i in range(2000)}
     held_out = [p.prompt for p in task.held_out(30)]
-    warm = {
-        prompt for prompt, _ in itertools.islice(warmup_examples(SMALL, mistakes=0.0, seed=3), 500)
-    }
+    warm = {prompt for prompt, _ in warmup(SMALL, 500, seed=3)}
     assert len(set(held_out)) == 30
     assert not set(held_out) & (train | warm)
     assert len(train) > 100
@@ -101,10 +91,7 @@ def test_held_out_is_a_prefix_of_a_longer_one_and_has_an_end():
     task = ReasoningGym(SMALL)
     assert task.held_out(5) == ReasoningGym(SMALL).held_out(20)[:5]
     assert [p.id for p in task.held_out(3)] == [-1, -2, -3]
-    with pytest.raises(
-        UsageError,
-        match=r"eval\.problems: 500 are asked for, but chain_sum .* gave only \d+ different",
-    ):
+    with pytest.raises(UsageError, match=r"eval\.problems: 500 .* chain_sum .* gave only \d+ diff"):
         task.held_out(500)
 
 
@@ -114,17 +101,14 @@ def test_too_few_questions_to_train_on(monkeypatch):
         ReasoningGym(SMALL).train_problem(0)
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
+def test_extract():
+    for response, answer in (
         (" 12 \n", "12"),
         ("I think <answer>3</answer> no <answer> 12 </answer> done", "12"),
         ("<answer>12", "12"),
         ("", ""),
-    ],
-)
-def test_extract(response, answer):
-    assert extract_tagged_answer(response) == answer
+    ):
+        assert extract_tagged_answer(response) == answer
 
 
 def test_grade_is_the_library_s():
@@ -138,21 +122,19 @@ def test_grade_is_the_library_s():
     assert task.grade(asked, f"= {right}") == pytest.approx(len(str(right)) / len(f"= {right}"))
 
 
-@pytest.mark.parametrize(
-    ("name", "response"),
-    [
+def test_a_response_that_breaks_the_library_earns_nothing(subtests):
+    for name, response in (
         ("coin_flip", "1e999999"),
         ("game_of_life", "[{}]"),
         ("boxnet", "0"),
         ("boxnet", '{"action": 3}'),
-    ],
-)
-def test_a_response_that_breaks_the_library_earns_nothing(name, response):
-    task = ReasoningGym(GymTask(name=name))
-    asked = task.train_problem(0)
-    with pytest.raises(reasoning_gym.LIBRARY_ERRORS):
-        task._dataset("train", 0).score_answer(response, asked.entry)
-    assert task.grade(asked, response) == 0.0
+    ):
+        with subtests.test(name=name, response=response):
+            task = ReasoningGym(GymTask(name=name))
+            asked = task.train_problem(0)
+            with pytest.raises(reasoning_gym.LIBRARY_ERRORS):
+                get_score_answer_fn(name)(response, asked.entry)
+            assert task.grade(asked, response) == 0.0
 
 
 def test_evaluated_responses_pass_the_gate(tmp_path):
@@ -169,18 +151,17 @@ def test_evaluated_responses_pass_the_gate(tmp_path):
 
 
 def test_warmup_examples():
-    pairs = list(itertools.islice(warmup_examples(SMALL, mistakes=0.0, seed=0), 50))
-    assert pairs == list(itertools.islice(warmup_examples(SMALL, mistakes=0.0, seed=0), 50))
-    assert pairs != list(itertools.islice(warmup_examples(SMALL, mistakes=0.0, seed=1), 50))
-    for prompt, response in pairs:
-        assert eval(prompt.split(": ")[1].rstrip("= ")) == int(response)
-    half = itertools.islice(warmup_examples(SMALL, mistakes=0.5, seed=0), 200)
-    wrong = sum(
-        eval(prompt.split(": ")[1].rstrip("= ")) != int(response) for prompt, response in half
-    )
+    def right(prompt, response):
+        return eval(prompt.split(": ")[1].rstrip("= ")) == int(response)
+
+    pairs = warmup(SMALL, 50)
+    assert pairs == warmup(SMALL, 50)
+    assert pairs != warmup(SMALL, 50, seed=1)
+    assert all(right(*pair) for pair in pairs)
+    wrong = sum(not right(*pair) for pair in warmup(SMALL, 200, mistakes=0.5))
     assert 60 < wrong < 120  # 100, less the few that are right by chance
     with pytest.raises(UsageError, match="propositional_logic gives no reference answers"):
-        next(warmup_examples(GymTask(name="propositional_logic"), mistakes=0.0, seed=0))
+        warmup(GymTask(name="propositional_logic"), 1)
 
 
 def test_the_alphabet_has_the_data_sets_characters():

@@ -6,23 +6,34 @@ import pytest
 from onepolicy.config import ChainTask, GymTask, JsonlTask, UsageError
 from onepolicy.envs import make_environment
 from onepolicy.envs.multiturn.tokenization import check_prompt_length, decode_tokens, encode_prompt
-from onepolicy.envs.tasks.chain import solution
+from onepolicy.envs.tasks.chain import ALPHABET, solution
 from onepolicy.envs.tasks.single_turn import SingleTurn
 from onepolicy.envs.warmup.examples import task_alphabet
-from onepolicy.interfaces import Environment, Problem
+from onepolicy.interfaces import Problem
 from support.scripted_engine import TEMPLATE, make_tokenizer, scripted
 
 
-def play(environment, problem, sample, temperature=1.0):
+def made(task, tokenizer=None):
+    return make_environment(task, tokenizer or make_tokenizer(), max_len=512)
+
+
+def play(environment, problem, text, finish="stop", temperature=1.0, seen=None):
+    sample = scripted(environment.tokenizer, text, finish, seen)
     (only,) = asyncio.run(environment.episode(problem, sample, temperature))
     return only
 
 
+def write(path, rows):
+    path.write_text("\n".join(json.dumps({"prompt": p, "answer": a}) for p, a in rows))
+    return JsonlTask(path=str(path), held_out=1)
+
+
 def test_render_without_a_template_is_the_plain_ids():
     tokenizer = make_tokenizer()
-    ids = encode_prompt(tokenizer, "1+2=")
-    assert ids == [tokenizer.convert_tokens_to_ids(c) for c in "1+2="]
-    assert decode_tokens(tokenizer, ids) == "1+2="
+    text = "a , b . c 's\n 1"  # decoded, it keeps its spaces
+    ids = encode_prompt(tokenizer, text)
+    assert ids == [tokenizer.convert_tokens_to_ids(c) for c in text]
+    assert decode_tokens(tokenizer, [*ids, tokenizer.eos_token_id]) == text
 
 
 def test_render_uses_the_chat_template():
@@ -33,112 +44,54 @@ def test_render_uses_the_chat_template():
     assert decode_tokens(tokenizer, ids) == "hi"
 
 
-def test_decode_keeps_spaces_and_drops_special_tokens():
-    tokenizer = make_tokenizer()
-    text = "a , b . c 's\n 1"
-    assert decode_tokens(tokenizer, [*tokenizer.encode(text), tokenizer.eos_token_id]) == text
-
-
 def test_check_length():
     check_prompt_length([1] * 6, 4, 10, Problem(3, "x", "y"))
-    with pytest.raises(
-        UsageError,
-        match=r"problem 3: its prompt has 7 tokens, which with 4 .* than the 10 that fit",
-    ):
+    message = r"problem 3: its prompt has 7 tokens, which with 4 .* than the 10 that fit"
+    with pytest.raises(UsageError, match=message):
         check_prompt_length([1] * 7, 4, 10, Problem(3, "x", "y"))
-    with pytest.raises(UsageError, match=r"problem 3 \(d\.jsonl:9\): its prompt"):
-        check_prompt_length([1] * 7, 4, 10, Problem(3, "x", "y", {"source": "d.jsonl:9"}))
 
 
 def test_episode_grades_the_response():
-    tokenizer = make_tokenizer()
-    environment = make_environment(ChainTask(ops=3), tokenizer, max_len=512)
-    problem = environment.train_problem(0)
-    seen = []
-    right = play(
-        environment, problem, scripted(tokenizer, solution(problem.prompt), seen=seen), 0.5
-    )
-    assert right.reward == 1.0
-    assert right.temperature == 0.5
-    assert right.tokens.tolist() == [
-        *seen[0],
-        *tokenizer.encode(solution(problem.prompt)),
-        tokenizer.eos_token_id,
-    ]
+    environment = made(ChainTask(ops=3))
+    tokenizer, problem, seen = environment.tokenizer, environment.train_problem(0), []
+    worked = solution(problem.prompt)
+    right = play(environment, problem, worked, temperature=0.5, seen=seen)
+    assert (right.reward, right.temperature) == (1.0, 0.5)
     assert seen == [encode_prompt(tokenizer, problem.prompt)]
+    response = [*tokenizer.encode(worked), tokenizer.eos_token_id]
+    assert right.tokens.tolist() == [*seen[0], *response]
     assert right.trainable.sum() == 3 * 6 + 2 + 1
     wrong = f"#{(int(problem.answer) + 1) % 10}"
-    assert play(environment, problem, scripted(tokenizer, wrong)).reward == 0.0
+    assert play(environment, problem, wrong).reward == 0.0
 
 
-@pytest.mark.parametrize("finish", ["length", "aborted"])
-def test_a_response_that_did_not_stop_earns_nothing(finish, tmp_path):
-    tokenizer = make_tokenizer()
-    path = tmp_path / "d.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"q{i}", "answer": "yes"}) for i in range(3)))
-    for task in (ChainTask(ops=2), GymTask(name="gcd"), JsonlTask(path=str(path), held_out=1)):
-        environment = make_environment(task, tokenizer, max_len=512)
+def test_a_response_that_did_not_stop_earns_nothing(tmp_path, subtests):
+    lines = write(tmp_path / "d.jsonl", [(f"q{i}", "yes") for i in range(3)])
+    for task in (ChainTask(ops=2), GymTask(name="gcd"), lines):
+        environment = made(task)
         problem = environment.train_problem(0)
         response = solution(problem.prompt) if isinstance(task, ChainTask) else problem.answer
-        assert play(environment, problem, scripted(tokenizer, response)).reward == 1.0
-        assert play(environment, problem, scripted(tokenizer, response, finish)).reward == 0.0
-
-
-def test_environment_is_one():
-    environment: Environment = make_environment(ChainTask(), make_tokenizer(), max_len=512)
-    assert isinstance(environment, SingleTurn)
-    assert environment.held_out(2)[1].id == -2
+        for finish, reward in (("stop", 1.0), ("length", 0.0), ("aborted", 0.0)):
+            with subtests.test(task=task.kind, finish=finish):
+                assert play(environment, problem, response, finish).reward == reward
 
 
 def test_check_passes_where_everything_fits():
-    tokenizer = make_tokenizer(task_alphabet(ChainTask()))
-    make_environment(ChainTask(ops=12), tokenizer, max_len=512).check(
-        max_tokens=75, max_len=26 + 75
-    )
-    make_environment(GymTask(name="chain_sum"), make_tokenizer(), max_len=512).check(
-        max_tokens=10, max_len=200
-    )
+    environment = made(ChainTask(ops=12), make_tokenizer(task_alphabet(ChainTask())))
+    assert isinstance(environment, SingleTurn)
+    environment.check(max_tokens=75, max_len=26 + 75)
+    made(GymTask(name="chain_sum")).check(max_tokens=10, max_len=200)
 
 
-def test_check_finds_a_max_tokens_too_small_for_any_right_response():
-    environment = make_environment(ChainTask(ops=12), make_tokenizer(), max_len=512)
-    with pytest.raises(
-        UsageError, match=r"has 75 tokens, but 74 are sampled .*raise rollout\.sampling\.max_tokens"
+def test_check_finds_what_cannot_be_sampled(tmp_path):
+    no_tokens, of_chain = make_tokenizer(template="{{ '' }}"), make_tokenizer(ALPHABET)
+    long = write(tmp_path / "d.jsonl", [(f"{i}" * (30 if i == 2 else 5), "y") for i in range(5)])
+    made(long).check(max_tokens=10, max_len=40)
+    for environment, limits, message in (
+        (made(ChainTask(ops=12)), (74, 512), r"has 75 tokens, but 74 .*rollout\.sampling\.max_tok"),
+        (made(long), (10, 39), r"problem 3 \(.*d\.jsonl:3\): its prompt has 30 .* the 39 that fit"),
+        (made(ChainTask(), no_tokens), (100, 512), "problem 0: the tokenizer makes no tokens of"),
+        (made(GymTask(name="gcd"), of_chain), (10, 512), "0: the tokenizer .*would feed <unk>"),
     ):
-        environment.check(max_tokens=74, max_len=512)
-
-
-def test_check_finds_a_prompt_that_does_not_fit(tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_text(
-        "\n".join(
-            json.dumps({"prompt": f"{i}" * (30 if i == 2 else 5), "answer": "y"}) for i in range(5)
-        )
-    )
-    environment = make_environment(
-        JsonlTask(path=str(path), held_out=1), make_tokenizer(), max_len=512
-    )
-    environment.check(max_tokens=10, max_len=40)
-    with pytest.raises(
-        UsageError,
-        match=r"problem 3 \(.*d\.jsonl:3\): its prompt has 30 tokens.* than the 39 that fit",
-    ):
-        environment.check(max_tokens=10, max_len=39)
-
-
-def test_check_finds_a_prompt_without_tokens():
-    tokenizer = make_tokenizer(template="{{ '' }}")
-    with pytest.raises(
-        UsageError, match=r"problem 0: the tokenizer makes no tokens of '.*fix the prompt"
-    ):
-        make_environment(ChainTask(), tokenizer, max_len=512).check(max_tokens=100, max_len=512)
-
-
-def test_check_finds_a_tokenizer_of_another_task():
-    tokenizer = make_tokenizer(task_alphabet(ChainTask()))
-    with pytest.raises(
-        UsageError, match=r"problem 0: the tokenizer does not know all of 'Find .*would feed <unk>"
-    ):
-        make_environment(GymTask(name="gcd"), tokenizer, max_len=512).check(
-            max_tokens=10, max_len=512
-        )
+        with pytest.raises(UsageError, match=message):
+            environment.check(max_tokens=limits[0], max_len=limits[1])

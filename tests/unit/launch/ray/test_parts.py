@@ -1,5 +1,7 @@
 """Parts of launch/ray/ that need no running Ray: settings, resources and messages."""
 
+import dataclasses
+import json
 import subprocess
 import sys
 
@@ -27,39 +29,43 @@ from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sampling  # noq
 BASE = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["cluster.replicas=2"], "cluster.replicas: unknown setting with kind=local"),
-        (
-            ["rollout.engine.kind=vllm-server"],
-            "rollout.engine.kind: vllm-server is a server of its own",
-        ),
-        (
-            ["rollout.quant.format=int8", "rollout.quant.activations=static"],
-            "rollout.quant.activations: static scales",
-        ),
-        (["train.device=cuda:1"], "train.device: cuda:1, but with cluster.kind = ray it is Ray"),
-        (["cluster.replicas=0"], "cluster.replicas"),
-    ],
-)
-def test_settings_that_cannot_be(overrides, message):
-    kind = [] if "kind=local" in message else ["cluster.kind=ray"]
-    with pytest.raises(UsageError, match=message):
-        resolve(BASE, [*kind, *overrides])
+def settings(*overrides) -> RunConfig:
+    return resolve(BASE, ["cluster.kind=ray", *overrides])
 
 
-def test_vllm_beside_ranks_needs_a_process_of_its_own():
-    overrides = ["train.ranks=2", "rollout.engine.kind=vllm"]
-    with pytest.raises(UsageError, match=r"cluster\.kind = ray"):
-        resolve(BASE, overrides)
-    assert resolve(BASE, [*overrides, "cluster.kind=ray"]).train.ranks == 2
+PARALLEL = ["rollout.engine.kind=vllm", "rollout.engine.tensor_parallel_size=4"]
+REFUSED = [
+    (["cluster.kind=local", "cluster.replicas=2"], "replicas: unknown setting with kind=local"),
+    (["rollout.engine.kind=vllm-server"], "rollout.engine.kind: vllm-server is a server of its"),
+    (
+        ["rollout.quant.format=int8", "rollout.quant.activations=static"],
+        "rollout.quant.activations: static scales",
+    ),
+    (["train.device=cuda:1"], "train.device: cuda:1, but with cluster.kind = ray it is Ray"),
+    (["cluster.replicas=0"], "cluster.replicas"),
+    ([*PARALLEL, "cluster.kind=local"], "the learner's process has that one device"),
+    ([*PARALLEL, "cluster.gpus_per_replica=1"], "tensor_parallel_size: 4 takes 4 GPUs"),
+    (
+        ["cluster.kind=local", "train.ranks=2", "rollout.engine.kind=vllm"],
+        r"cluster\.kind = ray",
+    ),
+]
 
 
-@pytest.mark.parametrize("address", ["http://a:1", "ray://a:1", "somewhere", "a:b"])
-def test_no_address(address):
-    with pytest.raises(UsageError, match=r"cluster\.address: .* is not host:port of a running Ray"):
-        connect.check_address(address, "none")
+def test_settings_that_cannot_be(subtests):
+    for overrides, message in REFUSED:
+        with subtests.test(overrides=overrides), pytest.raises(UsageError, match=message):
+            settings(*overrides)
+    assert settings("train.ranks=2", "rollout.engine.kind=vllm").train.ranks == 2
+    for weights in ("stream", "disk"):  # the folder of weights is free to choose
+        config = settings(f"cluster.sync={weights}", "cluster.sync_dir=x")
+        assert config.cluster.sync_dir == "x"
+
+
+def test_no_address():
+    for address in ("http://a:1", "ray://a:1", "somewhere", "a:b"):
+        with pytest.raises(UsageError, match=r"cluster\.address: .* host:port of a running Ray"):
+            connect.check_address(address, "none")
 
 
 def test_a_ray_that_everybody_can_command_is_refused(monkeypatch):
@@ -80,73 +86,33 @@ def test_a_process_that_imported_ray_before_does_not_start_one(monkeypatch):
         pass
 
 
-def settings(*overrides) -> RunConfig:
-    return resolve(BASE, ["cluster.kind=ray", *overrides])
-
-
-@pytest.mark.parametrize("weights", ["stream", "disk"])
-def test_the_folder_of_weights_is_free_to_choose(weights):
-    assert settings(f"cluster.sync={weights}", "cluster.sync_dir=x").cluster.sync_dir == "x"
-
-
 def test_room():
-    config = settings(
-        "cluster.replicas=2", "cluster.cpus_per_replica=3", "train.ranks=3", "train.threads=2"
-    )
+    replicas = ("cluster.replicas=2", "cluster.cpus_per_replica=3")
+    config = settings(*replicas, "train.ranks=3", "train.threads=2")
     request = ResourceRequest.from_config(config, cuda=False)
     assert request.bundles == [{"CPU": 2.0}] * 2 + [{"CPU": 3.0}] * 2
-    assert [
-        request.rank_bundle(1),
-        request.rank_bundle(2),
-        request.replica_bundle(0),
-        request.replica_bundle(1),
-    ] == [0, 1, 2, 3]
+    assert [request.rank_bundle(i) for i in (1, 2)] == [0, 1]
+    assert [request.replica_bundle(i) for i in (0, 1)] == [2, 3]
     request = ResourceRequest.from_config(config, cuda=True)  # the driver's GPU is reserved as well
     assert request.bundles == [{"CPU": 2.0, "GPU": 1.0}] * 3 + [{"CPU": 3.0, "GPU": 1.0}] * 2
     assert [request.rank_bundle(1), request.replica_bundle(0)] == [1, 3]
-    request = ResourceRequest.from_config(settings("cluster.gpus_per_replica=0.5"), cuda=True)
-    assert request.replicas == ({"CPU": 1.0, "GPU": 0.5},)
-    parallel = settings("rollout.engine.kind=vllm", "rollout.engine.tensor_parallel_size=4")
-    request = ResourceRequest.from_config(parallel, cuda=True)
-    assert request.replicas == ({"CPU": 1.0, "GPU": 4.0},)
+    for overrides, gpus in ((["cluster.gpus_per_replica=0.5"], 0.5), (PARALLEL, 4.0)):
+        request = ResourceRequest.from_config(settings(*overrides), cuda=True)
+        assert request.replicas == ({"CPU": 1.0, "GPU": gpus},)
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("cluster.kind=local", "the learner's process has that one device"),
-        ("cluster.gpus_per_replica=1", "tensor_parallel_size: 4 takes 4 GPUs"),
-    ],
-)
-def test_devices_that_do_not_go_with_tensor_parallelism(override, words):
-    with pytest.raises(UsageError, match=words):
-        settings("rollout.engine.kind=vllm", "rollout.engine.tensor_parallel_size=4", override)
+def completion(weights):
+    ids, valid = torch.tensor([[[0, 3]], [[2, 1]]], dtype=torch.uint8), torch.tensor([True, False])
+    spans = (RouteSpan(0, 1, "prefill", 7), RouteSpan(1, 1, "decode", 8))
+    trace = RoutingTrace(ids, valid, (4,), 8, spans, weights)
+    tokens, logp = torch.tensor([5, 6], dtype=torch.int32), torch.tensor([-0.5, -1.0])
+    return Completion(tokens, logp, tokens + 2, "length", trace, 1, fingerprint="{}")
 
 
-def completion(weights=False):
-    ids = torch.tensor([[[0, 3]], [[2, 1]]], dtype=torch.uint8)
-    trace = RoutingTrace(
-        ids,
-        torch.tensor([True, False]),
-        (4,),
-        8,
-        (RouteSpan(0, 1, "prefill", 7), RouteSpan(1, 1, "decode", 8)),
-        torch.rand(2, 1, 2) if weights else None,
-    )
-    tokens = torch.tensor([5, 6], dtype=torch.int32)
-    return Completion(
-        tokens, torch.tensor([-0.5, -1.0]), tokens + 2, "length", trace, 1, fingerprint="{}"
-    )
-
-
-@pytest.mark.parametrize("weights", [False, True])
-def test_messages_keep_every_field(weights):
+def test_messages_keep_every_field():
+    sampling = Sampling(0.7, 5, stop=(0, 9), top_logprobs=2, routes_from=1)
     requests = {
-        3: GenerateRequest(
-            torch.tensor([1, 2]),
-            Sampling(0.7, 5, stop=(0, 9), top_logprobs=2, routes_from=1),
-            2**53 + 1,
-        ),
+        3: GenerateRequest(torch.tensor([1, 2]), sampling, 2**53 + 1),
         1: GenerateRequest(torch.tensor([4]), Sampling(0.0, 1), 0),
     }
     found = decode_requests(encode_requests(requests))
@@ -154,54 +120,42 @@ def test_messages_keep_every_field(weights):
     for number, each in requests.items():
         assert torch.equal(found[number].prompt_ids, each.prompt_ids)
         assert (found[number].sampling, found[number].seed) == (each.sampling, each.seed)
-    whole = completion(weights)
-    bare = Completion(
-        whole.token_ids, whole.logp, whole.version, "stop", top_ids=torch.ones(2, 1).int()
+    whole, weighed = completion(None), completion(torch.rand(2, 1, 2))
+    bare = dataclasses.replace(
+        whole, routing=None, finish="stop", fingerprint=None, top_ids=torch.ones(2, 1).int()
     )
-    answers = decode_replies(
-        encode_replies({0: whole, 1: bare, 2: UsageError("no"), 3: KeyError("what")})
-    )
-    assert_equal(answers[0], whole)
-    assert_equal(answers[1], bare)
+    replies = {0: whole, 1: bare, 2: UsageError("no"), 3: KeyError("what"), 4: weighed}
+    answers = decode_replies(encode_replies(replies))
+    for number in (0, 1, 4):
+        assert_equal(answers[number], replies[number])
     assert (type(answers[2]), str(answers[2])) == (UsageError, "no")
     assert (type(answers[3]), str(answers[3])) == (TrainingError, "KeyError: 'what'")
 
 
 def assert_equal(found, expected):
-    for name in Completion.__dataclass_fields__:
-        a, b = getattr(found, name), getattr(expected, name)
+    for field in dataclasses.fields(expected):
+        a, b = getattr(found, field.name), getattr(expected, field.name)
         if isinstance(b, RoutingTrace):
-            assert torch.equal(a.ids, b.ids)
-            assert torch.equal(a.valid, b.valid)
-            assert (a.layers, a.num_experts, a.spans) == (b.layers, b.num_experts, b.spans)
-            assert (a.weights is None) == (b.weights is None)
-            assert b.weights is None or torch.equal(a.weights, b.weights)
+            assert_equal(a, b)
         elif isinstance(b, torch.Tensor):
             assert torch.equal(a, b)
             assert a.dtype == b.dtype
         else:
-            assert a == b, name
+            assert a == b, field.name
 
 
 def test_contract_survives_json():
-    contract = NumericsContract(
-        "on-policy", "float32", "a", "b", "c", (("m", "x"), ("n", "y")), "d"
-    )
-    assert (
-        contract_from_json({**vars_of(contract), "modules": [["m", "x"], ["n", "y"]]}) == contract
-    )
+    modules = (("m", "x"), ("n", "y"))
+    contract = NumericsContract("on-policy", "float32", "a", "b", "c", modules, "d")
+    assert contract_from_json(json.loads(json.dumps(dataclasses.asdict(contract)))) == contract
 
 
-def vars_of(contract):
-    return {name: getattr(contract, name) for name in NumericsContract.__dataclass_fields__}
-
-
-@pytest.mark.parametrize("module", ["rank_actor", "replica_actor"])
-def test_an_actor_sets_its_environment_before_torch_is_imported(module):
+@pytest.mark.process
+def test_an_actor_sets_its_environment_before_torch_is_imported():
     """A worker imports the class first, and OMP_WAIT_POLICY counts only if it is set before torch's
     import."""
     check = (
-        f"import onepolicy.launch.ray.{module}, sys; "
-        f"assert not {{'torch', 'transformers'}} & set(sys.modules)"
+        "import onepolicy.launch.ray.rank_actor, onepolicy.launch.ray.replica_actor, sys; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", check], check=True)

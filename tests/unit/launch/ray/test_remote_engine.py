@@ -2,6 +2,7 @@
 answered, once."""
 
 import asyncio
+import functools
 import random
 import time
 from dataclasses import replace
@@ -90,26 +91,24 @@ class BreaksOff:
         await self.actor.process._engine.load_weights([], 4)
 
 
-def test_requests_interrupted_by_a_failed_broadcast_continue(written, monkeypatch):
-    stopping = Stopping()
-    monkeypatch.setattr(replica_actor, "build_engine", lambda _: stopping)
-    engine = opened(actor := Actor())
+def in_event_loop(test):
+    @functools.wraps(test)
+    def run(*args, **fixtures):
+        asyncio.run(test(*args, **fixtures))
 
-    async def go():
-        await actor.process.build("{}", 0)
-        running = asyncio.ensure_future(asked(engine, range(3)))
-        await until(lambda: len(stopping.started) == 3)
-        await engine.load_files(written, BreaksOff(actor))
-        return await asyncio.wait_for(running, LIMIT_S)
-
-    assert [int(done.version[0]) for done in asyncio.run(go())] == [4, 4, 4]
-    assert stopping.interrupted == 3
+    return run
 
 
 def opened(actor, **cluster):
-    return RemoteEngine(
-        "replica 0", actor, "{}", EngineCaps(False, 64), RayCluster(**cluster), "127.0.0.1"
-    )
+    cluster, caps = RayCluster(**cluster), EngineCaps(False, 64)
+    return RemoteEngine("replica 0", actor, "{}", caps, cluster, "127.0.0.1")
+
+
+async def built(cls=Actor, restarts=1, **cluster):
+    """Return an actor whose engine is built, and the engine that asks it."""
+    actor = cls(restarts)
+    await actor.process.build("{}", 0)
+    return actor, opened(actor, restarts=restarts, **cluster)
 
 
 def asked(engine, numbers, max_tokens=3):
@@ -119,67 +118,61 @@ def asked(engine, numbers, max_tokens=3):
     )
 
 
-def test_requests_of_one_moment_start_together_and_in_order(engines):
-    async def run():
-        actor = Actor()
-        await actor.process.build("{}", 0)
-        engine = opened(actor)
-        done = await asked(engine, range(20))
-        again = await asked(engine, [40])  # by an exchange of its own
-        assert [c.token_ids.tolist() for c in done + again] == [[n] * 3 for n in [*range(20), 40]]
-        assert engines[0].started == [100 + n for n in [*range(20), 40]]
-        assert actor.calls.count("submit_requests") == 2
-        assert engine.take_metrics() == {}
-
-    asyncio.run(run())
+@in_event_loop
+async def test_requests_interrupted_by_a_failed_broadcast_continue(written, monkeypatch):
+    stopping = Stopping()
+    monkeypatch.setattr(replica_actor, "build_engine", lambda _: stopping)
+    actor, engine = await built()
+    running = asyncio.ensure_future(asked(engine, range(3)))
+    await until(lambda: len(stopping.started) == 3)
+    await engine.load_files(written, BreaksOff(actor))
+    done = await asyncio.wait_for(running, LIMIT_S)
+    assert [int(each.version[0]) for each in done] == [4, 4, 4]
+    assert stopping.interrupted == 3
 
 
-def test_requests_one_after_another(engines):
-    async def run():
-        actor = Actor()
-        await actor.process.build("{}", 0)
-        engine = opened(actor)
-        async with asyncio.timeout(LIMIT_S):
-            for n in range(10):
-                (done,) = await asked(engine, [n], 1)
-                assert done.token_ids.tolist() == [n]
-
-    asyncio.run(run())
+@in_event_loop
+async def test_requests_of_one_moment_start_together_and_in_order(engines):
+    actor, engine = await built()
+    done = await asked(engine, range(20))
+    again = await asked(engine, [40])  # by an exchange of its own
+    assert [c.token_ids.tolist() for c in done + again] == [[n] * 3 for n in [*range(20), 40]]
+    assert engines[0].started == [100 + n for n in [*range(20), 40]]
+    assert actor.calls.count("submit_requests") == 2
+    assert engine.take_metrics() == {}
+    async with asyncio.timeout(LIMIT_S):
+        for n in range(10):
+            (done,) = await asked(engine, [n], 1)
+            assert done.token_ids.tolist() == [n]
 
 
 @pytest.mark.parametrize(
     ("how", "weights"),
     [("killed", "disk"), ("killed", "stream"), ("killed while idle", "stream"), ("hangs", "disk")],
 )
-def test_a_lost_process_gets_the_current_weights_and_its_requests(
+@in_event_loop
+async def test_a_lost_process_gets_the_current_weights_and_its_requests(
     how, weights, engines, written, caplog
 ):
-    async def run():
-        actor = Actor()
-        await actor.process.build("{}", 0)
-        silence = {"reply_timeout": 1} if how == "hangs" else {}
-        engine = opened(actor, sync=weights, **silence)
-        await engine.load_files(written)
-        if how == "killed while idle":
-            actor.die()
-            await until(lambda: actor.process is not None)  # it is back before anybody asks
-        actor.hung = how == "hangs"
-        waiting = asyncio.ensure_future(asked(engine, range(6), 50))
-        if how == "killed":
-            await until(lambda: engines[0].started)
-            actor.die()
-        done = await waiting
-        assert [c.token_ids.tolist() for c in done] == [[n] * 50 for n in range(6)]
-        assert all((c.version == 4).all() for c in done)
-        assert len(engines) == 2
-        assert engines[1].started == [100 + n for n in range(6)]  # each once, its seed unchanged
-        assert engine.take_metrics() == {
-            "rollout/replica_restarts": 1,
-            "rollout/requests_repeated": 6,
-        }
-        assert engine.version == 4
-
-    asyncio.run(run())
+    silence = {"reply_timeout": 1} if how == "hangs" else {}
+    actor, engine = await built(sync=weights, **silence)
+    await engine.load_files(written)
+    if how == "killed while idle":
+        actor.die()
+        await until(lambda: actor.process is not None)  # it is back before anybody asks
+    actor.hung = how == "hangs"
+    waiting = asyncio.ensure_future(asked(engine, range(6), 50))
+    if how == "killed":
+        await until(lambda: engines[0].started)
+        actor.die()
+    done = await waiting
+    assert [c.token_ids.tolist() for c in done] == [[n] * 50 for n in range(6)]
+    assert all((c.version == 4).all() for c in done)
+    assert len(engines) == 2
+    assert engines[1].started == [100 + n for n in range(6)]  # each once, its seed unchanged
+    counts = {"rollout/replica_restarts": 1, "rollout/requests_repeated": 6}
+    assert engine.take_metrics() == counts
+    assert engine.version == 4
     assert "replica 0 is back after" in caplog.text
 
 
@@ -193,104 +186,77 @@ class Ended:
         raise self.error
 
 
-@pytest.mark.parametrize(
-    ("error", "lives"), [(TrainingError("another receiver is gone"), 1), (TimeoutError(), 2)]
-)
-def test_a_receiver_that_lost_a_broadcast_is_sent_the_weights_alone(
-    error, lives, engines, written, caplog
-):
+@in_event_loop
+async def test_a_receiver_that_lost_a_broadcast_is_sent_the_weights_alone(engines, written, caplog):
     """A process that was not the cause stays. One that gave no answer is replaced."""
-
-    async def run():
-        actor = Actor()
-        await actor.process.build("{}", 0)
-        engine = opened(actor)
+    again = "replica 0 is sent the weights once more, alone: another receiver is gone"
+    for error, lives in ((TrainingError("another receiver is gone"), 1), (TimeoutError(), 2)):
+        engines.clear()
+        caplog.clear()
+        _, engine = await built()
         await engine.load_files(written, Ended(error))
         assert engine.version == engines[-1].version == 4
         assert len(engines) == lives
-
-    asyncio.run(run())
-    assert (
-        "replica 0 is sent the weights once more, alone: another receiver is gone" in caplog.text
-    ) == (lives == 1)
+        assert (again in caplog.text) == (lives == 1)
 
 
-def test_changed_weight_files_are_refused(engines, written):
-    async def run():
-        actor = Actor()
-        await actor.process.build("{}", 0)
-        engine = opened(actor, sync="disk")
-        other = {"w": [*written.sums["w"][:2], written.sums["w"][2] + 1]}
-        with pytest.raises(
-            TrainingError, match=r"replica 0: cluster\.sync_dir: weights of version 4 .*'w'"
-        ):
-            await engine.load_files(replace(written, sums=other))
-        assert engine.version == engines[0].version == -1
-
-    asyncio.run(run())
+@in_event_loop
+async def test_changed_weight_files_are_refused(engines, written):
+    _, engine = await built(sync="disk")
+    other = {"w": [*written.sums["w"][:2], written.sums["w"][2] + 1]}
+    with pytest.raises(TrainingError, match=r"cluster\.sync_dir: weights of version 4 .*'w'"):
+        await engine.load_files(replace(written, sums=other))
+    assert engine.version == engines[0].version == -1
 
 
-def test_out_of_restarts_it_is_lost_for_every_request(engines):
-    async def run():
-        actor = Actor(restarts=0)
-        await actor.process.build("{}", 0)
-        engine = opened(actor, restarts=0)
-        waiting = asyncio.ensure_future(asked(engine, range(3), 300))
-        await until(lambda: engines[0].started)
-        actor.die()
-        for error in await waiting:
-            assert isinstance(error, EngineLost)
-            assert "gone for good" in str(error)
-
-    asyncio.run(run())
-
-
-def test_a_restart_that_takes_too_long_is_a_loss(engines, monkeypatch):
-    monkeypatch.setattr(Actor, "restart", lambda actor: None)
-
-    async def run():
-        actor = Actor()
-        await actor.process.build("{}", 0)
-        engine = opened(actor, restart_timeout=0.2)
-        actor.die()
-        (error,) = await asked(engine, [1])
+@in_event_loop
+async def test_a_process_that_does_not_come_back_is_lost_for_every_request(engines, monkeypatch):
+    """Out of restarts, or with one that takes too long."""
+    actor, engine = await built(restarts=0)
+    waiting = asyncio.ensure_future(asked(engine, range(3), 300))
+    await until(lambda: engines[0].started)
+    actor.die()
+    for error in await waiting:
         assert isinstance(error, EngineLost)
-        assert "within 0.2 s (cluster.restart_timeout)" in str(error)
+        assert "gone for good" in str(error)
+    monkeypatch.setattr(Actor, "restart", lambda actor: None)
+    actor, engine = await built(restart_timeout=0.2)
+    actor.die()
+    (error,) = await asked(engine, [1])
+    assert isinstance(error, EngineLost)
+    assert "within 0.2 s (cluster.restart_timeout)" in str(error)
 
-    asyncio.run(run())
 
-
-def test_an_error_of_one_request_is_its_own(engines):
-    async def run():
-        actor = Actor()
-        await actor.process.build("{}", 0)
-        engine = opened(actor)
-        bad = asyncio.ensure_future(engine.generate([1], Sampling(9.0, 2), seed=0))
-        (good,) = await asked(engine, [2], 5)
-        with pytest.raises(UsageError, match="too hot"):
-            await bad
-        assert good.token_ids.tolist() == [2] * 5
-
-    asyncio.run(run())
+@in_event_loop
+async def test_an_error_of_one_request_is_its_own(engines):
+    _, engine = await built()
+    bad = asyncio.ensure_future(engine.generate([1], Sampling(9.0, 2), seed=0))
+    (good,) = await asked(engine, [2], 5)
+    with pytest.raises(UsageError, match="too hot"):
+        await bad
+    assert good.token_ids.tolist() == [2] * 5
 
 
 @pytest.mark.parametrize("lossy", [False, True])
-def test_every_request_is_answered_despite_cancellations_and_losses(lossy, engines, monkeypatch):
+@in_event_loop
+async def test_every_request_is_answered_despite_cancellations_and_losses(
+    lossy, engines, monkeypatch
+):
     """Requests come at random moments and many are given up at once, while messages and answers get
     lost and processes die."""
     monkeypatch.setattr(remote, "COLLECT_TIMEOUT_S", 0.05)
+    # Longer than the test waits: no request may be answered only because an answer that was lost
+    # timed out.
+    patient = {"reply_timeout": 2 * LIMIT_S, "restart_timeout": 2 * LIMIT_S}
 
     async def trial(seed):
         chance = random.Random(seed)
         actor = Actor(restarts=99, chance=chance if lossy else None)
         actor.process._engine = Engine()
-        # Longer than the test waits: no request may be answered only because an answer that was
-        # lost timed out.
-        engine, kept = opened(actor, reply_timeout=2 * LIMIT_S, restart_timeout=2 * LIMIT_S), {}
+        engine, kept = opened(actor, **patient), {}
         for number in range(12):
-            asked = asyncio.create_task(
-                engine.generate([number], Sampling(1.0, chance.randrange(1, 9)), seed=0)
-            )
+            sampling = Sampling(1.0, chance.randrange(1, 9))
+            asked = asyncio.create_task(engine.generate([number], sampling, seed=0))
             if chance.random() < 0.5:
                 await asyncio.sleep(chance.choice([0, 0, 0.001, 0.01]))
                 asked.cancel()
@@ -304,76 +270,59 @@ def test_every_request_is_answered_despite_cancellations_and_losses(lossy, engin
         for number, task in kept.items():
             assert set(task.result().token_ids.tolist()) == {number}
 
-    async def trials():
-        await asyncio.gather(*(trial(seed) for seed in range(60)))
-
-    asyncio.run(trials())
+    await asyncio.gather(*(trial(seed) for seed in range(60)))
 
 
-def test_an_answer_is_repeated_until_its_arrival_is_known(engines):
-    async def run():
-        process = replica_actor.ReplicaProcess()
-        await process.build("{}", 0)
-        await process.submit_requests(
-            0, encode_requests({7: GenerateRequest(torch.tensor([1]), Sampling(1.0, 1), 0)})
-        )
-        first, second = (
-            await process.collect_replies(0, 5, []),
-            await process.collect_replies(0, 5, []),
-        )
-        assert list(decode_replies(first)) == list(decode_replies(second)) == [7]
-        assert decode_replies(await process.collect_replies(0, 0.01, [7])) == {}
-
-    asyncio.run(run())
+def one_request():
+    return encode_requests({7: GenerateRequest(torch.tensor([1]), Sampling(1.0, 1), 0)})
 
 
-def test_messages_from_before_a_rebuild_are_refused(engines):
-    async def run():
-        process = replica_actor.ReplicaProcess()
-        await process.build("{}", 2)
+@in_event_loop
+async def test_an_answer_is_repeated_until_its_arrival_is_known(engines):
+    process = replica_actor.ReplicaProcess()
+    await process.build("{}", 0)
+    await process.submit_requests(0, one_request())
+    for _ in range(2):
+        assert list(decode_replies(await process.collect_replies(0, 5, []))) == [7]
+    assert decode_replies(await process.collect_replies(0, 0.01, [7])) == {}
+
+
+@in_event_loop
+async def test_messages_from_before_a_rebuild_are_refused(engines):
+    process = replica_actor.ReplicaProcess()
+    await process.build("{}", 2)
+    for message in (
+        process.submit_requests(1, one_request()),
+        process.collect_replies(1, 0.01, []),
+        process.build("{}", 1),  # it would drop what was asked since
+    ):
         with pytest.raises(replica_actor.NotBuilt):
-            await process.submit_requests(
-                1, encode_requests({7: GenerateRequest(torch.tensor([1]), Sampling(1.0, 1), 0)})
-            )
-        with pytest.raises(replica_actor.NotBuilt):
-            await process.collect_replies(1, 0.01, [])
-        with pytest.raises(replica_actor.NotBuilt):  # it would drop what was asked since
-            await process.build("{}", 1)
-        assert not engines[0].started
-
-    asyncio.run(run())
+            await message
+    assert not engines[0].started
 
 
-def test_an_answer_during_a_blocked_event_loop_is_no_silence():
+@in_event_loop
+async def test_an_answer_during_a_blocked_event_loop_is_no_silence():
     """Each turn of the event loop, however long it takes, is at most one of the REPLY_CHECKS of
     an answer."""
-
-    async def run(after):
+    for after in (0, 5):  # 5: one that is only on its way when the loop goes on
         answer = asyncio.get_running_loop().create_future()
 
-        async def hold_up():
-            time.sleep(1.1)
+        async def hold_up(answer=answer, after=after):
+            time.sleep(0.3)
             for _ in range(after):
                 await asyncio.sleep(0)
             answer.set_result("here")
 
         held = asyncio.create_task(hold_up())
-        assert await remote.wait_for_reply(answer, 1.0) == "here"
+        assert await remote.wait_for_reply(answer, 0.2) == "here"
         await held
-
-    asyncio.run(run(after=0))
-    asyncio.run(run(after=5))  # and one that is only on its way when the loop goes on
-
-
-def test_silence_has_its_limit():
-    async def run():
-        with pytest.raises(TimeoutError):
-            await remote.wait_for_reply(asyncio.get_running_loop().create_future(), 0.05)
-
-    asyncio.run(run())
+    with pytest.raises(TimeoutError):
+        await remote.wait_for_reply(asyncio.get_running_loop().create_future(), 0.05)
 
 
-def test_loading_for_longer_than_the_reply_limit_is_no_silence(engines, written, monkeypatch):
+@in_event_loop
+async def test_loading_for_longer_than_the_reply_limit_is_no_silence(engines, written, monkeypatch):
     """A process answers no request while it takes weights over."""
     looks, wait_for_reply = [], remote.wait_for_reply
 
@@ -388,47 +337,36 @@ def test_loading_for_longer_than_the_reply_limit_is_no_silence(engines, written,
             await engines[0].may_load.wait()
             answer.set_result(result)
 
-    async def run():
-        actor = Busy()
-        await actor.process.build("{}", 0)
-        engine = opened(actor, sync="disk", reply_timeout=0.2)
-        waiting = asyncio.ensure_future(asked(engine, range(3)))
-        await until(lambda: engines[0].started)
-        engines[0].may_load.clear()
-        loading = asyncio.ensure_future(engine.load_files(written))
-        await until(
-            lambda: looks.count(True) > 2 * remote.REPLY_CHECKS
-        )  # of one request at the least more than it has
-        assert not waiting.done()
-        engines[0].may_load.set()
-        await loading
-        assert [each.token_ids.tolist() for each in await waiting] == [[n] * 3 for n in range(3)]
-        assert engine.take_metrics() == {}
-
-    asyncio.run(run())
+    _, engine = await built(Busy, sync="disk", reply_timeout=0.2)
+    waiting = asyncio.ensure_future(asked(engine, range(3)))
+    await until(lambda: engines[0].started)
+    engines[0].may_load.clear()
+    loading = asyncio.ensure_future(engine.load_files(written))
+    # of one request at the least more than it has
+    await until(lambda: looks.count(True) > 2 * remote.REPLY_CHECKS)
+    assert not waiting.done()
+    engines[0].may_load.set()
+    await loading
+    assert [each.token_ids.tolist() for each in await waiting] == [[n] * 3 for n in range(3)]
+    assert engine.take_metrics() == {}
 
 
-def test_weights_stay_until_a_returning_process_has_read_them(engines, tmp_path, monkeypatch):
+@in_event_loop
+async def test_weights_stay_until_a_returning_process_has_read_them(engines, tmp_path, monkeypatch):
     """An update comes while it reads the version before. Then it gets the update."""
     files = WeightFiles(str(tmp_path))
-
-    async def run():
-        actor = Actor()
-        await actor.process.build("{}", 0)
-        engine = opened(actor, sync="disk")
-        together = Replicas([engine], files)
-        await together.load_weights([("w", torch.ones(1))], 1)
-        monkeypatch.setattr(Engine, "ready_to_load", False)
-        actor.die()
-        waiting = asyncio.create_task(together.generate([3], Sampling(1.0, 2), seed=0))
-        await until(lambda: len(engines) == 2)
-        update = asyncio.create_task(together.load_weights([("w", torch.zeros(1))], 2))
-        await until(lambda: engine._loaded.version == 2)
-        assert (files.folder / "version_1").exists()
-        assert not update.done()
-        engines[1].may_load.set()
-        await asyncio.wait_for(update, LIMIT_S)
-        assert (await waiting).version.tolist() == [2, 2]
-        assert [path.name for path in files.folder.iterdir()] == ["version_2"]
-
-    asyncio.run(run())
+    actor, engine = await built(sync="disk")
+    together = Replicas([engine], files)
+    await together.load_weights([("w", torch.ones(1))], 1)
+    monkeypatch.setattr(Engine, "ready_to_load", False)
+    actor.die()
+    waiting = asyncio.create_task(together.generate([3], Sampling(1.0, 2), seed=0))
+    await until(lambda: len(engines) == 2)
+    update = asyncio.create_task(together.load_weights([("w", torch.zeros(1))], 2))
+    await until(lambda: engine._loaded.version == 2)
+    assert (files.folder / "version_1").exists()
+    assert not update.done()
+    engines[1].may_load.set()
+    await asyncio.wait_for(update, LIMIT_S)
+    assert (await waiting).version.tolist() == [2, 2]
+    assert [path.name for path in files.folder.iterdir()] == ["version_2"]

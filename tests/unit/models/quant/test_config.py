@@ -7,59 +7,40 @@ from onepolicy.config import Fp8, Fp8Weight, Int8, RunConfig, Simulated, UsageEr
 MINIMAL = {"out": "runs/x", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "quant"),
-    [
-        ([], None),
-        (["rollout.quant=int8"], Int8()),
-        (["rollout.quant=fp8"], Fp8()),
-        (["rollout.quant=fp8-weight"], Fp8Weight()),
-        (["rollout.quant=simulated"], Simulated(bits=4)),
-        (["rollout.quant.format=simulated", "rollout.quant.bits=3"], Simulated(bits=3)),
-        (
-            ["rollout.quant.format=int8", "rollout.quant.activations=static"],
-            Int8(activations="static"),
-        ),
-        (
-            ["rollout.quant.bits=3", "rollout.quant.format=simulated", "rollout.quant.format=fp8"],
-            Fp8(),
-        ),
-        (["rollout.quant=int8", "rollout.quant=off"], None),
-    ],
-    ids=str,
-)
-def test_one_line(overrides, quant):
-    config = resolve(MINIMAL, overrides)
-    assert config.rollout.quant == quant
-    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+def with_quant(text):
+    """Resolve settings of `rollout`."""
+    return resolve(MINIMAL, [f"rollout.{setting}" for setting in text.split()])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["rollout.quant=int4"], r"rollout\.quant.*'int8', 'fp8', 'fp8-weight', 'simulated'"),
+def test_one_line(subtests):
+    for overrides, quant in (
+        ("", None),
+        ("quant=int8", Int8()),
+        ("quant=fp8", Fp8()),
+        ("quant=fp8-weight", Fp8Weight()),
+        ("quant=simulated", Simulated(bits=4)),
+        ("quant.format=simulated quant.bits=3", Simulated(bits=3)),
+        ("quant.format=int8 quant.activations=static", Int8(activations="static")),
+        ("quant.bits=3 quant.format=simulated quant.format=fp8", Fp8()),
+        ("quant=int8 quant=off", None),
+    ):
+        with subtests.test(overrides=overrides):
+            config = with_quant(overrides)
+            assert config.rollout.quant == quant
+            assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_contradictions_are_refused(subtests):
+    for overrides, message in (
+        ("quant=int4", r"rollout\.quant.*'int8', 'fp8', 'fp8-weight', 'simulated'"),
+        ("quant.format=fp8 quant.activations=static", r"activations: unknown setting"),
+        ("quant=fp8 engine.kind=sglang", r"fp8 is not available with .*kind = sglang.*; use hf"),
         (
-            ["rollout.quant.format=fp8", "rollout.quant.activations=static"],
-            r"activations: unknown setting",
-        ),
-        (
-            ["rollout.quant=fp8", "rollout.engine.kind=sglang"],
-            r"fp8 is not available with .*kind = sglang.*; use hf",
-        ),
-        (
-            [
-                'rollout.quant={format="int8", extra_modules=["lm_head"]}',
-                "rollout.engine.lm_head=float32",
-            ],
+            'quant={format="int8",extra_modules=["lm_head"]} engine.lm_head=float32',
             r"rollout\.quant\.extra_modules: lm_head contradicts rollout\.engine\.lm_head",
         ),
-        (
-            ["rollout.quant=int8", "numerics=on-policy"],
-            r"rollout\.quant: int8, but with numerics = on-policy",
-        ),
-    ],
-    ids=str,
-)
-def test_contradictions_are_refused(overrides, message):
-    with pytest.raises(UsageError, match=message):
-        resolve(MINIMAL, overrides)
+    ):
+        with subtests.test(overrides=overrides), pytest.raises(UsageError, match=message):
+            with_quant(overrides)
+    with pytest.raises(UsageError, match=r"rollout\.quant: int8, but with numerics = on-policy"):
+        resolve(MINIMAL, ["rollout.quant=int8", "numerics=on-policy"])

@@ -27,27 +27,25 @@ from support.quantised_layers import MODULE, case, dequantised, linear, referenc
 
 
 def test_int8_codes_by_hand():
-    codes, scale = int8_rows(
-        torch.tensor([[127.0, -63.6, 0.5, 1.5, -254.0 / 2], [0.0, 0, 0, 0, 0]])
-    )
+    rows = torch.tensor([[127.0, -63.6, 0.5, 1.5, -254.0 / 2], [0.0, 0, 0, 0, 0]])
+    codes, scale = int8_rows(rows)
     assert codes.tolist() == [[127, -64, 0, 2, -127], [0, 0, 0, 0, 0]]  # halves go to even
     assert scale[0].tolist() == [1.0]
 
 
 def test_int4_and_int3_by_hand():
-    assert fake_quantise(torch.tensor([[7.0, 2.4, -3.5, 0.4]]), 4).tolist() == [
-        [7.0, 2.0, -4.0, 0.0]
-    ]
+    four = fake_quantise(torch.tensor([[7.0, 2.4, -3.5, 0.4]]), 4)
+    assert four.tolist() == [[7.0, 2.0, -4.0, 0.0]]
     assert fake_quantise(torch.tensor([[3.0, 1.2, -1.6]]), 3).tolist() == [[3.0, 1.0, -2.0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_finite_e4m3_code_is_converted_exactly(dtype):
+def test_every_finite_e4m3_code_is_converted_exactly():
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3)
     values = codes.float()
     finite = values.isfinite()
     assert finite.sum() == 254
-    assert torch.equal(from_e4m3(codes, dtype).float()[finite] * E4M3_UNIT, values[finite])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(from_e4m3(codes, dtype).float()[finite] * E4M3_UNIT, values[finite])
 
 
 def test_e4m3_saturates():
@@ -87,40 +85,33 @@ def test_embedding_looks_codes_up():
     plain, ids = torch.nn.Embedding(10, 6), torch.tensor([[3, 0], [9, 3]])
     for int8, rows in ((True, int8_rows), (False, e4m3_rows)):
         values = dequantised(rows, plain.weight.detach())[ids].float()
-        assert torch.equal(
-            QuantEmbedding(plain, int8=int8, dtype=lambda: torch.float32)(ids), values
-        )
+        quantised = QuantEmbedding(plain, int8=int8, dtype=lambda: torch.float32)
+        assert torch.equal(quantised(ids), values)
 
 
-@pytest.mark.parametrize("bags", [True, False])
-def test_int8_experts(bags, monkeypatch):
-    up, down, x, index, weights = case(9)
-    if not bags:
-        monkeypatch.setattr(quant_experts, "BAG_SIZE", 0)
-    own = Int8Experts(up, down, (int8_rows, int8_rows))
-    expected = reference(up, down, x, index, weights, rows=int8_rows, activations=True)
-    torch.testing.assert_close(own(MODULE, x, index, weights), expected, atol=1e-4, rtol=1e-4)
+def test_experts_of_codes(monkeypatch):
+    up, down, *tokens = case(9)
+
+    def check(own, **how):
+        expected = reference(up, down, *tokens, **how)
+        torch.testing.assert_close(own(MODULE, *tokens), expected, atol=1e-4, rtol=1e-4)
+
+    for activations in (True, False):
+        own = E4M3Experts(up, down, activations=activations)
+        check(own, rows=e4m3_rows, activations=activations)
+    check(Int8Experts(up, down, (int8_rows, int8_rows)), rows=int8_rows, activations=True)
+    monkeypatch.setattr(quant_experts, "BAG_SIZE", 0)
+    check(Int8Experts(up, down, (int8_rows, int8_rows)), rows=int8_rows, activations=True)
 
 
 def test_few_and_many_rows_give_the_same_bits(monkeypatch):
-    up, down, x, index, weights = case(9)
+    up, down, *tokens = case(9)
     own = Int8Experts(up, down, (int8_rows, int8_rows))
-    few = own(MODULE, x, index, weights)
+    few = own(MODULE, *tokens)
     monkeypatch.setattr(quant_experts, "MATMUL_CALL_COST", 0)
-    many = own(MODULE, x, index, weights)
+    assert torch.equal(few, own(MODULE, *tokens))
     monkeypatch.setattr(quant_experts, "BAG_SIZE", 0)
-    assert torch.equal(few, many)
-    assert torch.equal(
-        few, Int8Experts(up, down, (int8_rows, int8_rows))(MODULE, x, index, weights)
-    )
-
-
-@pytest.mark.parametrize("activations", [True, False])
-def test_e4m3_experts(activations):
-    up, down, x, index, weights = case(9)
-    own = E4M3Experts(up, down, activations=activations)
-    expected = reference(up, down, x, index, weights, rows=e4m3_rows, activations=activations)
-    torch.testing.assert_close(own(MODULE, x, index, weights), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(few, Int8Experts(up, down, (int8_rows, int8_rows))(MODULE, *tokens))
 
 
 def test_widest_bag_is_exact():
@@ -131,9 +122,8 @@ def test_widest_bag_is_exact():
     own = Int8Experts(up, torch.ones(1, width, 4), (int8_rows, int8_rows))
     assert own.up.bags
     codes = torch.full((1, width), 127, dtype=torch.int8)
-    assert own.up.by_rows(codes, torch.zeros(1, dtype=torch.int64)).tolist() == [
-        [127.0 * 127 * width] * 4
-    ]
+    sums = own.up.by_rows(codes, torch.zeros(1, dtype=torch.int64))
+    assert sums.tolist() == [[127.0 * 127 * width] * 4]
 
 
 def test_a_static_scale_is_kept_and_its_clipping_is_counted():
@@ -143,8 +133,6 @@ def test_a_static_scale_is_kept_and_its_clipping_is_counted():
     codes, scale = static(torch.tensor([[25.4, 1.0], [0.1, -6.35]]))
     assert codes.tolist() == [[127, 10], [1, -64]]
     assert scale[:, 0].tolist() == pytest.approx([0.1, 0.1])
-    found = scale_staleness({"layer": static})
-    assert found == pytest.approx(
-        {"quant/clipped": 0.25, "quant/drift_mean": 2.0, "quant/drift_max": 2.0}
-    )
+    expected = {"quant/clipped": 0.25, "quant/drift_mean": 2.0, "quant/drift_max": 2.0}
+    assert scale_staleness({"layer": static}) == pytest.approx(expected)
     assert scale_staleness({"layer": static}) == {}

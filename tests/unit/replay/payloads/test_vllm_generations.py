@@ -19,13 +19,6 @@ from onepolicy.replay.payloads.vllm import PAYLOAD_FORMATS, payload_format_of, r
 from onepolicy.types import Completion, index_ids
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("vllm-*.json"))
-CASES = [(path, request) for path in FIXTURES for request in ("first", "again")]
-
-
-def load(path, request):
-    made = json.loads(path.read_text())
-    assert made["made_with"].startswith(f"the serialiser of vllm {made['version']}, not a live run")
-    return made, made["requests"][request]
 
 
 def array(found):
@@ -34,74 +27,49 @@ def array(found):
 
 def trace(made, request, rows):
     rules = RouteSpec(tuple(made["layers"]), made["num_experts"], 2, "error")
-    lengths = {
-        "prompt": made["prompt"],
-        "completion": made["completion"],
-        "cached": request["cached"],
-    }
-    got = request_trace(
-        rows,
-        payload_format_of(made["version"]),
-        **lengths,
-        route_spec=rules,
-        depth=made["depth"],
-        version=2,
-    )
+    known = {name: made[name] for name in ("prompt", "completion", "depth")}
+    known |= {"cached": request["cached"], "route_spec": rules, "version": 2}
+    got = request_trace(rows, payload_format_of(made["version"]), **known)
     tokens = SimpleNamespace(tolist=lambda: [9] * made["completion"])
-    check_completion(
-        Completion(tokens, None, None, "length", got), [8] * made["prompt"], rules, "fixture"
-    )
+    completion = Completion(tokens, None, None, "length", got)
+    check_completion(completion, [8] * made["prompt"], rules, "fixture")
     return got
 
 
 def check(made, request, got):
     """Check that every valid row is the routers' choice, and that the documented rows are
     missing."""
-    chosen = np.array(made["chosen"])
-    missing = (
-        request["cached"] if made["version"] == "0.21.0" else 0
-    )  # it records no row for a cached token
+    chosen, cached = np.array(made["chosen"]), request["cached"]
+    missing = cached if made["version"] == "0.21.0" else 0  # no row for a cached token
     assert got.valid.tolist() == [False] * missing + [True] * (len(chosen) - missing)
     assert index_ids(got.ids, got.valid).tolist() == chosen[missing:].tolist()
     assert (got.layers, got.num_experts) == (tuple(made["layers"]), made["num_experts"])
-    sources = {
-        "cache": request["cached"],
-        "prefill": made["prompt"] - request["cached"],
-        "decode": 3,
-    }
+    sources = {"cache": cached, "prefill": made["prompt"] - cached, "decode": 3}
     assert {s.source: s.length for s in got.spans} == {name: n for name, n in sources.items() if n}
 
 
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
+def test_routes_in_process_and_over_http(path, subtests):
+    made = json.loads(path.read_text())
+    assert made["made_with"].startswith(f"the serialiser of vllm {made['version']}, not a live run")
+    contract = payload_format_of(made["version"])
+    for name in ("first", "again"):
+        request = made["requests"][name]
+        with subtests.test("in process", request=name):
+            rows = SimpleNamespace(routed_experts=array(request["routed_experts"]))
+            prompt = array(request["prompt_routed_experts"])
+            output = SimpleNamespace(prompt_routed_experts=prompt, outputs=[rows])
+            check(made, request, trace(made, request, contract.read_output(output)))
+        with subtests.test("over http", request=name):
+            if request["reply"] is None:
+                with pytest.raises(UsageError, match="no routes over HTTP"):
+                    contract.read_reply({"choices": [{}]}, 0)
+            else:
+                read = contract.read_reply(request["reply"], 0)
+                check(made, request, trace(made, request, read))
+
+
 def test_every_generation_has_a_fixture():
-    covered = {
-        payload_format_of(json.loads(path.read_text())["version"]).newest_version
-        for path in FIXTURES
-    }
+    versions = {json.loads(path.read_text())["version"] for path in FIXTURES}
+    covered = {payload_format_of(version).newest_version for version in versions}
     assert covered == {contract.newest_version for contract in PAYLOAD_FORMATS}
-
-
-@pytest.mark.parametrize(
-    ("path", "request_name"), CASES, ids=lambda value: getattr(value, "stem", value)
-)
-def test_in_process(path, request_name):
-    made, request = load(path, request_name)
-    output = SimpleNamespace(
-        prompt_routed_experts=array(request["prompt_routed_experts"]),
-        outputs=[SimpleNamespace(routed_experts=array(request["routed_experts"]))],
-    )
-    check(
-        made, request, trace(made, request, payload_format_of(made["version"]).read_output(output))
-    )
-
-
-@pytest.mark.parametrize(
-    ("path", "request_name"), CASES, ids=lambda value: getattr(value, "stem", value)
-)
-def test_over_http(path, request_name):
-    made, request = load(path, request_name)
-    read = payload_format_of(made["version"]).read_reply
-    if request["reply"] is None:
-        with pytest.raises(UsageError, match="no routes over HTTP"):
-            read({"choices": [{}]}, 0)
-        return
-    check(made, request, trace(made, request, read(request["reply"], 0)))

@@ -15,22 +15,22 @@ def read_all(stream, readers):
         return [each.result(LIMIT_S) for each in found]
 
 
+def counted(made, count):
+    for item in range(count):
+        made.append(item)
+        yield item
+
+
 @pytest.mark.parametrize("ahead", [1, 3, 100])
 def test_every_reader_gets_all_items_and_each_is_made_once(ahead):
     made = []
-
-    def source():
-        for item in range(50):
-            made.append(item)
-            yield item
-
-    assert read_all(SharedStream(source(), 3, ahead=ahead), 3) == [list(range(50))] * 3
+    assert read_all(SharedStream(counted(made, 50), 3, ahead=ahead), 3) == [list(range(50))] * 3
     assert made == list(range(50))
 
 
 def test_a_fast_reader_waits_for_the_slowest():
     made = []
-    stream = SharedStream((made.append(i) or i for i in range(9)), 2, ahead=4)
+    stream = SharedStream(counted(made, 9), 2, ahead=4)
     fast, slow = stream.read(0), stream.read(1)
     assert [next(fast) for _ in range(4)] == [0, 1, 2, 3]
     fifth = ThreadPoolExecutor(1).submit(next, fast)

@@ -1,7 +1,8 @@
 """Sampling from a large vocabulary by blocks: the tokens of a float64 running sum."""
 
+from itertools import product
+
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,20 +18,19 @@ def doubles(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("size", [8192, 20_000, 151_936])
-@pytest.mark.parametrize("spread", [0.0, 2.0, 8.0])
-def test_a_token_holds_its_uniform_number(size, spread):
-    generator = torch.Generator().manual_seed(size)
-    logits = torch.randn(16, size, generator=generator) * spread
-    probability = torch.softmax(logits, -1)
-    uniform = torch.rand(16, generator=generator, dtype=torch.float64)
-    tokens = invert_cdf(probability, uniform)[:, 0]
-    exact = probability.double().numpy()
-    ends = np.cumsum(exact, -1)
-    for row, token in enumerate(tokens.tolist()):
-        end, total = ends[row, token], ends[row, -1]
-        begin = end - exact[row, token]
-        assert begin - 1e-6 <= uniform[row] * total <= end + 1e-6
+def test_a_token_holds_its_uniform_number(subtests):
+    for size, spread in product([8192, 20_000, 151_936], [0.0, 2.0, 8.0]):
+        generator = torch.Generator().manual_seed(size)
+        logits = torch.randn(16, size, generator=generator) * spread
+        probability = torch.softmax(logits, -1)
+        uniform = torch.rand(16, generator=generator, dtype=torch.float64)
+        tokens = invert_cdf(probability, uniform)[:, 0].numpy()
+        exact, rows = probability.double().numpy(), np.arange(16)
+        ends = np.cumsum(exact, -1)
+        end, wanted = ends[rows, tokens], uniform.numpy() * ends[:, -1]
+        with subtests.test(size=size, spread=spread):
+            assert (end - exact[rows, tokens] - 1e-6 <= wanted).all()
+            assert (wanted <= end + 1e-6).all()
 
 
 @given(st.lists(st.integers(0, 20_000 - 1), min_size=1, max_size=4, unique=True), st.data())
@@ -46,27 +46,26 @@ def test_only_tokens_with_a_probability_are_sampled(tokens, data):
     assert found == expected or near_a_boundary
 
 
-@pytest.mark.parametrize("token", [0, BLOCK - 1, BLOCK, 19_999])
-def test_first_and_last_tokens_of_blocks(token):
-    probability = torch.zeros(3, 20_000)
-    probability[:, token] = 0.3  # a sum that is not 1
-    assert invert_cdf(probability, doubles(0.0, 0.5, LAST))[:, 0].tolist() == [token] * 3
+def test_first_and_last_tokens_of_blocks():
+    for token in (0, BLOCK - 1, BLOCK, 19_999):
+        probability = torch.zeros(3, 20_000)
+        probability[:, token] = 0.3  # a sum that is not 1
+        assert invert_cdf(probability, doubles(0.0, 0.5, LAST))[:, 0].tolist() == [token] * 3
 
 
 def test_a_row_does_not_depend_on_the_others():
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(24, 30_000, generator=generator)
     uniform = torch.rand(24, generator=generator, dtype=torch.float64)
-    rows = [Sampling(1.0, 1)] * 24
-    cpu = torch.device("cpu")
-    together = sample_tokens(logits, uniform, BatchSampling.from_requests(rows, cpu))
+
+    def tokens_of(rows):
+        asked = [Sampling(1.0, 1)] * len(logits[rows])
+        sampling = BatchSampling.from_requests(asked, torch.device("cpu"))
+        return sample_tokens(logits[rows], uniform[rows], sampling).tokens
+
+    together = tokens_of(slice(24))
     for row in range(24):
-        alone = sample_tokens(
-            logits[row : row + 1],
-            uniform[row : row + 1],
-            BatchSampling.from_requests(rows[:1], cpu),
-        )
-        assert alone.tokens == together.tokens[row]
+        assert tokens_of(slice(row, row + 1)) == together[row]
 
 
 def test_top_k_leaves_out_the_others():

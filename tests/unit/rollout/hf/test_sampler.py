@@ -22,9 +22,11 @@ P = torch.tensor([0.1, 0.4, 0.2, 0.3])  # cdf 0.1 0.5 0.7 1.0
 
 def draw(probability, uniform, *rows):
     logits = probability.log().expand(len(rows), -1) + 3.0  # a constant changes nothing
-    return sample_tokens(
-        logits, torch.tensor(uniform, dtype=torch.float64), BatchSampling.from_requests(rows, CPU)
-    )[:2]
+    uniform, rows = (
+        torch.as_tensor(uniform, dtype=torch.float64),
+        BatchSampling.from_requests(rows, CPU),
+    )
+    return sample_tokens(logits, uniform, rows)[:2]
 
 
 def test_inverse_cdf():
@@ -55,36 +57,23 @@ def test_greedy_has_the_untempered_logp_and_ignores_narrowing():
     assert logp.item() == pytest.approx(math.log(0.4))
 
 
-def test_top_k_renormalises():
-    tokens, logp = draw(
-        P, [0.0, 0.56, 0.58], *[Sampling(1.0, 1, top_k=2)] * 3
-    )  # 0.4 / 0.7, 0.3 / 0.7
-    assert tokens.tolist() == [1, 1, 3]
-    assert logp.tolist() == pytest.approx([math.log(4 / 7), math.log(4 / 7), math.log(3 / 7)])
-
-
-def test_top_p_keeps_the_token_that_crosses():
-    tokens, logp = draw(
-        P, [0.0, 0.99], *[Sampling(1.0, 1, top_p=0.6)] * 2
-    )  # 0.4, then 0.3 crosses 0.6
-    assert tokens.tolist() == [1, 3]
-    assert logp.tolist() == pytest.approx([math.log(4 / 7), math.log(3 / 7)])
-
-
-def test_top_p_applies_after_top_k():
-    rows = [Sampling(1.0, 1, top_k=3, top_p=0.7)] * 2  # 4/9 + 3/9 >= 0.7, so the third is out
-    tokens, logp = draw(P, [0.0, 0.99], *rows)
-    assert tokens.tolist() == [1, 3]
-    assert logp.tolist() == pytest.approx([math.log(4 / 7), math.log(3 / 7)])
+@pytest.mark.parametrize(
+    "narrowed",
+    [
+        {"top_k": 2},
+        {"top_p": 0.6},  # 0.4, then 0.3 crosses 0.6
+        {"top_k": 3, "top_p": 0.7},  # top_p after top_k: 4/9 + 3/9 >= 0.7, so the third is out
+    ],
+)
+def test_top_k_and_top_p_renormalise(narrowed):
+    tokens, logp = draw(P, [0.0, 0.56, 0.58, 0.99], *[Sampling(1.0, 1, **narrowed)] * 4)
+    assert tokens.tolist() == [1, 1, 3, 3]
+    assert logp.exp().tolist() == pytest.approx([4 / 7, 4 / 7, 3 / 7, 3 / 7])
 
 
 def test_rows_do_not_touch_each_other():
-    rows = [
-        Sampling(1.0, 1),
-        Sampling(0.5, 1, top_k=2),
-        Sampling(0.0, 1),
-        Sampling(2.0, 1, top_p=0.5),
-    ]
+    rows = [Sampling(1.0, 1), Sampling(0.5, 1, top_k=2), Sampling(0.0, 1)]
+    rows.append(Sampling(2.0, 1, top_p=0.5))
     together = draw(P, [0.3, 0.6, 0.9, 0.2], *rows)
     for i, (row, u) in enumerate(zip(rows, [0.3, 0.6, 0.9, 0.2], strict=True)):
         alone = draw(P, [u], row)
@@ -93,38 +82,23 @@ def test_rows_do_not_touch_each_other():
 
 
 def test_frequencies():
-    count = 20_000
-    tokens = sample_tokens(
-        P.log().expand(count, -1),
-        torch.from_numpy(uniform_numbers(0, count)),
-        BatchSampling.from_requests([Sampling(1.0, 1)] * count, CPU),
-    ).tokens
-    observed = torch.bincount(tokens, minlength=4) / count
+    tokens, _ = draw(P, uniform_numbers(0, 20_000), *[Sampling(1.0, 1)] * 20_000)
+    observed = torch.bincount(tokens, minlength=4) / 20_000
     torch.testing.assert_close(observed, P, atol=0.015, rtol=0)
 
 
 def test_unneeded_parameters_cost_nothing():
     rows = BatchSampling.from_requests([Sampling(1.0, 1)] * 2, CPU)
-    assert (rows.temperature, rows.greedy, rows.top_k, rows.top_p) == (None, None, None, None)
-    assert sample_tokens(P[None].log(), torch.zeros(1, dtype=torch.float64), rows)[2:] == (
-        None,
-        None,
-    )
+    assert (rows.temperature, rows.greedy, rows.top_k, rows.top_p) == (None,) * 4
+    assert sample_tokens(P[None].log(), torch.zeros(1).double(), rows)[2:] == (None, None)
 
 
 def test_top_logprobs_are_of_the_distribution_sampled_from():
     """By hand: all of P; P squared (temperature 0.5); the rest after top_k = 2, with -inf for the
     third."""
-    asked = [
-        Sampling(1.0, 1, top_logprobs=3),
-        Sampling(0.5, 1, top_logprobs=1),
-        Sampling(1.0, 1, top_k=2),
-    ]
-    new = sample_tokens(
-        P.log().expand(3, -1),
-        torch.zeros(3, dtype=torch.float64),
-        BatchSampling.from_requests(asked, CPU),
-    )
+    asked = [Sampling(1.0, 1, top_logprobs=3), Sampling(0.5, 1, top_logprobs=1)]
+    rows = BatchSampling.from_requests([*asked, Sampling(1.0, 1, top_k=2)], CPU)
+    new = sample_tokens(P.log().expand(3, -1), torch.zeros(3).double(), rows)
     assert new.top_ids[:2].tolist() == [[1, 3, 2]] * 2
     assert new.top_ids[2, :2].tolist() == [1, 3]
     expected = [[0.4, 0.3, 0.2], [16 / 30, 9 / 30, 4 / 30], [4 / 7, 3 / 7, 0.0]]
@@ -136,24 +110,19 @@ def test_top_logprobs_are_of_the_distribution_sampled_from():
 def test_uniforms_are_a_function_of_the_seed(seed, count):
     first = uniform_numbers(seed, count)
     assert (first == uniform_numbers(seed, count)).all()
-    assert (
-        first == uniform_numbers(seed, count + 7)[:count]
-    ).all()  # a longer limit draws the same beginning
+    # a longer limit draws the same beginning
+    assert (first == uniform_numbers(seed, count + 7)[:count]).all()
     assert (first != uniform_numbers(seed + 1, count)).any()
     assert ((first >= 0) & (first < 1)).all()
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("name", "value"),
     [
-        {"temperature": -0.1},
-        {"temperature": math.inf},
-        {"max_tokens": 0},
-        {"top_p": 1.1},
-        {"top_k": -1},
-        {"top_logprobs": -1},
+        *(("temperature", -0.1), ("temperature", math.inf), ("max_tokens", 0), ("top_p", 1.1)),
+        *(("top_k", -1), ("top_logprobs", -1)),
     ],
 )
-def test_bad_parameters(bad):
-    with pytest.raises(UsageError, match=next(iter(bad))):
-        check_sampling(Sampling(**({"temperature": 1.0, "max_tokens": 5} | bad)))
+def test_bad_parameters(name, value):
+    with pytest.raises(UsageError, match=name):
+        check_sampling(Sampling(**({"temperature": 1.0, "max_tokens": 5} | {name: value})))

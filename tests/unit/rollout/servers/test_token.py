@@ -3,6 +3,7 @@
 import asyncio
 import os
 import traceback
+from itertools import product
 
 import pytest
 
@@ -16,28 +17,14 @@ from onepolicy.rollout.vllm import serve
 from support.http_server import Reply, Server
 
 SECRET = "hunter2-not-to-be-seen"
-BAD = [
-    f"{SECRET}\r",
-    f"{SECRET}\n",
-    f"{SECRET}\r\n",
-    f"\n{SECRET}",
-    f"{SECRET}\x00"[:-1] + "\x01",
-    f"{SECRET} x",
-    f"{SECRET}é",
-]
-BAD += [f"{SECRET}\u2028", f"{SECRET}\x7f", f"{SECRET}\t", f"{SECRET}\udce9", " "]
+ENDS = ("\r", "\n", "\r\n", "\x01", " x", "é", "\u2028", "\x7f", "\t", "\udce9")
+BAD = [*(SECRET + end for end in ENDS), f"\n{SECRET}", " "]
 
 
 def served(monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
-    settings = {
-        "max_len": 8,
-        "vocab": 8,
-        "return_routes": False,
-        "cpu": True,
-        "token_env": "ENGINE_TOKEN",
-    }
-    serve.run_server(ServeConfig(), "model", **settings)
+    settings = {"max_len": 8, "vocab": 8, "return_routes": False, "cpu": True}
+    serve.run_server(ServeConfig(), "model", **settings, token_env="ENGINE_TOKEN")
 
 
 def asked(_):
@@ -49,14 +36,14 @@ def clustered(monkeypatch):
     prepare_environment(own=True)
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("reader", [served, asked, clustered])
-def test_a_token_that_cannot_be_sent_is_refused_and_not_repeated(reader, bad, monkeypatch):
-    monkeypatch.setenv("ENGINE_TOKEN", bad)
-    name = "RAY_AUTH_TOKEN" if reader is clustered else "ENGINE_TOKEN"
-    with pytest.raises(UsageError, match=rf"{name}.* no token may have; set it again") as caught:
-        reader(monkeypatch)
-    assert SECRET not in "".join(traceback.format_exception(caught.value))
+def test_a_token_that_cannot_be_sent_is_refused_and_not_repeated(monkeypatch, subtests):
+    names = {served: "ENGINE_TOKEN", asked: "ENGINE_TOKEN", clustered: "RAY_AUTH_TOKEN"}
+    for bad, (reader, name) in product(BAD, names.items()):
+        with subtests.test(bad=ascii(bad), reader=reader.__name__), monkeypatch.context() as patch:
+            patch.setenv("ENGINE_TOKEN", bad)
+            with pytest.raises(UsageError, match=rf"{name}.* no token may have; set") as caught:
+                reader(patch)
+            assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_token_given_in_place_of_its_variable_is_not_repeated():
@@ -89,16 +76,10 @@ def test_each_start_makes_a_token_that_only_its_owner_can_read(here):
         assert path.stat().st_mode & 0o777 == 0o600
         assert here.stat().st_mode & 0o777 == 0o700
         assert find_token("127.0.0.1", 8000) == find_token("localhost", 8000) == first
-        assert (
-            find_token("127.0.0.1", 8001)
-            is find_token("127.0.0.2", 8000)
-            is find_token("::1", 8000)
-            is None
-        )
-        with create_token_file("127.0.0.1", 8000) as (
-            second,
-            _,
-        ):  # the server before was killed, say
+        others = ("127.0.0.1", 8001), ("127.0.0.2", 8000), ("::1", 8000)
+        assert [find_token(*other) for other in others] == [None] * 3
+        again = create_token_file("127.0.0.1", 8000)  # the server before was killed, say
+        with again as (second, _):
             assert find_token("127.0.0.1", 8000) == second != first
         assert find_token("127.0.0.1", 8000) is None
     assert list(here.iterdir()) == []
@@ -109,6 +90,11 @@ def test_each_start_makes_a_token_that_only_its_owner_can_read(here):
         assert find_token("127.0.0.1", 8000) is None
 
 
+def refused_to_create(words):
+    with pytest.raises(UsageError, match=words), create_token_file("127.0.0.1", 8001):
+        pass
+
+
 def test_a_folder_or_file_of_others_is_not_used(here, tmp_path):
     with create_token_file("127.0.0.1", 8000) as (_, path):
         path.chmod(0o644)
@@ -116,11 +102,7 @@ def test_a_folder_or_file_of_others_is_not_used(here, tmp_path):
         path.chmod(0o600)
         here.chmod(0o755)
         assert find_token("127.0.0.1", 8000) is None
-        with (
-            pytest.raises(UsageError, match=r"others may look into it; .*--token-env"),
-            create_token_file("127.0.0.1", 8001),
-        ):
-            pass
+        refused_to_create(r"others may look into it; .*--token-env")
         here.chmod(0o700)
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
@@ -133,11 +115,7 @@ def test_a_folder_or_file_of_others_is_not_used(here, tmp_path):
     here.rmdir()
     (tmp_path / "theirs").mkdir(mode=0o700)
     here.symlink_to(tmp_path / "theirs")
-    with (
-        pytest.raises(UsageError, match="belongs to somebody else"),
-        create_token_file("127.0.0.1", 8001),
-    ):
-        pass
+    refused_to_create("belongs to somebody else")
 
 
 def test_a_run_finds_the_token_of_each_server_on_this_machine(here):

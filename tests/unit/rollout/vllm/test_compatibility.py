@@ -16,6 +16,7 @@ from onepolicy.rollout.vllm.compatibility import (
 from onepolicy.rollout.vllm.start import check_vllm_version, has_monolithic_kernel
 
 GOOD = {"version": (0, 30), "platform": "cuda"}
+ASYNC, OFFLOADING = {"async_scheduling": True}, {"connector": "OffloadingConnector"}
 
 # One refused combination per row of INCOMPATIBILITIES, in its order, and the nearest one that is
 # accepted.
@@ -31,19 +32,11 @@ ROWS = [
     ({"pipeline": 2}, {}, "35623"),
     ({"context": 2}, {}, "28284"),
     ({"data": 2}, {"version": (0, 21), "data": 2}, "37879"),
-    (
-        {"version": (0, 20), "async_scheduling": True},
-        {"version": (0, 22), "async_scheduling": True},
-        "28284",
-    ),
-    ({"version": (0, 21), "async_scheduling": True}, {"version": (0, 21)}, "39917"),
+    ({"version": (0, 20)} | ASYNC, {"version": (0, 22)} | ASYNC, "28284"),
+    ({"version": (0, 21)} | ASYNC, {"version": (0, 21)}, "39917"),
     ({"version": (0, 20), "speculative": True}, {"version": (0, 21), "speculative": True}, "39917"),
     ({"version": (0, 25), "speculative": True}, {"version": (0, 26), "speculative": True}, "48622"),
-    (
-        {"connector": "OffloadingConnector"},
-        {"version": (0, 31), "connector": "OffloadingConnector"},
-        "39568",
-    ),
+    (OFFLOADING, {"version": (0, 31)} | OFFLOADING, "39568"),
     ({"version": (0, 33), "connector": "NixlPullConnector"}, {"version": (0, 33)}, "55584"),
     ({"version": (0, 16), "hybrid": True}, {"version": (0, 18), "hybrid": True}, "35744"),
     ({"version": (0, 27), "ray": True}, {"ray": True}, "NeMo/RL/pull/4057"),
@@ -51,64 +44,53 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", range(len(INCOMPATIBILITIES)))
-def test_each_row_is_refused_with_its_source_and_only_where_it_holds(row):
-    bad, good, source = ROWS[row]
-    with pytest.raises(UsageError, match=rf"vllm 0\.\d+ with routes: .*{source}") as refused:
-        check_route_compatibility(Deployment(**GOOD | bad))
-    assert INCOMPATIBILITIES[row].reason in str(refused.value)
-    check_route_compatibility(Deployment(**GOOD | good))
-
-
-def test_every_row_is_tested():
-    assert len(ROWS) == len(INCOMPATIBILITIES)
+def test_each_row_is_refused_with_its_source_and_only_where_it_holds(subtests):
+    for row, (bad, good, source) in zip(INCOMPATIBILITIES, ROWS, strict=True):
+        with subtests.test(**GOOD | bad):
+            words = rf"vllm 0\.\d+ with routes: .*{source}"
+            with pytest.raises(UsageError, match=words) as refused:
+                check_route_compatibility(Deployment(**GOOD | bad))
+            assert row.reason in str(refused.value)
+            check_route_compatibility(Deployment(**GOOD | good))
 
 
 def test_deployment_is_read_from_a_config_and_from_its_json():
+    sizes = {"pipeline": 2, "decode_context": 1, "prefill_context": 4}
+    parallel = {f"{name}_parallel_size": size for name, size in sizes.items()}
+    parallel |= {"data_parallel_size": 3, "enable_eplb": True}
     tree = {
-        "parallel_config": {
-            "pipeline_parallel_size": 2,
-            "decode_context_parallel_size": 1,
-            "prefill_context_parallel_size": 4,
-            "data_parallel_size": 3,
-            "enable_eplb": True,
-            "distributed_executor_backend": "ray",
-        },
+        "parallel_config": parallel | {"distributed_executor_backend": "ray"},
         "kv_transfer_config": {"kv_connector": "NixlConnector"},
         "speculative_config": {"method": "mtp"},
         "scheduler_config": {"async_scheduling": True},
         "cache_config": {"enable_prefix_caching": False},
         "model_config": {"is_hybrid": True},
     }
-    expected = Deployment(
-        (0, 22), "cuda", 2, 4, 3, True, "NixlConnector", True, True, False, True, True
-    )
+    rest = (True, "NixlConnector", True, True, False, True, True)
+    expected = Deployment((0, 22), "cuda", 2, 4, 3, *rest)
     assert deployment_of(tree, "0.22.1", "cuda") == expected
     parts = {name: SimpleNamespace(**part) for name, part in tree.items()}
     assert deployment_of(SimpleNamespace(**parts), "0.22.1", "cuda") == expected
     assert deployment_of({}, "0.30.0", "cpu") == Deployment((0, 30), "cpu")
 
 
-@pytest.mark.parametrize(
-    ("version", "cpu", "message"),
-    [
-        ("0.30.0", True, None),
-        ("0.30.1+cpu", True, None),
-        ("0.16.0", False, None),
-        ("0.33.0", False, None),
-        ("0.29.0", True, "on the CPU only 0.30"),
-        ("0.31.0", True, "on the CPU only 0.30"),
-        ("0.15.1", False, "reload_weights takes no tensors"),
-        ("0.34.0", False, "newer than any"),
-        ("dev", False, "not a released version"),
-    ],
-)
-def test_versions_of_the_engine_in_this_process(version, cpu, message):
-    if message is None:
-        check_vllm_version(version, cpu=cpu)
-        return
-    with pytest.raises(UsageError, match=message):
-        check_vllm_version(version, cpu=cpu)
+SUPPORTED = {"0.30.0": True, "0.30.1+cpu": True, "0.16.0": False, "0.33.0": False}
+REFUSED = [
+    ("0.29.0", True, "on the CPU only 0.30"),
+    ("0.31.0", True, "on the CPU only 0.30"),
+    ("0.15.1", False, "reload_weights takes no tensors"),
+    ("0.34.0", False, "newer than any"),
+    ("dev", False, "not a released version"),
+]
+
+
+def test_versions_of_the_engine_in_this_process(subtests):
+    for version, cpu in SUPPORTED.items():
+        with subtests.test(version):
+            check_vllm_version(version, cpu=cpu)
+    for version, cpu, words in REFUSED:
+        with subtests.test(version), pytest.raises(UsageError, match=words):
+            check_vllm_version(version, cpu=cpu)
 
 
 def test_monolithic_kernels_are_found():

@@ -29,28 +29,25 @@ def entry(token, logp, others=()):
 
 def good(tokens=TOKENS, finish="stop", first=0, path=PROMPT):
     content = [
-        entry(t, -0.5 * i, [entry(20, -2.0), entry(21, -9999.0)])
-        for i, t in enumerate(tokens, start=1)
+        entry(t, -0.5 * i, [entry(20, -2.0), entry(21, -9999.0)]) for i, t in enumerate(tokens, 1)
     ]
-    return {
-        "choices": [
-            {
-                "token_ids": list(tokens),
-                "logprobs": {"content": content},
-                "finish_reason": finish,
-                "routed_experts": npy(routes_of([*path, *tokens])[first:-1]),
-            }
-        ],
-        "usage": {
-            "prompt_tokens": len(path),
-            "completion_tokens": len(tokens),
-            "prompt_tokens_details": {"cached_tokens": 2},
-        },
+    choice = {
+        "token_ids": list(tokens),
+        "logprobs": {"content": content},
+        "finish_reason": finish,
+        "routed_experts": npy(routes_of([*path, *tokens])[first:-1]),
     }
+    usage = {"prompt_tokens": len(path), "completion_tokens": len(tokens)}
+    cached = {"prompt_tokens_details": {"cached_tokens": 2}}
+    return {"choices": [choice], "usage": usage | cached}
 
 
 def read(reply, path=PROMPT, sampling=SAMPLING, first=0, version=3):
     return READER.parse(reply, prompt=len(path), first=first, sampling=sampling, version=version)
+
+
+def spans(done):
+    return [(s.start, s.length, s.source, s.version) for s in done.routing.spans]
 
 
 def test_a_reply_becomes_a_completion():
@@ -60,11 +57,7 @@ def test_a_reply_becomes_a_completion():
     assert done.logp.tolist() == [-0.5, -1.0, -1.5, -2.0]
     assert done.top_ids.tolist() == [[7, 20], [8, 20], [9, 20], [1, 20]]
     assert done.top_logp[:, 0].tolist() == [-0.5, -1.0, -1.5, -2.0]
-    assert [(s.start, s.length, s.source, s.version) for s in done.routing.spans] == [
-        (0, 2, "cache", 3),
-        (2, 1, "prefill", 3),
-        (3, 3, "decode", 3),
-    ]
+    assert spans(done) == [(0, 2, "cache", 3), (2, 1, "prefill", 3), (3, 3, "decode", 3)]
     narrowed = good()
     for each in narrowed["choices"][0]["logprobs"]["content"]:
         each["top_logprobs"].pop(1)
@@ -82,70 +75,53 @@ def test_parts_follow_each_other_without_a_gap():
     check_completion(done, PROMPT, RULES, "sample")
     assert torch.equal(done.routing.ids, torch.from_numpy(routes_of([*PROMPT, *TOKENS])[:-1]))
     assert done.version.tolist() == [3, 3, 5, 5]
-    assert [(s.start, s.length, s.source, s.version) for s in done.routing.spans] == [
-        (0, 2, "cache", 3),
-        (2, 1, "prefill", 3),
-        (3, 1, "decode", 3),
-        (4, 1, "prefill", 5),
-        (5, 1, "decode", 5),
-    ]
+    first = [(0, 2, "cache", 3), (2, 1, "prefill", 3), (3, 1, "decode", 3)]
+    assert spans(done) == [*first, (4, 1, "prefill", 5), (5, 1, "decode", 5)]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "reason", "finish"),
-    [
-        ([7, 8, 9, 9], "length", "length"),
-        ([7, 8, 9, 9], "abort", "length"),  # the abort came after the last token
-        ([7, 1], "abort", "stop"),
-        ([7, 8], "abort", "aborted"),
-    ],
-)
-def test_an_abort_that_came_too_late_changes_nothing(tokens, reason, finish):
-    assert read(good(tokens, reason)).finish == finish
+ENDS = [
+    ([7, 8, 9, 9], "length", "length"),
+    ([7, 8, 9, 9], "abort", "length"),  # the abort came after the last token
+    ([7, 1], "abort", "stop"),
+    ([7, 8], "abort", "aborted"),
+]
+NO_ENDS = [([7, 8], "length"), ([7, 8, 9, 9], "stop"), ([1, 7, 8, 9], "length")]
+NO_ENDS += [([7] * 5, "length"), ([7, 1], "error")]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "reason"),
-    [
-        ([7, 8], "length"),
-        ([7, 8, 9, 9], "stop"),
-        ([1, 7, 8, 9], "length"),
-        ([7] * 5, "length"),
-        ([7, 1], "error"),
-    ],
-)
-def test_an_end_that_does_not_fit_the_tokens_is_refused(tokens, reason):
-    with pytest.raises(MalformedReply, match=r"finish_reason|goes on after its end"):
-        read(good(tokens, reason))
+def test_the_end_of_a_reply_fits_its_tokens_or_is_refused(subtests):
+    for tokens, reason, finish in ENDS:
+        with subtests.test(tokens=tokens, reason=reason):
+            assert read(good(tokens, reason)).finish == finish
+    words = r"finish_reason|goes on after its end"
+    for tokens, reason in NO_ENDS:
+        case = subtests.test(tokens=tokens, reason=reason)
+        with case, pytest.raises(MalformedReply, match=words):
+            read(good(tokens, reason))
 
 
 def places(tree, path=()):
     yield path
-    items = (
-        tree.items()
-        if isinstance(tree, dict)
-        else enumerate(tree)
-        if isinstance(tree, list)
-        else ()
-    )
-    for name, value in items:
+    items = tree if isinstance(tree, dict) else {}
+    if isinstance(tree, list):
+        items = dict(enumerate(tree))
+    for name, value in items.items():
         yield from places(value, (*path, name))
 
 
-PLACES = list(places(good()))[1:]
+GOOD = good()
+PLACES = list(places(GOOD))[1:]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
-    ),
+    lambda kid: st.lists(kid, max_size=3) | st.dictionaries(st.text(max_size=4), kid, max_size=3),
     max_leaves=4,
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(where=st.sampled_from(PLACES), value=JSON, gone=st.booleans())
 def test_one_wrong_field_is_malformed_or_harmless(where, value, gone):
-    reply = copy.deepcopy(good())
+    reply = copy.deepcopy(GOOD)
     *path, last = where
     parent = reply
     for name in path:
@@ -153,9 +129,8 @@ def test_one_wrong_field_is_malformed_or_harmless(where, value, gone):
     if gone:
         del parent[last]
     else:
-        parent[last] = json.loads(
-            json.dumps(value)
-        )  # as it comes off the wire: NaN and infinity too
+        # as it comes off the wire: NaN and infinity too
+        parent[last] = json.loads(json.dumps(value))
     try:
         done = read(reply)
     except MalformedReply:
@@ -173,8 +148,6 @@ def test_seeds_of_a_rest_are_other_seeds():
 
 
 def test_one_more_likeliest_token_is_asked_for_up_to_the_vocabulary():
-    asked = {
-        k: sampling_params(Sampling(1.0, 4, top_logprobs=k), 0, first=0, vocab=VOCAB)["logprobs"]
-        for k in (0, 1, 5, 32)
-    }
-    assert asked == {0: 0, 1: 2, 5: 6, 32: 32}
+    for k, asked in {0: 0, 1: 2, 5: 6, 32: 32}.items():
+        sampling = Sampling(1.0, 4, top_logprobs=k)
+        assert sampling_params(sampling, 0, first=0, vocab=VOCAB)["logprobs"] == asked

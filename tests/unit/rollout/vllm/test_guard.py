@@ -3,6 +3,7 @@ the engine."""
 
 import asyncio
 import json
+from itertools import product
 
 import pytest
 
@@ -41,7 +42,7 @@ class App:
 @pytest.fixture
 def ask(monkeypatch):
     """Return ask(path, headers, body=...) -> (status, text of the answer). ask.app is behind the
-    guard."""
+    guard; ask.started() returns another guard's."""
 
     def started(*hosts):
         monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
@@ -60,15 +61,14 @@ def ask(monkeypatch):
             async def send(message):
                 sent.append(message)
 
-            if isinstance(body, bytes) and path not in (GENERATE, WORKERS):
+            if path not in (GENERATE, WORKERS):
                 chunks[:] = [body]
-            scope = {"type": kind, "path": path, "headers": list(headers)} | (
-                {"method": method} if kind == "http" else {}
-            )
+            scope = {"type": kind, "path": path, "headers": list(headers)}
+            if kind == "http":
+                scope["method"] = method
             asyncio.run(guarding(scope, receive, send))
-            return (sent[0]["status"] if sent else None), b"".join(
-                m.get("body", b"") for m in sent
-            ).decode()
+            text = b"".join(message.get("body", b"") for message in sent).decode()
+            return (sent[0]["status"] if sent else None), text
 
         ask.app, ask.started = app, started
         return ask
@@ -81,11 +81,8 @@ def test_every_path_but_health_needs_the_token(ask):
         for headers in ((), (WRONG,), (RIGHT, WRONG), ((b"authorization", b"Bearer \xff"),)):
             assert ask(path, headers)[0] == 401
     assert ask("/metrics", (WRONG,), method="GET")[0] == 401
-    assert (
-        ask("/v1/realtime", (), kind="websocket")
-        == ask("/v1/realtime", (WRONG,), kind="websocket")
-        == (None, "")
-    )
+    for headers in ((), (WRONG,)):
+        assert ask("/v1/realtime", headers, kind="websocket") == (None, "")
     assert ask.app.seen == []
     assert ask("/health", (), method="GET")[0] == 200
     assert ask("", kind="lifespan")[0] is None
@@ -95,96 +92,66 @@ def test_every_path_but_health_needs_the_token(ask):
     assert len(ask.app.seen) == 3 + len(ENDPOINTS - {GENERATE, WORKERS})
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/completions", "/generate", "/update_weights", "/sleep", GENERATE + "/"]
-)
-def test_other_endpoints_of_vllm_are_not_there(ask, path):
-    assert ask(path)[0] == 404
+def test_other_endpoints_of_vllm_are_not_there(ask):
+    others = ("/v1/completions", "/generate", "/update_weights", "/sleep", GENERATE + "/")
+    assert [ask(path)[0] for path in others] == [404] * 5
     assert ask(POSTED, method="DELETE")[0] == 404
     assert ask.app.seen == []
 
 
-@pytest.mark.parametrize("origin", [b"http://evil.example", b"null", b"", b"http://127.0.0.1:8000"])
-def test_no_browser_is_answered(ask, origin):
+def test_no_browser_is_answered(ask, subtests):
     """The guard refuses the preflight, a request that needs none, one with the token, and
     /health."""
-    for method, path in (
-        ("OPTIONS", WORKERS),
-        ("POST", POSTED),
-        ("GET", "/version"),
-        ("GET", "/health"),
-    ):
-        for headers in (((b"origin", origin),), (RIGHT, (b"origin", origin))):
-            assert ask(path, headers, method=method)[0] == 403
-    assert ask.app.seen == []
+    asked = [("OPTIONS", WORKERS), ("POST", POSTED), ("GET", "/version"), ("GET", "/health")]
+    for origin in (b"http://evil.example", b"null", b"", b"http://127.0.0.1:8000"):
+        for (method, path), token in product(asked, [(), (RIGHT,)]):
+            with subtests.test(origin=origin, method=method, path=path, token=bool(token)):
+                assert ask(path, (*token, (b"origin", origin)), method=method)[0] == 403
+                assert ask.app.seen == []
 
 
-@pytest.mark.parametrize(
-    ("hosts", "host", "answered"),
-    [
-        ((), "127.0.0.1:8000", True),
-        ((), "127.0.0.1", True),
-        ((), "LOCALHOST.:9999", True),  # forwarded
-        ((), "[::1]:8000", True),
-        ((), "rebind.evil.example", False),
-        ((), "rebind.evil.example:8000", False),
-        ((), "127.0.0.1.evil.example", False),
-        ((), "localhost.evil.example:8000", False),
-        ((), "10.1.2.3:8000", False),
-        ((), "", False),
-        ((), "\xff", False),
-        (("10.1.2.3", "node-1"), "10.1.2.3:8000", True),
-        (("10.1.2.3", "node-1"), "Node-1", True),
-        (("10.1.2.3", "node-1"), "10.1.2.4", False),
-        (("fd00::5",), "[fd00:0:0::5]:8000", True),
-        (("0.0.0.0",), "10.9.8.7:8000", True),  # an address cannot be rebound
-        (("0.0.0.0",), "rebind.evil.example", False),
-    ],
+LOCAL = ("127.0.0.1:8000", "127.0.0.1", "LOCALHOST.:9999", "[::1]:8000")  # the third forwarded
+ELSEWHERE = (
+    *("rebind.evil.example", "rebind.evil.example:8000", "127.0.0.1.evil.example", "\xff", ""),
+    *("localhost.evil.example:8000", "10.1.2.3:8000"),
 )
-def test_requests_name_the_server(ask, hosts, host, answered):
-    ask = ask.started(*hosts)
-    given = (b"host", host.encode("latin-1"))
-    expected = 200 if answered else 403
-    assert ask(POSTED, (RIGHT, given))[0] == ask("/health", (given,), method="GET")[0] == expected
-    assert ask(POSTED, (RIGHT, given, (b"host", b"rebind.evil.example")))[0] == 403
-    assert len(ask.app.seen) == 2 * answered
+HOSTS = [  # what the server listens on, who is answered, who is not
+    ((), LOCAL, ELSEWHERE),
+    (("10.1.2.3", "node-1"), ("10.1.2.3:8000", "Node-1"), ("10.1.2.4",)),
+    (("fd00::5",), ("[fd00:0:0::5]:8000",), ()),
+    (("0.0.0.0",), ("10.9.8.7:8000",), ("rebind.evil.example",)),  # no address can be rebound
+]
+
+
+def test_requests_name_the_server(ask, subtests):
+    for hosts, answered, refused in HOSTS:
+        for host, status in [*((h, 200) for h in answered), *((h, 403) for h in refused)]:
+            with subtests.test(hosts=hosts, host=host):
+                fresh, given = ask.started(*hosts), (b"host", host.encode("latin-1"))
+                assert fresh(POSTED, (RIGHT, given))[0] == status
+                assert fresh("/health", (given,), method="GET")[0] == status
+                twice = (RIGHT, given, (b"host", b"rebind.evil.example"))
+                assert fresh(POSTED, twice)[0] == 403
+                assert len(fresh.app.seen) == 2 * (status == 200)
 
 
 def generate(token_ids):
     return json.dumps({"token_ids": token_ids, "sampling_params": {}}).encode()
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        [10**6],
-        [32],
-        [3, -1],
-        [2**70],
-        ["5"],
-        ["1000000"],
-        [True],
-        [1.0],
-        [1e6],
-        [None],
-        [[3]],
-        [],
-        None,
-        "31",
-    ],
-)
-def test_ids_outside_the_vocabulary_do_not_reach_the_engine(ask, ids):
-    status, told = ask(GENERATE, body=generate(ids))
-    assert (status, "token_ids" in told, ask.app.seen) == (400, True, [])
+OUTSIDE = [10**6, 32, -1, 2**70, "5", "1000000", True, 1.0, 1e6, None, [3]]
+BODIES = [b"", b"[1]", b'"token_ids"', b"\xff\xfe", b"{" * 5000, b"[" * 100000, b'{"method": []}']
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"[1]", b'"token_ids"', b"\xff\xfe", b"{" * 5000, b"[" * 100000, b'{"method": []}'],
-)
-def test_malformed_bodies_do_not_reach_the_engine(ask, body):
-    assert ask(GENERATE, body=body)[0] == ask(WORKERS, body=body)[0] == 400
-    assert ask.app.seen == []
+def test_ids_outside_the_vocabulary_and_malformed_bodies_do_not_reach_the_engine(ask, subtests):
+    for ids in (*([each] for each in OUTSIDE), [3, -1], [], None, "31"):
+        with subtests.test(ids=ids):
+            status, told = ask(GENERATE, body=generate(ids))
+            assert (status, "token_ids" in told, ask.app.seen) == (400, True, [])
+    for body in BODIES:
+        with subtests.test(body=body[:20]):
+            assert ask(GENERATE, body=body)[0] == ask(WORKERS, body=body)[0] == 400
+            assert ask.app.seen == []
 
 
 def test_a_request_arrives_as_it_was_sent(ask, monkeypatch):
@@ -200,20 +167,17 @@ def call(method):
     return json.dumps({"method": method, "args": []}).encode()
 
 
-@pytest.mark.parametrize(
-    ("method", "status", "reply"),
-    [
-        ("onepolicy_load", 500, {"error": {"message": "no such file"}}),
-        (
-            "onepolicy_receive",
-            200,
-            {"results": [{"problem": None}, {"problem": "the bytes of 'a' are not"}]},
-        ),
-        ("onepolicy_load_files", 200, {"results": [{"difference": "1 tensors are missing"}]}),
-        ("reload_weights", 500, "?"),
-        ("onepolicy_load", 200, ["what?"]),
-    ],
-)
+GOOD, BAD = {"problem": None}, {"problem": "the bytes of 'a' are not"}
+FAILED_LOADS = [
+    ("onepolicy_load", 500, {"error": {"message": "no such file"}}),
+    ("onepolicy_receive", 200, {"results": [GOOD, BAD]}),
+    ("onepolicy_load_files", 200, {"results": [{"difference": "1 tensors are missing"}]}),
+    ("reload_weights", 500, "?"),
+    ("onepolicy_load", 200, ["what?"]),
+]
+
+
+@pytest.mark.parametrize(("method", "status", "reply"), FAILED_LOADS)
 def test_after_a_failed_load_nothing_is_sampled_until_one_succeeds(ask, method, status, reply):
     ask.app.status, ask.app.reply = status, reply
     assert ask(WORKERS, body=call(method)) == (status, json.dumps(reply))

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from support.paths import ROOT
 
 CHECK = """
@@ -21,23 +23,17 @@ models = [name for name in sys.modules if name.startswith("onepolicy.models.")]
 assert set(models) == {"onepolicy.models.quant", "onepolicy.models.quant.size_report"}, models
 """
 ROOMS = {
-    "config",
-    "divergence",
-    "interfaces",
-    "models",
-    "replay",
-    "rollout",
-    "sync",
-    "telemetry",
-    "types",
+    *("config", "divergence", "interfaces", "models", "replay", "rollout", "sync"),
+    *("telemetry", "types"),
 }
 """What the server's process may load: the library's readers of routes, and weight sync."""
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_a_server_imports_nothing_that_depends_on_its_versions():
     code = CHECK.replace("ROOMS", repr(ROOMS))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

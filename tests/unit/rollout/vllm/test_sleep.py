@@ -76,25 +76,16 @@ def test_it_wakes_for_new_weights(asleep):
     asleep.sleep()  # once is enough
     assert asleep.llm.calls == ["clear for sleep", "sleep 1"]
     asyncio.run(asleep.load_weights([], 1))
-    assert asleep.llm.calls[2:] == [
-        "wake",
-        "clear for load_weights",
-        "load",
-        "clear for load_weights",
-    ]
+    cleared = "clear for load_weights"
+    assert asleep.llm.calls[2:] == ["wake", cleared, "load", cleared]
 
 
-def test_it_wakes_for_a_reset(asleep):
+def test_it_wakes_for_a_reset_and_with_a_device_of_its_own_never_sleeps(asleep):
     asyncio.run(asleep.reset_cache())
     assert asleep.llm.calls[2:] == ["wake", "clear for reset_cache"]
-
-
-def test_an_engine_with_a_device_of_its_own_never_sleeps(asleep):
-    asyncio.run(asleep.reset_cache())
     asleep._sleeps = False
-    asleep.llm.calls.clear()
     asleep.sleep()
-    assert asleep.llm.calls == []
+    assert asleep.llm.calls[4:] == []
 
 
 def test_the_installed_vllm_has_the_calls():

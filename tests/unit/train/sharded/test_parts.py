@@ -33,27 +33,35 @@ def test_dealt_by_hand():
     assert assign_micro_batches(batch_with([5]), 30, 3) == [[[0]], [[]], [[]]]
 
 
+def parts_of(dealt):
+    return [part for rounds in dealt for part in rounds]
+
+
+def check_dealt_once(dealt, lengths, budget, ranks):
+    """Check that every rank has as many rounds, and every sample its place within the budget."""
+    assert len(dealt) == ranks
+    assert len({len(rounds) for rounds in dealt}) == 1
+    chosen = parts_of(dealt)
+    assert sorted(s for part in chosen for s in part) == list(range(len(lengths)))
+    assert all(len(part) < 2 or sum(lengths[s] for s in part) <= budget for part in chosen)
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 60), st.integers(1, 5))
 def test_every_sample_is_dealt_once_within_the_budget(lengths, budget, ranks):
     dealt = assign_micro_batches(batch_with(lengths), budget, ranks)
-    assert len(dealt) == ranks
-    assert len({len(rounds) for rounds in dealt}) == 1
-    chosen = [part for rounds in dealt for part in rounds]
-    assert sorted(s for part in chosen for s in part) == list(range(len(lengths)))
-    assert all(len(part) < 2 or sum(lengths[s] for s in part) <= budget for part in chosen)
+    check_dealt_once(dealt, lengths, budget, ranks)
 
 
 def groups_of(prompt, responses, groups):
     """Return groups whose samples share their first `prompt` slots, of these response lengths."""
     batch = batch_with([prompt + n for n in responses] * groups)
     group = torch.arange(groups).repeat_interleave(len(responses))
-    first, last = batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()
+    first = batch.cu_seqlens[:-1].tolist()
     ids, routes = batch.input_ids.clone(), batch.routing.ids.view(torch.int16).clone()
     for sample, start in enumerate(first):
         leader = first[sample - sample % len(responses)]
         for field in (ids, routes):
             field[start : start + prompt] = field[leader : leader + prompt]
-    assert last[-1] == batch.num_slots
     trace = dataclasses.replace(batch.routing, ids=routes.view(torch.uint16))
     return batch.replace(group=group, input_ids=ids, routing=trace)
 
@@ -65,11 +73,8 @@ def grouped(dealt, size):
 
 def test_siblings_stay_on_one_rank_where_that_is_balanced():
     batch = groups_of(20, [5, 4, 3], 4)  # 72 slots a group, 32 of them distinct
-    dealt = assign_micro_batches(batch, 1000, 2, share=True)
-    assert [sorted(part) for rounds in dealt for part in rounds] == [
-        [0, 1, 2, 6, 7, 8],
-        [3, 4, 5, 9, 10, 11],
-    ]
+    dealt = parts_of(assign_micro_batches(batch, 1000, 2, share=True))
+    assert [sorted(part) for part in dealt] == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
     # in micro-batches of one group: two rounds, as many as before
     dealt = assign_micro_batches(batch, 80, 2, share=True)
     assert sorted(grouped(dealt, 3)) == [[[0], [3]], [[1], [2]]]
@@ -78,21 +83,20 @@ def test_siblings_stay_on_one_rank_where_that_is_balanced():
 
 def test_a_group_is_divided_where_ranks_would_be_idle():
     one = groups_of(20, [30, 30, 30, 30], 1)
-    halves = assign_micro_batches(one, 1000, 2, share=True)
-    assert sorted(len(part) for rounds in halves for part in rounds) == [2, 2]
-    alone = assign_micro_batches(one, 1000, 4, share=True)
-    assert sorted(len(part) for rounds in alone for part in rounds) == [1, 1, 1, 1]
+    for ranks, sizes in ((2, [2, 2]), (4, [1, 1, 1, 1])):
+        dealt = assign_micro_batches(one, 1000, ranks, share=True)
+        assert [len(part) for part in parts_of(dealt)] == sizes
     # four ranks and two groups: each group in two pieces, not in single samples
     two = assign_micro_batches(groups_of(20, [30, 30, 30, 30], 2), 1000, 4, share=True)
     assert all(len(set(of)) == 1 for (of,) in grouped(two, 4))
-    assert [len(part) for rounds in two for part in rounds] == [2, 2, 2, 2]
+    assert [len(part) for part in parts_of(two)] == [2, 2, 2, 2]
 
 
 def test_groups_without_a_common_prefix_are_dealt_as_single_samples():
     batch = groups_of(0, [8, 13, 5, 22], 3)
     for budget in (30, 1000):
-        dealt = (assign_micro_batches(batch, budget, 2, share=share) for share in (True, False))
-        assert next(dealt) == next(dealt)
+        shared = assign_micro_batches(batch, budget, 2, share=True)
+        assert shared == assign_micro_batches(batch, budget, 2)
 
 
 def test_a_division_does_not_depend_on_the_routes_that_scoring_adds():
@@ -103,40 +107,27 @@ def test_a_division_does_not_depend_on_the_routes_that_scoring_adds():
     assert before == after
 
 
-@given(
-    st.integers(0, 20),
-    st.lists(st.integers(1, 20), min_size=1, max_size=5),
-    st.integers(1, 5),
-    st.integers(1, 90),
-    st.integers(1, 4),
-)
+RESPONSES = st.lists(st.integers(1, 20), min_size=1, max_size=5)
+
+
+@given(st.integers(0, 20), RESPONSES, st.integers(1, 5), st.integers(1, 90), st.integers(1, 4))
 def test_every_sibling_is_dealt_once_within_the_budget(prompt, responses, groups, budget, ranks):
     batch = groups_of(prompt, responses, groups)
     dealt = assign_micro_batches(batch, budget, ranks, share=True)
-    assert len(dealt) == ranks
-    assert len({len(rounds) for rounds in dealt}) == 1
-    lengths = batch.cu_seqlens.diff().tolist()
-    chosen = [part for rounds in dealt for part in rounds]
-    assert sorted(s for part in chosen for s in part) == list(range(len(lengths)))
-    assert all(len(part) < 2 or sum(lengths[s] for s in part) <= budget for part in chosen)
+    check_dealt_once(dealt, batch.cu_seqlens.diff().tolist(), budget, ranks)
     sizes, plain = Sizes.of(batch, share=True), assign_micro_batches(batch, budget, ranks)
     assert slowest(dealt, sizes) <= slowest(plain, sizes)
-
-
-def slowest(dealt, sizes):
-    """Return the rows of the slowest rank of each round, added up."""
-    return sum(max(map(sizes.rows, of_round)) for of_round in zip(*dealt, strict=True))
-
-
-@given(st.integers(0, 20), st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 5))
-def test_predicted_rows_are_those_of_the_forward(prompt, responses, groups):
-    batch = groups_of(prompt, responses, groups)
-    rows = Sizes.of(batch, share=True).rows(list(range(batch.num_samples)))
+    rows = sizes.rows(list(range(batch.num_samples)))  # those of the forward
     shared = share_prompts(batch).shared
     if shared is None:
         assert rows > WORTH * batch.num_slots
     else:
         assert rows == len(shared.slots)
+
+
+def slowest(dealt, sizes):
+    """Return the rows of the slowest rank of each round, added up."""
+    return sum(max(map(sizes.rows, of_round)) for of_round in zip(*dealt, strict=True))
 
 
 def test_an_idle_rank_gets_a_sample_that_counts_for_nothing():
@@ -153,9 +144,8 @@ def test_an_idle_rank_gets_a_sample_that_counts_for_nothing():
 
 def test_a_batch_travels_unchanged():
     batch = batch_with([5, 3, 9])
-    message = Message.decode(
-        batch_message({"do": "score", "rounds": [[0], [1, 2]]}, batch).encode()
-    )
+    sent = batch_message({"do": "score", "rounds": [[0], [1, 2]]}, batch).encode()
+    message = Message.decode(sent)
     assert message.header["rounds"] == [[0], [1, 2]]
     found = batch_from_message(message)
     for field in dataclasses.fields(batch):
@@ -165,56 +155,45 @@ def test_a_batch_travels_unchanged():
             assert expected.dtype == value.dtype
     assert torch.equal(found.routing.ids, batch.routing.ids)
     assert (found.routing.layers, found.routing.num_experts) == ((1, 3), 300)
-
-
-def test_views_of_one_storage_travel():
-    whole = torch.arange(6.0)
+    whole = torch.arange(6.0)  # views of one storage
     found = Message.decode(Message({}, {"a": whole[:3], "b": whole[1:]}).encode())
     assert torch.equal(found.tensors["b"], whole[1:])
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x04", b"\xff" * 64, Message({}).encode()[:-1]])
-def test_bytes_that_are_no_message_are_refused(data):
-    with pytest.raises(TrainingError, match="no message"):
-        Message.decode(data)
+def test_bytes_that_are_no_message_or_were_changed_are_refused():
+    for data in (b"", b"\x80\x04", b"\xff" * 64, Message({}).encode()[:-1]):
+        with pytest.raises(TrainingError, match="no message"):
+            Message.decode(data)
+    data = bytearray(batch_message({"do": "score"}, batch_with([5, 3])).encode())
+    data[-9] ^= 1  # in the last tensor, where the message stays readable
+    with pytest.raises(TrainingError, match="changed on the way"):
+        Message.decode(bytes(data))
 
 
 BASE = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
+BFLOAT16 = "train.fsdp_param_dtype=bfloat16"
+CONTRADICTIONS = [
+    ([BFLOAT16], "train.fsdp_param_dtype: bfloat16 needs train.ranks"),
+    (["train.ranks=2", "train.device=cuda:1"], "train.device: cuda:1 is one device"),
+    (["train.ranks=2", "model.dtype=bfloat16"], "set train.fsdp_param_dtype = bfloat16"),
+    (["train.ranks=2", "rollout.engine.kind=vllm"], "use vllm-server or hf"),
+    (["train.ranks=2", "numerics=on-policy"], "train.ranks: invariant operators"),
+    (["train.ranks=2", BFLOAT16, "train.autocast=bfloat16"], "train.autocast: bfloat16, but"),
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (
-            ["train.fsdp_param_dtype=bfloat16"],
-            "train.fsdp_param_dtype: bfloat16 needs train.ranks",
-        ),
-        (["train.ranks=2", "train.device=cuda:1"], "train.device: cuda:1 is one device"),
-        (["train.ranks=2", "model.dtype=bfloat16"], "set train.fsdp_param_dtype = bfloat16"),
-        (["train.ranks=2", "rollout.engine.kind=vllm"], "use vllm-server or hf"),
-        (["train.ranks=2", "numerics=on-policy"], "train.ranks: invariant operators"),
-        (
-            ["train.ranks=2", "train.fsdp_param_dtype=bfloat16", "train.autocast=bfloat16"],
-            "train.autocast: bfloat16, but train.fsdp_param_dtype = bfloat16",
-        ),
-    ],
-)
-def test_contradictions_are_refused(settings, words):
-    with pytest.raises(UsageError, match=words):
-        resolve(BASE, settings)
+def test_contradictions_are_refused(subtests):
+    for settings, words in CONTRADICTIONS:
+        with subtests.test(words), pytest.raises(UsageError, match=words):
+            resolve(BASE, settings)
 
 
 def test_torchrun_sets_the_number_of_ranks(monkeypatch):
-
     plain, set_to_three = resolve(BASE), resolve(BASE, ["train.ranks=3"])
     assert apply_torchrun_ranks(plain).train.ranks == 0
     assert apply_torchrun_ranks(set_to_three, 1, resuming=True).train.ranks == 1
-    assert (
-        apply_torchrun_ranks(
-            resolve(BASE, ["train.ranks=3", "train.rank_timeout=9"]), 0, resuming=True
-        ).train.ranks
-        == 0
-    )
+    patient = resolve(BASE, ["train.ranks=3", "train.rank_timeout=9"])
+    assert apply_torchrun_ranks(patient, 0, resuming=True).train.ranks == 0
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert apply_torchrun_ranks(plain).train.ranks == 2
@@ -223,22 +202,22 @@ def test_torchrun_sets_the_number_of_ranks(monkeypatch):
         apply_torchrun_ranks(set_to_three)
 
 
-@pytest.mark.parametrize(
-    ("waited", "error", "words"),
-    [
-        (0.1, None, "rank 2 (process 7 on h) has ended; `--resume` continues"),
-        (59.9, None, "rank 2 (process 7 on h) has been silent for 60 s (train.rank_timeout); `-"),
-        (0.1, "model.path: gone", "rank 2 (process 7 on h): model.path: gone"),
-    ],
-)
-def test_a_lost_rank_is_named_with_the_reason(waited, error, words):
-    store = dist.HashStore()
-    store.set(process_key(2), "process 7 on h")
-    if error is not None:
-        store.set(error_key(2), error)
-    ranks = object.__new__(Ranks)
-    ranks._store, ranks._awaited, ranks.limit = store, 2, 60.0
-    assert ranks._describe_loss(waited).startswith(words)
+LOSSES = [
+    (0.1, None, " has ended; `--resume` continues"),
+    (59.9, None, " has been silent for 60 s (train.rank_timeout); `-"),
+    (0.1, "model.path: gone", ": model.path: gone"),
+]
+
+
+def test_a_lost_rank_is_named_with_the_reason():
+    for waited, error, words in LOSSES:
+        store = dist.HashStore()
+        store.set(process_key(2), "process 7 on h")
+        if error is not None:
+            store.set(error_key(2), error)
+        ranks = object.__new__(Ranks)
+        ranks._store, ranks._awaited, ranks.limit = store, 2, 60.0
+        assert ranks._describe_loss(waited).startswith(f"rank 2 (process 7 on h){words}")
 
 
 def test_a_rank_that_does_not_come_is_named():
@@ -255,13 +234,6 @@ def test_ranks_need_somebody_who_starts_them(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UsageError, match="only `onepolicy train` and torchrun start ranks"):
         launched_ranks(resolve(BASE, ["train.ranks=2"]))
-
-
-def test_a_changed_message_is_refused():
-    data = bytearray(batch_message({"do": "score"}, batch_with([5, 3])).encode())
-    data[-9] ^= 1  # in the last tensor, where the message stays readable
-    with pytest.raises(TrainingError, match="changed on the way"):
-        Message.decode(bytes(data))
 
 
 def test_a_rank_of_another_release_says_so(monkeypatch, capsys):

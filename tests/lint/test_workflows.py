@@ -1,6 +1,7 @@
 """The GitHub workflows call the Makefile's targets, and nothing else runs the tests."""
 
 import re
+import tomllib
 
 import pytest
 import yaml
@@ -10,6 +11,8 @@ from support.paths import ROOT
 WORKFLOWS = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+PHASES = tomllib.loads((ROOT / "tests" / "phases.toml").read_text(encoding="utf-8"))
+TARGETS |= {f"test-{name}" for name in PHASES}
 TEST_TOOLS = re.compile(r"\b(pytest|ruff|mypy|benchmarks/)")
 
 
@@ -60,7 +63,7 @@ def test_it_runs_tests_and_benchmarks_through_the_makefile_only(name):
 
 def test_together_they_call_every_test_of_the_makefile():
     called = {target for path in WORKFLOWS.values() for target in targets(commands(path))}
-    assert {"check", "test", "test-slow", "test-versions", "test-gpu", "bench-gpu"} <= called
+    assert {"check", "test", "test-all", "test-gpu", "bench-gpu"} <= called
 
 
 def test_the_manual_one_runs_on_a_gpu_of_ones_own_and_keeps_what_it_found():

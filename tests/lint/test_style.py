@@ -1,7 +1,7 @@
 """Style of the sources, counted: room to breathe, docstrings that begin with a verb, plain words.
 
 The limits are near the best of nano-vllm, mini-sglang, prime-rl and torchtitan. `python
-tests/unit/test_style.py [FOLDER]` prints the same counts, so that two commits can be compared.
+tests/lint/test_style.py [FOLDER]` prints the same counts, so that two commits can be compared.
 """
 
 import ast

@@ -7,7 +7,6 @@ PYTHONPATH=tests python benchmarks/docs_commands/run.py --failed
 import json
 import re
 
-import pytest
 from docs_commands.rules import LOG, RULES, as_run
 
 from support.doc_commands import commands_of_guides
@@ -31,21 +30,23 @@ def test_the_log_has_every_command_that_runs():
     assert list(OUTCOMES) == list(RUN)
 
 
-@pytest.mark.parametrize("line", RUN)
-def test_it_ran_as_the_rules_say_and_ended_well(line):
-    outcome = OUTCOMES[line]
-    assert outcome["ran"] == as_run(line, RUN[line])
-    assert outcome["status"] == RUN[line].get("status", 0), outcome["last"]
-    assert outcome["last"] or not line.startswith("onepolicy")
-    assert outcome["seconds"] > 0
+def test_each_ran_as_the_rules_say_and_ended_well(subtests):
+    for line, rule in RUN.items():
+        outcome = OUTCOMES[line]
+        with subtests.test(line):
+            assert outcome["ran"] == as_run(line, rule)
+            assert outcome["status"] == rule.get("status", 0), outcome["last"]
+            assert outcome["last"] or not line.startswith("onepolicy")
+            assert outcome["seconds"] > 0
 
 
-@pytest.mark.parametrize("line", TESTED)
-def test_the_named_test_exists(line):
-    file, _, name = TESTED[line].partition("::")
-    text = (ROOT / file).read_text(encoding="utf-8")
-    assert re.search(rf"^def {name or 'test_'}", text, re.MULTILINE)
-    assert not name or f"def {name}(" in text
+def test_the_named_tests_exist(subtests):
+    for line, named in TESTED.items():
+        file, _, name = named.partition("::")
+        text = (ROOT / file).read_text(encoding="utf-8")
+        with subtests.test(line):
+            assert re.search(rf"^def {name or 'test_'}", text, re.MULTILINE)
+            assert not name or f"def {name}(" in text
 
 
 def test_what_does_not_run_says_why():

@@ -1,0 +1,16 @@
+"""The sandbox's driver: as root every test runs twice, here and in a Python of an ordinary user."""
+
+import pytest
+
+from support.needs import need
+from support.sandbox_driver import ROOT, Driver
+
+
+@pytest.fixture(scope="module", params=["root", "user"] if ROOT else ["user"])
+def driver(request, tmp_path_factory):
+    need("bwrap")
+    if ROOT and request.param == "user":
+        need("setpriv", "unshare")
+    driver = Driver(request.param, tmp_path_factory.mktemp("spare"))
+    yield driver
+    driver.end()

@@ -1,0 +1,175 @@
+"""What `make test` selects, what a green phase notes, and how pip's time is told apart."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+import phases
+from support import gate
+from support.paths import ROOT
+
+OPTIONS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]
+MARKERS = {line.partition(":")[0] for line in OPTIONS["ini_options"]["markers"]}
+
+
+def item(name, marks=(), **parameters):
+    """Make what the selection reads of a pytest item. parameters: name -> (index, value)."""
+    made = SimpleNamespace(
+        nodeid=name, iter_markers=lambda: [SimpleNamespace(name=m) for m in marks]
+    )
+    if parameters:
+        indices = {argument: index for argument, (index, _) in parameters.items()}
+        params = {argument: value for argument, (_, value) in parameters.items()}
+        made.callspec = SimpleNamespace(indices=indices, params=params)
+    return _Hashable(**vars(made))
+
+
+class _Hashable(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def names(items, families=()):
+    return [each.nodeid for each in gate.selected(items, families)]
+
+
+def test_each_value_of_each_parameter_runs_once():
+    grid = [item(f"t[{a}-{b}]", a=(a, a), b=(b, b)) for a in range(3) for b in range(4)]
+    assert names(grid) == ["t[0-0]", "t[1-1]", "t[2-2]", "t[0-3]"] or len(names(grid)) == 4
+    chosen = gate.selected(grid, ())
+    assert {each.callspec.indices["a"] for each in chosen} == {0, 1, 2}
+    assert {each.callspec.indices["b"] for each in chosen} == {0, 1, 2, 3}
+    assert names([item("t[0]", a=(0, 0)), item("t[1]", a=(1, 1)), item("u")]) == [
+        "t[0]",
+        "t[1]",
+        "u",
+    ]
+
+
+def test_marks_decide_what_belongs():
+    kept = names([item("a"), item("b", ["process"]), item("c", ["vllm", "smoke"])])
+    assert kept == ["a", "b", "c"]
+    for mark in ("full", "slow", "gpu", "needs", *gate.COMPONENTS):
+        assert names([item("a", [mark])]) == []
+    assert names([item("a", ["slow", "smoke"])]) == []
+    assert set(gate.COMPONENTS) | {"full", "slow", "gpu", "needs", "smoke", "process"} <= MARKERS
+
+
+def test_one_family_for_each_way_of_scoring():
+    table = tomllib.loads((ROOT / "tests/support/families.toml").read_text(encoding="utf-8"))
+    assert all(table[name]["scoring"] == scoring for name, scoring in gate.FAMILIES.items())
+    assert len(set(gate.FAMILIES.values())) == len(gate.FAMILIES) == 8
+    cases = [item(f"t[{name}]", family=(i, name)) for i, name in enumerate([*table, "of_its_own"])]
+    chosen = {each.removeprefix("t[").removesuffix("]") for each in names(cases, table)}
+    assert chosen == {*gate.FAMILIES, "of_its_own"}
+
+
+def test_every_phase_says_what_it_is_and_names_what_is_there():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    variables = dict(re.findall(r"^(\w+) := (\S+)$", makefile, re.MULTILINE))
+    stamps = {f"{path}/.ready" for path in variables.values()} | {".venv/.vllm"}
+    for name, row in phases.PHASES.items():
+        assert row["what"], name
+        assert set(row) <= {"what", "run", "gate", "needs", "env", "check", "test", "all"}, name
+        assert set(row.get("needs", ())) <= stamps, name
+        assert {row.get("check", 1), row.get("test", 1)} <= {1, 2}, name
+        for target in ("test", "all"):
+            command = phases.command_of(row, target)
+            assert "{" not in command, name
+            assert set(re.findall(r"[a-z]+", " ".join(re.findall(r"-m '(.*?)'", command)))) <= (
+                MARKERS | {"not", "and", "or"}
+            ), name
+    assert set(phases.read_green()) <= set(phases.PHASES)
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A repository with one commit, as phases.py sees it."""
+    for words in (["init", "-q"], ["config", "user.email", "a@b"], ["config", "user.name", "a"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / "file").write_text("1")
+    commit(tmp_path)
+    monkeypatch.setattr(phases, "ROOT", tmp_path)
+    monkeypatch.setattr(phases, "GREEN", tmp_path / "green.toml")
+    monkeypatch.setattr(phases, "LOGS", tmp_path / ".git" / "logs-of-phases")
+    row = {"what": "w", "run": "echo '12 passed in 1 s'", "all": True}
+    monkeypatch.setattr(phases, "PHASES", {"one": row, "two": {**row, "run": "exit 3"}})
+    monkeypatch.setattr(phases, "make", lambda *targets: None)
+    return tmp_path
+
+
+def commit(folder):
+    subprocess.run(["git", "add", "-A"], cwd=folder, check=True)
+    subprocess.run(["git", "commit", "-q", "--allow-empty", "-m", "c"], cwd=folder, check=True)
+
+
+@pytest.mark.process
+def test_a_green_phase_is_noted_with_its_commit_and_is_not_run_again(clone, capsys):
+    assert phases.everything([]) == 1
+    assert "FAILED: two" in capsys.readouterr().out
+    [(name, noted)] = phases.read_green().items()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=clone, capture_output=True, text=True)
+    assert (name, noted["commit"], noted["last"]) == (
+        "one",
+        head.stdout.strip(),
+        "12 passed in 1 s",
+    )
+    commit(clone)  # green.toml itself changes nothing
+    assert phases.everything([]) == 1
+    assert "green here already" in capsys.readouterr().out
+    (clone / "file").write_text("2")
+    assert phases.everything(["one"]) == 0
+    assert "not noted in green.toml, the tree has changes" in capsys.readouterr().out
+    assert phases.read_green() == {"one": noted}
+
+
+@pytest.mark.process
+def test_a_phase_that_was_green_long_ago_or_never_is_named(clone, capsys, monkeypatch):
+    phases.everything(["one"])
+    capsys.readouterr()
+    phases.name_old()
+    assert capsys.readouterr().out == "tests/green.toml: two was never green; make test-two\n"
+    monkeypatch.setattr(phases, "MOST_COMMITS", 1)
+    commit(clone)
+    commit(clone)
+    phases.name_old()
+    assert "one was last green 2 commits ago" in capsys.readouterr().out
+
+
+def test_downloads_are_told_apart_from_installing():
+    log = """\
+2026-01-01T00:00:00,000 Created build tracker
+2026-01-01T00:00:30,000   Downloading torch
+2026-01-01T00:01:00,000 Installing collected packages: torch
+2026-01-01T00:01:40,000 Successfully installed torch
+2026-01-01T00:01:41,000 Removed build tracker: 'x'
+2026-01-01T00:02:00,000 Requirement already satisfied
+2026-01-01T00:02:10,000 Removed build tracker: 'y'
+"""
+    first, second = phases.pip_spans(log)
+    seconds = [[(b - a).total_seconds() for a, b in pairwise(s)] for s in (first, second)]
+    assert seconds == [[60, 41], [10, 0]]
+    assert phases.covered([span[:2] for span in (first, second)]) == 70
+    assert phases.covered([(first[0], first[2]), (first[1], second[2])]) == 130
+
+
+@pytest.mark.process
+def test_a_test_that_starts_a_process_must_say_so(tmp_path):
+    code = "import subprocess, sys\ndef test():\n    subprocess.run([sys.executable, '-c', ''])\n"
+    path = ROOT / "tests" / "lint"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--confcutdir", path.parent,
+         "-p", "conftest", write(tmp_path / "test_it.py", code)],
+        cwd=tmp_path, env={"PYTHONPATH": str(path.parent)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "mark it `process`, it starts one" in done.stdout
+
+
+def write(path, text):
+    path.write_text(text)
+    return path

@@ -1,0 +1,74 @@
+"""What `make test` runs of the suite: each property once. `make test-all` runs everything.
+
+`pytest --gate` leaves out, and counts as deselected,
+- tests marked `full`;
+- families of models beyond one for each way of scoring;
+- combinations of parameters: each value of each parameter runs once, the rest are combinations;
+- tests of a component that is not ours (vLLM, TRL, a browser, ..), except those marked `smoke`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+FAMILIES = {
+    "qwen3_moe": "softmax, top-k",
+    "gpt_oss": "top-k, softmax",
+    "deepseek_v3": "sigmoid + bias, groups",
+    "deepseek_v2": "softmax, groups, top-k",
+    "minimax_m2": "sigmoid + bias",
+    "ernie4_5_moe": "softmax + bias",
+    "llama4_text": "top-k, sigmoid",
+    "deepseek_v4": "sqrt-softplus + bias",
+}
+"""Family -> its way of scoring, as in families.toml."""
+
+COMPONENTS = ("vllm", "sglang", "ray", "trl", "verl", "megatron", "envs", "oracle", "release")
+"""Markers of tests that need one; those that drive a system program have `needs`."""
+
+
+def selected(items: list[pytest.Item], families: Iterable[str]) -> list[pytest.Item]:
+    """Return the tests that `make test` runs, in their order.
+
+    families: all that a parameter `family` may name; other values of it are left alone.
+    """
+    kept = [item for item in items if _belongs(item, set(families))]
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in kept:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    covering = {item for cases in functions.values() for item in _each_value_once(cases)}
+    return [item for item in kept if item in covering]
+
+
+def _belongs(item: pytest.Item, families: set[str]) -> bool:
+    marks = {mark.name for mark in item.iter_markers()}
+    if marks & {"full", "slow", "gpu"}:
+        return False
+    if "smoke" not in marks and marks & {*COMPONENTS, "needs"}:
+        return False
+    family = _parameters(item).get("family")
+    return family not in families or family in FAMILIES
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _each_value_once(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Choose cases of one test until every value of every parameter is in one, most new first."""
+    values = {
+        case: set(case.callspec.indices.items()) if hasattr(case, "callspec") else set()
+        for case in cases
+    }
+    if len(cases) == 1:
+        return cases
+    chosen: list[pytest.Item] = []
+    missing = set().union(*values.values())
+    while missing:
+        best = max(cases, key=lambda case: len(values[case] & missing))
+        chosen.append(best)
+        missing -= values[best]
+    return chosen

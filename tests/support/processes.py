@@ -1,0 +1,50 @@
+"""Tests that start processes have a lane of their own in `make test`: they are marked `process`,
+and one that is not marked fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+EVENTS = {"subprocess.Popen": 1, "os.fork": None, "os.forkpty": None, "os.posix_spawn": 0}
+"""Audit event -> which of its arguments is the command."""
+
+QUICK = ("uname", "ldconfig", "lscpu", "gcc", "g++", "cc", "c++", "git", "nvidia-smi", "file")
+"""Programs that libraries ask about the machine, and that end at once."""
+
+_started: dict[str, list[str]] = {}
+"""The running test -> what it started."""
+
+
+def _note(event: str, arguments: tuple[object, ...]) -> None:
+    if event in EVENTS and _started:
+        place = EVENTS[event]
+        command = event if place is None else arguments[place]
+        words = command if isinstance(command, list | tuple) else [command]
+        text = " ".join(map(str, words)).removeprefix("/bin/sh -c ")
+        if text.split()[0].rpartition("/")[2] not in QUICK:
+            for found in _started.values():
+                found.append(text[:200])
+
+
+sys.addaudithook(_note)
+
+
+@contextmanager
+def watch(item: pytest.Item) -> Iterator[None]:
+    """Note what the test and its fixtures start."""
+    _started[item.nodeid] = []
+    try:
+        yield
+    finally:
+        del _started[item.nodeid]
+
+
+def unmarked(item: pytest.Item) -> list[str]:
+    """Return the commands that a test without the marker `process` has started."""
+    if item.get_closest_marker("process"):
+        return []
+    return _started.get(item.nodeid, [])

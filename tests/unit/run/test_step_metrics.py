@@ -1,0 +1,105 @@
+"""Metrics of a step by hand: mismatch by turn and by staleness, and the part of the gradient that
+tokens hold which the trainer finds less than half as likely."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onepolicy.run.metric_names import is_known
+from onepolicy.run.step_metrics import gradient_metrics, metrics_per_staleness, metrics_per_turn
+from support.objective_batches import batch
+
+
+def scored(turns: list[int], log_rho: list[float]):
+    """Return one sample. Slots with turn -1 are not trainable."""
+    turn = torch.tensor(turns)
+    zeros = torch.zeros(len(turns))
+    made = batch([len(turns)], turn >= 0, [0.0])
+    return made.replace(turn=turn.int(), logp_rollout=zeros, logp_old=torch.tensor(log_rho))
+
+
+def k3(x: float) -> float:
+    return math.expm1(x) - x
+
+
+def test_k3_of_each_turn():
+    found = metrics_per_turn(scored([-1, 0, 0, -1, 1], [9.0, 0.1, 0.3, 9.0, -0.2]))
+    means = {"mismatch/k3_turn@0": (k3(0.1) + k3(0.3)) / 2, "mismatch/k3_turn@1": k3(-0.2)}
+    counts = {"train/tokens_turn@0": 2, "train/tokens_turn@1": 1}
+    assert found == pytest.approx(means | counts, rel=1e-6)
+
+
+def test_late_turns_share_bins_that_double():
+    found = metrics_per_turn(scored([0, 7, 8, 15, 16, 40], [0.1, 0.2, 0.3, 0.5, 0.7, 0.9]))
+    expected = {0: k3(0.1), 7: k3(0.2), 8: (k3(0.3) + k3(0.5)) / 2, 16: k3(0.7), 32: k3(0.9)}
+    means = {f"mismatch/k3_turn@{k}": value for k, value in expected.items()}
+    counts = {f"train/tokens_turn@{k}": 1 + (k == 8) for k in expected}
+    assert found == pytest.approx(means | counts, rel=1e-6)
+    assert all(map(is_known, found))
+    assert all(is_known(f"counterfactual/{name}") for name in means)
+
+
+def test_single_turns_have_no_such_measure():
+    assert metrics_per_turn(scored([-1, 0, 0], [0.0, 0.1, 0.2])) == {}
+
+
+def test_k3_by_staleness_by_hand():
+    """rho is 1 for the newest tokens, 2 for one of two that are two updates old, 1 for the
+    other."""
+    batch = SimpleNamespace(
+        trainable=torch.tensor([True, True, False, True, True]),
+        version=torch.tensor([7, 5, -1, 7, 5], dtype=torch.int32),
+        logp_rollout=torch.tensor([-1.0, -2.0, 0.0, -1.0, -1.0]),
+        logp_old=torch.tensor([-1.0, -2.0 + math.log(2), 9.0, -1.0, -1.0]),
+    )
+    k3 = {"mismatch/k3_staleness@0": 0, "mismatch/k3_staleness@2": (1 - math.log(2)) / 2}
+    counts = {"staleness/tokens@0": 2, "staleness/tokens@2": 2}
+    assert metrics_per_staleness(batch, 7) == pytest.approx(k3 | counts)
+
+
+NAME = "train/halved_gradient"
+
+
+def trained(**changes):
+    """Return a batch of 5 slots; the first is a prompt's, the last is rejected."""
+    made = batch([5], torch.tensor([False, True, True, True, True]), [0.0])
+    p_trainer = torch.tensor([0.01, 0.2, 0.5, 0.75, 0.1])
+    p_rollout = torch.tensor([0.90, 0.5, 0.9, 0.50, 0.9])
+    fields = {"logp_old": p_trainer.log(), "logp_rollout": p_rollout.log()}
+    fields["advantage"] = torch.tensor([9.0, -1.0, 2.0, -0.5, 9.0])
+    fields["weight"] = torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0])
+    fields["keep"] = torch.tensor([False, True, True, True, False])
+    return made.replace(**fields | changes)
+
+
+def test_the_halved_gradient_by_hand():
+    """|A| (1 - p) w is 0.4, 1.0 and 0.25. Only the first token is less than half as likely."""
+    found = gradient_metrics(trained())
+    assert found == {NAME: pytest.approx(0.4 / 1.65)}
+    assert is_known(NAME)
+
+
+def test_without_a_correction_every_trainable_token_counts():
+    """|A| (1 - p): 0.8, 1.0, 0.125 and 8.1. The first and the last are halved."""
+    found = gradient_metrics(trained(weight=None, keep=None))
+    assert found == {NAME: pytest.approx((0.8 + 8.1) / (0.8 + 1.0 + 0.125 + 8.1))}
+
+
+def test_exactly_half_is_not_below_it():
+    half = torch.full((5,), math.log(0.5))
+    assert gradient_metrics(trained(logp_old=half, logp_rollout=torch.zeros(5)))[NAME] == 0
+
+
+def test_no_gradient_has_no_such_measure():
+    for advantage in (None, torch.zeros(5), torch.full((5,), math.nan)):
+        assert gradient_metrics(trained(advantage=advantage)) == {}
+    assert gradient_metrics(trained(logp_old=None)) == {}
+    assert gradient_metrics(trained(keep=torch.zeros(5, dtype=torch.bool))) == {}
+
+
+def test_a_rejected_token_may_be_nan():
+    logp = trained().logp_old.clone()
+    logp[[0, 4]] = math.nan
+    assert gradient_metrics(trained(logp_old=logp)) == {NAME: pytest.approx(0.4 / 1.65)}
