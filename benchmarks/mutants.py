@@ -189,7 +189,8 @@ def cover(tree: Path, folder: Path, words: list[str]) -> None:
     settings = folder / "coveragerc"
     settings.write_text(
         f"[run]\nsource = {tree / 'src' / 'onepolicy'}\ndata_file = {folder / 'coverage'}\n"
-        "patch = subprocess\nparallel = true\ncontext = ${PYTEST_CURRENT_TEST}\n"
+        "patch =\n  subprocess\n  fork\n  _exit\nparallel = true\n"
+        "context = ${PYTEST_CURRENT_TEST}\n"
     )
     environment = os.environ | {
         "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{ROOT / 'benchmarks'}",

@@ -42,7 +42,7 @@ RERUN = "--reruns 1 -rR"
 
 def command_of(phase: dict[str, Any], target: str) -> str:
     """Return the shell command that a phase is for this target."""
-    line = phase.get("gate", phase["run"]) if target == "test" else phase["run"]
+    line = phase["run"] if target == "all" else phase.get("gate", phase["run"])
     for name, value in {"workers": str(CORES), "plain": PLAIN, "rerun": RERUN}.items():
         line = line.replace(f"{{{name}}}", value)
     return line
@@ -93,7 +93,7 @@ class Phase:
 
 def make(*targets: str) -> None:
     """Let make bring what phases need; end where that fails."""
-    if subprocess.run(["make", "--no-print-directory", "-j2", *targets], cwd=ROOT).returncode:
+    if subprocess.run(["make", "-s", "-j2", *targets], cwd=ROOT).returncode:
         sys.exit(f"phases: make {' '.join(targets)} failed")
 
 
@@ -263,12 +263,12 @@ def note_green(phase: Phase) -> None:
 
 
 def name_old() -> None:
-    """Print the phases that were never green, or last green more than MOST_COMMITS commits ago."""
+    """Print the phases that were last green more than MOST_COMMITS commits ago, or never."""
     green = read_green()
-    for name in (name for name, row in PHASES.items() if row.get("all")):
-        if name not in green:
-            print(f"tests/green.toml: {name} was never green; make test-{name}")
-            continue
+    phases = [name for name, row in PHASES.items() if row.get("all")]
+    if never := [name for name in phases if name not in green]:
+        print(f"tests/green.toml: never green: {', '.join(never)}")
+    for name in (name for name in phases if name in green):
         count = git("rev-list", "--count", f"{green[name]['commit']}..HEAD").stdout.strip()
         if not count:
             print(f"tests/green.toml: the commit of {name} is not in this clone")

@@ -32,7 +32,7 @@ CHEAP = [
     "onepolicy config recipes/quickstart.toml",
     "onepolicy config preset icepop",
     "onepolicy config objective gspo",
-    "onepolicy audit --conformance conformance",
+    pytest.param("onepolicy audit --conformance conformance", marks=pytest.mark.full),
 ]
 
 

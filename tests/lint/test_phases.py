@@ -132,7 +132,7 @@ def test_a_phase_that_was_green_long_ago_or_never_is_named(clone, capsys, monkey
     phases.everything(["one"])
     capsys.readouterr()
     phases.name_old()
-    assert capsys.readouterr().out == "tests/green.toml: two was never green; make test-two\n"
+    assert capsys.readouterr().out == "tests/green.toml: never green: two\n"
     monkeypatch.setattr(phases, "MOST_COMMITS", 1)
     commit(clone)
     commit(clone)

@@ -64,6 +64,7 @@ def test_every_link_of_the_readme_leads_to_a_file(target):
     assert (ROOT / target).exists()
 
 
+@pytest.mark.full
 def test_the_first_example(capsys):
     path = ROOT / "examples" / "record_and_replay.py"
     names = {}

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parents[2] / "src"
-COLUMNS = 100
 NO_FIRST_WORD = {"what", "of", "whether", "which", "where", "how", "who", "whose", "why"}
 VERBS = """
 Abort Accept Accumulate Add Admit Append Apply Assign Attend Audit Await Broadcast Build Calibrate
@@ -58,15 +57,6 @@ def sources() -> list[Source]:
 
 def per_thousand_lines(sources: list[Source], kind) -> float:
     return 1000 * sum(len(s.of_type(kind)) for s in sources) / sum(len(s.lines) for s in sources)
-
-
-def long_lines(sources: list[Source]) -> list[str]:
-    return [
-        f"{source.path}:{number}"
-        for source in sources
-        for number, line in enumerate(source.lines, 1)
-        if len(line) > COLUMNS
-    ]
 
 
 def ternaries_in_calls(sources: list[Source]) -> list[str]:
@@ -128,11 +118,6 @@ def what_per_thousand_words(sources: list[Source]) -> float:
     return 1000 * sum(len(re.findall(r"\bwhat\b", text, re.I)) for text in texts) / words
 
 
-def test_lines_fit_the_page(sources):
-    others = [SOURCES.with_name(name) for name in ("tests", "benchmarks", "examples")]
-    assert long_lines([*sources, *(source for folder in others for source in read(folder))]) == []
-
-
 def test_expressions_have_room(sources):
     assert per_thousand_lines(sources, ast.IfExp) < 4.8  # torchtitan
     assert per_thousand_lines(sources, ast.NamedExpr) < 0.1  # torchtitan; nano-vllm has none
@@ -174,7 +159,6 @@ def main(folder: str = str(SOURCES)) -> None:
     print(f"ternaries per 1,000 lines {per_thousand_lines(sources, ast.IfExp):.1f}")
     print(f"ternaries inside a call {len(ternaries_in_calls(sources))}")
     print(f"walrus per 1,000 lines {per_thousand_lines(sources, ast.NamedExpr):.2f}")
-    print(f"lines over {COLUMNS} columns {len(long_lines(sources))}")
     print(f"public functions' docstrings that begin with a verb {share:.1f}% of {total}")
     print(f"'what' per 1,000 words of docstrings {what_per_thousand_words(sources):.1f}")
     print("function lines p50, p95, p99, max", end=" ")

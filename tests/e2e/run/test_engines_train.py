@@ -46,7 +46,8 @@ def check_mismatch(steps):
 
 
 @pytest.mark.parametrize(("kind", "more"), ENGINES)
-def test_reward_rises_and_replay_lowers_k3(kind, more, tmp_path):
+def test_reward_rises_and_replay_lowers_k3(kind, more, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main(["make-policy"]) == 0
     steps = trained("quickstart", tmp_path / "run", kind, "steps=25", *more)
     assert len(steps) == 25

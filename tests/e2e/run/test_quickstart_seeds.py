@@ -11,8 +11,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tiny_policy():
-    assert main(["make-policy"]) == 0
+def tiny_policy(tmp_path_factory):
+    """Make it in a cache of this file's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        assert main(["make-policy"]) == 0
+        yield
 
 
 @pytest.mark.parametrize("seed", range(2))

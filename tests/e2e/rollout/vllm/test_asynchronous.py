@@ -2,6 +2,7 @@
 version."""
 
 import asyncio
+import contextvars
 import itertools
 
 import pytest
@@ -41,33 +42,37 @@ def catch(monkeypatch):
     """Return catch(version): the update to it finds a request of step HELD in the middle, on a
     server of any speed.
 
-    The episodes of that step begin when the update is due. The update comes once the server has
-    given up one of their requests after some of its tokens.
+    The episodes of that step begin when the update is due. Each of their requests is sent again
+    while it only ends. The update comes once the server has given up one after some of its tokens.
     """
     updates, due, flying, caught = [], asyncio.Event(), set(), []
+    of_held = contextvars.ContextVar("of_held", default=False)  # copied to the episodes' tasks
     sample, post = async_rollouts.sample_rollouts, EngineClient.post
     load_weights = VLLMServer.load_weights
 
     async def sample_when_due(components, step, *more):
         if step == HELD:
             await due.wait()
+            of_held.set(True)
         return await sample(components, step, *more)
 
     async def noted_post(client, path, *body, **limits):
-        if path != GENERATE:
+        if path != GENERATE or not of_held.get():
             return await post(client, path, *body, **limits)
         flying.add(call := object())
         try:
-            part = await post(client, path, *body, **limits)
+            while True:
+                part = await post(client, path, *body, **limits)
+                aborted = part.finish == "aborted"
+                caught.extend([part] * (aborted and len(part.token_ids) > 0))
+                if aborted or caught:
+                    return part
         finally:
             flying.remove(call)
-        caught.extend([part] * (part.finish == "aborted" and len(part.token_ids) > 0))
-        return part
 
     async def load_in_the_middle(engine, weights, version):
         if version not in updates:
             return await load_weights(engine, weights, version)
-        caught.clear()
         due.set()
         for attempt in itertools.count():
             await until(lambda: flying)

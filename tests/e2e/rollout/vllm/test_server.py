@@ -281,7 +281,8 @@ def test_servers_of_other_models_and_dtypes_are_refused(server, folders, tmp_pat
 def test_fatal_requests_are_refused_and_the_server_lives(server, folders, models, fresh, tmp_path):
     """One request has an invalid token id, one follows a checkpoint that fails in the middle of a
     load."""
-    remote = connect(server, folders[0])
+    once = connect(server, folders[0], retries=0)
+    remote = connect(server, folders[0])  # the last one to connect has the server
     with pytest.raises(UsageError, match=r"expected at least one token id in 0\.\.31"):
         play(remote, [([10**6], Sampling(1.0, 4), 0)])
     request = {"token_ids": [10**6], "sampling_params": {"max_tokens": 4, "detokenize": False}}
@@ -292,7 +293,6 @@ def test_fatal_requests_are_refused_and_the_server_lives(server, folders, models
     weights = load_file(broken / "model.safetensors")
     weights |= {name: t[:1].contiguous() for name, t in weights.items() if "k_proj" in name}
     save_file(weights, broken / "model.safetensors")
-    once = connect(server, folders[0], retries=0)
     with pytest.raises(TrainingError, match="exceeds dimension size"):
         asyncio.run(once.call_workers("onepolicy_load", str(broken)))
     with pytest.raises(TrainingError, match=r"status 409.*weights: onepolicy_load has failed"):
