@@ -17,16 +17,28 @@ OPTIONS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 MARKERS = {line.partition(":")[0] for line in OPTIONS["ini_options"]["markers"]}
 
 
+def collected(path, *words):
+    """Return the tests that pytest collects from a file, in its order."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--confcutdir", path.parent,
+         "-p", "conftest", "-o", "addopts=", "-q", "--collect-only", *words, path],
+        cwd=path.parent, env={"PYTHONPATH": str(ROOT / "tests")}, capture_output=True, text=True,
+    )  # fmt: skip
+    return re.findall(r"^\S*?::(\S+)$", done.stdout, re.MULTILINE)
+
+
 def item(name, marks=(), **parameters):
-    """Make what the selection reads of a pytest item. parameters: name -> (index, value)."""
-    made = SimpleNamespace(
-        nodeid=name, iter_markers=lambda: [SimpleNamespace(name=m) for m in marks]
-    )
+    """Make what the selection reads of a pytest item whose parameters are stacked decorators."""
+    found = [SimpleNamespace(name=mark, args=()) for mark in marks]
+    found += [SimpleNamespace(name="parametrize", args=(argument,)) for argument in parameters]
+
+    def iter_markers(wanted=None):
+        return [mark for mark in found if wanted in (None, mark.name)]
+
+    made = _Hashable(nodeid=name, iter_markers=iter_markers)
     if parameters:
-        indices = {argument: index for argument, (index, _) in parameters.items()}
-        params = {argument: value for argument, (_, value) in parameters.items()}
-        made.callspec = SimpleNamespace(indices=indices, params=params)
-    return _Hashable(**vars(made))
+        made.callspec = SimpleNamespace(params=parameters)
+    return made
 
 
 class _Hashable(SimpleNamespace):
@@ -37,17 +49,37 @@ def names(items, families=()):
     return [each.nodeid for each in gate.selected(items, families)]
 
 
-def test_each_value_of_each_parameter_runs_once():
-    grid = [item(f"t[{a}-{b}]", a=(a, a), b=(b, b)) for a in range(3) for b in range(4)]
-    assert names(grid) == ["t[0-0]", "t[1-1]", "t[2-2]", "t[0-3]"] or len(names(grid)) == 4
-    chosen = gate.selected(grid, ())
-    assert {each.callspec.indices["a"] for each in chosen} == {0, 1, 2}
-    assert {each.callspec.indices["b"] for each in chosen} == {0, 1, 2, 3}
-    assert names([item("t[0]", a=(0, 0)), item("t[1]", a=(1, 1)), item("u")]) == [
-        "t[0]",
-        "t[1]",
-        "u",
+CASES = """
+import pytest
+@pytest.mark.parametrize("a", ["p", "q", "r"])
+@pytest.mark.parametrize("b", [1, 2])
+def test_grid(a, b): pass
+@pytest.mark.parametrize(("a", "b"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_rows(a, b): pass
+@pytest.fixture(params=["x", "y"])
+def fixture(request): return request.param
+@pytest.mark.parametrize("a, b", [(1, 1), (1, 2)])
+def test_both(fixture, a, b): pass
+def test_plain(): pass
+"""
+
+
+@pytest.mark.process
+def test_each_value_of_each_parameter_runs_once(tmp_path):
+    """A row of several arguments is one value."""
+    path = write(tmp_path / "test_it.py", CASES)
+    assert len(collected(path)) == 6 + 4 + 4 + 1
+    chosen = collected(path, "--gate")
+    assert {name.partition("[")[0]: 0 for name in chosen}.keys() == {
+        "test_grid", "test_rows", "test_both", "test_plain",
+    }  # fmt: skip
+    grid = [name for name in chosen if name.startswith("test_grid")]
+    assert len(grid) == 3
+    assert all(any(value in name for name in grid) for value in ("p", "q", "r", "1-", "2-"))
+    assert [name for name in chosen if name.startswith("test_rows")] == [
+        f"test_rows[{row}]" for row in ("1-1", "1-2", "2-1", "2-2")
     ]
+    assert len([name for name in chosen if name.startswith("test_both")]) == 2
 
 
 def test_marks_decide_what_belongs():
@@ -63,7 +95,7 @@ def test_one_family_for_each_way_of_scoring():
     table = tomllib.loads((ROOT / "tests/support/families.toml").read_text(encoding="utf-8"))
     assert all(table[name]["scoring"] == scoring for name, scoring in gate.FAMILIES.items())
     assert len(set(gate.FAMILIES.values())) == len(gate.FAMILIES) == 8
-    cases = [item(f"t[{name}]", family=(i, name)) for i, name in enumerate([*table, "of_its_own"])]
+    cases = [item(f"t[{name}]", family=name) for name in [*table, "of_its_own"]]
     chosen = {each.removeprefix("t[").removesuffix("]") for each in names(cases, table)}
     assert chosen == {*gate.FAMILIES, "of_its_own"}
 

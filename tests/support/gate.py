@@ -57,14 +57,26 @@ def _parameters(item: pytest.Item) -> dict[str, object]:
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
+def _values(item: pytest.Item) -> set[tuple[object, ...]]:
+    """Return (arguments, values) of each decorator that parametrises the test, and of fixtures."""
+    parameters = _parameters(item)
+    rows = [_names(mark.args[0]) for mark in item.iter_markers("parametrize")]
+    named = {name for row in rows for name in row}
+    rows += [[name] for name in parameters if name not in named]
+    return {(*row, *(id(parameters.get(name)) for name in row)) for row in rows}
+
+
+def _names(arguments: str | Iterable[str]) -> list[str]:
+    if isinstance(arguments, str):
+        return [name.strip() for name in arguments.split(",")]
+    return list(arguments)
+
+
 def _each_value_once(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Choose cases of one test until every value of every parameter is in one, most new first."""
-    values = {
-        case: set(case.callspec.indices.items()) if hasattr(case, "callspec") else set()
-        for case in cases
-    }
     if len(cases) == 1:
         return cases
+    values = {case: _values(case) for case in cases}
     chosen: list[pytest.Item] = []
     missing = set().union(*values.values())
     while missing:

@@ -68,6 +68,7 @@ def test_no_clean_run_is_accused(audited, seed, dtype):
     assert found.verdict.action != "bug", found.verdict.text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "causes"),
     [

@@ -30,6 +30,7 @@ def compare(recipe, tmp_path, capsys):
     return run
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_two_arms_a_second_call_and_arms_that_were_stopped(compare, tmp_path):
     """Stopped: one was killed after its last checkpoint, the other before its first."""

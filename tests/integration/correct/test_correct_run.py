@@ -29,6 +29,7 @@ def test_the_receipt_of_a_run(train, capsys):
     assert "looks like a bug" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_score_centering_takes_the_rollouts_likeliest_tokens(train):
     """The likeliest 4 tokens hold less probability than the whole vocabulary, which holds all of
     it."""

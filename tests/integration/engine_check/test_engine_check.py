@@ -296,6 +296,7 @@ def test_a_run_with_such_an_engine_does_not_start(recipe, tmp_path, monkeypatch,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.full
 def test_the_command_prints_the_table_and_sets_its_exit_status(policy, capsys):
     command = ["engine", "check", str(policy), "--engine", "hf", *SETTINGS]
     assert main([*command, "rollout.engine.lm_head=float32"]) == 0

@@ -96,6 +96,7 @@ def check_bits(model, batch, chunk, **options):
     assert same_bits(found, expected)
 
 
+@pytest.mark.full
 @settings(max_examples=25)
 @given(
     chunk=st.integers(1, TRAINABLE - 1),

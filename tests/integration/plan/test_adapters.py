@@ -66,6 +66,7 @@ def test_a_run_holds_and_sends_what_was_planned(train, planned, settings):
     assert plan["traffic"]["weights"] == within_5_percent(rows(run)[-1]["sync/gib"] * 2**30)
 
 
+@pytest.mark.full
 def test_gradients_are_those_of_adapters(planned, policy):
     plan = planned("train.lora.rank=4")
     model = load_model(ModelConfig(path=str(policy)), torch.float32, torch.device("cpu"))

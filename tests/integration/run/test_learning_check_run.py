@@ -36,6 +36,7 @@ def graded(monkeypatch):
     return use
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("coefficient", "gradient"),
     [

@@ -50,6 +50,7 @@ def test_a_run_delivers_its_adapter_and_saves_nothing_else(lora, policy):
     assert config["base_model_name_or_path"] == str(policy)
 
 
+@pytest.mark.full
 def test_resume_and_fork(lora, tmp_path):
     """A fork begins at the parent's adapter, and its first steps are the parent's."""
     part, fork = shutil.copytree(lora[0], tmp_path / "part"), tmp_path / "fork"
@@ -61,6 +62,7 @@ def test_resume_and_fork(lora, tmp_path):
     assert_same_adapters(lora[0], fork, 4)
 
 
+@pytest.mark.full
 def test_forks_between_adapters_and_whole_models_are_refused(lora, train, tmp_path, capsys):
     whole = train("whole", "steps=1", "eval.every=0")
     capsys.readouterr()

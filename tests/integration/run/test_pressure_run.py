@@ -49,6 +49,7 @@ def test_without_replay_the_gap_is_trained_on(train, capsys):
     assert "looks like a bug" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_scale_0_is_the_run_without_pressure_and_an_evaluation_has_none(train):
     settings = (FLOAT32, UNGUARDED, "steps=2")
     plain = train("plain", *settings)

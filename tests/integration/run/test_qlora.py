@@ -69,6 +69,7 @@ def nf4_run(recipe, tmp_path_factory):
     return out, trained(recipe, out, *QLORA, FLOAT32)
 
 
+@pytest.mark.full
 def test_a_run_is_the_lora_run_on_the_dequantised_base(nf4_run, train, rounded):
     """Its evaluations, rewards and gradients; and the adapter arrives."""
     run, said = nf4_run

@@ -170,6 +170,7 @@ def test_an_evaluation_leaves_no_state_that_a_resumed_run_lacks(train, tmp_path)
     assert_same_run(whole, part, 3)
 
 
+@pytest.mark.full
 def test_resume_drops_later_scores_and_ignores_unfinished_files(train):
     settings = ("eval.every=0", "log.counterfactual_every=1", "checkpoint.every=1")
     run = train("run", "steps=2", *settings)

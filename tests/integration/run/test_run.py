@@ -125,6 +125,7 @@ def test_help_teaches(capsys):
 SMALL = ["layers=1", "hidden_size=32", "experts=4", "top_k=2", "tokens_per_step=256"]
 
 
+@pytest.mark.full
 def test_make_policy_repeats_its_weights(tmp_path, capsys):
     for name in ("one", "two"):
         command = ["make-policy", "--out", str(tmp_path / name), *SMALL, "steps=4", "max_len=220"]

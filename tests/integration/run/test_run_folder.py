@@ -131,6 +131,7 @@ def test_a_lock_that_cannot_be_taken_is_one_message(copy, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_resume_without_a_checkpoint_reports_a_new_start(copy, capsys):
     shutil.rmtree(copy / "checkpoints")
     assert main(commands(copy)["resume"]) == 0

@@ -67,6 +67,7 @@ def test_the_adapter_is_loaded_by_peft(runs, policy, tmp_path):
     assert not names & {"config.json", "state.json", "optimizer.safetensors"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trained_in", DTYPES)
 def test_base_and_adapter_are_merged(runs, policy, tmp_path, capsys, trained_in):
     """In float32 it is the policy that was trained, whose base a run in bfloat16 had rounded."""

@@ -168,6 +168,7 @@ def test_vllm_nested_replies(inputs: int) -> None:
     survives("vllm nested", inputs, make, part_of("0.21.0"), check, MalformedReply)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_sglang_replies(inputs: int) -> None:
     model = ModelShape(VOCAB, DEPTH, RULES)

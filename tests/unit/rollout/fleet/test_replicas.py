@@ -227,6 +227,7 @@ def test_a_delayed_sender_whose_receivers_ended_has_not_failed(tmp_path, monkeyp
     assert found.keys() == {"a", "b"}
 
 
+@pytest.mark.full
 def test_a_broadcast_may_take_longer_than_any_wait_in_it(tmp_path, monkeypatch):
     """The sender sends until the receiver has loaded all, which takes three times the limit."""
     limit, loaded = 0.5, threading.Event()

@@ -269,6 +269,7 @@ def test_a_server_that_samples_nothing_is_given_up(status, monkeypatch):
         sample(server)
 
 
+@pytest.mark.full
 def test_a_hung_engine_behind_a_healthy_server_costs_its_limit_once(monkeypatch):
     """An answer of 32k tokens may take 2 hours: six attempts of that would be half a day."""
     monkeypatch.setattr(http, "SLOWEST_TOKEN_S", 1e-3)
