@@ -20,10 +20,15 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    found = sys.version.split()[0]
+    sys.exit(f"Python 3.11+ needed, this is {found}; name one: make PYTHON=python3.11 ...")
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES: dict[str, dict[str, Any]] = tomllib.loads(

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from support.gate import COMPONENTS
+
 EVENTS = {"subprocess.Popen": 1, "os.fork": None, "os.forkpty": None, "os.posix_spawn": 0}
 """Audit event -> which of its arguments is the command."""
 
@@ -44,7 +46,10 @@ def watch(item: pytest.Item) -> Iterator[None]:
 
 
 def unmarked(item: pytest.Item) -> list[str]:
-    """Return the commands that a test without the marker `process` has started."""
-    if item.get_closest_marker("process"):
+    """Return the commands that a test without the marker `process` has started.
+
+    What a component starts is its own affair: the phases of components run one test at a time.
+    """
+    if any(item.get_closest_marker(name) for name in ("process", *COMPONENTS)):
         return []
     return _started.get(item.nodeid, [])
