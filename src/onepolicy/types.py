@@ -23,8 +23,6 @@ FinishReason = Literal["stop", "length", "aborted", "turns", "time"]
 MAX_LOGP = 1e-3
 """Largest value that is accepted as a log-probability: rounding may leave a little more than 0."""
 RouteSource = Literal["decode", "prefill", "cache", "reprefill"]
-_SELECTED_ROWS = ", rows chosen"
-"""Added to the origin of a trace whose rows were selected by index."""
 
 
 def describe_argument(value: object) -> str:
@@ -77,12 +75,10 @@ def route_spans(
 
 @dataclass(frozen=True, slots=True)
 class TraceOrigin:
-    """The way a trace was made.
+    """The origin of a trace's rows."""
 
-    Replay checks the first trace of each source, and then one now and then.
-    """
-
-    source: str = "given"
+    starts: tuple[int, ...] = (0,)
+    """First row of each sample, ascending from 0. Replay compares some rows of every sample."""
     steps: tuple[tuple[int, int], ...] = ()
     """[B, S] of each recorded forward, if B > 1 and the forwards continue each other. Rows are then
     ordered by forward, whereas one forward of the whole batch would order them by sample."""
@@ -190,10 +186,12 @@ class RoutingTrace:
     def at(self, slots: Tensor | slice) -> RoutingTrace:
         """Return the rows `slots` (index [n] int64 or slice), without spans."""
         selected = self._map_tensors(lambda tensor: index_ids(tensor, slots))
-        source = self.origin.source.removesuffix(_SELECTED_ROWS)
-        if not isinstance(slots, slice):
-            source += _SELECTED_ROWS
-        return dataclasses.replace(selected, spans=()).with_origin(TraceOrigin(source))
+        selected = dataclasses.replace(selected, spans=())
+        if not isinstance(slots, slice) or slots.step not in (None, 1):
+            return selected  # in an order of its own
+        first, stop, _ = slots.indices(len(self))
+        starts = [max(start - first, 0) for start in self.origin.starts if start < stop]
+        return selected.with_origin(TraceOrigin(tuple(sorted({0, *starts}))))
 
     def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> RoutingTrace:
         fields = {"ids": function(self.ids), "valid": function(self.valid)}
@@ -215,12 +213,16 @@ class RoutingTrace:
     def concat(cls, traces: Sequence[RoutingTrace]) -> RoutingTrace:
         """Return the rows of all traces, one trace after the other.
 
+        Each trace counts as a sample, or as the samples that it is made of.
+
         Raises UsageError unless all traces are of one model (same layers and experts).
         """
         _check_same_model(traces)
         spans: list[RouteSpan] = []
-        offset = 0
+        starts, offset = {0}, 0
         for trace in traces:
+            if len(trace):
+                starts |= {offset + start for start in trace.origin.starts}
             spans += [dataclasses.replace(span, start=span.start + offset) for span in trace.spans]
             offset += len(trace)
         weights = [trace.weights for trace in traces if trace.weights is not None]
@@ -233,9 +235,8 @@ class RoutingTrace:
         )
         if weights:
             joined = dataclasses.replace(joined, weights=torch.cat(weights))
-        sources = sorted({trace.origin.source for trace in traces})
         steps = next((trace.origin.steps for trace in traces if trace.origin.steps), ())
-        return joined.with_origin(TraceOrigin(" and ".join(sources), steps))
+        return joined.with_origin(TraceOrigin(tuple(sorted(starts)), steps))
 
 
 def _check_same_model(traces: Sequence[RoutingTrace]) -> None:

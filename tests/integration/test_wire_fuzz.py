@@ -226,6 +226,12 @@ def test_many_altered_messages_are_read_or_refused(name):
     assert refused(name, range(FAST, FAST + SLOW)) > SLOW // 5
 
 
+def test_a_message_of_another_type_names_its_first_wrong_field():
+    words = r"^the answer is malformed: 1: Input should be a valid integer$"
+    with pytest.raises(TrainingError, match=words):
+        validate_message(tuple[int, int], [1, "x"], "the answer")
+
+
 def test_an_answer_with_another_tensor_is_refused(subtests):
     message = Message.decode(ANSWERS)
     others = [torch.zeros(3), torch.zeros(4, 2, 3, 1), torch.zeros(4, dtype=torch.bool)]

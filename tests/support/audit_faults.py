@@ -25,6 +25,7 @@ from onepolicy.audit.assessment import AuditResult, assess
 from onepolicy.audit.schema import RaggedColumn
 from onepolicy.audit.validate import checked_block
 from onepolicy.config import UsageError
+from onepolicy.verdict.rules import Declared
 
 ROWS, SHORTEST, LONGEST, PROMPT, VOCABULARY = 96, 40, 140, 12, 120
 SMALL, MOE = "small", "moe"
@@ -91,7 +92,7 @@ class World:
         share = 0.1 + 0.6 * torch.rand(self.rows, generator=self.generator)
         return (PROMPT + (self.lengths - PROMPT) * share).long()
 
-    def audited(self) -> AuditResult:
+    def audited(self, declared: Declared = Declared()) -> AuditResult:  # noqa: B008 - frozen
         lengths = self.lengths.numpy()
         raw = {}
         for name, values in self.columns.items():
@@ -100,7 +101,7 @@ class World:
         block = checked_block("dump", 0, raw, 1.0)
         found = DumpAccumulator(Path("dump"), tuple(block.columns))
         found.add(block)
-        return assess(found, "dump")
+        return assess(found, "dump", declared=declared)
 
 
 def logp(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -542,7 +543,7 @@ FAULTS: dict[str, Planted] = {
     "filled with -1, 2%": Planted(filled(-1.0, 0.02), ("fill",)),
     "filled with -20, 0.5%, trainer": Planted(filled(-20.0, 0.005, side=TRAINER), ("fill",)),
     "filled with 0, 3%": Planted(filled(0.0, 0.03), ("fill",)),
-    "NaN, 1%": Planted(nan(0.01)),
+    "NaN, 5%": Planted(nan(0.05), ("fill",)),
     "stale 10%, version wrong": Planted(stale(0.1, 0.7), ("stale",)),
     "stale 30%, far": Planted(stale(0.3, 1.5, version=False), ("stale",)),
     "stale from token 20, version wrong": Planted(stale(0.5, 1.0, since=20)),

@@ -48,6 +48,7 @@ class Updates:
         fields(body, known, {"model_path"})
         if self.running and self.mode is None:
             raise Refused("not paused")
+        self.aborted += body.get("abort_all_requests", True)
         files = sorted(Path(body["model_path"]).glob("*.safetensors"))
         loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
         mine, theirs = ({n: t.shape for n, t in held.items()} for held in (self.weights, loaded))

@@ -48,8 +48,8 @@ def watch(item: pytest.Item) -> Iterator[None]:
 def unmarked(item: pytest.Item) -> list[str]:
     """Return the commands that a test without the marker `process` has started.
 
-    What a component starts is its own affair: the phases of components run one test at a time.
+    Slow tests and those of components are not in the lanes of `make test`.
     """
-    if any(item.get_closest_marker(name) for name in ("process", *COMPONENTS)):
+    if any(item.get_closest_marker(name) for name in ("process", "slow", *COMPONENTS)):
         return []
     return _started.get(item.nodeid, [])

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.engine_check import command, weight_sync
+from onepolicy.engine_check import checks, command, weight_sync
 from onepolicy.engine_check.checks import CheckResult
 from onepolicy.measure.measure import _stale, _with_fit
+from onepolicy.nonfinite import LeftOut
 from onepolicy.rollout.servers.start_up import check_processed_logprobs
 from onepolicy.sync import attach, push
 from onepolicy.train import rescore
-from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
+from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.rules import Gap, verdict
 
 NAN, INF = math.nan, math.inf
@@ -133,22 +134,12 @@ def test_a_share_that_is_nan_is_no_greedy_engine(monkeypatch):
     assert command.check_topk_request(None, batch, whole).passed is False
 
 
-def pairs(count=400):
-    generator = torch.Generator().manual_seed(0)
-    logp = -torch.rand(count, generator=generator).double()
-    noise = 0.3 * torch.randn(count, generator=generator).double()
-    return logp, logp + noise, torch.ones(count, dtype=torch.bool), torch.arange(count) // 20
-
-
-def test_a_nan_entropy_accuses_and_clears_no_cause():
-    trainer, rollout, mask, segment = pairs()
-    entropy = -trainer.clone()
-    diagnose(trainer, rollout, mask, segment=segment, entropy=entropy)
-    entropy[3] = NAN
-    with pytest.raises(UsageError, match="entropy is NaN or infinite in 1 of"):
-        diagnose(trainer, rollout, mask, segment=segment, entropy=entropy)
-    mask[3] = False  # outside the mask it may be anything
-    diagnose(trainer, rollout, mask, segment=segment, entropy=entropy)
+def test_a_single_nan_of_the_trainer_fails_an_engine_check(monkeypatch):
+    found = Diagnosis(0.0, (), nonfinite=LeftOut(4000, {"logp_trainer": 1}))
+    monkeypatch.setattr(checks, "diagnose_batch", lambda batch: found)
+    result = checks._known_fault(None)
+    assert result.passed is False
+    assert "1 of 4,000 tokens" in result.measured
 
 
 def test_no_verdict_rests_on_a_replay_whose_k3_is_nan():

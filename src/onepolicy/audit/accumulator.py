@@ -19,6 +19,7 @@ from onepolicy.config import UsageError
 from onepolicy.correct.histogram import BINS, histogram
 from onepolicy.divergence.attribution import k3_terms
 from onepolicy.divergence.routing import differing_experts
+from onepolicy.nonfinite import LeftOut, Nonfinite
 from onepolicy.report.words import number
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
 
@@ -37,6 +38,7 @@ DIAGNOSED = (
     "trained_version",
     "entropy",
     "logp_previous",
+    "logp_base",
     "tokens",
     "tokens_rollout",
     "turn",
@@ -182,7 +184,8 @@ class DumpAccumulator:
     rewards: dict[int, tuple[float, int]] = field(default_factory=dict)  # step: sum, rows
     newest: dict[int, int] = field(default_factory=dict)  # step: newest weight version
     ages: AgeStats = field(default_factory=AgeStats)  # empty if the dump has no ages
-    masked_tokens: int = 0  # tokens inside the mask
+    masked_tokens: int = 0  # tokens inside the mask, without those that are left out
+    nonfinite: LeftOut = field(default_factory=LeftOut)  # tokens that are left out
     masked_rows: int = 0  # rows that have some
     sample: RowSample = field(default_factory=lambda: RowSample(DIAGNOSED, SAMPLE_TOKENS))
     routes_sample: RowSample = field(
@@ -196,6 +199,7 @@ class DumpAccumulator:
         rows = len(block.lengths)
         steps = columns.get("step", np.zeros(rows, np.int64))
         self.rows, self.entries = self.rows + rows, self.entries + len(mask)
+        self.nonfinite += block.left_out
         self._add_rewards(steps, columns.get("reward"))
         self._add_newest_versions(block, steps)
         if not mask.any():
@@ -300,20 +304,32 @@ def _merged(total: StreamingStats | None, part: StreamingStats) -> StreamingStat
 
 
 def accumulate_dump(
-    path: Path, mapping: Mapping[str, str], progress: Callable[[float], None] = lambda done: None
+    path: Path,
+    mapping: Mapping[str, str],
+    progress: Callable[[float], None] = lambda done: None,
+    *,
+    nonfinite: Nonfinite = "skip",
 ) -> DumpAccumulator:
     """Read a whole dump.
 
     progress: called with the share that has been read. Raises UsageError for anything wrong with
-    the dump, and if no token is inside the mask.
+    the dump, if a value is not finite and `nonfinite` is "raise", and if no token is left inside
+    the mask.
     """
     accumulator: DumpAccumulator | None = None
     for block in read_dump(path, mapping):
+        if nonfinite == "raise" and block.left_out.count:
+            raise UsageError(
+                f"{block.first_left_out}: not a finite number inside the mask; clear the mask "
+                "there, or leave such tokens out with --nonfinite skip"
+            )
         if accumulator is None:
             accumulator = DumpAccumulator(path, tuple(block.columns))
         accumulator.add(block)
         progress(block.done)
     assert accumulator is not None, "read_dump refuses an empty dump"
+    if accumulator.overall is None and accumulator.nonfinite.count:
+        raise UsageError(f"{path}: {accumulator.nonfinite}; there is nothing to compare")
     if accumulator.overall is None:
         raise UsageError(
             f"{path}: column mask: selects none of {accumulator.entries} tokens; "

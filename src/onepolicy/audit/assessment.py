@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.report.words import number
 from onepolicy.types import RoutingTrace
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
-from onepolicy.verdict.rules import FEW_ROWS, Gap, Verdict, verdict
+from onepolicy.verdict.rules import FEW_ROWS, Declared, Gap, Verdict, verdict
 from onepolicy.verdict.scored_tokens import FEWEST
+from onepolicy.verdict.value_faults import missing
 
 ONSET_STEPS, ONSET_FACTOR, ONSET_MIN_STEPS = 5, 4.0, 15
 ONSET_RULE = (
@@ -29,6 +31,7 @@ COLUMN_CHECKS = {  # column -> the check that needs it
     "entropy": "another temperature, and narrowed sampling (top-p, top-k) reported as if not",
     "version": "stale weights by version",
     "logp_previous": "an update the engine did not take",
+    "logp_base": "an adapter the engine does not apply",
     "routes_rollout": "differing routes",
     "step": "onset of divergence",
 }
@@ -54,10 +57,15 @@ class AuditResult:
 
 
 def assess(
-    accumulated: DumpAccumulator, label: str, *, claims_equality: bool = False
+    accumulated: DumpAccumulator,
+    label: str,
+    *,
+    declared: Declared = Declared(),  # noqa: B008 - frozen
+    claims_equality: bool = False,
 ) -> AuditResult:
     """Reach the verdict on a dump.
 
+    declared: what is known of the two sides; the dump itself says how old tokens are.
     claims_equality: both sides were computed alike, so equal bits do not mean that one side is a
     copy of the other.
     """
@@ -74,11 +82,12 @@ def assess(
         since = f" from step {onset} on"
     reached = verdict(
         gap,
-        _diagnose(accumulated, onset, trainer),
+        _diagnose_whole(accumulated, onset, trainer),
         routers=_replayable_routers(accumulated),
         routes=route_error,
         since=since,
         aged=accumulated.ages.explains_gap,
+        declared=_aged(declared, accumulated),
         unchecked=_unchecked_causes(accumulated, gap),
         copies=not claims_equality,
     )
@@ -91,6 +100,13 @@ def assess(
         not_checked.append(f"{COLUMN_CHECKS['step']}: fewer than {ONSET_MIN_STEPS} steps")
     notes = tuple(_notes(accumulated, onset))
     return AuditResult(label, accumulated, reached, notes, tuple(not_checked), onset)
+
+
+def _aged(declared: Declared, accumulated: DumpAccumulator) -> Declared:
+    """Add the age of the oldest tokens, if age is most of the gap."""
+    if not accumulated.ages.explains_gap:
+        return declared
+    return replace(declared, age=max(accumulated.ages.by_age))
 
 
 def _gap(stats: StreamingStats) -> Gap:
@@ -135,6 +151,8 @@ def _replayable_routers(accumulated: DumpAccumulator) -> float | None:
 
 def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
     notes = _rounding_notes(accumulated)
+    if accumulated.nonfinite.count:
+        notes.append(f"{accumulated.nonfinite}.")
     if accumulated.native is not None:
         k3 = number(accumulated.native.statistics()["k3"])
         notes.append(f"Without replay k3 is {k3} nats a token over the whole dump.")
@@ -168,6 +186,14 @@ def _rounding_notes(accumulated: DumpAccumulator) -> list[str]:
                 )
                 break
     return notes
+
+
+def _diagnose_whole(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> Diagnosis:
+    """Return the diagnosis of the sampled rows, with values that the whole dump lacks."""
+    found, lacking = _diagnose(accumulated, onset, trainer), missing(accumulated.nonfinite)
+    if lacking is None:
+        return found
+    return dataclasses.replace(found, findings=(lacking, *found.findings))
 
 
 def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> Diagnosis:
@@ -205,6 +231,7 @@ def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> 
         tokens_rollout=tensors.get("tokens_rollout"),
         version=version,
         logp_previous=tensors.get("logp_previous"),
+        logp_base=tensors.get("logp_base"),
         entropy=tensors.get("entropy"),
         turn=tensors.get("turn"),
         group=group,

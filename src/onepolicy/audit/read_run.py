@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,10 @@ from onepolicy.audit.validate import checked_block
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import RunInfo, read_json_object
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.config.output_paths import CONFIG
 from onepolicy.invariant.fingerprint import difference_reason
+from onepolicy.verdict.declared import declared_of
+from onepolicy.verdict.rules import Declared
 
 PER_TOKEN = ("tokens", "logp_rollout", "logp_trainer", "entropy", "version")
 
@@ -36,7 +40,7 @@ def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
     probes, first = _probe_files(folder), 0
     for number, (step, path) in enumerate(probes, start=1):
         block = checked_block(str(path), 0, _read_probe(path, step), number / len(probes))
-        yield Block(first, block.lengths, block.columns, block.done)
+        yield dataclasses.replace(block, first_row=first)
         first += len(block.lengths)
 
 
@@ -48,6 +52,19 @@ def describe_pressure(folder: Path) -> str | None:
     info = read_json_object(about, RunInfo, "delete it, or copy the whole run folder again")
     pressure: str | None = info.get("pressure")
     return pressure
+
+
+def declared_by(folder: Path) -> Declared:
+    """Return what the settings of a run of ours declare of its two sides."""
+    try:
+        settings = json.loads((folder / CONFIG).read_bytes())
+    except (ValueError, RecursionError):
+        raise UsageError(
+            f"{folder / CONFIG}: is damaged; copy the whole run folder again"
+        ) from None
+    if not isinstance(settings, dict):
+        settings = {}
+    return declared_of(settings)
 
 
 class BitComparison(NamedTuple):

@@ -124,6 +124,10 @@ def audit_tree(result: AuditResult) -> dict[str, Any]:
         "dump": str(accumulated.path),
         "columns": list(accumulated.columns),
         "rows": accumulated.rows,
+        "nonfinite": {
+            "tokens": accumulated.nonfinite.count,
+            "columns": dict(accumulated.nonfinite.columns),
+        },
         "verdict": dataclasses.asdict(result.verdict),
         "notes": list(result.notes),
         "not_checked": list(result.not_checked),

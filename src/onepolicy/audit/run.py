@@ -20,12 +20,15 @@ from onepolicy.audit.accumulator import accumulate_dump
 from onepolicy.audit.assessment import AuditResult, assess
 from onepolicy.audit.read_run import (
     claims_equality,
+    declared_by,
     describe_bit_equality,
     describe_pressure,
     is_run_folder,
 )
 from onepolicy.audit.report import print_audit, write_report
 from onepolicy.config import UsageError
+from onepolicy.nonfinite import Nonfinite
+from onepolicy.verdict.rules import Declared, Format
 
 BAR_COLUMNS = (
     TextColumn("{task.description}"),
@@ -41,10 +44,22 @@ def audit(
     *,
     label: str | None = None,
     progress: Callable[[float], None] = lambda done: None,
+    nonfinite: Nonfinite = "skip",
+    number_format: Format | None = None,
 ) -> AuditResult:
-    """Audit one dump. Raises UsageError for anything wrong with it."""
-    accumulated = accumulate_dump(path, mapping, progress)
-    return assess(accumulated, label or path.name, claims_equality=claims_equality(path))
+    """Audit one dump. Raises UsageError for anything wrong with it.
+
+    nonfinite: tokens inside the mask with a value that is not finite are left out and counted, or
+    are an error. number_format: the coarsest of both sides; None: bfloat16, or what a run says.
+    """
+    declared = Declared(number_format or "bfloat16")
+    if is_run_folder(path):
+        if number_format is not None:
+            raise UsageError(f"{path}: is a run folder of ours, which says it; leave --format out")
+        declared = declared_by(path)
+    accumulated = accumulate_dump(path, mapping, progress, nonfinite=nonfinite)
+    equal = claims_equality(path)
+    return assess(accumulated, label or path.name, declared=declared, claims_equality=equal)
 
 
 def run_audit(
@@ -54,11 +69,13 @@ def run_audit(
     console: Console,
     *,
     png: bool = False,
+    nonfinite: Nonfinite = "skip",
+    number_format: Format | None = None,
 ) -> list[AuditResult]:
     """Audit one or two dumps and print a summary.
 
     out: folder for audit.html, audit.json and figures/; None: write nothing. png: write the figures
-    as PNG files too.
+    as PNG files too. nonfinite, number_format: as of `audit`.
     """
     if png and out is None:
         raise UsageError(
@@ -70,7 +87,16 @@ def run_audit(
     with Progress(*BAR_COLUMNS, console=console, transient=True, disable=disable) as bars:
         for path, label in zip(paths, labels, strict=True):
             progress = partial(_set_done, bars, bars.add_task(label, total=1.0))
-            results.append(audit(path, mapping, label=label, progress=progress))
+            results.append(
+                audit(
+                    path,
+                    mapping,
+                    label=label,
+                    progress=progress,
+                    nonfinite=nonfinite,
+                    number_format=number_format,
+                )
+            )
     written = []
     if out is not None:
         written = write_report(out, results, png=png)

@@ -7,7 +7,7 @@ the tokens before it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from onepolicy.config import UsageError
+from onepolicy.nonfinite import LeftOut
 
 Array = np.ndarray
 VERSION = 1
@@ -74,6 +75,11 @@ COLUMNS = {
         "token",
         "the trainer's score under its previous weights: finds an update the engine did not take",
     ),
+    "logp_base": ColumnSpec(
+        "float",
+        "token",
+        "the trainer's score with its adapter off: finds an adapter that the engine does not apply",
+    ),
     "tokens_rollout": ColumnSpec(
         "int", "token", "what the engine sampled, where text was decoded and encoded again"
     ),
@@ -108,9 +114,12 @@ class Block:
 
     first_row: int
     lengths: Array  # [S] int64
-    # per token [T], per row [S], per router [T, L, K]; int64, float64 or bool
+    # per token [T], per row [S], per router [T, L, K]; int64, float64 or bool. The mask lacks the
+    # tokens that are left out.
     columns: dict[str, Array]
     done: float  # share of the dump that has been read after this block
+    left_out: LeftOut = field(default_factory=LeftOut)  # tokens whose values are not all finite
+    first_left_out: str = ""  # file, row, column, entry and value of the first one
 
     @property
     def segment(self) -> Array:  # [T] int64

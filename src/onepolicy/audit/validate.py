@@ -5,18 +5,22 @@ Messages count rows from 0.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 
 from onepolicy.audit.schema import COLUMNS, Array, Block, ColumnSpec, RaggedColumn
 from onepolicy.config import UsageError
+from onepolicy.nonfinite import leave_out
 
 ABOVE_ZERO = 1e-3
 """Log-probabilities may be above 0 by this much, from rounding."""
 SMALLEST_LOGP = -1e6
 """A smaller value is a constant that stands for a token that cannot be sampled."""
 LARGEST_ENTROPY = 100.0
+LOGPS = ("logp_rollout", "logp_trainer", "logp_native", "logp_previous", "logp_base")
 LARGEST_INT = 2**31 - 1
 LARGEST_EXPERT = 2**16 - 1
 
@@ -24,24 +28,48 @@ LARGEST_EXPERT = 2**16 - 1
 def checked_block(
     source: str, first_row: int, raw: Mapping[str, RaggedColumn], done: float
 ) -> Block:
-    """Check the columns of some rows and return them as a block. source: file, for messages."""
+    """Check the columns of some rows and return them as a block.
+
+    Tokens with a value that is not finite are left out of its mask and counted. source: file, for
+    messages.
+    """
     rows = _Rows(source, first_row, raw)
     columns = {name: rows.column(name) for name in raw}
-    block = Block(first_row, rows.lengths, columns, done)
-    for name in ("logp_rollout", "logp_trainer", "logp_native", "logp_previous"):
+    block = _without_nonfinite(source, Block(first_row, rows.lengths, columns, done))
+    for name in LOGPS:
         if name in columns:
             _check_logp(source, block, name)
     if "entropy" in columns:
         entropy = columns["entropy"]
         in_range = (entropy >= -ABOVE_ZERO) & (entropy <= LARGEST_ENTROPY)
         text = f"expected an entropy from 0 to {LARGEST_ENTROPY:g} nats inside the mask"
-        _refuse_first(source, block, "entropy", columns["mask"] & ~in_range, text)
+        _refuse_first(source, block, "entropy", block.columns["mask"] & ~in_range, text)
     if "reward" in columns:
         infinite = np.flatnonzero(~np.isfinite(columns["reward"]))
         if infinite.size:
             row = first_row + int(infinite[0])
             raise _error(source, row, "reward", "is not a finite number")
     return block
+
+
+def _without_nonfinite(source: str, block: Block) -> Block:
+    """Leave tokens with a value that is not finite out of the mask, count them, name the first."""
+    columns = block.columns
+    mask = columns["mask"]
+    values = {name: columns[name] for name in (*LOGPS, "entropy") if name in columns}
+    kept, left = leave_out(
+        torch.from_numpy(mask), {name: torch.from_numpy(each) for name, each in values.items()}
+    )
+    first = ""
+    if left.count:
+        name = next(iter(left.columns))
+        position = int(np.flatnonzero(mask & ~np.isfinite(values[name]))[0])
+        row, entry = _locate(block.lengths, position)
+        text = f"entry {entry} is {values[name][position]:g}"
+        first = str(_error(source, block.first_row + row, name, text))
+    return dataclasses.replace(
+        block, columns=columns | {"mask": kept.numpy()}, left_out=left, first_left_out=first
+    )
 
 
 class _Rows:
@@ -148,8 +176,6 @@ def _wrong_values(values: Array, spec: ColumnSpec) -> tuple[Array, str]:
 
 def _check_logp(source: str, block: Block, name: str) -> None:
     values, mask = block.columns[name], block.columns["mask"]
-    text = "not a finite number inside the mask; clear the mask there"
-    _refuse_first(source, block, name, mask & ~np.isfinite(values), text)
     text = (
         "below any log-probability: the token was masked out of that side's vocabulary; "
         "clear the mask there"

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import get_args
 
 from onepolicy.cli.common import Commands, add_command, print_status
 from onepolicy.config import UsageError
 from onepolicy.config.output_paths import check_output_folder
+from onepolicy.nonfinite import Nonfinite
+
+FORMATS = ("float32", "bfloat16", "float16", "fp8", "int8", "4bit")
+"""Those of verdict/rules.py, which loads torch."""
 
 
 def add_audit(commands: Commands) -> None:
@@ -39,6 +44,19 @@ def add_audit(commands: Commands) -> None:
         metavar="OURS=THEIRS",
         help="a column of ours under another name (repeatable); or prime-rl: the names of its "
         "token export",
+    )
+    audit.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="the coarsest number format of either side: how large a sound gap may be "
+        "(default: bfloat16; a run of ours says it)",
+    )
+    audit.add_argument(
+        "--nonfinite",
+        choices=get_args(Nonfinite),
+        default="skip",
+        help="tokens inside the mask with a value that is NaN, infinite or null: leave them out "
+        "and count them, or refuse the dump (default: skip)",
     )
     audit.add_argument(
         "--out",
@@ -80,15 +98,26 @@ def run_audit(arguments: argparse.Namespace) -> int:
     from onepolicy.audit import run, schema
 
     columns = schema.parse_columns(arguments.columns)
-    run.run_audit(paths, columns, arguments.out, Console(), png=arguments.png)
+    run.run_audit(
+        paths,
+        columns,
+        arguments.out,
+        Console(),
+        png=arguments.png,
+        nonfinite=arguments.nonfinite,
+        number_format=arguments.format,
+    )
     return 0
 
 
 def _check_kit(arguments: argparse.Namespace) -> int:
     """Print each dump's expected and found verdict. Return 1 if any differs."""
-    given = [arguments.dump, arguments.out, arguments.columns, arguments.png]
-    if any(given):
-        raise UsageError("--conformance: takes no dump, --columns, --out or --png beside it")
+    given = [arguments.dump, arguments.out, arguments.columns, arguments.png, arguments.format]
+    if any(given) or arguments.nonfinite != "skip":
+        raise UsageError(
+            "--conformance: takes no dump, --columns, --format, --nonfinite, --out or --png beside "
+            "it"
+        )
     print_status(f"auditing the dumps of {arguments.conformance}")
     from rich.console import Console
 

@@ -17,6 +17,7 @@ from onepolicy.correct.slots import Fields
 from onepolicy.correct.statistics import inside
 from onepolicy.correct.weights import evaluate
 from onepolicy.layout import Layout, restore_layout
+from onepolicy.nonfinite import Nonfinite
 
 Shape = TypeVar("Shape")
 
@@ -46,6 +47,7 @@ def live_weights(
     segment: Tensor | None = None,
     turn: Tensor | None = None,
     advantage: Tensor | None = None,
+    nonfinite: Nonfinite = "skip",
 ) -> Live[Tensor]: ...
 @overload
 def live_weights(
@@ -56,6 +58,7 @@ def live_weights(
     *,
     turn: Sequence[Tensor] | None = None,
     advantage: Sequence[Tensor] | None = None,
+    nonfinite: Nonfinite = "skip",
 ) -> Live[list[Tensor]]: ...
 @torch.no_grad()
 def live_weights(
@@ -67,12 +70,14 @@ def live_weights(
     segment: Layout | None = None,  # int64, sequence of each slot; [B, T] and lists need none
     turn: Layout | None = None,  # int64
     advantage: Layout | None = None,  # float32
+    nonfinite: Nonfinite = "skip",  # reject slots whose values are not finite, or raise
 ) -> Live[Any]:
     """Return weights and gates of rho = exp(logp_new - logp_rollout) for one micro-batch.
 
     The micro-batch has whole samples. The loss is -weight * advantage * logp_new; weights carry no
     gradient. Denominators stay those of `reweight`. An empty mask gives empty sums. Raises
-    UsageError if the config is not a `live_part`.
+    UsageError if the config is not a `live_part`, or if a value is not finite and `nonfinite` is
+    "raise".
     """
     check_config("live_weights", config)
     if config.ratio != "new/rollout":
@@ -80,9 +85,10 @@ def live_weights(
             f"live_weights: correction {config.name} is for reweight; give its `live_part`"
         )
     given = {"logp_new": logp_new, "logp_rollout": logp_rollout, "mask": mask}
-    found = evaluate(
-        config, Fields.of("live_weights", given, segment=segment, turn=turn, advantage=advantage)
-    )
+    flat = Fields.of("live_weights", given, segment=segment, turn=turn, advantage=advantage)
+    if nonfinite != "skip":
+        flat.left_out("live_weights", "logp_new", nonfinite, mask)
+    found = evaluate(config, flat)
     weight, keep, centred = (
         restore_layout(flat, mask) for flat in (found.weight, found.keep, found.passed)
     )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.layout import Layout, flatten_arguments
+from onepolicy.layout import Layout, flatten_arguments, slot_index
+from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule
 
 LOG_RATIO_LIMIT = 80.0
 """Largest |log rho| of a slot or unit; larger ones are clamped. exp of it is finite in float32, and
@@ -65,14 +66,18 @@ def slots(
     advantage: Tensor | None = None,  # [T]
     sequences: int | None = None,  # in the whole batch, if these slots are only a chunk of it
     turns: int | None = None,  # most turns of a sequence in the whole batch, likewise
+    nonfinite: Nonfinite = "skip",  # reject slots whose values are not finite, or raise
 ) -> Slots:
     """Return the trainable slots.
 
     Without `sequences` the ids may be any numbers from 0 on; memory does not grow with them. Raises
-    UsageError if shapes differ, or if an id is below 0 or not below the given number.
+    UsageError if shapes differ, if an id is below 0 or not below the given number, or if a value is
+    not finite and `nonfinite` is "raise".
     """
     given = Fields(logp_trainer, logp_rollout, mask, segment, turn, advantage)
     given.check()
+    if nonfinite != "skip":
+        given.left_out("slots", "logp_trainer", nonfinite, mask)
     if sequences is None:
         return _slots(*given.numbered())
     if turns is None:
@@ -116,13 +121,14 @@ def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
     """Decorate a function of [T] fields so that it takes any layout.
 
     Its first three arguments are the two log-probabilities and the mask. Its `segment` is optional
-    for [B, T] and lists, whose rows and items are the sequences.
+    for [B, T] and lists, whose rows and items are the sequences. `nonfinite` is handed on as it is.
     """
     signature, name = inspect.signature(function), function.__name__
 
     @functools.wraps(function)
     def flat(*args: Any, **kwargs: Any) -> Result:
         bound = signature.bind(*args, **{"segment": None, **kwargs}).arguments
+        options = {name: bound.pop(name) for name in ("nonfinite",) if name in bound}
         given = flatten_arguments(name, bound)
         fields = Fields.of(
             name, {field: bound[field] for field in list(bound)[:3]}, segment=bound["segment"]
@@ -132,7 +138,7 @@ def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
                 f"{name}: [T] fields need `segment`, the sequence that each slot belongs to"
             )
         numbered, _ = fields.numbered()
-        return function(**{**given, "segment": numbered.segment})
+        return function(**{**given, "segment": numbered.segment}, **options)
 
     return flat
 
@@ -161,6 +167,16 @@ class Fields(NamedTuple):
         return cls(
             trainer, rollout, mask, flat.get("segment"), flat.get("turn"), flat.get("advantage")
         )
+
+    def left_out(self, caller: str, trainer: str, nonfinite: Nonfinite, like: Layout) -> LeftOut:
+        """Count the slots whose values are not finite, by the rule of `apply_rule`.
+
+        Their log-ratio is NaN, so a correction rejects them. trainer, like: the trainer's side by
+        the caller's name, and the mask in the caller's layout.
+        """
+        sides = {trainer: self.logp_trainer, "logp_rollout": self.logp_rollout}
+        place = functools.partial(slot_index, like=like)
+        return apply_rule(caller, nonfinite, self.mask, sides, place=place)[1]
 
     def check(self) -> None:
         """Raise UsageError if shapes differ."""

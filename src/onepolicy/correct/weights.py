@@ -25,6 +25,7 @@ from onepolicy.correct.statistics import (
     weight_log_ratio,
 )
 from onepolicy.layout import Layout, restore_layout
+from onepolicy.nonfinite import LeftOut, Nonfinite
 
 Average = Literal["slots", "sequences"]
 """The loss is the mean over all slots, or the mean over sequences of their means over slots."""
@@ -39,6 +40,7 @@ class Applied(Generic[Shape]):
     keep: Shape  # [T] bool, the mask minus rejected slots
     denominator: int  # slots of the original mask: rejecting some never makes the others louder
     report: dict[str, float]
+    nonfinite: LeftOut  # slots rejected because a log-probability is not finite
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +65,7 @@ def reweight(
     turn: Tensor | None = None,
     advantage: Tensor | None = None,
     average: Average = "slots",
+    nonfinite: Nonfinite = "skip",
 ) -> Applied[Tensor]: ...
 @overload
 def reweight(
@@ -74,6 +77,7 @@ def reweight(
     turn: Sequence[Tensor] | None = None,
     advantage: Sequence[Tensor] | None = None,
     average: Average = "slots",
+    nonfinite: Nonfinite = "skip",
 ) -> Applied[list[Tensor]]: ...
 @torch.no_grad()
 def reweight(
@@ -86,17 +90,19 @@ def reweight(
     turn: Layout | None = None,  # int64, turn of each slot
     advantage: Layout | None = None,  # float32, for gates that look at its sign
     average: Average = "slots",
+    nonfinite: Nonfinite = "skip",  # reject slots whose values are not finite, or raise
 ) -> Applied[Any]:
     """Return weight and rejection of every slot's surrogate.
 
     They come from rho = exp(logp_old - logp_rollout). The weight is rho of the slot, or of its turn
     or sequence, within the weight's bounds. Gates reject slots on top (settings section
     `correction`; presets are in config/corrections.toml). A slot whose log-ratio is not finite is
-    rejected with every unit it belongs to. `normalise = self` and `denominator = kept` are factors
-    on all weights, so the denominator stays the original count.
+    rejected with every unit it belongs to, and counted. `normalise = self` and `denominator = kept`
+    are factors on all weights, so the denominator stays the original count.
 
-    Raises UsageError if the mask is empty, if too many slots are not finite, or if the config needs
-    the policy that is being trained, which only the loss has (`live_weights`).
+    Raises UsageError if the mask is empty, if more slots are not finite than the config's
+    `max_nonfinite`, or any with `nonfinite` = "raise", or if the config needs the policy that is
+    being trained, which only the loss has (`live_weights`).
     """
     check_config("reweight", config)
     if config.live:
@@ -114,10 +120,13 @@ def reweight(
             f"reweight: the mask selects none of {len(flat.mask)} slots; there is nothing to "
             "train on"
         )
+    left = flat.left_out("reweight", "logp_old", nonfinite, mask)
     found = evaluate(config, flat, average=average)
     numbers = _checked_report(config, found.sums)
     weight = found.weight.mul_(found.sums.scale(config)).float()
-    return Applied(restore_layout(weight, mask), restore_layout(found.keep, mask), count, numbers)
+    return Applied(
+        restore_layout(weight, mask), restore_layout(found.keep, mask), count, numbers, left
+    )
 
 
 class Evaluated(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.layout import Layout, flatten_arguments, slot_index
+from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +39,7 @@ class Mismatch:
     ppl_ratio: float  # mean over samples of exp(mean(-l)), trainer / rollout; nan without `segment`
     # [n] float64, |l| ascending, for the binary search of `extreme`
     abs_log_ratio: Tensor = field(repr=False)
+    nonfinite: LeftOut = field(default_factory=LeftOut)  # tokens that are not among the n
 
     @overload
     def extreme(self, tau: float) -> float: ...
@@ -89,14 +91,15 @@ def mismatch(
     mask: Layout,  # bool, the sampled tokens; the other slots may hold anything
     *,
     segment: Layout | None = None,  # int64, sample of each slot; [B, T] and lists need none
+    nonfinite: Nonfinite = "skip",  # leave out slots whose values are not finite, or raise
 ) -> Mismatch:
     """Compare both engines on the masked-in slots, in float64.
 
-    Raises UsageError if the mask selects no slot, or a value that it selects is not finite.
+    Raises UsageError if no slot is left, or if a value is not finite and `nonfinite` is "raise".
     """
     given = {"logp_old": logp_old, "logp_rollout": logp_rollout, "mask": mask}
     flat = flatten_arguments("mismatch", {**given, "segment": segment})
-    old, rollout, samples = _masked(flat, mask)
+    old, rollout, samples, left = _masked(flat, mask, nonfinite)
     log_rho = old - rollout
     shifted = (log_rho - log_rho.max()).exp()  # the scale of rho cancels in ess; no overflow
     dp = (old.exp() - rollout.exp()).abs()
@@ -119,34 +122,35 @@ def mismatch(
     values = torch.stack(list(numbers.values())).tolist()
     differing = int((old != rollout).sum())
     return Mismatch(
-        len(log_rho), differing, **dict(zip(numbers, values, strict=True)), abs_log_ratio=dlogp
+        len(log_rho),
+        differing,
+        **dict(zip(numbers, values, strict=True)),
+        abs_log_ratio=dlogp,
+        nonfinite=left,
     )
 
 
-def _masked(flat: dict[str, Tensor | None], like: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return both sides [n] float64 and the samples [n] of the masked-in slots."""
-    mask, sides = flat["mask"], []
+def _masked(
+    flat: dict[str, Tensor | None], like: Layout, nonfinite: Nonfinite
+) -> tuple[Tensor, Tensor, Tensor | None, LeftOut]:
+    """Return both sides [n] float64 and samples [n] of the slots left, and the others' count."""
+    old, rollout, mask, segment = flat.values()
+    assert old is not None
+    assert rollout is not None
     assert mask is not None
-    for name in ("logp_old", "logp_rollout"):
-        logp = flat[name]
-        assert logp is not None
-        broken = (mask & ~logp.isfinite()).nonzero()
-        if len(broken):
-            slot = int(broken[0, 0])
-            raise UsageError(
-                f"mismatch: {name} is not finite on {len(broken)} masked-in slots, first "
-                f"{slot_index(slot, like)}: {logp[slot].item()}; clear the mask there or fix the "
-                "engine that returned it"
-            )
-        sides.append(logp.detach()[mask].double())
-    if not mask.any():
+    sides = {"logp_old": old, "logp_rollout": rollout}
+    kept, left = apply_rule(
+        "mismatch", nonfinite, mask, sides, place=lambda slot: slot_index(slot, like)
+    )
+    if not left.tokens:
         raise UsageError(
             f"mismatch: the mask selects none of {mask.numel()} slots; there is nothing to compare"
         )
-    segment = flat["segment"]
+    if left.count == left.tokens:
+        raise UsageError(f"mismatch: {left}; there is nothing to compare")
     if segment is not None:
-        segment = segment[mask]
-    return sides[0], sides[1], segment
+        segment = segment[kept]
+    return old.detach()[kept].double(), rollout.detach()[kept].double(), segment, left
 
 
 def _pearson(x: Tensor, y: Tensor) -> Tensor:

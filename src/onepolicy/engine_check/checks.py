@@ -22,7 +22,7 @@ from onepolicy.train.pack import pack
 from onepolicy.train.rescore import Scorer, score_at
 from onepolicy.types import Completion, Group, Sampling, TokenBatch
 from onepolicy.verdict.bug_signatures import diagnose_batch
-from onepolicy.verdict.scored_tokens import EXPLAINED
+from onepolicy.verdict.scored_tokens import EXPLAINED, PROCESSED
 
 PROMPTS = 8
 HOT_TEMPERATURE = 1.5
@@ -204,7 +204,11 @@ def check_logprobs(
 
 def _known_fault(cold: TokenBatch) -> CheckResult | None:
     """Return the failed check of a fault that has a known signature, if one is found."""
-    evidence = {finding.cause: finding.evidence for finding in diagnose_batch(cold).findings}
+    diagnosis = diagnose_batch(cold)
+    if diagnosis.nonfinite.count:
+        fix = "look at the trainer's weights and logits"
+        return CheckResult("log-probabilities", False, str(diagnosis.nonfinite), fix)
+    evidence = {finding.cause: finding.evidence for finding in diagnosis.findings}
     for cause in ("fill", "not_log", "shift"):
         if cause in evidence:
             fix = "value i must be the log-probability of token i of the completion"
@@ -237,7 +241,7 @@ def check_temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> 
         )
         return CheckResult(name, False, f"{measured}: some are not finite", fix)
     if untempered < EXPLAINED * gap and gap > 0.02:
-        fix = "return log-probabilities after temperature (vLLM: logprobs_mode=processed_logprobs)"
+        fix = f"return log-probabilities after temperature ({PROCESSED})"
         return CheckResult(name, False, f"{measured}: they are not tempered", fix)
     if limit is None:
         return CheckResult(name, True, measured)

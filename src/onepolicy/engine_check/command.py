@@ -36,6 +36,7 @@ from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import MisalignedRoutesError, check_completion
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Completion, Sampling, TokenBatch
+from onepolicy.verdict.scored_tokens import PROCESSED
 
 NAMES = (
     "tokens",
@@ -264,7 +265,7 @@ def check_topk_request(
             f"log-probabilities of tokens drawn with top_k={NARROW} are those of the whole "
             "vocabulary"
         )
-        fix = "return them after top-k and top-p (vLLM: processed_logprobs)"
+        fix = f"return them after top-k and top-p ({PROCESSED})"
         return CheckResult("support", False, text, fix)
     return replace(support, measured=f"{support.measured}; {text}")
 

@@ -99,7 +99,7 @@ def compare(first: Sequence[Sample], second: Sequence[Sample], batch: TokenBatch
                 common.append(trace.rows(0, slots))
     metrics: dict[str, float] = {}
     if same.any():
-        found = mismatch(logp, batch.logp_rollout, same)
+        found = mismatch(logp, batch.logp_rollout, same, nonfinite="raise")
         metrics = {"repeat/k3": found.k3, "repeat/max_dlogp": found.max_dlogp}
     if traces[0]:
         a_all, b_all = (RoutingTrace.concat(each) for each in traces)

@@ -37,6 +37,7 @@ from onepolicy.train.pack import pack
 from onepolicy.train.rescore import gap_of, k3_of, variant_scorer
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose_batch
+from onepolicy.verdict.declared import declared_of
 from onepolicy.verdict.rules import FEW_ROWS, HARMLESS_KL, Verdict, verdict
 from onepolicy.verdict.scored_tokens import EXPLAINED, Finding
 
@@ -184,13 +185,18 @@ async def measure_parts(
         repeats,
         breakdowns_of(first.native, tokenizer, parts.stop),
         worst_tokens(first.native, tokenizer),
-        _verdict(first, findings, chosen.routes, dense=scorer.routers is None),
+        _verdict(first, findings, chosen.routes, config=parts.config, dense=scorer.routers is None),
         distribution,
     )
 
 
 def _verdict(
-    first: ScoredRollouts, findings: tuple[Finding, ...], routes: str, *, dense: bool
+    first: ScoredRollouts,
+    findings: tuple[Finding, ...],
+    routes: str,
+    *,
+    config: RunConfig,
+    dense: bool,
 ) -> Verdict:
     gap, replayed, routers, unchecked = gap_of(first.native), None, None, []
     if first.replayed is not None:
@@ -208,6 +214,7 @@ def _verdict(
         replayed=replayed,
         routers=routers,
         routes=routes,
+        declared=declared_of(config.model_dump()),
         unchecked=unchecked,
     )
 

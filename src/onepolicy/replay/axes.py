@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.types import RoutingTrace, TraceOrigin, id_dtype
+from onepolicy.types import RoutingTrace, id_dtype
 
 Axis = Literal["all", "moe"]
 
@@ -24,6 +24,7 @@ def trace_from(
     layers: tuple[int, ...],
     depth: int,
     num_experts: int,
+    top_k: int | None = None,
     axis: Axis | None = None,
     valid: Tensor | None = None,  # [T] bool
 ) -> RoutingTrace:
@@ -35,6 +36,7 @@ def trace_from(
         layers: decoder index of each of the model's MoE layers.
         depth: D, the number of the model's decoder layers.
         num_experts: experts per layer.
+        top_k: K of the model, None if it is not known.
         axis: "all" for one column per decoder layer, "moe" for one per MoE layer. None decides by
             the number of columns. That is never ambiguous: where D = L the layers are the same.
         valid: [T] bool, the rows that were captured, or None for all. No other row is read.
@@ -43,9 +45,10 @@ def trace_from(
         A trace of ids [T, L, K], uint8 or uint16.
 
     Raises:
-        UsageError: the number of columns fits neither axis, or not the named one. Or a dense layer
-            has routes, an id is out of range, or no row was captured. Or an argument has another
-            type or shape than this.
+        UsageError: the number of columns fits neither axis, or not the named one. Or a row has
+            another K, the ids' dtype cannot hold the model's experts, a dense layer has routes, an
+            id is out of range, or no row was captured. Or an argument has another type or shape
+            than this.
     """
     _check_ids(ids, valid)
     layers = tuple(layers)
@@ -54,6 +57,8 @@ def trace_from(
             f"layers is {layers}, expected the decoder indices of the MoE layers, each in "
             f"0..{depth - 1}"
         )
+    _check_top_k(ids, top_k)
+    _check_dtype(ids, num_experts)
     axis = _find_axis(ids.shape[1], layers, depth, axis)
     # vLLM returns ids as narrow as a trace stores them. Other ids are compared as int64, because
     # uint16 lacks comparisons.
@@ -69,8 +74,7 @@ def trace_from(
     _check_range(ids, valid, layers, num_experts)
     if not narrow:  # an invalid row may hold an id that the narrow dtype cannot
         ids = torch.where(valid[:, None, None], ids, 0).to(id_dtype(num_experts))
-    origin = TraceOrigin(f"engine, {axis} layers")
-    return RoutingTrace(ids, valid, layers, num_experts).with_origin(origin)
+    return RoutingTrace(ids, valid, layers, num_experts)
 
 
 def _check_ids(ids: Tensor, valid: Tensor | None) -> None:
@@ -94,6 +98,37 @@ def _check_ids(ids: Tensor, valid: Tensor | None) -> None:
             f"valid has shape {tuple(valid.shape)} and dtype {valid.dtype}, expected bool "
             f"[{len(ids)}], one per row"
         )
+
+
+def _check_top_k(ids: Tensor, top_k: int | None) -> None:
+    found = ids.shape[2]
+    if top_k is None or found == top_k:
+        return
+    cause = "they are those of another model"
+    if found > top_k:
+        cause = (
+            "a fused shared expert adds a column that is no choice of the router (then give "
+            f"ids[..., :{top_k}]), or they are those of another model"
+        )
+    raise UsageError(
+        f"routes have {found} experts per token, but the model routes each token to {top_k}: "
+        f"{cause}"
+    )
+
+
+def _check_dtype(ids: Tensor, num_experts: int) -> None:
+    """Raise if the ids' dtype is too narrow: ids that it cannot hold have wrapped on the way."""
+    largest = torch.iinfo(ids.dtype).max
+    if largest >= num_experts - 1:
+        return
+    wrapped = f"higher ids have wrapped to 0..{largest}"
+    if ids.dtype.is_signed:
+        wrapped = "higher ids have become negative"
+    raise UsageError(
+        f"routes are {ids.dtype}, which holds ids up to {largest}, but the model's experts are "
+        f"0..{num_experts - 1}: {wrapped}; let the engine, and all between it and here, carry "
+        f"{id_dtype(num_experts)} or a wider dtype"
+    )
 
 
 def _find_axis(columns: int, layers: tuple[int, ...], depth: int, axis: Axis | None) -> Axis:
@@ -184,7 +219,8 @@ def _check_range(ids: Tensor, valid: Tensor, layers: tuple[int, ...], num_expert
     row, column, _ = too_large.nonzero()[0].tolist()
     raise UsageError(
         f"routes name an expert outside 0..{num_experts - 1} at layer {layers[column]}, row {row}: "
-        f"{ids[row, column].tolist()}"
+        f"{ids[row, column].tolist()}; these are physical ids (of experts that load balancing has "
+        "moved or copied), a fused shared expert, or routes of another model"
     )
 
 

@@ -20,7 +20,9 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 # Bits of a choice: log2 of the number of ordered top-k selections. They decide when a repetition is
 # too unlikely to be a coincidence.
 MIN_CONSTANT_ROWS, MIN_CONSTANT_BITS = 16, 64.0
+UINT8_MARK = 255
 MIN_FILLER_BITS = 20.0
+MIN_REPEATED = 0.8  # share of ids that are equal where the same tokens were routed twice
 MIN_STUCK_CHANGES, MIN_STUCK_BITS = 3, 160.0
 
 
@@ -138,7 +140,7 @@ def check_path(
         raise UsageError(
             f"{name}: the engine returned {len(trace)} routing rows from slot {first_slot} on, but "
             f"{slots + 1} tokens have {slots} slots; it must return {slots - first_slot} rows, one "
-            "per token it fed (never the last one)"
+            f"per token it fed (never the last one){why_surplus(trace.ids, slots - first_slot)}"
         )
     trace = trace.to("cpu")
     check_trace(
@@ -149,6 +151,26 @@ def check_path(
         name=name,
     )
     _check_stuck(trace, tokens[first_slot:-1], name)
+
+
+def why_surplus(ids: Tensor, rows: int) -> str:
+    """Return the reason why ids [n, layers, K] have more than `rows` rows; "" if it is not known.
+
+    verl#6029: an interrupted request returned its first rows, and once resumed all rows again.
+    """
+    surplus = len(ids) - rows
+    for again in (surplus, surplus - 1, surplus + 1):  # with or without a row of the last token
+        if surplus <= 0 or not 0 < again < len(ids):
+            continue
+        second = signed_ids(ids[again : 2 * again])
+        same = (signed_ids(ids[: len(second)]) == second).float().mean()
+        if same >= MIN_REPEATED:
+            return (
+                f". The rows repeat: row {again} and the next ones are row 0 and the next ones. A "
+                "resumed request's routes were appended to those of its first part, although they "
+                f"begin with the prompt again; keep the last {len(ids) - again} rows"
+            )
+    return ""
 
 
 def fill_missing_routes(sample: Sample, route_spec: RouteSpec | None, name: str) -> Sample:
@@ -296,6 +318,12 @@ def _why_twice(ids: Tensor, valid: Tensor, column: int) -> str:
         return (
             "all rows of this layer are zero: the engine did not capture it (a dense layer, "
             "another pipeline stage?)"
+        )
+    marked = int((ids[valid][:, column] == UINT8_MARK).all(-1).sum())
+    if marked:
+        return (
+            f"{marked} of {len(zero)} rows are {UINT8_MARK} alone here. That is -1 in uint8, the "
+            "mark of a row that was not captured; give valid=False for these rows"
         )
     return (
         "rows that were not captured (padding, another rank's share) must have valid=False, not "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import mode
 from typing import Any, ClassVar, NamedTuple
@@ -145,12 +145,16 @@ class RouteRecorder:
     def _origin(self) -> TraceOrigin:
         rows = self.forward_rows()
         if [fed.samples * fed.tokens for fed in self._fed] != rows:  # compiled code is not watched
-            if len(rows) == 1:
-                return TraceOrigin("recorded")
-            return TraceOrigin("recorded, several forwards")
+            return TraceOrigin()
+        starts, first = [0], 0
+        for fed in self._fed:
+            if not fed.continues:
+                starts += [first + sample * fed.tokens for sample in range(fed.samples)]
+            first += fed.samples * fed.tokens
+        steps: tuple[tuple[int, int], ...] = ()
         if any(fed.continues and fed.samples > 1 for fed in self._fed):
-            return TraceOrigin("recorded", tuple((fed.samples, fed.tokens) for fed in self._fed))
-        return TraceOrigin("recorded")
+            steps = tuple((fed.samples, fed.tokens) for fed in self._fed)
+        return TraceOrigin(tuple(sorted(set(starts))), steps)
 
     def _check_not_empty(self) -> None:
         self.check()
@@ -162,6 +166,10 @@ class ReplayHandle:
     """One replayed forward: its trace, and the routers' own choice if that was kept.
 
     Only that forward, and the recomputes of its backward, replay the trace.
+
+    Attributes:
+        trace: the routes. The rows of dropped samples are not valid.
+        dropped: numbers of the samples that `on_mismatch="drop"` left to the routers.
     """
 
     hook: ClassVar[type[TopkReplayer]] = TopkReplayer
@@ -174,17 +182,18 @@ class ReplayHandle:
         native: bool,
         soft: float | None,
         weights: bool,
-        checked: bool = False,
+        compared: Tensor | None = None,  # [m] int64
     ) -> None:
         """Copy the trace: a recompute may come much later, and engines reuse their buffers.
 
-        native, soft, weights: as of `Routers.replay`. checked: keep the routers' own choice for a
-        check by `Routers`, without offering it to the caller.
+        native, soft, weights: as of `Routers.replay`. compared: rows for which a check by `Routers`
+        wants the routers' own choice; it is not offered to the caller.
         """
         self._routers = routers
         self._wants_native = native
         self.trace = _copied(trace, weights=weights)
         self.layers = trace.layers
+        self.dropped: tuple[int, ...] = ()
         valid = None
         if not bool(trace.valid.all()):
             valid = self.trace.valid
@@ -196,13 +205,18 @@ class ReplayHandle:
                 router,
                 self.trace.ids[:, column],
                 valid,
-                native=native or checked,
+                native=native,
                 mass=native,
                 soft=soft,
                 weights=recorded[column],
+                compared=compared,
             )
             for column, router in enumerate(routers)
         ]
+        if self._replayers:
+            scratch = self._replayers[0].scratch
+            for replayer in self._replayers:
+                replayer.scratch = scratch
 
     def native(self) -> RoutingTrace:
         """Return the routers' own choice on the same rows, as a trace of valid rows.
@@ -214,14 +228,6 @@ class ReplayHandle:
             raise RoutingError(
                 "the router's own choice was not kept: replay(trace, native=True) and run a forward"
             )
-        return self.native_trace()
-
-    def native_trace(self) -> RoutingTrace:
-        """Return `native()`, also if only a check by `Routers` asked for it.
-
-        Raises:
-            RoutingError: no forward kept it.
-        """
         chosen = []
         for replayer in self._replayers:
             if replayer.native is None:
@@ -232,6 +238,60 @@ class ReplayHandle:
             # A model's layers may be on several devices.
             chosen.append(replayer.native.to(self.trace.ids.device))
         return _trace(torch.stack(chosen, dim=1), self._routers)
+
+    @property
+    def keeps_native(self) -> bool:
+        """Return whether the caller asked for the routers' own choice."""
+        return self._wants_native
+
+    def lacking_experts(self) -> Tensor:
+        """Return [T, L] float32: how many of a row's K experts the router replaces, at most.
+
+        Only for a replay that is checked, after its forward. These are the other experts that score
+        above the lowest replayed one (`scores.better_experts`).
+        """
+        better = self._stacked([replayer.better for replayer in self._replayers])
+        return self._lacking(better)
+
+    def _lacking(self, better: Tensor) -> Tensor:
+        return (better - (self.trace.top_k - 1)).clamp_(0, self.trace.top_k)
+
+    def native_rows(self) -> Tensor:
+        """Return [m, L, K] int64: the routers' own choice for the rows that are compared.
+
+        Only for a replay that is checked, after its forward.
+        """
+        return self._stacked([replayer.native_rows for replayer in self._replayers])
+
+    def judge_first_layer(self, judge: Callable[[Tensor], Tensor]) -> None:
+        """Drop the rows that `judge` finds wrong in the first layer, before any is replayed there.
+
+        judge: is given the first layer's `lacking_experts` [T, 1] and returns the rows that stay
+        valid, [T] bool.
+        """
+
+        def drop(better: Tensor) -> None:
+            if torch.compiler.is_compiling():
+                raise RoutingError(
+                    'on_mismatch="drop" decides while the first router runs, which a compiled '
+                    'router cannot; leave it uncompiled, or give on_mismatch="stop"'
+                )
+            keep = judge(self._lacking(better[:, None].to(self.trace.ids.device)))
+            if bool(keep.all()):
+                return
+            self.trace.valid.logical_and_(keep)
+            for replayer in self._replayers:
+                replayer.leave_native(self.trace.valid)
+
+        self._replayers[0].judge = drop
+
+    def _stacked(self, per_layer: list[Tensor | None]) -> Tensor:
+        device = self.trace.ids.device  # a model's layers may be on several
+        kept = [each.to(device) for each in per_layer if each is not None]
+        assert len(kept) == len(self._replayers), (
+            "a check asks for what its replay was told to keep"
+        )
+        return torch.stack(kept, dim=1)
 
     def check_alignment(
         self, bounds: Tensor | None = None, *, least: float = MIN_AGREEMENT

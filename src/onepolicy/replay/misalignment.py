@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from onepolicy.divergence.routing import column_agreement, routing_agreement
+from onepolicy.divergence.routing import column_agreement, routing_agreement, signed_ids
+from onepolicy.replay.checks import MIN_REPEATED
 from onepolicy.types import RoutingTrace
 
+MIN_REPEATED_ROWS = 4
 MAX_SWAP_CANDIDATES = 256  # other samples that a wrong sample is compared with
 
 
@@ -79,6 +81,24 @@ def _cause_of_one_layer(replayed: RoutingTrace, native: RoutingTrace, column: in
     )
 
 
+def cause_of_repeat(routes: RoutingTrace, first: int) -> str | None:
+    """Return the cause if a sample's rows begin anew near row `first`; None if they do not.
+
+    verl#6029: the routes of a resumed request, which begin with the prompt again, come after those
+    of its first part, and what is too many is cut off.
+    """
+    ids = signed_ids(routes.ids)
+    for row in range(max(1, first - 2), min(first + 3, len(ids) - MIN_REPEATED_ROWS + 1)):
+        again = ids[row : 2 * row]
+        if (again == ids[: len(again)]).float().mean() >= MIN_REPEATED:
+            return (
+                f"the rows repeat from row {row} of the sample on: a resumed request's routes were "
+                "appended to those of its first part, although they begin with the prompt again; "
+                "keep those of the last request alone"
+            )
+    return None
+
+
 def cause_of_sample(
     replayed: RoutingTrace, native: RoutingTrace, bounds: Tensor, sample: int
 ) -> str:
@@ -109,8 +129,9 @@ def cause_of_sample(
 def _unknown_cause(finding: str) -> str:
     return (
         f"{finding} and neither a shift by one row, nor another layer, nor another sample fits: "
-        "routes of other weights or another model, of a re-tokenised text, or rows a prefix cache "
-        "or a preempted request left behind. If the rollout's weights are meant to be that old, "
+        "routes of other weights or another model, of a re-tokenised text, physical expert ids "
+        "(load balancing moves experts), or rows a prefix cache or a preempted request left "
+        "behind. If the rollout's weights are meant to be that old, "
         "ask for less agreement (`least`)"
     )
 

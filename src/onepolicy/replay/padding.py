@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.replay.contexts import RouteRecorder
-from onepolicy.types import RoutingTrace, describe_argument
+from onepolicy.types import RoutingTrace, TraceOrigin, describe_argument
 
 
 def pad_routes(traces: Sequence[RoutingTrace], attention_mask: Tensor) -> RoutingTrace:
@@ -49,7 +49,9 @@ def pad_routes(traces: Sequence[RoutingTrace], attention_mask: Tensor) -> Routin
         _check_sample(sample, trace, tokens)
         rows = len(trace)
         pieces += [_invalid_rows(start, trace), trace, _invalid_rows(width - start - rows, trace)]
-    return RoutingTrace.concat(pieces)
+    whole = RoutingTrace.concat(pieces)
+    samples = tuple(range(0, len(whole), width))
+    return whole.with_origin(TraceOrigin(samples, whole.origin.steps))
 
 
 def unpad_routes(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +27,12 @@ from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.layers import Router, decoder_layer, find_routers
 from onepolicy.replay.private_names import check_private_names, is_dtensor, is_fsdp_module
 from onepolicy.replay.recompute import check_checkpoints
-from onepolicy.replay.source_checks import SourceChecks
 from onepolicy.replay.topk_hook import override_attribute
 from onepolicy.types import RoutingTrace
 
 if TYPE_CHECKING:
     from onepolicy.replay.axes import Axis
+    from onepolicy.replay.sample_checks import OnMismatch, SampleChecks
 
 
 class BoundRouters:
@@ -70,6 +71,7 @@ class BoundRouters:
             layers=self.layers,
             depth=self.depth,
             num_experts=self.num_experts,
+            top_k=self.top_k,
             axis=axis,
             valid=valid,
         )
@@ -95,7 +97,13 @@ class Routers(BoundRouters):
         self.layers = tuple(router.layer for router in routers)
         self.num_experts = routers[0].num_experts
         self.top_k = routers[0].top_k
-        self._checks = SourceChecks()
+
+    @cached_property
+    def _checks(self) -> SampleChecks:
+        # Not at the top: a training run checks its routes itself, in its scoring.
+        from onepolicy.replay.sample_checks import SampleChecks
+
+        return SampleChecks()
 
     @property
     def depth(self) -> int:  # type: ignore[override]
@@ -167,6 +175,7 @@ class Routers(BoundRouters):
         soft: float | None = None,
         weights: bool = False,
         check: bool = True,
+        on_mismatch: OnMismatch = "stop",
     ) -> Iterator[ReplayHandle]:
         """Make the next forward in this context use the trace's experts.
 
@@ -185,9 +194,8 @@ class Routers(BoundRouters):
         families weigh by other formulas. In all of them the model's own code computes the weights
         from the live scores, so gradients reach the router.
 
-        The backward may run anywhere. Activation checkpoints made with torch.utils.checkpoint
-        recompute with the routes of their own forward. A recompute made by other means, such as an
-        autograd function that calls the model again, must have its backward in this context.
+        The backward may run anywhere. Activation checkpoints recompute with the routes of their own
+        forward. A recompute by other means must have its backward in this context.
 
         Args:
             trace: ids [T, L, K] and valid [T] for the T = B * S flattened tokens, on any device.
@@ -199,9 +207,11 @@ class Routers(BoundRouters):
                 lowest one of the router's own choice, see `modes.soften`.
             weights: use the trace's combine weights in the forward. Their gradient goes to the live
                 weights.
-            check: when the context is left, compare the routes with the routers' own choice. This
-                is done for the first forward of every source of traces (`RoutingTrace.origin`), and
-                for every 32nd one after it. See docs/replay_checks.md.
+            check: when the context is left, compare the routes of every sample with the routers'
+                own choice, see docs/replay_checks.md.
+            on_mismatch: "stop" raises at the first sample that is wrong. "drop" leaves all tokens
+                of a sample to the routers if the first one finds it wrong, and notes it in
+                `dropped`. What shows in later layers only still raises.
 
         Raises:
             UsageError: the trace is not one of this model, `soft` or `weights` cannot be used with
@@ -211,18 +221,20 @@ class Routers(BoundRouters):
                 `check`, the routes are not those of this forward's tokens and weights.
         """
         self._check_arguments(trace, soft, weights)
-        check_after = self._checks.plan(trace, check=check)
-        handle = ReplayHandle(
-            self._routers,
-            trace,
-            native=native,
-            soft=soft,
-            weights=weights,
-            checked=check_after.needs_native,
-        )
+        planned = compared = None
+        if check:
+            planned = self._checks.plan(trace, on_mismatch=on_mismatch)
+        if planned is not None:
+            compared = planned.rows
+        how: dict[str, Any] = {"native": native, "soft": soft, "weights": weights}
+        handle = ReplayHandle(self._routers, trace, compared=compared, **how)
+        if planned is not None:
+            planned.prepare(handle)
         with handle.replaying():
             yield handle
-        check_after(handle)
+        handle.check()
+        if planned is not None:
+            planned(handle)
 
     def self_test(self) -> None:
         """Raise unless this model's routers record and replay as they should.
@@ -249,10 +261,6 @@ class Routers(BoundRouters):
                         raise RoutingError(
                             f"layer {layer}: replaying other experts changed nothing"
                         )
-
-    def recheck_all_sources(self) -> None:
-        """Check the next trace of every source again."""
-        self._checks.clear()
 
     def _check_weights_are_returned(self) -> None:
         if masks_combine_weights(self._model):

@@ -22,6 +22,7 @@ from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
 from onepolicy.replay.private_names import current_graph_task_id
 from onepolicy.replay.recompute import called_by_checkpoint
+from onepolicy.replay.scores import Scratch, better_experts, gate_mass
 
 PROBABILITIES = (torch.softmax, Tensor.softmax, F.softmax, torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 _TOPK = (torch.topk, torch.Tensor.topk)
@@ -197,7 +198,8 @@ class TopkReplayer(TopkHook):
 
     native: also keep the router's own choice. mass: also keep the gate mass (`gate_mass`).
     soft: the ratio of `modes.soften`. weights: recorded combine weights, used as
-    `modes.replace_combine_weights` does.
+    `modes.replace_combine_weights` does. compared: also compare the experts with the scores: keep
+    `better` of all rows, and the router's own choice for these rows.
     """
 
     def __init__(
@@ -210,18 +212,24 @@ class TopkReplayer(TopkHook):
         mass: bool = False,
         soft: float | None = None,
         weights: Tensor | None = None,  # [T, K] floating
+        compared: Tensor | None = None,  # [m] int64
     ) -> None:
         super().__init__(router)
         self.called = False
         # Whether this call is an activation recompute. Compiled code cannot call `in_backward`.
         self.recompute = False
         self.native: Tensor | None = None  # [T, K], dtype of route
+        self.native_rows: Tensor | None = None  # [m, K] int64, own choice for the compared rows
+        self.better: Tensor | None = None  # [T] float32, see `better_experts`
+        self.judge: Callable[[Tensor], None] | None = None  # called as soon as `better` is known
+        self.scratch = Scratch()
         self.gate_mass: Tensor | None = None  # [T] float32
         self.replaced: Tensor | None = None  # [] float32, fraction that soft replay replaced
         self._thread = threading.get_ident()
         self._route, self._valid = route, valid
         self._keep_native, self._keep_mass = native, mass
         self._soft, self._weights = soft, weights
+        self._compared = compared
         self._target: Tensor | None = None  # [T, K] int64 while the router runs
         self._selected = 0  # experts per token that this forward has selected
         self._probabilities: Tensor | None = None  # [T, E] the router's own, for soft replay
@@ -285,18 +293,23 @@ class TopkReplayer(TopkHook):
 
     def _begin_first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.called = True
-        if self._needs_native and self._needs_native_forward:
+        wanted = self._needs_native or self._compared is not None
+        if wanted and self._needs_native_forward:
             with torch.no_grad():
                 _, self._native_selection = self._recorder.observe_selection(args, kwargs)
-            self._move_routes(self._native_selection[0])
-            self._fill_invalid_rows(self._native_selection[2])
+                scores, _, ids = self._native_selection
+                self._move_routes(scores)
+                self._check_rows(len(ids))
+                self._compare(scores, lambda rows: ids.index_select(0, rows))
+            if self._needs_native:
+                self._fill_invalid_rows(ids)
 
     def _replayed_selection(
-        self, func: Any, scores: Tensor, k: int, select: Callable[[], Any]
+        self, func: Any, scores: Tensor, k: int, select: Callable[[Tensor], Any]
     ) -> Any:
         """Return the selection of the next k replayed experts.
 
-        `select()` returns the router's own selection from the same scores.
+        `select(scores)` returns the router's own selection from scores [..., E].
         """
         assert self._target is not None
         rows = _flat(scores)
@@ -304,10 +317,13 @@ class TopkReplayer(TopkHook):
         self._check_rows(len(rows))
         first, self._selected = self._selected, self._selected + k
         if self._selected > self.router.top_k:
-            return select()  # too many selections; an error when the router is done
+            return select(scores)  # too many selections; an error when the router is done
+        if first == 0 and not self._needs_native_forward:
+            with torch.no_grad():
+                self._compare(rows, lambda at: select(rows.index_select(0, at))[1])
         if self._needs_native and first == 0:
             with torch.no_grad():
-                self._keep_native_choice(rows, select)
+                self._keep_native_choice(rows, lambda: select(scores))
         return _select(func, scores, self._target[:, first : self._selected])
 
     def _keep_native_choice(self, rows: Tensor, select: Callable[[], Any]) -> None:
@@ -325,6 +341,29 @@ class TopkReplayer(TopkHook):
             self.native = ids.to(self._route.dtype)
         if self._keep_mass:
             self.gate_mass = gate_mass(rows.gather(-1, self._target), values, scores)
+
+    def _compare(self, scores: Tensor, own_choice: Callable[[Tensor], Tensor]) -> None:
+        """Compare the replayed experts with the scores [T, E], once: not in a recompute.
+
+        own_choice: returns the router's own choice [m, K] for rows [m].
+        """
+        if self._compared is None:
+            return
+        compared, self._compared = self._compared, None
+        route = self._target
+        if route is None:  # the router has not begun yet
+            route = self._route.to(torch.int64)
+        self.better = self._better(scores, route)
+        self.native_rows = own_choice(compared.to(scores.device))
+        if self.judge is not None:
+            self.judge(self.better)
+
+    def _better(self, scores: Tensor, route: Tensor) -> Tensor:
+        return better_experts(scores, route, self.scratch)
+
+    def leave_native(self, valid: Tensor) -> None:
+        """Let the router choose itself in rows where `valid` [T] is false, from now on."""
+        self._valid, self._needs_native = valid.to(self._route.device), True
 
     def _move_routes(self, scores: Tensor) -> None:
         """Move the routes to the device of the scores.
@@ -368,18 +407,33 @@ class TopkReplayer(TopkHook):
         self._route = self._target.to(self._route.dtype)
 
     def _check_rows(self, rows: int) -> None:
-        if rows != len(self._route):
-            raise RoutingError(
-                f"layer {self.router.layer} routes {rows} tokens, but the trace has "
-                f"{len(self._route)} rows"
+        found = len(self._route)
+        if rows == found:
+            return
+        fix = (
+            "give a row for every token that is fed, padding included: op.pad_routes(traces, "
+            "attention_mask)"
+        )
+        if rows == found + 1:
+            fix = (
+                "an engine never feeds the last token that it samples, so that token has no row: "
+                "feed input_ids[:, :-1], or add a row that the model routes itself with "
+                "op.pad_routes([trace], torch.ones_like(input_ids))"
             )
+        raise RoutingError(
+            f"layer {self.router.layer} routes {rows} tokens, but the trace has {found} rows; {fix}"
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         router = self.router
         assert self._target is not None
         scores, k, width = topk_operands(router, func, args, kwargs)
         if k and width == router.num_experts:
-            return self._replayed_selection(func, scores, k, lambda: func(*args, **(kwargs or {})))
+            named = dict(kwargs or {})
+            named.pop("input", None)
+            return self._replayed_selection(
+                func, scores, k, lambda given: func(given, *args[1:], **named)
+            )
         if k and width == router.num_groups:
             self._move_routes(scores)
             self._apply_soft_replay(scores)  # before its groups are named
@@ -444,31 +498,3 @@ def _groups_of(ids: Tensor, router: Router) -> Tensor:
     if missing <= 0:
         return groups
     return torch.cat([groups, groups[:, :1].expand(-1, missing)], 1)
-
-
-def gate_mass(
-    replayed: Tensor,  # [T, K]
-    native: Tensor,  # [T, K]
-    scores: Tensor,  # [T, E]
-) -> Tensor:
-    """Return [T] float32: the replayed experts' scores as a fraction of the best K experts' scores.
-
-    It is in [0, 1], and 1 if both are the same experts or tied. With `low` the row's lowest score,
-
-        gate_mass = sum(replayed - low) / sum(native - low)
-
-    Subtracting `low` makes one definition serve all scores that a top-k may see: probabilities,
-    sigmoids with a selection bias, logits. For softmax scores `low` is nearly 0, and the result is
-    the ratio of the router's probabilities. Where scores are masked with -inf, `low` is the lowest
-    of the scores compared.
-
-    Args:
-        replayed: scores of the replayed experts.
-        native: scores of the experts that the router selects itself.
-        scores: all scores that the router selects from.
-    """
-    low = scores.amin(-1, keepdim=True).float()
-    compared = torch.where(replayed.isneginf(), native, torch.minimum(replayed, native))
-    low = torch.where(low.isneginf(), compared.amin(-1, keepdim=True).float(), low)
-    mass = (replayed.float() - low).clamp(min=0).sum(-1) / (native.float() - low).sum(-1)
-    return mass.nan_to_num(nan=1.0, posinf=1.0)  # all scores are equal

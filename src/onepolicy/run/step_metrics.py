@@ -20,7 +20,14 @@ def mismatch_metrics(batch: TokenBatch) -> dict[str, float]:
     """Return the mismatch of a scored batch, and routing disagreement if both sides have routes."""
     assert batch.logp_old is not None, "score() comes first"
     assert batch.entropy is not None
-    found = mismatch(batch.logp_old, batch.logp_rollout, batch.trainable, segment=batch.segment)
+    # A run holds both engines: a value that is not finite is a fault of it, not a missing value.
+    found = mismatch(
+        batch.logp_old,
+        batch.logp_rollout,
+        batch.trainable,
+        segment=batch.segment,
+        nonfinite="raise",
+    )
     metrics = found.metrics() | metrics_per_turn(batch)
     metrics["train/entropy"] = float(batch.entropy[batch.trainable].mean())
     disagreement = _disagreement(batch)
@@ -154,7 +161,7 @@ def compare_scorings(first: TokenBatch, second: TokenBatch) -> dict[str, float]:
     """Return k3, max |log ratio| and differing routers of two scorings of the same slots."""
     assert first.logp_old is not None
     assert second.logp_old is not None
-    found = mismatch(second.logp_old, first.logp_old, first.trainable)
+    found = mismatch(second.logp_old, first.logp_old, first.trainable, nonfinite="raise")
     metrics = {"repeat/k3": found.k3, "repeat/max_dlogp": found.max_dlogp}
     if first.routing_native is not None and second.routing_native is not None:
         disagreement = routing_disagreement(first.routing_native, second.routing_native)

@@ -200,7 +200,13 @@ def logp_of(batch: TokenBatch) -> Tensor:
 
 
 def mismatch_of(batch: TokenBatch) -> Mismatch:
-    return mismatch(logp_of(batch), batch.logp_rollout, batch.trainable, segment=batch.segment)
+    return mismatch(
+        logp_of(batch),
+        batch.logp_rollout,
+        batch.trainable,
+        segment=batch.segment,
+        nonfinite="raise",
+    )
 
 
 def k3_of(batch: TokenBatch) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import overload
 
 import torch
@@ -22,19 +22,21 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.correct.slots import any_layout
+from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule
 from onepolicy.types import TokenBatch
 from onepolicy.verdict.engine_faults import (
     as_drawn,
-    proportional,
     renormalised,
     weights_and_sampling,
 )
 from onepolicy.verdict.local_faults import local, unlike_parts
-from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, Finding, Pairs
-from onepolicy.verdict.value_faults import FEWEST_ALIKE, impossible
+from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, Finding, Pairs, contexts
+from onepolicy.verdict.value_faults import FEWEST_ALIKE, impossible, missing
 
 ONE_SIDED = 0.93
 """Largest share of the uncertain tokens with rho on one side of 1; noise has half on each side."""
+LIKELY_ROW = -12.0
+"""Nats: log-probability of a row above which two siblings may draw it by chance."""
 APART = {1: "one token", 2: "two tokens"}
 SHIFTS = ((1, "next"), (-1, "previous"), (2, "next but one"), (-2, "last but one"))
 
@@ -43,9 +45,10 @@ SHIFTS = ((1, "next"), (-1, "previous"), (2, "next but one"), (-2, "last but one
 class Diagnosis:
     """Bugs found in a gap, or the marks that no known bug explains."""
 
-    gap: float  # mean |log rho| over finite slots [nats]
+    gap: float  # mean |log rho| over the slots left [nats]
     findings: tuple[Finding, ...]
     marks: tuple[str, ...] = ()  # signs against mismatch that no finding explains
+    nonfinite: LeftOut = field(default_factory=LeftOut)  # slots left out before anything is judged
 
     @property
     def bug(self) -> bool:
@@ -54,12 +57,15 @@ class Diagnosis:
 
     def text(self) -> str:
         """Return the diagnosis in words."""
-        if self.findings:
-            return "\n".join(f"{f.cause}: {f.evidence}" for f in self.findings)
-        if self.marks:
-            marks = "; ".join(self.marks)
-            return f"mean |log rho| {self.gap:.3g} nats, and no cause is known of this: {marks}"
-        return f"mean |log rho| {self.gap:.3g} nats: no known bug explains it, so it is mismatch"
+        lines = [f"{found.cause}: {found.evidence}" for found in self.findings]
+        size, marks = f"mean |log rho| {self.gap:.3g} nats", "; ".join(self.marks)
+        if not lines and marks:
+            lines = [f"{size}, and no cause is known of this: {marks}"]
+        elif not lines:
+            lines = [f"{size}: no known bug explains it, so it is mismatch"]
+        if self.nonfinite.count:
+            lines.append(str(self.nonfinite))
+        return "\n".join(lines)
 
 
 def diagnose_batch(batch: TokenBatch) -> Diagnosis:
@@ -70,6 +76,7 @@ def diagnose_batch(batch: TokenBatch) -> Diagnosis:
         batch.logp_rollout,
         batch.trainable,
         segment=batch.segment,
+        tokens=batch.target_ids,
         version=batch.version,
         entropy=batch.entropy,
     )
@@ -86,9 +93,11 @@ def diagnose(
     tokens_rollout: Tensor | None = None,
     version: Tensor | None = None,
     logp_previous: Tensor | None = None,
+    logp_base: Tensor | None = None,
     entropy: Tensor | None = None,
     turn: Tensor | None = None,
     group: Tensor | None = None,
+    nonfinite: Nonfinite = "skip",
 ) -> Diagnosis: ...
 @overload
 def diagnose(
@@ -100,9 +109,11 @@ def diagnose(
     tokens_rollout: Sequence[Tensor] | None = None,
     version: Sequence[Tensor] | None = None,
     logp_previous: Sequence[Tensor] | None = None,
+    logp_base: Sequence[Tensor] | None = None,
     entropy: Sequence[Tensor] | None = None,
     turn: Sequence[Tensor] | None = None,
     group: Sequence[Tensor] | None = None,
+    nonfinite: Nonfinite = "skip",
 ) -> Diagnosis: ...
 @any_layout
 @torch.no_grad()
@@ -116,21 +127,31 @@ def diagnose(
     tokens_rollout: Tensor | None = None,  # [T] int, tokens that the engine sampled
     version: Tensor | None = None,  # [T] int, weight version that sampled each slot
     logp_previous: Tensor | None = None,  # [T] float32, trainer with its previous weights
+    logp_base: Tensor | None = None,  # [T] float32, trainer with its adapter off
     entropy: Tensor | None = None,  # [T] float32, of the trainer's distribution [nats]
     turn: Tensor | None = None,  # [T] int
     group: Tensor | None = None,  # [T] int, training step of each row; rows of a step are compared
+    nonfinite: Nonfinite = "skip",  # leave out slots with a value that is not finite, or raise
 ) -> Diagnosis:
     """Name the bugs that the log-probabilities show. Plain mismatch gives none.
 
     All fields may also be [B, T], or lists of one [T_i] per sequence, which need no `segment`.
     Without `entropy` two bugs stay invisible: another temperature, and narrowed sampling that is
-    reported as if it were not narrowed. Raises UsageError if the mask is empty or the entropy is
-    not finite.
+    reported as if it were not narrowed. Many slots without finite log-probabilities are a finding
+    too. Raises UsageError if the mask is empty, or if a value is not finite and `nonfinite` is
+    "raise".
     """
     if not mask.any():
         raise UsageError(f"diagnose: the mask selects none of {mask.numel()} slots")
-    mask = mask.cpu()
-    slot = mask.nonzero()[:, 0]
+    values = {
+        "logp_trainer": logp_trainer,
+        "logp_rollout": logp_rollout,
+        "entropy": entropy,
+        "logp_previous": logp_previous,
+        "logp_base": logp_base,
+    }
+    mask, left = apply_rule("diagnose", nonfinite, mask, values)
+    slot = mask.cpu().nonzero()[:, 0]
     old, rollout, which = logp_trainer.cpu()[slot], logp_rollout.cpu()[slot], segment.cpu()[slot]
     given = Pairs(
         old.double(),
@@ -139,13 +160,26 @@ def diagnose(
         slot,
         version=_at(version, slot, torch.float64),
         previous=_at(logp_previous, slot, torch.float64),
+        base=_at(logp_base, slot, torch.float64),
         entropy=_at(entropy, slot, torch.float64),
         turn=_at(turn, slot),
         group=_at(group, slot),
+        context=contexts(_cpu(tokens), segment.cpu(), mask.cpu(), old, rollout),
+        token=_at(tokens, slot),
     )
+    lacking = missing(left)
+    if left.count == left.tokens and lacking is None:
+        raise UsageError(f"diagnose: {left}; fix these values, or leave the argument out")
+    found = _judged(given, tokens, tokens_rollout)
+    if lacking is not None:
+        found = replace(found, findings=(lacking, *found.findings))
+    return replace(found, nonfinite=left)
+
+
+def _judged(given: Pairs, tokens: Tensor | None, tokens_rollout: Tensor | None) -> Diagnosis:
+    """Return the diagnosis of slots whose values are finite."""
     findings, good, chosen = impossible(given)
     pairs = given.at(good)
-    _check_entropy(pairs)
     gap = math.nan
     if len(pairs.old):
         gap = float(pairs.gap.mean())
@@ -174,15 +208,8 @@ def _at(field: Tensor | None, slot: Tensor, dtype: torch.dtype | None = None) ->
     return field.cpu()[slot].to(dtype)
 
 
-def _check_entropy(pairs: Pairs) -> None:
-    if pairs.entropy is None:
-        return
-    count = int((~pairs.entropy.isfinite()).sum())
-    if count:
-        raise UsageError(
-            f"diagnose: entropy is NaN or infinite in {count} of {len(pairs.old)} slots, so it "
-            "says nothing about temperature and sampling; fix it, or leave it out"
-        )
+def _cpu(field: Tensor | None) -> Tensor | None:
+    return None if field is None else field.cpu()
 
 
 def _explanations(pairs: Pairs, *, chosen: bool) -> list[Finding]:
@@ -197,7 +224,7 @@ def _explanations(pairs: Pairs, *, chosen: bool) -> list[Finding]:
     whole = weights_and_sampling(pairs)
     if whole or findings:
         return [*findings, *whole]
-    part = local(pairs) or proportional(pairs, one_factor=False)
+    part = local(pairs)
     if not chosen:
         part = part or renormalised(pairs)
     if part is None:
@@ -241,13 +268,13 @@ def _marks(pairs: Pairs) -> list[str]:
 def _repeated_rows(pairs: Pairs) -> int:
     """Return the number of rows whose values on both sides repeat those of an earlier row.
 
-    Rows of certain tokens are left out: they may well be equal. A single repeated row does not
-    count.
+    Rows of certain tokens are left out: siblings draw them twice by chance. A single repeated row
+    does not count.
     """
     sizes = pairs.segment.unique_consecutive(return_counts=True)[1].tolist()
     seen, twice = set[bytes](), 0
     for old, rollout in zip(pairs.old.split(sizes), pairs.rollout.split(sizes), strict=True):
-        if int(((old + rollout) / 2 < -0.05).sum()) < FEWEST_ALIKE or float(old.sum()) > -3:
+        if int(((old + rollout) / 2 < -0.05).sum()) < FEWEST_ALIKE or float(old.sum()) > LIKELY_ROW:
             continue
         key = old.numpy().tobytes() + rollout.numpy().tobytes()
         twice += key in seen
@@ -307,8 +334,8 @@ def _moved(pairs: Pairs, by: int) -> Pairs:
     if pairs.entropy is not None and len(old) > 1:
         both = pairs.entropy[of_trainer], pairs.entropy[of_rollout]
         entropy = max(both, key=lambda h: _correlation(h, -old))
-    previous = pairs.previous
-    if previous is not None:
-        previous = previous[of_trainer]
+    previous, base = (
+        None if other is None else other[of_trainer] for other in (pairs.previous, pairs.base)
+    )
     every = torch.arange(n)[of_rollout]
-    return replace(pairs.at(every), old=old, previous=previous, entropy=entropy).at(near)
+    return replace(pairs.at(every), old=old, entropy=entropy, previous=previous, base=base).at(near)

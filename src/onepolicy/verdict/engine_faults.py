@@ -8,25 +8,50 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, Finding, Pairs
+from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, SURE, Finding, Pairs
 
 SURELY = 4.0
 """Standard errors by which two parts of the pairs must differ."""
-LEAST_GAP = 0.01
-"""Nats: smallest mean |log rho| of uncertain tokens at which a temperature or base is looked for.
+LEAST_GAP, LEAST_LOGIT = 0.01, 0.05
+"""Nats: smallest mean |log rho| of uncertain tokens at which a base is looked for, and smallest
+median distance of a logit at which a temperature is.
 """
-LEAST_SLOPE, LEAST_SHARE = 0.04, 0.08
-"""Smallest slope of log rho on either side's log-probability at the same entropy, and smallest
-share of the variance that it explains. Plain noise of up to 1 nat a logit has measured shares of at
-most 0.02.
+TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.94, 0.97)
+"""Temperatures that are tried first, and their inverses; the best is then refined."""
+TEMPERATURE_EXPLAINS, OF_CERTAIN = 0.45, 0.8
+"""Share of the median distance of the logits that one temperature must explain to be named; the
+second number if there are too few uncertain tokens to confirm it.
 """
-PROPORTIONAL = 0.7
-"""Share of the squares of log rho that one factor must explain on at least one side to name a base.
+SAME_TEMPERATURE = 0.08
+"""Largest |log ratio| between the temperatures of certain, likely and unlikely tokens, or 0.3 of
+that of the temperature. Weights that are more or less certain have another one for each.
 """
-ONE_FACTOR = 0.9
-"""The same share on both sides, if the factor is the same for all tokens."""
-BINS = 24
-"""Largest number of bins of the entropy."""
+NEARLY_ALL, ABOUT_SAME = 0.7, 0.2
+"""The same, and 0.6, if each explains more than the first number: far temperatures are not exact.
+"""
+LEAST_TEMPERATURE = 0.05
+"""Smallest |logarithm| of a temperature that is named. Coarse weights make a policy flatter, too.
+"""
+VISIBLE = 1e-6
+"""Nats: a log-probability nearer to 0 is rounding of float32."""
+LEAST_FACTOR = 0.2
+"""Smallest |logarithm| of a factor between the two sides' log-probabilities."""
+ONE_FACTOR, ABOUT_ONE_FACTOR = 0.25, 0.45
+"""Largest typical distance of a token's factor from the middle one, as a share of its logarithm.
+
+Up to the second number it may be narrowed sampling as well.
+"""
+OF_CLASS = 0.25
+"""Largest distance between the middle factors of likely, unlikely and rare tokens, likewise.
+"""
+OF_TOKEN = 0.75
+"""Share of the variance of the factors' logarithms that the token, or the row, must explain."""
+FEWEST_OF_CLASS = 8
+"""Fewest likely, and fewest unlikely, tokens for a statement about them."""
+LIKELY, UNLIKELY = -0.5, -1.0
+"""Nats: log-probabilities of the trainer above which a token was likely, below which unlikely."""
+MOST_RHO = 20.0
+"""rho is clipped to this in means, so that no single token decides."""
 
 
 def weights_and_sampling(pairs: Pairs) -> list[Finding]:
@@ -36,17 +61,18 @@ def weights_and_sampling(pairs: Pairs) -> list[Finding]:
     Each of the two is looked for in the part of the gap that the other does not explain. Beside a
     temperature, narrowed sampling is looked for too.
     """
-    scale = proportional(pairs)
+    scale = multiplied(pairs) or divided(pairs)
     if scale is not None:
-        return [scale]
+        narrowed = None if scale.sure else renormalised(pairs)
+        return [each for each in (scale, narrowed) if each is not None]
     stale = _stale(pairs)
     parts = [pairs]  # subsets in which the temperature may be the only fault
     if stale is not None:
         parts = [stale[1]]
     elif pairs.version is not None and bool((pairs.version < pairs.version.max()).any()):
         parts.append(pairs.newest())
-    if stale is None and pairs.previous is not None:
-        parts.append(pairs.before_update())
+    if stale is None:
+        parts += [pairs.under(other) for other in (pairs.previous, pairs.base) if other is not None]
     findings = []
     fits = [fit for fit in map(temperature, parts) if fit is not None]
     if fits:
@@ -73,16 +99,21 @@ def _stale(pairs: Pairs, beside: Fit | None = None) -> tuple[Finding, Pairs] | N
         return (part.old - part.rollout - beside.expected(part)).abs()
 
     current = float(unexplained(pairs).mean())
-    if pairs.previous is not None and current > 1e-3:
-        before = pairs.before_update()
-        earlier = float(unexplained(before).mean())
-        if earlier < EXPLAINED * current:
+    for other, what in (
+        (pairs.previous, "previous weights; the engine did not take the last weight update"),
+        (pairs.base, "weights without the adapter; the engine does not apply it"),
+    ):
+        if other is None or current <= 1e-3:
+            continue
+        under = pairs.under(other)
+        explained = float(unexplained(under).mean())
+        if explained < EXPLAINED * current:
             finding = Finding(
                 "stale",
-                f"mean |log rho| is {current:.3g} nats, but {earlier:.3g} against the trainer's "
-                "previous weights; the engine did not take the last weight update",
+                f"mean |log rho| is {current:.3g} nats, but {explained:.3g} against the trainer's "
+                f"{what}",
             )
-            return finding, before
+            return finding, under
     version = pairs.version
     if version is None or int(version.min()) == int(version.max()):
         return None
@@ -117,107 +148,169 @@ def _typically_larger(gaps: Tensor, old: Tensor, uncertain: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """log rho as a linear function of the rollout's log-probability at the same entropy."""
+    """The temperature of the engine that explains log rho best."""
 
     finding: Finding
-    explained: float  # share of the variance at the same entropy
-    slope: float
-    edges: Tensor  # [bins - 1] of the entropy
-    centre: Tensor  # [bins] mean log-probability of the rollout
-    level: Tensor  # [bins] mean log rho
+    explained: float  # share of the typical distance of a logit
+    temperature: float  # the engine's over the trainer's
 
     def expected(self, pairs: Pairs) -> Tensor:
-        """Return [n], the log rho that the fit predicts."""
+        """Return [n], the log rho that this temperature has."""
         assert pairs.entropy is not None
-        index = torch.bucketize(pairs.entropy, self.edges)
-        return self.level[index] + self.slope * (pairs.rollout - self.centre[index])
+        return pairs.old - at_temperature(pairs.old, pairs.entropy, self.temperature)
+
+
+def at_temperature(logp: Tensor, entropy: Tensor, temperature: float) -> Tensor:
+    """Return [n], log-probabilities as they are at another temperature.
+
+    logp [n] and entropy [n] are of the distribution at temperature 1. Beside the token it is taken
+    to have m tokens of one probability, m such that the entropy is right. Then the first order in
+    1 / temperature - 1, which is logp + entropy, is right for every distribution.
+    """
+    beta = 1 / temperature
+    rest = (-logp.expm1()).clamp(min=1e-12)
+    log_m = ((entropy + logp.exp() * logp + rest * rest.log()) / rest).clamp(0, 14)
+    others = beta * rest.log() + (1 - beta) * log_m
+    return beta * logp - torch.logaddexp(beta * logp, others)
 
 
 def temperature(pairs: Pairs) -> Fit | None:
     """Return a fit of another temperature, or None.
 
-    Temperature T has log p_T = log p / T minus a number of the whole distribution. So at the same
-    entropy log rho is linear in the log-probability of either side, with one sign. Noise on one
-    side is linear in that side at most, and noise on both sides has opposite signs.
+    A temperature moves every token by a known amount, certain tokens too. Other weights and other
+    experts move tokens either way, so no temperature explains the most of that. Distances are of
+    logits, log p - log(1 - p), in which a certain token counts as much as an uncertain one.
     """
     if pairs.entropy is None:
         return None
-    pairs = pairs.at(pairs.open)
-    if len(pairs.old) < FEWEST or pairs.gap.mean() < LEAST_GAP:
+    visible = (pairs.old < -VISIBLE) & (pairs.rollout < -VISIBLE)
+    pairs = pairs.at(visible & pairs.distinct)
+    best, explained = _best_temperature(pairs)
+    if explained < TEMPERATURE_EXPLAINS or abs(math.log(best)) < LEAST_TEMPERATURE:
         return None
-    log_ratio = pairs.old - pairs.rollout
-    bins = max(1, min(BINS, len(log_ratio) // 40))
-    assert pairs.entropy is not None
-    edges = pairs.entropy.sort().values[torch.arange(1, bins) * len(log_ratio) // bins]
-    index = torch.bucketize(pairs.entropy, edges)
-    size = torch.bincount(index, minlength=bins).to(log_ratio.dtype).clamp(min=1)
-
-    def means(values: Tensor) -> Tensor:
-        return torch.zeros(bins, dtype=values.dtype).index_add(0, index, values) / size
-
-    level = means(log_ratio)
-    apart = log_ratio - level[index]
-    slopes, shares = [], []
-    for side in (pairs.rollout, pairs.old):
-        centred = side - means(side)[index]
-        slope = float(apart @ centred) / max(float(centred @ centred), 1e-12)
-        slopes.append(slope)
-        unexplained = float((apart - slope * centred).square().sum())
-        shares.append(1 - unexplained / max(float(apart @ apart), 1e-12))
-    same_sign = slopes[0] * slopes[1] > 0
-    if not (same_sign and min(map(abs, slopes)) >= LEAST_SLOPE and min(shares) >= LEAST_SHARE):
-        return None
-    if min(shares) ** 0.5 * len(log_ratio) ** 0.5 < SURELY:  # chance correlates so few as much
+    likely = pairs.old > UNLIKELY
+    confirmed = explained > OF_CERTAIN
+    for part in (~pairs.open, pairs.open & likely, ~likely):
+        own, own_explained = _best_temperature(pairs.at(part))
+        if own_explained > 0.1:
+            same = max(SAME_TEMPERATURE, 0.3 * abs(math.log(best)))
+            if min(explained, own_explained) > NEARLY_ALL:
+                same = max(ABOUT_SAME, 0.6 * abs(math.log(best)))
+            if abs(math.log(own / best)) > same:
+                return None
+            confirmed |= not bool((~pairs.open & part).any())
+    if not confirmed:
         return None
     finding = Finding(
         "temperature",
-        f"at the same entropy {min(shares):.0%} of the variance of log rho is linear in the "
-        "log-probability of either side: the engine's temperature is about "
-        f"{1 + slopes[0]:.2f} times the trainer's",
+        f"one temperature explains {explained:.0%} of what a token's logit differs by: the "
+        f"engine's temperature is about {best:.2f} times the trainer's, or its logprobs_mode is "
+        "raw, or a factor in one of the models differs (norm_topk_prob, a scale of the logits, a "
+        "padded vocabulary)",
     )
-    fit = Fit(finding, min(shares), slopes[0], edges, means(pairs.rollout), level)
-    residual = log_ratio - fit.expected(pairs)
-    if residual.abs().median() > 0.9 * pairs.gap.median():  # it explains only a few far tokens
-        return None
-    return fit
+    return Fit(finding, explained, best)
+
+
+def _best_temperature(pairs: Pairs) -> tuple[float, float]:
+    """Return the temperature that explains the logits best, and the share that it explains.
+
+    The share is of their median distance. (1, 0) if they are too few, or too near.
+    """
+    entropy, engine = pairs.entropy, _logit(pairs.rollout)
+    assert entropy is not None
+
+    def left(temperature: float) -> float:
+        expected = at_temperature(pairs.old, entropy, temperature)
+        return float((engine - _logit(expected)).abs().median())
+
+    if len(pairs.old) < FEWEST or left(1.0) < LEAST_LOGIT:
+        return 1.0, 0.0
+    tried = {t: left(t) for low in TEMPERATURES for t in (low, 1 / low)}
+    best = min(tried, key=tried.__getitem__)
+    tried |= {t: left(t) for step in range(-6, 7) if (t := best * 1.01**step) != best}
+    best = min(tried, key=tried.__getitem__)
+    return best, 1 - tried[best] / left(1.0)
+
+
+def _logit(logp: Tensor) -> Tensor:
+    return logp - (-logp.expm1()).clamp(min=1e-12).log()
 
 
 BASES = ((10.0, "base 10"), (2.0, "base 2"))
 
 
-def proportional(pairs: Pairs, *, one_factor: bool = True) -> Finding | None:
-    """Return a finding if one side is a multiple of the other, whatever the entropy.
+def multiplied(pairs: Pairs) -> Finding | None:
+    """Return a finding if one side is a multiple of the other, likely tokens and unlikely ones.
 
-    The cause is another base of the logarithm or a division. With `one_factor` the factor must be
-    the same for all tokens.
+    The cause is another base of the logarithm or a division.
     """
-    pairs = pairs.at(pairs.open)
-    if len(pairs.old) < FEWEST or pairs.gap.mean() < LEAST_GAP:
+    if pairs.at(pairs.open).gap.nan_to_num().mean() < LEAST_GAP:
         return None
-    log_ratio = pairs.old - pairs.rollout
-    squares = float(log_ratio @ log_ratio)
-    slopes, shares = [], []
-    for side in (pairs.rollout, pairs.old):
-        slope = float(log_ratio @ side) / max(float(side @ side), 1e-12)
-        slopes.append(slope)
-        shares.append(1 - float((log_ratio - slope * side).square().sum()) / squares)
-    best = max(shares)
-    if slopes[0] * slopes[1] <= 0 or min(map(abs, slopes)) < 0.1 or best < PROPORTIONAL:
+    pairs, factor = _factors(pairs)
+    if len(factor) < FEWEST:
         return None
-    factor = float((pairs.old @ pairs.rollout) / (pairs.rollout @ pairs.rollout).clamp(min=1e-12))
-    if min(shares) < ONE_FACTOR:
-        if one_factor or pairs.entropy is None or _by_entropy(pairs) > best + 0.08:
-            return None
-        return Finding(
-            "scale",
-            f"{best:.0%} of the squares of log rho are one side's log-probability times a factor "
-            "that differs from token to token: divided by a number of characters or tokens?",
-        )
+    middle = float(factor.median())
+    if abs(middle) <= LEAST_FACTOR:
+        return None
+    apart = float((factor - middle).abs().median())
+    far = pairs.old < 2 * UNLIKELY
+    kinds = (pairs.old > LIKELY, (pairs.old < UNLIKELY) & ~far, far)
+    parts = [factor[kind] for kind in kinds if int(kind.sum()) >= FEWEST_OF_CLASS]
+    if len(parts) < 2 or apart >= ABOUT_ONE_FACTOR * abs(middle):
+        return None
+    medians = [float(part.median()) for part in parts]
+    if max(medians) - min(medians) > OF_CLASS * abs(middle):
+        return None
     return Finding(
         "scale",
-        f"the trainer's log-probabilities are {factor:.3f} times the rollout's ({min(shares):.0%} "
-        f"of the squares of log rho){_describe_base(factor)}",
+        f"the trainer's log-probabilities are {math.exp(middle):.3f} times the rollout's, those of "
+        f"likely and of unlikely tokens{_describe_base(math.exp(middle))}",
+        sure=apart < ONE_FACTOR * abs(middle),
     )
+
+
+def _factors(pairs: Pairs) -> tuple[Pairs, Tensor]:
+    """Return the contexts in which a factor between the sides shows, and its logarithm there."""
+    visible = (pairs.old < -4 * SURE) & (pairs.rollout < -4 * SURE)
+    pairs = pairs.at(visible & pairs.distinct)
+    return pairs, (pairs.old / pairs.rollout).log()
+
+
+def divided(pairs: Pairs) -> Finding | None:
+    """Return a finding if each token of the vocabulary, or each row, has a factor of its own.
+
+    It is 1 over the token's characters, or over the row's length.
+    """
+    if pairs.at(pairs.open).gap.nan_to_num().mean() < LEAST_GAP:
+        return None
+    pairs, factor = _factors(pairs)
+    if len(factor) < FEWEST or abs(float(factor.median())) <= LEAST_FACTOR:
+        return None
+    for of, what, group in (
+        ("token of the vocabulary", "its characters", pairs.token),
+        ("row", "its length", pairs.segment),
+    ):
+        if group is None:
+            continue
+        share = _between(factor.clamp(-3, 3), group)
+        if share > OF_TOKEN:
+            return Finding(
+                "scale",
+                f"one side's log-probabilities are multiples of the other's, with a factor for "
+                f"each {of} ({share:.0%} of the factors' variance): divided by {what}?",
+            )
+    return None
+
+
+def _between(values: Tensor, group: Tensor) -> float:
+    """Return the share of the variance of [n] values that lies between groups; 0 if too few."""
+    _, index, size = group.unique(return_inverse=True, return_counts=True)
+    n, groups = len(values), len(size)
+    if n - groups < FEWEST:
+        return 0.0
+    means = torch.zeros(groups, dtype=values.dtype).index_add(0, index, values) / size
+    inside = float((values - means[index]).square().sum()) / (n - groups)
+    return 1 - inside / max(float(values.var()), 1e-12)
 
 
 def _describe_base(factor: float) -> str:
@@ -228,94 +321,58 @@ def _describe_base(factor: float) -> str:
     return ": another base, or a division by a length"
 
 
-def _by_entropy(pairs: Pairs) -> float:
-    """Return the share of log rho's squares that entropy and one log-probability explain."""
-    assert pairs.entropy is not None
-    log_ratio = pairs.old - pairs.rollout
-    bins = max(1, min(BINS, len(log_ratio) // 40))
-    order = pairs.entropy.argsort()
-    index = torch.empty_like(order)
-    index[order] = torch.arange(len(order)) * bins // len(order)
-    size = torch.zeros(bins, dtype=log_ratio.dtype).index_add(0, index, torch.ones_like(log_ratio))
-
-    def centred(values: Tensor) -> Tensor:
-        means = torch.zeros(bins, dtype=values.dtype).index_add(0, index, values) / size
-        return values - means[index]
-
-    best, ratio = 0.0, centred(log_ratio)
-    for side in map(centred, (pairs.rollout, pairs.old)):
-        slope = float(ratio @ side) / max(float(side @ side), 1e-12)
-        unexplained = float((ratio - slope * side).square().sum())
-        best = max(best, 1 - unexplained / float(log_ratio @ log_ratio))
-    return best
-
-
 def renormalised(pairs: Pairs) -> Finding | None:
     """Return a finding if the engine's log-probabilities are renormalised over a part.
 
-    E[rho] is the trainer's mass on the tokens that the engine can sample: 1, or less if the engine
-    renormalises a part of the vocabulary.
+    The mean rho of a kind of tokens is the trainer's probability of the kind over the engine's. So
+    of two engines that can sample the same tokens it is above 1 for likely tokens or for unlikely
+    ones. If the engine renormalises a part of the vocabulary, it is below 1 for both.
     """
-    n, log_ratio = len(pairs.old), pairs.old - pairs.rollout
-    if n < FEWEST:
-        return None
-    rho = log_ratio.clamp(max=20).exp()
-    mean, error = float(rho.mean()), float(rho.std() / n**0.5)
-    k1, k2 = float(-log_ratio.mean()), float(log_ratio.square().mean() / 2)
-    if mean >= 0.98 or 1 - mean <= 6 * error or k1 <= 1.25 * k2:  # mismatch has k1 about k2 or less
-        return _all_below(pairs)
+    pairs = pairs.at(pairs.open & pairs.distinct)
+    rho = (pairs.old - pairs.rollout).clamp(max=20).exp()
+    found = []
+    for kind, least in ((pairs.old > LIKELY, 0.002), (pairs.old < UNLIKELY, 0.01)):
+        n = int(kind.sum())
+        if n < FEWEST_OF_CLASS:
+            return None
+        mean, error = float(rho[kind].mean()), float(rho[kind].std() / n**0.5)
+        if 1 - mean <= max(least, SURELY * error):
+            return None
+        found.append(f"{mean:.3f} +- {error:.3f}")
     return Finding(
         "support",
-        f"mean rho is {mean:.3f} +- {error:.3f}, not 1: the engine's log-probabilities are "
-        "renormalised over a part of the vocabulary (top-p or top-k) that holds about this share "
-        "of the trainer's mass",
-    )
-
-
-def _all_below(pairs: Pairs) -> Finding | None:
-    """Return a finding if rho is below 1 almost everywhere.
-
-    A renormalised engine is above the trainer at every uncertain token, even if little was cut.
-    """
-    pairs = pairs.at(pairs.open)
-    n, log_ratio = len(pairs.old), pairs.old - pairs.rollout
-    if n < FEWEST:
-        return None
-    rho = log_ratio.clamp(max=20).exp()
-    mean, error = float(rho.mean()), float(rho.std() / n**0.5)
-    below = float((log_ratio < 0).double().mean())
-    if below < 0.75 or mean >= 0.98 or 1 - mean <= 6 * error:
-        return None
-    return Finding(
-        "support",
-        f"{below:.0%} of the uncertain tokens have rho below 1 and their mean is {mean:.3f} +- "
-        f"{error:.3f}: the engine's log-probabilities are renormalised over a part of the "
-        "vocabulary (top-p or top-k)",
+        f"mean rho is {found[0]} of likely tokens and {found[1]} of unlikely ones, where one of "
+        "the two should be above 1: the engine's log-probabilities are processed (logprobs_mode): "
+        "renormalised over a part of the vocabulary (top-p or top-k)",
     )
 
 
 def as_drawn(pairs: Pairs) -> Finding | str | None:
     """Compare the sampled tokens' log-probability with the entropy.
 
-    Likelier tokens mean that sampling was narrowed without being reported. Unlikelier tokens mean
-    that the engine did not sample them, or that something widened its sampling: a mark without a
-    name, which is returned as text.
+    The surplus is -log p of the trainer minus its entropy. If the engine drew the tokens from the
+    probabilities that it reports, the mean of rho times the surplus is 0, whatever its weights are:
+    it is the trainer's own mean. Below 0 sampling was narrowed without being reported. Above 0 the
+    engine did not sample the tokens, or something widened its sampling: a mark without a name,
+    which is returned as text.
     """
     if pairs.entropy is None or len(pairs.old) < FEWEST:
         return None
-    k2 = float((pairs.old - pairs.rollout).square().mean() / 2)
-    # 0 on average if the tokens were drawn from the trainer's distribution.
+    log_ratio = pairs.old - pairs.rollout
+    k2 = float(log_ratio.square().mean() / 2)
     surplus = -pairs.old - pairs.entropy
-    mean, error = float(surplus.mean()), float(surplus.std() / len(surplus) ** 0.5)
-    expected = float(pairs.entropy.mean())
-    if mean < -0.1 * expected - k2 and mean < -6 * error:
+    weighted = log_ratio.exp().clamp(max=MOST_RHO) * surplus
+    mean, expected = float(weighted.mean()), float(pairs.entropy.mean())
+    spread = max(float(weighted.var()), float(_varentropy(pairs.entropy).mean())) ** 0.5
+    error = spread / int(pairs.distinct.sum()) ** 0.5
+    if mean < -max(6 * error, 0.05 * expected):
         return Finding(
             "support",
             f"the sampled tokens are {-mean:.3g} +- {error:.2g} nats likelier than draws from the "
             "reported distribution: sampling was narrowed (temperature, top-p, top-k) but the "
-            "log-probabilities are not",
+            "log-probabilities are not: their logprobs_mode is raw",
         )
-    if not (mean > 0.1 * expected + 2 * k2 and mean > 6 * error):
+    if mean <= max(6 * error, 0.1 * expected + 2 * k2):
         return None
     first = places(pairs) < 4
     ahead, behind = float(surplus[first].mean()), float(surplus[~first].mean())
@@ -331,6 +388,22 @@ def as_drawn(pairs: Pairs) -> Finding | str | None:
         "reported distribution: the engine sampled at a higher temperature than it reports, or did "
         "not sample them, or the entropy belongs to other tokens"
     )
+
+
+def _varentropy(entropy: Tensor) -> Tensor:
+    """Return [n], the variance of the log-probability of two tokens that have this entropy.
+
+    A sample of a certain policy may hold none of the rare tokens, so its own variance is too small.
+    """
+    h = entropy.clamp(1e-9, 0.69)
+    log_q = (h / (1 - h.log())).log()  # of the rarer token, refined by Newton's method
+    for _ in range(8):
+        q = log_q.exp().clamp(max=0.4999)
+        value = -(q * q.log() + (1 - q) * (-q).log1p()) - h
+        slope = q * ((1 - q) / q).log().clamp(min=1e-3)
+        log_q = (log_q - value / slope).clamp(max=-0.6935)
+    q = log_q.exp()
+    return q * (1 - q) * ((1 - q) / q).log().square()
 
 
 def places(pairs: Pairs) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepolicy.verdict.engine_faults import places, proportional, temperature
+from onepolicy.verdict.engine_faults import multiplied, places, temperature
 from onepolicy.verdict.row_faults import (
     CHANCE,
     CLIP,
@@ -48,6 +48,8 @@ OUTLIER = 5.0
 """Least distance of an odd row from the others, in robust standard deviations of mean ranks."""
 CONTRAST = 0.15
 """Least difference between the mean ranks of two parts."""
+PARTS = 16
+"""Ranges of places, with equally many tokens, between which a jump is looked for."""
 SHIFTS = (1, -1, 2, -2)
 MOST = 0.4
 """Least share of the far slots' nats that lies in runs which agree once they are shifted."""
@@ -131,9 +133,13 @@ def copies(pairs: Pairs) -> Finding | None:
 
 
 def odd_rows(pairs: Pairs) -> Finding | None:
-    """Find rows of two kinds, near and far, and the fault of the far ones."""
+    """Find rows of two kinds, near and far, and the fault of the far ones.
+
+    What siblings share counts for the first of them only.
+    """
     rank, (index, count) = ranks(pairs), rows_of(pairs)
-    means, size = _row_means(rank.values[rank.open], index[rank.open], count)
+    own = rank.open & pairs.distinct
+    means, size = _row_means(rank.values[own], index[own], count)
     judged = size >= FEWEST_OPEN
     if int(judged.sum()) < FEWEST_ROWS:
         return None
@@ -218,11 +224,11 @@ def split(values: Tensor, size: Tensor) -> float | None:
 def _fault_of_part(pairs: Pairs, far: Tensor, near: Tensor, text: str) -> Finding:
     """Return the finding about the far slots; `text` describes them."""
     part = pairs.at(far)
-    scale = proportional(part)
+    scale = multiplied(part)
     if scale is not None:
         return Finding("scale", f"{text}; there {scale.evidence}")
     hot = temperature(part)
-    if hot is not None and hot.explained > 0.3:
+    if hot is not None:
         return Finding("temperature", f"{text}; there {hot.finding.evidence}")
     of_far, of_near = (_correlation(pairs.at(which & pairs.open)) for which in (far, near))
     if of_far < 0.3 and of_near - of_far > 0.3 and agreement_at_first(part) < 0.3:
@@ -260,10 +266,11 @@ def _correlation(pairs: Pairs) -> float:
 
 def first_places(pairs: Pairs) -> Finding | None:
     """Find first tokens that are far apart while later ones are not: another prompt."""
-    rank, place = ranks(pairs), places(pairs)
     if rows_of(pairs)[1] < FEWEST_ROWS:
         return None
-    best = None
+    distinct = pairs.distinct
+    place, pairs = places(pairs)[distinct], pairs.at(distinct)
+    rank, best = ranks(pairs), None
     for many in (1, 2, 4, 8, 16):
         ahead, behind = rank.open & (place < many), rank.open & (place >= max(2 * many, 8))
         if int(ahead.sum()) < FEWEST or int(behind.sum()) < FEWEST:
@@ -381,27 +388,30 @@ def _starts_together(pairs: Pairs, runs: list[Run], moved_gap: dict[int, np.ndar
 
 def unlike_parts(pairs: Pairs) -> list[str]:
     """Return marks of rows, places and stretches that are farther apart for no known cause."""
-    rank, (index, count) = ranks(pairs), rows_of(pairs)
-    if count < FEWEST_ROWS or _k3(pairs) < HARMLESS_K3:
+    if rows_of(pairs)[1] < FEWEST_ROWS or _k3(pairs) < HARMLESS_K3:
         return []
     out = []
     rows = followed(pairs)
     if rows is not None and bool(rows.strange(CHANCE).any()):
         strange = int(rows.strange(CHANCE).sum())
         out.append(
-            f"in {strange} of {count} rows the two sides do not follow each other as they do in "
-            "the others"
+            f"in {strange} of {len(rows.size)} rows the two sides do not follow each other as they "
+            "do in the others"
         )
+    last = torch.ones(len(pairs.old), dtype=torch.bool)
+    last[:-1] = pairs.segment[1:] != pairs.segment[:-1]
+    distinct = pairs.distinct
+    place, last, pairs = places(pairs)[distinct], last[distinct], pairs.at(distinct)
+    rank = ranks(pairs)
     values = rank.values[rank.open]
-    contrast = _contrast_of_places(places(pairs)[rank.open], values)
-    if contrast > 0.25:
-        out.append(f"the gap depends on the place in the row (mean ranks differ by {contrast:.2f})")
+    jump = _jump(place[rank.open], values)
+    if jump is not None:
+        out.append(jump)
     stretches = values[: len(values) // 16 * 16].reshape(-1, 16).mean(1)
     comparable = len(stretches) >= 2 * FEWEST_ROWS and pairs.group is None
     if comparable and split(stretches, torch.full_like(stretches, 16.0)) is not None:
         out.append("stretches of rows are of two kinds, near and far")
-    last = rank.open.clone()
-    last[:-1] &= index[1:] != index[:-1]
+    last &= rank.open
     number = int(last.sum())
     if number >= 8:
         contrast = float(rank.values[last].mean()) - 0.5
@@ -413,13 +423,39 @@ def unlike_parts(pairs: Pairs) -> list[str]:
     return out
 
 
-def _contrast_of_places(place: Tensor, values: Tensor) -> float:
-    """Return the largest difference between the mean ranks of eight equal ranges of places."""
+def _jump(place: Tensor, values: Tensor) -> str | None:
+    """Return a mark if the gap falls along the rows, or jumps at one place. `values` are ranks.
+
+    A gap that grows along the answer is what rounding and other experts do in long contexts.
+    """
     if len(place) < 8 * FEWEST:
-        return 0.0
-    order = place.argsort(stable=True)
-    parts = [values[each].mean() for each in order.chunk(8)]
-    return float(max(parts) - min(parts))
+        return None
+    parts = place.argsort(stable=True).chunk(PARTS)
+    y = torch.stack([values[each].mean() for each in parts])
+    x = torch.stack([place[each].double().mean() for each in parts]).log1p()
+    error = RANK_ERROR / len(parts[-1]) ** 0.5
+    least = max(0.25, 6 * error)
+    if float(y[0] - y[-1]) > least or float(y.max() - y[-1]) > least:
+        return f"the gap falls along the rows (mean ranks by {float(y.max() - y[-1]):.2f})"
+    steps = [
+        (float(y[k:].mean() - y[:k].mean()), float(_squares(y[:k]) + _squares(y[k:])), k)
+        for k in range(1, PARTS)
+    ]
+    height, around_step, k = min(steps, key=lambda each: each[1])
+    slopes = (torch.stack([x, y]), torch.stack([x.expm1(), y]))  # by its logarithm, or the place
+    around_line = min(
+        float(_squares(y)) * (1 - float(torch.corrcoef(each)[0, 1].nan_to_num()) ** 2)
+        for each in slopes
+    )
+    noise = PARTS * error**2
+    if height < least or around_line < noise + 3 * around_step:
+        return None
+    at = int(place[parts[k][0]])
+    return f"the gap jumps at place {at} of the rows (mean ranks by {height:.2f})"
+
+
+def _squares(values: Tensor) -> Tensor:
+    return (values - values.mean()).square().sum()
 
 
 def unrelated_tails(pairs: Pairs) -> Finding | None:

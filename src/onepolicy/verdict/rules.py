@@ -14,7 +14,7 @@ from typing import Literal
 from onepolicy.correct.predict import NOMINAL_KL, predict
 from onepolicy.correct.presets import preset
 from onepolicy.verdict.bug_signatures import Diagnosis
-from onepolicy.verdict.scored_tokens import FEWEST
+from onepolicy.verdict.scored_tokens import FEWEST, PROCESSED
 
 Action = Literal["nothing", "replay", "correct", "bug", "unclear"]
 HARMLESS_KL = 1e-4
@@ -34,8 +34,30 @@ It rejects such tokens instead of truncating their weights.
 """
 REPLAY_HELPS = 1.5
 """Least factor by which replay must cut k3 to be recommended where it was measured."""
+Format = Literal["float32", "bfloat16", "float16", "fp8", "int8", "4bit"]
+"""The coarsest number format of either side's weights or arithmetic."""
+CEILINGS: dict[Format, float] = {
+    "float32": 0.03,
+    "bfloat16": 0.03,
+    "float16": 0.03,
+    "fp8": 0.06,
+    "int8": 0.06,
+    "4bit": 0.3,
+}
+"""k3 above which a gap is not what the format gives, routers that differ included [nats a token].
+
+It is looked into before it is corrected. docs/detectors.md shows the sound runs that it is above.
+"""
+CEILING_OF_AGE = 0.1
+"""What each declared update of age adds to the ceiling [nats a token]."""
 TOO_FAR = 1.0
-"""k3 above which no correction is recommended: two policies, not one with noise."""
+"""k3 above which no correction is recommended whatever is declared: two policies, not one."""
+RULE_OUT = (
+    "weights that did not arrive (a sync, an adapter, a prefix cached from older weights), a model "
+    "that is computed otherwise (attention sinks, rope, router), another prompt (template, a token "
+    "lost or added), coarser weights than declared"
+)
+TELL_APART = "`onepolicy measure MODEL --engine-model ENGINE_MODEL` tells them apart"
 FORECAST = ("tis", "icepop", "mis", "k3-rs", "geo-rs", "seq-tis", "trl-default")
 R3 = "replay.mode=r3"
 YOUNGER = "Let samples be fewer updates old (rollout.max_staleness), or lower the learning rate"
@@ -47,15 +69,17 @@ It applies whatever the standard error is, because a sample sees the tail of rho
 FEW_ROWS = 12
 """Fewest sequences among which a wrong part can be told from the rest."""
 CAUSES = {
-    "fill": "missing log-probabilities are filled in, or prompts or padding are inside the mask",
+    "fill": "log-probabilities are missing or filled in, or prompts or padding are inside the mask",
     "not_log": "values are probabilities, not their logarithms",
     "constant": "one number stands in the place of a row's log-probabilities",
     "shift": "the two sides are a token or two apart",
     "retokenised": "the two sides scored different tokens",
     "scale": "one side's log-probabilities are multiples of the other's (another base, or divided "
     "by a length)",
-    "temperature": "the engine samples at another temperature than the trainer scores at",
-    "support": "sampling is narrowed (top-p, top-k, or a low temperature that is not reported)",
+    "temperature": "the engine samples at another temperature than the trainer scores at, or "
+    f"returns log-probabilities before temperature ({PROCESSED})",
+    "support": "sampling is narrowed (top-p, top-k), or is at a low temperature that the "
+    f"log-probabilities do not show ({PROCESSED})",
     "stale": "the engine holds other weights than the trainer",
     "rows": "values of some rows are those of other rows",
     "copy": "one side is a copy of the other in some rows",
@@ -63,6 +87,31 @@ CAUSES = {
     "mask": "prompts are inside the mask",
     "routes": "the rollout's routes are not those of these tokens",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """Declarations about the two sides, which say how large a sound gap may be."""
+
+    number_format: Format = "bfloat16"
+    age: int = 0  # updates by which the oldest tokens are old
+    forced: bool = False  # the gap is made on purpose (rollout.pressure)
+
+    @property
+    def ceiling(self) -> float:
+        """Largest k3 that is corrected before it is looked into [nats a token]."""
+        if self.forced:
+            return TOO_FAR
+        return min(TOO_FAR, CEILINGS[self.number_format] + CEILING_OF_AGE * self.age)
+
+    def text(self) -> str:
+        """Return words for the ceiling."""
+        sides: str = self.number_format
+        if self.age:
+            sides += f" and tokens up to {self.age} updates old"
+        if self.forced:
+            sides = "two policies"
+        return f"the {self.ceiling:.3g} nats that {sides} may differ by"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,23 +209,25 @@ def verdict(
     routes: str = "",  # reason why the routes do not belong to these tokens; empty if they do
     since: str = "",  # part of a run that is judged, as in ` from step 20 on`
     aged: bool = False,  # most of the gap is declared staleness
+    declared: Declared = Declared(),
     unchecked: Sequence[str] = (),  # possible causes that were not looked for, with the remedy
     copies: bool = False,  # equal sides may be copies: onepolicy did not compute them
 ) -> Verdict:
     """Return the first advice that holds.
 
     The order is: bug, too few tokens, a copy, a mark without a name, a cause that was not looked
-    for, nothing to do, too far for mismatch, replay, correct.
+    for, nothing to do, above the ceiling of the format, replay, correct.
     """
     marks = _marks(diagnosis, gap, replayed)
     found: dict[str, str] = {each.cause: each.evidence for each in diagnosis.findings}
+    sure = all(each.sure for each in diagnosis.findings)
     if routes:
         found |= {"routes": routes}
     basis = [gap.text()]
     if replayed is not None:
         basis.append(f"with the rollout's routes replayed {replayed.text()}")
     if found:
-        return _bug(found, since, basis)
+        return _bug(found, since, basis, sure=sure)
     causes: tuple[str, ...] = ()
     if aged:
         causes, unchecked = ("age",), ()
@@ -193,8 +244,8 @@ def verdict(
     if gap.quiet:
         sentence = f"Nothing to do: the gap{since} is {size_in_words(gap.k3, gap.f2)}."
         return Verdict("nothing", (), sentence, "", tuple(basis), forecasts)
-    if not remaining.k3 <= TOO_FAR:
-        return _too_far(remaining, since, basis, aged=aged, helps=helps)
+    if not remaining.k3 <= declared.ceiling:
+        return _above_ceiling(remaining, declared, since, basis, aged=aged, helps=helps)
     if aged:
         return _correct_age(gap, since, basis, forecasts)
     if helps:
@@ -204,9 +255,9 @@ def verdict(
     return _correct(gap, since, basis, forecasts, routers)
 
 
-def _bug(found: dict[str, str], since: str, basis: list[str]) -> Verdict:
-    """Return the verdict on bugs, from the evidence of each cause."""
-    named = "; ".join(CAUSES[cause] for cause in found)
+def _bug(found: dict[str, str], since: str, basis: list[str], *, sure: bool) -> Verdict:
+    """Return the verdict on bugs, from the evidence of each cause. sure: all of them hold."""
+    named = ("; " if sure else "; or ").join(CAUSES[cause] for cause in found)
     sentence = f"A bug, not mismatch{since}: {named}. Fix it; no correction repairs it."
     evidence = (f"{cause}: {text}" for cause, text in found.items())
     return Verdict("bug", tuple(found), sentence, "", (*evidence, *basis))
@@ -251,7 +302,7 @@ def _doubt(
     if marks:
         return (
             f"Unclear{since}: this is not what mismatch alone does, and no known cause explains "
-            "it. Look for a bug before any correction."
+            f"it. Look for a bug before any correction: rule out {RULE_OUT}; {TELL_APART}."
         )
     if not unchecked:
         return ""
@@ -262,13 +313,17 @@ def _doubt(
     return f"Unclear: {state}, but what could be wrong was not all looked for. {reasons}."
 
 
-def _too_far(remaining: Gap, since: str, basis: list[str], *, aged: bool, helps: bool) -> Verdict:
-    """Return the verdict on a gap that no correction should close."""
-    size = f"{remaining.k3:.3g} nats a token{since}"
+def _above_ceiling(
+    remaining: Gap, declared: Declared, since: str, basis: list[str], *, aged: bool, helps: bool
+) -> Verdict:
+    """Return the verdict on a gap that no correction should close before it is looked into."""
+    size = f"{remaining.k3:.3g} nats a token{since}, above {declared.text()}"
     if aged:
         sentence = f"Tokens are too old: {size}. {YOUNGER}."
         return Verdict("unclear", ("age",), sentence, "", tuple(basis))
-    sentence = f"Unclear: no known bug, but {size} is more than mismatch. Look for a bug."
+    sentence = (
+        f"Look first: no known bug, but the gap is {size}. Rule out {RULE_OUT}; {TELL_APART}."
+    )
     setting = ""
     if helps:
         setting = R3

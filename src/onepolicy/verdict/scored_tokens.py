@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Cause = Literal[
@@ -26,6 +27,9 @@ EXPLAINED = 0.25
 """A change of one side explains the gap if less than this share of the gap remains."""
 FEWEST = 32
 """Fewest slots for a verdict. With fewer, only impossible values are named."""
+PROCESSED = "vLLM: logprobs_mode=processed_logprobs, not raw_logprobs"
+"""The setting with which an engine returns log-probabilities of the distribution it sampled from.
+"""
 SURE = 0.005
 """Nats: a token whose log-probabilities are nearer to 0 was certain. It shows no difference."""
 
@@ -36,6 +40,7 @@ class Finding:
 
     cause: Cause
     evidence: str  # the numbers, and where to look
+    sure: bool = True  # False: one of several that may explain the same tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +55,10 @@ class Pairs:
     previous: Tensor | None  # [n] float64
     entropy: Tensor | None  # [n] float64
     turn: Tensor | None = None  # [n] int64
+    base: Tensor | None = None  # [n] float64
     group: Tensor | None = None  # [n] int64: rows of one training step, whose gaps are of one size
+    context: Tensor | None = None  # [n] int64: equal where prefix and token are; see `contexts`
+    token: Tensor | None = None  # [n] int64: what the trainer scored
 
     @property
     def gap(self) -> Tensor:
@@ -62,6 +70,21 @@ class Pairs:
         """[n] bool, True where the token was not certain."""
         return (self.old + self.rollout) / 2 < -SURE
 
+    @property
+    def distinct(self) -> Tensor:
+        """[n] bool, True at the first slot of each context.
+
+        Siblings with one prefix have one value, however many they are: it is one observation.
+        """
+        if self.context is None:
+            return torch.ones(len(self.old), dtype=torch.bool)
+        ids, index = self.context.unique(return_inverse=True)
+        places = torch.arange(len(index))
+        first = torch.full((len(ids),), len(index)).scatter_reduce(0, index, places, "amin")
+        out = torch.zeros(len(index), dtype=torch.bool)
+        out[first] = True
+        return out
+
     def at(self, which: Tensor) -> Pairs:
         """Return the pairs of the slots that `which`, [n] bool, selects."""
         selected = {}
@@ -71,15 +94,52 @@ class Pairs:
                 selected[field.name] = value[which]
         return replace(self, **selected)
 
-    def before_update(self) -> Pairs:
-        """Return the pairs as scored by the trainer's previous weights.
+    def under(self, other: Tensor) -> Pairs:
+        """Return the pairs as scored by other weights of the trainer, [n].
 
-        The entropy stays that of the new weights, which is near enough for a fit.
+        The entropy stays that of the weights of now, which is near enough for a fit.
         """
-        assert self.previous is not None
-        return replace(self, old=self.previous)
+        return replace(self, old=other)
 
     def newest(self) -> Pairs:
         """Return the slots that the newest weights sampled."""
         assert self.version is not None
         return self.at(self.version == self.version.max())
+
+
+def contexts(
+    tokens: Tensor | None, segment: Tensor, mask: Tensor, old: Tensor, rollout: Tensor
+) -> Tensor:
+    """Return [n] int64 of the masked slots: equal where they are one observation.
+
+    tokens, segment, mask: [T]. old, rollout: [n]. It is one if prefix and token are equal, and the
+    value of that side which repeats its values more often. Without `tokens`: if the place in the
+    row and both values are equal.
+    """
+    starts = _starts(segment)
+    prefix = _hashed(torch.arange(len(segment)) - starts, 1)
+    if tokens is None:
+        return prefix[mask] + _hashed(_bits(old), 2) + _hashed(_bits(rollout), 3)
+    total = _hashed(tokens.long() + prefix, 4).cumsum(0)  # int64 wraps around, as a hash may
+    prefix = total - torch.where(starts > 0, total[(starts - 1).clamp(min=0)], 0)
+    sides = (prefix[mask] + _hashed(_bits(side), 5) for side in (old, rollout))
+    return min(sides, key=lambda ids: len(ids.unique()))
+
+
+def _starts(segment: Tensor) -> Tensor:
+    """Return [T] int64, the first slot of each slot's row."""
+    fresh = torch.ones(len(segment), dtype=torch.bool)
+    fresh[1:] = segment[1:] != segment[:-1]
+    return fresh.nonzero()[:, 0][fresh.long().cumsum(0) - 1]
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.double().view(torch.int64)
+
+
+def _hashed(values: Tensor, salt: int) -> Tensor:
+    """Return other int64 numbers, equal where these are."""
+    x = values + salt * 0x632BE59BD9B4E01
+    for factor in (0x2545F4914F6CDD1D, 0x1B03738712FAD5C9):
+        x = (x ^ (x >> 31)) * factor
+    return x ^ (x >> 29)

@@ -1,4 +1,4 @@
-"""Impossible log-probabilities: fill values, floors, one number for a whole row."""
+"""Impossible log-probabilities: missing and fill values, floors, one number for a whole row."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from onepolicy.nonfinite import KINDS, LeftOut
 from onepolicy.verdict.engine_faults import renormalised
 from onepolicy.verdict.scored_tokens import SURE, Finding, Pairs
 
+MISSING = 0.01
+"""Largest share of the slots that may lack a finite log-probability: single tokens."""
 OFTEN = 0.002
 """Least share of the slots on exactly one number for it to be examined as a fill value."""
+IMPROBABLE = -50.0
+"""Nats: below it a sampled token has no log-probability, so no share of the slots is needed."""
 LOOKED_AT = 5
 """Most frequent numbers of each side that are examined."""
 FEWEST_ALIKE = 6
@@ -20,23 +25,31 @@ EDGE = 3.0
 """Slots: mean length of a run of zeros at an end of the rows that certain tokens do not reach."""
 
 
+def missing(left: LeftOut) -> Finding | None:
+    """Return a finding if more than single tokens lack a finite log-probability on a side."""
+    share = left.share("logp_trainer", "logp_rollout", "logp_native")
+    count = round(share * left.tokens)
+    if share <= MISSING or count < min(FEWEST_ALIKE, left.tokens):
+        return None
+    text = (
+        f"{count:,} of {left.tokens:,} log-probabilities are {KINDS}, more than single tokens "
+        f"({MISSING:.0%}); the engine is broken, or values are missing"
+    )
+    return Finding("fill", text)
+
+
 def impossible(pairs: Pairs) -> tuple[list[Finding], Tensor, bool]:
     """Return findings, the remaining slots [n] bool, and whether their value selected them.
 
     A floor selects slots by their value. The remaining slots then say nothing about the sampler.
     """
     n, findings, chosen = len(pairs.old), list[Finding](), False
-    bad = ~(pairs.old.isfinite() & pairs.rollout.isfinite())
-    count = int(bad.sum())
-    if count:
-        text = f"{count} of {n} log-probabilities are NaN or infinite; missing values"
-        findings.append(Finding("fill", text))
-    positive = ~bad & ((pairs.rollout > 1e-3) | (pairs.old > 1e-3))
+    positive = (pairs.rollout > 1e-3) | (pairs.old > 1e-3)
     count = int(positive.sum())
     if count:
         text = f"{count} of {n} are above 0; probabilities instead of their logarithms?"
         findings.append(Finding("not_log", text))
-    good = ~bad & ~positive
+    good = ~positive
     for detect in (_one_sided_zeros, _zeros_of_both, _constant_rows, _piled):
         found = detect(pairs, good)
         if found is not None:
@@ -173,9 +186,12 @@ def _piled(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | None:
         values, counts = side[usable].unique(return_counts=True)
         for place in counts.argsort(descending=True)[:LOOKED_AT].tolist():
             value, count = float(values[place]), int(counts[place])
-            if count < max(FEWEST_ALIKE, OFTEN * n) or value > -SURE:  # float32 is coarse near 0
+            fewest = FEWEST_ALIKE if value < IMPROBABLE else max(FEWEST_ALIKE, OFTEN * n)
+            if count < fewest or value > -SURE:  # float32 is coarse near 0
                 continue
             piled = usable & (side == value)
+            if int(pairs.at(piled).distinct.sum()) < FEWEST_ALIKE:  # siblings have equal values
+                continue
             also = int((usable & (other == value)).sum())  # a grid has its numbers on both sides
             found = _fault_of_pile(pairs, usable, piled, also)
             if found == "fill":

@@ -114,10 +114,12 @@ def test_runs_end_with_the_command_that_started_them(tmp_path):
     alive = tmp_path / "alive"
     os.mkfifo(alive)
     run = (
-        "from onepolicy.cli.arm_process import end_with_stdin\n"
-        "end_with_stdin()\n"
-        f"pipe = open({str(alive)!r}, 'w'); pipe.write('x'); pipe.flush()\n"
-        "import time; time.sleep(600)"
+        "import runpy, time; from onepolicy import cli\n"
+        "def main():\n"
+        f"    pipe = open({str(alive)!r}, 'w'); pipe.write('x'); pipe.flush()\n"
+        "    time.sleep(600)\n"
+        "cli.main = main\n"
+        "runpy.run_module('onepolicy.cli.arm_process', run_name='__main__')"
     )
     command = (
         "import sys; from pathlib import Path\n"

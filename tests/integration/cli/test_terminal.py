@@ -19,7 +19,12 @@ from onepolicy.cli import interrupts, main, streams
 from onepolicy.cli.claim import claim_run_folder
 from onepolicy.config import UsageError, resolve
 from onepolicy.config.address import check_host, check_port, check_ray_address, check_url
-from onepolicy.config.output_paths import check_new_run_folder, check_output_path, check_resumable
+from onepolicy.config.output_paths import (
+    check_new_run_folder,
+    check_output_folder,
+    check_output_path,
+    check_resumable,
+)
 from support.paths import ROOT
 
 SOURCE = ROOT / "src"
@@ -103,6 +108,20 @@ def test_a_full_disk_under_stdout_is_a_failure():
     assert done.stderr == lost
 
 
+def test_a_full_disk_is_seen_in_what_waits_in_the_buffer(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    before = os.dup(1)
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), 1)
+    try:
+        with streams.tolerant_streams() as found:
+            print("few words")
+            assert found.stdout_error() == os.strerror(errno.ENOSPC)
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+
+
 @pytest.mark.process
 def test_a_full_disk_under_stderr_is_nothing():
     code = "import sys; from onepolicy.cli import main; sys.exit(main(['config', 'nowhere.toml']))"
@@ -159,8 +178,9 @@ def test_a_path_that_cannot_be_made_is_refused(tmp_path):
         (tmp_path / "link", "a symbolic link to nothing"),
         (Path("a\0b"), "NUL"),
     ]:
-        with pytest.raises(UsageError, match=f"^--out: .*{why}"):
-            check_output_path("--out", path)
+        for check in (check_output_path, check_output_folder):
+            with pytest.raises(UsageError, match=f"^--out: .*{why}"):
+                check("--out", path)
     check_output_path("--out", tmp_path / ("a" * 255))
     check_output_path("--out", tmp_path / "new" / "newer")
     with pytest.raises(UsageError, match=r"out: .*file is a file"):
@@ -214,8 +234,9 @@ def test_the_first_free_sibling(tmp_path):
         assert free == out
     assert not out.exists()
     out.mkdir()
-    with claim_run_folder(out) as free:
-        assert free == out
+    for _ in range(2):  # the claim ends with its context
+        with claim_run_folder(out) as free:
+            assert free == out
     assert out.exists()  # somebody else has made it
     (out / "config.json").write_text("")
     (tmp_path / "quickstart-2").write_text("")

@@ -14,7 +14,7 @@ from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError
 from onepolicy.engine_check.checks import require_correct_logprobs
-from onepolicy.engine_check.command import NAMES, check_pair
+from onepolicy.engine_check.command import NAMES, check_pair, check_seeds
 from onepolicy.models.load import load_model
 from onepolicy.rollout.hf.engine import HFEngine
 from support.engine_runs import teacher_forced
@@ -219,6 +219,14 @@ def test_a_sound_engine_passes_every_check(sound):
     found = checked(sound)
     assert all(check.passed for check in found.values()), found
     assert not any(check.fix for check in found.values())
+
+
+def test_an_engine_without_seeds_is_not_asked_for_them(sound):
+    engine = Faulty(sound[0].engine)
+    engine.caps = dataclasses.replace(engine.caps, seeded=False)
+    found = asyncio.run(check_seeds(dataclasses.replace(sound[0], engine=engine), [[1]], None))
+    assert (found.name, found.passed) == ("seeds", None)
+    assert "does not draw random numbers from seeds" in found.measured
 
 
 def slow(*parameters):

@@ -157,7 +157,6 @@ def test_a_trace_without_a_valid_row_is_as_none(model, empty):
     none = [trace if trace.valid.any() else None for trace in traces]
     armed, found = ArmedReplay(model), []
     for given in (traces, none):
-        armed.routers.recheck_all_sources()
         with torch.no_grad(), armed.batch(given, native=True, check=len(empty) == 4) as opened:
             found.append((model(**batch).logits, opened))
     (logits, opened), (expected, reference) = found
@@ -181,20 +180,37 @@ def test_a_longer_trace_is_cut_to_its_sample(model):
 
 
 def test_wrong_routes_stop_at_the_first_forward(model):
-    bound, batch = op.bind_routers(model), padded("right")
+    bound = op.bind_routers(model)
+    batch = {"input_ids": tokens(4, 30), "attention_mask": torch.ones(4, 30)}
     with torch.no_grad(), bound.record() as tape:
         model(**batch)
     own = op.unpad_routes(tape.trace(), batch["attention_mask"])
     armed = ArmedReplay(model)
     with torch.no_grad(), armed.batch(own):
         model(**batch)
-    armed.routers.recheck_all_sources()
     late = [one_row_late(trace) for trace in own]
     stopped = pytest.raises(op.RoutingError, match="not those of this forward")
     with stopped, torch.no_grad(), armed.batch(late):
         model(**batch)
     with torch.no_grad():
         model(**batch)  # the hooks left no replay behind
+
+
+def test_a_wrong_sample_is_dropped_and_counted(model):
+    tokens_of = {"input_ids": tokens(6, 30), "attention_mask": torch.ones(6, 30)}
+    bound = op.bind_routers(model)
+    with torch.no_grad(), bound.record() as tape:
+        model(**tokens_of)
+    traces = op.unpad_routes(tape.trace(), tokens_of["attention_mask"])
+    traces[4] = random_trace(30, bound.layers, bound.num_experts, bound.top_k)
+    armed = ArmedReplay(model)
+    with torch.no_grad(), armed.batch(traces, on_mismatch="drop") as opened:
+        for start in (0, 3):
+            model(**{name: value[start : start + 3] for name, value in tokens_of.items()})
+    assert opened.dropped == [4]
+    stopped = pytest.raises(op.RoutingError, match="sample 4 of the batch")
+    with stopped, torch.no_grad(), armed.batch(traces):
+        model(**tokens_of)
 
 
 def test_more_and_fewer_samples_than_traces(model):

@@ -78,7 +78,10 @@ def test_every_form_gives_the_same_trace(form: str):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_truncated_response_loses_its_rows_and_a_longer_one_is_native_there(form: str):
     for payload in in_form(form):
-        shorter = to_trace(routers(), payload, tokens=TOKENS - 2, form=form)
+        refused = rf"has \d rows, but {TOKENS - 2} tokens have {TOKENS - 3}.*surplus=.cut"
+        with pytest.raises(UsageError, match=refused):
+            to_trace(routers(), payload, tokens=TOKENS - 2, form=form)
+        shorter = to_trace(routers(), payload, tokens=TOKENS - 2, form=form, surplus="cut")
         assert shorter == expected().rows(0, TOKENS - 3)
     payload = in_form(form)[-1]
     if FORMS[form].missing != "length":  # legal filler: only the length tells
@@ -130,3 +133,70 @@ def test_a_payload_of_another_form_is_refused(subtests: pytest.Subtests):
     for form, payload, message in REFUSED:
         with subtests.test(message), pytest.raises(UsageError, match=message):
             to_trace(routers(), payload, tokens=TOKENS, form=form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("again", [2, 4])
+def test_a_resumed_requests_rows_are_named(form: str, again: int):
+    """verl#6029: the rows of the first part, and then all rows."""
+    payload = in_form(form)[-1]
+    if isinstance(payload, dict):
+        ids = np.frombuffer(payload["data"], np.int16).reshape(payload["shape"])
+    elif isinstance(payload, str):
+        return  # text of the same ids
+    else:
+        ids = np.asarray(payload)
+    ids = ids[: TOKENS - 1]
+    twice = np.concatenate([ids[:again], ids])
+    if isinstance(payload, dict):
+        twice = payload | {"data": twice.tobytes(), "shape": list(twice.shape)}
+    words = (
+        rf"{again + 5} rows, but 6 tokens have 5\. The rows repeat: row {again} .*the last 5 rows"
+    )
+    with pytest.raises(UsageError, match=words):
+        to_trace(routers(), twice, tokens=TOKENS, form=form)
+
+
+def test_a_row_of_the_last_token_is_not_surplus():
+    ids = all_layers(expected())
+    whole = np.concatenate([ids, ids[:1]])
+    assert to_trace(routers(), whole, tokens=TOKENS, form="vllm-0.31") == expected()
+    with pytest.raises(UsageError, match="surplus is 'keep'"):
+        to_trace(routers(), ids, tokens=TOKENS, form="vllm", surplus="keep")
+
+
+WRAPPED = {
+    "uint8": "holds ids up to 255, but the model's experts are 0..511: higher ids have wrapped",
+    "int8": "holds ids up to 127, but the model's experts are 0..511: higher ids have become neg",
+}
+
+
+@pytest.mark.parametrize("dtype", WRAPPED)
+def test_a_dtype_that_cannot_hold_the_experts(dtype: str):
+    bound = bind_routers(build("qwen3_moe", num_experts=512))
+    ids = np.zeros((4, len(bound.layers), bound.top_k), dtype)
+    with pytest.raises(UsageError, match=f"{WRAPPED[dtype]}.*carry torch.uint16 or a wider"):
+        to_trace(bound, ids, tokens=5, form="vllm-0.31")
+
+
+def test_a_column_too_many_and_ids_of_another_numbering():
+    bound = routers()
+    ids = torch.from_numpy(all_layers(expected()))
+    wider = torch.cat([ids, torch.full_like(ids[..., :1], bound.num_experts)], -1)
+    with pytest.raises(UsageError, match=rf"a fused shared expert .*ids\[..., :{bound.top_k}\]"):
+        to_trace(bound, wider, tokens=TOKENS, form="vllm")
+    with pytest.raises(UsageError, match=r"physical ids .* load balancing"):
+        to_trace(bound, ids + bound.num_experts, tokens=TOKENS, form="vllm")
+
+
+def test_uint8_marks_of_rows_that_were_not_captured():
+    bound = bind_routers(build("qwen3_moe", num_experts=256))
+    trace = random_trace(8, bound.layers, 256, bound.top_k)
+    ids = trace.ids.clone()
+    ids[3:] = 255
+    model = bound.model
+    with (
+        pytest.raises(UsageError, match=r"5 of 8 rows are 255 alone here\. That is -1 in uint8"),
+        bound.replay(bound.trace_from(ids)),
+    ):
+        model(input_ids=torch.ones(1, 8, dtype=torch.int64))

@@ -118,7 +118,9 @@ def test_verl_7075_the_filler_row_of_the_last_token_is_no_route(policy):
 
 def test_verl_6027_routes_longer_than_a_truncated_response_are_cut(policy):
     ids = payload(policy, policy.trace)
-    trace = to_trace(policy.routers, ids, tokens=21, form="verl")
+    with pytest.raises(UsageError, match=r"has 40 rows, but 21 tokens have 20.*truncated"):
+        to_trace(policy.routers, ids, tokens=21, form="verl")
+    trace = to_trace(policy.routers, ids, tokens=21, form="verl", surplus="cut")
     assert len(trace) == 20
     assert trace.ids.equal(policy.trace.ids[:20])
 

@@ -84,6 +84,11 @@ def test_every_step_is_exactly_on_policy(train):
     assert sample["mean_logp_rollout"] == sample["mean_logp_trainer"]
 
 
+def test_the_reference_is_computed_as_the_policy_is(recipe):
+    parts = parts_of(recipe, "objective.kl.coef=0.1")
+    assert asyncio.run(rl_step(parts, 0)).metrics["train/kl"] == 0.0
+
+
 def test_an_audit_reports_missing_evidence(tmp_path):
     logp, exact = torch.tensor([-1.0, -2.0]), {"numerics": "on-policy"}
     probe = tmp_path / "probes" / "step_00001.safetensors"

@@ -159,6 +159,11 @@ def test_planted_cause_is_named_and_its_bar_is_the_gap(policy, fault, causes, ba
         assert large == {BAR_OF[causes[0]], "temperature"}
 
 
+def test_a_temperature_does_not_take_the_place_of_another_cause(policy):
+    found = measured(policy, "rollout.engine.dtype=float32", *FEW, shift=-1, temperature=1.3)
+    assert found.verdict.causes == ("shift", "temperature"), found.verdict.text()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "bar"), [({"crowded": 0.2}, "batch shape"), slow({"routers": 0.3}, "routing")]
@@ -241,7 +246,6 @@ def dense(policy, tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.full
 def test_a_dense_model_has_no_routing_rows(dense, tmp_path):
     out = tmp_path / "out"
     assert main(["measure", dense, *SETTINGS, *FEW, "--out", str(out)]) == 0
@@ -282,11 +286,13 @@ def test_float32_combine_weights_beside_a_bfloat16_ablation(policy):
     assert trainer.nats.value > 0
 
 
-@pytest.mark.slow
 def test_a_random_dense_model_has_as_many_parameters():
     config = PolicyConfig()
-    dense, moe = make_dense(config, 20).num_parameters(), make_model(config, 20).num_parameters()
-    assert dense == pytest.approx(moe, rel=0.02)  # but for the routers
+    dense, moe = make_dense(config, 20), make_model(config, 20)
+    # but for the routers
+    assert dense.num_parameters() == pytest.approx(moe.num_parameters(), rel=0.02)
+    for model, make_again in ((dense, make_dense), (moe, make_model)):
+        assert torch.equal(model.lm_head.weight, make_again(config, 20).lm_head.weight)
 
 
 REFUSED = [

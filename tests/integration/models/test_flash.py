@@ -85,6 +85,16 @@ def test_heads_of_values_are_as_wide_as_those_of_keys(with_flash):
     assert found.shape == (1, 16, 4, 12)
 
 
+def test_a_cache_may_have_such_heads_too():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 4, 5, n, generator=generator) for n in (20, 20, 12))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    bounds, stops = torch.tensor([0, 5]).int(), torch.tensor([5]).int()
+    how = {"scale": 20**-0.5, "window": None, "sinks": None}
+    found = flash.attend_cache(query[0].transpose(0, 1), key, value, bounds, stops, 5, **how)
+    torch.testing.assert_close(found.transpose(0, 1), expected[0])
+
+
 def test_autocast_reaches_the_kernel(with_flash):
     """torch's list of operators that autocast casts does not have it."""
     with torch.autocast("cpu", torch.bfloat16):

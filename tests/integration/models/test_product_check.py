@@ -1,11 +1,15 @@
 """Float32 products that a library replaced for the whole process are found by their effect."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from onepolicy.config import UsageError
+from onepolicy.build import room
+from onepolicy.build.components import build_engine_for
+from onepolicy.config import ModelConfig, UsageError, resolve
+from onepolicy.models import product_check
 from onepolicy.models.product_check import LARGEST_ERROR, check_float32_products, product_errors
 
 CPU = torch.device("cpu")
@@ -50,3 +54,27 @@ def test_a_bmm_of_tf32_accuracy_is_refused(rough_bmm, caplog):
 
 def test_the_replacement_is_gone_after_the_test_above():
     assert max(product_errors(CPU).values()) < LARGEST_ERROR
+
+
+def test_only_a_trainer_of_float32_on_a_gpu_needs_them(monkeypatch):
+    """The check comes after the engine: that is what may have replaced them."""
+    calls = []
+    monkeypatch.setattr(room, "divide_gpu", lambda spec, *_, **__: spec)
+    monkeypatch.setattr(
+        product_check,
+        "check_float32_products",
+        lambda device, *, needed: calls.append((device.type, needed)),
+    )
+    tree = {"out": "unused", "steps": 1, "model": {"path": "unused"}, "task": {"kind": "chain"}}
+    cases = (
+        ("cuda", "model.dtype=float32", ["engine", ("cuda", True)]),
+        ("cuda", "model.dtype=bfloat16", ["engine", ("cuda", False)]),
+        ("cuda", "train.autocast=bfloat16", ["engine", ("cuda", False)]),
+        ("cpu", "model.dtype=float32", ["engine"]),
+    )
+    for device, setting, expected in cases:
+        calls.clear()
+        scorer = SimpleNamespace(device=torch.device(device), routers=None)
+        given = resolve(tree, [setting]), ModelConfig(path="unused"), 96, scorer
+        build_engine_for(*given, lambda spec: calls.append("engine"), trains=True)
+        assert calls == expected

@@ -67,6 +67,8 @@ def test_windows_of_a_family_that_alternates():
     dims = dims_of(CONFIGS["gpt_oss"])
     assert [a.window for a in dims.attention] == [8, None, 8]
     assert dims.kv_elements(100) == 2 * 2 * 16 * (8 + 100 + 8)
+    mixtral = dims_of(changed("mixtral", sliding_window=8))  # no list of kinds: all layers have it
+    assert {a.window for a in mixtral.attention} == {8}
 
 
 def test_a_dense_model_has_no_experts():
@@ -331,6 +333,7 @@ def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     CONFIGS["qwen3_moe"].save_pretrained(tmp_path)
     command = ["plan", str(ROOT / "recipes" / "quickstart.toml"), f"model.path={tmp_path}"]
+    command += ["train.reuse_scoring_forward=false"]
     assert main([*command, "--cluster", "1xcpu", "--json", str(tmp_path / "plan.json")]) == 0
     text = capsys.readouterr().out
     words = ["1 learner rank", "activations", "rollout: decode", "bottleneck", "assumed"]
@@ -338,6 +341,7 @@ def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["chosen"]["fits"] is True
     assert found["work"]["response"] == 80
+    assert found["chosen"]["learner_bytes"]["routes"] == 96 * 127 * 6  # of one forward
     assert found["constants"]["flops"]["origin"] == "measured"
 
 

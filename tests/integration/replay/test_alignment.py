@@ -180,9 +180,14 @@ def test_thresholds_by_hand() -> None:
         if raises:
             with pytest.raises(RoutingError, match="layer 3 agree in 75%, expected at least 80%"):
                 check_alignment(replayed, native)
-            check_alignment(replayed, native, least=0.7)
+            check_alignment(replayed, native, least=0.75)
         else:
             check_alignment(replayed, native)
+    both = torch.cat([ids, other], 1)  # the second layer is wrong in 4 rows
+    replayed, native = (RoutingTrace(x, valid, (3, 5), 16) for x in (both, ids.expand(16, 2, 2)))
+    words = r"layer 5 agree in 75% \(1 of 2 layers are below 80%\)"
+    with pytest.raises(RoutingError, match=words):
+        check_alignment(replayed, native)
 
 
 def test_few_routers_may_differ_by_chance() -> None:

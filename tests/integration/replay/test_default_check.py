@@ -1,5 +1,5 @@
-"""The checks that replay() makes by default: routes of other tokens, layers or weights are found at
-the first forward of each source."""
+"""The checks that replay() makes by default: routes of other tokens, layers or weights are found in
+the forward in which they appear."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy import bind_routers
-from onepolicy.replay import Routers, RoutingError, source_checks
+from onepolicy.config import UsageError
+from onepolicy.replay import Routers, RoutingError
+from onepolicy.replay.padding import pad_routes
 from onepolicy.types import RoutingTrace
 from support.replay_models import build, same_bits, take_grads, tokens
 
@@ -43,7 +45,12 @@ def _given(own: RoutingTrace, ids: Tensor) -> RoutingTrace:
     return RoutingTrace(ids.to(own.ids.dtype), valid, own.layers, own.num_experts)
 
 
-def _replay(model: PreTrainedModel, routers: Routers, trace: RoutingTrace, **how: bool) -> None:
+def _samples(own: RoutingTrace, ids: Tensor) -> RoutingTrace:
+    """Return a trace that knows where its samples begin."""
+    return RoutingTrace.concat([_given(own, part) for part in ids.split(LENGTH)])
+
+
+def _replay(model: PreTrainedModel, routers: Routers, trace: RoutingTrace, **how: Any) -> None:
     with torch.no_grad(), routers.replay(trace, **how):
         model(input_ids=IDS)
 
@@ -80,8 +87,8 @@ WRONG = {
     "samples swapped": (_swapped, "rows|layer"),
     "a stale half": (lambda ids: _with(ids, slice(ROWS // 2), ids[ROWS // 2 :]), "rows|layer"),
     "a shifted history": (lambda ids: _with(ids, slice(24, 48), ids[23:47]), "rows 2|rows 3"),
-    "twelve foreign rows": (lambda ids: _some_foreign(ids, 42, 54), "rows 40 to 55"),
-    "twelve at the end": (lambda ids: _some_foreign(ids, 84, 96), "rows 80 to 95"),
+    "twelve foreign rows": (lambda ids: _some_foreign(ids, 42, 54), "rows 42 to 5[3-5]"),
+    "twelve at the end": (lambda ids: _some_foreign(ids, 84, 96), "rows 8[345] to 95"),
 }
 
 
@@ -96,41 +103,96 @@ def test_wrong_routes_are_refused_unasked(model, own, subtests) -> None:
             _replay(model, routers, wrong, check=False)
 
 
-def test_every_source_is_checked_at_its_first_forward(model, routers, own) -> None:
-    """The sources are recorded routes, an engine's by layer axis, hand-made and combined ones. No
-    source counts for another."""
-    wrong = own.ids.roll(1, 0)
-    _replay(model, routers, own)
-    sources = {
-        "engine": lambda ids: routers.trace_from(ids),
-        "given": lambda ids: _given(own, ids),
-        "reordered": lambda ids: routers.trace_from(ids.flip(0)).at(torch.arange(ROWS - 1, -1, -1)),
-        "joined": lambda ids: RoutingTrace.concat([own.rows(0, 24), _given(own, ids[24:])]),
-    }
-    for make in sources.values():
-        with pytest.raises(RoutingError, match="not those of this forward"):
-            _replay(model, routers, make(wrong))
-        _replay(model, routers, make(own.ids))
-        _replay(model, routers, make(own.ids))
-    assert len({make(own.ids).origin.source for make in sources.values()}) == len(sources)
-
-
-def test_a_source_that_passed_is_checked_again_later(model, routers, own, monkeypatch) -> None:
-    monkeypatch.setattr(source_checks, "CHECK_EVERY", 5)
+def test_wrong_routes_are_refused_in_mid_run(model, routers, own) -> None:
     wrong = _given(own, own.ids.roll(1, 0))
-    _replay(model, routers, _given(own, own.ids))
-    for _ in range(4):
-        _replay(model, routers, wrong)
-    for _ in range(2):
-        with pytest.raises(RoutingError, match="one row late"):
-            _replay(model, routers, wrong)
-
-
-def test_short_traces_count_for_no_check(model, routers, own) -> None:
-    with torch.no_grad(), routers.replay(_given(own, own.ids[:5])):
-        model(input_ids=IDS[:1, :5])
+    for _ in range(3):
+        _replay(model, routers, _given(own, own.ids))
     with pytest.raises(RoutingError, match="one row late"):
-        _replay(model, routers, _given(own, own.ids.roll(1, 0)))
+        _replay(model, routers, wrong)
+
+
+def test_a_resumed_sample_in_mid_run_is_named(model, routers, own) -> None:
+    """Of its 24 rows the first 10 come twice, and the last 10 are cut off (verl#6029)."""
+    samples = list(own.ids.split(LENGTH))
+    samples[2] = torch.cat([samples[2][:10], samples[2]])[:LENGTH]
+    wrong = _samples(own, torch.cat(samples))
+    for _ in range(3):
+        _replay(model, routers, own)
+    words = r"sample 2 of the batch, rows \d+ to \d+, agree.* repeat from row 10 .*resumed"
+    for _ in range(3):
+        with pytest.raises(RoutingError, match=words):
+            _replay(model, routers, wrong)
+    _replay(model, routers, wrong, check=False)
+
+
+def test_where_samples_begin_is_known_by_recorded_joined_and_padded_traces(model, own) -> None:
+    starts = tuple(range(0, ROWS, LENGTH))
+    parts = [own.rows(start, start + LENGTH) for start in starts]
+    assert own.origin.starts == RoutingTrace.concat(parts).origin.starts == starts
+    assert own.rows(30, 80).origin.starts == (0, 18, 42)
+    assert own.at(torch.arange(ROWS)).origin.starts == (0,)
+    mask = torch.ones(2, LENGTH + 3)
+    mask[0, :3] = mask[1, LENGTH:] = 0
+    padded = pad_routes(parts[:2], mask)
+    assert padded.origin.starts == padded.to("cpu").origin.starts == (0, LENGTH + 3)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_wrong_sample_is_dropped_and_the_others_replayed(model, routers, own, late) -> None:
+    """To the bit what a replay gives in which this sample has no routes."""
+    other = _some_foreign(own.ids, LENGTH, 2 * LENGTH)
+    if late:
+        other = _with(other, slice(LENGTH, LENGTH + 8), own.ids[LENGTH : LENGTH + 8])
+    expected = _samples(own, own.ids)
+    expected.valid[LENGTH : 2 * LENGTH] = False
+    found = []
+    for trace, how in ((_samples(own, other), {"on_mismatch": "drop"}), (expected, {})):
+        with routers.replay(trace, **how) as replayed:
+            loss = model(input_ids=IDS).logits.log_softmax(-1)[..., 5].sum()
+        loss.backward()
+        found.append(take_grads(model))
+        assert torch.equal(replayed.trace.valid, expected.valid)
+    assert same_bits(*found)
+    with torch.no_grad(), routers.replay(_samples(own, other), on_mismatch="drop") as replayed:
+        model(input_ids=IDS)
+    assert replayed.dropped == (1,)
+    with torch.no_grad(), routers.replay(own, on_mismatch="drop") as replayed:
+        model(input_ids=IDS)
+    assert replayed.dropped == ()
+
+
+def test_what_the_first_layer_cannot_tell_stops_although_samples_are_dropped(
+    model, routers, own
+) -> None:
+    wrong = _samples(own, _with(own.ids, COLUMN, _foreign(own.ids)[:, 1]))
+    with pytest.raises(RoutingError, match="layer"):
+        _replay(model, routers, wrong, on_mismatch="drop")
+    with pytest.raises(UsageError, match="on_mismatch is 'skip', expected"):
+        _replay(model, routers, own, on_mismatch="skip")
+
+
+def test_the_check_changes_no_bit_and_draws_no_number(model, routers, own) -> None:
+    before, found = torch.get_rng_state(), []
+    for check in (True, False):
+        with torch.no_grad(), routers.replay(own, check=check):
+            found.append(model(input_ids=IDS).logits)
+    assert torch.equal(*found)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_layer_that_was_not_captured(model, routers, own) -> None:
+    wrong = _samples(own, _with(own.ids, COLUMN, own.ids[0, 1]))
+    words = r"layer \d has the same experts .* did not capture.*check=False"
+    with pytest.raises(RoutingError, match=words):
+        _replay(model, routers, wrong)
+    _replay(model, routers, wrong, check=False)
+
+
+def test_with_their_own_choice_kept_all_windows_are_tested(model, routers, own) -> None:
+    """TRL and verl log the agreement, and its limit must act there."""
+    _replay(model, routers, own, native=True)
+    with pytest.raises(RoutingError, match="agree in"):
+        _replay(model, routers, _given(own, own.ids.roll(1, 0)), native=True)
 
 
 def test_a_trace_without_a_valid_row_is_refused(model, routers, own) -> None:
@@ -139,7 +201,7 @@ def test_a_trace_without_a_valid_row_is_refused(model, routers, own) -> None:
         _replay(model, routers, nothing)
     _replay(model, routers, nothing, check=False)
     _replay(model, routers, _given(own, own.ids))
-    _replay(model, routers, nothing)  # of a source that has routes: a sample without
+    _replay(model, routers, nothing)  # once routes were replayed, samples may be without
 
 
 def test_rows_that_are_not_valid_are_not_compared(model, routers, own) -> None:

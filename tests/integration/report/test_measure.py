@@ -7,8 +7,23 @@ import re
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from onepolicy.report.causes import fall_figure, fall_title, figure, noise_figure, rows, worst_rows
-from onepolicy.report.measure import breakdown_rows, tiles, waterfall_rows, write_report
+from onepolicy.report.causes import (
+    breakdown_figures,
+    fall_figure,
+    fall_title,
+    figure,
+    noise_figure,
+    rows,
+    worst_rows,
+)
+from onepolicy.report.measure import (
+    breakdown_rows,
+    comparison,
+    engine_rows,
+    tiles,
+    waterfall_rows,
+    write_report,
+)
 from onepolicy.report.page import DARK, LIGHT
 from onepolicy.report.words import nats, powers
 from support.framed_page import inspected
@@ -225,6 +240,28 @@ def test_waterfall_bars_stand_between_their_levels():
     names = ["the gap", "routing", "precision", "remainder"]
     assert [row[0] for row in waterfall_rows(TREE)] == names
     assert breakdown_rows([ROW]) == [("0 to 8", "10", "0.001", "0.02", "100%")]
+
+
+def test_parts_of_the_gap_stand_beside_parts_of_the_tokens():
+    drawn = {figure.layout["yaxis"]["title"]["text"]: figure for figure in breakdown_figures(TREE)}
+    of_tokens, of_gap = drawn["turn"].data
+    assert (of_tokens["name"], of_gap["name"]) == ("of the tokens", "of the gap")
+    assert of_tokens["y"] == of_gap["y"] == ["turn 1", "turn 2"]
+    assert (of_tokens["x"], of_gap["x"]) == ([0.5, 0.5], [0.7843, 0.2157])
+
+
+def test_shares_are_percentages_in_the_tables():
+    shares = ["mismatch/f1.25", "mismatch/f2", "mismatch/f5", "mismatch/ess"]
+    shares += ["routing/routers", "routing/tokens"]
+    others = ["mismatch/k1", "mismatch/k3", "mismatch/max_dp", "mismatch/max_dlogp"]
+    others += ["routing/sequence"]
+    found = dict.fromkeys([*shares, *others], 0.25)
+    repeated = dict.fromkeys(["counterfactual/repeat/k3", "counterfactual/repeat/routers"], 0.25)
+    repeated |= dict.fromkeys(["engine_all/k3", "engine_all/routers", "engine_all/same"], 0.25)
+    tree = TREE | {"metrics": {"without_replay": found, "repeated_forward": repeated}}
+    told = [row[1] for row in comparison(tree)]
+    assert told == ["0.25"] * 2 + ["25%"] * 3 + ["0.25"] * 2 + ["25%"] * 3 + ["0.25"] * 2 + ["25%"]
+    assert [row[1] for row in engine_rows(tree)] == ["0.25", "25%", "25%"]
 
 
 def test_the_title_has_the_known_facts():

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from onepolicy.build.components import build_components
+from onepolicy.run.adapter_check import AdapterCheck
 from support.adapter_faults import (
     BEGIN,
     END,
@@ -77,6 +78,21 @@ def test_log_probabilities_alone_tell_two_merges_apart(policy, fault, words):
     components, _ = build_components(settings(policy, dtype="float32"))
     step, message = asyncio.run(first_seen(components, fault, by_weights=False, since=2))
     assert step == 2
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("fault", "by_weights", "words"),
+    [
+        ("merged twice", True, "HFEngine is the frozen weights with the adapter added twice"),
+        ("never delivered", False, "requests), or the adapter of version 0, which is the same"),
+    ],
+)
+def test_the_error_says_what_the_engine_has_instead(policy, fault, by_weights, words, monkeypatch):
+    monkeypatch.setattr(AdapterCheck, "prompts", 8)
+    components, _ = build_components(settings(policy, dtype="float32"))
+    step, message = asyncio.run(first_seen(components, fault, by_weights=by_weights))
+    assert step == 1
     assert words in message
 
 

@@ -1,7 +1,9 @@
 """Whole runs through the command line: train, fork, eval, and the contents of the run folder."""
 
+import dataclasses
 import json
 import re
+import shutil
 import tomllib
 
 import pytest
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from onepolicy.cli import main
+from onepolicy.rollout.hf.engine import HFEngine
 from support.metrics import rows, timeless
 
 
@@ -106,6 +109,27 @@ def test_eval_of_a_run_repeats_its_last_evaluation(finished, capsys):
     last = rows(finished)[-1]
     evaluated = {k: v for k, v in last.items() if k.startswith("eval/")}
     assert {k: v for k, v in printed.items() if k != "model"} == evaluated
+
+
+def test_eval_of_a_quantised_engine_keeps_its_scales_in_the_run(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    static = 'rollout.quant={format="int8", activations="static"}'
+    assert main(["eval", str(run), static, "eval.quantised=true", "eval.problems=1"]) == 0
+    scales = json.loads((run / "calibration.json").read_text())
+    assert scales
+    assert all(scale > 0 for scale in scales.values())
+
+
+def test_an_engine_without_seeds_is_said_at_the_start(train, monkeypatch, capsys):
+    original = HFEngine.__init__
+
+    def without_seeds(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.caps = dataclasses.replace(self.caps, seeded=False)
+
+    monkeypatch.setattr(HFEngine, "__init__", without_seeds)
+    train("unseeded", "steps=1", "eval.every=0")
+    assert "does not use the request's seed" in capsys.readouterr().out
 
 
 def test_config_prints_effective_settings(recipe, capsys):

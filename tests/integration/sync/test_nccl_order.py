@@ -70,14 +70,17 @@ class Box:
 
 @pytest.fixture
 def blocking_groups(monkeypatch):
+    """Return a list that becomes the (rank, size) of each group made."""
     monkeypatch.setattr(module, "BUCKET_BYTES", 4096)
-    barrier, box = threading.Barrier(3), Box()
+    barrier, box, made = threading.Barrier(3), Box(), []
 
     def make(store, rank, size, **settings):
+        made.append((rank, size))
         assert settings["backend"] == "nccl"
         return (ReceivingEnd if rank else SendingEnd)(barrier, box)
 
     monkeypatch.setattr(module, "make_process_group", make)
+    return made
 
 
 @contextmanager
@@ -103,6 +106,7 @@ def test_both_sides_connect_before_either_waits_for_the_other(blocking_groups):
     sender = Sender(receivers=2, backend="nccl", timeout_s=LIMIT_S)
     with receiving(sender, [1, 2]) as arrived, sender:
         sender.send(weights.items(), 3)
+    assert set(blocking_groups) == {(0, 3), (1, 3), (2, 3)}
     assert arrived.keys() == {1, 2}
     for copy in arrived.values():
         assert list(copy) == list(weights)

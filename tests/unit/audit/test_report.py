@@ -1,5 +1,7 @@
 """The report of an audit: verdict first, clear badges, titles that follow the data, pictures."""
 
+import re
+
 import pytest
 from rich.console import Console
 
@@ -27,6 +29,12 @@ def test_the_verdict_comes_first(tmp_path, rows, badge) -> None:
     assert text.index(found.verdict.sentence[:40]) < text.index("Tokens compared")
     page = (tmp_path / "out" / "audit.html").read_text()
     assert f'<div class="card verdict {found.verdict.action}"><p class="badge">{badge}</p>' in page
+
+
+def test_numbers_near_1_have_their_digits(tmp_path) -> None:
+    console = Console(record=True, width=100)
+    run_audit([write_jsonl(tmp_path / "d.jsonl", gaussian_rows(4e-3))], {}, None, console)
+    assert re.search(r"Correlation of probabilities *\W *0\.994\d\D", console.export_text())
 
 
 def test_no_badge_can_be_read_as_all_is_well() -> None:

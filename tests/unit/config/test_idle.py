@@ -183,6 +183,12 @@ def test_config_writes_the_line_on_stderr_only(tmp_path, capsys):
     assert "no effect" not in shown.out
 
 
+def test_a_server_of_ours_names_them_too(monkeypatch, capsys):
+    monkeypatch.setattr("onepolicy.launch.engine_server.serve_model", lambda *_, **__: 0)
+    assert main(["engine", "serve", "tiny", "dtype=float32", "lm_head=float32"]) == 0
+    assert "no effect here: lm_head = float32 (dtype = float32)" in capsys.readouterr().err
+
+
 def test_commands_that_read_some_sections_name_typed_settings_only(capsys):
     config = resolve(MINIMAL, ["eval.top_p=0.9", "objective.lam=0.9"])
     warn_idle(idle_settings(config), ["eval.top_p=0.9"])

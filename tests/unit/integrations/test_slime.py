@@ -289,7 +289,7 @@ def test_a_loss_hook_that_cannot_be_is_refused_by_name(subtests):
 
 def test_a_rollout_without_the_log_probabilities_of_a_tools_reply_is_named():
     short = [row[:-1] for row in samples()[1]]
-    message = "sample 0 of this rank has 5 .* of the trainer, 4 of the rollout"
+    message = "sample 0 of this rank has 5 .* of the trainer, 4 of the rollout.*status is aborted"
     with pytest.raises(UsageError, match=message):
         slime.step(args("tis"), 7, rollout_data(rollout_log_probs=short))
     with pytest.raises(UsageError, match=message):
@@ -408,6 +408,31 @@ def test_routes_are_checked_when_they_arrive():
             module.check_samples(ROUTED, groups, None)
     off = SimpleNamespace(use_rollout_routing_replay=False)
     slime.check_samples(off, [[missing]], None)
+
+
+def test_an_aborted_sample_does_not_blame_the_server(subtests):
+    """Its routes are missing or cut. Masked out they may be anything of the right length."""
+    aborted = SimpleNamespace(value="aborted")
+    cut = finished(status=aborted)
+    cut.tokens += [9, 9]
+    message = "sample 1 of the rollout: its status is aborted.*Leave the sample out"
+    for name, sample in {
+        "none": finished(status=aborted, rollout_routed_experts=None),
+        "none, masked out": finished(
+            status=aborted, rollout_routed_experts=None, remove_sample=True
+        ),
+        "cut": cut,
+    }.items():
+        for module in (slime, miles):
+            with subtests.test(name), pytest.raises(UsageError, match=message) as refused:
+                module.check_samples(ROUTED, [[finished(), sample]], None)
+            assert "SGLang" not in str(refused.value)
+    zeros = torch.zeros(5, 3, 2, dtype=torch.int32).numpy()
+    masked = finished(status=aborted, rollout_routed_experts=zeros, remove_sample=True)
+    slime.check_samples(ROUTED, [[finished(), masked]], None)
+    masked.remove_sample = False
+    with pytest.raises(UsageError, match="layer"):
+        slime.check_samples(ROUTED, [[finished(), masked]], None)
 
 
 def test_samples_of_several_versions_are_counted(caplog):

@@ -17,9 +17,10 @@ from onepolicy.plan.dims import Attention, Dims, known_models, route_bytes
 from onepolicy.plan.dry_run import MicroBatchMemory
 from onepolicy.plan.engine_memory import EngineWeights
 from onepolicy.plan.hardware import Constant, parse_cluster
+from onepolicy.plan.planner import PlanOption
 from onepolicy.plan.splits import DeviceSplit, possible_splits
 from onepolicy.plan.step_work import StepWork
-from onepolicy.plan.suggestions import uneven_experts
+from onepolicy.plan.suggestions import suggestions, uneven_experts
 from onepolicy.train import optimiser_memory
 from support.paths import ROOT
 
@@ -171,6 +172,32 @@ def test_a_rank_stores_whole_experts():
     assert uneven_experts(planner, option) == []
 
 
+def test_memory_that_no_number_of_ranks_makes_fit_is_that_of_the_best_number():
+    """2 ranks need 1 + 8 GB beside what is divided, 4 ranks 2 + 5, more ranks 9 + 9."""
+    working = {2: (1e9, 8e9), 4: (2e9, 5e9)}
+
+    def memory(ranks, _):
+        gathered, activations = working.get(ranks, (9e9, 9e9))
+        return SimpleNamespace(gathered=gathered, activations=activations, logits=0.0, total=2e10)
+
+    large = SimpleNamespace(learner_used=2e10, learner_fits=False, learner_room=1e9)
+    made = SimpleNamespace(
+        config=config(train={"tokens_per_micro_batch": 5}),
+        dims=DIMS,
+        work=WORK,
+        cluster=parse_cluster("1xcpu"),
+        room=1e9,
+        room_share=0.5,
+        evaluate_split=lambda *_: large,
+        learner_rank_memory=memory,
+    )
+    own = {"split": DeviceSplit(1, 1, 1), "engine_fits": True, "host_state": 0, "host_room": 1}
+    own |= {"save": SimpleNamespace(staged=0), "start": SimpleNamespace(host=0)}
+    (line,) = suggestions(made, SimpleNamespace(**vars(large) | own))
+    assert "2 GB with its gradients, beside 5 GB of activations" in line
+    assert "devices of 14 GB would do" in line
+
+
 def test_one_micro_batch_frees_activations_while_it_makes_gradients():
     few = dataclasses.replace(HELD, peak=3000.0)
     recomputed = dataclasses.replace(HELD, end=900.0)  # only layer 0's gradients are to come
@@ -271,6 +298,16 @@ def test_another_engine_evaluates_unquantised_weights():
     assert memory.evaluator == 2 * 2000 + memory.cache
     for settings in ({"every": 0}, {"quantised": True}):
         assert engine(rollout, eval=settings).evaluator == 0
+
+
+def test_a_learners_device_holds_the_engine_in_its_process():
+    unset = dict.fromkeys(each.name for each in dataclasses.fields(PlanOption))
+    start = learner_memory.start_memory(DIMS, config(), cluster(), 1)
+    parts = {"learner": learner(), "engine": engine(EMBEDDED), "start": start}
+    held = 4000 + 3 * (2 * ROWS + ROUTES)  # weights and cache
+    for shared, more in ((True, held), (False, 0)):
+        option = PlanOption(**unset | parts | {"engine_on_learner": shared})
+        assert option.learner_used == learner().total + more
 
 
 def test_weights_read_by_a_forward():
@@ -547,6 +584,7 @@ def test_settings_that_cannot_be_planned_are_refused(capsys, monkeypatch, subtes
     for arguments, message in (
         ("model.path=./nowhere", "no folder ./nowhere.*known without a download: DeepSeek-V3"),
         ("--json nowhere/plan.json", "--json: no folder nowhere"),
+        ("--json README.md/x/plan.json", "--json: .*README.md is a file, not a folder"),
         (exact, "numerics: on-policy was run on CPUs only"),
         (f"--sync nccl {qwen}", "--sync: the engine is in the learner's process"),
     ):

@@ -17,7 +17,14 @@ from onepolicy.config import resolve
 from onepolicy.report.figure import REPLAY, ROLLOUT, TRAINER, Absent, Figure, LogScale
 from onepolicy.report.html import write_report
 from onepolicy.report.learning import learning_figures, time_split, trailing_mean
-from onepolicy.report.mismatch import extreme_tokens, k3, mismatch_figures, pairs_of, subsample
+from onepolicy.report.mismatch import (
+    extreme_tokens,
+    k3,
+    k3_by_age,
+    mismatch_figures,
+    pairs_of,
+    subsample,
+)
 from onepolicy.report.outcome import outcome
 from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import load_run
@@ -259,6 +266,18 @@ def test_zero_k3_is_visible(copy):
     assert axis["ticktext"][0] == "0"
     assert axis["type"] == "log"
     assert axis["range"][0] < math.log10(trace["y"][zero])
+
+
+def test_k3_of_each_age_is_a_mean_over_tokens(copy):
+    run = load_run(copy)
+    assert isinstance(k3_by_age(run), Absent)
+    k3s, tokens = "mismatch/k3_staleness@", "staleness/tokens@"
+    run.rows[1] |= {f"{k3s}0": 0.01, f"{tokens}0": 10.0, f"{k3s}2": 0.5, f"{tokens}2": 5.0}
+    run.rows[2] |= {f"{k3s}0": 0.04, f"{tokens}0": 20.0, f"{k3s}2": None}
+    figure = k3_by_age(run)
+    assert isinstance(figure, Figure)
+    assert figure.data[0]["x"] == [0, 2]
+    assert figure.data[0]["y"] == pytest.approx([0.03, 0.5])
 
 
 def test_log_scale_by_hand():

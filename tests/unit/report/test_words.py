@@ -7,7 +7,15 @@ from rich.console import Console
 
 from onepolicy.report.outcome import outcome
 from onepolicy.report.terminal import summary_table
-from onepolicy.report.words import comparison, course, factor, number, time_shares, verdict
+from onepolicy.report.words import (
+    comparison,
+    course,
+    describe_overlap,
+    factor,
+    number,
+    time_shares,
+    verdict,
+)
 from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.rules import Gap
 from onepolicy.verdict.rules import verdict as audit_verdict
@@ -145,6 +153,8 @@ SIZES = [
     (1e-2, 9e-4, 0.0, "by 11.1\u00d7, two probes, as small as dense models train well with."),
     (1e-2, 9e-4, 2e-3, MORE),
     (1e-2, 1e-3, 0.0, MORE),
+    (3e-3, 2e-3, 0.0, f"{LITTLE} 0.003 to 0.002 nats"),  # 1.5 times: more is a cut
+    (3.1e-3, 2e-3, 0.0, "replay cut"),
     (1e-2, 0.0, 0.0, f"{CUT} 0 nats a token, too small"),
 ]
 
@@ -205,6 +215,15 @@ def test_numbers_shares_and_factors():
     assert [number(value, share=True) for value in shares] == list(shares.values())
     factors = {None: "\u2013", 2.9444: "2.94\u00d7", 12345.6: "12,346\u00d7"}
     assert [factor(value) for value in factors] == list(factors.values())
+
+
+def test_times_of_sampling_while_learning():
+    found = {"staleness_mean": 0.5, "staleness_max": 2.0, "spanning": 0.25}
+    found |= {"learner_busy": 0.75, "sampler_busy": 0.5}
+    assert describe_overlap(found) == (
+        "tokens were 0.5 updates old on average, the oldest 2; 25% of the samples span an update; "
+        "the learner was busy 75% of the time, the sampler 50%"
+    )
 
 
 def test_time_shares():

@@ -58,6 +58,32 @@ def test_state_on_the_host_gives_the_same_bits(dtype, bucket, monkeypatch):
     assert streamed.param_groups[0]["params"] == list(host.parameters())
 
 
+def test_every_bucket_is_waited_for_and_the_last_one_too(monkeypatch):
+    """What the streams of a GPU are told, here without streams."""
+    told = []
+
+    class Recorded(streamed_adamw.CopyStreams):
+        def fetching(self):
+            told.append("fetch")
+            return super().fetching()
+
+        def wait_for_fetched(self, fetched):
+            told.append("wait")
+
+        def putting_back(self):
+            told.append("put back")
+            return super().putting_back()
+
+        def finish(self):
+            told.append("finish")
+
+    monkeypatch.setattr(streamed_adamw, "CopyStreams", Recorded)
+    monkeypatch.setattr(streamed_adamw, "BUCKET_BYTES", 1)
+    model = model_of()
+    train(model, optimizer_of(model, "host"), 1)  # five of six parameters have a gradient
+    assert told == ["fetch", "wait", "put back"] * 5 + ["finish"]
+
+
 def saved_and_loaded(before, after, steps, dtype=torch.float32):
     """Return a model with its optimizer, a copy with one loaded from the other's state, and the
     (saved, loaded) values."""

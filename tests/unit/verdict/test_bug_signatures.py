@@ -15,6 +15,8 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
+from onepolicy.verdict.rules import CAUSES
+from onepolicy.verdict.scored_tokens import PROCESSED
 
 SEQUENCES, LENGTH, VOCABULARY = 16, 40, 60
 
@@ -164,6 +166,7 @@ def test_temperature(seed: int, subtests) -> None:
             found = check(*sides, entropy=entropy(w.logits))
             assert causes(found) == ["temperature"]
             assert f"{temperature:.1f}" in found.text() or temperature == 1.5
+            assert "logprobs_mode" in found.text()
             # not told apart from mismatch without the entropy
             assert "temperature" not in causes(check(*sides))
             tokens = w.sample(seed)
@@ -181,17 +184,24 @@ def test_support(seed: int, subtests) -> None:
         with subtests.test(top=top):
             tokens = w.sample(seed, top=top)
             kept = logp(kept_by_top(w.logits_rollout, top), tokens)
-            assert causes(check(logp(w.logits, tokens), kept)) == ["support"]
+            found = check(logp(w.logits, tokens), kept)
+            assert causes(found) == ["support"]
+            assert "processed (logprobs_mode)" in found.text()
             if top < 10:
                 plain = w.score(tokens)
-                assert causes(check(*plain, entropy=entropy(w.logits))) == ["support"]
+                found = check(*plain, entropy=entropy(w.logits))
+                assert causes(found) == ["support"]
+                assert "logprobs_mode is raw" in found.text()
                 assert causes(check(*plain)) == []  # the ratio is right then, and cannot show it
     for temperature in (0.7, 1.3):
         with subtests.test(temperature=temperature):
             tokens = w.sample(seed, temperature, top=8)
             kept = logp(kept_by_top(w.logits_rollout, 8), tokens, temperature)
             found = check(logp(w.logits, tokens), kept, entropy=entropy(w.logits))
-            assert causes(found) == ["temperature", "support"]
+            if temperature < 1:
+                assert causes(found) == ["temperature", "support"]
+            else:  # flatter and cut: no one temperature explains it
+                assert found.marks or causes(found) == ["support"]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -209,6 +219,11 @@ def test_one_token_left_by_top_p(seed: int) -> None:
     assert causes(check(old, rollout)) == ["support"]
     some = torch.rand(rollout.shape, generator=g) < 0.1
     assert causes(check(old, rollout.masked_fill(some, 0.0))) == ["fill", "support"]
+
+
+def test_sampling_causes_name_the_setting_of_raw_and_processed() -> None:
+    assert "logprobs_mode=processed_logprobs" in PROCESSED
+    assert all(PROCESSED in CAUSES[cause] for cause in ("temperature", "support"))
 
 
 def test_fill() -> None:

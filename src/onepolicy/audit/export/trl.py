@@ -117,11 +117,10 @@ def response_rows(
 ) -> list[dict[str, Any]]:
     """Return a row for each sample whose completion is not masked out altogether.
 
-    A token without a finite sampling log-probability is not part of the mask: TRL sets NaN for
-    tokens that vLLM could not score.
+    TRL sets NaN for tokens that vLLM could not score. They stay in the mask: the audit leaves them
+    out and counts them.
     """
-    known = columns["logp_rollout"].isfinite()
-    given = {"tokens": generation["completion_ids"], "mask": response_mask(generation) & known}
+    given = {"tokens": generation["completion_ids"], "mask": response_mask(generation)}
     listed = {name: value.cpu().tolist() for name, value in {**given, **columns}.items()}
     lengths = generation["completion_mask"].sum(1).tolist()
     return [

@@ -27,6 +27,7 @@ from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import ReplayHandle
 from onepolicy.replay.padding import pad_routes, unpad_routes
 from onepolicy.replay.routers import Routers, bind_routers
+from onepolicy.replay.sample_checks import OnMismatch
 from onepolicy.replay.topk_hook import in_backward
 from onepolicy.types import RoutingTrace, describe_argument
 
@@ -55,7 +56,12 @@ class ArmedReplay:
 
     @contextmanager
     def batch(
-        self, traces: Sequence[Trace], *, native: bool = False, check: bool = True
+        self,
+        traces: Sequence[Trace],
+        *,
+        native: bool = False,
+        check: bool = True,
+        on_mismatch: OnMismatch = "stop",
     ) -> Iterator[ArmedBatch]:
         """Replay these traces in the forwards of this context.
 
@@ -64,7 +70,7 @@ class ArmedReplay:
                 be longer or shorter than its sample: it is cut, or the model routes the rest. A
                 sample whose trace is None or has no valid row is routed by the model itself.
             native: keep the routers' own choice, for `ArmedBatch.native`.
-            check: as of `Routers.replay`.
+            check, on_mismatch: as of `Routers.replay`.
 
         Yields:
             The batch, with the number of its forwards.
@@ -78,7 +84,9 @@ class ArmedReplay:
             raise UsageError(
                 "ArmedReplay.batch: another batch of this model is open; leave it first"
             )
-        opened = ArmedBatch(self.routers, traces, native=native, check=check)
+        opened = ArmedBatch(
+            self.routers, traces, native=native, check=check, on_mismatch=on_mismatch
+        )
         self._batch = opened
         try:
             yield opened
@@ -111,17 +119,26 @@ class ArmedBatch:
         forwards: the number of forwards so far.
         native: the routers' own choice of each sample so far, with a row for each token that was
             fed; None for a sample without routes. Empty without `native=True`.
+        dropped: numbers of the samples so far that `on_mismatch="drop"` left to the routers.
     """
 
     def __init__(
-        self, routers: Routers, traces: Sequence[Trace], *, native: bool, check: bool
+        self,
+        routers: Routers,
+        traces: Sequence[Trace],
+        *,
+        native: bool,
+        check: bool,
+        on_mismatch: OnMismatch,
     ) -> None:
         self.forwards = 0
         self.native: list[Trace] = []
+        self.dropped: list[int] = []
         self._routers = routers
         self._total = len(traces)
         self._waiting = deque(traces)
-        self._keep_native, self._check = native, check
+        self._keep_native = native
+        self._how: dict[str, Any] = {"check": check, "on_mismatch": on_mismatch}
         # Of the forward that is running
         self._replay: AbstractContextManager[ReplayHandle] | None = None
         self._handle: ReplayHandle | None = None
@@ -151,7 +168,7 @@ class ArmedBatch:
         whole = layout.trace(
             [self._fitted(t, n) for t, n in zip(traces, layout.lengths, strict=True)]
         )
-        self._replay = self._routers.replay(whole, native=self._keep_native, check=self._check)
+        self._replay = self._routers.replay(whole, native=self._keep_native, **self._how)
         self._handle = self._replay.__enter__()
 
     def leave(self) -> None:
@@ -163,6 +180,8 @@ class ArmedBatch:
         natives: list[Trace] = [None] * layout.samples
         if replay is not None and handle is not None:
             replay.__exit__(*sys.exc_info())
+            first = self._total - len(self._waiting) - layout.samples
+            self.dropped += [first + sample for sample in handle.dropped]
             if self._keep_native:
                 natives = list(layout.split(handle.native()))
         if self._keep_native:

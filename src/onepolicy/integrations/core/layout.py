@@ -9,7 +9,8 @@ compares (`tests/unit/integrations/test_layout.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,27 @@ def fit(trace: RoutingTrace, rows: int) -> RoutingTrace:
         weights = torch.cat([trace.weights, trace.weights.new_zeros(shape)])
     fitted = dataclasses.replace(trace, ids=ids, valid=valid, weights=weights)
     return fitted.with_origin(trace.origin)
+
+
+def sample_starts(args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> tuple[int, ...]:
+    """Return the first row of each sample of a forward, by the arguments that it is given.
+
+    A batch of one row is packed if it has `position_ids`: samples begin where they are 0. Anything
+    that is not known counts as one sample.
+
+    Args:
+        args, kwargs: of a transformers model's forward.
+        rows: B * S, its tokens.
+    """
+    tokens, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+    if tokens is None and args:
+        tokens = args[0]
+    if isinstance(tokens, Tensor) and tokens.dim() > 1 and len(tokens) > 1:
+        return tuple(range(0, rows, rows // len(tokens)))
+    starts: list[int] = []
+    if isinstance(positions, Tensor) and positions.numel() == rows:
+        starts = (positions.reshape(-1) == 0).nonzero()[:, 0].tolist()
+    return tuple(sorted({0, *starts}))
 
 
 def packed(

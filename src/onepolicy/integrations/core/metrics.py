@@ -13,6 +13,7 @@ from torch import Tensor
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.divergence.routing import routing_agreement, routing_disagreement
 from onepolicy.integrations.core.layout import fit
+from onepolicy.nonfinite import leave_out
 from onepolicy.types import RoutingTrace
 
 LARGEST = ("max_dlogp", "max_dp", "weight_max", "ratio_max")
@@ -36,12 +37,10 @@ def mismatch_metrics(
     mask = mask.bool()
     if not mask.any():
         return {}
-    finite = mask & logp_old.isfinite() & logp_rollout.isfinite()
-    share = 1 - finite.sum().item() / mask.sum().item()
-    metrics = {f"{prefix}/nonfinite": share}
+    finite, left = leave_out(mask, {"logp_old": logp_old, "logp_rollout": logp_rollout})
+    metrics = {f"{prefix}/nonfinite": left.count / left.tokens}
     if finite.any():
-        found = mismatch(logp_old, logp_rollout, finite)
-        metrics |= found.metrics(prefix)
+        metrics |= mismatch(logp_old, logp_rollout, finite).metrics(prefix)
     return metrics
 
 

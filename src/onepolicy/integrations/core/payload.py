@@ -30,6 +30,7 @@ from torch import Tensor
 from onepolicy.config import UsageError
 from onepolicy.config.base import short_repr
 from onepolicy.integrations.core.layout import fit
+from onepolicy.replay.checks import why_surplus
 from onepolicy.replay.payloads.npy import InvalidNpyError, parse_npy
 from onepolicy.replay.routers import BoundRouters
 from onepolicy.types import RoutingTrace, id_dtype
@@ -46,23 +47,34 @@ class PayloadForm:
     missing: Literal["zeros", "negative", "length"]
 
 
-def to_trace(routers: BoundRouters, payload: Any, *, tokens: int, form: str) -> RoutingTrace:
+def to_trace(
+    routers: BoundRouters,
+    payload: Any,
+    *,
+    tokens: int,
+    form: str,
+    surplus: Literal["error", "cut"] = "error",
+) -> RoutingTrace:
     """Return a payload of one sample as a trace of its `tokens - 1` slots.
 
-    Rows after the last slot are cut off: a trainer may have truncated the response, and an engine
-    never feeds the last token. Slots after the last row, such as those of a tool's reply at the
-    end, are invalid: the trainer routes them itself. A payload of None gives no valid row.
+    A row of the last token is not read: an engine never feeds that token, and some trainers fill
+    it in. Slots after the last row, such as those of a tool's reply at the end, are invalid: the
+    trainer routes them itself. A payload of None gives no valid row.
 
     Args:
         routers: the trainer's routers.
         payload: in the given form, or None for a sample without routes.
         tokens: tokens of the sample, prompt included.
         form: a name of `FORMS`.
+        surplus: what to do with more captured rows than tokens. "error": nobody knows which of
+            them are the sample's. "cut": the first ones are, because you truncated the response.
 
     Raises:
-        UsageError: the form is not known, or the payload does not have it; or as of
-            `replay.axes.trace_from`.
+        UsageError: the form is not known, or the payload does not have it; it has surplus rows; or
+            as of `replay.axes.trace_from`.
     """
+    if surplus not in ("error", "cut"):
+        raise UsageError(f'to_trace: surplus is {surplus!r}, expected "error" or "cut"')
     if form not in FORMS:
         raise UsageError(
             f"to_trace: no payload has the form {form!r}; there are {', '.join(FORMS)}"
@@ -77,6 +89,8 @@ def to_trace(routers: BoundRouters, payload: Any, *, tokens: int, form: str) -> 
             f"to_trace: the {form} payload has shape {list(ids.shape)} and dtype {ids.dtype}, "
             "expected integers [rows, layers, K]"
         )
+    if surplus == "error":
+        _check_surplus(ids, tokens, form)
     ids = ids[: tokens - 1]
     if not len(ids):
         return missing_routes(routers, tokens - 1)
@@ -84,6 +98,21 @@ def to_trace(routers: BoundRouters, payload: Any, *, tokens: int, form: str) -> 
     if FORMS[form].missing == "zeros" and routers.top_k > 1:
         captured = (ids != 0).flatten(1).any(1)
     return fit(routers.trace_from(ids, valid=captured), tokens - 1)
+
+
+def _check_surplus(ids: Tensor, tokens: int, form: str) -> None:
+    """Raise UsageError if ids [rows, layers, K] have more rows than tokens, not counting filler."""
+    beyond = ids[tokens:].to(torch.int64)
+    filler = torch.arange(ids.shape[2])
+    if FORMS[form].missing == "zeros":
+        filler = torch.zeros_like(filler)
+    if ((beyond == filler) | (beyond < 0)).all():
+        return
+    raise UsageError(
+        f"to_trace: the {form} payload has {len(ids)} rows, but {tokens} tokens have {tokens - 1}"
+        f"{why_surplus(ids, tokens - 1)}. If the response was truncated, so that the first rows "
+        'are the right ones, cut the routes with it, or give to_trace surplus="cut"'
+    )
 
 
 def missing_routes(routers: BoundRouters, rows: int) -> RoutingTrace:

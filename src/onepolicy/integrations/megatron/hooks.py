@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepolicy.divergence.routing import differing_experts
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.topk_hook import TopkHook, TopkRecorder, TopkReplayer
 
@@ -23,6 +24,8 @@ OwnTopk = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 class _RouterReplaySeat(TopkHook):
     """A hook that takes the place of a router's `router_replay` while the router runs."""
+
+    _limited_to_groups = False  # the router chooses among the experts of its best groups
 
     def __enter__(self) -> Any:
         router: Any = self.router.module
@@ -43,6 +46,7 @@ class _RouterReplaySeat(TopkHook):
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return the values and ids [N, K] of the experts to use. Megatron's router calls it."""
+        self._limited_to_groups = bool(group_topk)
         return self._choose(
             scores, topk, lambda x: default_compute_topk(x, topk, num_groups, group_topk)
         )
@@ -79,6 +83,7 @@ class MegatronReplayer(_RouterReplaySeat, TopkReplayer):
     """A hook that makes one router select given experts in one forward and its recomputes."""
 
     batch = 1  # samples that a forward must have
+    _own: OwnTopk
 
     def _begin_first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = _samples(args)
@@ -93,13 +98,21 @@ class MegatronReplayer(_RouterReplaySeat, TopkReplayer):
     def _choose(self, scores: Tensor, k: int, own: OwnTopk) -> tuple[Tensor, Tensor]:
         grad = torch.is_grad_enabled()
 
-        def own_choice() -> tuple[Tensor, Tensor]:
+        def own_choice(scores: Tensor) -> tuple[Tensor, Tensor]:
             # Megatron 0.19 orders the ids of a row by whether gradients are on.
             with torch.set_grad_enabled(grad):
                 return own(scores.detach())
 
+        self._own = own_choice
         selected = self._replayed_selection(torch.topk, scores, k, own_choice)
         return selected[0], selected[1]
+
+    def _better(self, scores: Tensor, route: Tensor) -> Tensor:
+        if not self._limited_to_groups:
+            return super()._better(scores, route)
+        # An expert of another group may score high, so the scores alone do not tell.
+        own = self._own(scores)[1]
+        return differing_experts(route, own).float() + (self.router.top_k - 1)
 
 
 def _samples(args: tuple[Any, ...]) -> int:

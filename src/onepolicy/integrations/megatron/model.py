@@ -88,8 +88,8 @@ def replay(
         trace: ids [B * S, L, K] and valid [B * S], on any device. It is copied.
         batch: B, samples of the micro-batch; 1 for packed sequences.
         native: also keep the routers' own choice, for `native()` and `check_alignment()`.
-        check: when the context is left, compare the routes with the routers' own choice, in the
-            first forward of every source of traces and in every 32nd one after it.
+        check: when the context is left, compare the routes of every sample with the routers' own
+            choice, see docs/replay_checks.md.
 
     Raises:
         UsageError: as of `routers_of`; the trace is not one of this model; its rows are not those

@@ -17,7 +17,7 @@ from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.layers import Router
 from onepolicy.replay.routers import BoundRouters
-from onepolicy.replay.source_checks import SourceChecks
+from onepolicy.replay.sample_checks import SampleChecks
 from onepolicy.replay.topk_hook import TopkRecorder, TopkReplayer, override_attribute
 from onepolicy.types import RoutingTrace, TraceOrigin, id_dtype, index_ids
 
@@ -55,7 +55,7 @@ class MegatronTape(RouteRecorder):
             by_sample(self._trace_of(list(ids)), batch)
             for ids, batch in zip(forwards, first.batches, strict=True)
         ]
-        return RoutingTrace.concat(traces).with_origin(TraceOrigin("recorded"))
+        return RoutingTrace.concat(traces)
 
     def _trace_of(self, ids: list[Tensor]) -> RoutingTrace:  # per layer [n, K]
         router = self._routers[0]
@@ -82,25 +82,34 @@ class MegatronReplay(ReplayHandle):
         *,
         batch: int,
         native: bool,
-        checked: bool,
+        compared: Tensor | None,
     ) -> None:
         """Copy the trace. Arguments are those of `MegatronRouters.replay` and of the base class."""
         rows = by_position(trace, batch)
-        super().__init__(routers, rows, native=native, soft=None, weights=False, checked=checked)
+        if compared is not None:
+            length = len(trace) // batch
+            compared = compared % length * batch + compared // length
+        super().__init__(routers, rows, native=native, soft=None, weights=False, compared=compared)
         self.trace = by_sample(self.trace, batch)
         self._batch = batch
         for replayer in self._replayers:
             assert isinstance(replayer, MegatronReplayer)
             replayer.batch = batch
 
-    def native_trace(self) -> RoutingTrace:
+    def native(self) -> RoutingTrace:
         """Return the routers' own choice, sample by sample."""
-        return by_sample(super().native_trace(), self._batch)
+        return by_sample(super().native(), self._batch)
 
     def gate_mass(self) -> Tensor:
         """Return [T, L] float32, sample by sample; as of the base."""
-        mass = super().gate_mass()
-        return mass.view(-1, self._batch, mass.shape[1]).transpose(0, 1).flatten(0, 1)
+        return self._by_sample(super().gate_mass())
+
+    def lacking_experts(self) -> Tensor:
+        """Return [T, L] float32, sample by sample; as of the base."""
+        return self._by_sample(super().lacking_experts())
+
+    def _by_sample(self, values: Tensor) -> Tensor:  # [S * B, L]
+        return values.view(-1, self._batch, values.shape[1]).transpose(0, 1).flatten(0, 1)
 
 
 class MegatronRouters(BoundRouters):
@@ -117,7 +126,7 @@ class MegatronRouters(BoundRouters):
         self.num_experts = found.config.num_moe_experts
         self.top_k = found.config.moe_router_topk
         self.depth = found.config.num_layers
-        self._checks = SourceChecks()
+        self._checks = SampleChecks()
 
     @contextmanager
     def record(self) -> Iterator[MegatronTape]:
@@ -141,15 +150,28 @@ class MegatronRouters(BoundRouters):
             layers = self.stage_layers
         self._check_trace(trace, layers)
         whole = self._of_stage(trace)
-        # Of the rows of all ranks, so that every rank raises or checks in the same forward.
-        check_after = self._checks.plan(whole, check=check and bool(self._routers))
         rows = self._sequence_ranks().own_rows(whole, batch)
+        if batch > 1:
+            starts = range(0, len(rows), len(rows) // batch)
+            rows = rows.with_origin(TraceOrigin(tuple(starts)))
+        # A rank may hold padding only, so the rows of all ranks say whether there are any.
+        planned = compared = None
+        if check and self._routers:
+            planned = self._checks.plan(rows, has_routes=bool(whole.valid.any()))
+        if planned is not None:
+            compared = planned.rows
         handle = MegatronReplay(
-            self._routers, rows, batch=batch, native=native, checked=check_after.needs_native
+            self._routers,
+            rows,
+            batch=batch,
+            native=native,
+            compared=compared,
         )
         with handle.replaying():
             yield handle
-        check_after(handle)
+        handle.check()
+        if planned is not None:
+            planned(handle)
 
     def _sequence_ranks(self) -> SequenceRanks:
         if not self._routers:
@@ -163,4 +185,5 @@ class MegatronRouters(BoundRouters):
         numbers = [trace.layers.index(layer) for layer in self.stage_layers]
         columns = torch.tensor(numbers, dtype=torch.int64, device=trace.ids.device)
         ids = index_ids(trace.ids.transpose(0, 1), columns).transpose(0, 1)
-        return RoutingTrace(ids, trace.valid, self.stage_layers, trace.num_experts)
+        part = RoutingTrace(ids, trace.valid, self.stage_layers, trace.num_experts)
+        return part.with_origin(trace.origin)

@@ -4,8 +4,8 @@ miles has adapters of its own for three families, which rebind their routers' fo
 others `install` here binds the routers and keeps miles' bookkeeping: one queue per layer, filled by
 miles from the rollout, taken in the order of the forwards. The differences: rows of -1 are routed
 by the model itself (miles replays the experts 0 .. K-1), recomputes of activation checkpoints carry
-the replay of their forward (miles takes from the queue a second time), and the first forward's
-routes, and those of every 32nd, are compared with the routers' own choice (docs/replay_checks.md).
+the replay of their forward (miles takes from the queue a second time), and every sample's routes
+are compared with the routers' own choice in every forward (docs/replay_checks.md).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from onepolicy.integrations.core.layout import sample_starts
 from onepolicy.replay.checks import RoutingError, is_moe, refuse_router_loss
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.replay.topk_hook import in_backward
-from onepolicy.types import RoutingTrace, id_dtype
+from onepolicy.types import RoutingTrace, TraceOrigin, id_dtype
 
 
 def extend(module: Any) -> None:
@@ -78,6 +79,8 @@ class QueuedReplay:
                 "forward that trains or scores must run in stage replay_forward"
             )
         trace = self._next_trace()
+        starts = sample_starts(args, kwargs, len(trace))
+        trace = trace.with_origin(TraceOrigin(starts))
         if trace.valid.any():
             self._open = self._routers.replay(trace)
             self._open.__enter__()

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
+from onepolicy.integrations.core.layout import sample_starts
 from onepolicy.replay.checks import refuse_router_loss
 from onepolicy.replay.routers import Routers, bind_routers
-from onepolicy.types import describe_argument
+from onepolicy.types import TraceOrigin, describe_argument
 
 ROUTES = "routed_experts"
 _bound: weakref.WeakKeyDictionary[Any, Routers] = weakref.WeakKeyDictionary()
@@ -65,7 +66,8 @@ def _replayed(theirs: Any, model: Any, routes: Any, args: Any, kwargs: Any) -> A
         captured = (ids != 0).flatten(1).any(1)
         if not captured.any():  # a micro-batch of padding
             return theirs(model, *args, **kwargs)
-    with routers.replay(routers.trace_from(ids, valid=captured)):
+    origin = TraceOrigin(sample_starts(args, kwargs, len(ids)))
+    with routers.replay(routers.trace_from(ids, valid=captured).with_origin(origin)):
         return theirs(model, *args, **kwargs)
 
 

@@ -107,7 +107,7 @@ def check_lengths(
                 f"slime or miles: sample {number} of this rank has {lengths[0]} log-probabilities "
                 f"of the trainer, {lengths[1]} of the rollout and a loss mask of {lengths[2]} "
                 "tokens; a rollout function must return one for every token of the response, also "
-                "for those of a tool (any number)"
+                "for those of a tool (any number). If its status is aborted, leave the sample out"
             )
 
 

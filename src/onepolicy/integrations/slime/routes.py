@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,7 +18,8 @@ def check_samples(args: Any, samples: Sequence[Any], *_: Any, **__: Any) -> None
 
     Only the trainer's forward can tell whether these are the routes of these tokens
     (docs/replay_checks.md). Without a model the number of rows can be checked, ids, layers that
-    were not captured, and rows that a buffer repeats.
+    were not captured, and rows that a buffer repeats. Those of a sample that is masked out
+    (`remove_sample`) may be anything, but must be there: Megatron replays them too.
 
     Raises:
         UsageError: a sample has no routes although they are replayed, or routes that cannot be
@@ -39,14 +40,33 @@ def check_samples(args: Any, samples: Sequence[Any], *_: Any, **__: Any) -> None
     for number, sample in enumerate(found):
         name = f"sample {number} of the rollout"
         if sample.rollout_routed_experts is None:
-            raise UsageError(
-                f"{name}: has no routes; start SGLang with --enable-return-routed-experts (it "
-                "answers without them else), and let a custom conversion of samples copy "
-                "rollout_routed_experts"
-            )
+            _refuse_without_routes(sample, name)
+        if getattr(sample, "remove_sample", False):
+            continue
         ids = torch.as_tensor(sample.rollout_routed_experts)
         trace = trace_from(ids, layers=layers, depth=args.num_layers, num_experts=args.num_experts)
+        if _status(sample) == "aborted" and len(trace) < len(sample.tokens) - 1:
+            _refuse_without_routes(sample, name)
         check_path(trace, torch.tensor(sample.tokens), spec, name)
+
+
+def _status(sample: Any) -> str:
+    """Return slime's Sample.Status of a sample as text, "" if it has none."""
+    return str(getattr(getattr(sample, "status", None), "value", ""))
+
+
+def _refuse_without_routes(sample: Any, name: str) -> NoReturn:
+    """Raise UsageError for a sample whose routes are missing, or cut where it was aborted."""
+    if _status(sample) == "aborted":
+        raise UsageError(
+            f"{name}: its status is aborted, and it has no routes, or not of all its tokens. The "
+            "server is not at fault. Leave the sample out of the rollout, or mask it out "
+            "(remove_sample=True) and give it one row of zeros a slot"
+        )
+    raise UsageError(
+        f"{name}: has no routes; start SGLang with --enable-return-routed-experts (it answers "
+        "without them else), and let a custom conversion of samples copy rollout_routed_experts"
+    )
 
 
 def moe_layers(args: Any) -> tuple[int, ...]:

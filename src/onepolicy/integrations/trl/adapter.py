@@ -62,6 +62,7 @@ class Generation:
     logp: Tensor | None = None  # [B, T] float32, scored under replay
     entropy: Tensor | None = None  # [B, T]
     native: list[Trace] = field(default_factory=list)  # the routers' own choice
+    dropped: int = 0  # samples whose routes were wrong, and are None in `traces` now
 
 
 class TrlAdapter:
@@ -224,22 +225,34 @@ class TrlAdapter:
         if generation is None or self._is_reference(model):
             return self._logps(model, *args, **kwargs)
         kwargs["compute_entropy"] = True
+        without = sum(trace is None for trace in generation.traces)
         with self._replaying(generation.traces, native=True) as native:
             found = self._logps(model, *args, **kwargs)
         generation.logp, generation.entropy = found[:2]
         generation.native = native
+        generation.dropped = sum(trace is None for trace in generation.traces) - without
         return found
 
     @contextmanager
     def _replaying(self, traces: list[Trace], *, native: bool) -> Iterator[list[Trace]]:
-        """Replay the forwards of this context. Yield a list that then gets the native routes."""
+        """Replay the forwards of this context. Yield a list that then gets the native routes.
+
+        Traces of samples that were dropped become None in `traces`, so that no later forward of the
+        step replays them.
+        """
         found: list[Trace] = []
         if self._armed is None:
             yield found
             return
-        with self._armed.batch(traces, native=native, check=self._settings.check) as batch:
+        how: dict[str, Any] = {
+            "check": self._settings.check,
+            "on_mismatch": self._settings.on_mismatch,
+        }
+        with self._armed.batch(traces, native=native, **how) as batch:
             yield found
         found += batch.native
+        for sample in batch.dropped:
+            traces[sample] = None
 
     def _is_reference(self, model: Any) -> bool:
         """Return whether this call scores the reference policy, which is never replayed.
@@ -278,6 +291,8 @@ class TrlAdapter:
         """Measure, correct and dump a generation whose tokens and scores are known."""
         self._generations += 1
         metrics = replay_metrics(generation.traces)
+        if self._settings.on_mismatch == "drop" and generation.traces:
+            metrics["replay/dropped_samples"] = generation.dropped / len(generation.traces)
         if generation.native:
             metrics |= routing_metrics(generation.traces, generation.native)
         logp_rollout, mask = made.get(SAMPLED), response_mask(made)

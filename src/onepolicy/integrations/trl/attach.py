@@ -23,6 +23,7 @@ from onepolicy.integrations.core.preflight import Preflight
 from onepolicy.integrations.trl.adapter import TrlAdapter
 from onepolicy.integrations.trl.preflight import MARK, check_trainer
 from onepolicy.integrations.trl.settings import Replay, Scoring, TrlSettings
+from onepolicy.replay.sample_checks import OnMismatch
 
 
 def attach(
@@ -35,6 +36,7 @@ def attach(
     native_every: int = 0,
     form: str = "vllm",
     check: bool = True,
+    on_mismatch: OnMismatch = "stop",
 ) -> Preflight:
     """Attach onepolicy to a GRPOTrainer or RLOOTrainer. Call it before `trainer.train()`.
 
@@ -54,8 +56,10 @@ def attach(
             Each time costs a scoring forward. 0: never.
         form: payload form of the routes that a `rollout_func` returns as `routed_experts`, or that
             vLLM does (`integrations.core.payload`).
-        check: compare the first forward's routes, and those of every 32nd forward, with the
-            routers' own choice (docs/replay_checks.md).
+        check: compare every sample's routes with the routers' own choice in every forward
+            (docs/replay_checks.md).
+        on_mismatch: "stop" raises at the first sample whose routes are wrong. "drop" lets the
+            trainer route such a sample itself, and counts it (`replay/dropped_samples`).
 
     Returns:
         The report. `str()` gives it as text.
@@ -75,6 +79,7 @@ def attach(
         native_every=native_every,
         form=form,
         check=check,
+        on_mismatch=on_mismatch,
     )
     report = check_trainer(trainer, settings)
     armed = None

@@ -40,6 +40,8 @@ def check_trainer(trainer: Any, settings: TrlSettings) -> Preflight:
         _check_engine(trainer, report)
     if settings.correction is not None:
         _check_correction(trainer, settings, settings.correction, report)
+    elif _narrowed(trainer):
+        _note_narrowed(trainer, report)
     _check_scoring(trainer, settings, report)
     report.finish()
     return report
@@ -149,13 +151,32 @@ def _check_correction(
         fix=_loss_fix(kind, loss, config),
     )
     _check_own_correction(trainer, config, report)
-    narrowed = trainer.top_p < 1 or bool(trainer.top_k) or bool(trainer.min_p)
     report.require(
         "whole distribution sampled",
-        not narrowed,
-        found=f"top_p {trainer.top_p:g}, top_k {trainer.top_k}, min_p {trainer.min_p}",
+        not _narrowed(trainer),
+        found=_sampling(trainer),
         fix="the trainer's softmax is over all tokens, so every ratio would be wrong; set "
         "top_p=1, top_k=0, min_p=None",
+    )
+
+
+def _narrowed(trainer: Any) -> bool:
+    """Return whether the trainer samples from a part of the vocabulary."""
+    return trainer.top_p < 1 or bool(trainer.top_k) or bool(trainer.min_p)
+
+
+def _sampling(trainer: Any) -> str:
+    return f"top_p {trainer.top_p:g}, top_k {trainer.top_k}, min_p {trainer.min_p}"
+
+
+def _note_narrowed(trainer: Any, report: Preflight) -> None:
+    """Tell what narrowed sampling does to the ratios that are not ours."""
+    concerned = "mismatch/* compare two distributions"
+    if corrects_itself(trainer):
+        concerned += ", and so does the ratio of TRL's own correction"
+    report.note(
+        f"sampling is narrowed ({_sampling(trainer)}) but the trainer's softmax is over all "
+        f"tokens: {concerned}; set top_p=1, top_k=0, min_p=None"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.integrations.core.payload import FORMS
+from onepolicy.replay.sample_checks import OnMismatch
 
 Replay = Literal["r3", "off"]
 Scoring = Literal["always", "training-forward"]
@@ -24,12 +25,14 @@ class TrlSettings:
     native_every: int = 0
     form: str = "vllm"
     check: bool = True
+    on_mismatch: OnMismatch = "stop"
 
     def __post_init__(self) -> None:
         allowed = {
             "replay": ("r3", "off"),
             "scoring": ("always", "training-forward"),
             "form": tuple(FORMS),
+            "on_mismatch": ("stop", "drop"),
         }
         for name, values in allowed.items():
             value = getattr(self, name)

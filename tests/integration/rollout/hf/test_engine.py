@@ -242,5 +242,8 @@ def test_bad_requests_are_refused_before_anything_runs(monkeypatch, subtests):
 def test_bad_engines_are_refused():
     with pytest.raises(UsageError, match="max_len"):
         build("qwen3_moe", max_len=1000)
+    with pytest.raises(UsageError, match="max_len: 1 is not in 2"):
+        build("qwen3_moe", max_len=1)
+    assert build("qwen3_moe", max_len=2).caps.max_len == 2
     with pytest.raises(UsageError, match="no Mixture-of-Experts"):
         build("qwen3_dense")

@@ -1,9 +1,14 @@
 """Families with recurrent state run on the model's own cache, with the same guarantees but no
 sharing."""
 
+from collections import deque
+from concurrent.futures import Future
+
+import numpy as np
 import pytest
 import torch
 
+from onepolicy.rollout.hf.scheduler import SequenceRequest
 from onepolicy.rollout.hf.static_batch import StaticBatch
 from onepolicy.types import Sampling
 from support.engine_runs import check_against_stock, engine_of, prompts, run
@@ -36,6 +41,21 @@ def test_seed_and_stop():
     assert short.finish == "stop"
     assert short.token_ids.tolist() == long.token_ids.tolist()[: first + 1]
     assert other.token_ids.tolist() != long.token_ids.tolist()
+
+
+def test_a_batch_is_over_with_its_last_request():
+    batch = engine_of(make("lfm2_moe"), max_num_seqs=3).batch
+    tokens = np.array(prompts(1, 9, 10)[0])
+    lengths = (2, 4, 4)
+    requests = [SequenceRequest(tokens, Sampling(1.0, n), n, Future()) for n in lengths]
+    batch.admit(deque(requests))
+    requests[2].future.cancel()
+    seen = []
+    with batch.step_context():
+        for _ in range(4):
+            ended = [request.sampling.max_tokens for request, _ in batch.step(0)]
+            seen.append((ended, batch.busy))
+    assert seen == [([], True), ([2], True), ([], True), ([4], False)]
 
 
 def test_only_the_routes_asked_for_are_returned():

@@ -59,6 +59,8 @@ def test_a_server_that_does_not_fit_the_run_is_refused(fake, subtests):
         sync = "disk" if "pp_size" in info else "gloo"
         with subtests.test(info=info), pytest.raises(UsageError, match=message):
             open_engine(fake, sync=sync)
+    fake.info = {"max_req_input_len": 200}
+    assert open_engine(fake).caps.max_len == 200
     fake.info, fake.tempered = {}, False  # found by asking
     with pytest.raises(UsageError, match="does not return the log-probabilities it samples from"):
         open_engine(fake)

@@ -184,11 +184,15 @@ def test_a_request_paused_in_place_keeps_its_tokens(fake, models):
     assert spans(later)[0][0] == "prefill"  # what it holds is not for requests of the new weights
 
 
-def test_without_requests_in_place_flushes_as_well(fake, models):
-    engine = open_engine(fake, pause="in_place")
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+def test_without_requests_in_place_flushes_as_well(fake, models, sync, tmp_path):
+    engine = open_engine(fake, pause="in_place", sync=sync, sync_dir=str(tmp_path))
     play(engine, (PROMPT, Sampling(1.0, 2)))
+    aborted = fake.aborted
+    asyncio.run(engine.store_initial_canary([-0.5]))
     asyncio.run(engine.load_weights(models[1][0].state_dict().items(), 1))
     assert not fake.cache
+    assert fake.aborted == aborted  # no request of another client
 
 
 def test_the_next_run_finds_the_last_ones_weights(fake, models):

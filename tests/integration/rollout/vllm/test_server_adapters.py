@@ -7,12 +7,14 @@ import contextlib
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
-from onepolicy.config import TrainingError, UsageError
+from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.rollout.fleet.servers import ServerFleet
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.rollout.vllm import weight_update
+from onepolicy.rollout.vllm.adapter import layer_names
 from onepolicy.sync.push import push_weights
 from onepolicy.types import Sampling
 from support.adapter_learner import A, Learner
@@ -27,6 +29,7 @@ from support.fake_vllm import (
     model_shape,
     one,
 )
+from support.families import TABLE as FAMILIES
 from support.http_server import Reply
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -148,6 +151,17 @@ def test_a_server_that_cannot_take_the_adapters_is_refused(lora_fake, subtests):
     with pytest.raises(UsageError, match="has 2 workers, with which adapters were never run"):
         connected(lora_fake, lora=LORA)
     assert not [r for r in lora_fake.server.asked if r.path == GENERATE]
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "phimoe"])
+def test_routers_are_refused_as_parameters_and_as_layers(model, tmp_path):
+    AutoConfig.for_model(model, **FAMILIES[model].options).save_pretrained(tmp_path)
+    path = ModelConfig(path=str(tmp_path))
+    attention = LoraConfig(rank=4, targets=("attention",))
+    both = LoraConfig(rank=4, targets=("attention", "routers"))
+    assert layer_names(attention, path) == LIMITS["layers"]
+    with pytest.raises(UsageError, match="adapters of routers are not what vLLM computes with"):
+        layer_names(both, path)
 
 
 def test_altered_tensors_are_never_loaded(lora_fake, checkpoints, tmp_path, monkeypatch):

@@ -234,6 +234,7 @@ UNFIT = [
     ({"shape": {"vocab_size": 99}}, "another model: its vocab_size is 99, model.path's 32"),
     ({"shape": model_shape(HF) | {"num_experts": 8}}, "num_experts is 8, model.path's 16"),
     ({"dtype": "bfloat16"}, "rollout.engine.dtype: float32, but the server runs bfloat16"),
+    ({"head_dtypes": ["None", "torch.bfloat16"]}, r"lm_head: same, .*'torch\.bfloat16'"),
     ({"quantization": "fp8"}, r"rollout\.quant: unset, .* quantised by fp8"),
     ({"max_len": 64}, "max_len: 96, but the server takes 64"),
     ({"logprobs_mode": "raw_logprobs"}, "returns raw_logprobs"),
@@ -248,6 +249,9 @@ def test_a_server_that_does_not_fit_the_run_is_refused(fake, subtests):
         fake.told = told
         with subtests.test(told=told), pytest.raises(UsageError, match=message):
             connected(fake)
+    fake.told = {"dtype": "bfloat16", "head_dtypes": []}
+    with pytest.raises(UsageError, match=r"lm_head: float32, .* logits in \[\]"):
+        connected(fake, dtype="bfloat16", lm_head="float32")
     fake.told, fake.raw = {}, True  # noticed despite settings
     with pytest.raises(UsageError, match=r"nats apart at temperature 1 and .* twice as far"):
         connected(fake)

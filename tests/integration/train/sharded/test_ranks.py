@@ -114,6 +114,8 @@ def test_a_rank_has_only_its_own_samples_and_routes(two, folder, monkeypatch):
     parts = [batch_in(m) for m in messages if m.header["do"] in ("score", "optimise")]
     known = samples_of(batch)
     assert len(parts) == 4
+    assert batch.routing_native is not None
+    assert not any(part.routing_native for part in parts[2:])  # an update with r3 does not read it
     for pair in (parts[:2], parts[2:]):
         found = [sample for part in pair for sample in samples_of(part)]
         idle = [routes for tokens, routes, real in found if not real]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -66,6 +67,23 @@ def test_no_address():
     for address in ("http://a:1", "ray://a:1", "somewhere", "a:b"):
         with pytest.raises(UsageError, match=r"cluster\.address: .* host:port of a running Ray"):
             connect.check_address(address, "none")
+
+
+def test_the_connection_ends_with_the_run(monkeypatch):
+    """Also where the run fails."""
+    calls = []
+
+    @contextmanager
+    def launcher(*_):
+        calls.append("launcher")
+        yield
+
+    monkeypatch.setattr(ray, "init", lambda **_: calls.append("init"))
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr("onepolicy.launch.ray.actors.ray_launcher", launcher)
+    with pytest.raises(TrainingError), connect.open_ray_launcher(settings(), print):
+        raise TrainingError("the run's")
+    assert calls == ["init", "launcher", "shutdown"]
 
 
 def test_a_ray_that_everybody_can_command_is_refused(monkeypatch):

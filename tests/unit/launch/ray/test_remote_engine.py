@@ -237,6 +237,21 @@ async def test_an_error_of_one_request_is_its_own(engines):
     assert good.token_ids.tolist() == [2] * 5
 
 
+@in_event_loop
+async def test_an_answer_that_comes_as_its_request_is_given_up_is_dropped(engines, monkeypatch):
+    _, engine = await built()
+    given_up = asyncio.ensure_future(engine.generate([1], Sampling(1.0, 1), seed=0))
+
+    def decode(data):
+        given_up.cancel()
+        return decode_replies(data)
+
+    monkeypatch.setattr(remote, "decode_replies", decode)
+    (done,) = await asked(engine, [2])
+    assert done.token_ids.tolist() == [2] * 3
+    assert given_up.cancelled()
+
+
 @pytest.mark.parametrize("lossy", [False, True])
 @in_event_loop
 async def test_every_request_is_answered_despite_cancellations_and_losses(

@@ -136,3 +136,8 @@ def test_a_static_scale_is_kept_and_its_clipping_is_counted():
     expected = {"quant/clipped": 0.25, "quant/drift_mean": 2.0, "quant/drift_max": 2.0}
     assert scale_staleness({"layer": static}) == pytest.approx(expected)
     assert scale_staleness({"layer": static}) == {}
+    static(torch.tensor([[254.0]]))
+    static.calibrate(25.4)  # what came before counts no more
+    static(torch.tensor([[12.7]]))
+    expected = {"quant/clipped": 0.0, "quant/drift_mean": 0.5, "quant/drift_max": 0.5}
+    assert scale_staleness({"layer": static}) == pytest.approx(expected)

@@ -1,6 +1,7 @@
 """The HTTP client of engines: its retries, its refusals, and its error messages."""
 
 import asyncio
+import functools
 import gzip
 import json
 import threading
@@ -11,6 +12,7 @@ from itertools import product
 import pytest
 
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError
+from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.rollout.servers import http
 from onepolicy.rollout.servers.http import EngineClient, EngineLost, MalformedReply, RequestCounters
 from onepolicy.rollout.servers.replies import read_body
@@ -38,14 +40,14 @@ def ask(server, **kwargs):
 
 
 class Held:
-    """A handler that hangs until the `with` block ends, and then hangs up."""
+    """A handler that hangs until the `with` block ends or for some seconds, and then hangs up."""
 
-    def __init__(self):
-        self.ended, self.asked = threading.Event(), 0
+    def __init__(self, seconds=LIMIT_S):
+        self.ended, self.asked, self.seconds = threading.Event(), 0, seconds
 
     def __call__(self, _):
         self.asked += 1
-        self.ended.wait(LIMIT_S)
+        self.ended.wait(self.seconds)
         return Reply(hang_up=True)
 
     def __enter__(self):
@@ -199,8 +201,11 @@ def test_a_servers_text_reaches_no_terminal_unescaped(subtests):
                 assert "owned" in str(error.value)
 
 
+MISALIGNED = functools.partial(MisalignedRoutesError, layers_wrong=True)
+
+
 @pytest.mark.parametrize(
-    "kind", [UsageError, TrainingError, ServiceUnavailable, EngineLost, MalformedReply]
+    "kind", [UsageError, TrainingError, ServiceUnavailable, EngineLost, MalformedReply, MISALIGNED]
 )
 def test_an_error_keeps_no_more_than_its_line_breaks(kind):
     end = "; f\u00fcr \u4f60\u3000\u597d \U0001f600"
@@ -234,6 +239,9 @@ def test_time_out_is_per_attempt_and_retried():
     slow, words = Held(), r"/do, 2 times; got no answer within 0\.\d+ s"
     with Server({"POST /do": slow}) as server, slow, pytest.raises(TrainingError, match=words):
         ask(server, timeout_s=0.2, retries=1)
+    slow, words = Held(), r"/do, [12] times in 0\.1 s, the limit of all attempts together; got no"
+    with Server({"POST /do": slow}) as server, slow, pytest.raises(TrainingError, match=words):
+        ask(server, timeout_s=0.05, retries=2)
 
 
 def sample(server, timeout_s=0.05):
@@ -262,8 +270,8 @@ def test_a_long_answer_is_waited_for_while_the_server_lives():
 @pytest.mark.parametrize("status", [404, 503, 200])
 def test_a_server_that_samples_nothing_is_given_up(status, monkeypatch):
     """It does not say that it lives, or it says so and samples less than a token in 0 s."""
-    monkeypatch.setattr(http, "SLOWEST_TOKEN_S", 0.0)
-    hangs, words = Held(), r"/do, 1 times; got no answer within 0.05 s"
+    monkeypatch.setattr(http, "SLOWEST_TOKEN_S", 0.0 if status == 200 else LIMIT_S)
+    hangs, words = Held(5), r"/do, 1 times; got no answer within 0.05 s"
     paths = {"POST /do": hangs, "GET /health": lambda _: Reply({}, status)}
     with Server(paths) as server, hangs, pytest.raises(TrainingError, match=words):
         sample(server)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.launch import ranks as launch_ranks
 from onepolicy.launch.launcher import apply_torchrun_ranks
 from onepolicy.launch.ranks import LaunchedRanks, RankInfo, _await_ranks, launched_ranks
+from onepolicy.train.sharded import ranks as ranks_module
 from onepolicy.train.sharded.divide import Sizes, assign_micro_batches, divide_batch
 from onepolicy.train.sharded.ranks import RankLost, Ranks, error_key, process_key
 from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
@@ -218,6 +220,51 @@ def test_a_lost_rank_is_named_with_the_reason():
         ranks = object.__new__(Ranks)
         ranks._store, ranks._awaited, ranks.limit = store, 2, 60.0
         assert ranks._describe_loss(waited).startswith(f"rank 2 (process 7 on h){words}")
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Return a function: how one of three ranks ends, whose call `name` to `peer` fails.
+
+    gloo is replaced."""
+    monkeypatch.setattr(ranks_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(ranks_module, "BEAT_S", 0.0)
+
+    def run(rank, name, peer, error=None):
+        def call(own):
+            def to(_, other, group=None):
+                if (own, other) == (name, peer):
+                    raise RuntimeError("Connection closed by peer")
+
+            return to
+
+        gloo = {"get_rank": lambda: rank, "get_world_size": lambda: 3, "new_group": lambda **_: 0}
+        gloo |= {"send": call("send"), "recv": call("recv"), "destroy_process_group": lambda: None}
+        monkeypatch.setattr(ranks_module, "dist", SimpleNamespace(**gloo))
+        statuses, store = [], dist.HashStore()
+        monkeypatch.setattr(ranks_module, "os", SimpleNamespace(_exit=statuses.append))
+        for number in range(3):
+            store.set(process_key(number), f"process {number}")
+        if error is not None:
+            store.set(error_key(peer), error)
+        seen = Ranks(None, torch.device("cpu"), store, limit=60.0)
+        seen.close()
+        return statuses, seen.lost.is_set()
+
+    return run
+
+
+def test_signs_of_life_name_the_rank_that_is_lost(ended, capsys, subtests):
+    for name, lost in ("send", 1), ("send", 2), ("recv", 1), ("recv", 2):
+        with subtests.test(name=name, lost=lost):
+            assert ended(0, name, lost) == ([1], True)
+            words = f"onepolicy: rank {lost} (process {lost})"
+            assert capsys.readouterr().err.startswith(f"{words} has ended; `--resume`")
+            assert ended(0, name, lost, "out of memory") == ([1], True)
+            assert capsys.readouterr().err == f"{words}: out of memory\n"
+    for name in ("send", "recv"):  # rank 0 is lost: nothing is left to say
+        assert ended(1, name, 0) == ([1], True)
+        assert capsys.readouterr().err == ""
 
 
 def test_a_rank_that_does_not_come_is_named():

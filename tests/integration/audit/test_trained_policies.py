@@ -1,0 +1,254 @@
+"""Sound runs of trained policies are not accused, and a fault of all rows is looked into before it
+is corrected. docs/detectors.md has the tables of many worlds."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM
+
+from onepolicy.audit.run import audit
+from onepolicy.config import UsageError
+from onepolicy.verdict.rules import CEILINGS, Declared
+from support.audit_dumps import gaussian_rows, write_jsonl
+from support.paths import ROOT
+from support.trained_worlds import CLEAN, PLANTED, judged, settings, sound
+
+POLICY = ROOT / "benchmarks" / "evidence" / "policies" / "one-of-8"
+
+
+@pytest.mark.parametrize("kind", ["nf4", "flips 10%", "growth 40", "nf4 trainer", "1 update old"])
+def test_genuine_mismatch_is_not_accused(kind) -> None:
+    for number in (1, 11):  # entropy 0.02 in short rows, 0.3 in longer ones
+        found = judged(sound(kind, number, *settings(number)), kind)
+        assert found.action in ("nothing", "correct"), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CLEAN)
+def test_no_world_of_35_is_accused(kind) -> None:
+    found = {n: judged(sound(kind, n, *settings(n)), kind) for n in range(35)}
+    assert not {n: each for n, each in found.items() if each.action not in ("nothing", "correct")}
+
+
+@pytest.mark.parametrize(
+    "name", ["T 0.9, processed", "base 10, rollout", "top-p 0.8", "adapter lost, all rows"]
+)
+def test_a_fault_of_a_trained_policy_is_not_corrected(name) -> None:
+    fault, number = PLANTED[name], 12  # entropy 1
+    w = sound("bf16", number, *settings(number))
+    fault.plant(w)
+    found = judged(w, "bf16")
+    assert found.action == ("bug" if fault.causes else "unclear")
+    assert not fault.causes or set(fault.causes) & set(found.causes)
+
+
+def test_a_nearly_certain_policy_whose_experts_differ_now_and_then(tmp_path) -> None:
+    """Of 200 tokens 199 are certain; in every tenth context the engine's logits are 2 nats off."""
+    for seed in range(2):
+        torch.manual_seed(seed)
+        z = torch.randn(192, 40, 32)
+        z[..., 0] += torch.where(torch.rand(192, 40) < 0.995, 12.0, 3.0)
+        other = z + (0.02 + 2 * (torch.rand(192, 40, 1) < 0.1)) * torch.randn(z.shape)
+        ids = torch.distributions.Categorical(logits=other).sample()
+        said = verdict_on(tmp_path, ids, 0, logp(z, ids), logp(other, ids), entropy(z))
+        assert (said.action, said.causes) == ("correct", ()), said.text()
+
+
+@pytest.mark.parametrize("growth", [1.5, 4.0, 6.0])
+def test_a_gap_that_grows_along_the_answer_is_corrected(growth, tmp_path) -> None:
+    torch.manual_seed(0)
+    z = 2 * torch.randn(96, 200, 32)
+    size = 0.05 * (1 + (growth - 1) * torch.arange(200) / 200)
+    other = z + size[None, :, None] * torch.randn(z.shape)
+    ids = torch.distributions.Categorical(logits=other).sample()
+    said = verdict_on(tmp_path, ids, 0, logp(z, ids), logp(other, ids), entropy(z))
+    assert said.action == "correct", said.text()
+
+
+def test_a_gap_that_jumps_at_one_place_is_a_mark(tmp_path) -> None:
+    torch.manual_seed(0)
+    z = 2 * torch.randn(96, 200, 32)
+    size = torch.where(torch.arange(200) < 120, 0.05, 0.4)
+    other = z + size[None, :, None] * torch.randn(z.shape)
+    ids = torch.distributions.Categorical(logits=other).sample()
+    said = verdict_on(tmp_path, ids, 0, logp(z, ids), logp(other, ids), entropy(z))
+    assert said.action == "unclear"
+    assert "the gap jumps at place 1" in said.text()
+
+
+@pytest.mark.parametrize("number_format", CEILINGS)
+def test_above_the_ceiling_of_the_format_the_gap_is_looked_into(number_format, tmp_path) -> None:
+    ceiling = Declared(number_format).ceiling
+    for kl, action in ((0.8 * ceiling, "correct"), (1.3 * ceiling, "unclear")):
+        dump = write_jsonl(tmp_path / "d.jsonl", gaussian_rows(kl, rows=100))
+        said = audit(dump, {}, number_format=number_format).verdict
+        assert said.action == action, said.text()
+        assert (action == "correct") == ("onepolicy measure MODEL" not in said.sentence)
+
+
+def test_a_run_of_ours_says_its_format(tmp_path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        (run / name).write_text("{}")
+    with pytest.raises(UsageError) as error:
+        audit(run, {}, number_format="fp8")
+    assert "leave --format out" in str(error.value)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def logp(logits: Tensor, ids: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+
+
+def entropy(logits: Tensor) -> Tensor:
+    return torch.distributions.Categorical(logits=logits).entropy()
+
+
+@torch.no_grad()
+def logits_of(model, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, use_cache=False).logits.float()
+
+
+@torch.no_grad()
+def sampled(model, prompts: Tensor, new: int) -> tuple[Tensor, Tensor]:
+    """Return ids [B, P + new] and the log-probabilities [B, new] that they were drawn from."""
+    ids, drawn = prompts, []
+    for _ in range(new):
+        p = logits_of(model, ids)[:, -1].log_softmax(-1)
+        token = torch.multinomial(p.exp(), 1)
+        drawn.append(p.gather(-1, token))
+        ids = torch.cat([ids, token], 1)
+    return ids, torch.cat(drawn, 1)
+
+
+def verdict_on(folder, ids, prompt, trainer, rollout, entropy, **columns):
+    """Return the verdict on a dump of these rows, whose values begin behind the prompt."""
+    values = {"logp_trainer": trainer, "logp_rollout": rollout, "entropy": entropy} | columns
+    rows = []
+    for i, tokens in enumerate(ids.tolist()):
+        mask = [0] * prompt + [1] * (len(tokens) - prompt)
+        row = {name: [0.0] * prompt + each[i].tolist() for name, each in values.items()}
+        rows.append({"tokens": tokens, "mask": mask} | row)
+    return audit(write_jsonl(folder / "d.jsonl", rows), {}).verdict
+
+
+def scored(folder, engine, trainer, prompts, *, new=24, **others):
+    """Return the verdict on what `engine` samples and `trainer` scores. others: column -> model."""
+    torch.manual_seed(5)
+    ids, rollout = sampled(engine, prompts, new)
+    first = prompts.shape[1]
+    z = logits_of(trainer, ids)[:, first - 1 : -1]
+    answer = ids[:, first:]
+    columns = {
+        name: logp(logits_of(model, ids)[:, first - 1 : -1], answer)
+        for name, model in others.items()
+    }
+    return verdict_on(folder, ids, first, logp(z, answer), rollout, entropy(z), **columns)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Tensor:
+    """24 problems with 8 siblings each."""
+    torch.manual_seed(0)
+    digits, signs = torch.randint(10, (24, 5)), torch.randint(3, (24, 4))
+    texts = [
+        "".join(f"{d}{s}" for d, s in zip(row, [*("+-*"[i] for i in sign), "="], strict=True))
+        for row, sign in zip(digits.tolist(), signs.tolist(), strict=True)
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    return torch.tensor([tokenizer(text)["input_ids"] for text in texts]).repeat_interleave(8, 0)
+
+
+def changed(model, name_part: str, change):
+    """Return a copy whose matrices with this in their name are changed."""
+    out = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, weight in out.named_parameters():
+            if name_part in name and weight.ndim >= 2 and "embed" not in name:
+                weight.copy_(change(weight))
+    return out
+
+
+def rounded(bits: int):
+    def change(weight: Tensor) -> Tensor:
+        scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-9) / (2 ** (bits - 1) - 1)
+        return (weight / scale).round() * scale
+
+    return change
+
+
+def noisy(share: float):
+    def change(weight: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return weight + torch.randn_like(weight) * weight.std() * share
+
+    return change
+
+
+def test_a_real_policy_with_coarse_weights_or_other_experts_is_not_accused(
+    policy, prompts, tmp_path
+) -> None:
+    for engine in (
+        copy.deepcopy(policy).to(torch.bfloat16),
+        changed(policy, "", rounded(4)),
+        changed(policy, "gate.weight", noisy(0.1)),
+    ):
+        said = scored(tmp_path, engine, policy, prompts)
+        assert said.action in ("nothing", "correct"), said.text()
+    said = scored(tmp_path, policy, changed(policy, "", rounded(4)), prompts)  # QLoRA
+    assert said.action in ("nothing", "correct"), said.text()
+
+
+def test_a_real_policy_whose_weights_did_not_arrive_is_looked_into(
+    policy, prompts, tmp_path
+) -> None:
+    newer = changed(policy, "experts", noisy(1.5))
+    said = scored(tmp_path, policy, newer, prompts)
+    assert (said.action, said.causes) == ("unclear", ()), said.text()
+    assert said.sentence.startswith("Look first")
+    for column, words in (("logp_previous", "last weight update"), ("logp_base", "the adapter")):
+        said = scored(tmp_path, policy, newer, prompts, **{column: policy})
+        assert said.causes == ("stale",), said.text()
+        assert words in said.text()
+
+
+def test_attention_sinks_that_the_trainer_drops_are_looked_into(tmp_path) -> None:
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=16,
+        num_experts_per_tok=4,
+        initializer_range=0.1,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    engine = GptOssForCausalLM(config).eval()
+    with torch.no_grad():
+        engine.lm_head.weight.mul_(3)
+        for layer in engine.model.layers:
+            layer.self_attn.sinks.normal_(-1.0, 0.5)
+    trainer = copy.deepcopy(engine)
+    with torch.no_grad():
+        for layer in trainer.model.layers:
+            layer.self_attn.sinks.fill_(-1e4)
+    said = scored(tmp_path, engine, trainer, torch.randint(128, (48, 6)))
+    assert said.action == "unclear", said.text()
+    assert "attention sinks" in said.sentence
