@@ -12,12 +12,13 @@ from support.paths import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 AGENT = ROOT / "recipes" / "agent_sums.toml"
+POLICY = ROOT / "benchmarks" / "evidence" / "policies" / "two-of-8"
 STEPS = 4
 RECIPE = """
 out = "set by the test"
 steps = {steps}
 numerics = "on-policy"
-model = {{ path = "tiny" }}
+model = {{ path = "{policy}" }}
 task = {{ kind = "chain", ops = 4 }}
 rollout.prompts_per_step = 4
 rollout.group_size = 4
@@ -34,7 +35,7 @@ log = {{ counterfactual_every = 2, tensorboard = false, report = false }}
 def train(tmp_path_factory):
     folder = tmp_path_factory.mktemp("on-policy")
     recipe = folder / "recipe.toml"
-    recipe.write_text(RECIPE.format(steps=STEPS))
+    recipe.write_text(RECIPE.format(steps=STEPS, policy=POLICY))
 
     def run(name, *overrides):
         out = folder / name

@@ -35,8 +35,8 @@ FAMILIES = {
     "DeepSeek-V3": ("deepseek_v3", {}),
     "GLM-4.5": ("glm4_moe", {}),
 }
-ROWS = 14
-TOKENS = 1 + torch.arange(ROWS).view(2, 7)  # all different
+ROWS = 60
+TOKENS = 1 + torch.arange(ROWS).view(2, 30)  # all different
 
 
 @cache
