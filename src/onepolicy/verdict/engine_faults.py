@@ -61,7 +61,7 @@ def weights_and_sampling(pairs: Pairs) -> list[Finding]:
     Each of the two is looked for in the part of the gap that the other does not explain. Beside a
     temperature, narrowed sampling is looked for too.
     """
-    scale = multiplied(pairs) or divided(pairs)
+    scale = divided(pairs) or multiplied(pairs)
     if scale is not None:
         narrowed = None if scale.sure else renormalised(pairs)
         return [each for each in (scale, narrowed) if each is not None]
