@@ -237,6 +237,8 @@ class Coverage:
         """Return the tests that run a mutant's line; of a line outside functions, which runs at
         import, those that run any line of its file."""
         path = self.tree / mutant.file
+        if not path.is_file():
+            return []
         if mutant.file not in self.files:
             self.files[mutant.file] = self.data.contexts_by_lineno(str(path))
         lines = self.files[mutant.file]
