@@ -26,7 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,8 +62,8 @@ class Mutant:
     before: str
     after: str
 
-    def apply(self, tree: Path) -> str | None:
-        """Return the changed source of `tree`, None if the line is not in it any more."""
+    def find(self, tree: Path) -> tuple[str, int] | None:
+        """Return the source of `tree` and the place of the text in it, None if it is gone."""
         path = tree / self.file
         if not path.is_file():
             return None
@@ -72,7 +72,19 @@ class Mutant:
         if not places:
             return None
         expected = sum(len(row) + 1 for row in source.split("\n")[: self.line - 1])
-        place = min(places, key=lambda i: abs(i - expected))
+        return source, min(places, key=lambda i: abs(i - expected))
+
+    def moved(self, tree: Path) -> Mutant | None:
+        """Return the mutant with the line that it has in `tree`."""
+        found = self.find(tree)
+        return found and replace(self, line=found[0].count("\n", 0, found[1]) + 1)
+
+    def apply(self, tree: Path) -> str | None:
+        """Return the changed source of `tree`, None if the line is not in it any more."""
+        found = self.find(tree)
+        if found is None:
+            return None
+        source, place = found
         start = place + len(self.text.encode()[: self.start].decode())
         end = place + len(self.text.encode()[: self.end].decode())
         return source[:start] + self.after + source[end:]
@@ -236,9 +248,10 @@ class Coverage:
     def tests(self, mutant: Mutant) -> list[str]:
         """Return the tests that run a mutant's line; of a line outside functions, which runs at
         import, those that run any line of its file."""
-        path = self.tree / mutant.file
-        if not path.is_file():
+        moved = mutant.moved(self.tree)
+        if moved is None:
             return []
+        path, mutant = self.tree / mutant.file, moved
         if mutant.file not in self.files:
             self.files[mutant.file] = self.data.contexts_by_lineno(str(path))
         lines = self.files[mutant.file]

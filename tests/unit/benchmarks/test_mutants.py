@@ -106,3 +106,11 @@ def test_what_covers_a_line(tree, tmp_path):
     assert every[12] == ["t.py::child"]
     assert every[11] == []
     assert every[2] == ["t.py::quick[a|b]", "t.py::child", "t.py::slow"]  # runs at import
+
+
+def test_a_mutant_is_found_where_its_line_has_moved(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n\ny = 2\nx = 1\n")
+    mutant = mutants.Mutant("a.py", 5, "constant", "x = 1", 4, 5, "1", "2")
+    assert mutant.moved(tmp_path).line == 4  # the nearest of two
+    assert mutants.Mutant("a.py", 1, "constant", "z = 1", 4, 5, "1", "2").moved(tmp_path) is None
+    assert mutants.Mutant("b.py", 1, "constant", "x = 1", 4, 5, "1", "2").moved(tmp_path) is None
