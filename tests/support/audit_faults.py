@@ -25,7 +25,7 @@ from onepolicy.audit.assessment import AuditResult, assess
 from onepolicy.audit.schema import RaggedColumn
 from onepolicy.audit.validate import checked_block
 from onepolicy.config import UsageError
-from onepolicy.verdict.rules import Declared
+from onepolicy.verdict.declared import UNDECLARED, Declared
 
 ROWS, SHORTEST, LONGEST, PROMPT, VOCABULARY = 96, 40, 140, 12, 120
 SMALL, MOE = "small", "moe"
@@ -92,7 +92,7 @@ class World:
         share = 0.1 + 0.6 * torch.rand(self.rows, generator=self.generator)
         return (PROMPT + (self.lengths - PROMPT) * share).long()
 
-    def audited(self, declared: Declared = Declared()) -> AuditResult:  # noqa: B008 - frozen
+    def audited(self, declared: Declared = UNDECLARED) -> AuditResult:
         lengths = self.lengths.numpy()
         raw = {}
         for name, values in self.columns.items():

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.verdict.rules import QUIET_KL, Declared, Format
+from onepolicy.verdict.declared import Declared, Format
+from onepolicy.verdict.rules import QUIET_KL
 from support.audit_faults import FAULTS, PROMPT, VOCABULARY, Fault, Planted, World, merged
 
 GROUP = 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import statistics
@@ -17,7 +16,8 @@ from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.report.words import number
 from onepolicy.types import RoutingTrace
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
-from onepolicy.verdict.rules import FEW_ROWS, Declared, Gap, Verdict, verdict
+from onepolicy.verdict.declared import UNDECLARED, Declared
+from onepolicy.verdict.rules import FEW_ROWS, Gap, Verdict, verdict
 from onepolicy.verdict.scored_tokens import FEWEST
 from onepolicy.verdict.value_faults import missing
 
@@ -60,7 +60,7 @@ def assess(
     accumulated: DumpAccumulator,
     label: str,
     *,
-    declared: Declared = Declared(),  # noqa: B008 - frozen
+    declared: Declared = UNDECLARED,
     claims_equality: bool = False,
 ) -> AuditResult:
     """Reach the verdict on a dump.
@@ -193,7 +193,7 @@ def _diagnose_whole(accumulated: DumpAccumulator, onset: int | None, trainer: st
     found, lacking = _diagnose(accumulated, onset, trainer), missing(accumulated.nonfinite)
     if lacking is None:
         return found
-    return dataclasses.replace(found, findings=(lacking, *found.findings))
+    return replace(found, findings=(lacking, *found.findings))
 
 
 def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> Diagnosis:

@@ -21,8 +21,7 @@ from onepolicy.config.json_shapes import RunInfo, read_json_object
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.output_paths import CONFIG
 from onepolicy.invariant.fingerprint import difference_reason
-from onepolicy.verdict.declared import declared_of
-from onepolicy.verdict.rules import Declared
+from onepolicy.verdict.declared import Declared, declared_of
 
 PER_TOKEN = ("tokens", "logp_rollout", "logp_trainer", "entropy", "version")
 

@@ -28,7 +28,7 @@ from onepolicy.audit.read_run import (
 from onepolicy.audit.report import print_audit, write_report
 from onepolicy.config import UsageError
 from onepolicy.nonfinite import Nonfinite
-from onepolicy.verdict.rules import Declared, Format
+from onepolicy.verdict.declared import Declared, Format
 
 BAR_COLUMNS = (
     TextColumn("{task.description}"),

@@ -11,9 +11,7 @@ from onepolicy.cli.common import Commands, add_command, print_status
 from onepolicy.config import UsageError
 from onepolicy.config.output_paths import check_output_folder
 from onepolicy.nonfinite import Nonfinite
-
-FORMATS = ("float32", "bfloat16", "float16", "fp8", "int8", "4bit")
-"""Those of verdict/rules.py, which loads torch."""
+from onepolicy.verdict.declared import Format
 
 
 def add_audit(commands: Commands) -> None:
@@ -47,7 +45,7 @@ def add_audit(commands: Commands) -> None:
     )
     audit.add_argument(
         "--format",
-        choices=FORMATS,
+        choices=get_args(Format),
         help="the coarsest number format of either side: how large a sound gap may be "
         "(default: bfloat16; a run of ours says it)",
     )

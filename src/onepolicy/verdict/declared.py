@@ -1,16 +1,65 @@
-"""Declarations of a run's settings about its two sides: number formats, and a gap that is made."""
+"""Declarations about the two sides: number formats, age, and a gap that is made on purpose.
+
+They say how large a sound gap may be. The command line reads the formats without torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from onepolicy.verdict.rules import CEILINGS, Declared, Format
+Format = Literal["float32", "bfloat16", "float16", "fp8", "int8", "4bit"]
+"""The coarsest number format of either side's weights or arithmetic."""
+CEILINGS: dict[Format, float] = {
+    "float32": 0.03,
+    "bfloat16": 0.03,
+    "float16": 0.03,
+    "fp8": 0.06,
+    "int8": 0.06,
+    "4bit": 0.3,
+}
+"""k3 above which a gap is looked into before it is corrected [nats a token].
 
+docs/detectors.md has the largest k3 of sound worlds beside them.
+"""
+CEILING_OF_AGE = 0.1
+"""Rise of the ceiling with each declared update of age [nats a token]."""
+TOO_FAR = 1.0
+"""k3 above which no correction is recommended whatever is declared: two policies, not one."""
 FORMATS: dict[str, Format] = {"int8": "int8", "fp8": "fp8", "fp8-weight": "fp8", "nf4": "4bit"}
 """rollout.quant.format and train.lora.base -> the format of the verdict."""
 FEW_BITS = 5
 """Bits of simulated weights up to which they are as coarse as 4 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """Declarations about the two sides, which say how large a sound gap may be."""
+
+    number_format: Format = "bfloat16"
+    age: int = 0  # updates by which the oldest tokens are old
+    forced: bool = False  # the gap is made on purpose (rollout.pressure)
+
+    @property
+    def ceiling(self) -> float:
+        """Largest k3 that is corrected before it is looked into [nats a token]."""
+        if self.forced:
+            return TOO_FAR
+        return min(TOO_FAR, CEILINGS[self.number_format] + CEILING_OF_AGE * self.age)
+
+    def text(self) -> str:
+        """Return words for the ceiling."""
+        sides: str = self.number_format
+        if self.age:
+            sides += f" and tokens up to {self.age} updates old"
+        if self.forced:
+            sides = "two policies"
+        return f"the {self.ceiling:.3g} nats that {sides} may differ by"
+
+
+UNDECLARED = Declared()
+"""The declarations of sides about which nothing is said."""
 
 
 def declared_of(settings: Mapping[str, Any]) -> Declared:

@@ -14,6 +14,7 @@ from typing import Literal
 from onepolicy.correct.predict import NOMINAL_KL, predict
 from onepolicy.correct.presets import preset
 from onepolicy.verdict.bug_signatures import Diagnosis
+from onepolicy.verdict.declared import TOO_FAR, UNDECLARED, Declared
 from onepolicy.verdict.scored_tokens import FEWEST, PROCESSED
 
 Action = Literal["nothing", "replay", "correct", "bug", "unclear"]
@@ -34,24 +35,6 @@ It rejects such tokens instead of truncating their weights.
 """
 REPLAY_HELPS = 1.5
 """Least factor by which replay must cut k3 to be recommended where it was measured."""
-Format = Literal["float32", "bfloat16", "float16", "fp8", "int8", "4bit"]
-"""The coarsest number format of either side's weights or arithmetic."""
-CEILINGS: dict[Format, float] = {
-    "float32": 0.03,
-    "bfloat16": 0.03,
-    "float16": 0.03,
-    "fp8": 0.06,
-    "int8": 0.06,
-    "4bit": 0.3,
-}
-"""k3 above which a gap is not what the format gives, routers that differ included [nats a token].
-
-It is looked into before it is corrected. docs/detectors.md shows the sound runs that it is above.
-"""
-CEILING_OF_AGE = 0.1
-"""What each declared update of age adds to the ceiling [nats a token]."""
-TOO_FAR = 1.0
-"""k3 above which no correction is recommended whatever is declared: two policies, not one."""
 RULE_OUT = (
     "weights that did not arrive (a sync, an adapter, a prefix cached from older weights), a model "
     "that is computed otherwise (attention sinks, rope, router), another prompt (template, a token "
@@ -87,31 +70,6 @@ CAUSES = {
     "mask": "prompts are inside the mask",
     "routes": "the rollout's routes are not those of these tokens",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """Declarations about the two sides, which say how large a sound gap may be."""
-
-    number_format: Format = "bfloat16"
-    age: int = 0  # updates by which the oldest tokens are old
-    forced: bool = False  # the gap is made on purpose (rollout.pressure)
-
-    @property
-    def ceiling(self) -> float:
-        """Largest k3 that is corrected before it is looked into [nats a token]."""
-        if self.forced:
-            return TOO_FAR
-        return min(TOO_FAR, CEILINGS[self.number_format] + CEILING_OF_AGE * self.age)
-
-    def text(self) -> str:
-        """Return words for the ceiling."""
-        sides: str = self.number_format
-        if self.age:
-            sides += f" and tokens up to {self.age} updates old"
-        if self.forced:
-            sides = "two policies"
-        return f"the {self.ceiling:.3g} nats that {sides} may differ by"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +167,7 @@ def verdict(
     routes: str = "",  # reason why the routes do not belong to these tokens; empty if they do
     since: str = "",  # part of a run that is judged, as in ` from step 20 on`
     aged: bool = False,  # most of the gap is declared staleness
-    declared: Declared = Declared(),
+    declared: Declared = UNDECLARED,
     unchecked: Sequence[str] = (),  # possible causes that were not looked for, with the remedy
     copies: bool = False,  # equal sides may be copies: onepolicy did not compute them
 ) -> Verdict:

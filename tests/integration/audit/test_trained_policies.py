@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM
 
 from onepolicy.audit.run import audit
+from onepolicy.cli import main
 from onepolicy.config import UsageError
-from onepolicy.verdict.rules import CEILINGS, Declared
+from onepolicy.verdict.declared import CEILINGS, Declared
 from support.audit_dumps import gaussian_rows, write_jsonl
 from support.paths import ROOT
 from support.trained_worlds import CLEAN, PLANTED, judged, settings, sound
@@ -89,6 +90,14 @@ def test_above_the_ceiling_of_the_format_the_gap_is_looked_into(number_format, t
         said = audit(dump, {}, number_format=number_format).verdict
         assert said.action == action, said.text()
         assert (action == "correct") == ("onepolicy measure MODEL" not in said.sentence)
+
+
+def test_the_command_line_declares_the_format(tmp_path, capsys) -> None:
+    dump = str(write_jsonl(tmp_path / "d.jsonl", gaussian_rows(0.1, rows=100)))
+    assert main(["audit", dump]) == 0
+    assert "UNCLEAR: LOOK FIRST" in capsys.readouterr().out
+    assert main(["audit", dump, "--format", "4bit"]) == 0
+    assert "CORRECT IT" in capsys.readouterr().out
 
 
 def test_a_run_of_ours_says_its_format(tmp_path) -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from onepolicy.verdict.bug_signatures import diagnose
-from onepolicy.verdict.declared import declared_of
-from onepolicy.verdict.rules import CEILINGS, TOO_FAR, Declared
+from onepolicy.verdict.declared import CEILINGS, TOO_FAR, Declared, declared_of
 
 
 @pytest.mark.parametrize(
