@@ -1,31 +1,31 @@
 """The clock, the memory and the records of the benchmarks for one GPU.
 
-Every number is printed as it is measured and the JSON file is written anew with it, so that a
-command that is ended early has lost nothing.
+Every number is printed and written as it is measured, so that a case that is ended early has lost
+nothing.
 """
 
 from __future__ import annotations
 
 import gc
-import json
+import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from gpu.lease import Results
 
 ROOT = Path(__file__).parents[2]
 WARM_UPS, ROUNDS = 2, 5
-CLOCKS_EVERY = 10.0  # seconds
 CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
 
 
@@ -59,20 +59,18 @@ def commit(given: str = "") -> str:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return the versions and the device that numbers depend on."""
+    """Return the versions and the device that numbers depend on. Does not touch the device."""
     found = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
         "device": platform.processor() or platform.machine(),
     }
     if device.type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
+        query = "--query-gpu=name,memory.total,driver_version"
+        found["device"] = output_of("nvidia-smi", query, "--format=csv,noheader")
         found["cuda"] = torch.version.cuda
-        found["driver"] = output_of(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-        )
     return found
 
 
@@ -88,34 +86,18 @@ class Measured:
         return statistics.median(self.seconds)
 
 
-@dataclass
 class Bench:
-    """One benchmark: its device, its time and its file of results.
+    """One case: its device, its time and where its results go.
 
-    tiny: run the same code at toy shapes. limit: seconds after which no new case begins.
+    tiny: run the same code at toy shapes. limit: seconds that it has. errors: results that are one.
     """
 
-    name: str
-    device: torch.device
-    out: Path
-    tiny: bool
-    limit: float = 540.0
-    given_commit: str = ""
-    results: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.begun = self._read_at = time.monotonic()
-        self._clocks = clocks()
-        self.header = {
-            "benchmark": self.name,
-            "tiny": self.tiny,
-            "commit": commit(self.given_commit),
-            "command": sys.argv,
-            "utc": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-            "machine": machine(self.device),
-            "clocks_before": self._clocks,
-        }
-        self._write()
+    def __init__(
+        self, name: str, device: torch.device, results: Results, *, tiny: bool, limit: float = 540.0
+    ) -> None:
+        self.name, self.device, self.results = name, device, results
+        self.tiny, self.limit, self.errors = tiny, limit, 0
+        self.begun = time.monotonic()
 
     def size(self, real: Any, tiny: Any) -> Any:
         """Return the real shape, or the toy one of a tiny run."""
@@ -127,32 +109,23 @@ class Bench:
     def seconds_left(self) -> float:
         return self.limit - (time.monotonic() - self.begun)
 
-    def record(self, case: str, **values: Any) -> None:
-        """Print a case's values and write all results."""
-        self.results.append({"case": case, **values})
-        words = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
-        print(f"{self.name}{self.size('', ' (toy shapes)')}: {case}: {words}", flush=True)
-        self._write()
-
-    def _write(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        if time.monotonic() - self._read_at > CLOCKS_EVERY:
-            self._clocks, self._read_at = clocks(), time.monotonic()
-        content = {**self.header, "clocks_after": self._clocks, "results": self.results}
-        text = json.dumps(content, indent=1, default=str)
-        (self.out / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
+    def record(self, name: str, **values: Any) -> None:
+        """Print and write one result."""
+        self.errors += "error" in values
+        words = "  ".join(f"{key} {_short(value)}" for key, value in values.items())
+        print(f"{self.name}{self.size('', ' (toy shapes)')}: {name}: {words}", flush=True)
+        self.results.add(case=self.name, name=name, **values)
 
     @contextmanager
     def case(self, name: str):
-        """Record an error of the block as the case's result, so that other cases still run.
+        """Record an error of the block as its result, so that what follows still runs.
 
         The device's memory is given back after the block, but for what the caller still holds.
         """
         try:
             yield
         except Exception as error:
-            if self.tiny:
-                raise
+            traceback.print_exc()
             reason = str(error).splitlines() or [""]
             self.record(name, error=f"{type(error).__name__}: {reason[0][:300]}")
         gc.collect()
@@ -160,7 +133,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def has_time(self, name: str, seconds: float) -> bool:
-        """Return whether a case of so many seconds fits, and record it if it does not."""
+        """Return whether something of so many seconds fits, and record it if it does not."""
         if self.tiny or self.seconds_left > seconds:
             return True
         self.record(name, skipped=f"{self.seconds_left:.0f} s left, it may take {seconds:.0f} s")

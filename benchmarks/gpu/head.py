@@ -30,7 +30,7 @@ def main(bench: Bench) -> None:
     model = prepared(make(config, bench, dtype), chunk)
     for slots in bench.size([8192, 16_384, 32_768], [64]):
         few = run_of(model, slots, 1, bench)
-        base = bench.measure(few, share=5.0).peak
+        base = bench.measure(few, share=2.0).peak
         cases = {
             "chunks": (run_of(model, slots, slots, bench), chunk),
             "whole": (run_of(model, slots, slots, bench), 0),
@@ -40,11 +40,11 @@ def main(bench: Bench) -> None:
             cases["linear_cross_entropy"] = (fused, chunk)
         for name, (run, own) in cases.items():
             case = f"{name}, {slots} slots"
-            if not bench.has_time(case, 15):
+            if not bench.has_time(case, 4):
                 continue
             with bench.case(case):
                 setattr(model, chunk_size.MARK, own)
-                measured = bench.measure(run, share=10.0)
+                measured = bench.measure(run, share=3.0)
                 beside = 0
                 if name != "linear_cross_entropy":  # which runs no layer
                     beside = base

@@ -67,7 +67,7 @@ def main(bench: Bench) -> None:
         "soft": replayed(soft=0.5),
     }
     with bench.case("forward and backward"):
-        found = bench.compare(runs, share=80.0)
+        found = bench.compare(runs, share=40.0)
         for name, measured in found.items():
             bench.record(
                 name,

@@ -1,82 +1,119 @@
-"""The tests and benchmarks for one GPU, in three commands of at most nine minutes each.
+"""The tests and benchmarks for one GPU, as one queue: what users most need to know comes first.
 
-    python benchmarks/gpu/run.py 1 --out OUT        # the tests marked gpu
-    python benchmarks/gpu/run.py 2 --out OUT        # engine, step
-    python benchmarks/gpu/run.py 3 --out OUT        # moe, head, attention, sync
-    python benchmarks/gpu/run.py head sync --tiny   # the same code at toy shapes on a CPU
+    python benchmarks/gpu/run.py --seconds 520 --out OUT      # as much of the queue as fits
+    python benchmarks/gpu/run.py --resume OUT --out NEW       # what OUT has not, or not well
+    python benchmarks/gpu/run.py moe head --out OUT           # these cases
+    python benchmarks/gpu/run.py --tiny                       # the same code at toy shapes on a CPU
+    python benchmarks/gpu/run.py --list
 
-docs/gpu.md says what each shows. A commit can be given with --commit where there is no git.
+Every result is a line of OUT/results.jsonl when it is known; what programs print beside it is in
+OUT/log.txt. docs/gpu.md says what each case shows.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-for folder in ("tests", "benchmarks", "src"):
-    sys.path.insert(0, str(ROOT / folder))
-
-PARTS = {"1": ["tests"], "2": ["engine", "step"], "3": ["moe", "head", "attention", "sync"]}
-LIMITS = {
-    "tests": 460,
-    "engine": 330,
-    "step": 190,
-    "moe": 120,
-    "head": 110,
-    "attention": 130,
-    "sync": 90,
-}
-"""Seconds after which a benchmark begins no new case."""
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:1] = [str(ROOT / folder) for folder in ("tests", "benchmarks", "src")]
+NEEDED = ("torch", "transformers", "pydantic", "tomlkit", "rich", "safetensors", "numpy", "httpx2")
+NEEDED += ("pytest", "hypothesis")
+JOBS = 4
+"""Tests side by side on a GPU. They are bound by Python."""
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="+", choices=[*PARTS, *LIMITS], metavar="PART")
+    parser.add_argument("case", nargs="*", help="default: all, in their order")
+    parser.add_argument("--seconds", type=float, default=520, help="for everything")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")))
+    parser.add_argument("--resume", type=Path, help="results of an earlier lease: go on there")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, on any device")
     parser.add_argument("--device", default="", help="default: cuda, and cpu for --tiny")
+    parser.add_argument("--jobs", type=int, default=0, help=f"tests side by side: {JOBS}, 2 tiny")
     parser.add_argument("--commit", default="", help="of sources that are no git repository")
+    parser.add_argument("--list", action="store_true", help="print the queue and end")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Run the parts. Return 1 if a test failed or a package is missing."""
-    args = arguments()
-    from gpu.ready import problems
-
-    found = problems()
-    if found:
-        print("\n".join(found))
+    """Run the queue. Return 1 unless every case ended well."""
+    begun, args = time.monotonic(), arguments()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // JOBS)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    if lacking:
+        print(f"missing here: {', '.join(lacking)}; `make gpu-pack`, where there is a network, makes")
+        print("a folder with what an image with torch may lack")
         return 1
-    status = 0
-    for name in [name for what in args.what for name in PARTS.get(what, [what])]:
-        start = time.monotonic()
-        print(f"--- {name}", flush=True)
-        status = max(status, run(name, args))
-        print(f"--- {name}: {time.monotonic() - start:.0f} s", flush=True)
-    return status
-
-
-def run(name: str, args: argparse.Namespace) -> int:
-    """Run one benchmark, or the tests. Return its exit status."""
     import torch
-    from gpu.harness import Bench
+    from gpu.cases import CASES, preload
+    from gpu.harness import Bench, clocks, commit, machine, output_of
+    from gpu.lease import Results, run_queue
 
-    device = torch.device(args.device or ("cpu" if args.tiny else "cuda"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print(f"{name}: no CUDA device; --tiny runs the same code on a CPU")
+    chosen = [case for case in CASES if not args.case or case.name in args.case]
+    unknown = sorted(set(args.case) - {case.name for case in CASES})
+    if unknown:
+        print(f"no case {', '.join(unknown)}; there are {', '.join(c.name for c in CASES)}")
+        return 2
+    if args.list:
+        for case in chosen:
+            print(f"{case.name:<24} {case.seconds:4.0f} s")
         return 0
-    bench = Bench(
-        name, device, args.out.resolve(), args.tiny, LIMITS[name], given_commit=args.commit
+    device = torch.device(args.device or ("cpu" if args.tiny else "cuda"))
+    if device.type == "cuda" and not output_of("nvidia-smi", "-L"):
+        print("no CUDA device here; --tiny runs the same code at toy shapes on a CPU")
+        return 1
+    results = Results(args.out.resolve())
+    if args.resume is not None:
+        results.take_over(args.resume)
+        done = results.done()
+        print(f"{len(done)} cases ended well before: {', '.join(sorted(done))}")
+        chosen = [case for case in chosen if case.name not in done]
+    preload()
+    if forked_processes_have_no_gpu():
+        print("a module that cases.py imports asks for GPUs, after which no fork can use one")
+        return 1
+    results.add(
+        lease=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        commit=commit(args.commit),
+        tiny=args.tiny,
+        command=sys.argv[1:],
+        machine=machine(device),
+        imports_seconds=round(time.monotonic() - begun, 1),
     )
-    return importlib.import_module(f"gpu.{name}").main(bench) or 0
+    ended = run_queue(
+        chosen,
+        results,
+        lambda case, limit: Bench(case.name, device, results, tiny=args.tiny, limit=limit),
+        seconds=args.seconds - (time.monotonic() - begun),
+        jobs=args.jobs or (2 if args.tiny else JOBS),
+        clocks=clocks if device.type == "cuda" else lambda: "",
+    )
+    seconds = {row["case"]: row["seconds"] for row in results.rows() if "ended" in row}
+    print(f"\n{'case':<24} {'s':>5}  ended")
+    for name, how in ended.items():
+        print(f"{name:<24} {seconds.get(name, 0):5.0f}  {how}")
+    print(f"{time.monotonic() - begun:.0f} s in all; results: {results.path}")
+    return int(any(how != "done" for how in ended.values()))
+
+
+def forked_processes_have_no_gpu() -> bool:
+    """Return whether torch refuses CUDA in a process that is forked from this one."""
+    import torch
+
+    pid = os.fork()
+    if not pid:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return bool(os.waitpid(pid, 0)[1])
 
 
 if __name__ == "__main__":

@@ -55,10 +55,10 @@ def main(bench: Bench) -> None:
     }
     bench.record("shape", tensors=len(converted), gb=size / 1e9, buckets=len(buckets))
     for name, run in cases.items():
-        if not bench.has_time(name, 15):
+        if not bench.has_time(name, 5):
             continue
         with bench.case(name):
-            measured = bench.measure(run, share=10.0)
+            measured = bench.measure(run, share=3.0)
             speed = size / measured.median / 1e9
             target = {}
             if name == "all together":

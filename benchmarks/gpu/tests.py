@@ -1,30 +1,23 @@
-"""The tests marked gpu, each printed and stored as it ends."""
+"""The tests marked gpu, a case for every file, each test recorded as it ends."""
 
 from __future__ import annotations
 
-from collections import Counter
+import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from gpu.harness import ROOT, Bench
 
 MARKED = "gpu and not vllm and not sglang"
-FILES = (
-    "tests/integration/gpu",
-    "tests/integration/test_cuda.py",
-    "tests/integration/models/quant/test_quant_cuda.py",
-    "tests/integration/invariant/test_on_policy.py",
-)
-"""The files with such tests. Others may import packages that an image for GPUs lacks."""
-TINY = ("tests/integration/gpu/test_attention_kernels.py",)
 
 
 class Recorder:
-    """A plugin of pytest that records every test and stops when the time is over."""
+    """A plugin of pytest that records every test and skips what finds no time."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        self.outcomes: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -35,7 +28,6 @@ class Recorder:
             self._record(report)
 
     def _record(self, report: Any, **values: Any) -> None:
-        self.outcomes[report.outcome] += 1
         if report.failed:
             values["error"] = report.longreprtext[-2000:]
         if report.skipped and isinstance(report.longrepr, tuple):
@@ -48,15 +40,24 @@ class Recorder:
             pytest.skip(f"{self.bench.limit:.0f} s are over")
 
 
-def main(bench: Bench) -> int:
-    """Run the tests. Return pytest's exit status."""
-    files, marked = FILES, MARKED
-    if bench.tiny:
-        files, marked = TINY, "not gpu"
+def tests_of(file: str, *, marked: bool = True) -> Callable[[Bench], None]:
+    """Return a case that runs the tests of a file: on a GPU those marked gpu, or all of them.
+
+    At toy shapes it runs those of the CPU.
+    """
+    return partial(run_file, file, marked)
+
+
+def run_file(file: str, marked: bool, bench: Bench) -> None:
     options = ["-o", "addopts=--strict-markers --import-mode=importlib"]
-    options += ["-p", "no:cacheprovider", "-p", "no:terminal", "-p", "no:xdist"]
-    arguments = [*options, "-m", marked, "--rootdir", str(ROOT)]
-    recorder = Recorder(bench)
-    status = pytest.main([*arguments, *(str(ROOT / file) for file in files)], plugins=[recorder])
-    bench.record("all", status=int(status), **recorder.outcomes)
-    return int(status)
+    options += ["-p", "no:cacheprovider", "-p", "no:terminal"]
+    options += ["-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin"]
+    if marked:
+        options += ["-m", "not gpu and not slow" if bench.tiny else MARKED]
+    arguments = [*options, "--rootdir", str(ROOT), str(ROOT / file)]
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # an image has plugins of its own
+    status = int(pytest.main(arguments, plugins=[Recorder(bench)]))
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not (
+        bench.tiny and status == pytest.ExitCode.NO_TESTS_COLLECTED
+    ):
+        bench.record("pytest", error=f"status {status}")

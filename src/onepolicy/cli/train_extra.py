@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from onepolicy.config import UsageError
 
 TRAIN_EXTRA = (
-    "torch>=2.13",
+    "torch>=2.11",
     "transformers>=5.19,<6",
     "safetensors>=0.5",
     "numpy>=1.26",
@@ -39,7 +39,7 @@ def check_train_extra(requirements: Sequence[str] = TRAIN_EXTRA) -> None:
 
 
 def _problem(requirement: str) -> str | None:
-    """Return `torch>=2.13 (2.6.0 is installed)`, None if the requirement is met."""
+    """Return `torch>=2.11 (2.6.0 is installed)`, None if the requirement is met."""
     name = re.split("[<>]", requirement)[0]
     try:
         installed = version(name)

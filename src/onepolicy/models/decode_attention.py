@@ -191,7 +191,7 @@ def kv_cache_attention(
         scale = query.shape[-1] ** -0.5
     q = query[0].transpose(0, 1)  # [T, heads, D]
     bounds, stops = kv_cache_step.bounds, kv_cache_step.stops
-    if bounds is not None and stops is not None and takes_flash(query, value):
+    if bounds is not None and stops is not None and takes_flash(query, value, of_cache=True):
         from onepolicy.models.flash import attend_cache
 
         spans = bounds, stops, kv_cache_step.longest

@@ -44,21 +44,36 @@ def takes(query: Tensor, value: Tensor) -> bool:
     )
 
 
+def takes_cache(query: Tensor, value: Tensor) -> bool:
+    """Return whether the kernel can attend to a cache whose rows have different numbers of keys.
+
+    That of torch 2.11 attends to packed samples alone.
+    """
+    return "seqused_k" in ARGUMENTS and takes(query, value)
+
+
 @cache
 def _has_kernel(device: torch.device) -> bool:
     is_rocm = torch.version.hip is not None
-    has_call = {"return_aux", "window_size", "enable_gqa", "seqused_k"} <= ARGUMENTS
+    has_call = {"return_aux", "window_size"} <= ARGUMENTS
     return has_call and not is_rocm and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
+def _grouped(query: Tensor, key: Tensor) -> dict[str, bool]:
+    """Return the argument that allows fewer heads of keys. torch 2.11 allows them without one."""
+    if "enable_gqa" not in ARGUMENTS:
+        return {}
+    return {"enable_gqa": query.shape[1] != key.shape[1]}
+
+
 def fits_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the kernel takes the attention of a model with this text config.
+    """Return whether the kernel prefills the cache of a model with this text config.
 
     Families name the elements of their heads differently.
     """
     named = [getattr(config, name, None) or 0 for name in HEAD_ELEMENTS]
     elements = max(config.hidden_size // config.num_attention_heads, *named)
-    fits = elements <= MOST_HEAD_ELEMENTS
+    fits = elements <= MOST_HEAD_ELEMENTS and "seqused_k" in ARGUMENTS
     return fits and dtype in HALF and device.type == "cuda" and _has_kernel(device)
 
 
@@ -129,7 +144,7 @@ def attend_cache(
         return_aux=AuxRequest(lse=True),
         scale=scale,
         window_size=_kernel_window(window),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **_grouped(query, key),
         seqused_k=stops,
     )
     if sinks is not None:
@@ -178,7 +193,7 @@ def _forward(
         return_aux=AuxRequest(lse=True),
         scale=scale,
         window_size=window,
-        enable_gqa=query.shape[1] != key.shape[1],
+        **_grouped(query, key),
     )
     return out, lse
 

@@ -140,13 +140,16 @@ def packed_attention(
     return packing.attend(query, key, value, **options), None
 
 
-def takes_flash(query: Tensor, value: Tensor) -> bool:
-    """Return whether the flash kernel can attend. It exists on CUDA alone."""
+def takes_flash(query: Tensor, value: Tensor, *, of_cache: bool = False) -> bool:
+    """Return whether the flash kernel can attend. It exists on CUDA alone.
+
+    of_cache: to the rows of a KV cache, not to packed samples.
+    """
     if query.device.type != "cuda":
         return False
     from onepolicy.models import flash
 
-    return flash.takes(query, value)
+    return (flash.takes_cache if of_cache else flash.takes)(query, value)
 
 
 def attend_packed(

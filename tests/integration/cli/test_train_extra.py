@@ -20,7 +20,7 @@ COMMANDS = [
     "engine check tiny",
     "engine serve tiny",
 ]
-NEEDS = "this command needs torch>=2.13 (2.6.0 is installed); transformers>=5.19,<6 (4.57.6 is"
+NEEDS = "this command needs torch>=2.11 (2.6.0 is installed); transformers>=5.19,<6 (4.57.6 is"
 
 
 def pretend(folder, **versions):

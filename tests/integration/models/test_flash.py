@@ -179,6 +179,19 @@ def test_which_models_have_the_kernel(gpu, monkeypatch):
     assert not flash.fits_model(narrow, CUDA, torch.bfloat16)
 
 
+def test_the_call_of_torch_2_11_attends_to_samples_and_not_to_caches(gpu, with_flash, monkeypatch):
+    """It takes grouped heads unasked, and cannot be told how many keys a row has."""
+    monkeypatch.setattr(flash, "ARGUMENTS", {"return_aux", "scale", "window_size"})
+    on_gpu = SimpleNamespace(device=CUDA, shape=(1, 4, 16, 128), dtype=torch.bfloat16)
+    assert flash.takes(on_gpu, on_gpu)
+    assert not flash.takes_cache(on_gpu, on_gpu)
+    assert not flash.fits_model(CONFIGS["qwen3_moe"], CUDA, torch.bfloat16)
+    seen = []
+    monkeypatch.setattr(flash, "varlen_attn", lambda *_, **named: seen.append(named) or (_[0], None))
+    attend((5, 2, 9))
+    assert "enable_gqa" not in seen[0]
+
+
 def test_float32_heads_are_repeated_where_no_fused_kernel_groups_them(monkeypatch):
     """On CUDA the kernel that does keeps all scores in memory. The result is the same."""
     expected, seen = attend((5, 2, 9)), []
@@ -206,7 +219,7 @@ def test_long_prompts_are_prefilled_by_the_kernel(family, monkeypatch):
     ]
     expected = run(build(family), requests)
     cpu_varlen.CALLS.clear()
-    monkeypatch.setattr(decode_attention, "takes_flash", lambda *_: True)
+    monkeypatch.setattr(decode_attention, "takes_flash", lambda *_, **__: True)
     monkeypatch.setattr(CachedForward, "_most_scores", lambda _: forward.NO_SCORES)
     found = run(build(family), requests)
     for ours, theirs in zip(found, expected, strict=True):

@@ -33,7 +33,8 @@ ROOMS = {
 @pytest.mark.process
 def test_a_server_imports_nothing_that_depends_on_its_versions():
     code = CHECK.replace("ROOMS", repr(ROOMS))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    places = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": places}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
