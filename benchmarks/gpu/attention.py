@@ -177,7 +177,8 @@ def decoding(keys: int, bench: Bench) -> None:
         key, value = cache.update(new, new, 0)
         kv_cache_attention(nn.Identity(), query, key, value, None, kv_cache_step=step)
 
-    whole = [torch.randn(rows, GROUPS, keys, WIDTH, device=bench.device, dtype=dtype)] * 2
+    shape = (rows, GROUPS, keys, WIDTH)
+    whole = [torch.randn(shape, device=bench.device, dtype=dtype) for _ in range(2)]
     one = query[0].transpose(0, 1)[:, :, None]
 
     def plain() -> None:

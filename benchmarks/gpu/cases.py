@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 
-from gpu import attention, decode, engine, head, moe, smoke, step, sync
+from gpu import attention, decode, engine, head, invariance, moe, smoke, step, sync
 from gpu.lease import Case
 from gpu.tests import tests_of
 
@@ -30,9 +30,11 @@ CASES = (
         40,
         alone=False,
     ),
+    Case("invariance", invariance.main, 30),
     Case("memory", tests_of(GPU_TESTS + "test_memory.py"), 60),  # B6
     Case("moe", moe.main, 60),
-    Case("engine", engine.main, 90),
+    Case("engine", engine.main, 70),
+    Case("paged generation", engine.beside_pages, 60),
     Case("step", step.main, 80),
     Case("head", head.main, 40),
     Case("attention", attention.main, 40),

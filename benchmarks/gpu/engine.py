@@ -1,7 +1,7 @@
 """Tokens per second of the embedded engine beside transformers' `generate` and `generate_batch`.
 
-Qwen3-0.6B with random weights in bfloat16, 64 and 256 requests of 256 + 256 tokens without stop
-tokens. `generate_batch` (paged, continuous batching) is what TRL's use_transformers_paged calls.
+Qwen3-0.6B with random weights in bfloat16, 64 and 256 requests of 256 + 128 tokens without stop
+tokens, and of 256 + 64 beside `generate_batch`. `generate_batch` (paged, continuous batching) is what TRL's use_transformers_paged calls.
 Target: at least the tokens per second of `generate_batch`. The profile counts kernel launches per
 decode step and the share of time in which the GPU computes.
 """
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from gpu.harness import Bench
 from gpu.models import dense, make
-from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig, PreTrainedModel
 
 from onepolicy.config import HFEngineConfig
@@ -27,15 +26,27 @@ PROFILED_STEPS = 16
 
 
 def main(bench: Bench) -> None:
-    model, new = model_of(bench), bench.size(256, 5)
+    """Record the embedded engine, where its time goes, and transformers' `generate`."""
+    model, new = model_of(bench), bench.size(128, 5)
     for count in bench.size([64, 256], [3]):
         prompts = prompts_of(model, count, bench)
-        found = {name: speed_of(name, model, prompts, new, bench) for name in CASES}
+        profile_steps(model, prompts, bench)
+        for name in ("onepolicy", "generate, dynamic cache"):
+            speed_of(name, model, prompts, new, bench)
+
+
+def beside_pages(bench: Bench) -> None:
+    """A case of its own, so that one of the two that hangs does not take the other's numbers."""
+    model, new = model_of(bench), bench.size(64, 5)
+    for count in bench.size([64, 256], [3]):
+        prompts = prompts_of(model, count, bench)
+        found = {}
+        for name in ("onepolicy", "generate_batch"):
+            found[name] = speed_of(name, model, prompts, new, bench)
         ours, paged = found["onepolicy"], found["generate_batch"]
         if ours is not None and paged is not None:
             case = f"onepolicy / generate_batch, {count} requests"
             bench.record(case, ratio=ours / paged, target=1.0)
-        profile_steps(model, prompts, bench)
 
 
 def compiled(bench: Bench) -> None:
@@ -163,29 +174,13 @@ def profile_steps(model: PreTrainedModel, prompts: torch.Tensor, bench: Bench) -
         short = sampling(model, prompts, 2, bench)
         longer = sampling(model, prompts, 2 + PROFILED_STEPS, bench)
         waits = bench.waits(longer) - bench.waits(short)
-        (launches, busy, wall), before = profiled(longer, bench), profiled(short, bench)
+        more, less = bench.profile(longer), bench.profile(short)
         steps = PROFILED_STEPS
         bench.record(
             case,
-            launches_per_step=(launches - before[0]) / steps,
-            gpu_busy=(busy - before[1]) / max(wall - before[2], 1e-9),
+            launches_per_step=(more.launches - less.launches) / steps,
+            gpu_busy=(more.busy - less.busy) / max(more.wall - less.wall, 1e-9),
             waits_per_step=waits / steps,
-            step_ms=1e3 * (wall - before[2]) / steps,
+            step_ms=1e3 * (more.wall - less.wall) / steps,
+            longest=more.longest,
         )
-
-
-def profiled(run: Callable[[], object], bench: Bench) -> tuple[int, float, float]:
-    """Return kernel launches, seconds of the GPU, and seconds of the clock of one call."""
-    seconds = bench.measure(run, share=1.0, warm_ups=1).median
-    activities = [ProfilerActivity.CPU]
-    if bench.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
-        run()
-        bench.synchronize()
-    launches, busy = 0, 0.0
-    for event in profiler.key_averages():
-        if "LaunchKernel" in event.key or "GraphLaunch" in event.key:
-            launches += event.count
-        busy += event.self_device_time_total / 1e6
-    return launches, busy, seconds

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import transformers
 from gpu.lease import Results
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parents[2]
 WARM_UPS, ROUNDS = 2, 5
@@ -72,6 +74,16 @@ def machine(device: torch.device) -> dict[str, Any]:
         found["device"] = output_of("nvidia-smi", query, "--format=csv,noheader")
         found["cuda"] = torch.version.cuda
     return found
+
+
+@dataclass
+class Profile:
+    """What one call did on the device."""
+
+    launches: int
+    busy: float  # seconds of the device in kernels
+    wall: float  # seconds of the clock, without the profiler
+    longest: list[str]  # its kernels with the most time, each with its share of `busy`
 
 
 @dataclass
@@ -200,6 +212,28 @@ class Bench:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return sum("synchronizing CUDA operation" in str(each.message) for each in caught)
+
+    def profile(self, run: Callable[[], object], most: int = 12) -> Profile:
+        """Profile one call of `run`, whose kernels are loaded already."""
+        wall = self.measure(run, share=1.0, warm_ups=1).median
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities) as profiler:
+            run()
+            self.synchronize()
+        launches, kernels = 0, []
+        for event in profiler.key_averages():
+            if "LaunchKernel" in event.key or "GraphLaunch" in event.key:
+                launches += event.count
+            if event.device_type != DeviceType.CPU:
+                kernels.append((event.self_device_time_total / 1e6, event.count, event.key))
+        busy = sum(seconds for seconds, _, _ in kernels)
+        longest = [
+            f"{seconds / busy:.1%} {count}x {name[:90]}"
+            for seconds, count, name in sorted(kernels, reverse=True)[:most]
+        ]
+        return Profile(launches, busy, wall, longest)
 
 
 def _short(value: Any) -> str:

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/run.py --seconds 520 --out OUT      # as much of the queue as fits
     python benchmarks/gpu/run.py --resume OUT --out NEW       # what OUT has not, or not well
-    python benchmarks/gpu/run.py moe head --out OUT           # these cases
+    python benchmarks/gpu/run.py moe head --out OUT           # these cases, in this order
     python benchmarks/gpu/run.py --tiny                       # the same code at toy shapes on a CPU
     python benchmarks/gpu/run.py --list
 
@@ -59,11 +59,12 @@ def main() -> int:
     from gpu.harness import Bench, clocks, commit, machine, output_of
     from gpu.lease import Results, run_queue
 
-    chosen = [case for case in CASES if not args.case or case.name in args.case]
-    unknown = sorted(set(args.case) - {case.name for case in CASES})
+    named = {case.name: case for case in CASES}
+    unknown = [name for name in args.case if name not in named]
     if unknown:
-        print(f"no case {', '.join(unknown)}; there are {', '.join(c.name for c in CASES)}")
+        print(f"no case {', '.join(unknown)}; there are {', '.join(named)}")
         return 2
+    chosen = [named[name] for name in args.case or named]
     if args.list:
         for case in chosen:
             print(f"{case.name:<24} {case.seconds:4.0f} s")

@@ -116,8 +116,12 @@ class Ours:
     def extra(self) -> dict[str, Any]:
         """Return the seconds of a scoring, the waits of the host and the micro-batches."""
         scoring = self.bench.measure(lambda: self.learner.score(self.unscored), share=3.0)
+        profiled = self.bench.profile(self.update)
         return {
             "score_seconds": scoring.median,
+            "launches": profiled.launches,
+            "gpu_busy": profiled.busy / profiled.wall,
+            "longest": profiled.longest,
             "waits": self.bench.waits(self.update),
             "micro_batches": len(self.learner.scorer.micro_batches(self.batch)),
         }

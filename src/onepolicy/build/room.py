@@ -27,8 +27,7 @@ MARGIN = 0.1
 length that is set may take half of it: a resumed run finds some megabytes less than it was fitted
 to."""
 LOGITS_BYTES = 12
-"""Bytes per slot and token id that the logits which exist at once, their softmax and gradient
-take."""
+"""Bytes that logits which exist at once, their softmax and gradient take, per slot and token id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +78,60 @@ def read_sizes(model: ModelConfig) -> Sizes:
     )
 
 
+def micro_batch_bytes(config: RunConfig, model: ModelConfig, vocab: int, *, trains: bool) -> int:
+    """Return the bytes of a full micro-batch's activations and logits, of one sample.
+
+    Those of forward and backward are found by the dry run of `onepolicy plan`, which takes seconds.
+    A scorer (trains: False), and a model that cannot be run dry, count the logits alone: all of
+    them or those of a chunk.
+    """
+    slots = config.train.tokens_per_micro_batch
+    chunk = slots_per_chunk(config.train.logits_chunk, vocab)
+    at_once = slots
+    if chunk and config.numerics != ON_POLICY:
+        at_once = min(slots, chunk)
+    logits = LOGITS_BYTES * at_once * vocab
+    if not trains or config.numerics == ON_POLICY:
+        return logits
+    from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape
+    from onepolicy.plan.learner_memory import compute_dtype
+
+    try:
+        dry = DryRunModel(
+            read_config(model),
+            dtype=DTYPES[compute_dtype(config)],
+            cpu=False,
+            fp32_lm_head=config.model.lm_head == "float32",
+            logits_chunk=config.train.logits_chunk,
+        )
+        if config.train.lora is not None:
+            dry.add_adapters(config.train.lora)
+        found = dry.micro_batch_memory(
+            MicroBatchShape((slots,), (slots,)),
+            checkpointing=config.train.activation_checkpointing,
+            entropy_graph=config.objective.entropy_coef > 0,
+        )
+    except UsageError:  # its module says that fake tensors cannot run it
+        return logits
+    return max(logits, int(found.peak))
+
+
 def learner_growth(
-    config: RunConfig, sizes: Sizes, *, trains: bool = True, while_sampling: bool = False
+    config: RunConfig,
+    sizes: Sizes,
+    micro_batch: int,
+    *,
+    trains: bool = True,
+    while_sampling: bool = False,
 ) -> int:
     """Return the bytes that a learner takes beside its loaded parameters, on one device.
 
     These are gradients, what optim.state leaves of AdamW's state and needs in an update, reference
-    and critic, and the logits of a micro-batch or of one chunk of it. Other activations are not
-    counted. trains: False for a scorer, which takes the logits only. while_sampling: what it keeps
-    between updates, without gradients and logits.
+    and critic, and a micro-batch (`micro_batch_bytes`). trains: False for a scorer, which takes the
+    micro-batch only. while_sampling: what it keeps between updates.
     """
-    slots = config.train.tokens_per_micro_batch
-    chunk = slots_per_chunk(config.train.logits_chunk, sizes.vocab)
-    if chunk and config.numerics != ON_POLICY:
-        slots = min(slots, chunk)
-    logits = LOGITS_BYTES * slots * sizes.vocab
     if not trains:
-        return logits
+        return micro_batch
     from onepolicy.train.optimiser_memory import optimiser_memory
 
     ranks = max(1, config.train.ranks)
@@ -109,7 +145,7 @@ def learner_growth(
         others += parameters
     if config.objective.has_critic:
         others += parameters + trained
-    return trained + others + logits * (not while_sampling)
+    return trained + others + micro_batch * (not while_sampling)
 
 
 def _shard_bytes(config: RunConfig, sizes: Sizes) -> int:
@@ -140,13 +176,20 @@ def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: 
     itemsize = DTYPES[engine.dtype].itemsize
     per_token = sizes.cached * itemsize + sizes.route_bytes
     per_position = engine.max_num_seqs * per_token
-    learner = _shard_bytes(config, sizes) + learner_growth(config, sizes, trains=trains)
+    activations = micro_batch_bytes(config, model, sizes.vocab, trains=trains)
+    learner = _shard_bytes(config, sizes)
+    learner += learner_growth(config, sizes, activations, trains=trains)
     weights = sizes.parameters * itemsize
     margin = MARGIN
     if engine.max_len is not None:
         margin /= 2
     room = memory.free - int(margin * memory.total) - learner - weights
-    fits = max(0, room) // per_position // KEY_BLOCK * KEY_BLOCK
+    fits = max(0, room) // per_position
+    slots = config.train.tokens_per_micro_batch
+    if trains and fits > slots:  # a sample is never split, so it may be more than a micro-batch
+        per_slot = activations // slots
+        fits = slots + (room - slots * per_position) // (per_position + per_slot)
+    fits = fits // KEY_BLOCK * KEY_BLOCK
     if (engine.max_len is None and fits) or fits >= asked:
         return min(asked, fits)
     raise UsageError(
@@ -155,7 +198,8 @@ def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: 
         f"({per_token:,} bytes a token), but the GPU has {max(0, room) / 1e9:.1f} GB for it: "
         f"{memory.free / 1e9:.1f} GB free, less {margin * memory.total / 1e9:.1f} kept back, "
         f"{learner / 1e9:.1f} for the learner and {weights / 1e9:.1f} for the engine's weights; "
-        f"lower max_len or max_num_seqs{_hint(fits)}, or train.tokens_per_micro_batch"
+        f"lower max_len or max_num_seqs{_hint(fits)}, or train.tokens_per_micro_batch, or set "
+        "train.activation_checkpointing"
     )
 
 
@@ -186,7 +230,8 @@ def settle_max_len(
     if max_len < context:
         note(
             f"on a GPU: rollout.engine.max_len = {max_len}, the longest that fits beside the "
-            f"learner (the model's context is {context})"
+            f"learner (the model's context is {context}); train.activation_checkpointing or fewer "
+            "train.tokens_per_micro_batch leave it more"
         )
     engine = engine.model_copy(update={"max_len": max_len})
     rollout = config.rollout.model_copy(update={"engine": engine})
@@ -233,7 +278,10 @@ def share_beside_learner(
     if not beside or memory is None:
         return 1.0
     asleep = trains and engine_sleeps(config, device)
-    grows = learner_growth(config, read_sizes(model), trains=trains, while_sampling=asleep)
+    sizes, activations = read_sizes(model), 0
+    if not asleep:
+        activations = micro_batch_bytes(config, model, sizes.vocab, trains=trains)
+    grows = learner_growth(config, sizes, activations, trains=trains, while_sampling=asleep)
     share = (memory.free - grows) / memory.total
     if share <= 0:
         raise UsageError(

@@ -130,9 +130,17 @@ def _check_rows(normal: Normal) -> Iterator[Check]:
 ROW_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: x.log_softmax(-1),
-    "mean": lambda x: x.pow(2).mean(-1, keepdim=True),
-    "sum": lambda x: x.sum(-1, keepdim=True),
+    "mean": lambda x: _as_in_a_model(lambda: x.pow(2).mean(-1, keepdim=True)),
+    "sum": lambda x: _as_in_a_model(lambda: x.sum(-1, keepdim=True)),
 }
+
+
+def _as_in_a_model(call: Callable[[], Tensor]) -> Tensor:
+    """Return the result under the mode that an invariant model's forward holds."""
+    with ops.InvariantFunctions():
+        return call()
+
+
 REPLACED = ("sigmoid", "silu", "softplus", "gelu")
 EVEN_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,

@@ -57,14 +57,20 @@ class ChecksumAccumulator:
             yield name, tensor
 
     def pop_all(self) -> ChecksumTable:
-        """Return the checksums added since the last call. Waits for the device once."""
+        """Return the checksums added since the last call. Waits for each device once."""
         found, self._found = self._found, {}
         if not found:
             return {}
-        values = torch.stack([value.cpu() for _, value in found.values()]).tolist()
+        on_device: dict[torch.device, list[str]] = {}
+        for name, (_, value) in found.items():
+            on_device.setdefault(value.device, []).append(name)
+        values: dict[str, int] = {}
+        for names in on_device.values():
+            read = torch.stack([found[name][1] for name in names]).tolist()
+            values |= zip(names, read, strict=True)
         return {
-            name: [str(like.dtype).removeprefix("torch."), list(like.shape), value]
-            for (name, (like, _)), value in zip(found.items(), values, strict=True)
+            name: [str(like.dtype).removeprefix("torch."), list(like.shape), values[name]]
+            for name, (like, _) in found.items()
         }
 
     @torch.no_grad()

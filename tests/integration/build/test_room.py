@@ -9,6 +9,7 @@ from onepolicy.build import room
 from onepolicy.build.room import (
     DeviceMemory,
     fit_max_len,
+    micro_batch_bytes,
     read_sizes,
     settle_max_len,
     share_beside_learner,
@@ -33,6 +34,8 @@ QWEN3_06B = {
 PARAMETERS = 596_049_920
 CHUNK = 1728  # slots whose float32 logits are 1 GiB
 PER_TOKEN = 28 * 2 * 8 * 128 * 2  # 114,688 bytes in bfloat16
+MICRO_BATCH = 30_000_000_000
+"""What a micro-batch takes is given too: its dry run takes seconds."""
 TREE = {"out": "unused", "steps": 1, "task": {"kind": "chain"}}
 
 
@@ -48,6 +51,11 @@ def on_gpu(monkeypatch, *, free, total=80e9):
     monkeypatch.setattr(
         room, "device_memory", lambda device: memory if device.type == "cuda" else None
     )
+
+    def given(config, model, vocab, *, trains):
+        return MICRO_BATCH if trains else micro_batch_bytes(config, model, vocab, trains=False)
+
+    monkeypatch.setattr(room, "micro_batch_bytes", given)
 
 
 def recipe(*settings):
@@ -65,22 +73,49 @@ def test_the_plainest_recipe_gets_the_cache_that_fits(model, monkeypatch):
     """The model's whole context would take 301 GB."""
     on_gpu(monkeypatch, free=80e9)
     fits = fit_max_len(recipe(), model, CONTEXT, trains=True)
-    room_left = 80e9 - 8e9 - 18 * PARAMETERS - 12 * CHUNK * VOCAB
+    room_left = 80e9 - 8e9 - 18 * PARAMETERS - MICRO_BATCH
     assert fits == room_left // (64 * PER_TOKEN) // 64 * 64
-    assert 7000 < fits < 9000
-    whole_logits = recipe("train.logits_chunk=0")
-    room_left -= 12 * (16384 - CHUNK) * VOCAB
-    found = fit_max_len(whole_logits, model, CONTEXT, trains=True)
-    assert found == room_left // (64 * PER_TOKEN) // 64 * 64
+    assert 4000 < fits < 5000
     assert fit_max_len(recipe(), model, CONTEXT, trains=False) > fits
-    few = recipe("rollout.engine.max_num_seqs=1")
+    few = recipe("rollout.engine.max_num_seqs=1", "train.tokens_per_micro_batch=40960")
     assert fit_max_len(few, model, CONTEXT, trains=True) == CONTEXT
+
+
+def test_a_sample_that_is_longer_than_a_micro_batch_has_its_activations(model, monkeypatch):
+    """It is never split. A slot beyond a micro-batch takes cache and activations."""
+    on_gpu(monkeypatch, free=80e9)
+    few = recipe("rollout.engine.max_num_seqs=1")
+    fits = fit_max_len(few, model, CONTEXT, trains=True)
+    beyond = 80e9 - 8e9 - 18 * PARAMETERS - MICRO_BATCH - 16_384 * PER_TOKEN
+    longest = 16_384 + beyond // (PER_TOKEN + MICRO_BATCH // 16_384)
+    assert fits == longest // 64 * 64
+    assert 16_384 < fits < CONTEXT
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_micro_batch_is_that_of_the_dry_run(model, tmp_path, layers):
+    """Without activation checkpointing every layer keeps its own, measured on an H100 (gpu tests)."""
+    changed = QWEN3_06B | {"num_hidden_layers": layers, "vocab_size": 512, "hidden_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    given = {"trains": True, "vocab": 512}
+    small = recipe("train.tokens_per_micro_batch=256", "model.dtype=bfloat16")
+    kept = micro_batch_bytes(small, model, **given)
+    again = recipe(
+        "train.tokens_per_micro_batch=256",
+        "model.dtype=bfloat16",
+        "train.activation_checkpointing=true",
+    )
+    assert micro_batch_bytes(again, model, **given) < 0.8 * kept
+    slots = {"trains": False, "vocab": 512}
+    assert micro_batch_bytes(small, model, **slots) == 12 * 256 * 512 < kept
+    layer = kept / layers / 256  # bytes of a slot: inputs, heads, feed-forward widths in 16 bits
+    assert 20_000 < layer < 80_000
 
 
 def test_moments_on_the_host_leave_more_room(model, monkeypatch):
     """On the GPU are three buckets, each the embedding, with 8 bytes of moments an element."""
     on_gpu(monkeypatch, free=80e9)
-    room_left = 80e9 - 8e9 - 10 * PARAMETERS - 24 * VOCAB * 1024 - 12 * CHUNK * VOCAB
+    room_left = 80e9 - 8e9 - 10 * PARAMETERS - 24 * VOCAB * 1024 - MICRO_BATCH
     fits = fit_max_len(recipe("optim.state=host"), model, CONTEXT, trains=True)
     assert fits == room_left // (64 * PER_TOKEN) // 64 * 64
 
@@ -114,7 +149,8 @@ def test_the_length_that_was_fitted_is_a_setting_of_the_run(model, monkeypatch):
 
 def test_a_length_is_settled_for_the_embedded_engine_only(model, monkeypatch):
     on_gpu(monkeypatch, free=80e9)
-    few, server = recipe("rollout.engine.max_num_seqs=1"), recipe("rollout.engine.kind=vllm-server")
+    few = recipe("rollout.engine.max_num_seqs=1", "train.tokens_per_micro_batch=40960")
+    server = recipe("rollout.engine.kind=vllm-server")
     assert settle_max_len(server, model, pytest.fail) == server
     assert settle_max_len(few, model, pytest.fail).rollout.engine.max_len == CONTEXT
 
@@ -135,7 +171,7 @@ def test_vllm_beside_the_learner_asks_for_what_is_left(model, monkeypatch):
     on_gpu(monkeypatch, free=76e9)
     awake = recipe("rollout.engine.kind=vllm", "rollout.engine.enable_sleep_mode=false")
     share = share_beside_learner(awake, model, device, trains=True)
-    assert share == (76e9 - 12 * PARAMETERS - 12 * CHUNK * VOCAB) / 80e9
+    assert share == (76e9 - 12 * PARAMETERS - MICRO_BATCH) / 80e9
     asleep = share_beside_learner(own, model, device, trains=True)  # while the learner works
     assert asleep == (76e9 - 8 * PARAMETERS) / 80e9
     measured = share_beside_learner(own, model, device, trains=False)

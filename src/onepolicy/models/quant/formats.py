@@ -99,6 +99,11 @@ def absmax(x: Tensor) -> Tensor:
     return x.abs().amax(-1, keepdim=True).float().clamp_(min=MIN_SCALE)
 
 
+def _divided(x: Tensor, most: float) -> Tensor:
+    """Return x / most. On a GPU torch multiplies by the inverse of a number, which rounds twice."""
+    return x / x.new_full((), most)
+
+
 def to_int8(x: Tensor, scale: Tensor) -> Tensor:
     """Return the codes of x [..., n] float32. They saturate at 127. Ties round to even."""
     return (x / scale).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
@@ -110,7 +115,7 @@ def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     The scale is such that a row's largest magnitude becomes 127.
     """
     x = x.float()
-    scale = absmax(x) / INT8_MAX
+    scale = _divided(absmax(x), INT8_MAX)
     return to_int8(x, scale), scale
 
 
@@ -120,7 +125,7 @@ def e4m3_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     The scale is such that a row's largest magnitude becomes 448.
     """
     x = x.float()
-    scale = absmax(x) / E4M3_MAX
+    scale = _divided(absmax(x), E4M3_MAX)
     # Rounding can exceed 448, where e4m3 has only NaN.
     codes = (x / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
     return codes, scale
@@ -145,5 +150,5 @@ def fake_quantise(x: Tensor, bits: int) -> Tensor:
     """Return x [..., n] rounded to 2^bits - 1 equidistant values per row, in float32."""
     x = x.float()
     most = 2 ** (bits - 1) - 1
-    scale = absmax(x) / most
+    scale = _divided(absmax(x), most)
     return (x / scale).round_().clamp_(-most, most) * scale

@@ -86,7 +86,7 @@ class Int8Matrices:
 
     def set_weight(self, weight: Tensor) -> None:
         """Quantise weight [E, out, in] and keep its codes."""
-        codes, scale = int8_rows(weight)
+        codes, scale = int8_rows(weight.contiguous())  # as a GPU's kernels read them
         self.scale = scale[..., 0]  # [E, out]
         self._shape = codes.mT.shape  # [E, in, out]
         if not self.bags:
@@ -274,7 +274,7 @@ class E4M3Weight:
 
     def set_weight(self, weight: Tensor) -> None:
         """Quantise the weight and keep its codes."""
-        codes, scale = e4m3_rows(weight)
+        codes, scale = e4m3_rows(weight.contiguous())  # as a GPU's kernels read them
         if self._transposed:
             codes = codes.view(torch.int8).transpose(-1, -2).contiguous().view(codes.dtype)
             scale = scale.mT
