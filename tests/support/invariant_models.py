@@ -94,7 +94,7 @@ def differing(
     micro-batches."""
     logps = routes = 0
     for chosen in splits:
-        micro = batch.select(list(chosen))
+        micro = batch.select(list(chosen)).to(model.device)
         if routers is None:
             logp = forward(model, micro).logp
         else:

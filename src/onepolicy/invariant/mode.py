@@ -27,7 +27,7 @@ from onepolicy.invariant.switch import STATE, TILE
 from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import recurrent_layers
-from onepolicy.models.rms_norm import FewPasses, own_class
+from onepolicy.models.rms_norm import Replaced, own_class
 
 FEW_TOKENS = 5  # tokens of the forward that finds which modules to change
 _LOCK = RLock()
@@ -124,7 +124,7 @@ def _swap(model: PreTrainedModel, state: _State) -> None:
     for module in model.modules():
         if is_plain_linear(module):
             _change_class(module, InvariantLinear, state)
-        elif isinstance(module, FewPasses):  # its mean would depend on the batch
+        elif isinstance(module, Replaced):  # its mean would depend on the batch
             _change_class(module, own_class(module), state)
     for module in _modules_that_call_functions(model):
         module_class: Any = type(module)

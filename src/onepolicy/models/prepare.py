@@ -34,7 +34,7 @@ def recurrent_layers(model: PreTrainedModel) -> str:
 def prepare_for_training(
     model: PreTrainedModel, device: torch.device, *, compute: torch.dtype | None = None
 ) -> None:
-    """Select packed attention and onepolicy's experts, on a CPU its linear layers, norms and RoPE.
+    """Select packed attention, onepolicy's experts, norms and RoPE, on a CPU its linear layers.
 
     compute: dtype of the forward, if it is not that of the parameters.
 
@@ -54,11 +54,10 @@ def prepare_for_training(
         if getattr(model, "set_experts_implementation", None) is not None:
             model.set_experts_implementation(experts.NAME)
         linear.use_onednn_linear(model, device)
-        if device.type == "cpu":
-            from onepolicy.models import rms_norm, rotary
+        from onepolicy.models import rms_norm, rotary
 
-            rms_norm.use_few_passes(model)
-            rotary.use_few_passes(model)
+        rms_norm.use_few_passes(model, fused=device.type != "cpu")
+        rotary.use_few_passes(model)
         together = _packed_logits(model, _samples(model, device))
     if config._attn_implementation != packed_attention.NAME:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Rotary embeddings (arXiv:2104.09864) in fewer passes over memory, on a CPU.
+"""Rotary embeddings (arXiv:2104.09864) in fewer passes over memory.
 
 transformers turns a vector by joining its swapped halves anew, and torch differentiates each cut
 and each join with zeros around them. The forward here does the same operations on the halves, so

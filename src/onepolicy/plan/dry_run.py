@@ -159,10 +159,10 @@ class DryRunModel:
             if invariant:
                 with kernel_stand_ins(cpu=cpu):
                     mode.install_invariant(self.model)
-        if cpu and not invariant:
+        if not invariant:
             from onepolicy.models import rms_norm, rotary
 
-            rms_norm.use_few_passes(self.model)  # not fake: it compares bits
+            rms_norm.use_few_passes(self.model, fused=not cpu)  # not fake: it compares bits
             rotary.use_few_passes(self.model)
         self._layer_list = decoder_layers(self.model)
         self._layers = list(self._layer_list)

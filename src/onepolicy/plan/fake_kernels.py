@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from onepolicy.invariant import experts as invariant_experts
 from onepolicy.invariant import mode
-from onepolicy.models import experts, flash, packed_attention
+from onepolicy.models import experts, flash, packed_attention, rms_norm
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.quant import quantise
 
@@ -28,7 +28,7 @@ def kernel_stand_ins(*, cpu: bool) -> Iterator[None]:
                 stack.enter_context(patched(module, "sort_by_expert", _sort_evenly))
             stack.enter_context(patched(mode, "few_token_packing", _real_packing))
         else:
-            for module, name, stand_in in GPU_ATTENTION:
+            for module, name, stand_in in GPU_KERNELS:
                 stack.enter_context(patched(module, name, stand_in))
         stack.enter_context(patched(torch.nn.functional, "grouped_mm", _grouped_mm))
         stack.enter_context(patched(quantise, "_check_forward", lambda model: None))
@@ -112,6 +112,25 @@ def _grouped_mm(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
     return _GroupedMatmul.apply(rows, weight)
 
 
+class _FusedNorm(torch.autograd.Function):
+    """The memory of torch's kernel for a norm on a GPU, which keeps its input and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        wanted = zip((x, weight), ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in wanted)
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor, epsilon: float) -> Tensor:
+    return _FusedNorm.apply(x, weight)
+
+
 def _flash_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
     return _FlashAttention.apply(query, key, value)
 
@@ -123,11 +142,12 @@ def _varlen_attention(
     return _FlashAttention.apply(query, key, value), log_sum_exp
 
 
-GPU_ATTENTION = [
+GPU_KERNELS = [
+    (rms_norm, "rms_norm", _rms_norm),
     (packed_attention, "takes_flash", lambda query, value: query.dtype in flash.HALF),
     (packed_attention, "expands_heads", lambda query: query.dtype == torch.float32),
     (packed_attention, "scaled_dot_product_attention", _flash_attention),
     (flash, "varlen_attn", _varlen_attention),
     (flash, "_backward", _flash_gradients),
 ]
-"""The attention of a GPU: flash in 16 bits, a kernel with as little memory in float32."""
+"""Norms of a GPU, and its attention: flash in 16 bits, a kernel with as little memory in float32."""

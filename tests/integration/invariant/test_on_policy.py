@@ -111,7 +111,7 @@ def test_rollout_is_training_on_cuda(family, dtype):
     """The start-up check of this device and build passes, and no value differs."""
     engine, trained, routers = pair(family, dtype, device=torch.device("cuda"))
     requests = requests_of(9)
-    batch = batch_of(requests, run(engine, requests)).to(torch.device("cuda"))
+    batch = batch_of(requests, run(engine, requests))
     assert differing(trained, routers, batch, shuffled(9, 4)) == (0, 0)
 
 

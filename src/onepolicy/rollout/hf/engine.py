@@ -16,7 +16,7 @@ from onepolicy.config.numerics import Numerics
 from onepolicy.interfaces import EngineCaps, NamedWeights, StaticScales, WeightSizes
 from onepolicy.invariant.fingerprint import compute_fingerprint
 from onepolicy.invariant.numerics_contract import numerics_contract_of
-from onepolicy.models import decode_experts, linear
+from onepolicy.models import decode_experts, linear, rms_norm
 from onepolicy.models.load import DTYPES, cast_model
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.copies import load_engine_model, quantise_policy
@@ -115,6 +115,8 @@ class HFEngine:
         device = next(model.parameters()).device
         decode_experts.use_decode_experts(model, device)
         linear.use_onednn_linear(model, device)
+        if device.type != "cpu":
+            rms_norm.use_few_passes(model, fused=True)
         self._held = _install_adapter(model, lora)
         self._pressure = _install_pressure(model, pressure)
         routers: Routers | None = None
