@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Debian 12's pip would otherwise install an sdist by setup.py, without its licence.
 export PIP_USE_PEP517 := 1
 
-.PHONY: help train rescue demonstration train-agent train-agent-vllm system check test test-all vllm sglang site test-gpu bench-gpu clean
+.PHONY: help train rescue demonstration train-agent train-agent-vllm system check test test-all vllm sglang site clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -156,20 +156,20 @@ sglang: $(SGLANG)/.ready ## a SGLang server for the CPU, for tests only
 
 # A machine with a GPU brings its own torch: GPU_PYTHON is the Python that has it. What else its image lacks travels as wheels.
 GPU_PYTHON ?= python3
-GPU_WHEELS := transformers tokenizers huggingface_hub pydantic pydantic_core annotated-types typing-inspection tomlkit httpx2 httpcore2 anyio h11 idna typing_extensions truststore rich markdown-it-py mdurl Pygments
-.PHONY: gpu-wheels gpu-site
-gpu-wheels: ## packages that an image with torch may lack, for Python 3.12 on Linux, into .gpu-wheels
-	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \
-	  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c constraints.txt -d .gpu-wheels $(GPU_WHEELS)
+.PHONY: gpu gpu-pack
+gpu: ## on a machine with a GPU: its tests and benchmarks, nine minutes
+	$(GPU_PYTHON) benchmarks/gpu/run.py
 
-gpu-site: gpu-wheels ## the same unpacked into .gpu-site, where the image has a network; PYTHONPATH=$$PWD/.gpu-site finds it
-	$(GPU_PYTHON) -m pip install -q --upgrade --no-index --no-deps --target .gpu-site .gpu-wheels/*.whl
+gpu-pack: ## .gpu-pack: a folder that does the same on an image with torch, without a network
+	$(PYTHON) benchmarks/gpu/pack.py
 
-test-gpu: ## on a machine with a GPU: the tests marked gpu, up to 8 minutes
-	$(GPU_PYTHON) benchmarks/gpu/run.py 1
-
-bench-gpu: ## on a machine with a GPU: the benchmarks, up to 17 minutes
-	$(GPU_PYTHON) benchmarks/gpu/run.py 2 3
+# The image that was tried: Python 3.12, torch 2.11. Its wheel is for CUDA and runs on a CPU. PYTHON312: the Python to make it with.
+QUEUE := .venv-gpu
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3 /usr/bin/python3.12) python3.12)
+$(QUEUE)/.ready: Makefile
+	test -d $(QUEUE) || $(PYTHON312) -m venv $(QUEUE)
+	$(QUEUE)/bin/pip install -q --log $(QUEUE)/pip.log torch==2.11.0 transformers==5.17.0 'numpy==2.5.*'
+	touch $@
 
 clean: ## remove the venvs and caches (runs/ stays)
-	rm -rf $(VENV) $(ORACLE) $(ENVS) $(TRL) $(VERL) $(MEGATRON) $(SGLANG) $(RELEASE) .venv-versions site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) $(ENVS) $(TRL) $(VERL) $(MEGATRON) $(SGLANG) $(RELEASE) $(QUEUE) .gpu-pack .venv-versions site .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -46,11 +46,11 @@ from onepolicy.models.logits_chunks import install_logits_chunks
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.plan.adapters import with_adapters
 from onepolicy.plan.dims import read_dims
-from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape, PeakMemory
-from onepolicy.plan.learner_memory import compute_dtype, learner_memory, policy_optimiser
+from onepolicy.plan.learner_memory import learner_memory, policy_optimiser
 from onepolicy.replay.routers import bind_routers
 from onepolicy.sync.adapters import add_adapter
 from onepolicy.train import streamed_adamw
+from onepolicy.train.dry_run import DryRunModel, MicroBatchShape, PeakMemory, compute_dtype
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
 from onepolicy.train.sharded.fsdp import FSDPSharding

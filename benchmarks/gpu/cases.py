@@ -7,31 +7,31 @@ import importlib
 
 from gpu import attention, decode, engine, head, invariance, moe, smoke, step, sync
 from gpu.lease import Case
-from gpu.tests import tests_of
+from gpu.tests import case_of
 
 GPU_TESTS = "tests/integration/gpu/"
 CASES = (
     Case("smoke", smoke.main, 90),
     # What was read to break, in that order (docs/gpu_state.md).
-    Case("room", tests_of(GPU_TESTS + "test_room.py"), 60),  # B3
-    Case("attention kernels", tests_of(GPU_TESTS + "test_attention_kernels.py"), 60, alone=False),
-    Case("whole steps", tests_of(GPU_TESTS + "test_steps.py"), 110, alone=False),
-    Case("training step", tests_of(GPU_TESTS + "test_training_step.py"), 110, alone=False),
-    Case("loading and pushing", tests_of(GPU_TESTS + "test_loading.py"), 60, alone=False),
-    Case("ranks", tests_of(GPU_TESTS + "test_runs.py"), 90, alone=False),
-    Case("cuda", tests_of("tests/integration/test_cuda.py"), 90, alone=False),
+    Case("room", case_of(GPU_TESTS + "test_room.py"), 60),  # B3
+    Case("attention kernels", case_of(GPU_TESTS + "test_attention_kernels.py"), 60, alone=False),
+    Case("whole steps", case_of(GPU_TESTS + "test_steps.py"), 110, alone=False),
+    Case("training step", case_of(GPU_TESTS + "test_training_step.py"), 110, alone=False),
+    Case("loading and pushing", case_of(GPU_TESTS + "test_loading.py"), 60, alone=False),
+    Case("ranks", case_of(GPU_TESTS + "test_runs.py"), 90, alone=False),
+    Case("cuda", case_of("tests/integration/test_cuda.py"), 90, alone=False),
     Case(
-        "quantised", tests_of("tests/integration/models/quant/test_quant_cuda.py"), 90, alone=False
+        "quantised", case_of("tests/integration/models/quant/test_quant_cuda.py"), 90, alone=False
     ),
-    Case("on-policy", tests_of("tests/integration/invariant/test_on_policy.py"), 60, alone=False),
+    Case("on-policy", case_of("tests/integration/invariant/test_on_policy.py"), 60, alone=False),
     Case(
         "server imports",
-        tests_of("tests/unit/rollout/vllm/test_server_imports.py", marked=False),
+        case_of("tests/unit/rollout/vllm/test_server_imports.py", marked=False),
         40,
         alone=False,
     ),
     Case("invariance", invariance.main, 30),
-    Case("memory", tests_of(GPU_TESTS + "test_memory.py"), 60),  # B6
+    Case("memory", case_of(GPU_TESTS + "test_memory.py"), 60),  # B6
     Case("moe", moe.main, 60),
     Case("engine", engine.main, 70),
     Case("paged generation", engine.beside_pages, 60),

@@ -2,7 +2,8 @@
 
 A decode step of 4 layers of Qwen3-30B-A3B with quantised weights beside bfloat16; one of 4 layers
 in DeepSeek-V2-Lite's shapes, with few and many cached tokens; the first token after a prompt of
-32k, or of 8k where the flash kernel takes no cache (torch 2.11); an update of Qwen3-0.6B beside an engine that samples.
+32k, or of 8k where the flash kernel takes no cache (torch 2.11); an update of Qwen3-0.6B beside an
+engine that samples.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from gpu import engine as sampling
 from gpu.harness import Bench
 from gpu.models import dense, make, moe
 from gpu.step import Ours
-from support.models import CONFIGS
 from transformers import DeepseekV3Config, PreTrainedModel
 
 from onepolicy.config import Fp8, HFEngineConfig, Int8
@@ -27,6 +27,7 @@ from onepolicy.models import flash
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.hf.stream import EngineStream
 from onepolicy.types import Sampling
+from support.models import CONFIGS
 
 STEPS = 16
 NEVER = 10**6  # a stop token that no row samples

@@ -1,9 +1,9 @@
 """Tokens per second of the embedded engine beside transformers' `generate` and `generate_batch`.
 
 Qwen3-0.6B with random weights in bfloat16, 64 and 256 requests of 256 + 128 tokens without stop
-tokens, and of 256 + 64 beside `generate_batch`. `generate_batch` (paged, continuous batching) is what TRL's use_transformers_paged calls.
-Target: at least the tokens per second of `generate_batch`. The profile counts kernel launches per
-decode step and the share of time in which the GPU computes.
+tokens, and of 256 + 64 beside `generate_batch` (paged, continuous batching), which TRL's
+use_transformers_paged calls. Target: at least its tokens per second. The profile counts kernel
+launches per decode step and the share of time in which the GPU computes.
 """
 
 from __future__ import annotations

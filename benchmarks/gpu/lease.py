@@ -137,7 +137,9 @@ def run_queue(
 def _may_begin(case: Case, running: dict[int, _Running], jobs: int) -> bool:
     if not running:
         return True
-    return not case.alone and len(running) < jobs and not any(r.case.alone for r in running.values())
+    return (
+        not case.alone and len(running) < jobs and not any(r.case.alone for r in running.values())
+    )
 
 
 def _fork(case: Case, make_bench: Callable, results: Results, limit: float) -> int:

@@ -41,9 +41,8 @@ def main() -> int:
     download(PACK / "wheels")
     files = tracked()
     with zipfile.ZipFile(PACK / "sources.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in files:
-            if name.startswith(SOURCES) and (KEPT in name or not name.startswith(LEFT_OUT)):
-                archive.write(ROOT / name, name)
+        for name in filter(is_packed, files):
+            archive.write(ROOT / name, name)
     (PACK / "commit.txt").write_text(commit() + "\n", encoding="utf-8")
     shutil.copy(ROOT / "benchmarks" / "gpu" / "unpack.py", PACK / "run.py")
     tree = sum((ROOT / name).stat().st_size for name in files) / 2**20
@@ -51,6 +50,11 @@ def main() -> int:
     print(f"{PACK.name}: {pack:.1f} MiB, with the working tree {tree + pack:.1f} of {MOST_MIB} MiB")
     print(f"there: python3 {PACK.name}/run.py --seconds 520 --out OUT")
     return int(tree + pack > MOST_MIB)
+
+
+def is_packed(name: str) -> bool:
+    """Return whether a tracked file is among the sources."""
+    return name.startswith(SOURCES) and (name.startswith(KEPT) or not name.startswith(LEFT_OUT))
 
 
 def download(folder: Path) -> None:

@@ -51,7 +51,9 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
-        print(f"missing here: {', '.join(lacking)}; `make gpu-pack`, where there is a network, makes")
+        print(
+            f"missing here: {', '.join(lacking)}; `make gpu-pack`, where there is a network, makes"
+        )
         print("a folder with what an image with torch may lack")
         return 1
     import torch

@@ -40,7 +40,7 @@ class Recorder:
             pytest.skip(f"{self.bench.limit:.0f} s are over")
 
 
-def tests_of(file: str, *, marked: bool = True) -> Callable[[Bench], None]:
+def case_of(file: str, *, marked: bool = True) -> Callable[[Bench], None]:
     """Return a case that runs the tests of a file: on a GPU those marked gpu, or all of them.
 
     At toy shapes it runs those of the CPU.

@@ -42,7 +42,7 @@ def main() -> int:
     if lacking:
         print(f"this Python ({sys.executable}) lacks {', '.join(lacking)}, which is not packed")
     if sys.version_info[:2] != (3, 12) or sys.platform != "linux":
-        found = f"{sys.version_info.major}.{sys.version_info.minor} on {sys.platform}"
+        found = f"{sys.version_info[0]}.{sys.version_info[1]} on {sys.platform}"
         print(f"the wheels here are for Python 3.12 on linux, this is {found}")
         return 1
     if lacking:

@@ -63,14 +63,15 @@ def test_it_runs_tests_and_benchmarks_through_the_makefile_only(name):
 
 def test_together_they_call_every_test_of_the_makefile():
     called = {target for path in WORKFLOWS.values() for target in targets(commands(path))}
-    assert {"check", "test", "test-all", "test-gpu", "bench-gpu"} <= called
+    assert {"check", "test", "test-all", "gpu-pack"} <= called
 
 
 def test_the_manual_one_runs_on_a_gpu_of_ones_own_and_keeps_what_it_found():
     job = yaml.safe_load(WORKFLOWS["gpu"].read_text(encoding="utf-8"))["jobs"]["gpu"]
     assert job["runs-on"] == ["self-hosted", "gpu"]
     runs = [step["run"].partition(" #")[0] for step in job["steps"] if "run" in step]
-    assert runs == ["nvidia-smi", "make gpu-site", "make test-gpu", "make bench-gpu"]
+    queue = "python3 .gpu-pack/run.py --seconds ${{ inputs.seconds }}"
+    assert runs == ["nvidia-smi", "make gpu-pack", queue]
     kept = job["steps"][-1]
     assert kept["if"] == "always()"
     assert kept["with"]["path"] in job["env"]["OUT"]  # what benchmarks/gpu/run.py writes to

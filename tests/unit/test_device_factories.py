@@ -11,6 +11,7 @@ CPU_KERNEL = "a kernel of the CPU only"
 SCORES = "scores of a whole step are collected in host memory"
 COMPLETION = "completions are in host memory"
 SENT_ONCE = "index arithmetic on the host, sent to the device once"
+FAKE = "a dry run computes nothing on any device"
 SCALAR = "a tensor without dimensions goes with those of any device"
 ON_THE_HOST = {
     "models/decode_attention.py:_steps": CPU_KERNEL,
@@ -37,6 +38,9 @@ ON_THE_HOST = {
     "rollout/hf/scheduler.py:empty_completion": COMPLETION,
     "rollout/hf/static_batch.py:_completion": COMPLETION,
     "rollout/hf/static_batch.py:_trace": COMPLETION,
+    "train/dry_run.py:_slot_layout": FAKE,
+    "train/dry_run.py:_fake_batch": FAKE,
+    "train/fake_kernels.py:_sort_evenly": FAKE,
     "train/optim.py:_norm": SCALAR,
     "train/pack.py:pack": "a step's batch is in host memory, micro-batches go to the device",
     "train/rescore.py:_ranks": SCORES,

@@ -77,7 +77,7 @@ def test_mismatch_and_diagnose_take_every_layout() -> None:
 @pytest.mark.parametrize("name", ["seq-tis", "k3-rs", "turn", "opsm"])
 def test_memory_depends_on_the_number_of_segments(name: str) -> None:
     """The weights are those with ids 0, 1, .., and no array is as long as the largest id."""
-    from onepolicy.plan.dry_run import PeakMemory
+    from onepolicy.train.dry_run import PeakMemory
 
     config = op.preset("seq-tis", weight={"level": "turn"}) if name == "turn" else op.preset(name)
     weigh, part = op.reweight, config

@@ -93,8 +93,7 @@ def micro_batch_bytes(config: RunConfig, model: ModelConfig, vocab: int, *, trai
     logits = LOGITS_BYTES * at_once * vocab
     if not trains or config.numerics == ON_POLICY:
         return logits
-    from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape
-    from onepolicy.plan.learner_memory import compute_dtype
+    from onepolicy.train.dry_run import DryRunModel, MicroBatchShape, compute_dtype
 
     try:
         dry = DryRunModel(

@@ -59,7 +59,7 @@ def _has_kernel(device: torch.device) -> bool:
     return has_call and not is_rocm and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
-def _grouped(query: Tensor, key: Tensor) -> dict[str, bool]:
+def _grouped(query: Tensor, key: Tensor) -> dict[str, Any]:
     """Return the argument that allows fewer heads of keys. torch 2.11 allows them without one."""
     if "enable_gqa" not in ARGUMENTS:
         return {}

@@ -8,7 +8,6 @@ one kernel of torch's, which rounds to 16 bits once, where transformers' classes
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,9 +21,10 @@ def use_few_passes(model: nn.Module, *, fused: bool = False) -> None:
 
     fused: by torch's kernel, for a GPU.
     """
+    way: type[Replaced] = Fused if fused else FewPasses
     for module in model.modules():
         if computes_these_bits(module):
-            module.__class__ = _made(Fused if fused else FewPasses, type(module))
+            module.__class__ = _made(way, type(module))
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -88,10 +88,13 @@ def _reciprocal(x: Tensor, epsilon: float) -> Tensor:
     return x.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
 
 
-@cache
-def _made(way: type[nn.Module], norm: type[nn.Module]) -> type[nn.Module]:
-    """Return our subclass of a norm's class."""
-    return type(norm.__name__, (way, norm), {"__module__": norm.__module__})
+MADE: dict[tuple[type, type], type[nn.Module]] = {}  # our subclasses of norms' classes
+
+
+def _made(way: type[Replaced], norm: type[nn.Module]) -> type[nn.Module]:
+    if (way, norm) not in MADE:
+        MADE[way, norm] = type(norm.__name__, (way, norm), {"__module__": norm.__module__})
+    return MADE[way, norm]
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from onepolicy.config import ModelConfig, UsageError
@@ -16,6 +16,7 @@ from onepolicy.models.cache_size import cached_elements
 from onepolicy.models.load import read_config
 from onepolicy.models.prepare import ATTENTION_LAYERS
 from onepolicy.replay.layers import find_routers
+from onepolicy.train.dry_run import decoder_layers
 from onepolicy.train.optimiser_memory import Shapes, parameter_shapes
 
 
@@ -181,18 +182,6 @@ def _untied_embedding_size(model: PreTrainedModel) -> int:
     if head is embedding:
         return 0
     return embedding.numel()
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the list that holds the decoder's layers. Raises UsageError if there is none."""
-    depth = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return module
-    raise UsageError(
-        f"model.path: {type(model).__name__} keeps no list of {depth} decoder layers; "
-        "it cannot be run dry"
-    )
 
 
 def is_routed(path: str) -> bool:

@@ -16,13 +16,13 @@ from onepolicy.config.quant import Fp8, Fp8Weight
 from onepolicy.config.serve import ServeConfig
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.plan.dims import Dims
-from onepolicy.plan.fake_kernels import kernel_stand_ins
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.learner_memory import BYTES, FLOAT32, kept_per_token
 from onepolicy.plan.step_work import StepWork, devices_per_replica, replicated
 from onepolicy.rollout.copies import quantise_policy
 from onepolicy.rollout.vllm.memory import cache_bytes, memory_args
 from onepolicy.rollout.vllm.quant import hf_equivalent
+from onepolicy.train.fake_kernels import kernel_stand_ins
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from onepolicy.build.components import uses_reprefill
 from onepolicy.config import RunConfig, WeightsReplay
 from onepolicy.plan.dims import Dims, route_bytes
-from onepolicy.plan.dry_run import MicroBatchMemory
 from onepolicy.plan.hardware import Cluster
+from onepolicy.train.dry_run import MicroBatchMemory, gather_dtype
 from onepolicy.train.optimiser_memory import OptimiserMemory, optimiser_memory, shard_sizes
 
 FLOAT32 = 4
@@ -59,20 +59,6 @@ def checkpoint_cost(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int)
     staged = (size + widened) * min(ranks, cluster.per_node) / ranks
     counts, limit = 2 * written + rewritten, config.train.rank_timeout
     return CheckpointCost(size, staged, written, counts, limit, exported)
-
-
-def gather_dtype(config: RunConfig) -> str:
-    """Return the dtype of the parameters that ranks gather to compute a layer."""
-    if "bfloat16" in (config.model.dtype, config.train.fsdp_param_dtype):
-        return "bfloat16"
-    return "float32"
-
-
-def compute_dtype(config: RunConfig) -> str:
-    """Return the dtype of the layers in forward and backward."""
-    if config.train.autocast == "bfloat16":
-        return "bfloat16"
-    return gather_dtype(config)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.models.chunk_size import logits_chunk
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
-from onepolicy.plan.dry_run import DryRunModel, MicroBatchMemory, MicroBatchShape
 from onepolicy.plan.engine_memory import EngineMemory, EngineWeights, engine_memory, engine_weights
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.learner_memory import (
@@ -21,7 +20,6 @@ from onepolicy.plan.learner_memory import (
     LearnerMemory,
     StartMemory,
     checkpoint_cost,
-    compute_dtype,
     learner_memory,
     policy_optimiser,
     start_memory,
@@ -35,6 +33,12 @@ from onepolicy.plan.times import (
     learning_time,
     rollout_time,
     sync_seconds,
+)
+from onepolicy.train.dry_run import (
+    DryRunModel,
+    MicroBatchMemory,
+    MicroBatchShape,
+    compute_dtype,
 )
 from onepolicy.train.optimiser_memory import OptimiserMemory
 

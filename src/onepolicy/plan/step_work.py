@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.cluster import RayCluster
-from onepolicy.plan.dry_run import MicroBatchShape
+from onepolicy.train.dry_run import MicroBatchShape
 
 DEFAULT_PROMPT_TOKENS = 512
 

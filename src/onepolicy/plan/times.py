@@ -11,8 +11,9 @@ from onepolicy.config.numerics import ON_POLICY
 from onepolicy.plan.dims import Dims, trace_itemsize
 from onepolicy.plan.engine_memory import EngineWeights, sent_dtype, sequence_cache_bytes
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.learner_memory import BYTES, FLOAT32, gather_dtype, kept_per_token
+from onepolicy.plan.learner_memory import BYTES, FLOAT32, kept_per_token
 from onepolicy.plan.step_work import StepWork, in_process, sequences_per_engine
+from onepolicy.train.dry_run import gather_dtype
 
 
 @dataclass(frozen=True, slots=True)

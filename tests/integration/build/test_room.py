@@ -94,7 +94,7 @@ def test_a_sample_that_is_longer_than_a_micro_batch_has_its_activations(model, m
 
 @pytest.mark.parametrize("layers", [2, 3])
 def test_a_micro_batch_is_that_of_the_dry_run(model, tmp_path, layers):
-    """Without activation checkpointing every layer keeps its own, measured on an H100 (gpu tests)."""
+    """Without activation checkpointing every layer keeps its own (tests/integration/gpu)."""
     changed = QWEN3_06B | {"num_hidden_layers": layers, "vocab_size": 512, "hidden_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(changed))
     given = {"trains": True, "vocab": 512}

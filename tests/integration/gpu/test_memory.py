@@ -9,7 +9,7 @@ from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.logits_chunks import install_logits_chunks
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape, PeakMemory
+from onepolicy.train.dry_run import DryRunModel, MicroBatchShape, PeakMemory
 from onepolicy.train.forward import SlotLayout, forward
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample

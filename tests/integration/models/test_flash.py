@@ -187,7 +187,9 @@ def test_the_call_of_torch_2_11_attends_to_samples_and_not_to_caches(gpu, with_f
     assert not flash.takes_cache(on_gpu, on_gpu)
     assert not flash.fits_model(CONFIGS["qwen3_moe"], CUDA, torch.bfloat16)
     seen = []
-    monkeypatch.setattr(flash, "varlen_attn", lambda *_, **named: seen.append(named) or (_[0], None))
+    monkeypatch.setattr(
+        flash, "varlen_attn", lambda *_, **named: seen.append(named) or (_[0], None)
+    )
     attend((5, 2, 9))
     assert "enable_gqa" not in seen[0]
 

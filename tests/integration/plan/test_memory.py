@@ -10,16 +10,15 @@ from transformers import AutoModelForCausalLM
 from onepolicy.cli import main
 from onepolicy.config import HFEngineConfig, ModelConfig, UsageError, load, resolve
 from onepolicy.models import experts
-from onepolicy.plan import dry_run, fake_kernels
 from onepolicy.plan.dims import read_dims, read_hf_config, route_bytes
-from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape
 from onepolicy.plan.engine_memory import embedded_cache_bytes, engine_weights
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner, best_option
 from onepolicy.plan.suggestions import suggestions
 from onepolicy.rollout.copies import quantise_policy
 from onepolicy.rollout.hf.engine import HFEngine
-from onepolicy.train import optimiser_memory, streamed_adamw
+from onepolicy.train import dry_run, fake_kernels, optimiser_memory, streamed_adamw
+from onepolicy.train.dry_run import DryRunModel, MicroBatchShape
 from support.engine_runs import prompts, ragged, run
 from support.families import TABLE
 from support.models import CONFIGS, make

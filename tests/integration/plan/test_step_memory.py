@@ -8,10 +8,10 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from onepolicy.config import resolve
 from onepolicy.objective.loss import policy_loss
-from onepolicy.plan.dry_run import MicroBatchShape, PeakMemory, _fake_batch, _slot_layout
-from onepolicy.plan.fake_kernels import kernel_stand_ins
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner
+from onepolicy.train.dry_run import MicroBatchShape, PeakMemory, _fake_batch, _slot_layout
+from onepolicy.train.fake_kernels import kernel_stand_ins
 from onepolicy.train.forward import forward
 
 MARGIN = 0.03  # docs/plan_accuracy.md: off by at most 2.3%

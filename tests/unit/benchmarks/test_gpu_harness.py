@@ -1,31 +1,26 @@
-"""The harness of the benchmarks for a GPU: rounds, time limits, errors and files of results."""
+"""The harness of the benchmarks for a GPU: rounds, time limits, errors and results; the pack."""
 
-import json
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu import harness, ready, run, tests
+from gpu import harness, pack, run, unpack
+from gpu.cases import CASES
 from gpu.harness import ROUNDS, WARM_UPS, Bench
+from gpu.lease import Results
 
 from support.paths import ROOT
 
-OUTPUT_OF = harness.output_of
-
 
 @pytest.fixture(autouse=True)
-def _without_git_and_garbage_collection(monkeypatch):
-    monkeypatch.setattr(harness, "output_of", lambda *_: "")
+def _without_garbage_collection(monkeypatch):
     monkeypatch.setattr(harness, "gc", SimpleNamespace(collect=lambda: None))
 
 
 def bench_of(tmp_path, **settings):
-    return Bench("name", torch.device("cpu"), tmp_path, **{"tiny": False, **settings})
-
-
-def read(tmp_path):
-    return json.loads((tmp_path / "name.json").read_text())
+    return Bench("case", torch.device("cpu"), Results(tmp_path), **{"tiny": False, **settings})
 
 
 def test_a_call_is_timed_five_times_after_two_warm_ups(tmp_path):
@@ -52,65 +47,103 @@ def test_calls_are_compared_in_turn(tmp_path):
     assert [len(found[name].seconds) for name in "ab"] == [ROUNDS, ROUNDS]
 
 
-def test_results_are_written_as_they_come(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(harness, "output_of", OUTPUT_OF)
-    bench = bench_of(tmp_path, given_commit="abc")
-    assert read(tmp_path)["results"] == []
-    bench.record("case", seconds=[0.5, 0.25], ratio=1.23456)
-    content = read(tmp_path)
-    assert content["results"] == [{"case": "case", "seconds": [0.5, 0.25], "ratio": 1.23456}]
-    assert re.fullmatch(r"[0-9a-f]{40}\+?", content["commit"])
-    assert {"clocks_before", "clocks_after", "utc", "machine", "command"} <= content.keys()
-    assert content["machine"]["torch"] == torch.__version__
-    assert capsys.readouterr().out == "name: case: seconds [0.5, 0.25]  ratio 1.235\n"
+def test_results_are_written_as_they_come(tmp_path, capsys):
+    bench = bench_of(tmp_path)
+    bench.record("speed", seconds=[0.5, 0.25], ratio=1.23456)
+    row = {"case": "case", "name": "speed", "seconds": [0.5, 0.25], "ratio": 1.23456}
+    assert Results(tmp_path).rows() == [row]
+    assert capsys.readouterr().out == "case: speed: seconds [0.5, 0.25]  ratio 1.235\n"
 
 
-def test_a_copy_without_git_names_the_given_commit():
+def test_a_line_that_a_lost_machine_cut_off_is_left_out(tmp_path):
+    bench_of(tmp_path).record("speed", ratio=1)
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"case": "ca')
+    assert [row["name"] for row in Results(tmp_path).rows()] == ["speed"]
+
+
+def test_a_copy_without_git_names_the_given_commit(monkeypatch):
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", harness.commit("abc"))
+    monkeypatch.setattr(harness, "output_of", lambda *_: "")
     assert harness.commit("abc") == "abc"
     assert harness.commit() == "unknown"
 
 
-def test_a_case_that_fails_is_a_result_and_the_next_one_runs(tmp_path):
+def test_an_error_is_a_result_and_what_follows_runs(tmp_path):
     bench = bench_of(tmp_path)
     with bench.case("first"):
         raise RuntimeError("out of memory\nmore")
     with bench.case("second"):
         bench.record("second", value=1)
-    first, second = read(tmp_path)["results"]
-    assert first == {"case": "first", "error": "RuntimeError: out of memory"}
+    first, second = Results(tmp_path).rows()
+    assert first == {"case": "case", "name": "first", "error": "RuntimeError: out of memory"}
     assert second["value"] == 1
-    with pytest.raises(RuntimeError), bench_of(tmp_path, tiny=True).case("first"):
-        raise RuntimeError
+    assert bench.errors == 1
 
 
-def test_no_case_begins_that_may_not_end_in_time(tmp_path):
+def test_nothing_begins_that_may_not_end_in_time(tmp_path):
     bench = bench_of(tmp_path, limit=30.0)
     assert bench.has_time("short", 10)
     assert not bench.has_time("long", 40)
-    assert "it may take 40 s" in read(tmp_path)["results"][0]["skipped"]
+    assert "it may take 40 s" in Results(tmp_path).rows()[0]["skipped"]
 
 
-def test_three_parts_are_of_at_most_nine_minutes():
-    seconds = [sum(run.LIMITS[name] for name in part) for part in run.PARTS.values()]
-    assert max(seconds) <= 9 * 60
-    assert sorted(name for part in run.PARTS.values() for name in part) == sorted(run.LIMITS)
-
-
-def test_missing_packages_are_named(monkeypatch):
-    monkeypatch.setattr(ready, "find_spec", {name: name for name in ready.NEEDED.values()}.get)
-    assert ready.problems() == []
-    monkeypatch.setattr(ready, "find_spec", {"torch": "torch"}.get)
-    first, second = ready.problems()
-    assert first.startswith("missing here: transformers, pydantic, ")
-    assert "make gpu-wheels" in second
-
-
-def test_every_test_of_a_gpu_is_among_the_files():
+def test_every_test_of_a_gpu_is_in_the_queue():
     marked = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests" / "integration").rglob("test_*.py")
         if re.search(r"^@pytest.mark.gpu|^pytestmark = CUDA|marks=CUDA", path.read_text(), re.M)
+        or path.parent.name == "gpu"
     }
-    assert {file for file in marked if not file.startswith(tests.FILES)} == set()
-    assert len(marked) >= len(tests.FILES)
-    assert all((ROOT / file).exists() for file in tests.FILES)
+    assert len(marked) >= 9
+    queued = {case.run.args[0] for case in CASES if hasattr(case.run, "args")}
+    assert marked - queued == set()
+    assert all((ROOT / file).exists() for file in queued)
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_missing_packages_and_unknown_cases_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", "mo"])
+    assert run.main() == 2
+    assert capsys.readouterr().out.startswith("no case mo; there are smoke, room, ")
+    monkeypatch.setattr(run, "find_spec", {"torch": "torch"}.get)
+    assert run.main() == 1
+    assert capsys.readouterr().out.startswith("missing here: transformers, pydantic, ")
+
+
+@pytest.mark.parametrize(
+    ("wheel", "wanted"),
+    [
+        ("rich-12.0-py3-none-any.whl", True),
+        ("rich-11.9-py3-none-any.whl", False),
+        ("rich-11.10-py3-none-any.whl", False),
+        ("absent-1.0-py3-none-any.whl", True),
+    ],
+)
+def test_a_wheel_is_taken_where_its_package_is_missing_or_older(
+    wheel, wanted, monkeypatch, tmp_path
+):
+    def version(name):
+        if name != "rich":
+            raise unpack.PackageNotFoundError
+        return "11.10"
+
+    monkeypatch.setattr(unpack, "version", version)
+    assert unpack.is_wanted(tmp_path / wheel) is wanted
+
+
+def test_a_pack_names_what_the_image_lacks_and_the_python_it_is_for(monkeypatch, capsys):
+    monkeypatch.setattr(unpack, "find_spec", {"torch": "torch"}.get)
+    fake = SimpleNamespace(version_info=(3, 10), platform="linux", executable="python3")
+    monkeypatch.setattr(unpack, "sys", fake)
+    assert unpack.main() == 1
+    out = capsys.readouterr().out
+    assert "lacks numpy, which is not packed" in out
+    assert "for Python 3.12 on linux, this is 3.10 on linux" in out
+
+
+def test_a_pack_has_what_the_queue_reads():
+    names = [name for name in pack.tracked() if pack.is_packed(name)]
+    assert "benchmarks/evidence/policies/one-of-8/model.safetensors" in names
+    assert not [name for name in names if "one-of-128" in name or name.startswith("docs/")]
+    assert {"pyproject.toml", "src/onepolicy/__init__.py", "tests/conftest.py"} <= set(names)

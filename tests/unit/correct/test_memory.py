@@ -14,7 +14,7 @@ from onepolicy.correct.weights import reweight
 @pytest.mark.parametrize("name", ["mis", "trm", "m2po", "pg-tis"])
 def test_less_than_ten_fields_of_the_batch(name):
     """In [T] float32 fields, T many times a chunk. The returned weight and keep are 1.25."""
-    from onepolicy.plan.dry_run import PeakMemory
+    from onepolicy.train.dry_run import PeakMemory
 
     count, config = 40_000, preset(name)
     rollout = -torch.rand(count) * 3

@@ -14,7 +14,6 @@ from onepolicy.cli import main
 from onepolicy.config import UsageError, resolve
 from onepolicy.plan import engine_memory, hardware, learner_memory, step_work, times
 from onepolicy.plan.dims import Attention, Dims, known_models, route_bytes
-from onepolicy.plan.dry_run import MicroBatchMemory
 from onepolicy.plan.engine_memory import EngineWeights
 from onepolicy.plan.hardware import Constant, parse_cluster
 from onepolicy.plan.planner import PlanOption
@@ -22,6 +21,7 @@ from onepolicy.plan.splits import DeviceSplit, possible_splits
 from onepolicy.plan.step_work import StepWork
 from onepolicy.plan.suggestions import suggestions, uneven_experts
 from onepolicy.train import optimiser_memory
+from onepolicy.train.dry_run import MicroBatchMemory
 from support.paths import ROOT
 
 # 2 layers, one of them with a window of 4 tokens; 4 experts, 1 active

@@ -113,7 +113,7 @@ def _grouped_mm(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """The memory of torch's kernel for a norm on a GPU, which keeps its input and a number a row."""
+    """The memory of a GPU's kernel for a norm, which keeps its input and a number of every row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -150,4 +150,4 @@ GPU_KERNELS = [
     (flash, "varlen_attn", _varlen_attention),
     (flash, "_backward", _flash_gradients),
 ]
-"""Norms of a GPU, and its attention: flash in 16 bits, a kernel with as little memory in float32."""
+"""A GPU's norms, and its attention: flash in 16 bits, as little memory in float32."""

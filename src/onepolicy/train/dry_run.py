@@ -29,14 +29,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from onepolicy.config import UsageError
+from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.invariant import mode
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import chunk_size, experts, fp32_head, linear, logits_chunks, packed_attention
 from onepolicy.models.packed_attention import Packing
-from onepolicy.plan.dims import decoder_layers
-from onepolicy.plan.fake_kernels import kernel_stand_ins, patched
+from onepolicy.train.fake_kernels import kernel_stand_ins, patched
 from onepolicy.train.forward import SlotLayout, forward
 from onepolicy.types import TokenBatch
 
@@ -121,6 +120,32 @@ class _Run:
     saved: float  # after the forward
     early: float  # the most until the backward of the last layer, with all layers' activations
     late: float  # the most after that
+
+
+def gather_dtype(config: RunConfig) -> str:
+    """Return the dtype of the parameters that ranks gather to compute a layer."""
+    if "bfloat16" in (config.model.dtype, config.train.fsdp_param_dtype):
+        return "bfloat16"
+    return "float32"
+
+
+def compute_dtype(config: RunConfig) -> str:
+    """Return the dtype of the layers in forward and backward."""
+    if config.train.autocast == "bfloat16":
+        return "bfloat16"
+    return gather_dtype(config)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the list that holds the decoder's layers. Raises UsageError if there is none."""
+    depth = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return module
+    raise UsageError(
+        f"model.path: {type(model).__name__} keeps no list of {depth} decoder layers; "
+        "it cannot be run dry"
+    )
 
 
 class DryRunModel:
