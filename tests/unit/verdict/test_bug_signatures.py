@@ -85,8 +85,11 @@ def test_plain_mismatch_and_all_fields_of_a_clean_run_accuse_it_of_nothing(
     seed, noise, spread, masked, newest, drift
 ) -> None:
     """The noise is on either side. The fields are weight versions without an effect, and a previous
-    policy farther from the rollout than the present one."""
-    w = world(seed, noise, spread)
+    policy farther from the rollout than the present one.
+
+    Noise beside logits as small as itself is a temperature: one side has the other's, flattened.
+    """
+    w = world(seed, min(noise, spread / 2), spread)
     if seed % 2:
         w = World(w.logits_rollout, w.logits)
     g = torch.Generator().manual_seed(seed)
