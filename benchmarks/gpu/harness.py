@@ -102,13 +102,14 @@ class Bench:
     """One case: its device, its time and where its results go.
 
     tiny: run the same code at toy shapes. limit: seconds that it has. errors: results that are one.
+    skipped: what found no time.
     """
 
     def __init__(
         self, name: str, device: torch.device, results: Results, *, tiny: bool, limit: float = 540.0
     ) -> None:
         self.name, self.device, self.results = name, device, results
-        self.tiny, self.limit, self.errors = tiny, limit, 0
+        self.tiny, self.limit, self.errors, self.skipped = tiny, limit, 0, 0
         self.begun = time.monotonic()
 
     def size(self, real: Any, tiny: Any) -> Any:
@@ -148,6 +149,7 @@ class Bench:
         """Return whether something of so many seconds fits, and record it if it does not."""
         if self.tiny or self.seconds_left > seconds:
             return True
+        self.skipped += 1
         self.record(name, skipped=f"{self.seconds_left:.0f} s left, it may take {seconds:.0f} s")
         return False
 

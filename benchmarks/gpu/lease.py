@@ -7,6 +7,7 @@ the GPU: a process that was forked from one that did could not use it.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+PR_SET_PDEATHSIG = 1  # of prctl
 TAIL = 2000  # characters of an error that are kept
 POLL = 0.05  # seconds
 
@@ -52,19 +54,16 @@ class Results:
             file.write(line)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return all rows. A line that was cut off by a lost machine is left out."""
+        """Return all rows."""
         if not self.path.exists():
             return []
-        found = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return found
+        return parsed(self.path)
 
     def take_over(self, earlier: Path) -> None:
-        """Begin with the rows of an earlier lease, whose folder or file this is."""
+        """Begin with the rows of an earlier lease, whose folder or file this is.
+
+        A line that was cut off is left out, so that the next row does not continue it.
+        """
         path = earlier / "results.jsonl" if earlier.is_dir() else earlier
         if not path.exists():
             raise SystemExit(f"--resume {earlier}: no results.jsonl there")
@@ -72,12 +71,30 @@ class Results:
             return
         if self.rows():
             raise SystemExit(f"--out {self.folder}: it has results of its own; give a new folder")
-        self.path.write_bytes(path.read_bytes())
+        for row in parsed(path):
+            self.add(**row)
 
-    def done(self) -> set[str]:
-        """Return the cases whose last run ended well and without a recorded error."""
-        last = {row["case"]: row["ended"] for row in self.rows() if "ended" in row}
+    def done(self, *, tiny: bool) -> set[str]:
+        """Return the cases whose last run at these shapes was whole and without an error."""
+        last: dict[str, str] = {}
+        of_these_shapes = True
+        for row in self.rows():
+            if "lease" in row:
+                of_these_shapes = row["tiny"] == tiny
+            elif "ended" in row and of_these_shapes:
+                last[row["case"]] = row["ended"]
         return {name for name, ended in last.items() if ended == "done"}
+
+
+def parsed(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file. A line that was cut off by a lost machine is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
 
 
 @dataclass
@@ -152,11 +169,17 @@ def _fork(case: Case, make_bench: Callable, results: Results, limit: float) -> i
     status = 1
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a queue that is killed
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         log = os.open(results.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 2)
         bench = make_bench(case, limit)
         case.run(bench)
-        status = 3 if bench.errors else 0
+        status = 0
+        if bench.errors:
+            status = 3
+        elif bench.skipped:
+            status = 4
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         results.add(case=case.name, name="error", error=text[-TAIL:])
@@ -176,6 +199,7 @@ def _ended(running: dict[int, _Running]) -> list[tuple[int, str]]:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             found.append((pid, _word(status, run)))
+            _kill(pid, group_only=True)  # what it has started and left
     return found
 
 
@@ -185,11 +209,15 @@ def _word(status: int, run: _Running) -> str:
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         return f"killed by {name}" + (" (host memory?)" if name == "SIGKILL" else "")
-    return {0: "done", 3: "done, with errors"}.get(os.waitstatus_to_exitcode(status), "failed")
+    words = {0: "done", 3: "done, with errors", 4: "done in part, for lack of time"}
+    return words.get(os.waitstatus_to_exitcode(status), "failed")
 
 
-def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # before setsid it has no group of its own
+def _kill(pid: int, *, group_only: bool = False) -> None:
+    kills = [os.killpg]
+    if not group_only:  # before setsid it has no group of its own
+        kills.append(os.kill)
+    for kill in kills:
         try:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):

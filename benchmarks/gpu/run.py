@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from importlib.util import find_spec
@@ -46,6 +47,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the queue. Return 1 unless every case ended well."""
     begun, args = time.monotonic(), arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running case ends too
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // JOBS)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -78,7 +80,7 @@ def main() -> int:
     results = Results(args.out.resolve())
     if args.resume is not None:
         results.take_over(args.resume)
-        done = results.done()
+        done = results.done(tiny=args.tiny)
         print(f"{len(done)} cases ended well before: {', '.join(sorted(done))}")
         chosen = [case for case in chosen if case.name not in done]
     preload()

@@ -8,7 +8,6 @@ The last run of a case counts. A test keeps the page and the results together.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from gpu.lease import parsed  # noqa: E402
+
 PAGE, RESULTS = ROOT / "docs" / "gpu_state.md", ROOT / "benchmarks" / "gpu" / "h100.jsonl"
 BEGIN = "<!-- lease: written by benchmarks/gpu/table.py -->\n"
 END = "<!-- end of lease -->"
@@ -33,6 +36,15 @@ class Number:
     key: str
     text: str  # with {} for the value
     form: Callable[[Any], str] = "{:.3g}".format
+
+    def failed(self, rows: Rows) -> bool:
+        """Return whether its result is an error."""
+        return any(
+            row.get("case") == self.case
+            and fnmatchcase(row.get("name", ""), self.name)
+            and "error" in row
+            for row in rows
+        )
 
     def read(self, rows: Rows) -> str | None:
         """Return the text with the value, None if there is none."""
@@ -64,9 +76,10 @@ class Answer:
         outcomes = self._outcomes(rows)
         passed = sum(outcome == "passed" for outcome in outcomes.values())
         failed = sum(outcome == "failed" for outcome in outcomes.values())
+        failed += any(number.failed(rows) for number in self.numbers)
         found = [text for number in self.numbers if (text := number.read(rows))]
         if outcomes:
-            found.insert(0, f"{passed} of {passed + failed} tests pass{self._early_end(rows)}")
+            found.insert(0, f"{passed} of {len(outcomes)} tests pass{self._early_end(rows)}")
         state = self.needs or "not reached"
         if failed:
             state = "**breaks**"
@@ -76,9 +89,11 @@ class Answer:
 
     def _early_end(self, rows: Rows) -> str:
         """Return a remark if the case of its tests did not come to its end."""
-        cases = {row["case"] for row in rows if self._is_mine(row)}
-        ends = {row["ended"] for row in rows if "ended" in row and row["case"] in cases}
-        early = sorted(end for end in ends if not end.startswith("done"))
+        ends = {row["case"]: "lost" for row in rows if self._is_mine(row)}
+        for row in rows:
+            if row.get("case") in ends and "ended" in row:
+                ends[row["case"]] = row["ended"]
+        early = sorted(end for end in ends.values() if end not in ("done", "done, with errors"))
         return f", of a file that was {early[0]}" if early else ""
 
     def _is_mine(self, row: dict[str, Any]) -> bool:
@@ -157,7 +172,12 @@ ANSWERS = (
             Number(
                 "attention", "onepolicy, 64*", "seconds", "64 samples of 1k: {} ms", milliseconds
             ),
-            Number("attention", "SDPA padded, 64*", "seconds", "padded SDPA {}", milliseconds),
+            Number("attention", "SDPA padded, 64*", "seconds", "padded {}", milliseconds),
+            Number("attention", "varlen_attn, 64*", "seconds", "the bare kernel {}", milliseconds),
+            Number(
+                "attention", "onepolicy, 8 *", "seconds", "8 samples of 8k: {} ms", milliseconds
+            ),
+            Number("attention", "SDPA padded, 8 *", "seconds", "SDPA {}", milliseconds),
         ),
     ),
     Answer("B9", "SGLang's broadcast", needs="needs SGLang"),
@@ -302,15 +322,13 @@ ANSWERS = (
 )
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def last_runs(rows: Rows) -> Rows:
     """Return the rows of the last run of every case."""
     runs: dict[str, list[dict[str, Any]]] = {}
     complete: dict[str, bool] = {}
     for row in rows:
+        if "lease" in row:
+            complete.clear()
         if "case" not in row:
             continue
         if complete.get(row["case"], True):
@@ -350,9 +368,9 @@ def written(page: str, rows: Rows) -> str:
 
 def main() -> int:
     if len(sys.argv) > 1:
-        print(table(read(Path(sys.argv[1]))))
+        print(table(parsed(Path(sys.argv[1]))))
         return 0
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), read(RESULTS)), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), parsed(RESULTS)), encoding="utf-8")
     return 0
 
 

@@ -37,6 +37,7 @@ class Recorder:
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         if self.bench.seconds_left < 0:
+            self.bench.skipped += 1
             pytest.skip(f"{self.bench.limit:.0f} s are over")
 
 

@@ -78,39 +78,46 @@ def read_sizes(model: ModelConfig) -> Sizes:
     )
 
 
-def micro_batch_bytes(config: RunConfig, model: ModelConfig, vocab: int, *, trains: bool) -> int:
-    """Return the bytes of a full micro-batch's activations and logits, of one sample.
+def micro_batch_bytes(
+    config: RunConfig, model: ModelConfig, vocab: int, *, longest: int, trains: bool
+) -> int:
+    """Return the bytes of a full micro-batch's activations and logits.
 
-    Those of forward and backward are found by the dry run of `onepolicy plan`, which takes seconds.
-    A scorer (trains: False), and a model that cannot be run dry, count the logits alone: all of
-    them or those of a chunk.
+    Those of forward and backward are found by a dry run, as `onepolicy plan` makes it, which takes
+    seconds. A scorer (trains: False), and a model that fake tensors cannot run, count the logits
+    alone: all of them or those of a chunk. longest: slots of the longest sample; its bytes count if
+    it is longer than a micro-batch, because a sample is never split.
     """
+    wanted = config.train.logits_chunk
+    if config.numerics == ON_POLICY:  # which has no chunks
+        wanted = 0
     slots = config.train.tokens_per_micro_batch
-    chunk = slots_per_chunk(config.train.logits_chunk, vocab)
-    at_once = slots
-    if chunk and config.numerics != ON_POLICY:
-        at_once = min(slots, chunk)
-    logits = LOGITS_BYTES * at_once * vocab
-    if not trains or config.numerics == ON_POLICY:
+    if trains:
+        slots = max(slots, longest)
+    chunk = slots_per_chunk(wanted, vocab) or slots
+    logits = LOGITS_BYTES * min(slots, chunk) * vocab
+    if not trains:
         return logits
-    from onepolicy.train.dry_run import DryRunModel, MicroBatchShape, compute_dtype
+    from onepolicy.train.dry_run import DryRunModel, MicroBatchShape, gather_dtype
 
+    lengths = (min(slots, longest),) * max(1, slots // longest)
     try:
         dry = DryRunModel(
             read_config(model),
-            dtype=DTYPES[compute_dtype(config)],
+            dtype=DTYPES[gather_dtype(config)],
             cpu=False,
+            autocast=DTYPES.get(config.train.autocast),
             fp32_lm_head=config.model.lm_head == "float32",
-            logits_chunk=config.train.logits_chunk,
+            logits_chunk=wanted,
         )
         if config.train.lora is not None:
             dry.add_adapters(config.train.lora)
         found = dry.micro_batch_memory(
-            MicroBatchShape((slots,), (slots,)),
+            MicroBatchShape(lengths, lengths),
             checkpointing=config.train.activation_checkpointing,
             entropy_graph=config.objective.entropy_coef > 0,
         )
-    except UsageError:  # its module says that fake tensors cannot run it
+    except Exception:  # whatever a family does to fake tensors must not end a run on real ones
         return logits
     return max(logits, int(found.peak))
 
@@ -175,7 +182,10 @@ def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: 
     itemsize = DTYPES[engine.dtype].itemsize
     per_token = sizes.cached * itemsize + sizes.route_bytes
     per_position = engine.max_num_seqs * per_token
-    activations = micro_batch_bytes(config, model, sizes.vocab, trains=trains)
+    slots = config.train.tokens_per_micro_batch
+    activations = micro_batch_bytes(
+        config, model, sizes.vocab, longest=min(slots, asked), trains=trains
+    )
     learner = _shard_bytes(config, sizes)
     learner += learner_growth(config, sizes, activations, trains=trains)
     weights = sizes.parameters * itemsize
@@ -184,7 +194,6 @@ def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: 
         margin /= 2
     room = memory.free - int(margin * memory.total) - learner - weights
     fits = max(0, room) // per_position
-    slots = config.train.tokens_per_micro_batch
     if trains and fits > slots:  # a sample is never split, so it may be more than a micro-batch
         per_slot = activations // slots
         fits = slots + (room - slots * per_position) // (per_position + per_slot)
@@ -279,7 +288,8 @@ def share_beside_learner(
     asleep = trains and engine_sleeps(config, device)
     sizes, activations = read_sizes(model), 0
     if not asleep:
-        activations = micro_batch_bytes(config, model, sizes.vocab, trains=trains)
+        longest = config.rollout.engine.max_len or config.train.tokens_per_micro_batch
+        activations = micro_batch_bytes(config, model, sizes.vocab, longest=longest, trains=trains)
     grows = learner_growth(config, sizes, activations, trains=trains, while_sampling=asleep)
     share = (memory.free - grows) / memory.total
     if share <= 0:

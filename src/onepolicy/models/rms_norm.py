@@ -8,6 +8,7 @@ one kernel of torch's, which rounds to 16 bits once, where transformers' classes
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def computes_these_bits(module: nn.Module) -> bool:
         "RMSNorm" not in type(module).__name__
         or isinstance(module, Replaced)
         or list(parameters) != ["weight"]
+        or list(inspect.signature(type(module).forward).parameters)[2:]  # a gate
         or not isinstance(getattr(module, "variance_epsilon", None), float)
     ):
         return False

@@ -35,6 +35,7 @@ from onepolicy.invariant import mode
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import chunk_size, experts, fp32_head, linear, logits_chunks, packed_attention
 from onepolicy.models.packed_attention import Packing
+from onepolicy.train.activation_checkpointing import RANDOM_SETTINGS
 from onepolicy.train.fake_kernels import kernel_stand_ins, patched
 from onepolicy.train.forward import SlotLayout, forward
 from onepolicy.types import TokenBatch
@@ -151,7 +152,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 class DryRunModel:
     """A model of fake tensors that runs the trainer's forward and backward.
 
-    dtype: of the layers' computation. cpu: run our CPU functions, else the kernels of a GPU.
+    dtype: of the layers' computation. autocast: dtype of train.autocast, above parameters of
+    `dtype`; it is a CPU's, which casts more, so it is an upper bound. cpu: run our CPU functions,
+    else the kernels of a GPU.
     logits_chunk: the setting train.logits_chunk. invariant: on-policy mode.
     """
 
@@ -161,11 +164,12 @@ class DryRunModel:
         *,
         dtype: torch.dtype,
         cpu: bool,
+        autocast: torch.dtype | None = None,
         fp32_lm_head: bool = False,
         logits_chunk: int | None = 0,
         invariant: bool = False,
     ) -> None:
-        self.cpu = cpu
+        self.cpu, self.autocast = cpu, autocast
         self._multiple = TILE if invariant else 1
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self.fake:
@@ -289,7 +293,13 @@ class DryRunModel:
             try:
                 last_layer = self._layers[depth - 1]
                 with PeakMemory(existing) as memory, _peak_before(last_layer, memory) as early:
-                    scored = forward(self.model, batch, layout, entropy_graph=entropy_graph)
+                    scored = forward(
+                        self.model,
+                        batch,
+                        layout,
+                        entropy_graph=entropy_graph,
+                        autocast=self.autocast,
+                    )
                     saved = memory.now
                     entropy = scored.entropy.sum() if entropy_graph else 0
                     loss = scored.logp.sum() + entropy
@@ -322,8 +332,12 @@ class DryRunModel:
 
 
 def _causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    config = deepcopy(config)
+    text = config.get_text_config()
+    for name in set(RANDOM_SETTINGS) & set(vars(text)):
+        setattr(text, name, 0.0)  # the trainer's forward draws no numbers
     try:
-        return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype).train()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     except ValueError as error:
         reason = str(error).splitlines()[0]
         raise UsageError(

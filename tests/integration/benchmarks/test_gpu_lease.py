@@ -2,12 +2,16 @@
 
 import os
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from gpu.harness import Bench
 from gpu.lease import Case, Results, run_queue
+
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.process
 
@@ -64,7 +68,7 @@ def test_the_queue_goes_on_after_every_kind_of_failure(tmp_path, capfd):
     assert found["hangs", "before"]["value"] == 2
     assert "OutOfMemoryError" in found["fills_the_gpu", "large"]["error"]
     assert found["fills_the_gpu", "after"]["value"] == 3
-    assert Results(tmp_path).done() == {"works"}
+    assert Results(tmp_path).done(tiny=True) == {"works"}
     assert "--- hangs: ended after its 1 s" in capfd.readouterr().out
 
 
@@ -76,6 +80,50 @@ def test_a_case_gets_what_is_left_and_none_begins_after_that(tmp_path):
     assert ended["late"] == "not reached"
     assert rows[0]["limit"] <= 2.0
     assert not [row for row in rows if row["case"] == "late"]
+
+
+def test_what_found_no_time_is_not_done(tmp_path):
+    def in_part(bench):
+        bench.tiny = False
+        assert not bench.has_time("the rest", 10**6)
+
+    ended, _ = queue(tmp_path, Case("case", in_part, 60))
+    assert ended == {"case": "done in part, for lack of time"}
+    assert Results(tmp_path).done(tiny=True) == set()
+
+
+def test_toy_shapes_are_not_done_at_real_ones(tmp_path):
+    results = Results(tmp_path)
+    results.add(lease="2026-11-27", tiny=True)
+    results.add(case="works", ended="done")
+    assert (results.done(tiny=True), results.done(tiny=False)) == ({"works"}, set())
+
+
+def test_what_a_case_has_started_ends_with_it(tmp_path):
+    def starts(bench):
+        bench.record("started", pid=subprocess.Popen(["sleep", "600"]).pid)
+
+    ended, rows = queue(tmp_path, Case("starts", starts, 60))
+    assert ended == {"starts": "done"}
+    wait_until(lambda: not cmdline(rows[0]["pid"]))
+
+
+def cmdline(pid):
+    """Return the command of a process, b"" of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_row_after_a_line_that_was_cut_off_is_kept(tmp_path):
+    queue(tmp_path / "old", Case("works", works, 60))
+    with (tmp_path / "old" / "results.jsonl").open("a") as file:
+        file.write('{"case": "lo')
+    results = Results(tmp_path / "new")
+    results.take_over(tmp_path / "old")
+    results.add(case="next", ended="done")
+    assert results.done(tiny=False) == {"works", "next"}
 
 
 def test_side_by_side_are_only_those_that_are_not_alone(tmp_path):
@@ -100,7 +148,7 @@ def test_results_are_not_mixed_with_those_of_another_folder(tmp_path):
         results.take_over(tmp_path)
     queue(tmp_path / "old", Case("works", works, 60))
     results.take_over(tmp_path / "old")
-    assert results.done() == {"works"}
+    assert results.done(tiny=True) == {"works"}
     with pytest.raises(SystemExit, match="it has results of its own"):
         results.take_over(tmp_path / "old")
     results.take_over(tmp_path / "new")  # going on in the same folder

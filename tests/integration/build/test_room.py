@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from onepolicy.build import room
 from onepolicy.build.room import (
@@ -52,8 +53,10 @@ def on_gpu(monkeypatch, *, free, total=80e9):
         room, "device_memory", lambda device: memory if device.type == "cuda" else None
     )
 
-    def given(config, model, vocab, *, trains):
-        return MICRO_BATCH if trains else micro_batch_bytes(config, model, vocab, trains=False)
+    def given(config, model, vocab, *, longest, trains):
+        if trains:
+            return MICRO_BATCH
+        return micro_batch_bytes(config, model, vocab, longest=longest, trains=False)
 
     monkeypatch.setattr(room, "micro_batch_bytes", given)
 
@@ -92,12 +95,28 @@ def test_a_sample_that_is_longer_than_a_micro_batch_has_its_activations(model, m
     assert 16_384 < fits < CONTEXT
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3", "qwen3_next"])
+def test_a_model_that_draws_numbers_or_cannot_be_run_dry_still_fits(kind, tmp_path):
+    """The trainer takes the first two; what fake tensors cannot do counts the logits alone."""
+    config = AutoConfig.for_model(kind).to_dict() | {"model_type": kind}
+    text = config.get("text_config") or config
+    text |= {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "n_layer": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    small = recipe("train.tokens_per_micro_batch=64", "model.dtype=bfloat16")
+    model = ModelConfig(path=str(tmp_path))
+    found = micro_batch_bytes(small, model, 512, longest=64, trains=True)
+    assert found >= 12 * 64 * 512
+    if kind == "gpt2":  # its dropout is not what the trainer computes
+        assert found > 2 * 12 * 64 * 512
+
+
 @pytest.mark.parametrize("layers", [2, 3])
 def test_a_micro_batch_is_that_of_the_dry_run(model, tmp_path, layers):
     """Without activation checkpointing every layer keeps its own (tests/integration/gpu)."""
     changed = QWEN3_06B | {"num_hidden_layers": layers, "vocab_size": 512, "hidden_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(changed))
-    given = {"trains": True, "vocab": 512}
+    given = {"trains": True, "vocab": 512, "longest": 256}
     small = recipe("train.tokens_per_micro_batch=256", "model.dtype=bfloat16")
     kept = micro_batch_bytes(small, model, **given)
     again = recipe(
@@ -106,8 +125,13 @@ def test_a_micro_batch_is_that_of_the_dry_run(model, tmp_path, layers):
         "train.activation_checkpointing=true",
     )
     assert micro_batch_bytes(again, model, **given) < 0.8 * kept
-    slots = {"trains": False, "vocab": 512}
-    assert micro_batch_bytes(small, model, **slots) == 12 * 256 * 512 < kept
+    assert micro_batch_bytes(small, model, **given | {"trains": False}) == 12 * 256 * 512 < kept
+    short = micro_batch_bytes(small, model, **given | {"longest": 32})
+    assert short == pytest.approx(kept, rel=0.1)  # no table of scores is kept
+    longer = micro_batch_bytes(small, model, **given | {"longest": 512})
+    assert longer == pytest.approx(2 * kept, rel=0.1)  # a sample is never split
+    autocast = recipe("train.tokens_per_micro_batch=256", "train.autocast=bfloat16")
+    assert 1.2 * kept < micro_batch_bytes(autocast, model, **given) < 3 * kept
     layer = kept / layers / 256  # bytes of a slot: inputs, heads, feed-forward widths in 16 bits
     assert 20_000 < layer < 80_000
 

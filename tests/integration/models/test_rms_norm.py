@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from onepolicy.invariant.mode import Invariant
 from onepolicy.models import rms_norm
@@ -100,9 +102,11 @@ def test_norms_of_other_bits_are_left_alone():
             self.bias = nn.Parameter(torch.zeros(size))
 
     kinds = [Gemma2RMSNorm, RoundingRMSNorm, ShiftedRMSNorm, nn.RMSNorm, nn.LayerNorm]
+    kinds += [Qwen3NextRMSNormGated, BambaRMSNormGated]  # of recurrent layers: a gate comes too
     model = nn.Sequential(*(kind(48) for kind in kinds))
-    rms_norm.use_few_passes(model)
-    assert [type(module) for module in model] == kinds
+    for fused in (False, True):
+        rms_norm.use_few_passes(model, fused=fused)
+        assert [type(module) for module in model] == kinds
 
 
 def test_without_a_graph_or_in_other_dtypes_the_class_computes(monkeypatch):

@@ -12,7 +12,18 @@ SPEED = Number("case", "speed*", "gb", "{} GB/s (50)")
     [
         ([], "not reached |  |"),
         ([{"case": "case", "name": "speed of x", "gb": 12.345}], "runs | 12.3 GB/s (50) |"),
-        ([{"case": "case", "name": "a.py::t", "outcome": "passed"}], "runs | 1 of 1 tests pass |"),
+        (
+            [{"case": "case", "name": "a.py::t", "outcome": "passed"}],  # no end: a lost machine
+            "runs | 1 of 1 tests pass, of a file that was lost |",
+        ),
+        (
+            [
+                {"case": "case", "name": "a.py::t", "outcome": "passed"},
+                {"case": "case", "ended": "done"},
+            ],
+            "runs | 1 of 1 tests pass |",
+        ),
+        ([{"case": "case", "name": "speed", "error": "out of memory"}], "**breaks** |  |"),
         ([{"case": "case", "name": "a.py::t", "outcome": "skipped"}], "not reached |  |"),
         (
             [
@@ -59,7 +70,7 @@ def test_the_last_run_of_a_case_counts():
 
 def test_the_page_has_the_table_of_the_results():
     page = table.PAGE.read_text(encoding="utf-8")
-    rows = table.read(table.RESULTS)
+    rows = table.parsed(table.RESULTS)
     assert table.written(page, rows) == page, "run python benchmarks/gpu/table.py"
     with pytest.raises(AssertionError, match="no place for the table"):
         table.written("a page", rows)
