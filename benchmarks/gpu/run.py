@@ -107,7 +107,7 @@ def main() -> int:
     print(f"\n{'case':<24} {'s':>5}  ended")
     for name, how in ended.items():
         print(f"{name:<24} {seconds.get(name, 0):5.0f}  {how}")
-    print(f"{time.monotonic() - begun:.0f} s in all; results: {results.path}")
+    print(f"{time.monotonic() - begun:.0f} s in all; results: {args.out / results.path.name}")
     return int(any(how != "done" for how in ended.values()))
 
 
