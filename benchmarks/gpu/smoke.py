@@ -35,7 +35,7 @@ group_size = 8
 sampling = { max_tokens = 28 }
 engine = { kind = "hf", dtype = "bfloat16", max_num_seqs = 32, max_len = 48 }
 """
-KEPT = ("mismatch/k3", "mismatch/k3_native", "train/grad_norm", "reward/mean")
+KEPT = ("mismatch/k3", "train/grad_norm")
 
 
 def main(bench: Bench) -> None:

@@ -154,8 +154,8 @@ class DryRunModel:
 
     dtype: of the layers' computation. autocast: dtype of train.autocast, above parameters of
     `dtype`; it is a CPU's, which casts more, so it is an upper bound. cpu: run our CPU functions,
-    else the kernels of a GPU.
-    logits_chunk: the setting train.logits_chunk. invariant: on-policy mode.
+    else the kernels of a GPU. logits_chunk: the setting train.logits_chunk. invariant: on-policy
+    mode.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ def test_the_cache_that_fits_holds_its_tokens_beside_an_update(settings, tmp_pat
     config = settings()
     assert config.model.dtype == "bfloat16"
     engine = config.rollout.engine
-    assert engine.max_num_seqs * 1000 < engine.max_num_seqs * engine.max_len
+    assert engine.max_len > 1000
     bench = Bench("room", torch.device("cuda"), Results(tmp_path), tiny=False)
     learner = Ours(bench, [512] * 32, 256, "bfloat16", "off")
     model = make(dense(bench), bench, torch.bfloat16)
