@@ -575,6 +575,7 @@ FAULTS: dict[str, Planted] = {
     "T 1.5, raw, half of the rows": Planted(temperature(1.5, reported=False, share=0.5)),
     "top-k 2, raw": Planted(narrowed(top_k=2, reported=False), ("support",)),
     "top-p 0.9, raw": Planted(narrowed(top_p=0.9, reported=False), ("support",)),
+    "top-p 0.95, raw": Planted(narrowed(top_p=0.95, reported=False), ("support",)),
     "shift by 1 from token 25": Planted(shifted(1, since=25), ("shift",)),
     "shift by -1 from token 25, 40%": Planted(shifted(-1, since=25, share=0.4), ("shift",)),
     "probabilities": Planted(probabilities()),

@@ -15,7 +15,12 @@ from onepolicy.audit.schema import Array
 from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.report.words import number
 from onepolicy.types import RoutingTrace
-from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
+from onepolicy.verdict.bug_signatures import (
+    LOOKED_FOR_BY,
+    WITHOUT_ENTROPY,
+    Diagnosis,
+    diagnose,
+)
 from onepolicy.verdict.declared import UNDECLARED, Declared
 from onepolicy.verdict.rules import FEW_ROWS, Gap, Verdict, verdict
 from onepolicy.verdict.scored_tokens import FEWEST
@@ -28,18 +33,12 @@ ONSET_RULE = (
     f"for in dumps of {ONSET_MIN_STEPS} steps or more"
 )
 COLUMN_CHECKS = {  # column -> the check that needs it
-    "entropy": "another temperature, and narrowed sampling (top-p, top-k) reported as if not",
-    "version": "stale weights by version",
-    "logp_previous": "an update the engine did not take",
-    "logp_base": "an adapter the engine does not apply",
+    **LOOKED_FOR_BY,
     "routes_rollout": "differing routes",
     "step": "onset of divergence",
 }
 NEEDED_FOR_CORRECTION = {  # column -> why no correction may be recommended without it
-    "entropy": (
-        "Add the column entropy before any correction: without it another temperature, and "
-        "sampling narrowed but not so reported, look like no gap or like mismatch"
-    ),
+    "entropy": f"Add the column entropy {WITHOUT_ENTROPY}",
 }
 ROUNDING_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -27,7 +27,7 @@ WRONG_PART = 0.25  # wrong routes agree this part as often as right ones, of all
 MIN_ROWS = 8  # of a layer: fewer rows of it say nothing
 # Odd rows that right routes of any model may have, as if that many rows had been seen before
 ODD_ROWS, PRIOR_ROWS = 0.01, 100
-NEW_ROWS = 0.25  # a sample repeats itself if less of its rows are different ones
+NEW_ROWS = 0.4  # a sample repeats itself if less of its rows are different ones
 
 
 @dataclass(frozen=True, slots=True)

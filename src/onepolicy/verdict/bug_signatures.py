@@ -37,6 +37,17 @@ ONE_SIDED = 0.93
 """Largest share of the uncertain tokens with rho on one side of 1; noise has half on each side."""
 LIKELY_ROW = -12.0
 """Nats: log-probability of a row above which two siblings may draw it by chance."""
+LOOKED_FOR_BY = {
+    "entropy": "another temperature, and narrowed sampling (top-p, top-k) reported as if not",
+    "version": "stale weights by version",
+    "logp_previous": "an update the engine did not take",
+    "logp_base": "an adapter the engine does not apply",
+}
+"""What is given -> the faults that are looked for by it."""
+WITHOUT_ENTROPY = (
+    "before any correction: without it another temperature, and sampling narrowed but not so "
+    "reported, look like no gap or like mismatch"
+)
 APART = {1: "one token", 2: "two tokens"}
 SHIFTS = ((1, "next"), (-1, "previous"), (2, "next but one"), (-2, "last but one"))
 
@@ -49,6 +60,7 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     marks: tuple[str, ...] = ()  # signs against mismatch that no finding explains
     nonfinite: LeftOut = field(default_factory=LeftOut)  # slots left out before anything is judged
+    not_given: tuple[str, ...] = ()  # of LOOKED_FOR_BY, so these faults were not looked for
 
     @property
     def bug(self) -> bool:
@@ -56,13 +68,18 @@ class Diagnosis:
         return bool(self.findings)
 
     def text(self) -> str:
-        """Return the diagnosis in words."""
+        """Return the diagnosis in words, with what was not looked for."""
         lines = [f"{found.cause}: {found.evidence}" for found in self.findings]
         size, marks = f"mean |log rho| {self.gap:.3g} nats", "; ".join(self.marks)
         if not lines and marks:
             lines = [f"{size}, and no cause is known of this: {marks}"]
+        elif not lines and "entropy" in self.not_given:
+            lines = [f"{size}: unclear. Give the trainer's entropy {WITHOUT_ENTROPY}"]
         elif not lines:
             lines = [f"{size}: no known bug explains it, so it is mismatch"]
+        if not self.findings and self.not_given:
+            unseen = "; ".join(f"{LOOKED_FOR_BY[name]} ({name})" for name in self.not_given)
+            lines.append(f"not looked for: {unseen}")
         if self.nonfinite.count:
             lines.append(str(self.nonfinite))
         return "\n".join(lines)
@@ -137,9 +154,9 @@ def diagnose(
 
     All fields may also be [B, T], or lists of one [T_i] per sequence, which need no `segment`.
     Without `entropy` two bugs stay invisible: another temperature, and narrowed sampling that is
-    reported as if it were not narrowed. Many slots without finite log-probabilities are a finding
-    too. Raises UsageError if the mask is empty, or if a value is not finite and `nonfinite` is
-    "raise".
+    reported as if it were not narrowed. The result says what was not looked for (`not_given`).
+    Many slots without finite log-probabilities are a finding too. Raises UsageError if the mask is
+    empty, or if a value is not finite and `nonfinite` is "raise".
     """
     if not mask.any():
         raise UsageError(f"diagnose: the mask selects none of {mask.numel()} slots")
@@ -173,7 +190,9 @@ def diagnose(
     found = _judged(given, tokens, tokens_rollout)
     if lacking is not None:
         found = replace(found, findings=(lacking, *found.findings))
-    return replace(found, nonfinite=left)
+    named = (entropy, version, logp_previous, logp_base)
+    not_given = [name for name, value in zip(LOOKED_FOR_BY, named, strict=True) if value is None]
+    return replace(found, nonfinite=left, not_given=tuple(not_given))
 
 
 def _judged(given: Pairs, tokens: Tensor | None, tokens_rollout: Tensor | None) -> Diagnosis:

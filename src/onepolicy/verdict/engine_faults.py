@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, SURE, Finding, Pairs
+from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, SURE, Finding, Pairs, logit
 
 SURELY = 4.0
 """Standard errors by which two parts of the pairs must differ."""
@@ -22,18 +22,23 @@ TEMPERATURE_EXPLAINS, OF_CERTAIN = 0.45, 0.8
 """Share of the median distance of the logits that one temperature must explain to be named; the
 second number if there are too few uncertain tokens to confirm it.
 """
+TEMPERATURE_ALONE = 0.7
+"""The same share from which no other weights are named beside it. Planted temperatures explain 84%
+and more, weights that are 10% less certain on average at most 56% (docs/detectors.md).
+"""
 SAME_TEMPERATURE = 0.08
 """Largest |log ratio| between the temperatures of certain, likely and unlikely tokens, or 0.3 of
 that of the temperature. Weights that are more or less certain have another one for each.
 """
 NEARLY_ALL, ABOUT_SAME = 0.7, 0.2
-"""The same, and 0.6, if each explains more than the first number: far temperatures are not exact.
+"""The same, and 0.7, if each explains more than the first number: far temperatures are not exact.
 """
 LEAST_TEMPERATURE = 0.05
 """Smallest |logarithm| of a temperature that is named. Coarse weights make a policy flatter, too.
 """
-VISIBLE = 1e-6
-"""Nats: a log-probability nearer to 0 is rounding of float32."""
+VISIBLE_FACTOR = 1e-5
+"""Nats: a log-probability farther from 0 shows a factor; nearer, float32 rounds it by 1% and more.
+"""
 LEAST_FACTOR = 0.2
 """Smallest |logarithm| of a factor between the two sides' log-probabilities."""
 ONE_FACTOR, ABOUT_ONE_FACTOR = 0.25, 0.45
@@ -45,13 +50,31 @@ OF_CLASS = 0.25
 """Largest distance between the middle factors of likely, unlikely and rare tokens, likewise.
 """
 OF_TOKEN = 0.75
-"""Share of the variance of the factors' logarithms that the token, or the row, must explain."""
+"""Share of the spread of the factors' logarithms that the token, or the row, must explain."""
+FEWEST_OF_GROUP = 5
+"""Fewest factors of a token, or of a row, among which a middle one is sought."""
 FEWEST_OF_CLASS = 8
 """Fewest likely, and fewest unlikely, tokens for a statement about them."""
+MAGNITUDES = (-2.0, -0.5, -SURE, -1e-3, -1e-4)
+"""Nats: borders between tokens of different probability, nearly certain ones too."""
+OF_MAGNITUDE, MOST_OF_MAGNITUDE = 0.25, 0.2
+"""Largest distance between the middle factors of these classes: as a share of the factor's
+logarithm, and in itself. A temperature has another factor for each class.
+"""
+PART_OF_MAGNITUDE = 0.05
+"""Least share of the tokens that a class holds if it is asked."""
 LIKELY, UNLIKELY = -0.5, -1.0
 """Nats: log-probabilities of the trainer above which a token was likely, below which unlikely."""
 MOST_RHO = 20.0
 """rho is clipped to this in means, so that no single token decides."""
+
+
+LESS_CERTAIN = Finding(
+    "stale",
+    "weights that are more or less certain of everything look alike: were the last weights, or the "
+    "adapter, taken?",
+    sure=False,
+)
 
 
 def weights_and_sampling(pairs: Pairs) -> list[Finding]:
@@ -79,6 +102,8 @@ def weights_and_sampling(pairs: Pairs) -> list[Finding]:
         best = max(fits, key=lambda fit: fit.explained)
         stale = stale or _stale(pairs, best)
         findings.append(best.finding)
+        if stale is None and not best.finding.sure:
+            findings.append(LESS_CERTAIN)
         narrowed = renormalised(pairs)  # mean rho is 1 at any temperature
         if narrowed is not None:
             findings.append(narrowed)
@@ -183,8 +208,7 @@ def temperature(pairs: Pairs) -> Fit | None:
     """
     if pairs.entropy is None:
         return None
-    visible = (pairs.old < -VISIBLE) & (pairs.rollout < -VISIBLE)
-    pairs = pairs.at(visible & pairs.distinct)
+    pairs = pairs.at(pairs.visible & pairs.distinct)
     best, explained = _best_temperature(pairs)
     if explained < TEMPERATURE_EXPLAINS or abs(math.log(best)) < LEAST_TEMPERATURE:
         return None
@@ -195,7 +219,7 @@ def temperature(pairs: Pairs) -> Fit | None:
         if own_explained > 0.1:
             same = max(SAME_TEMPERATURE, 0.3 * abs(math.log(best)))
             if min(explained, own_explained) > NEARLY_ALL:
-                same = max(ABOUT_SAME, 0.6 * abs(math.log(best)))
+                same = max(ABOUT_SAME, 0.7 * abs(math.log(best)))
             if abs(math.log(own / best)) > same:
                 return None
             confirmed |= not bool((~pairs.open & part).any())
@@ -207,6 +231,7 @@ def temperature(pairs: Pairs) -> Fit | None:
         f"engine's temperature is about {best:.2f} times the trainer's, or its logprobs_mode is "
         "raw, or a factor in one of the models differs (norm_topk_prob, a scale of the logits, a "
         "padded vocabulary)",
+        sure=explained > TEMPERATURE_ALONE,
     )
     return Fit(finding, explained, best)
 
@@ -216,12 +241,12 @@ def _best_temperature(pairs: Pairs) -> tuple[float, float]:
 
     The share is of their median distance. (1, 0) if they are too few, or too near.
     """
-    entropy, engine = pairs.entropy, _logit(pairs.rollout)
+    entropy, engine = pairs.entropy, logit(pairs.rollout)
     assert entropy is not None
 
     def left(temperature: float) -> float:
         expected = at_temperature(pairs.old, entropy, temperature)
-        return float((engine - _logit(expected)).abs().median())
+        return float((engine - logit(expected)).abs().median())
 
     if len(pairs.old) < FEWEST or left(1.0) < LEAST_LOGIT:
         return 1.0, 0.0
@@ -232,21 +257,54 @@ def _best_temperature(pairs: Pairs) -> tuple[float, float]:
     return best, 1 - tried[best] / left(1.0)
 
 
-def _logit(logp: Tensor) -> Tensor:
-    return logp - (-logp.expm1()).clamp(min=1e-12).log()
-
-
 BASES = ((10.0, "base 10"), (2.0, "base 2"))
+OTHER_BASE = ": another base, or a division by a length"
 
 
 def multiplied(pairs: Pairs) -> Finding | None:
-    """Return a finding if one side is a multiple of the other, likely tokens and unlikely ones.
+    """Return a finding if one side is a multiple of the other, whatever a token's probability.
 
     The cause is another base of the logarithm or a division.
     """
     if pairs.at(pairs.open).gap.nan_to_num().mean() < LEAST_GAP:
         return None
-    pairs, factor = _factors(pairs)
+    return _multiple_of_all(pairs) or _multiple_of_uncertain(pairs)
+
+
+def _multiple_of_all(pairs: Pairs) -> Finding | None:
+    """Return a finding if tokens of every probability, nearly certain ones too, have one factor.
+
+    Where most tokens are certain, these show it best.
+    """
+    pairs, factor = _factors(pairs, VISIBLE_FACTOR)
+    if len(factor) < FEWEST:
+        return None
+    middle = float(factor.median())
+    apart = float((factor - middle).abs().median())
+    of = torch.bucketize(pairs.old, torch.tensor(MAGNITUDES, dtype=pairs.old.dtype))
+    least = max(FEWEST_OF_CLASS, PART_OF_MAGNITUDE * len(factor))
+    parts = [factor[of == each] for each in range(len(MAGNITUDES) + 1)]
+    medians = [float(part.median()) for part in parts if len(part) >= least]
+    uncertain = factor[pairs.old < -SURE]
+    if abs(middle) <= LEAST_FACTOR or apart >= ONE_FACTOR * abs(middle) or len(medians) < 2:
+        return None
+    if len(uncertain) < FEWEST_OF_CLASS:
+        return None
+    medians.append(float(uncertain.median()))
+    if max(medians) - min(medians) > min(OF_MAGNITUDE * abs(middle), MOST_OF_MAGNITUDE):
+        return None
+    named = _describe_base(math.exp(middle))
+    return Finding(
+        "scale",
+        f"the trainer's log-probabilities are {math.exp(middle):.3f} times the rollout's, whatever "
+        f"the token's probability{named}",
+        sure=len(parts[0]) + len(parts[1]) >= least or named != OTHER_BASE,
+    )
+
+
+def _multiple_of_uncertain(pairs: Pairs) -> Finding | None:
+    """Return a finding if likely, unlikely and rare tokens have one factor."""
+    pairs, factor = _factors(pairs, 4 * SURE)
     if len(factor) < FEWEST:
         return None
     middle = float(factor.median())
@@ -269,9 +327,12 @@ def multiplied(pairs: Pairs) -> Finding | None:
     )
 
 
-def _factors(pairs: Pairs) -> tuple[Pairs, Tensor]:
-    """Return the contexts in which a factor between the sides shows, and its logarithm there."""
-    visible = (pairs.old < -4 * SURE) & (pairs.rollout < -4 * SURE)
+def _factors(pairs: Pairs, least: float) -> tuple[Pairs, Tensor]:
+    """Return the contexts in which a factor between the sides shows, and its logarithm there.
+
+    least: nats that a token's log-probabilities are from 0.
+    """
+    visible = (pairs.old < -least) & (pairs.rollout < -least)
     pairs = pairs.at(visible & pairs.distinct)
     return pairs, (pairs.old / pairs.rollout).log()
 
@@ -283,7 +344,7 @@ def divided(pairs: Pairs) -> Finding | None:
     """
     if pairs.at(pairs.open).gap.nan_to_num().mean() < LEAST_GAP:
         return None
-    pairs, factor = _factors(pairs)
+    pairs, factor = _factors(pairs, VISIBLE_FACTOR)
     if len(factor) < FEWEST or abs(float(factor.median())) <= LEAST_FACTOR:
         return None
     for of, what, group in (
@@ -292,25 +353,34 @@ def divided(pairs: Pairs) -> Finding | None:
     ):
         if group is None:
             continue
-        share = _between(factor.clamp(-3, 3), group)
+        share = _between(factor, group)
         if share > OF_TOKEN:
             return Finding(
                 "scale",
                 f"one side's log-probabilities are multiples of the other's, with a factor for "
-                f"each {of} ({share:.0%} of the factors' variance): divided by {what}?",
+                f"each {of} ({share:.0%} of the factors' spread): divided by {what}?",
             )
     return None
 
 
 def _between(values: Tensor, group: Tensor) -> float:
-    """Return the share of the variance of [n] values that lies between groups; 0 if too few."""
+    """Return the share of the spread of [n] values that lies between groups; 0 if too few.
+
+    The spread is the square of the median distance from the median, so that a few far values do
+    not hide it. Groups of fewer than FEWEST_OF_GROUP values are left out.
+    """
     _, index, size = group.unique(return_inverse=True, return_counts=True)
-    n, groups = len(values), len(size)
-    if n - groups < FEWEST:
+    large = size[index] >= FEWEST_OF_GROUP
+    values, index = values[large], index[large]
+    if len(values) < FEWEST or len(index.unique()) < 2:
         return 0.0
-    means = torch.zeros(groups, dtype=values.dtype).index_add(0, index, values) / size
-    inside = float((values - means[index]).square().sum()) / (n - groups)
-    return 1 - inside / max(float(values.var()), 1e-12)
+    order = values.argsort(stable=True)
+    order = order[index[order].argsort(stable=True)]
+    starts = size.where(size >= FEWEST_OF_GROUP, 0).cumsum(0)
+    middle = (starts - (size + 1) // 2).clamp(min=0, max=len(values) - 1)
+    medians = values[order][middle]
+    inside = float((values - medians[index]).abs().median()) ** 2
+    return 1 - inside / max(float((values - values.median()).abs().median()) ** 2, 1e-12)
 
 
 def _describe_base(factor: float) -> str:
@@ -318,7 +388,7 @@ def _describe_base(factor: float) -> str:
         for side, value in (("rollout", math.log(base)), ("trainer", 1 / math.log(base))):
             if abs(factor / value - 1) < 0.05:
                 return f": the {side}'s are logarithms to {name}"
-    return ": another base, or a division by a length"
+    return OTHER_BASE
 
 
 def renormalised(pairs: Pairs) -> Finding | None:
@@ -365,13 +435,18 @@ def as_drawn(pairs: Pairs) -> Finding | str | None:
     mean, expected = float(weighted.mean()), float(pairs.entropy.mean())
     spread = max(float(weighted.var()), float(_varentropy(pairs.entropy).mean())) ** 0.5
     error = spread / int(pairs.distinct.sum()) ** 0.5
+    narrower = (
+        f"the sampled tokens are {-mean:.3g} +- {error:.2g} nats likelier than draws from the "
+        "reported distribution"
+    )
     if mean < -max(6 * error, 0.05 * expected):
         return Finding(
             "support",
-            f"the sampled tokens are {-mean:.3g} +- {error:.2g} nats likelier than draws from the "
-            "reported distribution: sampling was narrowed (temperature, top-p, top-k) but the "
+            f"{narrower}: sampling was narrowed (temperature, top-p, top-k) but the "
             "log-probabilities are not: their logprobs_mode is raw",
         )
+    if mean < -max(6 * error, 0.01 * expected + k2):
+        return f"{narrower}, a little: was sampling narrowed (top-p, top-k, min-p)?"
     if mean <= max(6 * error, 0.1 * expected + 2 * k2):
         return None
     first = places(pairs) < 4

@@ -2,14 +2,15 @@
 
 Mismatch alone is spread over all parts evenly.
 
-Gaps are compared by rank among tokens of about the same log-probability. A rank is 0.5 on average
+Distances of logits are compared by rank among tokens of about the same log-probability, certain
+tokens too: in a trained policy they are the most. A rank is 0.5 on average
 whatever the noise and its tails are, so the mean rank of a part has a known error.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,14 +26,14 @@ from onepolicy.verdict.row_faults import (
     strange_rows,
     swapped_rows,
 )
-from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, Finding, Pairs
+from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, Finding, Pairs, logit
 
 HARMLESS_K3 = 1e-4
 """Nats a token: below this k3, rows of sound runs differ threefold, so parts are not compared."""
 TOO_FAR = 1.0
 """Nats a token: above this k3 two sides may be unrelated."""
-FEWEST_OPEN = 6
-"""Fewest uncertain tokens of a row that is judged."""
+FEWEST_SLOTS = 6
+"""Fewest tokens of a row that is judged."""
 FEWEST_ROWS = 12
 """Fewest rows that are compared with each other."""
 RANK_ERROR = 12**-0.5
@@ -57,29 +58,29 @@ MOST = 0.4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """Ranks of |log rho| of the uncertain slots, among slots of about the same log-probability."""
+    """Ranks of the logits' distances, among slots of about the same log-probability."""
 
     values: Tensor  # [n] float64, 0 to 1
-    open: Tensor  # [n] bool
+    visible: Tensor  # [n] bool, slots that have a rank
 
 
 def ranks(pairs: Pairs) -> Ranks:
-    """Return the ranks of all slots; 0.5 where the token was certain."""
-    open_, values = pairs.open, torch.full_like(pairs.old, 0.5)
-    size = int(open_.sum())
+    """Return the ranks of all slots; 0.5 where nothing is visible."""
+    visible, values = pairs.visible, torch.full_like(pairs.old, 0.5)
+    size = int(visible.sum())
     bins = max(1, min(BINS, size // 40))
-    middle = (pairs.old + pairs.rollout)[open_]
+    middle = (pairs.old + pairs.rollout)[visible]
     bin_of = torch.empty(size, dtype=torch.int64)
     bin_of[middle.argsort()] = torch.arange(size) * bins // max(1, size)
     generator = torch.Generator().manual_seed(0)
     jitter = torch.rand(size, generator=generator, dtype=torch.float64)  # orders equal gaps
-    order = np.lexsort((jitter.numpy(), pairs.gap[open_].numpy(), bin_of.numpy()))
+    order = np.lexsort((jitter.numpy(), pairs.logit_gap[visible].numpy(), bin_of.numpy()))
     counts = torch.bincount(bin_of, minlength=bins)
     before = counts.cumsum(0) - counts
     place = torch.empty(size, dtype=torch.float64)
     place[torch.from_numpy(order)] = torch.arange(size, dtype=torch.float64)
-    values[open_] = (place - before[bin_of] + 0.5) / counts[bin_of]
-    return Ranks(values, open_)
+    values[visible] = (place - before[bin_of] + 0.5) / counts[bin_of]
+    return Ranks(values, visible)
 
 
 def local(pairs: Pairs) -> Finding | None:
@@ -95,7 +96,7 @@ def local(pairs: Pairs) -> Finding | None:
         return moved
     if _k3(pairs) < HARMLESS_K3:
         return copies(pairs)
-    detectors = (copies, unrelated, swapped_rows, strange_rows, odd_rows)
+    detectors = (copies, partly_old, unrelated, swapped_rows, strange_rows, odd_rows)
     for detect in (*detectors, unrelated_tails, first_places):
         found = detect(pairs)
         if found is not None:
@@ -120,7 +121,7 @@ def copies(pairs: Pairs) -> Finding | None:
     index, count = rows_of(pairs)
     open_ = pairs.open
     equal, size = _row_means((pairs.old == pairs.rollout)[open_].double(), index[open_], count)
-    judged = size >= FEWEST_OPEN
+    judged = size >= FEWEST_SLOTS
     same = judged & (equal == 1)
     others = judged & ~same
     if int(same.sum()) < 2 or not bool(others.any()) or float(equal[others].mean()) > 0.5:
@@ -132,15 +133,50 @@ def copies(pairs: Pairs) -> Finding | None:
     )
 
 
+def partly_old(pairs: Pairs) -> Finding | None:
+    """Find runs of slots where the engine's values are those of the trainer's previous weights.
+
+    The engine took the update late: in some of its replicas, or in the middle of requests.
+    """
+    if pairs.previous is None:
+        return None
+    index, count = rows_of(pairs)
+    gap, old_gap = _seen_gap(pairs), _seen_gap(pairs.under(pairs.previous))
+    runs = _best_runs(index, gap, {0: old_gap})
+    found = [run for run in runs if _is_old(pairs, gap, old_gap, run)]
+    if len(found) < max(2, 0.02 * count):
+        return None
+    inside = np.zeros(len(gap), bool)
+    for _, first, last, _ in found:
+        inside[first : last + 1] = True
+    before, after = float(gap[inside].mean()), float(old_gap[inside].mean())
+    if gap[inside].sum() < MOST * gap.sum():
+        return None
+    return Finding(
+        "stale",
+        f"in {len(found)} of {count} rows the logits of the two sides are {before:.3g} apart over "
+        f"{int(inside.sum())} slots, and {after:.3g} against the trainer's previous weights: the "
+        "engine took the last weight update late there",
+    )
+
+
+def _is_old(pairs: Pairs, gap: np.ndarray, old_gap: np.ndarray, run: Run) -> bool:
+    """Return whether enough slots of a run have their gap from old weights."""
+    _, first, last, _ = run
+    seen = int(pairs.visible[first : last + 1].sum())
+    before, after = gap[first : last + 1].sum(), old_gap[first : last + 1].sum()
+    return seen >= FEWEST_SLOTS and after < EXPLAINED * before
+
+
 def odd_rows(pairs: Pairs) -> Finding | None:
     """Find rows of two kinds, near and far, and the fault of the far ones.
 
     What siblings share counts for the first of them only.
     """
     rank, (index, count) = ranks(pairs), rows_of(pairs)
-    own = rank.open & pairs.distinct
+    own = rank.visible & pairs.distinct
     means, size = _row_means(rank.values[own], index[own], count)
-    judged = size >= FEWEST_OPEN
+    judged = size >= FEWEST_SLOTS
     if int(judged.sum()) < FEWEST_ROWS:
         return None
     if pairs.group is not None:  # steps of a run differ in size
@@ -156,11 +192,11 @@ def odd_rows(pairs: Pairs) -> Finding | None:
         return None
     far = far_rows[index]
     near = judged[index] & ~far
-    ratio = _mean_ratio(pairs.gap, far & rank.open, near & rank.open)
+    ratio = _mean_ratio(pairs.logit_gap, far & rank.visible, near & rank.visible)
     if ratio < 1.5:
         return None
     number = int(far_rows.sum())
-    text = f"{number} of {count} rows are {ratio:.3g} times farther apart than the others"
+    text = f"{number} of {count} rows are {ratio:.3g} times farther apart in logits than the others"
     return _fault_of_part(pairs, far, near, text)
 
 
@@ -228,9 +264,9 @@ def _fault_of_part(pairs: Pairs, far: Tensor, near: Tensor, text: str) -> Findin
     if scale is not None:
         return Finding("scale", f"{text}; there {scale.evidence}")
     hot = temperature(part)
-    if hot is not None:
+    if hot is not None and hot.finding.sure:
         return Finding("temperature", f"{text}; there {hot.finding.evidence}")
-    of_far, of_near = (_correlation(pairs.at(which & pairs.open)) for which in (far, near))
+    of_far, of_near = (_logits_follow(pairs.at(which & pairs.visible)) for which in (far, near))
     if of_far < 0.3 and of_near - of_far > 0.3 and agreement_at_first(part) < 0.3:
         return Finding(
             "rows",
@@ -259,9 +295,17 @@ def unrelated(pairs: Pairs) -> Finding | None:
 
 
 def _correlation(pairs: Pairs) -> float:
-    if len(pairs.old) < 3:
+    return _correlation_of(pairs.old, pairs.rollout)
+
+
+def _logits_follow(pairs: Pairs) -> float:
+    return _correlation_of(logit(pairs.old), logit(pairs.rollout))
+
+
+def _correlation_of(x: Tensor, y: Tensor) -> float:
+    if len(x) < 3:
         return 0.0
-    return float(torch.corrcoef(torch.stack([pairs.old, pairs.rollout]))[0, 1].nan_to_num(0.0))
+    return float(torch.corrcoef(torch.stack([x, y]))[0, 1].nan_to_num(0.0))
 
 
 def first_places(pairs: Pairs) -> Finding | None:
@@ -272,12 +316,12 @@ def first_places(pairs: Pairs) -> Finding | None:
     place, pairs = places(pairs)[distinct], pairs.at(distinct)
     rank, best = ranks(pairs), None
     for many in (1, 2, 4, 8, 16):
-        ahead, behind = rank.open & (place < many), rank.open & (place >= max(2 * many, 8))
+        ahead, behind = rank.visible & (place < many), rank.visible & (place >= max(2 * many, 8))
         if int(ahead.sum()) < FEWEST or int(behind.sum()) < FEWEST:
             continue
         contrast = float(rank.values[ahead].mean() - rank.values[behind].mean())
         surely = contrast / (RANK_ERROR * (1 / int(ahead.sum()) + 1 / int(behind.sum())) ** 0.5)
-        ratio = _mean_ratio(pairs.gap, ahead, behind)
+        ratio = _mean_ratio(pairs.logit_gap, ahead, behind)
         if contrast > 0.2 and surely > 8 and ratio > 1.5 and (best is None or surely > best[0]):
             best = surely, many, ratio
     if best is None:
@@ -292,7 +336,7 @@ def first_places(pairs: Pairs) -> Finding | None:
 def shifted_runs(pairs: Pairs) -> Finding | None:
     """Find runs of slots where the trainer's values equal the engine's one or two slots away."""
     index, count = rows_of(pairs)
-    gap = pairs.gap.clamp(max=CLIP).numpy()
+    gap = _seen_gap(pairs)
     moved_gap = {by: _moved_gap(pairs, by) for by in SHIFTS}
     runs = [run for run in _best_runs(index, gap, moved_gap) if _is_shift(gap, moved_gap, run)]
     if len(runs) < max(2, 0.02 * count):
@@ -306,10 +350,10 @@ def shifted_runs(pairs: Pairs) -> Finding | None:
     if after > 0.35 * before or gap[far & inside].sum() < MOST * gap[far].sum():
         return None
     by = max(SHIFTS, key=lambda each: sum(run[3] == each for run in runs))
+    length = np.median([last - first + 1 for _, first, last, _ in runs])
     text = (
-        f"in {len(runs)} of {count} rows the two sides are {before:.3g} nats apart over runs of "
-        f"{np.median([last - first + 1 for _, first, last, _ in runs]):.0f} slots, and {after:.3g} "
-        f"if moved by {by:+d}"
+        f"in {len(runs)} of {count} rows the logits of the two sides are {before:.3g} apart over "
+        f"runs of {length:.0f} slots, and {after:.3g} if moved by {by:+d}"
     )
     if _starts_together(pairs, runs, moved_gap):
         return Finding("shift", f"{text}; from a turn or a fixed place on they are not in step")
@@ -328,22 +372,30 @@ def _best_runs(index: Tensor, gap: np.ndarray, moved_gap: dict[int, np.ndarray])
     runs = []
     for start, end in itertools.pairwise(starts.tolist()):
         row = slice(start, end)
-        found = [(*_best_run(gap[row], moved_gap[by][row]), by) for by in SHIFTS]
+        found = [(*_best_run(gap[row], moved_gap[by][row]), by) for by in moved_gap]
         gain, first, last, by = max(found)
         if gain > 0:
             runs.append((gain, start + first, start + last, by))
     return runs
 
 
+def _seen_gap(pairs: Pairs) -> np.ndarray:
+    """Return [n], the distance of the logits, clipped; 0 where nothing is visible."""
+    return torch.where(pairs.visible, pairs.logit_gap, 0.0).clamp(max=CLIP).numpy()
+
+
 def _moved_gap(pairs: Pairs, by: int) -> np.ndarray:
-    """Return [n], |trainer's value - engine's value `by` slots later|, clipped; NaN off the row."""
+    """Return [n], the distance of the trainer's logit to the engine's `by` slots later, clipped.
+
+    NaN off the row, and where nothing is visible.
+    """
     n = len(pairs.old)
     later = torch.arange(n) + by
     inside = (later >= 0) & (later < n)
     later = later.clamp(0, n - 1)
     inside &= (pairs.segment[later] == pairs.segment) & (pairs.slot[later] == pairs.slot + by)
-    gap = (pairs.old - pairs.rollout[later]).abs().clamp(max=CLIP)
-    return np.where(inside.numpy(), gap.numpy(), np.nan)
+    moved = replace(pairs, rollout=pairs.rollout[later])
+    return np.where((inside & moved.visible).numpy(), _seen_gap(moved), np.nan)
 
 
 def _best_run(gap: np.ndarray, moved_gap: np.ndarray) -> tuple[float, int, int]:
@@ -403,19 +455,19 @@ def unlike_parts(pairs: Pairs) -> list[str]:
     distinct = pairs.distinct
     place, last, pairs = places(pairs)[distinct], last[distinct], pairs.at(distinct)
     rank = ranks(pairs)
-    values = rank.values[rank.open]
-    jump = _jump(place[rank.open], values)
+    values = rank.values[rank.visible]
+    jump = _jump(place[rank.visible], values)
     if jump is not None:
         out.append(jump)
     stretches = values[: len(values) // 16 * 16].reshape(-1, 16).mean(1)
     comparable = len(stretches) >= 2 * FEWEST_ROWS and pairs.group is None
     if comparable and split(stretches, torch.full_like(stretches, 16.0)) is not None:
         out.append("stretches of rows are of two kinds, near and far")
-    last &= rank.open
+    last &= rank.visible
     number = int(last.sum())
     if number >= 8:
         contrast = float(rank.values[last].mean()) - 0.5
-        far = _mean_ratio(pairs.gap, last, rank.open & ~last)
+        far = _mean_ratio(pairs.logit_gap, last, rank.visible & ~last)
         if contrast > 0.25 and contrast > 6 * RANK_ERROR / number**0.5 and far > 3:
             out.append(
                 f"the last tokens of the rows are {far:.3g} times farther apart than the others"

@@ -16,7 +16,7 @@ from onepolicy.verdict.engine_faults import places
 from onepolicy.verdict.scored_tokens import EXPLAINED, SURE, Finding, Pairs
 
 ENOUGH_TO_FOLLOW = 12
-"""Fewest uncertain tokens of a row for a meaningful rank correlation."""
+"""Fewest tokens of a row for a meaningful rank correlation."""
 FOLLOWS = 0.4
 """Below this rank correlation the two sides of a row hardly follow each other."""
 FOLLOW_WELL = 0.85
@@ -61,10 +61,10 @@ def agreement_at_first(pairs: Pairs) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Followed:
-    """Rank correlations between the two sides of each row, over its uncertain slots."""
+    """Rank correlations between the two sides of each row, over its visible slots."""
 
-    segment: Tensor  # [R] int64, of rows that have uncertain slots
-    size: Tensor  # [R] float64, uncertain slots
+    segment: Tensor  # [R] int64, of rows that have such slots
+    size: Tensor  # [R] float64, such slots
     correlation: Tensor  # [R] float64, of the ranks within the row
     usual: float  # rank correlation of the median row
 
@@ -100,16 +100,19 @@ def _rank_correlation(x: Tensor, y: Tensor, index: Tensor, count: int) -> Tensor
 
 
 def followed(pairs: Pairs) -> Followed | None:
-    """Return the rank correlations of the rows; None if no row has enough uncertain slots."""
-    uncertain = pairs.at(pairs.open)
-    index, count = rows_of(uncertain)
+    """Return the rank correlations of the rows; None if no row has enough slots.
+
+    Certain tokens count too: other weights leave them certain, another row's values do not.
+    """
+    visible = pairs.at(pairs.visible)
+    index, count = rows_of(visible)
     size = torch.bincount(index, minlength=count).double()
     judged = size >= ENOUGH_TO_FOLLOW
     if not bool(judged.any()):
         return None
-    correlation = _rank_correlation(uncertain.old, uncertain.rollout, index, count)
+    correlation = _rank_correlation(visible.old, visible.rollout, index, count)
     usual = float(correlation[judged].median())
-    return Followed(uncertain.segment.unique_consecutive(), size, correlation, usual)
+    return Followed(visible.segment.unique_consecutive(), size, correlation, usual)
 
 
 def swapped_rows(pairs: Pairs) -> Finding | None:

@@ -216,7 +216,8 @@ def verdict(
 def _bug(found: dict[str, str], since: str, basis: list[str], *, sure: bool) -> Verdict:
     """Return the verdict on bugs, from the evidence of each cause. sure: all of them hold."""
     named = ("; " if sure else "; or ").join(CAUSES[cause] for cause in found)
-    sentence = f"A bug, not mismatch{since}: {named}. Fix it; no correction repairs it."
+    tell = "" if sure else f" {TELL_APART[0].upper()}{TELL_APART[1:]}."
+    sentence = f"A bug, not mismatch{since}: {named}. Fix it; no correction repairs it.{tell}"
     evidence = (f"{cause}: {text}" for cause, text in found.items())
     return Verdict("bug", tuple(found), sentence, "", (*evidence, *basis))
 

@@ -31,7 +31,9 @@ PROCESSED = "vLLM: logprobs_mode=processed_logprobs, not raw_logprobs"
 """The setting with which an engine returns log-probabilities of the distribution it sampled from.
 """
 SURE = 0.005
-"""Nats: a token whose log-probabilities are nearer to 0 was certain. It shows no difference."""
+"""Nats: a token whose log-probabilities are nearer to 0 was certain. Its log rho is near 0."""
+VISIBLE = 1e-6
+"""Nats: a log-probability nearer to 0 is rounding of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,19 @@ class Pairs:
         return (self.old + self.rollout) / 2 < -SURE
 
     @property
+    def visible(self) -> Tensor:
+        """[n] bool, True where both sides have a log-probability that is more than rounding."""
+        return (self.old < -VISIBLE) & (self.rollout < -VISIBLE)
+
+    @property
+    def logit_gap(self) -> Tensor:
+        """Distance of the two sides' logits, log p - log(1 - p), [n] float64.
+
+        Other weights and other arithmetic move a certain token's logit as they move any other's.
+        """
+        return (logit(self.old) - logit(self.rollout)).abs()
+
+    @property
     def distinct(self) -> Tensor:
         """[n] bool, True at the first slot of each context.
 
@@ -105,6 +120,11 @@ class Pairs:
         """Return the slots that the newest weights sampled."""
         assert self.version is not None
         return self.at(self.version == self.version.max())
+
+
+def logit(logp: Tensor) -> Tensor:
+    """Return log p - log(1 - p) of log-probabilities, of any shape."""
+    return logp - (-logp.expm1()).clamp(min=1e-12).log()
 
 
 def contexts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from onepolicy.nonfinite import KINDS, LeftOut
 from onepolicy.verdict.engine_faults import renormalised
-from onepolicy.verdict.scored_tokens import SURE, Finding, Pairs
+from onepolicy.verdict.scored_tokens import FEWEST, SURE, VISIBLE, Finding, Pairs
 
 MISSING = 0.01
 """Largest share of the slots that may lack a finite log-probability: single tokens."""
@@ -21,6 +22,12 @@ LOOKED_AT = 5
 """Most frequent numbers of each side that are examined."""
 FEWEST_ALIKE = 6
 """Fewest slots on one number, or of a row, that are not chance."""
+NEVER_ZERO = 1e-3
+"""Nats: where one side is exactly 0 and the other farther from it than this, no rounding did it."""
+ONE_LEFT, MOST_LEFT = 0.99, 0.9
+"""Probability above which a token is the only one that narrowed sampling leaves, and the least
+share of such tokens that are exactly 0.
+"""
 EDGE = 3.0
 """Slots: mean length of a run of zeros at an end of the rows that certain tokens do not reach."""
 
@@ -61,7 +68,9 @@ def impossible(pairs: Pairs) -> tuple[list[Finding], Tensor, bool]:
 
 def _one_sided_zeros(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | None:
     """Find zeros that fill one side. Certain tokens are sometimes 0 on either side."""
-    far = good & (pairs.gap > 0.1)
+    no_rounding = (pairs.old + pairs.rollout) < -NEVER_ZERO
+    zeros = (pairs.old == 0) | (pairs.rollout == 0)
+    far = good & ((pairs.gap > 0.1) | (zeros & no_rounding))
     side, zero, other = pairs.rollout, far & (pairs.rollout == 0), far & (pairs.old == 0)
     if int(zero.sum()) < int(other.sum()):
         side, zero, other = pairs.old, other, zero
@@ -80,6 +89,9 @@ def _one_sided_zeros(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | Non
     # Zeros as frequent as elsewhere are certain tokens of another text.
     if as_far and count < 2 * certain * int(far.sum()):
         return None
+    narrowed = _only_token_left(pairs, side, good)
+    if narrowed is not None:
+        return narrowed, zero
     if _only_choice(pairs, zero, good & ~zero):
         return None
     where = ""
@@ -87,6 +99,25 @@ def _one_sided_zeros(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | Non
         where = f", {ends} of them at the last slot of a row"
     text = f"{count} of {n} are exactly 0 on one side only{where}; zeros filled in for missing"
     return Finding("fill", text), zero
+
+
+def _only_token_left(pairs: Pairs, side: Tensor, good: Tensor) -> Finding | None:
+    """Return a finding if one side is 0 at nearly every token that the other finds likely.
+
+    Narrowed sampling that leaves one token gives it the probability 1. Values filled in for missing
+    ones are not at likely tokens alone.
+    """
+    other = pairs.rollout if side is pairs.old else pairs.old
+    likely = good & (other < -VISIBLE) & (other > math.log(ONE_LEFT))
+    count = int((likely & (side == 0)).sum())
+    if count < FEWEST or count < MOST_LEFT * int(likely.sum()):
+        return None
+    return Finding(
+        "support",
+        f"{count} of {int(likely.sum())} tokens whose probability is above {ONE_LEFT:g} on one "
+        "side are exactly 0 on the other: sampling left one token (top-p, top-k 1, temperature 0), "
+        "and the log-probabilities are processed (logprobs_mode)",
+    )
 
 
 def _only_choice(pairs: Pairs, zero: Tensor, rest: Tensor) -> bool:

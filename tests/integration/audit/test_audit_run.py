@@ -54,6 +54,7 @@ def test_a_clean_run_is_not_accused(audited, capsys):
     assert 0 <= found.accumulated.routes.routers < 0.1
     assert found.not_checked == (
         "an update the engine did not take: no column logp_previous",
+        "an adapter the engine does not apply: no column logp_base",
         "onset of divergence: fewer than 15 steps",
     )
     assert main(["audit", str(found.accumulated.path)]) == 0

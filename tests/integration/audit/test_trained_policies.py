@@ -8,7 +8,15 @@ import copy
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from onepolicy.audit.run import audit
 from onepolicy.cli import main
@@ -31,7 +39,6 @@ def test_genuine_mismatch_is_not_accused(kind) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CLEAN)
 def test_no_world_of_35_is_accused(kind) -> None:
-    """Eight long rows are too few for a verdict, and 40 times the noise is above the ceiling."""
     found = {n: judged(sound(kind, n, *settings(n)), kind) for n in range(35)}
     assert not {n: each for n, each in found.items() if each.action == "bug"}
 
@@ -232,6 +239,51 @@ def test_a_real_policy_whose_weights_did_not_arrive_is_looked_into(
         said = scored(tmp_path, policy, newer, prompts, **{column: policy})
         assert said.causes == ("stale",), said.text()
         assert words in said.text()
+
+
+def test_a_prefix_that_older_weights_cached_is_looked_into(tmp_path) -> None:
+    """The engine kept the prompt's keys and values over an update (vllm-omni#6739)."""
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.15,
+    )
+    torch.manual_seed(0)
+    trainer = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        trainer.lm_head.weight.mul_(4)
+    engine = copy.deepcopy(trainer)
+    older = changed(trainer, "", noisy(0.04))
+    prompts = torch.randint(128, (64, 30))
+    prompts[:, :24] = prompts[0, :24]
+    for who, action in ((engine, "nothing"), (older, "unclear")):
+        torch.manual_seed(5)
+        ids, rollout = sampled_after(who, engine, prompts, 24, new=30)
+        z = logits_of(trainer, ids)[:, 29:-1]
+        answer = ids[:, 30:]
+        said = verdict_on(tmp_path, ids, 30, logp(z, answer), rollout, entropy(z))
+        assert said.action == action, said.text()
+        assert action == "nothing" or "a prefix cached from older weights" in said.sentence
+
+
+@torch.no_grad()
+def sampled_after(prefiller, engine, prompts, cached, *, new):
+    """Return what `sampled` does, where another model has computed the first `cached` tokens."""
+    cache = DynamicCache()
+    prefiller(input_ids=prompts[:, :cached], past_key_values=cache, use_cache=True)
+    ids, drawn, unseen = prompts, [], prompts[:, cached:]
+    for _ in range(new):
+        z = engine(input_ids=unseen, past_key_values=cache, use_cache=True).logits[:, -1]
+        p = z.float().log_softmax(-1)
+        unseen = torch.multinomial(p.exp(), 1)
+        drawn.append(p.gather(-1, unseen))
+        ids = torch.cat([ids, unseen], 1)
+    return ids, torch.cat(drawn, 1)
 
 
 def test_attention_sinks_that_the_trainer_drops_are_looked_into(tmp_path) -> None:

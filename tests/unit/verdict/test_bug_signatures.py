@@ -141,7 +141,7 @@ def test_at_most_one_of_3000_noisy_dumps_has_unrelated_rows() -> None:
 def test_the_same_weights_and_kernels_are_clean() -> None:
     w = world(0, noise=0)
     values = logp(w.logits, w.sample(0))
-    diagnosis = check(values, values)
+    diagnosis = check(values, values, entropy=entropy(w.logits))
     assert not diagnosis.bug
     assert diagnosis.gap == 0
     assert "it is mismatch" in diagnosis.text()
@@ -276,6 +276,71 @@ def test_stale_weights() -> None:
     version = half.long().repeat_interleave(LENGTH) + 6
     assert causes(check(mixed, rollout, version=version)) == ["stale"]
     assert causes(check(previous, rollout, version=version)) == []
+
+
+def certain_world(seed: int, noise: float) -> World:
+    """Make a world of a trained policy: of 40 tokens of a row two are uncertain."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(SEQUENCES, LENGTH, VOCABULARY, generator=g)
+    margin = 8 + 4 * torch.rand(SEQUENCES, LENGTH, generator=g)
+    margin[:, ::20] = 2.0
+    logits[..., 0] += margin
+    return World(logits + noise * torch.randn(logits.shape, generator=g), logits)
+
+
+def test_certain_tokens_show_the_rows_that_other_weights_sampled() -> None:
+    """Without a version, and with too few uncertain tokens in a row to compare rows by them."""
+    w = certain_world(0, noise=0.02)
+    g = torch.Generator().manual_seed(1)
+    older = w.logits_rollout + torch.randn(w.logits.shape, generator=g)
+    far = (torch.arange(SEQUENCES) % 3 == 0)[:, None, None]
+    mixed = World(w.logits, torch.where(far, older, w.logits_rollout))
+    found = check(*mixed.score(mixed.sample(0)))
+    assert causes(found) == ["stale"]
+    assert "6 of 16 rows" in found.text()
+    assert causes(check(*w.score(w.sample(0)))) == []
+
+
+def test_a_base_shows_in_certain_tokens() -> None:
+    w = certain_world(0, noise=0.02)
+    old, rollout = w.score(w.sample(0))
+    found = check(old, rollout / math.log(10), entropy=entropy(w.logits))
+    assert causes(found) == ["scale"]
+    assert "base 10" in found.text()
+
+
+@pytest.mark.parametrize("since", [0, 10])
+def test_weights_that_came_late_to_some_requests_are_named_by_the_previous_ones(since) -> None:
+    """From a token on, and in half of the rows: less than half of the slots."""
+    w = world(0, noise=0.02)
+    g = torch.Generator().manual_seed(1)
+    older = w.logits_rollout + 0.5 * torch.randn(w.logits.shape, generator=g)
+    late = (torch.arange(SEQUENCES) % 2 == 0)[:, None] & (torch.arange(LENGTH) >= since)
+    mixed = World(w.logits, torch.where(late[..., None], older, w.logits_rollout))
+    tokens = mixed.sample(0)
+    previous = logp(older, tokens).flatten()
+    found = check(*mixed.score(tokens), logp_previous=previous)
+    assert causes(found) == ["stale"]
+    assert "took the last weight update late" in found.text()
+    drifted = logp(w.logits + 0.05 * torch.randn(w.logits.shape, generator=g), tokens).flatten()
+    assert "late" not in check(*w.score(tokens), logp_previous=drifted).text()
+
+
+def test_a_diagnosis_without_entropy_does_not_say_that_a_gap_is_mismatch() -> None:
+    """At another temperature: with the entropy it is named, without it nothing can be."""
+    w = world(0, noise=0.02)
+    tokens = w.sample(0, 0.7)
+    old, rollout = logp(w.logits, tokens), logp(w.logits_rollout, tokens, 0.7)
+    unclear = check(old, rollout)
+    assert unclear.findings == ()
+    assert "so it is mismatch" not in unclear.text()
+    assert "another temperature" in unclear.text().splitlines()[-1]
+    assert unclear.not_given == ("entropy", "version", "logp_previous", "logp_base")
+    h = entropy(w.logits)
+    assert causes(check(old, rollout, entropy=h)) == ["temperature"]
+    sound = check(*w.score(w.sample(0)), entropy=h)
+    assert "so it is mismatch" in sound.text()
+    assert "not looked for: stale weights by version (version)" in sound.text()
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -89,6 +89,7 @@ def start_llm_engine(
         arguments |= WORKER_PROCESSES
         if cpu:
             os.environ.update(UNBOUND)
+            _forget_environment()
             _check_cpu_experts(path, config.tensor_parallel_size, trust_remote_code)
     if lora is not None:
         from onepolicy.rollout.vllm.adapter import cpu_experts, lora_args  # not in a server
@@ -109,6 +110,14 @@ def start_llm_engine(
         deployment = deployment_of(llm.vllm_config, version, platform)
         check_route_compatibility(dataclasses.replace(deployment, monolithic=monolithic))
     return llm, payload_format
+
+
+def _forget_environment() -> None:
+    """Let vLLM read the environment again, which it keeps from the first engine of a process on."""
+    from vllm import envs
+
+    if hasattr(envs, "disable_envs_cache"):
+        envs.disable_envs_cache()
 
 
 def _import_vllm(*, cpu: bool) -> tuple[str, str]:
