@@ -26,17 +26,27 @@ def settle_gpu_settings(
 def apply_gpu_defaults(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     """Return the settings of a new run with the GPU's defaults, and say so in one line.
 
-    On CUDA a run computes in bfloat16 with float32 master weights: with float32 products a GPU has
-    a fifteenth of its speed, and attention takes its slowest kernel. A dtype, autocast or
-    fsdp_param_dtype that was given stays, a float32 engine too, and nothing changes on a CPU.
+    Nothing changes on a CPU.
+    """
+    if parse_device(config.train.device).type != "cuda":
+        return config
+    return with_gpu_precision(config, note, ranks=bool(config.train.ranks))
+
+
+def with_gpu_precision(config: RunConfig, note: Callable[[str], None], *, ranks: bool) -> RunConfig:
+    """Return the settings with the precision that a run on GPUs has. ranks: it is sharded.
+
+    It computes in bfloat16 with float32 master weights: with float32 products a GPU has a fifteenth
+    of its speed, and attention takes its slowest kernel. A dtype, autocast or fsdp_param_dtype that
+    was given stays, a float32 engine too.
     """
     model, train = config.model, config.train
     given = "dtype" in model.model_fields_set
     given |= bool({"autocast", "fsdp_param_dtype"} & train.model_fields_set)
     needs_float32 = config.numerics == ON_POLICY or config.rollout.engine.dtype == "float32"
-    if given or needs_float32 or parse_device(train.device).type != "cuda":
+    if given or needs_float32:
         return config
-    if train.ranks:
+    if ranks:
         note(
             "on a GPU: train.fsdp_param_dtype = bfloat16, the shards stay float32 "
             "(train.fsdp_param_dtype=same for float32 throughout)"

@@ -50,7 +50,11 @@ def add_plan(commands: Commands) -> None:
         "overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe"
     )
     plan.add_argument(
-        "--cluster", required=True, metavar="COUNTxDEVICE", help="8xH100, 512xH200, 2xcpu (cores)"
+        "--cluster",
+        required=True,
+        metavar="COUNTxDEVICE",
+        help="8xH100, 512xH200, 2xcpu (cores); RTX4090, RTX5090, L40S, A10G, A100, GH200, B200, "
+        "B300, MI300X too",
     )
     plan.add_argument(
         "--json", type=Path, metavar="FILE", help="everything, with every split, as JSON"
@@ -97,7 +101,10 @@ def _add_numbers(plan: Parser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="of the devices, printed with the plan",
+        help="another number of the devices; --constants prints all",
+    )
+    plan.add_argument(
+        "--constants", action="store_true", help="print the devices' numbers and their sources"
     )
 
 
@@ -157,7 +164,10 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
     if arguments.json is not None:
         tree = plan_tree(planner, chosen, options, lines, traffic)
         arguments.json.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    for part in render_plan(planner, chosen, options, lines, traffic):
+    planner.settings_of(chosen.split.learners, print_status)
+    for part in render_plan(
+        planner, chosen, options, lines, traffic, constants=arguments.constants
+    ):
         console.print(part, highlight=False)
     if arguments.json is not None:
         console.print(f"written: {arguments.json}", soft_wrap=True, highlight=False)

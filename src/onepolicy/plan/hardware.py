@@ -93,7 +93,7 @@ def parse_cluster(text: str, given: Sequence[str] = ()) -> Cluster:
     given: `name=value` texts that replace constants, in their units. Raises UsageError for anything
     else.
     """
-    match = re.fullmatch(r"(\d{1,6})x(\w+)", text.strip())
+    match = re.fullmatch(r"(\d{1,6}) *x *([\w -]+)", text.strip())
     if match is None:
         raise UsageError(f"--cluster: {text!r} is not COUNTxDEVICE; e.g. 8xH100, 512xH200 or 2xcpu")
     count, device = int(match[1]), _find_device(int(match[1]), match[2])
@@ -113,8 +113,9 @@ def parse_cluster(text: str, given: Sequence[str] = ()) -> Cluster:
 
 
 def _find_device(count: int, asked: str) -> str:
+    name = re.sub(r"[ _-]", "", asked).lower()
     for device in known_devices():
-        if device.lower() == asked.lower():
+        if device.lower() in (name, f"rtx{name}"):
             return device
     fix = f"known: {', '.join(known_devices())}"
     close = difflib.get_close_matches(asked.upper(), known_devices(), n=1)

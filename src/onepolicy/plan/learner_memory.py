@@ -112,7 +112,7 @@ def learner_memory(
             missing = itemsize * sum(shard_sizes(dims.layer_shapes, ranks))
         working = max(working - gradients, held.end - missing, held.tail)
     working = max(working, state.working - gathered)  # an update: no activations, no layers
-    logits = min(held.logits, working)
+    logits = max(0.0, min(held.logits, working))  # extrapolated: below 0 where they never peak
     routes = 0.0
     if config.replay.mode != "off":
         routes = slots * kept_per_token(dims, config) * graphs

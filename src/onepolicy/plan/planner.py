@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from onepolicy.build.gpu_defaults import with_gpu_precision
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.models.chunk_size import logits_chunk
@@ -147,18 +149,25 @@ class Planner:
         """
         _check_plannable(config, cluster)
         self.config, self.cluster = config, cluster
+        self._asked: dict[str, Any] = {
+            "prompt": prompt,
+            "response": response,
+            "sync_method": sync_method,
+        }
+        self._model_config = model
         self._hf_config = read_hf_config(model)
         # by the dtype of the layers' computation, and train.logits_chunk
         self._models: dict[tuple[str, int | None], DryRunModel] = {}
         self._dry_runs: dict[tuple[Any, ...], MicroBatchMemory] = {}
-        dry = self._plain_model(config)
+        settled = self.settings_of(cluster.count)
+        dry = self._plain_model(settled)
         self.dims: Dims = read_dims(dry.model, config.model.path)
         if config.train.lora is not None:
             from onepolicy.plan.adapters import with_adapters
 
             self.dims = with_adapters(self.dims, dry.model, config.train.lora)
             dry.add_adapters(config.train.lora)
-        self._models[_model_key(config)] = dry
+        self._models[_model_key(settled)] = dry
         self.work: StepWork = step_work(config, self.dims.context, prompt=prompt, response=response)
         self.sync_method = sync_method or default_sync_method(config)
 
@@ -173,14 +182,14 @@ class Planner:
 
     def evaluate_split(self, split: DeviceSplit, config: RunConfig | None = None) -> PlanOption:
         """Compute memory and times of a split. config: settings to use instead of the recipe's."""
-        config = config or self.config
+        config = config or self.settings_of(split.learners)
         dims, cluster, work, learners = self.dims, self.cluster, self.work, split.learners
         learner = self.learner_rank_memory(learners, config)
         share: float | None = None
         if in_process(config):
             share = cluster["engine_share"] * max(0.0, self.room - learner.total)
             share /= cluster["memory"]
-        engine = self.engine_device_memory(split.tensor_parallel, share)
+        engine = self.engine_device_memory(split.tensor_parallel, share, config)
         state = self._optimiser_memory(learners, config)
         policies = 1 + config.objective.has_critic
         engine_devices = {"engines": split.engines, "tensor_parallel": split.tensor_parallel}
@@ -219,12 +228,34 @@ class Planner:
             overlaps=config.rollout.overlaps and not in_process(config),
         )
 
+    def settings_of(
+        self, learners: int, note: Callable[[str], None] = lambda text: None
+    ) -> RunConfig:
+        """Return the recipe with what a run of these learner ranks settles on a GPU.
+
+        note: gets a line that says so.
+        """
+        if self.cluster.is_cpu:
+            return self.config
+        sharded = learners > 1 or bool(self.config.train.ranks)
+        return with_gpu_precision(self.config, note, ranks=sharded)
+
+    def replanned(self, config: RunConfig) -> Planner:
+        """Return a planner of another recipe for the same model, cluster and lengths."""
+        return Planner(config, self._model_config, self.cluster, **self._asked)
+
     def engine_device_memory(
-        self, tensor_parallel: int, share: float | None = None
+        self, tensor_parallel: int, share: float | None = None, config: RunConfig | None = None
     ) -> EngineMemory:
         """Compute the memory of an engine's device. share: what a learner on it leaves."""
         return engine_memory(
-            self.dims, self.config, self.cluster, self.work, self.weights, tensor_parallel, share
+            self.dims,
+            config or self.config,
+            self.cluster,
+            self.work,
+            self.weights,
+            tensor_parallel,
+            share,
         )
 
     @cached_property

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 
 from onepolicy.config import RunConfig
+from onepolicy.config.lora import LoraConfig
 from onepolicy.plan.dims import format_count
 from onepolicy.plan.planner import Planner, PlanOption
 from onepolicy.plan.splits import ENGINE_SIZES, DeviceSplit
+from onepolicy.plan.step_work import in_process
 from onepolicy.train.optimiser_memory import shard_sizes
 
+FEWEST_SEQUENCES = 4  # that an engine shall still sample at once
 MAX_DEVICES = 2**14  # the search for a number of devices ends here
 
 
@@ -40,8 +43,10 @@ def suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
 
 def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
     """Suggest settings of train until the learner fits with all of them, then more devices."""
-    split, lines, config = chosen.split, [], planner.config
+    split, lines = chosen.split, []
+    config = planner.settings_of(split.learners)
     for name, value in (
+        ("reuse_scoring_forward", False),
         ("activation_checkpointing", True),
         ("fsdp_param_dtype", "bfloat16"),
         ("logits_chunk", None),
@@ -64,6 +69,14 @@ def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
         if not planner.cluster.is_cpu:
             config = with_optimiser_state(config, "host")
             lines.append(f"optim.state=host: {_verdict(planner.evaluate_split(split, config))}")
+    fewer = _fewer_sequences(planner, split, config)
+    if fewer is not None:
+        config, option = fewer
+        count = config.rollout.engine.max_num_seqs
+        also = " as well" if lines else ""
+        lines.append(f"rollout.engine.max_num_seqs={count}{also}: {_verdict(option)}")
+        if option.learner_fits:
+            return lines
     smaller = _smaller_micro_batch(planner, split, config)
     if smaller is not None:
         budget, option = smaller
@@ -72,6 +85,9 @@ def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
         if option.learner_fits:
             return lines
         config = _with_train_setting(config, "tokens_per_micro_batch", budget) or config
+    lora = _with_adapters(planner, split, config)
+    if lora is not None:
+        lines.append(lora)
     ranks = _enough_ranks(planner, split, config)
     with_these = " with these" if lines else ""
     if ranks is None:
@@ -84,12 +100,58 @@ def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
     return lines
 
 
+def _fewer_sequences(
+    planner: Planner, split: DeviceSplit, config: RunConfig
+) -> tuple[RunConfig, PlanOption] | None:
+    """Return the recipe with half as many sequences at once, and again, until it fits.
+
+    Their keys and values lie on the learner's device. At least FEWEST_SEQUENCES are left.
+    """
+    if not in_process(config):
+        return None
+    found, count = None, config.rollout.engine.max_num_seqs // 2
+    while count >= FEWEST_SEQUENCES:
+        engine = config.rollout.engine.model_copy(update={"max_num_seqs": count})
+        rollout = config.rollout.model_copy(update={"engine": engine})
+        changed = config.model_copy(update={"rollout": rollout})
+        option = planner.evaluate_split(split, changed)
+        found = changed, option
+        if option.learner_fits:
+            break
+        count //= 2
+    return found
+
+
+def _with_adapters(planner: Planner, split: DeviceSplit, config: RunConfig) -> str | None:
+    """Return the line of LoRA in place of all weights, with 4-bit weights if it does not fit else.
+
+    None if the recipe cannot have it.
+    """
+    if config.train.lora is not None or config.objective.has_critic:
+        return None
+    config, line = with_optimiser_state(config, "device"), ""
+    for lora in (LoraConfig(), LoraConfig(base="nf4")):
+        adapted = config.model_copy(
+            update={"train": config.train.model_copy(update={"lora": lora})}
+        )
+        option = planner.replanned(adapted).evaluate_split(split, adapted)
+        four_bit = " train.lora.base=nf4" if lora.base == "nf4" else ""
+        line = (
+            f"or train.lora.rank={lora.rank}{four_bit}, adapters alone, with these but "
+            f"optim.state: {_verdict(option)}"
+        )
+        if option.learner_fits or split.learners > 1:
+            break
+    return line
+
+
 def memory_settings(planner: Planner, chosen: PlanOption) -> list[str]:
     """Return one line for each setting of the recipe that saves memory, with what it saves.
 
     Each is taken away alone. There is no line for what saves less than 2%.
     """
-    config, split, lines = planner.config, chosen.split, []
+    split, lines = chosen.split, []
+    config = planner.settings_of(split.learners)
     without = {
         f"optim.state={config.optim.state}": with_optimiser_state(config, "device"),
         "train.activation_checkpointing=true": _with_train_setting(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import zip_longest
-from math import inf
 from typing import Any
 
 from rich.console import JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from onepolicy.config import RunConfig
 from onepolicy.plan.dims import format_count
 from onepolicy.plan.planner import Planner, PlanOption
 from onepolicy.plan.splits import DeviceSplit
@@ -46,10 +47,13 @@ def render_plan(
     options: list[PlanOption],
     lines: list[str],
     volume: CommunicationVolume,
+    *,
+    constants: bool = False,
 ) -> Iterator[RenderableType]:
     """Yield the parts of a plan for the terminal.
 
-    lines: suggestions if nothing fits, else the settings that save memory.
+    lines: suggestions if nothing fits, else the settings that save memory. constants: with all
+    numbers of the devices and their sources.
     """
     yield _header(planner, chosen)
     yield _memory_table(chosen)
@@ -57,13 +61,19 @@ def render_plan(
     if len(options) > 1:
         yield _split_table(options, chosen)
     yield _volume_table(volume, planner)
-    yield _checkpoint_table(chosen)
+    yield _checkpoint_table(chosen, planner.config)
     if lines:
         title, style = "does not fit; what would:", "bold red"
         if chosen.fits:
             title, style = "what makes room:", "green"
         yield Text("\n".join([title, *(f"  {line}" for line in lines)]), style=style)
-    yield _constant_table(planner)
+    if constants:
+        yield _constant_table(planner)
+    else:
+        yield Text(
+            "the devices' numbers: --constants prints them, --constant NAME=VALUE replaces one",
+            style="dim",
+        )
 
 
 def plan_tree(
@@ -202,16 +212,19 @@ def _add_memory_totals(table: Table, option: PlanOption) -> None:
         total = "total with the engine"
     used = f"{format_bytes(option.learner_used)} of {format_bytes(option.learner_room)}"
     engine_verdict = "fits" if option.engine_fits else "does not fit"
+    engine_style = _verdict_style(option.engine_fits)
+    if option.engine_on_learner and option.engine_fits:
+        engine_verdict, engine_style = "in the total", ""
     table.add_row(
         total,
         Text(used, _verdict_style(option.learner_fits)),
         "",
-        Text(engine_verdict, _verdict_style(option.engine_fits)),
+        Text(engine_verdict, engine_style),
     )
     start = option.start
     if start.device:
         table.add_row("  at the start, with a whole critic", format_bytes(start.device))
-    if option.host_room < inf:
+    if option.host_room < math.inf:
         host = f"{format_bytes(start.host)} of {format_bytes(option.host_room)}"
         table.add_row("host of rank 0 at the start", Text(host, _verdict_style(option.host_fits)))
     if option.host_state:
@@ -282,7 +295,7 @@ def _volume_table(volume: CommunicationVolume, planner: Planner) -> Table:
     return table
 
 
-def _checkpoint_table(option: PlanOption) -> Table:
+def _checkpoint_table(option: PlanOption, config: RunConfig) -> Table:
     save = option.save
     title, write = "a checkpoint", "seconds to write"
     if option.split.learners > 1:
@@ -290,12 +303,16 @@ def _checkpoint_table(option: PlanOption) -> Table:
         write += ", all ranks into one folder"
     table = _table(title, "what", "")
     table.add_row("bytes", format_bytes(save.size))
+    count = stored_checkpoints(config)
+    if count != 1:
+        kept = f"of the {count:,} that the run keeps (checkpoint.keep, .every)"
+        table.add_row(kept, format_bytes(count * save.size))
     table.add_row("bytes of onepolicy export, bfloat16", format_bytes(save.exported))
     table.add_row(write, _format_seconds(save.written))
     table.add_row("seconds until it counts", _format_seconds(save.counts))
     if save.staged:
         staged = format_bytes(save.staged)
-        if option.host_room < inf:
+        if option.host_room < math.inf:
             staged += f" of {format_bytes(option.host_room)}"
         style = _verdict_style(save.staged <= option.host_room)
         table.add_row("host memory of a node meanwhile", Text(staged, style))
@@ -306,6 +323,12 @@ def _checkpoint_table(option: PlanOption) -> Table:
         )
         table.add_row(Text("too slow", "bold red"), Text(fix, "bold red"))
     return table
+
+
+def stored_checkpoints(config: RunConfig) -> int:
+    """Return how many checkpoints a whole run leaves on the disk."""
+    made = math.ceil(config.steps / config.checkpoint.every)
+    return min(made, config.checkpoint.keep or made)
 
 
 def _constant_table(planner: Planner) -> Table:

@@ -21,7 +21,7 @@ from onepolicy.train import dry_run, fake_kernels, optimiser_memory, streamed_ad
 from onepolicy.train.dry_run import DryRunModel, MicroBatchShape
 from support.engine_runs import prompts, ragged, run
 from support.families import TABLE
-from support.models import CONFIGS, make
+from support.models import CONFIGS, changed, make
 from support.paths import ROOT
 
 TREE = {"out": "unused", "steps": 1, "model": {"path": "unused"}, "task": {"kind": "chain"}}
@@ -36,12 +36,6 @@ FACTS = {  # parameters, billions that are active, elements in the KV cache, byt
 
 def dry_model(config, dtype=torch.bfloat16, *, cpu=True, **more):
     return DryRunModel(config, dtype=dtype, cpu=cpu, **more)
-
-
-def changed(name, **changes):
-    """Return a family's tiny config with these changes."""
-    whole = CONFIGS[name].to_dict() | {"layer_types": None} | changes
-    return type(CONFIGS[name])(**whole)
 
 
 def dims_of(config):
@@ -335,7 +329,7 @@ def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):
     command += ["train.reuse_scoring_forward=false"]
     assert main([*command, "--cluster", "1xcpu", "--json", str(tmp_path / "plan.json")]) == 0
     text = capsys.readouterr().out
-    words = ["1 learner rank", "activations", "rollout: decode", "bottleneck", "assumed"]
+    words = ["1 learner rank", "activations", "rollout: decode", "bottleneck", "--constants"]
     assert [each for each in [*words, "6 bytes a token"] if each not in text] == []
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["chosen"]["fits"] is True
@@ -349,3 +343,70 @@ def test_the_callers_config_stays_as_it_is():
     dry_model(CONFIGS["qwen3_moe"])
     assert CONFIGS["qwen3_moe"].to_dict() == before
     assert CONFIGS["qwen3_moe"]._attn_implementation != "onepolicy_packed"
+
+
+SMALL_GPU = ["--cluster", "1xRTX4090", "--json"]
+
+
+def planned(folder, tmp_path, *settings):
+    """Return the plan of the quickstart with a model of this folder on a small GPU, as JSON."""
+    path = tmp_path / "plan.json"
+    recipe = ["plan", str(ROOT / "recipes" / "quickstart.toml"), f"model.path={folder}"]
+    main([*recipe, *settings, *SMALL_GPU, str(path)])
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory):
+    """A dense model of two wide layers, as a config alone."""
+    folder = tmp_path_factory.mktemp("larger")
+    changed(
+        "qwen3_dense",
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=2,
+        vocab_size=50_000,
+        max_position_embeddings=4096,
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_a_gpu_is_planned_with_the_precision_that_a_run_takes(larger, tmp_path, capsys):
+    dense = ["replay.mode=off", "train.reuse_scoring_forward=false"]
+    bf16 = planned(larger, tmp_path, *dense)["chosen"]["learner_bytes"]
+    assert "on a GPU: model.dtype = bfloat16" in capsys.readouterr().err
+    fp32 = planned(larger, tmp_path, *dense, "model.dtype=float32")["chosen"]["learner_bytes"]
+    assert bf16["parameters"] == fp32["parameters"] / 2
+    assert bf16["masters"] == fp32["parameters"]
+    assert fp32["masters"] == 0
+    assert "on a GPU" not in capsys.readouterr().err
+
+
+def test_a_copied_quickstart_is_led_to_what_fits(larger, tmp_path, capsys):
+    """It keeps the graphs of a whole step and samples 96 sequences at once. Following the advice
+    line by line ends in a plan that fits."""
+    asked = ["replay.mode=off", "rollout.engine.max_len=4096", "rollout.sampling.max_tokens=3000"]
+    found = planned(larger, tmp_path, *asked)
+    assert not found["chosen"]["fits"]
+    assert found["suggestions"][0].startswith("train.reuse_scoring_forward=false: ")
+    assert all(each >= 0 for each in found["chosen"]["learner_bytes"].values())
+    settings = [line.split(" ")[0].rstrip(":") for line in found["suggestions"]]
+    followed = [each for each in settings if "=" in each]
+    assert planned(larger, tmp_path, *asked, *followed)["chosen"]["fits"], found["suggestions"]
+    assert "in the total" in capsys.readouterr().out
+
+
+def test_adapters_are_suggested_where_all_weights_never_fit(larger, tmp_path):
+    asked = ["replay.mode=off", "train.reuse_scoring_forward=false"]
+    asked += ["train.activation_checkpointing=true", "optim.state=host", "--constant", "memory=4e9"]
+    lines = planned(larger, tmp_path, *asked)["suggestions"]
+    adapters = next(line for line in lines if "train.lora.rank=16" in line)
+    assert adapters.endswith(", fits"), lines
+
+
+def test_the_disk_of_all_checkpoints_is_printed(tmp_path, capsys):
+    CONFIGS["qwen3_moe"].save_pretrained(tmp_path)
+    command = ["plan", str(ROOT / "recipes" / "quickstart.toml"), f"model.path={tmp_path}"]
+    for settings, count in ((["steps=45"], 5), (["steps=45", "checkpoint.keep=2"], 2)):
+        main([*command, *settings, "--cluster", "1xcpu"])
+        assert f"of the {count} that the run keeps" in capsys.readouterr().out
