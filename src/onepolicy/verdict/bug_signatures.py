@@ -190,9 +190,12 @@ def diagnose(
     found = _judged(given, tokens, tokens_rollout)
     if lacking is not None:
         found = replace(found, findings=(lacking, *found.findings))
-    named = (entropy, version, logp_previous, logp_base)
-    not_given = [name for name, value in zip(LOOKED_FOR_BY, named, strict=True) if value is None]
-    return replace(found, nonfinite=left, not_given=tuple(not_given))
+    return replace(found, nonfinite=left, not_given=_not_given(given))
+
+
+def _not_given(pairs: Pairs) -> tuple[str, ...]:
+    fields = (pairs.entropy, pairs.version, pairs.previous, pairs.base)
+    return tuple(n for n, field in zip(LOOKED_FOR_BY, fields, strict=True) if field is None)
 
 
 def _judged(given: Pairs, tokens: Tensor | None, tokens_rollout: Tensor | None) -> Diagnosis:
