@@ -88,8 +88,7 @@ def start_llm_engine(
     if config.tensor_parallel_size > 1:
         arguments |= WORKER_PROCESSES
         if cpu:
-            os.environ.update(UNBOUND)
-            _forget_environment()
+            _unbind_threads()
             _check_cpu_experts(path, config.tensor_parallel_size, trust_remote_code)
     if lora is not None:
         from onepolicy.rollout.vllm.adapter import cpu_experts, lora_args  # not in a server
@@ -112,10 +111,11 @@ def start_llm_engine(
     return llm, payload_format
 
 
-def _forget_environment() -> None:
-    """Let vLLM read the environment again, which it keeps from the first engine of a process on."""
+def _unbind_threads() -> None:
+    """Set UNBOUND. vLLM keeps the environment from the first engine of a process on."""
     from vllm import envs
 
+    os.environ.update(UNBOUND)
     if hasattr(envs, "disable_envs_cache"):
         envs.disable_envs_cache()
 
