@@ -353,6 +353,8 @@ class TopkReplayer(TopkHook):
         route = self._target
         if route is None:  # the router has not begun yet
             route = self._route.to(torch.int64)
+        if self._valid is not None:  # the other rows may hold any number
+            route = torch.where(self._valid[:, None], route, 0)
         self.better = self._better(scores, route)
         self.native_rows = own_choice(compared.to(scores.device))
         if self.judge is not None:

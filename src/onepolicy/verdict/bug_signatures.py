@@ -48,6 +48,9 @@ WITHOUT_ENTROPY = (
     "before any correction: without it another temperature, and sampling narrowed but not so "
     "reported, look like no gap or like mismatch"
 )
+ANOTHER_MODEL = Finding(
+    "stale", "weights that are far from the trainer's leave the same marks", sure=False
+)
 APART = {1: "one token", 2: "two tokens"}
 SHIFTS = ((1, "next"), (-1, "previous"), (2, "next but one"), (-2, "last but one"))
 
@@ -251,6 +254,8 @@ def _explanations(pairs: Pairs, *, chosen: bool) -> list[Finding]:
         part = part or renormalised(pairs)
     if part is None:
         return []
+    if part.cause == "rows" and not part.sure:
+        return [part, ANOTHER_MODEL]
     return [part]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, SURE, Finding, Pairs, logit
+from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, SURE, VISIBLE, Finding, Pairs, logit
 
 SURELY = 4.0
 """Standard errors by which two parts of the pairs must differ."""
@@ -36,9 +37,6 @@ NEARLY_ALL, ABOUT_SAME = 0.7, 0.2
 LEAST_TEMPERATURE = 0.05
 """Smallest |logarithm| of a temperature that is named. Coarse weights make a policy flatter, too.
 """
-VISIBLE_FACTOR = 1e-5
-"""Nats: a log-probability farther from 0 shows a factor; nearer, float32 rounds it by 1% and more.
-"""
 LEAST_FACTOR = 0.2
 """Smallest |logarithm| of a factor between the two sides' log-probabilities."""
 ONE_FACTOR, ABOUT_ONE_FACTOR = 0.25, 0.45
@@ -51,6 +49,10 @@ OF_CLASS = 0.25
 """
 OF_TOKEN = 0.75
 """Share of the spread of the factors' logarithms that the token, or the row, must explain."""
+MOST_WHOLE, FROM_WHOLE = 12.0, 0.12
+"""Lengths up to the first number are told from any numbers: those are 0.25 from a whole one on
+average, and lengths at most the second.
+"""
 FEWEST_OF_GROUP = 5
 """Fewest factors of a token, or of a row, among which a middle one is sought."""
 FEWEST_OF_CLASS = 8
@@ -85,7 +87,7 @@ def weights_and_sampling(pairs: Pairs) -> list[Finding]:
     temperature, narrowed sampling is looked for too.
     """
     scale = divided(pairs) or multiplied(pairs)
-    if scale is not None:
+    if scale is not None and _other_weights(pairs) is None:
         narrowed = None if scale.sure else renormalised(pairs)
         return [each for each in (scale, narrowed) if each is not None]
     stale = _stale(pairs)
@@ -123,22 +125,9 @@ def _stale(pairs: Pairs, beside: Fit | None = None) -> tuple[Finding, Pairs] | N
             return part.gap
         return (part.old - part.rollout - beside.expected(part)).abs()
 
-    current = float(unexplained(pairs).mean())
-    for other, what in (
-        (pairs.previous, "previous weights; the engine did not take the last weight update"),
-        (pairs.base, "weights without the adapter; the engine does not apply it"),
-    ):
-        if other is None or current <= 1e-3:
-            continue
-        under = pairs.under(other)
-        explained = float(unexplained(under).mean())
-        if explained < EXPLAINED * current:
-            finding = Finding(
-                "stale",
-                f"mean |log rho| is {current:.3g} nats, but {explained:.3g} against the trainer's "
-                f"{what}",
-            )
-            return finding, under
+    known = _other_weights(pairs, unexplained)
+    if known is not None:
+        return known
     version = pairs.version
     if version is None or int(version.min()) == int(version.max()):
         return None
@@ -157,6 +146,32 @@ def _stale(pairs: Pairs, beside: Fit | None = None) -> tuple[Finding, Pairs] | N
         f"against {now:.3g} of the newest",
     )
     return finding, pairs.newest()
+
+
+def _other_weights(
+    pairs: Pairs, gap: Callable[[Pairs], Tensor] = lambda part: part.gap
+) -> tuple[Finding, Pairs] | None:
+    """Return the finding of weights whose score is a column, and the pairs under them.
+
+    gap: the part of |log rho| that nothing explains yet.
+    """
+    current = float(gap(pairs).mean())
+    for other, what in (
+        (pairs.previous, "previous weights; the engine did not take the last weight update"),
+        (pairs.base, "weights without the adapter; the engine does not apply it"),
+    ):
+        if other is None or current <= 1e-3:
+            continue
+        under = pairs.under(other)
+        explained = float(gap(under).mean())
+        if explained < EXPLAINED * current:
+            finding = Finding(
+                "stale",
+                f"mean |log rho| is {current:.3g} nats, but {explained:.3g} against the trainer's "
+                f"{what}",
+            )
+            return finding, under
+    return None
 
 
 def _typically_larger(gaps: Tensor, old: Tensor, uncertain: Tensor) -> bool:
@@ -276,7 +291,7 @@ def _multiple_of_all(pairs: Pairs) -> Finding | None:
 
     Where most tokens are certain, these show it best.
     """
-    pairs, factor = _factors(pairs, VISIBLE_FACTOR)
+    pairs, factor = _factors(pairs, VISIBLE)
     if len(factor) < FEWEST:
         return None
     middle = float(factor.median())
@@ -344,7 +359,7 @@ def divided(pairs: Pairs) -> Finding | None:
     """
     if pairs.at(pairs.open).gap.nan_to_num().mean() < LEAST_GAP:
         return None
-    pairs, factor = _factors(pairs, VISIBLE_FACTOR)
+    pairs, factor = _factors(pairs, VISIBLE)
     if len(factor) < FEWEST or abs(float(factor.median())) <= LEAST_FACTOR:
         return None
     for of, what, group in (
@@ -354,13 +369,38 @@ def divided(pairs: Pairs) -> Finding | None:
         if group is None:
             continue
         share = _between(factor, group)
-        if share > OF_TOKEN:
+        if share > OF_TOKEN and _are_lengths(factor, group):
             return Finding(
                 "scale",
                 f"one side's log-probabilities are multiples of the other's, with a factor for "
                 f"each {of} ({share:.0%} of the factors' spread): divided by {what}?",
             )
     return None
+
+
+def _are_lengths(factor: Tensor, group: Tensor) -> bool:
+    """Return whether the groups' factors are whole numbers, or 1 over them, as lengths are.
+
+    In a policy whose tokens come in few contexts, other weights and other sampling too have a
+    factor for each token. It is any number. Large ones must be proportional to the group's size.
+    """
+    _, index = group.unique(return_inverse=True)
+    medians, size = _medians(factor, index)
+    enough = size >= FEWEST_OF_GROUP
+    number, size = medians[enough].abs().exp(), size[enough]
+    small = number[number < MOST_WHOLE]
+    if len(small) < max(FEWEST_OF_GROUP, len(number) / 2):
+        apart = (number / size).log()
+        return float((apart - apart.median()).abs().median()) < FROM_WHOLE
+    return float((small - small.round()).abs().mean()) < FROM_WHOLE
+
+
+def _medians(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [G], the median of each group, and the groups' sizes. index [n]: 0 to G - 1."""
+    size = torch.bincount(index)
+    order = values.argsort(stable=True)
+    order = order[index[order].argsort(stable=True)]
+    return values[order][size.cumsum(0) - (size + 1) // 2], size
 
 
 def _between(values: Tensor, group: Tensor) -> float:
@@ -370,15 +410,11 @@ def _between(values: Tensor, group: Tensor) -> float:
     not hide it. Groups of fewer than FEWEST_OF_GROUP values are left out.
     """
     _, index, size = group.unique(return_inverse=True, return_counts=True)
-    large = size[index] >= FEWEST_OF_GROUP
-    values, index = values[large], index[large]
-    if len(values) < FEWEST or len(index.unique()) < 2:
+    values, group = (each[size[index] >= FEWEST_OF_GROUP] for each in (values, group))
+    groups, index = group.unique(return_inverse=True)
+    if len(values) < FEWEST or len(groups) < 2:
         return 0.0
-    order = values.argsort(stable=True)
-    order = order[index[order].argsort(stable=True)]
-    starts = size.where(size >= FEWEST_OF_GROUP, 0).cumsum(0)
-    middle = (starts - (size + 1) // 2).clamp(min=0, max=len(values) - 1)
-    medians = values[order][middle]
+    medians, _ = _medians(values, index)
     inside = float((values - medians[index]).abs().median()) ** 2
     return 1 - inside / max(float((values - values.median()).abs().median()) ** 2, 1e-12)
 

@@ -233,6 +233,7 @@ def _fault_of_part(pairs: Pairs, far: Tensor, near: Tensor, text: str) -> Findin
             "rows",
             f"{text}, and the two sides do not follow each other there (correlation {of_far:.2f}, "
             f"{of_near:.2f} in the others): the values are of other rows or of another model",
+            sure=False,
         )
     tail = unrelated_tails(part)
     if tail is not None:
@@ -252,6 +253,7 @@ def unrelated(pairs: Pairs) -> Finding | None:
         "rows",
         f"the two sides do not follow each other (correlation {values[0]:.2f}, {values[1]:.2f} in "
         "the first tokens of the rows): the values are of other rows or of another model",
+        sure=False,
     )
 
 

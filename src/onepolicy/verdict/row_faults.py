@@ -17,7 +17,7 @@ from onepolicy.verdict.scored_tokens import EXPLAINED, SURE, Finding, Pairs
 
 ENOUGH_TO_FOLLOW = 12
 """Fewest tokens of a row for a meaningful rank correlation."""
-FOLLOWS = 0.4
+FOLLOWS = 0.6
 """Below this rank correlation the two sides of a row hardly follow each other."""
 FOLLOW_WELL = 0.85
 """Rank correlation of the median row from which rows below FOLLOWS are of another kind.
@@ -189,4 +189,5 @@ def strange_rows(pairs: Pairs) -> Finding | None:
         f"in {int(strange.sum())} of {len(rows.size)} rows the two sides do not follow each other "
         f"(rank correlation {float(rows.correlation[strange].mean()):.2f}, {rows.usual:.2f} in the "
         "middle row): the values are of other rows or of another model",
+        sure=False,
     )

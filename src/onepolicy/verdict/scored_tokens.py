@@ -32,8 +32,8 @@ PROCESSED = "vLLM: logprobs_mode=processed_logprobs, not raw_logprobs"
 """
 SURE = 0.005
 """Nats: a token whose log-probabilities are nearer to 0 was certain. Its log rho is near 0."""
-VISIBLE = 1e-6
-"""Nats: a log-probability nearer to 0 is rounding of float32."""
+VISIBLE = 1e-5
+"""Nats: a log-probability nearer to 0 is known to float32 with an error of 1% and more."""
 
 
 @dataclass(frozen=True, slots=True)

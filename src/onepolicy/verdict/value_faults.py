@@ -78,7 +78,8 @@ def _one_sided_zeros(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | Non
     last = _last(pairs, good)
     ends = int((zero & last).sum())
     at_ends = ends > max(2, 0.2 * int(last.sum())) and ends > 0.5 * count
-    if count - 2 * int(other.sum()) <= max(2, 0.005 * n) and not at_ends:
+    seen = int((good & no_rounding).sum())  # where a zero can be told from a certain token
+    if count - 2 * int(other.sum()) <= max(2, 0.005 * seen) and not at_ends:
         return None
     near, certain = good & ~far, 0.0
     if bool(near.any()):
@@ -148,9 +149,23 @@ def _zeros_of_both(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | None:
     for name, run in (("start", start), ("end", end)):
         rows, inside = len(pairs.segment.unique()), int(run.sum())
         share = min((count - inside) / max(1, n - inside), 0.99)  # of certain tokens elsewhere
-        if inside / rows > EDGE + 3 * share / (1 - share):
+        if inside / rows > EDGE + 3 * share / (1 - share) and not _certain(pairs, run, zero):
             return _outside(inside, n, f"0 on both sides in a run at the {name} of their rows"), run
     return None
+
+
+def _certain(pairs: Pairs, run: Tensor, zero: Tensor) -> bool:
+    """Return whether a run of zeros may be certain tokens: an answer's first or last words.
+
+    They have no entropy, where padding may have none either: but it is one token throughout.
+    Without entropy, certain tokens elsewhere must be exactly 0 as well.
+    """
+    if pairs.token is not None and len(pairs.token[run].unique()) == 1:
+        return False
+    if pairs.entropy is not None:
+        return True
+    elsewhere = ~run & (pairs.old > -NEVER_ZERO) & (pairs.rollout > -NEVER_ZERO)
+    return bool(elsewhere.any()) and float(zero[elsewhere].double().mean()) > MOST_LEFT
 
 
 def _outside(count: int, n: int, value: str) -> Finding:
@@ -224,7 +239,7 @@ def _piled(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | None:
             if int(pairs.at(piled).distinct.sum()) < FEWEST_ALIKE:  # siblings have equal values
                 continue
             also = int((usable & (other == value)).sum())  # a grid has its numbers on both sides
-            found = _fault_of_pile(pairs, usable, piled, also)
+            found = _fault_of_pile(pairs, side, usable, piled, also)
             if found == "fill":
                 return Finding(
                     "fill", _describe_pile(pairs, good, usable, piled, name, side)
@@ -235,8 +250,8 @@ def _piled(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | None:
     return None
 
 
-def _fault_of_pile(pairs: Pairs, usable: Tensor, piled: Tensor, also: int) -> str:
-    """Return "fill", "outside" (the mask) or "" for slots on one number.
+def _fault_of_pile(pairs: Pairs, side: Tensor, usable: Tensor, piled: Tensor, also: int) -> str:
+    """Return "fill", "outside" (the mask) or "" for slots where `side` is one number.
 
     `also` is the number of slots where the other side has the same number.
     """
@@ -244,6 +259,12 @@ def _fault_of_pile(pairs: Pairs, usable: Tensor, piled: Tensor, also: int) -> st
     rest, typical = usable & ~piled, 0.0
     if int(rest.sum()) >= FEWEST_ALIKE:
         typical = float(gap[rest].median())
+    value = float(side[piled][0])
+    like = rest & ((side - value).abs() < 0.05 + 0.2 * abs(value))
+    if int(like.sum()) >= FEWEST_ALIKE:
+        typical = max(typical, float(gap[like].median()))
+        if 3 * int(side[like].unique(return_counts=True)[1].max()) > count:
+            return ""  # a coarse grid: its other numbers are as frequent
     far = float(gap[piled].median()) > max(0.1, 5 * typical)
     if far and count > max(FEWEST_ALIKE, 3 * also):
         return "fill"

@@ -98,10 +98,13 @@ class MegatronReplayer(_RouterReplaySeat, TopkReplayer):
     def _choose(self, scores: Tensor, k: int, own: OwnTopk) -> tuple[Tensor, Tensor]:
         grad = torch.is_grad_enabled()
 
-        def own_choice(scores: Tensor) -> tuple[Tensor, Tensor]:
+        def own_choice(rows: Tensor) -> tuple[Tensor, Tensor]:
+            # Megatron's function knows the number of rows: a few come in front of the others.
+            whole = torch.cat([rows, scores[len(rows) :]]).detach()
             # Megatron 0.19 orders the ids of a row by whether gradients are on.
             with torch.set_grad_enabled(grad):
-                return own(scores.detach())
+                values, ids = own(whole)
+            return values[: len(rows)], ids[: len(rows)]
 
         self._own = own_choice
         selected = self._replayed_selection(torch.topk, scores, k, own_choice)
