@@ -34,6 +34,10 @@ that of the temperature. Weights that are more or less certain have another one 
 NEARLY_ALL, ABOUT_SAME = 0.7, 0.2
 """The same, and 0.7, if each explains more than the first number: far temperatures are not exact.
 """
+NEARLY_EXACT = 0.9
+"""The same share from which a class that its own temperature explains badly has no say: there the
+formula is inexact, because the others of its tokens are not alike.
+"""
 LEAST_TEMPERATURE = 0.05
 """Smallest |logarithm| of a temperature that is named. Coarse weights make a policy flatter, too.
 """
@@ -223,7 +227,8 @@ def temperature(pairs: Pairs) -> Fit | None:
     """
     if pairs.entropy is None:
         return None
-    pairs = pairs.at(pairs.visible & pairs.distinct)
+    visible = torch.maximum(pairs.old, pairs.rollout) < -VISIBLE
+    pairs = pairs.at(visible & pairs.distinct)
     best, explained = _best_temperature(pairs)
     if explained < TEMPERATURE_EXPLAINS or abs(math.log(best)) < LEAST_TEMPERATURE:
         return None
@@ -231,7 +236,8 @@ def temperature(pairs: Pairs) -> Fit | None:
     confirmed = explained > OF_CERTAIN
     for part in (~pairs.open, pairs.open & likely, ~likely):
         own, own_explained = _best_temperature(pairs.at(part))
-        if own_explained > 0.1:
+        inexact = explained > NEARLY_EXACT and own_explained < NEARLY_ALL
+        if own_explained > 0.1 and not inexact:
             same = max(SAME_TEMPERATURE, 0.3 * abs(math.log(best)))
             if min(explained, own_explained) > NEARLY_ALL:
                 same = max(ABOUT_SAME, 0.7 * abs(math.log(best)))

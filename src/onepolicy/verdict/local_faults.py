@@ -25,7 +25,7 @@ from onepolicy.verdict.row_faults import (
     swapped_rows,
 )
 from onepolicy.verdict.run_faults import partly_old, shifted_runs
-from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, Finding, Pairs, logit
+from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, VISIBLE, Finding, Pairs, logit
 
 HARMLESS_K3 = 1e-4
 """Nats a token: below this k3, rows of sound runs differ threefold, so parts are not compared."""
@@ -262,7 +262,8 @@ def _correlation(pairs: Pairs) -> float:
 
 
 def _logits_follow(pairs: Pairs) -> float:
-    return _correlation_of(logit(pairs.old), logit(pairs.rollout))
+    old, rollout = (logit(side.clamp(max=-VISIBLE)) for side in (pairs.old, pairs.rollout))
+    return _correlation_of(old, rollout)
 
 
 def _correlation_of(x: Tensor, y: Tensor) -> float:

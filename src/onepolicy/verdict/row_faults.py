@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.verdict.engine_faults import places
-from onepolicy.verdict.scored_tokens import EXPLAINED, SURE, Finding, Pairs
+from onepolicy.verdict.scored_tokens import EXPLAINED, SURE, VISIBLE, Finding, Pairs
 
 ENOUGH_TO_FOLLOW = 12
 """Fewest tokens of a row for a meaningful rank correlation."""
@@ -110,7 +110,8 @@ def followed(pairs: Pairs) -> Followed | None:
     judged = size >= ENOUGH_TO_FOLLOW
     if not bool(judged.any()):
         return None
-    correlation = _rank_correlation(visible.old, visible.rollout, index, count)
+    old, rollout = (side.clamp(max=-VISIBLE) for side in (visible.old, visible.rollout))
+    correlation = _rank_correlation(old, rollout, index, count)
     usual = float(correlation[judged].median())
     return Followed(visible.segment.unique_consecutive(), size, correlation, usual)
 

@@ -74,16 +74,18 @@ class Pairs:
 
     @property
     def visible(self) -> Tensor:
-        """[n] bool, True where both sides have a log-probability that is more than rounding."""
-        return (self.old < -VISIBLE) & (self.rollout < -VISIBLE)
+        """[n] bool, True where a side has a log-probability that is more than rounding."""
+        return torch.minimum(self.old, self.rollout) < -VISIBLE
 
     @property
     def logit_gap(self) -> Tensor:
         """Distance of the two sides' logits, log p - log(1 - p), [n] float64.
 
         Other weights and other arithmetic move a certain token's logit as they move any other's.
+        What float32 rounds counts as VISIBLE.
         """
-        return (logit(self.old) - logit(self.rollout)).abs()
+        old, rollout = (logit(side.clamp(max=-VISIBLE)) for side in (self.old, self.rollout))
+        return (old - rollout).abs()
 
     @property
     def distinct(self) -> Tensor:

@@ -28,6 +28,8 @@ ONE_LEFT, MOST_LEFT = 0.99, 0.9
 """Probability above which a token is the only one that narrowed sampling leaves, and the least
 share of such tokens that are exactly 0.
 """
+MOST_PADDING = 0.8
+"""Share of such a run that is one token from which it is padding, not certain words."""
 EDGE = 3.0
 """Slots: mean length of a run of zeros at an end of the rows that certain tokens do not reach."""
 
@@ -157,11 +159,13 @@ def _zeros_of_both(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | None:
 def _certain(pairs: Pairs, run: Tensor, zero: Tensor) -> bool:
     """Return whether a run of zeros may be certain tokens: an answer's first or last words.
 
-    They have no entropy, where padding may have none either: but it is one token throughout.
+    They have no entropy, where padding may have none either: but it is one token.
     Without entropy, certain tokens elsewhere must be exactly 0 as well.
     """
-    if pairs.token is not None and len(pairs.token[run].unique()) == 1:
-        return False
+    if pairs.token is not None:
+        most = int(pairs.token[run].unique(return_counts=True)[1].max())
+        if most > MOST_PADDING * int(run.sum()):
+            return False
     if pairs.entropy is not None:
         return True
     elsewhere = ~run & (pairs.old > -NEVER_ZERO) & (pairs.rollout > -NEVER_ZERO)

@@ -67,6 +67,65 @@ def test_a_nearly_certain_policy_whose_experts_differ_now_and_then(tmp_path) -> 
         assert (said.action, said.causes) == ("correct", ()), said.text()
 
 
+def forks(seed, rows=96, length=80, *, noise=0.03, certain=0.4, ends=0):
+    """Return ids, both sides' log-probabilities and the entropy of a policy of certain tokens and
+    forks of two. Certain ones, the last `ends` among them, are exactly 0 on both sides."""
+    g = torch.Generator().manual_seed(seed)
+    m = 2 * torch.randn(rows, length, generator=g) + 2
+    other = m + noise * torch.randn(m.shape, generator=g)
+    sign = torch.where(torch.rand(m.shape, generator=g) < other.sigmoid(), 1.0, -1.0)
+    sure = torch.rand(m.shape, generator=g) < certain
+    sure |= torch.arange(length) >= length - ends
+    h = torch.distributions.Bernoulli(logits=m).entropy()
+    ids = torch.randint(5000, m.shape, generator=g)
+    sides = ((sign * each).sigmoid().log().masked_fill(sure, 0.0) for each in (m, other))
+    return ids, *sides, h.masked_fill(sure, 0.0)
+
+
+def test_answers_that_end_in_certain_words_are_no_padding(tmp_path) -> None:
+    ids, trainer, rollout, h = forks(0, ends=6)
+    said = verdict_on(tmp_path, ids, 0, trainer, rollout, h)
+    assert said.action == "nothing", said.text()
+    ids[:, -6:] = 7  # one token throughout, inside the mask: padding
+    said = verdict_on(tmp_path, ids, 0, trainer, rollout, h)
+    assert said.causes == ("fill",), said.text()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_coarse_grid_is_no_fill_value(dtype, tmp_path) -> None:
+    for seed in range(4):
+        ids, *sides, h = forks(seed, rows=24, noise=0.6, certain=0.8)
+        said = verdict_on(tmp_path, ids, 0, *(each.to(dtype).float() for each in sides), h)
+        assert said.action == "correct", said.text()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "noise", "causes"), [(0.7, 0.02, ("temperature",)), (1.0, 0.25, ())]
+)
+def test_tokens_that_fix_their_context_have_no_lengths(temperature, noise, causes, tmp_path):
+    """In a Markov chain each token has a factor of its own, whatever makes the sides differ."""
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(60, 60, generator=g)
+    z[torch.arange(60), torch.randint(60, (60,), generator=g)] += 7 * torch.rand(60, generator=g)
+    other = (z + noise * torch.randn(z.shape, generator=g)) / temperature
+    ids = torch.randint(60, (96, 1), generator=g)
+    while ids.shape[1] < 60:
+        drawn = torch.multinomial(other[ids[:, -1]].softmax(-1), 1, generator=g)
+        ids = torch.cat([ids, drawn], 1)
+    before = ids[:, :-1]
+    sides = (logp(each[before], ids[:, 1:]) for each in (z, other))
+    said = verdict_on(tmp_path, ids[:, 1:], 0, *sides, entropy(z[before]))
+    assert said.causes == causes, said.text()
+
+
+def test_two_rows_of_a_certain_policy_that_are_exchanged_are_named(tmp_path) -> None:
+    """Where one row is uncertain the other is certain, so few slots are uncertain on both sides."""
+    ids, trainer, rollout, h = forks(0, certain=0.85)
+    rollout[[3, 4]] = rollout[[4, 3]]
+    said = verdict_on(tmp_path, ids, 0, trainer, rollout, h)
+    assert "rows" in said.causes, said.text()
+
+
 @pytest.mark.parametrize("growth", [1.5, 4.0, 6.0])
 def test_a_gap_that_grows_along_the_answer_is_corrected(growth, tmp_path) -> None:
     torch.manual_seed(0)
