@@ -350,9 +350,7 @@ class TopkReplayer(TopkHook):
         if self._compared is None:
             return
         compared, self._compared = self._compared, None
-        route = self._target
-        if route is None:  # the router has not begun yet
-            route = self._route.to(torch.int64)
+        route = self._route.to(torch.int64) if self._target is None else self._target  # not begun
         if self._valid is not None:  # the other rows may hold any number
             route = torch.where(self._valid[:, None], route, 0)
         self.better = self._better(scores, route)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepolicy.verdict.engine_faults import multiplied, places, temperature
+from onepolicy.verdict.engine_faults import places, temperature
 from onepolicy.verdict.row_faults import (
     CHANCE,
     agreement_at_first,
@@ -25,6 +25,7 @@ from onepolicy.verdict.row_faults import (
     swapped_rows,
 )
 from onepolicy.verdict.run_faults import partly_old, shifted_runs
+from onepolicy.verdict.scale_faults import multiplied
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, VISIBLE, Finding, Pairs, logit
 
 HARMLESS_K3 = 1e-4

@@ -17,6 +17,8 @@ from onepolicy.verdict.scored_tokens import EXPLAINED, SURE, VISIBLE, Finding, P
 
 ENOUGH_TO_FOLLOW = 12
 """Fewest tokens of a row for a meaningful rank correlation."""
+FOLLOWED = 3e-5
+"""Nats: a slot counts if a side is farther from 0. Nearer, ranks are those of rounding."""
 FOLLOWS = 0.6
 """Below this rank correlation the two sides of a row hardly follow each other."""
 FOLLOW_WELL = 0.85
@@ -104,7 +106,7 @@ def followed(pairs: Pairs) -> Followed | None:
 
     Certain tokens count too: other weights leave them certain, another row's values do not.
     """
-    visible = pairs.at(pairs.visible)
+    visible = pairs.at(torch.minimum(pairs.old, pairs.rollout) < -FOLLOWED)
     index, count = rows_of(visible)
     size = torch.bincount(index, minlength=count).double()
     judged = size >= ENOUGH_TO_FOLLOW

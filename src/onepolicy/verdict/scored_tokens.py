@@ -30,6 +30,10 @@ FEWEST = 32
 PROCESSED = "vLLM: logprobs_mode=processed_logprobs, not raw_logprobs"
 """The setting with which an engine returns log-probabilities of the distribution it sampled from.
 """
+FEWEST_OF_CLASS = 8
+"""Fewest likely, and fewest unlikely, tokens for a statement about them."""
+LIKELY, UNLIKELY = -0.5, -1.0
+"""Nats: log-probabilities of the trainer above which a token was likely, below which unlikely."""
 SURE = 0.005
 """Nats: a token whose log-probabilities are nearer to 0 was certain. Its log rho is near 0."""
 VISIBLE = 1e-5

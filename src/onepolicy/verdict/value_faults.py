@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,8 @@ FEWEST_ALIKE = 6
 """Fewest slots on one number, or of a row, that are not chance."""
 NEVER_ZERO = 1e-3
 """Nats: where one side is exactly 0 and the other farther from it than this, no rounding did it."""
+LITTLE_NOISE = 5.0
+"""99% of the distances of the logits are below it where none is 10 by chance, as there."""
 ONE_LEFT, MOST_LEFT = 0.99, 0.9
 """Probability above which a token is the only one that narrowed sampling leaves, and the least
 share of such tokens that are exactly 0.
@@ -72,7 +75,12 @@ def _one_sided_zeros(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | Non
     """Find zeros that fill one side. Certain tokens are sometimes 0 on either side."""
     no_rounding = (pairs.old + pairs.rollout) < -NEVER_ZERO
     zeros = (pairs.old == 0) | (pairs.rollout == 0)
-    far = good & ((pairs.gap > 0.1) | (zeros & no_rounding))
+    far = good & (pairs.gap > 0.1)
+    seen = good
+    gaps = pairs.logit_gap[good & pairs.visible & ~zeros]
+    if len(gaps) and np.quantile(gaps.numpy(), 0.99) < LITTLE_NOISE:
+        far |= good & zeros & no_rounding
+        seen = good & no_rounding  # where a zero can be told from a certain token
     side, zero, other = pairs.rollout, far & (pairs.rollout == 0), far & (pairs.old == 0)
     if int(zero.sum()) < int(other.sum()):
         side, zero, other = pairs.old, other, zero
@@ -80,8 +88,7 @@ def _one_sided_zeros(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | Non
     last = _last(pairs, good)
     ends = int((zero & last).sum())
     at_ends = ends > max(2, 0.2 * int(last.sum())) and ends > 0.5 * count
-    seen = int((good & no_rounding).sum())  # where a zero can be told from a certain token
-    if count - 2 * int(other.sum()) <= max(2, 0.005 * seen) and not at_ends:
+    if count - 2 * int(other.sum()) <= max(2, 0.005 * int(seen.sum())) and not at_ends:
         return None
     near, certain = good & ~far, 0.0
     if bool(near.any()):
