@@ -19,8 +19,10 @@ ENOUGH_TO_FOLLOW = 12
 """Fewest tokens of a row for a meaningful rank correlation."""
 FOLLOWED = 3e-5
 """Nats: a slot counts if a side is farther from 0. Nearer, ranks are those of rounding."""
-FOLLOWS = 0.6
-"""Below this rank correlation the two sides of a row hardly follow each other."""
+FOLLOWS, FOLLOWS_FEW, MANY = 0.6, 0.4, 20
+"""Below this rank correlation the two sides of a row hardly follow each other: the second of a row
+with fewer slots than the third, where one odd token takes away 0.4.
+"""
 FOLLOW_WELL = 0.85
 """Rank correlation of the median row from which rows below FOLLOWS are of another kind.
 
@@ -79,7 +81,8 @@ class Followed:
 
     def strange(self, errors: float) -> Tensor:
         """Return [R] bool: rows whose sides hardly follow each other, beyond chance."""
-        return (self.correlation < FOLLOWS) & (self.below > errors)
+        least = torch.where(self.size >= MANY, FOLLOWS, FOLLOWS_FEW)
+        return (self.correlation < least) & (self.below > errors)
 
 
 def _fisher(correlation: Tensor) -> Tensor:
