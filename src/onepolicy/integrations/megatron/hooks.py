@@ -99,8 +99,9 @@ class MegatronReplayer(_RouterReplaySeat, TopkReplayer):
         grad = torch.is_grad_enabled()
 
         def own_choice(rows: Tensor) -> tuple[Tensor, Tensor]:
-            # Megatron's function knows the number of rows: a few come in front of the others.
-            whole = torch.cat([rows, scores[len(rows) :]]).detach()
+            whole = rows.detach()
+            if self._limited_to_groups:  # its function knows the number of rows
+                whole = torch.cat([whole, scores[len(rows) :].detach()])
             # Megatron 0.19 orders the ids of a row by whether gradients are on.
             with torch.set_grad_enabled(grad):
                 values, ids = own(whole)
