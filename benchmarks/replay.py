@@ -16,6 +16,7 @@ backward.
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import statistics
 import time
@@ -31,6 +32,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from onepolicy.config import HFEngineConfig
 from onepolicy.config.policy import PolicyConfig
+from onepolicy.divergence.routing import routing_agreement
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay import Routers, bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
@@ -170,11 +172,17 @@ def measure_replay(name: str, args: argparse.Namespace) -> list[str]:
 
 
 def measure_check(name: str, args: argparse.Namespace) -> list[str]:
-    """Time forwards alone, with the check that `replay()` makes by default and without it."""
+    """Time forwards alone, with the check that `replay()` makes by default and without it.
+
+    Replayed are the routes of a bfloat16 copy, because routes that differ nowhere cost less.
+    """
     model, batch = build(name), samples(args.samples, args.length)
     routers, loss = bind_routers(model), loss_of(model, batch, compiled=False)
     starts = tuple(batch.cu_seqlens.tolist()[:-1])
-    trace = own_routes(model, routers, loss).with_origin(TraceOrigin(starts))
+    rounded = copy.deepcopy(model).bfloat16()
+    trace = own_routes(rounded, bind_routers(rounded), loss_of(rounded, batch, compiled=False))
+    trace = trace.with_origin(TraceOrigin(starts))
+    agreement = routing_agreement(trace, own_routes(model, routers, loss))
 
     def run(check: bool) -> None:
         with torch.no_grad(), routers.replay(trace, check=check):
@@ -184,6 +192,7 @@ def measure_check(name: str, args: argparse.Namespace) -> list[str]:
     clock = "CPU" if args.threads == 1 else "wall"
     return [
         f"{routers.num_experts} experts, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M",
+        f"{float(agreement.mean()):.2%}",
         f"{statistics.median(off[clock]) * 1e3:.0f} ms",
         ratio(on[clock], off[clock]),
     ]
@@ -246,7 +255,7 @@ def main() -> None:
         table = Table(
             title=f"forward, {args.samples} x {args.length} tokens, {args.threads} thread(s)"
         )
-        for column in ("model", "not checked", "checked / not"):
+        for column in ("model", "routes agree", "not checked", "checked / not"):
             table.add_column(column, justify="right")
         for name in args.models:
             add(table, measure_check(name, args))

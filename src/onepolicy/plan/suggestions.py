@@ -6,6 +6,7 @@ import math
 
 from onepolicy.config import RunConfig
 from onepolicy.config.lora import LoraConfig
+from onepolicy.config.quant import Fp8
 from onepolicy.plan.dims import format_count
 from onepolicy.plan.planner import Planner, PlanOption
 from onepolicy.plan.splits import ENGINE_SIZES, DeviceSplit
@@ -55,7 +56,8 @@ def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
         if changed is None:
             continue
         option = planner.evaluate_split(split, changed)
-        if option.learner_used < 0.98 * planner.evaluate_split(split, config).learner_used:
+        # What comes after it needs graphs to be freed, even where it saves nothing by itself.
+        if name == "reuse_scoring_forward" or _saves(planner, split, config, option):
             lines.append(f"{_setting(name, value, split, config)}: {_verdict(option)}")
             config = changed
             if option.learner_fits:
@@ -69,22 +71,17 @@ def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
         if not planner.cluster.is_cpu:
             config = with_optimiser_state(config, "host")
             lines.append(f"optim.state=host: {_verdict(planner.evaluate_split(split, config))}")
-    fewer = _fewer_sequences(planner, split, config)
-    if fewer is not None:
-        config, option = fewer
-        count = config.rollout.engine.max_num_seqs
-        also = " as well" if lines else ""
-        lines.append(f"rollout.engine.max_num_seqs={count}{also}: {_verdict(option)}")
-        if option.learner_fits:
-            return lines
-    smaller = _smaller_micro_batch(planner, split, config)
-    if smaller is not None:
-        budget, option = smaller
-        also = " as well" if lines else ""
-        lines.append(f"train.tokens_per_micro_batch={budget}{also}: {_verdict(option)}")
-        if option.learner_fits:
-            return lines
-        config = _with_train_setting(config, "tokens_per_micro_batch", budget) or config
+    for shrink in (_fewer_sequences, _smaller_micro_batch):
+        smaller = shrink(planner, split, config)
+        if smaller is None:
+            continue
+        setting, changed, option = smaller
+        if _saves(planner, split, config, option):
+            also = " as well" if lines else ""
+            lines.append(f"{setting}{also}: {_verdict(option)}")
+            config = changed
+            if option.learner_fits:
+                return lines
     lora = _with_adapters(planner, split, config)
     if lora is not None:
         lines.append(lora)
@@ -100,9 +97,14 @@ def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
     return lines
 
 
+def _saves(planner: Planner, split: DeviceSplit, config: RunConfig, option: PlanOption) -> bool:
+    """Return whether the option needs at least 2% less memory than the recipe."""
+    return option.learner_used < 0.98 * planner.evaluate_split(split, config).learner_used
+
+
 def _fewer_sequences(
     planner: Planner, split: DeviceSplit, config: RunConfig
-) -> tuple[RunConfig, PlanOption] | None:
+) -> tuple[str, RunConfig, PlanOption] | None:
     """Return the recipe with half as many sequences at once, and again, until it fits.
 
     Their keys and values lie on the learner's device. At least FEWEST_SEQUENCES are left.
@@ -115,7 +117,7 @@ def _fewer_sequences(
         rollout = config.rollout.model_copy(update={"engine": engine})
         changed = config.model_copy(update={"rollout": rollout})
         option = planner.evaluate_split(split, changed)
-        found = changed, option
+        found = f"rollout.engine.max_num_seqs={count}", changed, option
         if option.learner_fits:
             break
         count //= 2
@@ -123,26 +125,50 @@ def _fewer_sequences(
 
 
 def _with_adapters(planner: Planner, split: DeviceSplit, config: RunConfig) -> str | None:
-    """Return the line of LoRA in place of all weights, with 4-bit weights if it does not fit else.
+    """Return the line of LoRA in place of all weights; None if the recipe cannot have it.
 
-    None if the recipe cannot have it.
+    If it does not fit, the learner's weights are 4-bit, and then the engine's beside it fp8.
     """
     if config.train.lora is not None or config.objective.has_critic:
         return None
     config, line = with_optimiser_state(config, "device"), ""
-    for lora in (LoraConfig(), LoraConfig(base="nf4")):
-        adapted = config.model_copy(
-            update={"train": config.train.model_copy(update={"lora": lora})}
-        )
-        option = planner.replanned(adapted).evaluate_split(split, adapted)
-        four_bit = " train.lora.base=nf4" if lora.base == "nf4" else ""
-        line = (
-            f"or train.lora.rank={lora.rank}{four_bit}, adapters alone, with these but "
-            f"optim.state: {_verdict(option)}"
-        )
-        if option.learner_fits or split.learners > 1:
+    four_bit = LoraConfig(base="nf4")
+    tries: list[tuple[LoraConfig, Fp8 | None]] = [(LoraConfig(), None), (four_bit, None)]
+    if in_process(config) and config.rollout.quant is None:
+        tries.append((four_bit, Fp8()))
+    for lora, quant in tries:
+        settings, adapted = _adapted(config, lora, quant)
+        made = planner.replanned(adapted)
+        option = made.evaluate_split(split, adapted)
+        for shrink in (_fewer_sequences, _smaller_micro_batch):
+            smaller = None if option.learner_fits else shrink(made, split, adapted)
+            if smaller is not None and _saves(made, split, adapted, smaller[2]):
+                setting, adapted, option = smaller
+                settings = f"{settings} {setting}"
+        line = f"or {settings}, adapters alone, with these but optim.state: {_verdict(option)}"
+        if option.learner_fits:
             break
+        if split.learners > 1:
+            ranks = _enough_ranks(made, split, adapted)
+            return line if ranks is None else f"{line}; with {ranks} devices that learn it fits"
     return line
+
+
+def _adapted(config: RunConfig, lora: LoraConfig, quant: Fp8 | None) -> tuple[str, RunConfig]:
+    """Return the settings that give a recipe adapters and a quantised engine, and the recipe."""
+    rollout = config.rollout.model_copy(update={"quant": quant or config.rollout.quant})
+    train = config.train.model_copy(update={"lora": lora})
+    adapted = config.model_copy(update={"train": train, "rollout": rollout})
+    settings = f"train.lora.rank={lora.rank}"
+    if lora.base == "nf4":
+        settings += " train.lora.base=nf4"
+    if quant is not None:
+        settings += f" rollout.quant={quant.format}"
+        if config.eval.every:  # else a third model, unquantised, evaluates
+            evaluation = config.eval.model_copy(update={"quantised": True})
+            adapted = adapted.model_copy(update={"eval": evaluation})
+            settings += " eval.quantised=true"
+    return settings, adapted
 
 
 def memory_settings(planner: Planner, chosen: PlanOption) -> list[str]:
@@ -205,6 +231,8 @@ def _with_train_setting(
     """Return the recipe with another setting of train; None if it has it or cannot have it."""
     if getattr(config.train, name) == value:
         return None
+    if name == "reuse_scoring_forward" and not config.train.reuse_scoring_forward:
+        return None
     if name == "activation_checkpointing" and config.train.reuse_scoring_forward:
         return None  # the two exclude each other
     changes = {name: value}
@@ -228,7 +256,7 @@ def _setting(name: str, value: object, split: DeviceSplit, config: RunConfig) ->
 
 def _smaller_micro_batch(
     planner: Planner, split: DeviceSplit, config: RunConfig
-) -> tuple[int, PlanOption] | None:
+) -> tuple[str, RunConfig, PlanOption] | None:
     """Return the largest smaller budget of whole sequences that fits, else the smallest one.
 
     Return None if a micro-batch has one sequence already.
@@ -240,7 +268,7 @@ def _smaller_micro_batch(
         changed = _with_train_setting(config, "tokens_per_micro_batch", samples * slots)
         assert changed is not None
         option = planner.evaluate_split(split, changed)
-        found = samples * slots, option
+        found = f"train.tokens_per_micro_batch={samples * slots}", changed, option
         if option.learner_fits:
             break
     return found

@@ -18,6 +18,7 @@ from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
 from onepolicy.replay.recompute import carry_into_recomputes
+from onepolicy.replay.scores import LayerComparison, Scratch
 from onepolicy.replay.topk_hook import (
     TopkRecorder,
     TopkReplayer,
@@ -200,6 +201,11 @@ class ReplayHandle:
         recorded: Sequence[Tensor | None] = [None] * len(routers)
         if weights and self.trace.weights is not None:
             recorded = self.trace.weights.unbind(1)
+        scratch = Scratch()
+        self._comparisons = [
+            None if compared is None else LayerComparison(compared, router.top_k, scratch)
+            for router in routers
+        ]
         self._replayers = [
             self.hook(
                 router,
@@ -209,14 +215,12 @@ class ReplayHandle:
                 mass=native,
                 soft=soft,
                 weights=recorded[column],
-                compared=compared,
+                comparison=comparison,
             )
-            for column, router in enumerate(routers)
+            for column, (router, comparison) in enumerate(
+                zip(routers, self._comparisons, strict=True)
+            )
         ]
-        if self._replayers:
-            scratch = self._replayers[0].scratch
-            for replayer in self._replayers:
-                replayer.scratch = scratch
 
     def native(self) -> RoutingTrace:
         """Return the routers' own choice on the same rows, as a trace of valid rows.
@@ -250,7 +254,9 @@ class ReplayHandle:
         Only for a replay that is checked, after its forward. These are the other experts that score
         above the lowest replayed one (`scores.better_experts`).
         """
-        better = self._stacked([replayer.better for replayer in self._replayers])
+        better = self._stacked(
+            [None if each is None else each.better for each in self._comparisons]
+        )
         return self._lacking(better)
 
     def _lacking(self, better: Tensor) -> Tensor:
@@ -261,7 +267,15 @@ class ReplayHandle:
 
         Only for a replay that is checked, after its forward.
         """
-        return self._stacked([replayer.native_rows for replayer in self._replayers])
+        return self._stacked(
+            [None if each is None else each.own_choice() for each in self._comparisons]
+        )
+
+    def forget_rows(self) -> None:
+        """Free the memory of `native_rows`, which a check asks for when the forward is done."""
+        for each in self._comparisons:
+            if each is not None:
+                each.forget_rows()
 
     def judge_first_layer(self, judge: Callable[[Tensor], Tensor]) -> None:
         """Drop the rows that `judge` finds wrong in the first layer, before any is replayed there.
@@ -283,7 +297,9 @@ class ReplayHandle:
             for replayer in self._replayers:
                 replayer.leave_native(self.trace.valid)
 
-        self._replayers[0].judge = drop
+        first = self._comparisons[0]
+        assert first is not None, "a check judges what its replay was told to keep"
+        first.judge = drop
 
     def _stacked(self, per_layer: list[Tensor | None]) -> Tensor:
         device = self.trace.ids.device  # a model's layers may be on several

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,6 +25,13 @@ ROW_EVIDENCE = EVIDENCE / 4  # nats that one row counts for at most
 MAX_EXPECTED = 0.99  # agreement that is expected at most: one lacking expert is no miracle
 MIN_EXPECTED = 0.5  # and at least, where the rows of all samples are wrong
 WRONG_PART = 0.25  # wrong routes agree this part as often as right ones, of all rows
+LEAST_LACKING = 1 / (
+    1 + math.log((1 - WRONG_PART * MAX_EXPECTED) / (1 - MAX_EXPECTED)) / -math.log(WRONG_PART)
+)
+"""Share of a row's experts that are lacking, below which it is no evidence: see `weigh`.
+
+It is where the evidence is 0 with the highest expected agreement, and more are needed with a lower.
+"""
 MIN_ROWS = 8  # of a layer: fewer rows of it say nothing
 # Odd rows that right routes of any model may have, as if that many rows had been seen before
 ODD_ROWS, PRIOR_ROWS = 0.01, 100
@@ -99,14 +107,30 @@ class Comparison:
         if len(self._rows) < len(lacking):
             lacking = lacking.index_select(0, self._rows)
         self._lacking = lacking  # [n, L]
-        self._expected = (1 - lacking.mean(0) / trace.top_k).clamp(min=MIN_EXPECTED)  # [L]
-        self._evidence = weigh(lacking, trace.top_k, self._expected).sum(1)  # [n]
         self._counts = _counts(self._rows, bounds)  # [S]
 
+    @cached_property
+    def _expected(self) -> Tensor:
+        """[L]: the agreement of all rows of a layer."""
+        return (1 - self._lacking.mean(0) / self._top_k).clamp(min=MIN_EXPECTED)
+
+    @cached_property
+    def _evidence(self) -> Tensor:
+        """[n]: of a row, over all layers."""
+        return weigh(self._lacking, self._top_k, self._expected).sum(1)
+
     def suspicious(self) -> bool:
-        """Return whether any sample can be wrong. Most forwards are done here."""
-        odd = self._evidence.clamp(0, ROW_EVIDENCE).sum()
-        return bool(odd > EVIDENCE) or bool(self._wrong_layers(self._lacking).any())
+        """Return whether any sample can be wrong. Most forwards are done here.
+
+        The few rows that lack more than LEAST_LACKING have no more evidence than ROW_EVIDENCE each.
+        """
+        experts = self._lacking.shape[1] * self._top_k
+        odd = self._lacking.sum(1) > LEAST_LACKING * experts
+        if int(odd.sum()) * ROW_EVIDENCE > EVIDENCE:
+            evidence = self._evidence.clamp(0, ROW_EVIDENCE).sum()
+            if bool(evidence > EVIDENCE):
+                return True
+        return bool(self._wrong_layers(self._lacking).any())
 
     def wrong_rows(self) -> list[WrongRows]:
         """Return the samples with rows that are wrong beyond chance, in their order."""
@@ -156,11 +180,12 @@ class Comparison:
         rows = self._counts[:, None].float()
         if counted is not None:
             rows = _sums(counted[:, None], self._counts)
-        missing, p = _sums(lacking, self._counts), self._expected.cpu()
-        experts = rows * self._top_k
-        few = missing > (1 - 0.5 * p) * experts
+        missing, experts = _sums(lacking, self._counts), rows * self._top_k
+        few = missing > 0.5 * experts  # most forwards end here: no layer needs fewer
         if not few.any():
             return few
+        p = self._expected.cpu()
+        few = missing > (1 - 0.5 * p) * experts
         evidence = weigh(missing, experts, p).minimum(rows * ROW_EVIDENCE)
         return few & (evidence > EVIDENCE) & (rows >= MIN_ROWS)
 

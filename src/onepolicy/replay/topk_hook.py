@@ -22,11 +22,10 @@ from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
 from onepolicy.replay.private_names import current_graph_task_id
 from onepolicy.replay.recompute import called_by_checkpoint
-from onepolicy.replay.scores import Scratch, better_experts, gate_mass
+from onepolicy.replay.scores import LayerComparison, better_experts, gate_mass
+from onepolicy.replay.selection import answer, flat, groups_of, topk_operands
 
 PROBABILITIES = (torch.softmax, Tensor.softmax, F.softmax, torch.sigmoid, Tensor.sigmoid, F.sigmoid)
-_TOPK = (torch.topk, torch.Tensor.topk)
-_MAX = (torch.max, torch.Tensor.max)
 _ABSENT = object()
 _NO_TENSOR = torch.empty(0)
 
@@ -154,7 +153,7 @@ class TopkRecorder(TopkHook):
         out = func(*args, **(kwargs or {}))
         scores, k, width = topk_operands(self.router, func, args, kwargs)
         if k and width == self.router.num_experts:
-            self._selections.append((_flat(scores), _flat(out[0]), _flat(out[1])))
+            self._selections.append((flat(scores), flat(out[0]), flat(out[1])))
         return out
 
 
@@ -187,9 +186,9 @@ class TopkAnswer(TopkHook):
         scores, k, width = topk_operands(self.router, func, args, kwargs)
         if k and width == self.router.num_experts:
             self._selected += k
-            return _select(func, scores, self._ids)
+            return answer(func, scores, self._ids)
         if k and width == self.router.num_groups:
-            return _select(func, scores, _groups_of(self._ids, self.router))
+            return answer(func, scores, groups_of(self._ids, self.router))
         return func(*args, **(kwargs or {}))
 
 
@@ -198,8 +197,7 @@ class TopkReplayer(TopkHook):
 
     native: also keep the router's own choice. mass: also keep the gate mass (`gate_mass`).
     soft: the ratio of `modes.soften`. weights: recorded combine weights, used as
-    `modes.replace_combine_weights` does. compared: also compare the experts with the scores: keep
-    `better` of all rows, and the router's own choice for these rows.
+    `modes.replace_combine_weights` does. comparison: also compare the experts with the scores.
     """
 
     def __init__(
@@ -212,24 +210,20 @@ class TopkReplayer(TopkHook):
         mass: bool = False,
         soft: float | None = None,
         weights: Tensor | None = None,  # [T, K] floating
-        compared: Tensor | None = None,  # [m] int64
+        comparison: LayerComparison | None = None,
     ) -> None:
         super().__init__(router)
+        self.comparison = comparison
         self.called = False
         # Whether this call is an activation recompute. Compiled code cannot call `in_backward`.
         self.recompute = False
         self.native: Tensor | None = None  # [T, K], dtype of route
-        self.native_rows: Tensor | None = None  # [m, K] int64, own choice for the compared rows
-        self.better: Tensor | None = None  # [T] float32, see `better_experts`
-        self.judge: Callable[[Tensor], None] | None = None  # called as soon as `better` is known
-        self.scratch = Scratch()
         self.gate_mass: Tensor | None = None  # [T] float32
         self.replaced: Tensor | None = None  # [] float32, fraction that soft replay replaced
         self._thread = threading.get_ident()
         self._route, self._valid = route, valid
         self._keep_native, self._keep_mass = native, mass
         self._soft, self._weights = soft, weights
-        self._compared = compared
         self._target: Tensor | None = None  # [T, K] int64 while the router runs
         self._selected = 0  # experts per token that this forward has selected
         self._probabilities: Tensor | None = None  # [T, E] the router's own, for soft replay
@@ -293,14 +287,14 @@ class TopkReplayer(TopkHook):
 
     def _begin_first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.called = True
-        wanted = self._needs_native or self._compared is not None
+        wanted = self._needs_native or self.comparison is not None
         if wanted and self._needs_native_forward:
             with torch.no_grad():
                 _, self._native_selection = self._recorder.observe_selection(args, kwargs)
                 scores, _, ids = self._native_selection
                 self._move_routes(scores)
                 self._check_rows(len(ids))
-                self._compare(scores, lambda rows: ids.index_select(0, rows))
+                self._compare(scores, None, lambda rows: ids.index_select(0, rows))
             if self._needs_native:
                 self._fill_invalid_rows(ids)
 
@@ -312,25 +306,33 @@ class TopkReplayer(TopkHook):
         `select(scores)` returns the router's own selection from scores [..., E].
         """
         assert self._target is not None
-        rows = _flat(scores)
+        rows = flat(scores)
         self._move_routes(scores)
         self._check_rows(len(rows))
         first, self._selected = self._selected, self._selected + k
         if self._selected > self.router.top_k:
             return select(scores)  # too many selections; an error when the router is done
-        if first == 0 and not self._needs_native_forward:
+        selected = None
+        if first == 0 and self._compares() and not self._needs_native_forward:
+            replayed = None
+            if not self._needs_native:  # the target will stay as it is
+                selected = answer(func, scores, self._target[:, :k])
+                replayed = flat(selected[0].detach())
             with torch.no_grad():
-                self._compare(rows, lambda at: select(rows.index_select(0, at))[1])
-        if self._needs_native and first == 0:
+                self._compare(rows, replayed, self._own_choice(rows, select))
+        if first == 0 and self._needs_native:
+            selected = None
             with torch.no_grad():
                 self._keep_native_choice(rows, lambda: select(scores))
-        return _select(func, scores, self._target[:, first : self._selected])
+        if selected is None:
+            selected = answer(func, scores, self._target[:, first : self._selected])
+        return selected
 
     def _keep_native_choice(self, rows: Tensor, select: Callable[[], Any]) -> None:
         """Use the router's own choice from the scores `rows` [T, E] as the modes ask for."""
         if not self._needs_native_forward:
             values, ids = select()
-            self._native_selection = (rows, _flat(values), _flat(ids))
+            self._native_selection = (rows, flat(values), flat(ids))
             self._fill_invalid_rows(self._native_selection[2])
             self._target = self._route.to(torch.int64)
         self._apply_soft_replay(rows)
@@ -342,24 +344,41 @@ class TopkReplayer(TopkHook):
         if self._keep_mass:
             self.gate_mass = gate_mass(rows.gather(-1, self._target), values, scores)
 
-    def _compare(self, scores: Tensor, own_choice: Callable[[Tensor], Tensor]) -> None:
-        """Compare the replayed experts with the scores [T, E], once: not in a recompute.
+    def _compares(self) -> bool:
+        """Return whether this call is to be compared: the first one, not a recompute."""
+        return self.comparison is not None and self.comparison.better is None
 
-        own_choice: returns the router's own choice [m, K] for rows [m].
+    def _compare(
+        self,
+        scores: Tensor,
+        replayed: Tensor | None,
+        own_choice: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        """Compare the replayed experts with the scores [T, E], once.
+
+        replayed: their scores [T, K], if all rows are valid and they are known.
+        own_choice: returns the router's own choice [m, K] for rows [m]. None: it is their top-k.
         """
-        if self._compared is None:
-            return
-        compared, self._compared = self._compared, None
-        route = self._route.to(torch.int64) if self._target is None else self._target  # not begun
-        if self._valid is not None:  # the other rows may hold any number
-            route = torch.where(self._valid[:, None], route, 0)
-        self.better = self._better(scores, route)
-        self.native_rows = own_choice(compared.to(scores.device))
-        if self.judge is not None:
-            self.judge(self.better)
+        if self._compares():
+            assert self.comparison is not None
+            self.comparison.keep(self._better(scores, replayed), scores, own_choice)
 
-    def _better(self, scores: Tensor, route: Tensor) -> Tensor:
-        return better_experts(scores, route, self.scratch)
+    def _own_choice(
+        self, rows: Tensor, select: Callable[[Tensor], Any]
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Return a function that chooses for some of the rows [T, E]; None for a plain top-k."""
+        return None
+
+    def _better(self, scores: Tensor, replayed: Tensor | None) -> Tensor:
+        assert self.comparison is not None
+        if replayed is None:
+            replayed = scores.gather(-1, self._route_in_range())
+        return better_experts(scores, replayed, self.comparison.scratch)
+
+    def _route_in_range(self) -> Tensor:
+        """Return the replayed experts [T, K] int64, 0 in rows that may hold any number."""
+        route = self._route.to(torch.int64) if self._target is None else self._target  # not begun
+        return route if self._valid is None else torch.where(self._valid[:, None], route, 0)
 
     def leave_native(self, valid: Tensor) -> None:
         """Let the router choose itself in rows where `valid` [T] is false, from now on."""
@@ -437,64 +456,8 @@ class TopkReplayer(TopkHook):
         if k and width == router.num_groups:
             self._move_routes(scores)
             self._apply_soft_replay(scores)  # before its groups are named
-            return _select(func, scores, _groups_of(self._target, router))
+            return answer(func, scores, groups_of(self._target, router))
         out = func(*args, **(kwargs or {}))
         if func in PROBABILITIES and self._soft is not None and not self._selected:
-            self._probabilities = _flat(out.detach())
+            self._probabilities = flat(out.detach())
         return out
-
-
-def topk_operands(
-    router: Router, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> tuple[Tensor, int, int]:
-    """Return (scores, k, width) of a call that selects k of `width` experts or groups per token.
-
-    k is 0 for any other call. Routers with groups also score their groups with a 3-D top-k, whose
-    last axis is as long as the experts' if there is one group. In routers without groups a 3-D call
-    is the selection for [B, S] tokens.
-    """
-    if func not in _TOPK and not (router.by_max and func in _MAX):
-        return _NO_TENSOR, 0, 0
-    named = kwargs or {}
-    scores = args[0] if args else named["input"]
-    width = scores.shape[-1]
-    if func in _MAX:  # one expert per call
-        return scores, int(bool(named.get("keepdim"))), width
-    k = args[1] if len(args) > 1 else named["k"]
-    if scores.dim() > 2 and router.num_groups:
-        return scores, 0, width
-    selects_groups = router.num_groups > 1 and (k, width) == (router.top_groups, router.num_groups)
-    if selects_groups or k == router.top_k:
-        return scores, k, width
-    return scores, 0, width
-
-
-def _flat(x: Tensor) -> Tensor:
-    """Return x [..., n] as [T, n]; x itself if it has two dimensions."""
-    if x.dim() == 2:
-        return x
-    return x.reshape(-1, x.shape[-1])
-
-
-def _select(func: Any, scores: Tensor, ids: Tensor) -> Any:
-    """Return the result of `func` as if it had selected these ids [T, k]."""
-    shape = (*scores.shape[:-1], ids.shape[1])
-    if ids.shape != shape:
-        ids = ids.view(shape)
-    values = scores.gather(-1, ids)
-    if func in _MAX:
-        return torch.return_types.max((values, ids))
-    return torch.return_types.topk((values, ids))
-
-
-def _groups_of(ids: Tensor, router: Router) -> Tensor:
-    """Return the groups [T, max(K, top_groups)] to keep for the experts `ids` [T, K].
-
-    No replayed expert must be masked out of its own scores, because DeepSeek-V2 weighs the scores
-    that remain. A group may be named more than once: routers only mark the groups they are given.
-    """
-    groups = ids // (router.num_experts // router.num_groups)
-    missing = router.top_groups - groups.shape[1]
-    if missing <= 0:
-        return groups
-    return torch.cat([groups, groups[:, :1].expand(-1, missing)], 1)

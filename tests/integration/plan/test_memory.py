@@ -404,6 +404,18 @@ def test_adapters_are_suggested_where_all_weights_never_fit(larger, tmp_path):
     assert adapters.endswith(", fits"), lines
 
 
+def test_fp8_rollouts_are_suggested_where_the_engines_weights_are_too_many(larger, tmp_path):
+    """The graphs are freed first, although that saves nothing by itself: checkpoints need it."""
+    asked = ["replay.mode=off", "train.reuse_scoring_forward=true", "--constant", "memory=2.6e9"]
+    lines = planned(larger, tmp_path, *asked)["suggestions"]
+    assert lines[0].startswith("train.reuse_scoring_forward=false: ")
+    adapters = next(line for line in lines if "rollout.quant=fp8" in line)
+    assert adapters.endswith(", fits"), lines
+    settings = [word.rstrip(",:") for line in lines for word in line.split() if "=" in word]
+    followed = [each for each in settings if not each.startswith("optim.state")]
+    assert planned(larger, tmp_path, *asked, *followed)["chosen"]["fits"], lines
+
+
 def test_the_disk_of_all_checkpoints_is_printed(tmp_path, capsys):
     CONFIGS["qwen3_moe"].save_pretrained(tmp_path)
     command = ["plan", str(ROOT / "recipes" / "quickstart.toml"), f"model.path={tmp_path}"]

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepolicy.replay.evidence import Comparison, WrongRows, chernoff, new_rows, weigh
+from onepolicy.replay.evidence import (
+    LEAST_LACKING,
+    MIN_EXPECTED,
+    Comparison,
+    WrongRows,
+    chernoff,
+    new_rows,
+    weigh,
+)
 from onepolicy.replay.sample_checks import BETWEEN, some_rows
 from onepolicy.replay.scores import Scratch, better_experts
 from onepolicy.types import RoutingTrace
@@ -30,7 +38,9 @@ def right_routes(*, noise: float = 0.02) -> Tensor:
 def wrong_rows(ids: Tensor, own: Tensor | None = None) -> list[WrongRows]:
     own = scores() if own is None else own
     layers, top_k = ids.shape[1:]
-    better = [better_experts(own[:, i], ids[:, i], Scratch()) for i in range(layers)]
+    better = [
+        better_experts(own[:, i], own[:, i].gather(-1, ids[:, i]), Scratch()) for i in range(layers)
+    ]
     lacking = (torch.stack(better, 1) - (top_k - 1)).clamp(0, top_k)
     trace = RoutingTrace(
         ids.to(torch.uint8),
@@ -47,9 +57,9 @@ def wrong_rows(ids: Tensor, own: Tensor | None = None) -> list[WrongRows]:
 def test_experts_that_score_above_the_lowest_replayed_one():
     row = torch.tensor([[0.1, 0.4, 0.3, 0.2]])
     for route, better in (([1, 2], 1), ([2, 1], 1), ([1, 3], 2), ([0, 3], 3)):
-        assert better_experts(row, torch.tensor([route]), Scratch()).tolist() == [better]
+        assert better_experts(row, row[:, route], Scratch()).tolist() == [better]
     tied = torch.tensor([[0.5, 0.5, 0.5, 0.1]])
-    assert better_experts(tied, torch.tensor([[0, 2]]), Scratch()) == 0  # any two of the three
+    assert better_experts(tied, tied[:, [0, 2]], Scratch()) == 0  # any two of the three
 
 
 def test_evidence_of_a_row_by_hand():
@@ -58,6 +68,14 @@ def test_evidence_of_a_row_by_hand():
     found = weigh(torch.tensor([3.0]), 4, torch.tensor([0.9]))
     assert found.item() == pytest.approx(3 * 2.04769 - 1.38629, abs=1e-4)
     assert chernoff(torch.tensor(0.5), 10, 0.9).item() == pytest.approx(5.10826, abs=1e-4)
+
+
+def test_a_row_is_evidence_from_the_least_share_that_is_lacking():
+    """The quick test of a forward rests on it: no agreement that is expected asks for less."""
+    for p in torch.linspace(MIN_EXPECTED, 1.0, 50):
+        below = weigh(torch.tensor(100 * LEAST_LACKING - 1e-3), 100, p)
+        assert below < 0
+    assert weigh(torch.tensor(100 * LEAST_LACKING + 1e-3), 100, torch.tensor(1.0)) > 0
 
 
 def test_right_routes_are_found_right():

@@ -111,12 +111,17 @@ class MegatronReplayer(_RouterReplaySeat, TopkReplayer):
         selected = self._replayed_selection(torch.topk, scores, k, own_choice)
         return selected[0], selected[1]
 
-    def _better(self, scores: Tensor, route: Tensor) -> Tensor:
+    def _own_choice(
+        self, rows: Tensor, select: Callable[[Tensor], Any]
+    ) -> Callable[[Tensor], Tensor]:
+        return lambda at: select(rows.index_select(0, at))[1]
+
+    def _better(self, scores: Tensor, replayed: Tensor | None) -> Tensor:
         if not self._limited_to_groups:
-            return super()._better(scores, route)
+            return super()._better(scores, replayed)
         # An expert of another group may score high, so the scores alone do not tell.
         own = self._own(scores)[1]
-        return differing_experts(route, own).float() + (self.router.top_k - 1)
+        return differing_experts(self._route_in_range(), own).float() + (self.router.top_k - 1)
 
 
 def _samples(args: tuple[Any, ...]) -> int:

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
 from onepolicy.replay.layers import Router
-from onepolicy.replay.topk_hook import TopkHook, topk_operands
+from onepolicy.replay.selection import topk_operands
+from onepolicy.replay.topk_hook import TopkHook
 
 LOW_32_BITS = 0xFFFFFFFF
 
