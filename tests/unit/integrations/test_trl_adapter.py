@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onepolicy.config import UsageError
-from onepolicy.integrations.trl import attach, routed_vllm
+from onepolicy.integrations.trl import attach, logging, routed_vllm
 from onepolicy.integrations.trl.own_model import SampledLogprobs
 
 PROMPT, COMPLETIONS = [5, 6], [[7, 8], [9]]
@@ -94,6 +94,16 @@ def test_log_probabilities_of_a_generate_of_another_shape(subtests):
     kept(torch.zeros(2, 4).long(), logits[:2])
     found = torch.tensor(kept.of(torch.zeros(2, 5).long(), 3))
     torch.testing.assert_close(found.exp(), torch.full((2, 2), 0.2))
+
+
+def test_the_log_adds_up_counts_of_ranks(monkeypatch):
+    """Shares are means over ranks, counts are sums and extremes the largest."""
+    names = ["replay/rows", "correction/slots", "correction/weight_max", "replay/native_rows"]
+    ranks = [dict(zip(names, values, strict=True)) for values in ((20, 6, 1.5, 0), (27, 3, 2, 1))]
+    monkeypatch.setattr(logging, "gather_json", lambda accelerator, value: ranks)
+    trainer = GRPOTrainer()
+    logging.TrlLog(trainer).add(ranks[0])
+    assert [trainer._metrics["train"][name] for name in names] == [[47], [9], [2], [0.5]]
 
 
 def test_an_evaluation_has_the_trainers_own_loss():

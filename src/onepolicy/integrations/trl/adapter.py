@@ -292,7 +292,10 @@ class TrlAdapter:
     def _finish(self, made: dict[str, Any], generation: Generation, step: int) -> None:
         """Measure, correct and dump a generation whose tokens and scores are known."""
         self._generations += 1
-        metrics = replay_metrics(generation.traces)
+        metrics: dict[str, float] = {}
+        if generation.traces:
+            tokens = (made["prompt_mask"].sum(1) + made["completion_mask"].sum(1)).tolist()
+            metrics = replay_metrics(generation.traces, tokens)
         if self._settings.on_mismatch == "drop" and generation.traces:
             metrics["replay/dropped_samples"] = generation.dropped / len(generation.traces)
         if generation.native:
