@@ -32,10 +32,10 @@ class RLOOConfig(SimpleNamespace):
     """A stand-in: errors name it."""
 
 
-def trainer(kind=GRPOTrainer, config=GRPOConfig, kwargs=None, model=None, **changes):
+def trainer(kind=GRPOTrainer, config=GRPOConfig, kwargs=None, model=None, regex=None, **changes):
     """Return a trainer. Its generation config is that of TRL: its own settings, then `kwargs`."""
     args = config(torch_compile=False, steps_per_generation=1, gradient_accumulation_steps=1)
-    args.generation_kwargs = kwargs
+    args.generation_kwargs, args.vllm_structured_outputs_regex = kwargs, regex
     more = dict.fromkeys(METHODS) | WHOLE | {"loss_type": "grpo", "use_vllm": False}
     more |= {"router_aux_loss_coef": 0.0, "aux_loss_enabled": False, "num_iterations": 1}
     more |= {"use_transformers_continuous_batching": False}
@@ -61,6 +61,7 @@ CUT = [  # what samples, the change, its words and those of its mend
     (VLLM, {"kwargs": {"top_p": 0.5}}, 'generation_kwargs["top_p"]=0.5', '["top_p"]=1'),
     (VLLM, {"kwargs": {"logit_bias": {3: 5.0}}}, '"logit_bias"]={3: 5.0}', "=None"),
     (VLLM, {"min_p": 0.1}, "GRPOConfig(min_p=0.1)", "min_p=0"),
+    (VLLM, {"regex": "a+"}, "GRPOConfig(vllm_structured_outputs_regex='a+')", "=None"),
     (FUNCTION, {"kwargs": {"presence_penalty": 0.5}}, '"presence_penalty"]=0.5', "=0"),
     (OWN, {"kwargs": {"temperature": 0.5}}, '"temperature"]=0.5', 'kwargs["temperature"]=1'),
     (OWN, {"kwargs": {"do_sample": False}}, '"do_sample"]=False', "=True"),

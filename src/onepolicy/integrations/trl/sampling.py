@@ -37,6 +37,9 @@ def sampling_of(trainer: Any) -> Iterator[Sampled]:
     }
     if not samples_itself(trainer):
         yield from given.values()
+        pattern = getattr(trainer.args, "vllm_structured_outputs_regex", None)
+        spelling = f"{config_of(trainer)}(vllm_structured_outputs_regex={{}})"
+        yield Sampled("structured_outputs_regex", pattern, spelling)
         return
     taken = getattr(trainer, "generation_config", None)
     model = getattr(getattr(trainer, "model", None), "generation_config", None)
