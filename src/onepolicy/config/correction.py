@@ -212,8 +212,9 @@ class CorrectionConfig(Frozen):
     """Factor on a slot's surrogate."""
     gates: tuple[Gate, ...] = ()
     """Rules that reject slots. A slot must pass all of them."""
-    normalise: Literal["none", "self"] = "none"
-    """self: scale the weights of the step to mean 1, rejected slots counted as 0."""
+    normalise: Literal["none", "self", "batch"] = "none"
+    """self: scale the weights of the step to mean 1, rejected slots counted as 0. batch (batch
+    normalisation of verl and miles): divide them by their mean before the gates reject."""
     denominator: Literal["original", "kept"] = "original"
     """Divide by the slots before rejection, or by those that are left."""
     protect: tuple[LossTerm, ...] = LOSS_TERMS
@@ -235,7 +236,7 @@ class CorrectionConfig(Frozen):
     @property
     def scales(self) -> bool:
         """True if all weights get a factor that depends on the whole step."""
-        return self.normalise == "self" or self.denominator == "kept"
+        return self.normalise != "none" or self.denominator == "kept"
 
     @property
     def live(self) -> bool:
@@ -329,15 +330,15 @@ class CorrectionConfig(Frozen):
             raise ValueError(
                 f"correction.protect: {list(self.protect)} names a term twice; name it once"
             )
-        if self.normalise == "self" and self.denominator == "kept":
+        if self.normalise != "none" and self.denominator == "kept":
             raise ValueError(
-                "correction.denominator: kept, but self-normalised weights already add up to the "
-                "original count; leave one of the two out"
+                f"correction.denominator: kept, but normalise = {self.normalise} is a factor on "
+                "all weights already; leave one of the two out"
             )
         if self.live and self.scales:
             setting = "denominator = kept"
-            if self.normalise == "self":
-                setting = "normalise = self"
+            if self.normalise != "none":
+                setting = f"normalise = {self.normalise}"
             raise ValueError(
                 f"correction: {setting} needs every weight of the step before the loss runs, but "
                 "the new policy's ratio exists one micro-batch at a time; use old/rollout"

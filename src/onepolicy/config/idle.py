@@ -153,7 +153,8 @@ def _correction(correction: CorrectionConfig, objective: ObjectiveConfig) -> Ite
         reason = "correction: no gate or weight bound rejects a slot whose ratio is finite"
         names = ("denominator", "protect")
         yield from _set_among(names, correction, "correction.", reason, usual)
-    if correction.weight.level == "none" and not correction.gates:
+    ungated = not correction.gates or correction.normalise == "batch"
+    if correction.weight.level == "none" and ungated:
         reason = "correction.weight.level = none: all weights of slots with a finite ratio are 1"
         yield from _set_among(("normalise",), correction, "correction.", reason, usual)
     if correction.centering != "head":

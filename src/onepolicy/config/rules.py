@@ -127,7 +127,8 @@ def _check_loss(objective: ObjectiveConfig, correction: CorrectionConfig) -> Non
 
 
 def _check_scale(objective: ObjectiveConfig, correction: CorrectionConfig) -> None:
-    if objective.reduction in ("prompt-mean", "episode-mean") and correction.scales:
+    by_the_loss = correction.scales and correction.normalise != "batch"
+    if objective.reduction in ("prompt-mean", "episode-mean") and by_the_loss:
         raise ValueError(
             f"objective.reduction: {correction.name} scales all weights by a mean over slots or "
             f"samples; {objective.reduction} has neither; use another reduction"

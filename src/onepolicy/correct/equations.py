@@ -36,6 +36,8 @@ def equation(config: CorrectionConfig) -> list[str]:
         lines.append(f"w_t = {_weight(config.weight)}")
     if config.normalise == "self":
         lines.append("w_t <- w_t N / sum of kept w")
+    elif config.normalise == "batch":
+        lines.append("w_t <- w_t / mean of w before the gates")
     total, count = "sum of slots", "N"
     if config.gates or config.weight.rejects:
         total = "sum of kept slots"
@@ -47,7 +49,7 @@ def equation(config: CorrectionConfig) -> list[str]:
 def _summand(config: CorrectionConfig) -> str:
     """Return one slot's term of the loss."""
     w = ""
-    if config.weight.level != "none" or config.normalise == "self":
+    if config.weight.level != "none" or config.normalise != "none":
         w = "w_t "
     if config.surrogate == "any":
         return f"{w}surrogate_t"

@@ -63,6 +63,11 @@ def predict(config: CorrectionConfig, kl: float, length: int, *, turns: int = 1)
         kept, weight = kept + keeps / 2, weight + weighs / 2
     if config.normalise == "self" and weight > 0:
         weight = 1.0
+    elif config.normalise == "batch":
+        ungated = config.model_copy(update={"gates": (), "normalise": "none"})
+        before = predict(ungated, kl, length, turns=turns).attenuation
+        if before > 0:
+            weight /= before
     elif config.denominator == "kept" and kept > 0:
         weight /= kept
     skipped = tuple(

@@ -35,7 +35,7 @@ class Sums:
     weight_square: Tensor
     mass: Tensor  # number of units that the loss averages over: 1 a slot, or 1 / T_i for sequences
     kept_mass: Tensor
-    weight_mass: Tensor
+    weight_mass: Tensor  # sum of the weights that `normalise` makes 1 in the mean
     ratio_counts: Tensor  # [BINS] int64 histogram of log rho
     weight_counts: Tensor  # [BINS] int64 histogram of the log of the kept slots' weights
     ratio_max: Tensor
@@ -44,7 +44,7 @@ class Sums:
 
     def scale(self, config: CorrectionConfig) -> Tensor:
         """Return the factor on all weights, a scalar; 1 if no slot is kept."""
-        if config.normalise == "self":
+        if config.normalise != "none":
             part = self.weight_mass
         elif config.denominator == "kept":
             part = self.kept_mass
@@ -86,6 +86,7 @@ def sums(
     keep: Tensor,  # [n] bool
     clipped: Tensor,  # scalar, kept slots whose weight was moved to a bound
     gates: list[Tensor],  # [n] bool each, which slots pass
+    averaged: Tensor,  # [n] float64, the weights that `normalise` makes 1 in the mean
     mass: Tensor | None,  # [n] float64, None: 1 each
 ) -> Sums:
     """Return the sums of n slots."""
@@ -95,9 +96,9 @@ def sums(
     kept = keep.sum().double()
     rejected = [(~gate).sum() for gate in gates]
     if mass is None:
-        masses = count(len(log_ratio)), kept, weight.sum()
+        masses = count(len(log_ratio)), kept, averaged.sum()
     else:
-        masses = mass.sum(), mass @ keep.double(), mass @ weight
+        masses = mass.sum(), mass @ keep.double(), mass @ averaged
     lowest, highest = torch.where(keep, weight, torch.inf), torch.where(keep, weight, -torch.inf)
     return Sums(
         slots=count(len(log_ratio)),

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, overloa
 import torch
 from torch import Tensor
 
-from onepolicy.config import CorrectionConfig, UsageError
+from onepolicy.config import CorrectionConfig, UsageError, Weight
 from onepolicy.correct.presets import check_config
 from onepolicy.correct.report import Sums, combine, report, sums
 from onepolicy.correct.slots import Fields, Slots
@@ -97,8 +97,8 @@ def reweight(
     They come from rho = exp(logp_old - logp_rollout). The weight is rho of the slot, or of its turn
     or sequence, within the weight's bounds. Gates reject slots on top (settings section
     `correction`; presets are in config/corrections.toml). A slot whose log-ratio is not finite is
-    rejected with every unit it belongs to, and counted. `normalise = self` and `denominator = kept`
-    are factors on all weights, so the denominator stays the original count.
+    rejected with every unit it belongs to, and counted. `normalise` and `denominator = kept` are
+    factors on all weights, so the denominator stays the original count.
 
     Raises UsageError if the mask is empty, if more slots are not finite than the config's
     `max_nonfinite`, or any with `nonfinite` = "raise", or if the config needs the policy that is
@@ -239,25 +239,48 @@ def _evaluate(
     raw = weight_log_ratio(config, slots, units)
     gates = [gate_keeps(gate, slots, units, edges) for gate in config.gates]
     bounds = config.weight
-    passed = slots.log_ratio.isfinite() & raw.isfinite()
+    known = slots.log_ratio.isfinite() & raw.isfinite()
+    passed = known
     for passes in gates:
         passed = passed & passes
     keep = passed
     if bounds.rejects:
         gates.append(inside(raw, bounds.low, bounds.high, log=True))
         keep = passed & gates[-1]
-    weight = torch.where(keep, raw, -torch.inf).exp_()
-    clipped = keep.new_zeros((), dtype=torch.int64)
-    if bounds.bounded and not bounds.rejects:
-        inner = weight.clamp(bounds.low, bounds.high)
-        clipped = (keep & (inner != weight)).sum()
-        weight = torch.where(keep, inner, 0.0)
-    mass = None
-    if average == "sequences":
-        if slots.segment is None:
-            raise UsageError("reweight: average = sequences needs the `segment` of each slot")
-        mass = 1 / units["slots/sequence"].slots[slots.segment]
+    weight, clipped = _bounded(raw, keep, bounds)
+    averaged, mass = weight, None
+    if config.normalise == "batch":
+        before = known
+        if bounds.rejects:
+            before = known & gates[-1]
+        averaged, mass = _bounded(raw, before, bounds)[0], known.double()
+        if bounds.level in ("sequence", "geometric"):
+            mass = mass * _share_of_sequence(slots, units)
+    elif average == "sequences":
+        mass = _share_of_sequence(slots, units)
     measured = sums(
-        log_ratio=slots.log_ratio, weight=weight, keep=keep, clipped=clipped, gates=gates, mass=mass
+        log_ratio=slots.log_ratio,
+        weight=weight,
+        keep=keep,
+        clipped=clipped.sum(),
+        gates=gates,
+        averaged=averaged,
+        mass=mass,
     )
     return Partial(slots, weight, keep, passed, measured)
+
+
+def _bounded(raw: Tensor, keep: Tensor, bounds: Weight) -> tuple[Tensor, Tensor]:
+    """Return the weights [n] within their bounds, 0 where not kept, and where they were moved."""
+    weight = torch.where(keep, raw, -torch.inf).exp_()
+    if bounds.rejects or not bounds.bounded:
+        return weight, torch.zeros_like(keep)
+    inner = weight.clamp(bounds.low, bounds.high)
+    return torch.where(keep, inner, 0.0), keep & (inner != weight)
+
+
+def _share_of_sequence(slots: Slots, units: Units) -> Tensor:
+    """Return [n] float64: 1 / the number of slots in the slot's sequence."""
+    if slots.segment is None:
+        raise UsageError("reweight: average = sequences needs the `segment` of each slot")
+    return 1 / units["slots/sequence"].slots[slots.segment]

@@ -19,6 +19,7 @@ from torch import nn
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import RoutingError
 
+WITHOUT = 'in a recipe: replay.mode=off; in an adapter: attach(trainer, replay="off")'
 # class -> attribute -> the path at which this class keeps it
 _ATTRIBUTE_PATHS = {
     "DeepseekV2Moe": {"num_experts": "config.n_routed_experts"},  # transformers 5.0 to 5.12
@@ -88,7 +89,7 @@ def find_routers(model: nn.Module) -> tuple[Router, ...]:
     if not routers:
         raise UsageError(
             f"{type(model).__name__} has no Mixture-of-Experts router, so there is nothing to "
-            "record or replay; a dense model needs no replay (in a recipe: replay.mode=off)"
+            f"record or replay; a dense model needs no replay ({WITHOUT})"
         )
     _check_one_shape(routers)
     _check_not_shared(model, routers)
@@ -254,7 +255,7 @@ def _check_refused(model: nn.Module) -> None:
         if reason is not None:
             raise UsageError(
                 f"{type(model).__name__} cannot be recorded or replayed; train it without replay "
-                f"(in a recipe: replay.mode=off). {type(module).__name__} at {path!r}: {reason}"
+                f"({WITHOUT}). {type(module).__name__} at {path!r}: {reason}"
             )
 
 

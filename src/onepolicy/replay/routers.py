@@ -97,6 +97,7 @@ class Routers(BoundRouters):
         self.layers = tuple(router.layer for router in routers)
         self.num_experts = routers[0].num_experts
         self.top_k = routers[0].top_k
+        self._stacks = _layer_stacks(model, routers)
 
     @cached_property
     def _checks(self) -> SampleChecks:
@@ -149,12 +150,14 @@ class Routers(BoundRouters):
             The recording, with `trace()` and `pop_ids()`.
 
         Raises:
-            RoutingError: the model is being recorded or replayed already. Also when the context is
-                left, unless every router ran once per forward on the same rows.
+            RoutingError: the model is being recorded or replayed already, or has more or fewer
+                layers than when it was bound. Also when the context is left, unless every router
+                ran once per forward on the same rows.
             UsageError: `weights` where a block selects the experts itself and returns no combine
                 weights, or under transformers' `ep_router`, where a rank has the combine weights of
                 its own experts only.
         """
+        self._check_layers()
         if weights:
             self._check_weights_are_returned()
         tape = RouteRecorder(self._routers, weights=weights)
@@ -217,8 +220,9 @@ class Routers(BoundRouters):
             UsageError: the trace is not one of this model, `soft` or `weights` cannot be used with
                 it, or the model's config asks for a router loss.
             RoutingError: a router was not called, was called twice, or was given another number of
-                rows. Or the trace's rows are ordered by step, or none of them is valid. Or, with
-                `check`, the routes are not those of this forward's tokens and weights.
+                rows. Or the model has more or fewer layers than when it was bound, the trace's rows
+                are ordered by step, or none of them is valid. Or, with `check`, the routes are not
+                those of this forward's tokens and weights.
         """
         self._check_arguments(trace, soft, weights)
         planned = compared = None
@@ -278,7 +282,17 @@ class Routers(BoundRouters):
                     "(docs/reference/versions.md)"
                 )
 
+    def _check_layers(self) -> None:
+        for stack, layers in self._stacks:
+            if len(stack) != layers:
+                raise RoutingError(
+                    f"the model has {len(stack)} decoder layers, and had {layers} when its routers "
+                    "were bound: those of a new layer would choose for themselves; call "
+                    "bind_routers again"
+                )
+
     def _check_arguments(self, trace: RoutingTrace, soft: float | None, weights: bool) -> None:
+        self._check_layers()
         refuse_router_loss(getattr(self._model, "config", None))
         self._check_trace(trace, self.layers)
         if soft is not None and (not isinstance(soft, int | float) or weights or not 0 < soft <= 1):
@@ -327,6 +341,18 @@ def bind_routers(model: nn.Module) -> Routers:
     routers = find_routers(inner)
     refuse_unknown_sharding(inner, routers, wrapper=model)
     return Routers(inner, routers)
+
+
+def _layer_stacks(model: Any, routers: Sequence[Router]) -> tuple[tuple[nn.ModuleList, int], ...]:
+    """Return the lists of layers that the routers are in, with their lengths now."""
+    stacks = {}
+    for router in routers:
+        parts = router.path.split(".")
+        above = (model.get_submodule(".".join(parts[:n])) for n in range(1, len(parts)))
+        outermost = next((module for module in above if isinstance(module, nn.ModuleList)), None)
+        if outermost is not None:
+            stacks[id(outermost)] = outermost, len(outermost)
+    return tuple(stacks.values())
 
 
 def refuse_unknown_sharding(

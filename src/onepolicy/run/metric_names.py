@@ -129,9 +129,7 @@ _CORRECTION = {
     "correction/nonfinite": "trainable slots that are rejected because rho is not finite [share]",
     "correction/weighted": "trainable slots kept with a weight other than 1 [share]",
     "correction/clipped": "trainable slots whose weight was clipped to a bound [share]",
-    "correction/scale": (
-        "factor on all weights because of normalise = self or denominator = kept [1]"
-    ),
+    "correction/scale": ("factor on all weights because of normalise or denominator = kept [1]"),
     "correction/weight_mean": "mean weight, with 0 for rejected slots [1]",
     "correction/weight_min": "smallest weight of a kept slot [1]",
     "correction/weight_max": "largest weight [1]",

@@ -68,6 +68,7 @@ VERL_WEIGHTS = {
     "sequence 2": preset("seq-tis"),
     "sequence 0.5_2": preset("seq-tis", weight={"low": 0.5, "outside": "zero"}),
     "token 2 normalised": preset("tis", normalise="self"),
+    "sequence 2 normalised": preset("seq-tis", normalise="batch"),
 }
 VERL_GATES = {
     "token_k1 0.5_2.0": gate("ratio", low=0.5, high=2.0),
@@ -114,16 +115,16 @@ def test_verl_inverts_bounds_that_are_not_reciprocal(peers: Peers) -> None:
 
 
 def test_verl_normalises_before_it_rejects(peers: Peers) -> None:
-    """Self-normalised sampling divides by the weights that are used. Ours average 1 over the
-    original count."""
-    k3 = gate("k3", *SEQUENCE, high=0.02).gates
-    config = preset("tis", normalise="self").model_copy(update={"gates": k3})
-    applied = ours(config)
-    assert applied.weight.sum() / applied.denominator == pytest.approx(1, rel=1e-5)
+    """`batch` does so too. `self` divides by the weights that are used, which then average 1 over
+    the original count."""
+    k3 = [gate.model_dump() for gate in gate("k3", *SEQUENCE, high=0.02).gates]
     name = "verl/token 2 normalised, seq_mean_k3"
     theirs = peers[f"{name}/weight"] * peers[f"{name}/keep"]
-    np.testing.assert_array_equal(theirs > 0, applied.keep.numpy())
+    applied = ours(preset("tis", normalise="batch", gates=k3))
+    np.testing.assert_allclose(applied.weight.numpy(), theirs, rtol=1e-5)
     assert theirs.sum() / applied.denominator < 0.9
+    applied = ours(preset("tis", normalise="self", gates=k3))
+    assert applied.weight.sum() / applied.denominator == pytest.approx(1, rel=1e-5)
 
 
 def opsm(new: Tensor) -> list[bool]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import onepolicy as op
 from onepolicy.config import UsageError
 from onepolicy.integrations.core.armed import ArmedReplay
 from onepolicy.types import RoutingTrace
+from support.paths import ROOT
 from support.planted_routes import one_row_late
 from support.replay_models import build, random_trace, tokens
 
@@ -42,6 +45,16 @@ def other_routes(model: PreTrainedModel) -> list[RoutingTrace]:
         random_trace(length - 1, bound.layers, bound.num_experts, bound.top_k, seed=length)
         for length in LENGTHS
     ]
+
+
+def own_routes(model: PreTrainedModel) -> list[RoutingTrace]:
+    """Return the model's own routes, without those of the last tokens."""
+    found = []
+    for sample in samples():
+        with torch.no_grad(), op.bind_routers(model).record() as tape:
+            model(input_ids=sample[None])
+        found.append(tape.trace().rows(0, len(sample) - 1))
+    return found
 
 
 def alone(model: PreTrainedModel, traces: list[RoutingTrace]) -> list[Tensor]:
@@ -127,6 +140,23 @@ def test_outside_a_batch_the_model_routes_itself(model):
             replayed = model(**batch).logits
         assert not torch.equal(replayed, expected)
         assert torch.equal(model(**batch).logits, expected)
+
+
+def test_the_page_s_lines_run_as_they_stand(model):
+    """The block that arms a model in docs/trainers.md, then the one that logs."""
+    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    given, mask = padded("left"), torch.ones(1, 4)
+    known = {"model": model, "traces": own_routes(model), "batch": given, "lengths": LENGTHS}
+    known |= {"logp_old": -mask, "logp_rollout": -mask, "mask": mask}
+    known["trainer"] = SimpleNamespace(
+        compute_loss=lambda model, batch: model(**batch).logits.float().logsumexp(-1).mean()
+    )
+    for name in ("ArmedReplay", "replay_metrics"):
+        (block,) = [block for block in blocks if f"import {name}" in block or f", {name}" in block]
+        exec(block, known)
+    assert known["log"]["replay/native_rows"] == known["log"]["replay/missing_samples"] == 0
+    assert known["log"]["routing/agreement"] == 1
 
 
 def test_a_sample_without_routes_is_native(model):

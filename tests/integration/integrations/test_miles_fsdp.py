@@ -67,9 +67,11 @@ def manager(monkeypatch):
     base = importlib.import_module("miles.utils.replay_base")
     empty_like = torch.empty_like
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(
-        torch, "empty_like", lambda x, device=None, pin_memory=False: empty_like(x, device=device)
-    )
+
+    def unpinned(x, pin_memory=False, **given):
+        return empty_like(x, **given)
+
+    monkeypatch.setattr(torch, "empty_like", unpinned)
     made = base.RoutingReplayManager()
     made.enabled = True
     return made

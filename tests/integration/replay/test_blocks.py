@@ -132,6 +132,19 @@ def test_a_block_that_changes_after_binding_raises_at_the_first_forward(subtests
             assert _own_forwards(model) == forwards
 
 
+def test_a_layer_added_after_binding(model, routers) -> None:
+    """It would route natively, in a forward that is called replayed."""
+    trace = routes_of(routers)
+    model.model.layers.append(build("qwen3_moe", seed=1).model.layers[-1])
+    depth = model.config.num_hidden_layers = len(model.model.layers)
+    words = f"has {depth} decoder layers, and had {depth - 1} when .* call bind_routers again"
+    with pytest.raises(RoutingError, match=words), routers.replay(trace, check=False):
+        raise AssertionError("the context was entered")
+    with pytest.raises(RoutingError, match=words), routers.record():
+        raise AssertionError("the context was entered")
+    assert len(bind_routers(model).layers) == len(routers.layers) + 1
+
+
 def _own_forwards(model: PreTrainedModel) -> list:
     return [module.__dict__.get("forward") for module in model.modules()]
 

@@ -21,6 +21,7 @@ VERL = {
     "token 2 normalised, seq_mean_k3": NORMALISED
     | {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.02},
     "token 2 normalised": NORMALISED,
+    "sequence 2 normalised": NORMALISED | {"rollout_is": "sequence"},
     **{
         f"{rs} {bound}": {"rollout_rs": rs, "rollout_rs_threshold": bound}
         for rs, bound in [

@@ -43,6 +43,7 @@ IDLE = [  # overrides, of which the last is idle, and the reason
     ("correction.denominator=kept", "whose ratio is finite"),
     ('correction.protect=["kl"]', "whose ratio is finite"),
     ("correction.normalise=self", "with a finite ratio are 1"),
+    ("correction.preset=geo-rs correction.normalise=batch", "with a finite ratio are 1"),
     ("correction.head_size=5", "correction.centering = none"),
     ('correction.preset=icepop correction.protect=["kl","entropy"]', "no term value"),
     ("objective.lam=0.9", "objective.baseline = group"),

@@ -52,7 +52,8 @@ CONTRADICTIONS = [
     ({"gates": [GATE, GATE | {"high": 0.2}]}, "k3.token is there twice"),
     (gate(ratio="old/rollout") | LIVE, "there is no old policy"),
     (gate() | {"protect": ["kl", "kl"]}, "names a term twice"),
-    (TOKEN | gate() | {"normalise": "self", "denominator": "kept"}, "already add up"),
+    (TOKEN | gate() | {"normalise": "self", "denominator": "kept"}, "normalise = self is a factor"),
+    (TOKEN | LIVE | {"normalise": "batch"}, "normalise = batch needs every weight of the step"),
     (TOKEN | LIVE | {"normalise": "self"}, "exists one micro-batch at a time"),
     (gate(ratio="new/rollout") | {"denominator": "kept"}, "exists one micro-batch at a time"),
     (gate(aggregate="budget") | LIVE, "a budget ranks the whole step"),
@@ -140,6 +141,7 @@ EQUATIONS = {
     "dppo-tv": "keep slots where -0.2 <= p_trainer - p_rollout <= 0.2 "
     "(upper bound where A > 0, lower where A < 0)",
     "veto": "keep sequences where 0.0001 <= min of rho",
+    "miles-moe-bn": "w_t <- w_t / mean of w before the gates",
 }
 
 

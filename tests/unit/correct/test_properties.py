@@ -50,6 +50,7 @@ CONFIGS = {name: preset(name) for name in correction_presets() if not preset(nam
     "narrow veto": preset("veto", **NARROW),
     "wide geo": preset("geo-rs", **WIDE),
     "wide geo snis": preset("seq-tis", **WIDE, normalise="self"),
+    "wide geo batch": preset("trl-default", **WIDE, normalise="batch"),
     "geometric zero": CorrectionConfig.model_validate({"weight": GEOMETRIC, "denominator": "kept"}),
 }
 DIVISIBLE = {name: config for name, config in CONFIGS.items() if name != "m2po"}

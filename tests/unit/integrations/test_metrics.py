@@ -46,12 +46,16 @@ def test_routing_compares_sets_of_experts():
 def test_replay_counts_rows_and_samples():
     some = trace([[0, 1], [2, 3], [0, 0], [0, 0]], [True, True, False, False])
     none = trace([[0, 0]], [False])
-    found = replay_metrics([some, None, none])
+    found = replay_metrics([some, None, none], [5, 6, 2])
     assert found == pytest.approx(
-        {"replay/rows": 2, "replay/native_rows": 0.5, "replay/missing_samples": 2 / 3}
+        {"replay/rows": 2, "replay/native_rows": 0.8, "replay/missing_samples": 2 / 3}
     )
-    assert replay_metrics([]) == {}
-    assert replay_metrics([None]) == {"replay/rows": 0, "replay/missing_samples": 1}
+    assert replay_metrics([], []) == {}
+    assert replay_metrics([None], [3]) == {
+        "replay/rows": 0,
+        "replay/native_rows": 1,
+        "replay/missing_samples": 1,
+    }
 
 
 def test_a_dump_row_has_the_routes_of_the_slots_that_predicted():

@@ -33,13 +33,14 @@ def experience(**changes):
     return SimpleNamespace(**more | {"advantages": torch.ones(2, 5), "info": {}} | changes)
 
 
-def maker(**arguments):
+def maker(sampling=None, **arguments):
     """Return an extended experience maker."""
 
     class RemoteExperienceMaker:
         args = SimpleNamespace(
             algo=SimpleNamespace(advantage=SimpleNamespace(is_correction_level="token")),
             actor=SimpleNamespace(**{"policy_loss_type": "ppo"} | arguments),
+            rollout=SimpleNamespace(**{"top_p": 1.0, "temperature": 0.7} | (sampling or {})),
         )
 
         def compute_advantages_and_returns(self, experiences):
@@ -68,6 +69,19 @@ def test_a_step_that_cannot_be_measured_is_refused(monkeypatch):
     monkeypatch.setenv("ONEPOLICY", json.dumps({"correction": "pg-tis"}))
     with pytest.raises(UsageError, match="use ppo"):
         maker(policy_loss_type="gspo").compute_advantages_and_returns([experience()])
+
+
+def test_cut_sampling(monkeypatch, caplog):
+    """It is refused beside a correction, else logged once. OpenRLHF scores at its temperature."""
+    monkeypatch.setenv("ONEPOLICY", json.dumps({"correction": "tis"}))
+    with pytest.raises(UsageError, match=r"--rollout.top_p 0.5; .* set --rollout.top_p 1, or"):
+        maker({"top_p": 0.5}).compute_advantages_and_returns([experience()])
+    maker().compute_advantages_and_returns([experience()])
+    monkeypatch.setenv("ONEPOLICY", "{}")
+    made = maker({"top_p": 0.5})
+    for _ in range(2):
+        made.compute_advantages_and_returns([experience()])
+    assert caplog.text.count("sampling is cut or changed (--rollout.top_p 0.5)") == 1
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from support.contracts import value_of
 
 capability = pytest.mark.capability
 CHECKOUT = os.environ.get("SKYRL_CHECKOUT")
+PENALTY = {"repetition_penalty": 1.3}
 
 
 class Batch(dict):
@@ -30,7 +31,7 @@ class Batch(dict):
     metadata = None
 
 
-def config(loss="regular", anchor=None, normalise=False, **own):
+def config(loss="regular", anchor=None, normalise=False, sampling=None, **own):
     """Return SkyRL's configuration. anchor: of CISPO's ratio, the old policy or the rollout."""
     correction = dict.fromkeys(("tis_ratio_type", "sequence_mask_metric"))
     algorithm = SimpleNamespace(
@@ -40,8 +41,12 @@ def config(loss="regular", anchor=None, normalise=False, **own):
         eps_clip_low=0.2,
         eps_clip_high=0.2,
         cispo=SimpleNamespace(cispo_anchor=anchor),
+        temperature=1.0,
     )
-    return SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm))
+    whole = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 1.0, "additional_kwargs": None}
+    parameters = SimpleNamespace(**whole | (sampling or {}))
+    generator = SimpleNamespace(sampling_params=parameters)
+    return SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm), generator=generator)
 
 
 def batch(seed=0):
@@ -128,6 +133,10 @@ def test_settings_that_do_not_fit_are_named(subtests):
         (config(), "pg-tis", "policy_loss_type=onepolicy"),
         (config("onepolicy"), "score-centering", "likeliest tokens"),
         (config(), "tsi", "tis"),
+        (config(sampling={"top_p": 0.5}), "tis", r"set generator.sampling_params.top_p=1"),
+        (config(sampling={"min_p": 0.1}), "tis", r"sampling_params.min_p=0.1; .*=0, or leave"),
+        (config(sampling={"temperature": 0.5}), "tis", r"sampling_params.temperature=1, or"),
+        (config(sampling={"additional_kwargs": PENALTY}), "tis", "kwargs.repetition_penalty=1.3"),
     ):
         made = trainer(cfg)
         theirs = made.compute_advantages_and_returns
@@ -136,6 +145,17 @@ def test_settings_that_do_not_fit_are_named(subtests):
                 op_skyrl.attach(made, correction=correction)
             assert made.compute_advantages_and_returns is theirs
     step(cfg=config("cispo", anchor="old"), correction="tis")
+
+
+def test_cut_sampling_that_is_only_measured_is_noted():
+    report = op_skyrl.attach(trainer(config(sampling={"top_k": 3})))
+    (note,) = report.notes
+    assert "sampling_params.top_k=3" in note
+
+
+def test_a_dump_that_is_no_folder():
+    with pytest.raises(UsageError, match="attach: dump is 3; give a folder's path"):
+        op_skyrl.attach(trainer(), dump=3)
 
 
 def test_a_second_attach_is_refused():

@@ -20,10 +20,13 @@ import onepolicy as op
 from onepolicy.audit.run import audit
 from onepolicy.config import UsageError
 from onepolicy.integrations import miles, slime
+from onepolicy.integrations.core.first_step import FirstStep
+from onepolicy.integrations.slime import correction as hooks
 from onepolicy.integrations.slime.metrics import over_ranks
 from support.contracts import value_of
 
 capability = pytest.mark.capability
+CUT = {"rollout_top_p": 0.5}
 
 
 def args(correction=None, *, use_tis=False, dump=None, **more):
@@ -160,6 +163,7 @@ def test_a_step_that_cannot_be_is_refused_by_name(subtests):
         (args("score-centering"), {}, "score-centering needs the ratio"),
         (args("mis", data_parallel_size=2), {}, "whole step"),
         (args("tsi"), {}, "tis"),
+        (args("tis", rollout_top_k=5), {}, "set --rollout-top-k -1"),
     ):
         data = rollout_data(**changes)
         with subtests.test(message=message):
@@ -280,11 +284,26 @@ def test_a_loss_hook_that_cannot_be_is_refused_by_name(subtests):
         ("tis", {"train_log_probs": None}, "one side's log-probabilities"),
         ("tis", {"rollout_log_probs": None}, "one side's log-probabilities"),
         ("tis", {"train_log_probs": part}, "context-parallel-size 1"),
+        ("tis", CUT, "set --rollout-top-p 1"),
     ):
         with subtests.test(correction=correction, changed=list(changes)):
-            batch = micro_batch("miles") | changes
+            batch, own = micro_batch("miles") | changes, {}
+            if changes is CUT:
+                batch, own = micro_batch("miles"), CUT
             with pytest.raises(UsageError, match=message):
-                miles.tis(args(correction, use_tis=True), **batch)
+                miles.tis(args(correction, use_tis=True, **own), **batch)
+
+
+def test_slime_scores_what_top_p_kept():
+    """Its trainer gets the kept tokens from SGLang; that of miles does not."""
+    slime.tis(args("tis", use_tis=True, **CUT), **micro_batch("slime"))
+    slime.step(args("tis", **CUT), 7, rollout_data())
+
+
+def test_cut_sampling_that_is_only_measured_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(hooks, "FIRST", FirstStep())
+    miles.tis(args(**CUT), **micro_batch("miles"))
+    assert "sampling is cut or changed (--rollout-top-p 0.5)" in caplog.text
 
 
 def test_a_rollout_without_the_log_probabilities_of_a_tools_reply_is_named():

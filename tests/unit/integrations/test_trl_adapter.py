@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from onepolicy.config import UsageError
-from onepolicy.integrations.trl import attach, routed_vllm
+from onepolicy.integrations.trl import attach, logging, routed_vllm
+from onepolicy.integrations.trl.own_model import SampledLogprobs
 
 PROMPT, COMPLETIONS = [5, 6], [[7, 8], [9]]
 MASK = torch.tensor([[1, 1], [1, 0]])
@@ -72,6 +73,37 @@ def test_vllms_log_probabilities_are_measured_and_dumped_where_asked(tmp_path):
     assert (first["logp_rollout"], first["logp_trainer"]) == ([-1, -2], [-1.25, -2.25])
     assert (first["reward"], second["reward"], second["entropy"]) == (0.5, 0.25, [0.75])
     assert first["step"] == second["step"] == 3
+
+
+def test_log_probabilities_of_a_generate_of_another_shape(subtests):
+    """Two prompts of three tokens. Beams feed more rows, drafts several tokens at a time."""
+    logits = torch.zeros(4, 5)
+    for name, calls, sequences in (
+        ("beams", [4, 4], torch.zeros(2, 5)),
+        ("drafts", [2], torch.zeros(2, 5)),
+        ("ignored", [], torch.zeros(2, 5)),
+    ):
+        with subtests.test(name):
+            kept = SampledLogprobs(1.0)
+            for length, rows in enumerate(calls):
+                kept(torch.zeros(rows, 3 + length).long(), logits[:rows])
+            with pytest.raises(UsageError, match=f"its logits_processor {len(calls)} times"):
+                kept.of(sequences.long(), 3)
+    kept = SampledLogprobs(1.0)
+    kept(torch.zeros(2, 3).long(), logits[:2])
+    kept(torch.zeros(2, 4).long(), logits[:2])
+    found = torch.tensor(kept.of(torch.zeros(2, 5).long(), 3))
+    torch.testing.assert_close(found.exp(), torch.full((2, 2), 0.2))
+
+
+def test_the_log_adds_up_counts_of_ranks(monkeypatch):
+    """Shares are means over ranks, counts are sums and extremes the largest."""
+    names = ["replay/rows", "correction/slots", "correction/weight_max", "replay/native_rows"]
+    ranks = [dict(zip(names, values, strict=True)) for values in ((20, 6, 1.5, 0), (27, 3, 2, 1))]
+    monkeypatch.setattr(logging, "gather_json", lambda accelerator, value: ranks)
+    trainer = GRPOTrainer()
+    logging.TrlLog(trainer).add(ranks[0])
+    assert [trainer._metrics["train"][name] for name in names] == [[47], [9], [2], [0.5]]
 
 
 def test_an_evaluation_has_the_trainers_own_loss():

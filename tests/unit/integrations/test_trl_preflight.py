@@ -5,46 +5,125 @@ from types import SimpleNamespace
 import pytest
 
 import onepolicy as op
+from onepolicy.integrations.trl import preflight
 from onepolicy.integrations.trl.preflight import METHODS, check_trainer
 from onepolicy.integrations.trl.settings import TrlSettings
 
-WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": None}
+TIS = op.preset("tis")
+WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "temperature": 1.0}
+OWN = {"rollout_func": None}
+FUNCTION = {"rollout_func": print}
+VLLM = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False}
 
 
 class GRPOTrainer(SimpleNamespace):
     """A stand-in: the checks go by this name."""
 
 
-def trainer(**changes):
-    args = SimpleNamespace(
-        torch_compile=False, steps_per_generation=1, gradient_accumulation_steps=1
-    )
+class RLOOTrainer(SimpleNamespace):
+    """A stand-in: the checks go by this name."""
+
+
+class GRPOConfig(SimpleNamespace):
+    """A stand-in: errors name it."""
+
+
+class RLOOConfig(SimpleNamespace):
+    """A stand-in: errors name it."""
+
+
+def trainer(kind=GRPOTrainer, config=GRPOConfig, kwargs=None, model=None, regex=None, **changes):
+    """Return a trainer. Its generation config is that of TRL: its own settings, then `kwargs`."""
+    args = config(torch_compile=False, steps_per_generation=1, gradient_accumulation_steps=1)
+    args.generation_kwargs, args.vllm_structured_outputs_regex = kwargs, regex
     more = dict.fromkeys(METHODS) | WHOLE | {"loss_type": "grpo", "use_vllm": False}
     more |= {"router_aux_loss_coef": 0.0, "aux_loss_enabled": False, "num_iterations": 1}
     more |= {"use_transformers_continuous_batching": False}
-    return GRPOTrainer(args=args, **(more | changes))
+    more |= {"model": SimpleNamespace(generation_config=SimpleNamespace(**model or {}))}
+    made = kind(args=args, **(more | changes))
+    own = {name: getattr(made, name) for name in WHOLE} | (kwargs or {})
+    made.generation_config = SimpleNamespace(**own)
+    return made
 
 
-def narrowed_notes(correction=None, **changes):
-    report = check_trainer(trainer(**changes), TrlSettings(correction=correction))
-    return [note for note in report.notes if "narrowed" in note]
+def refused(*given, correction=TIS, **changes) -> str:
+    with pytest.raises(op.UsageError) as error:
+        check_trainer(trainer(*given, **changes), TrlSettings(correction=correction))
+    return str(error.value)
 
 
-@pytest.mark.parametrize("change", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}])
-def test_narrowed_sampling_without_a_correction_of_ours_is_one_line(change):
-    """TRL's own correction is named only where it is on: with vLLM."""
-    (note,) = narrowed_notes(**change)
-    name, value = next(iter(change.items()))
-    assert f"{name} {value:g}" in note
-    assert "set top_p=1, top_k=0, min_p=None" in note
-    assert "TRL's own correction" not in note
-    vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": True}
-    (note,) = narrowed_notes(**change, **vllm)
-    assert "TRL's own correction" in note
-    assert not narrowed_notes(**vllm)
-    with pytest.raises(op.UsageError, match=f"whole distribution sampled: .*{name} {value:g}"):
-        narrowed_notes(op.preset("tis"), **change)
+CUT = [  # what samples, the change, its words and those of its mend
+    (OWN, {"top_p": 0.8}, "GRPOConfig(top_p=0.8)", "set GRPOConfig(top_p=1)"),
+    (OWN, {"top_k": 5}, "GRPOConfig(top_k=5)", "set GRPOConfig(top_k=-1)"),
+    (OWN, {"min_p": 0.1}, "GRPOConfig(min_p=0.1)", "set GRPOConfig(min_p=0)"),
+    (OWN, {"repetition_penalty": 1.1}, "repetition_penalty=1.1", "repetition_penalty=1)"),
+    (OWN, {"kwargs": {"typical_p": 0.5}}, '"typical_p"]=0.5', 'generation_kwargs["typical_p"]=1'),
+    (VLLM, {"kwargs": {"top_p": 0.5}}, 'generation_kwargs["top_p"]=0.5', '["top_p"]=1'),
+    (VLLM, {"kwargs": {"logit_bias": {3: 5.0}}}, '"logit_bias"]={3: 5.0}', "=None"),
+    (VLLM, {"min_p": 0.1}, "GRPOConfig(min_p=0.1)", "min_p=0"),
+    (VLLM, {"regex": "a+"}, "GRPOConfig(vllm_structured_outputs_regex='a+')", "=None"),
+    (FUNCTION, {"kwargs": {"presence_penalty": 0.5}}, '"presence_penalty"]=0.5', "=0"),
+    (OWN, {"kwargs": {"temperature": 0.5}}, '"temperature"]=0.5', 'kwargs["temperature"]=1'),
+    (OWN, {"kwargs": {"do_sample": False}}, '"do_sample"]=False', "=True"),
+    (OWN, {"kwargs": {"min_new_tokens": 9}}, '"min_new_tokens"]=9', "=0"),
+    (OWN, {"model": {"eta_cutoff": 3e-4}}, "model.generation_config.eta_cutoff = 0.0003", "= 0"),
+]
 
 
-def test_sampling_that_is_whole_has_no_line():
-    assert not narrowed_notes()
+@pytest.mark.parametrize(("sampler", "change", "found", "mend"), CUT)
+def test_sampling_that_is_not_the_scored_distribution(sampler, change, found, mend):
+    """It is refused beside a correction, in the caller's spelling, and else noted."""
+    text = refused(**sampler | change)
+    assert "whole distribution sampled" in text
+    assert found in text
+    assert mend in text.partition("temperature, so every ratio would be wrong; ")[2]
+    report = check_trainer(trainer(**sampler | change), TrlSettings())
+    (note,) = [note for note in report.notes if "cut or changed" in note]
+    assert found in note
+    assert mend in note
+
+
+NEUTRAL = {"top_p": 1.0, "top_k": -1, "num_beams": 1, "bad_words": [], "min_tokens": 1}
+
+
+@pytest.mark.parametrize("sampler", [OWN, FUNCTION, VLLM])
+def test_sampling_that_is_whole_has_no_line(sampler):
+    """A model's own config yields to what TRL sets itself."""
+    chosen = {"model": {"top_p": 0.8, "top_k": 20, "typical_p": 1.0}}
+    whole = trainer(kwargs=NEUTRAL | {"temperature": 1.0}, **sampler | chosen)
+    report = check_trainer(whole, TrlSettings(correction=TIS))
+    assert "cut or changed" not in str(report)
+
+
+@pytest.mark.parametrize("replay", ["r3", "off"])
+@pytest.mark.parametrize("kwargs", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3}])
+def test_beams_and_drafts_are_refused_by_name(replay, kwargs):
+    ((name, value),) = kwargs.items()
+    words = f'tokens drawn one by one: generation_kwargs\\["{name}"\\]={value}'
+    with pytest.raises(op.UsageError, match=words):
+        check_trainer(trainer(kwargs=kwargs), TrlSettings(replay=replay))
+    draft = {"prompt_lookup_num_tokens": 3}
+    check_trainer(trainer(kwargs=draft, **VLLM), TrlSettings())  # vLLM checks drafts itself
+
+
+def test_an_error_names_the_settings_of_its_trainer():
+    loss = {"aux_loss_enabled": True, "router_aux_loss_coef": 0.01, "top_p": 0.5}
+    text = refused(RLOOTrainer, RLOOConfig, correction=op.preset("seq-tis"), **loss)
+    assert "build the trainer with RLOOConfig(router_aux_loss_coef=0.0)" in text
+    assert "RLOOConfig(top_p=0.5)" in text
+    assert "GRPO" not in text
+
+
+def test_a_trl_without_the_settings_of_the_router_loss():
+    old = trainer()
+    del old.router_aux_loss_coef, old.aux_loss_enabled
+    with pytest.raises(op.UsageError, match=r"no router_aux_loss_coef, .*; install trl 1\.16\.0"):
+        check_trainer(old, TrlSettings())
+    check_trainer(old, TrlSettings(replay="off"))
+
+
+@pytest.mark.parametrize(("installed", "lines"), [("1.13.0", 1), ("1.16.0", 0), (None, 0)])
+def test_a_version_that_nobody_tested_is_noted(monkeypatch, installed, lines):
+    monkeypatch.setattr(preflight, "_installed_version", lambda: installed)
+    notes = check_trainer(trainer(), TrlSettings()).notes
+    assert sum("TRL 1.13.0 is untested; 1.16.0 is tested" in note for note in notes) == lines

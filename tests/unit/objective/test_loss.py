@@ -135,3 +135,13 @@ def test_a_step_without_slots_is_refused():
     _, made = random_batch(0)
     with pytest.raises(UsageError, match="no trainable slot"):
         loss_weights(made.replace(trainable=torch.zeros_like(made.trainable)), CONFIG, max_tokens=9)
+
+
+@pytest.mark.parametrize("reduction", ["sequence-mean-token-mean", "sequence-mean-token-sum"])
+def test_a_sample_without_a_trainable_token_counts(reduction):
+    """verl and OpenRLHF leave it out of their sequence means: theirs would be twice as large."""
+    trainable = torch.tensor([True, True, False, False])
+    made, config = batch([2, 2], trainable, [1.0, 1.0]), ObjectiveConfig(reduction=reduction)
+    weights = loss_weights(made, config, max_tokens=9)
+    share = {"sequence-mean-token-mean": 0.25, "sequence-mean-token-sum": 0.5}[reduction]
+    assert weights.tolist() == [share, share, 0, 0]

@@ -18,7 +18,7 @@ from onepolicy.types import RoutingTrace
 
 LARGEST = ("max_dlogp", "max_dp", "weight_max", "ratio_max")
 """Last parts of names whose value over ranks is the largest."""
-COUNTS = ("differing", "slots", "kept", "denominator")
+COUNTS = ("differing", "slots", "kept", "denominator", "rows")
 """Last parts of names whose value over ranks is the sum. Of the other names it is the mean."""
 
 
@@ -74,17 +74,25 @@ def routing_metrics(
     }
 
 
-def replay_metrics(traces: Sequence[RoutingTrace | None]) -> dict[str, float]:
+def replay_metrics(
+    traces: Sequence[RoutingTrace | None], tokens: Sequence[int]
+) -> dict[str, float]:
     """Return counts of the routes that a step replays.
 
-    `replay/rows` rows are replayed. `replay/native_rows` is the share of the other rows of samples
-    with routes, and `replay/missing_samples` the share of samples without any route. A step without
-    samples has no metrics.
+    `replay/rows` rows are replayed. `replay/native_rows` is the share of the other rows, those that
+    the trainer routes itself, over all samples, and `replay/missing_samples` the share of samples
+    without any route. A step without samples has no metrics.
+
+    Args:
+        traces: each sample's trace; None for one without routes.
+        tokens: each sample's prompt and response. It has a row for all but the last.
     """
     if not traces:
         return {}
     known = [trace for trace in traces if trace is not None and trace.valid.any()]
-    rows = sum(len(trace) for trace in known)
+    rows = sum(
+        n - 1 if trace is None else len(trace) for trace, n in zip(traces, tokens, strict=True)
+    )
     valid = sum(int(trace.valid.sum()) for trace in known)
     metrics = {
         "replay/rows": float(valid),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from onepolicy.config import UsageError
@@ -47,6 +48,11 @@ class Preflight:
             raise UsageError(
                 "\n".join([f"{self.trainer} cannot run with onepolicy as set:", *lines])
             )
+
+    def log_notes(self) -> None:
+        """Log the notes, where a trainer shows no report."""
+        for text in self.notes:
+            logging.getLogger("onepolicy").warning("%s: %s", self.trainer, text)
 
     def __str__(self) -> str:
         lines = [f"onepolicy in {self.trainer}"]

@@ -65,3 +65,15 @@ def read_settings(section: Any, name: str) -> Settings:
         return Settings.model_validate(dict(section or {}))
     except ValidationError as error:
         raise UsageError(f"{name}: {describe_errors(error, Settings)}") from None
+
+
+def dump_folder(dump: Any, caller: str) -> Path | None:
+    """Return the folder that the argument `dump` of an `attach` names; None for none.
+
+    Raises UsageError for anything else.
+    """
+    if dump is None or isinstance(dump, Path):
+        return dump
+    if not isinstance(dump, str):
+        raise UsageError(f"{caller}: dump is {dump!r}; give a folder's path, or None for no dump")
+    return Path(dump)

@@ -26,9 +26,9 @@ def setup() -> None:
 
 def tis(args: Any, **batch: Any) -> Any:
     """Apply the correction to a micro-batch's policy loss, as of `slime.tis`."""
-    from onepolicy.integrations.slime.correction import tis as weigh
+    from onepolicy.integrations.slime.correction import weighed
 
-    return weigh(args, **batch)
+    return weighed(args, **batch, top_p_replayed=False)
 
 
 def check_samples(args: Any, samples: Any, *more: Any) -> None:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from onepolicy.integrations.core.dump import dump_row, write_rows
+from onepolicy.integrations.core.first_step import FirstStep
 from onepolicy.integrations.core.preflight import Preflight
+from onepolicy.integrations.core.sampling import check_sampling, settings_of
 from onepolicy.integrations.core.settings import Settings, read_settings
 from onepolicy.integrations.core.step import measure_and_correct, padded
 
@@ -31,10 +33,14 @@ def extend(module: Any) -> None:
 
     def compute_advantages_and_returns(self: Any, experiences: list[Any]) -> list[Any]:
         settings = own_settings()
-        check_step(self.args, settings, experiences).finish()
+        report = check_step(self.args, settings, experiences)
+        report.finish()
         made: list[Any] = theirs(self, experiences)
         self.onepolicy_steps = getattr(self, "onepolicy_steps", 0) + 1
-        finish_step(made, settings, self.onepolicy_steps)
+        if not hasattr(self, "onepolicy_first_step"):
+            self.onepolicy_first_step = FirstStep()
+            report.log_notes()
+        finish_step(made, settings, self.onepolicy_steps, self.onepolicy_first_step)
         return made
 
     maker.compute_advantages_and_returns = compute_advantages_and_returns
@@ -51,7 +57,9 @@ def extend_trainer(module: Any) -> None:
     module.BasePPOTrainer.train_step = train_step
 
 
-def finish_step(experiences: Sequence[Any], settings: Settings, step: int) -> None:
+def finish_step(
+    experiences: Sequence[Any], settings: Settings, step: int, first: FirstStep
+) -> None:
     """Measure, correct and dump the experiences of a step, in place.
 
     The advantages get the correction's weights. Every sample's `info` gets the step's metrics,
@@ -64,6 +72,7 @@ def finish_step(experiences: Sequence[Any], settings: Settings, step: int) -> No
     if settings.dump is not None:
         rows = [row for experience in experiences for row in _rows(experience, step)]
         write_rows(settings.dump, step, rows)
+    first.look(old.float(), rollout.float(), mask.bool())
     found = measure_and_correct(
         advantages, old.float(), rollout.float(), mask.bool(), settings.correction
     )
@@ -82,6 +91,8 @@ def check_step(args: Any, settings: Settings, experiences: Sequence[Any]) -> Pre
     """Return the report of a step's settings."""
     report = Preflight("OpenRLHF")
     level = args.algo.advantage.is_correction_level
+    sampled = settings_of(getattr(args, "rollout", None), "--rollout.{name} {}")
+    check_sampling(report, sampled, settings.correction)
     report.require(
         "the rollout's log-probabilities",
         all(experience.rollout_log_probs is not None for experience in experiences),

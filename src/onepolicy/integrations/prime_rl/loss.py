@@ -18,9 +18,13 @@ from onepolicy.config import CorrectionConfig
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.weights import reweight
 from onepolicy.integrations.core.advantages import needs_whole_step, of_a_part, turns_of
+from onepolicy.integrations.core.first_step import FirstStep
 from onepolicy.integrations.core.preflight import Preflight
 from onepolicy.integrations.core.settings import read_settings
 from onepolicy.integrations.core.step import token_metrics
+
+FIRST = FirstStep()
+"""Of this process. prime-rl hands the loss no object that lives as long."""
 
 
 class LossOutputs(NamedTuple):
@@ -59,6 +63,7 @@ def loss(
     rollout, advantages = inputs.inference_logprobs.float(), inputs.advantages.float()
     if not mask.any():
         return LossOutputs(new.sum() * 0.0, {})
+    FIRST.gather(new.detach().float(), rollout, mask)
     found = _weights(config, new.detach().float(), rollout, mask, advantages)
     # the difference is masked before exp: where it is inf, exp's gradient would be NaN
     ratio = torch.where(found.keep, new - rollout, 0.0).exp()

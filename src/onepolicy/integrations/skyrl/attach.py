@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.integrations.core.advantages import named_correction
 from onepolicy.integrations.core.dump import dump_row, write_rows
+from onepolicy.integrations.core.first_step import FirstStep
 from onepolicy.integrations.core.preflight import Preflight
-from onepolicy.integrations.core.settings import Settings
+from onepolicy.integrations.core.sampling import Sampled, check_sampling, settings_of
+from onepolicy.integrations.core.settings import Settings, dump_folder
 from onepolicy.integrations.core.step import measure_and_correct
 from onepolicy.integrations.skyrl.loss import NAME, registered_correction
 
@@ -59,10 +62,7 @@ def attach(
     Raises:
         UsageError: the trainer's settings do not go with these. Each is named, with its fix.
     """
-    folder = None
-    if dump is not None:
-        folder = Path(dump)
-    settings = Settings(correction=named_correction(correction), dump=folder)
+    settings = Settings(correction=named_correction(correction), dump=dump_folder(dump, "attach"))
     report = check_settings(trainer.cfg, settings)
     report.require(
         "one attach",
@@ -79,6 +79,7 @@ def attach(
         finish_step(trainer, made, settings)
         return made
 
+    trainer.onepolicy_first_step = FirstStep()
     trainer.compute_advantages_and_returns = compute_advantages_and_returns
     print(report, file=sys.stderr)
     return report
@@ -94,6 +95,8 @@ def finish_step(trainer: Any, data: Any, settings: Settings) -> None:
         _require_nothing(settings, scored=old is not None)
         return
     old, rollout, mask = old.float(), rollout.float(), _mask(data)
+    tokens = data["sequences"][:, -mask.shape[1] :]
+    trainer.onepolicy_first_step.look(old, rollout, mask, tokens=tokens)
     if settings.dump is not None:
         rows = _rows(trainer, data, old, rollout, mask)
         write_rows(settings.dump, trainer.global_step, rows)
@@ -108,6 +111,13 @@ def check_settings(cfg: Any, settings: Settings) -> Preflight:
     report = Preflight("SkyRL")
     algorithm, correction = cfg.trainer.algorithm, settings.correction
     loss = str(algorithm.policy_loss_type)
+    check_sampling(
+        report,
+        _sampling_of(cfg),
+        correction,
+        scored_at=getattr(algorithm, "temperature", None),
+        leave_out="`correction`",
+    )
     if correction is None:
         report.require(
             "a correction for the loss",
@@ -160,6 +170,15 @@ def check_settings(cfg: Any, settings: Settings) -> Preflight:
         fix="this loss compares with the rollout itself; use regular, or leave `correction` out",
     )
     return report
+
+
+def _sampling_of(cfg: Any) -> Iterator[Sampled]:
+    """Yield the settings of the engine's sampling parameters."""
+    section = "generator.sampling_params"
+    parameters = getattr(getattr(cfg, "generator", None), "sampling_params", None)
+    yield from settings_of(parameters, f"{section}.{{name}}={{}}")
+    more = getattr(parameters, "additional_kwargs", None)
+    yield from settings_of(more, f"{section}.additional_kwargs.{{name}}={{}}")
 
 
 def _require_nothing(settings: Settings, *, scored: bool) -> None:

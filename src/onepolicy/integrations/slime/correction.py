@@ -20,6 +20,7 @@ from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.correct.weights import reweight
 from onepolicy.integrations.core.advantages import of_a_part, turns_of
 from onepolicy.integrations.core.dump import dump_row, write_rows
+from onepolicy.integrations.core.first_step import FirstStep
 from onepolicy.integrations.core.settings import Settings, read_settings
 from onepolicy.integrations.core.step import (
     NONFINITE,
@@ -29,7 +30,11 @@ from onepolicy.integrations.core.step import (
     token_metrics,
     unpadded,
 )
-from onepolicy.integrations.slime.metrics import data_parallel_group, over_ranks
+from onepolicy.integrations.slime.metrics import (
+    data_parallel_group,
+    is_first_rank,
+    over_ranks,
+)
 from onepolicy.integrations.slime.preflight import check_lengths, check_step, check_tis
 
 
@@ -41,6 +46,8 @@ class Batch(NamedTuple):
     masks: list[Tensor]  # bool
 
 
+FIRST = FirstStep()
+"""Of this process. Neither trainer hands its hooks an object that lives as long."""
 TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 
 
@@ -65,7 +72,8 @@ def step(args: Any, rollout_id: int = 0, rollout_data: Any = None, **_: Any) -> 
     if not rollout_data.get("advantages"):
         return  # not the last pipeline stage
     settings = settings_of(args)
-    check_step(args, settings, rollout_data).finish()
+    report = check_step(args, settings, rollout_data)
+    report.finish()
     whole = _gatherer(args, rollout_data)
     batch = Batch(
         whole("log_probs"),
@@ -80,6 +88,9 @@ def step(args: Any, rollout_id: int = 0, rollout_data: Any = None, **_: Any) -> 
     found = measure_and_correct(
         padded(whole("advantages")), old, rollout, mask.to(old.device), correction
     )
+    if FIRST.due and is_first_rank():
+        report.log_notes()
+        FIRST.look(old, rollout, mask.to(old.device))
     metrics = over_ranks(found.metrics, int(mask.sum()), correction, data_parallel_group())
     if settings.correction is not None:
         _check_nonfinite(settings.correction, metrics)
@@ -90,19 +101,30 @@ def step(args: Any, rollout_id: int = 0, rollout_data: Any = None, **_: Any) -> 
         _dump(settings, rollout_id, rollout_data, batch)
 
 
-def tis(
+def tis(args: Any, **batch: Any) -> TisResult:
+    """Apply the correction to a micro-batch's policy loss, in slime, as of `weighed`."""
+    return weighed(args, **batch, top_p_replayed=True)
+
+
+def weighed(
     args: Any,
     *,
     pg_loss: Tensor,  # [N], concatenated samples
     train_log_probs: list[Tensor] | None,  # of each sample; None if nothing scored them
     rollout_log_probs: list[Tensor] | None,
     loss_masks: list[Tensor],
+    top_p_replayed: bool,
     **_: Any,
 ) -> TisResult:
     """Apply the correction to one micro-batch's policy loss. The TIS hook of slime and miles.
 
     Without --use-tis (that is, with --get-mismatch-metrics alone) the loss stays as it is: both
     trainers take what a hook returns in either case.
+
+    Args:
+        args: the trainer's.
+        pg_loss, train_log_probs, rollout_log_probs, loss_masks: of the micro-batch.
+        top_p_replayed: the trainer scores over the tokens that top-p kept.
 
     Returns:
         The loss [N], the masks as they were, and metrics [N] of each token.
@@ -118,8 +140,12 @@ def tis(
     old = [logp.detach().float() for logp in train_log_probs]
     rollout = [logp.detach().float() for logp in rollout_log_probs]
     masks = [mask.bool().to(logp.device) for mask, logp in zip(loss_masks, old, strict=True)]
-    check_tis(args, settings, old, masks).finish()
+    report = check_tis(args, settings, old, masks, top_p_replayed=top_p_replayed)
+    report.finish()
     check_lengths(old, rollout, masks)
+    if FIRST.due and is_first_rank():
+        report.log_notes()
+        FIRST.look(padded(old), padded(rollout), padded(masks))
     metrics = _token_metrics(old, rollout, masks)
     if settings.correction is None or not args.use_tis:
         return pg_loss, loss_masks, metrics

@@ -26,6 +26,11 @@ def data_parallel_group() -> Any:
     return mpu.get_data_parallel_group_gloo(with_context_parallel=False)
 
 
+def is_first_rank() -> bool:
+    """Return whether this process speaks for all."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def over_ranks(
     metrics: dict[str, float], tokens: int, correction: CorrectionConfig | None, group: Any
 ) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.integrations.core.advantages import needs_whole_step
 from onepolicy.integrations.core.preflight import Preflight
+from onepolicy.integrations.core.sampling import Sampled, check_sampling
 from onepolicy.integrations.core.settings import Settings
 
 MEASURE = "--get-mismatch-metrics --custom-tis-function-path onepolicy.integrations.slime.tis"
@@ -30,6 +31,7 @@ def check_step(args: Any, settings: Settings, data: Mapping[str, Any]) -> Prefli
         found="rollout_data has no log_probs",
         fix=f"with one update per rollout slime scores only if asked to: add {MEASURE}",
     )
+    check_sampling(report, sampling_of(args, top_p_replayed=True), settings.correction)
     if settings.correction is None:
         return report
     _check_correction(report, settings.correction)
@@ -56,8 +58,24 @@ def check_step(args: Any, settings: Settings, data: Mapping[str, Any]) -> Prefli
     return report
 
 
+def sampling_of(args: Any, *, top_p_replayed: bool) -> Iterator[Sampled]:
+    """Yield the settings of the rollout. Both trainers score at the rollout's temperature.
+
+    top_p_replayed: the trainer scores over the tokens that top-p kept, as slime does.
+    """
+    for name in ("top_p", "top_k", "min_p"):
+        value = getattr(args, f"rollout_{name}", None)
+        if name != "top_p" or not top_p_replayed:
+            yield Sampled(name, value, f"--rollout-{name.replace('_', '-')} {{}}")
+
+
 def check_tis(
-    args: Any, settings: Settings, logps: Sequence[Tensor], masks: Sequence[Tensor]
+    args: Any,
+    settings: Settings,
+    logps: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    *,
+    top_p_replayed: bool,
 ) -> Preflight:
     """Return the report of a TIS hook."""
     report = Preflight("slime or miles")
@@ -69,6 +87,10 @@ def check_tis(
         "--context-parallel-size 1, or in slime with "
         "--rollout-data-postprocess-path onepolicy.integrations.slime.step",
     )
+    applied = None
+    if args.use_tis:
+        applied = settings.correction
+    check_sampling(report, sampling_of(args, top_p_replayed=top_p_replayed), applied)
     if settings.correction is None:
         report.require(
             "a correction for --use-tis",

@@ -14,6 +14,7 @@ from onepolicy.audit.export.trl import StepDump, response_mask, response_rows
 from onepolicy.config import UsageError
 from onepolicy.integrations.core.armed import ArmedReplay
 from onepolicy.integrations.core.dump import add_routes
+from onepolicy.integrations.core.first_step import FirstStep
 from onepolicy.integrations.core.metrics import (
     mismatch_metrics,
     replay_metrics,
@@ -79,6 +80,7 @@ class TrlAdapter:
             self._routers = armed.routers
         self._book = RouteBook(self._routers, settings.form)
         self._log = TrlLog(trainer)
+        self._first = FirstStep()
         self._adds_scoring = settings.scoring == "always" and not trl_scores(trainer)
         self._in_training_forward = settings.scoring != "always" and not trl_scores(trainer)
         self._generation: Generation | None = None
@@ -290,7 +292,10 @@ class TrlAdapter:
     def _finish(self, made: dict[str, Any], generation: Generation, step: int) -> None:
         """Measure, correct and dump a generation whose tokens and scores are known."""
         self._generations += 1
-        metrics = replay_metrics(generation.traces)
+        metrics: dict[str, float] = {}
+        if generation.traces:
+            tokens = (made["prompt_mask"].sum(1) + made["completion_mask"].sum(1)).tolist()
+            metrics = replay_metrics(generation.traces, tokens)
         if self._settings.on_mismatch == "drop" and generation.traces:
             metrics["replay/dropped_samples"] = generation.dropped / len(generation.traces)
         if generation.native:
@@ -307,6 +312,7 @@ class TrlAdapter:
         logp_old = generation.logp
         if logp_old is not None:
             metrics |= mismatch_metrics(logp_old, logp_rollout, mask)
+            self._look(made, logp_old, logp_rollout, mask, generation.entropy)
             if self._dump is not None:
                 self._write_dump(made, generation, logp_native, step)
             if self._settings.correction is not None:
@@ -314,6 +320,19 @@ class TrlAdapter:
                     made, logp_old, logp_rollout, mask, self._settings.correction
                 )
         self._log.add(metrics)
+
+    def _look(
+        self,
+        made: Mapping[str, Any],
+        logp: Tensor,  # [B, T]
+        logp_rollout: Tensor,  # [B, T]
+        mask: Tensor,  # [B, T] bool
+        entropy: Tensor | None = None,  # [B, T]
+    ) -> None:
+        """Diagnose the main process's part of the first scored step."""
+        if self._first.due and self._trainer.accelerator.is_main_process:
+            tokens = made["completion_ids"]
+            self._first.look(logp, logp_rollout, mask, tokens=tokens, entropy=entropy)
 
     def _native_scores(self, made: Mapping[str, Any]) -> Tensor | None:
         """Return the scores [B, T] without replay, every `native_every` generations, or None."""
@@ -382,6 +401,7 @@ class TrlAdapter:
             metrics |= routing_metrics(traces, native)
         if measure:
             metrics |= mismatch_metrics(logp_new, logp_rollout, mask)
+            self._look(inputs, logp_new, logp_rollout, mask)
         if measure and config is not None:
             metrics |= correct_generation(inputs, logp_new, logp_rollout, mask, config)
         if config is not None and config.live:

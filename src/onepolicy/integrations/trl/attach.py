@@ -20,6 +20,7 @@ from onepolicy.config import CorrectionConfig
 from onepolicy.integrations.core.advantages import named_correction
 from onepolicy.integrations.core.armed import ArmedReplay
 from onepolicy.integrations.core.preflight import Preflight
+from onepolicy.integrations.core.settings import dump_folder
 from onepolicy.integrations.trl.adapter import TrlAdapter
 from onepolicy.integrations.trl.preflight import MARK, check_trainer
 from onepolicy.integrations.trl.settings import Replay, Scoring, TrlSettings
@@ -68,13 +69,10 @@ def attach(
         UsageError: the trainer's settings do not go with these. Each is named, with its fix.
         RoutingError: the model's experts cannot be replayed.
     """
-    folder = None
-    if dump is not None:
-        folder = Path(dump)
     settings = TrlSettings(
         replay=replay,
         correction=named_correction(correction),
-        dump=folder,
+        dump=dump_folder(dump, "attach"),
         scoring=scoring,
         native_every=native_every,
         form=form,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onepolicy.integrations.core.metrics import LARGEST
+from onepolicy.integrations.core.metrics import COUNTS, LARGEST
 from onepolicy.integrations.trl.ranks import gather_json
 
 
@@ -21,6 +21,9 @@ class TrlLog:
         for name in names:
             values = [one[name] for one in of_ranks if name in one]
             value = sum(values) / len(values)
-            if name.rpartition("/")[2] in LARGEST:
+            last = name.rpartition("/")[2]
+            if last in LARGEST:
                 value = max(values)
+            elif last in COUNTS:
+                value = sum(values)
             self._trainer._metrics["train"][name].append(value)

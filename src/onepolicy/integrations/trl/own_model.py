@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from onepolicy.config import UsageError
 from onepolicy.replay.padding import routes_of_generate
 from onepolicy.replay.routers import Routers
 from onepolicy.replay.topk_hook import override_attribute
@@ -37,18 +38,34 @@ class SampledLogprobs(LogitsProcessor):
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
+        self._calls = self._seen = 0
         self._last: Tensor | None = None  # [B, V] float32, log-probabilities of the next token
         self._logp: list[Tensor] = []  # [B, 1] of each token so far
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Keep the distribution of the next token. Return `scores` [B, V] unchanged."""
+        self._calls, self._seen = self._calls + 1, len(input_ids)
         self._take(input_ids)
         self._last = (scores.float() / self._temperature).log_softmax(-1)
         return scores
 
-    def of(self, sequences: Tensor) -> list[list[float]]:
-        """Return the log-probabilities of the generated tokens of `sequences` [B, S]."""
-        self._take(sequences)
+    def of(self, sequences: Tensor, prompt: int) -> list[list[float]]:
+        """Return the log-probabilities of the tokens after the prompt's in `sequences` [B, S].
+
+        Raises UsageError if generate() did not call this processor once a token and sequence.
+        """
+        if self._last is not None and len(self._last) == len(sequences):
+            self._take(sequences)
+        rows, found = len(sequences), [len(logp) for logp in self._logp]
+        if found != [rows] * (sequences.shape[1] - prompt):
+            raise UsageError(
+                f"TRL: model.generate() returned {rows} sequences of "
+                f"{sequences.shape[1] - prompt} new tokens, and called its logits_processor "
+                f"{self._calls} times, for {self._seen} sequences at last: their log-probabilities "
+                "are not known. It ignores logits processors, searches beams or drafts tokens; "
+                "sample one token at a time, use vLLM, or return log-probabilities from a "
+                "rollout_func"
+            )
         listed: list[list[float]] = torch.cat(self._logp, 1).tolist()
         return listed
 
@@ -79,7 +96,7 @@ def own_rollouts(
             sequences: Tensor = original(
                 *args, **kwargs, logits_processor=LogitsProcessorList([logprobs])
             )
-        found.logp = logprobs.of(sequences)
+        found.logp = logprobs.of(sequences, kwargs["input_ids"].shape[1])
         if tape is not None:
             traces = routes_of_generate(tape, sequences, kwargs["attention_mask"])
             found.traces = [trace.to("cpu") for trace in traces]

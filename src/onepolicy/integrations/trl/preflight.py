@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from onepolicy.config import CorrectionConfig
 from onepolicy.integrations.core.advantages import needs_whole_step
 from onepolicy.integrations.core.preflight import Preflight
+from onepolicy.integrations.core.sampling import check_sampling
 from onepolicy.integrations.trl.correction import has_one_weight_a_sequence
+from onepolicy.integrations.trl.sampling import config_of, samples_itself, sampling_of
 from onepolicy.integrations.trl.settings import TrlSettings
 from onepolicy.integrations.trl.vllm_routes import returns_routes
 
@@ -19,6 +23,10 @@ METHODS = (
     "_calculate_rewards",
     "_compute_loss",
 )
+ROUTER_LOSS = ("router_aux_loss_coef", "aux_loss_enabled")
+"""Attributes without which nobody knows whether the routers' loss is on. TRL up to 1.5.1 has none.
+"""
+TESTED = "1.16.0"
 MARK = "_onepolicy"
 """Attribute of a trainer that has onepolicy attached."""
 IS_DEFAULTS = ("sequence_mask", None, 3.0)  # TRL 1.16: mode, lower and upper bound
@@ -33,15 +41,21 @@ def check_trainer(trainer: Any, settings: TrlSettings) -> Preflight:
         UsageError: some settings do not go together. Each is named, with the change to make.
     """
     report = Preflight("TRL")
-    _check_kind(trainer, report)
+    _check_kind(trainer, settings, report)
     report.finish()  # the rest reads what these trainers have
     if settings.replay == "r3":
         _check_replay(trainer, report)
         _check_engine(trainer, report)
     if settings.correction is not None:
         _check_correction(trainer, settings, settings.correction, report)
-    elif _narrowed(trainer):
-        _note_narrowed(trainer, report)
+    check_sampling(
+        report,
+        sampling_of(trainer),
+        settings.correction,
+        scored_at=getattr(trainer, "temperature", None),
+        recorded=samples_itself(trainer),
+        leave_out="`correction`",
+    )
     _check_scoring(trainer, settings, report)
     report.finish()
     return report
@@ -70,7 +84,7 @@ def corrects_itself(trainer: Any) -> bool:
     return bool(trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False))
 
 
-def _check_kind(trainer: Any, report: Preflight) -> None:
+def _check_kind(trainer: Any, settings: TrlSettings, report: Preflight) -> None:
     name = type(trainer).__name__
     fix = "use GRPOTrainer or RLOOTrainer"
     if "Async" in name:
@@ -79,13 +93,25 @@ def _check_kind(trainer: Any, report: Preflight) -> None:
             "have one row for the routes of many requests; use GRPOTrainer"
         )
     report.require("a supported trainer", kind_of(trainer) != "other", found=name, fix=fix)
-    missing = [method for method in METHODS if not hasattr(trainer, method)]
+    read: tuple[str, ...] = METHODS
+    if settings.replay == "r3":
+        read += ROUTER_LOSS
+    missing = [name for name in read if not hasattr(trainer, name)]
     if missing and kind_of(trainer) != "other":
-        fix = "this TRL has other methods than 1.16; install trl 1.16"
+        fix = f"this TRL has other methods than 1.16; install trl {TESTED}"
         report.require("methods of TRL 1.16", False, found=f"no {', '.join(missing)}", fix=fix)
+    installed = _installed_version()
+    if installed not in (None, TESTED):
+        report.note(f"TRL {installed} is untested; {TESTED} is tested")
     if getattr(trainer, MARK, False):
         fix = "make another trainer; attach is called once for each"
         report.require("attached once", False, found="attached already", fix=fix)
+
+
+def _installed_version() -> str | None:
+    with contextlib.suppress(PackageNotFoundError):
+        return version("trl")
+    return None
 
 
 def _check_replay(trainer: Any, report: Preflight) -> None:
@@ -96,8 +122,8 @@ def _check_replay(trainer: Any, report: Preflight) -> None:
         found=f"router_aux_loss_coef = {coefficient:g}",
         fix=(
             "it counts experts that replay does not use and pulls the routers away from those it "
-            "does; build the trainer with GRPOConfig(router_aux_loss_coef=0.0), the model's "
-            "config is read only then"
+            f"does; build the trainer with {config_of(trainer)}(router_aux_loss_coef=0.0), the "
+            "model's config is read only then"
         ),
     )
     report.require(
@@ -151,33 +177,6 @@ def _check_correction(
         fix=_loss_fix(kind, loss, config),
     )
     _check_own_correction(trainer, config, report)
-    report.require(
-        "whole distribution sampled",
-        not _narrowed(trainer),
-        found=_sampling(trainer),
-        fix="the trainer's softmax is over all tokens, so every ratio would be wrong; set "
-        "top_p=1, top_k=0, min_p=None",
-    )
-
-
-def _narrowed(trainer: Any) -> bool:
-    """Return whether the trainer samples from a part of the vocabulary."""
-    return trainer.top_p < 1 or bool(trainer.top_k) or bool(trainer.min_p)
-
-
-def _sampling(trainer: Any) -> str:
-    return f"top_p {trainer.top_p:g}, top_k {trainer.top_k}, min_p {trainer.min_p}"
-
-
-def _note_narrowed(trainer: Any, report: Preflight) -> None:
-    """Tell what narrowed sampling does to the ratios that are not ours."""
-    concerned = "mismatch/* compare two distributions"
-    if corrects_itself(trainer):
-        concerned += ", and so does the ratio of TRL's own correction"
-    report.note(
-        f"sampling is narrowed ({_sampling(trainer)}) but the trainer's softmax is over all "
-        f"tokens: {concerned}; set top_p=1, top_k=0, min_p=None"
-    )
 
 
 def _loss_takes(trainer: Any, config: CorrectionConfig) -> bool:

@@ -34,7 +34,7 @@ def replay_sums(
         native: the routers' own choice for them.
         samples: samples with trained tokens.
         missing: those of them without a single route.
-        rows: rows of the others.
+        rows: rows of all of them.
     """
     names = ("routers", "differing", "agreeing", "slots", "differing_slots", "valid")
     sums = dict.fromkeys(names, 0.0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from onepolicy.config import CorrectionConfig
 from onepolicy.integrations.core.preflight import Preflight
+from onepolicy.integrations.core.sampling import Sampled, check_sampling, settings_of
 from onepolicy.integrations.verl import VENDOR, VENDOR_VARIABLE
 from onepolicy.integrations.verl.settings import Settings
 from onepolicy.integrations.verl.workers import WorkerReport
@@ -35,11 +36,20 @@ def check_config(config: Any, settings: Settings, environment: Mapping[str, str]
             found=f"{SECTION}.bypass_mode={_bypasses(config)}",
             fix="bypass mode scores no batch, so a dump has no trainer side; leave one out",
         )
-    for name in ("top_p", "top_k"):
-        value = rollout.get(name)
-        if value not in (None, 1.0, -1):
-            report.note(f"rollout.{name}={value}: engine and trainer normalise over other tokens")
+    check_sampling(
+        report,
+        _sampling_of(rollout),
+        settings.correction,
+        leave_out="trainer.onepolicy.correction",
+    )
     return report
+
+
+def _sampling_of(rollout: Any) -> Iterator[Sampled]:
+    """Yield the settings of the rollout. verl scores at the rollout's temperature."""
+    for one in settings_of(rollout, "actor_rollout_ref.rollout.{name}={}"):
+        if one.name != "logprobs_mode" or rollout.get("temperature", 1.0) != 1.0:
+            yield one
 
 
 def replays(config: Any) -> bool:

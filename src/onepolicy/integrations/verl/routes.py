@@ -46,8 +46,9 @@ class MicroBatchRoutes:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the trained samples that have routes."""
-        return sum(len(trace) for trace in self.traces if trace.valid.any())
+        """The number of rows of the trained samples, with routes or without."""
+        counted = zip(self.traces, self.trained, strict=True)
+        return sum(len(trace) for trace, on in counted if on)
 
     def laid_out(
         self, attention_mask: Tensor | None, pad_size: int, *, rank: int = 0, ranks: int = 1

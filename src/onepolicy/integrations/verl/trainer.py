@@ -26,6 +26,7 @@ from verl.trainer.ppo.v1 import (
     trainer_base,
 )
 
+from onepolicy.integrations.core.first_step import FirstStep
 from onepolicy.integrations.core.metrics import mismatch_metrics
 from onepolicy.integrations.core.preflight import Preflight
 from onepolicy.integrations.verl import preflight
@@ -38,6 +39,8 @@ from onepolicy.integrations.verl.workers import ModelRouters, WorkerSettings, se
 log = logging.getLogger(__name__)
 VERLS_CORRECTION = "compute_rollout_correction_and_add_to_batch"
 MEASURED = ["response_mask", "old_log_probs", "rollout_log_probs"]
+JUDGED = {"responses", "entropy"}
+"""Fields that tell more of the first step."""
 
 
 class OnePolicyMixin:
@@ -60,6 +63,7 @@ class OnePolicyMixin:
         if section is not None:
             section = OmegaConf.to_container(section, resolve=True)
         self.onepolicy: Settings = read_settings(section)
+        self._first = FirstStep()
         self._preflight: Preflight = preflight.check_config(config, self.onepolicy, os.environ)
         self._preflight.finish()
         with open_dict(config):  # verl takes every mode but its own "sync" for asynchronous
@@ -91,10 +95,21 @@ class OnePolicyMixin:
         if section is not None and section.get("bypass_mode", False):
             return batch  # the old log-probabilities are the rollout's; the loss measures
         fields = MEASURED
+        if self._first.due:
+            fields = [*MEASURED, *JUDGED]
         if self.onepolicy.dump is not None:
             fields = FIELDS
         data = _fetch(batch, fields)
         padded = DataProto(batch=data.select(*MEASURED).to_padded_tensor()).batch
+        if self._first.due:
+            judged = {name: data[name].to_padded_tensor(0) for name in JUDGED & set(data.keys())}
+            self._first.look(
+                padded["old_log_probs"],
+                padded["rollout_log_probs"],
+                padded["response_mask"],
+                tokens=judged.get("responses"),
+                entropy=judged.get("entropy"),
+            )
         metrics.update(
             mismatch_metrics(
                 padded["old_log_probs"], padded["rollout_log_probs"], padded["response_mask"]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+import onepolicy as op
 import onepolicy.integrations.trl as op_trl
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import MisalignedRoutesError
-from support.trl.tiny import CopySampler, as_vllm, make_trainer, parameters, train
+from support.trl.tiny import CopySampler, as_vllm, make_trainer, parameters, tiny_moe, train
 
 capability = pytest.mark.capability
 pytestmark = pytest.mark.trl
@@ -67,11 +68,17 @@ def test_router_loss_switched_on_after_attach(tmp_path):
     stops_untrained(trainer, UsageError, "output_router_logits")
 
 
-FORWARD = {"scoring": "training-forward"}
+FORWARD, TIS = {"scoring": "training-forward"}, {"correction": "tis"}
 REFUSED = [
     ({"router_aux_loss_coef": None}, {}, r"router loss off: router_aux_loss_coef = 0\.01"),
     ({"torch_compile": True}, {}, "model not compiled"),
-    ({"top_p": 0.9}, {"correction": "tis"}, "whole distribution sampled: top_p 0.9"),
+    ({"top_p": 0.9}, TIS, r"whole distribution sampled: GRPOConfig\(top_p=0\.9\)"),
+    ({"generation_kwargs": {"top_p": 0.9}}, TIS, r'sampled: generation_kwargs\["top_p"\]=0\.9'),
+    (
+        {"generation_kwargs": {"num_beams": 2}},
+        {},
+        r'one by one: .*"num_beams"\]=2',
+    ),
     ({"loss_type": "vespo"}, {"correction": "tis"}, "tis in loss vespo"),
     ({"loss_type": "cispo"}, {"correction": "pg-tis"}, "pg-tis in loss cispo"),
     ({"off_policy_mask_threshold": 0.1}, {"correction": "opsm"}, "one off-policy mask"),
@@ -81,6 +88,7 @@ REFUSED = [
     ({}, {"replay": "r4"}, "replay is 'r4'; there are r3, off"),
     ({}, {"native_every": True}, "native_every is True"),
     ({}, {"form": "numpy"}, "form is 'numpy'"),
+    ({}, {"dump": 3}, "attach: dump is 3; give a folder's path"),
 ]
 
 
@@ -91,6 +99,35 @@ def test_settings(tmp_path, subtests):
             with pytest.raises(UsageError, match=match):
                 op_trl.attach(trainer, **settings)
             assert trainer._compute_loss.__self__ is trainer  # nothing was changed
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_what_the_trainers_own_model_will_generate_with(tmp_path, kind):
+    """TRL's GenerationConfig leaves open what neither it nor generation_kwargs set."""
+    given = {"correction": op.preset("seq-tis")}
+    config = {"grpo": "GRPOConfig", "rloo": "RLOOConfig"}[kind]
+    for changes, match in (
+        ({"generation_kwargs": {"typical_p": 0.5}}, r'generation_kwargs\["typical_p"\]=0\.5'),
+        ({"generation_kwargs": {"num_beams": 2}}, r'one by one: generation_kwargs\["num_beams"\]'),
+        ({"repetition_penalty": 1.3}, rf"{config}\(repetition_penalty=1\.3\)"),
+    ):
+        trainer = make_trainer(tmp_path, kind=kind, **changes)
+        with pytest.raises(UsageError, match=match):
+            op_trl.attach(trainer, **given)
+    model = tiny_moe()
+    model.generation_config.eta_cutoff, model.generation_config.top_k = 0.1, 7
+    trainer = make_trainer(tmp_path, kind=kind, model=model)
+    with pytest.raises(UsageError, match=r"sampled: model\.generation_config\.eta_cutoff = 0\.1;"):
+        op_trl.attach(trainer, **given)
+    op_trl.attach(make_trainer(tmp_path, kind=kind), **given)
+
+
+def test_a_generate_that_ignores_logits_processors(tmp_path):
+    trainer = make_trainer(tmp_path)
+    theirs = trainer.model.generate
+    trainer.model.generate = lambda logits_processor=None, **given: theirs(**given)
+    op_trl.attach(trainer, replay="off")
+    stops_untrained(trainer, UsageError, "called its logits_processor 0 times")
 
 
 @capability("TRL", "preflight", how="live")

@@ -95,6 +95,8 @@ LOGP = "actor_rollout_ref.rollout.calculate_log_probs"
 ROUTING = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 SECTION = "algorithm.rollout_correction"
 BYPASS, IS, RS = (f"{SECTION}.{name}" for name in ("bypass_mode", "rollout_is", "rollout_rs"))
+ROLLOUT = "actor_rollout_ref.rollout"
+HOT, RAW = {f"{ROLLOUT}.temperature": 0.5}, {f"{ROLLOUT}.logprobs_mode": "raw_logprobs"}
 GIVEN = {STRATEGY: "fsdp2", LOGP: True, ROUTING: True}
 LIVE = {LOSS: "onepolicy", BYPASS: True}
 OURS = {"VERL_ENGINE_VENDOR": "onepolicy"}
@@ -109,6 +111,9 @@ GOOD = [
     ({"correction": "opsm"}, LIVE, OURS),
     (TIS, {STRATEGY: "megatron"}, {}),
     ({}, {IS: "token"}, OURS),  # verl's own, measured
+    (TIS, HOT, OURS),  # verl scores at the rollout's temperature
+    (TIS, RAW, OURS),
+    ({}, {f"{ROLLOUT}.top_k": 3}, OURS),
 ]
 BAD = [
     ({}, {}, {}, "VERL_ENGINE_VENDOR=None"),
@@ -133,6 +138,10 @@ BAD = [
         "there is no old policy",
     ),
     ({"correction": {"gates": [SIGNED_GATE]}}, {}, OURS, "leave `when` out"),
+    (TIS, {f"{ROLLOUT}.top_p": 0.5}, OURS, "set actor_rollout_ref.rollout.top_p=1, or leave"),
+    (TIS, {f"{ROLLOUT}.min_p": 0.1}, OURS, "actor_rollout_ref.rollout.min_p=0.1"),
+    (TIS, {f"{ROLLOUT}.repetition_penalty": 1.3}, OURS, "rollout.repetition_penalty=1.3"),
+    (TIS, HOT | RAW, OURS, "set actor_rollout_ref.rollout.logprobs_mode='processed_logprobs'"),
 ]
 
 
@@ -156,6 +165,41 @@ def test_configurations_that_do_not(subtests):
     for section, changes, environment, said in BAD:
         with subtests.test(said=said), pytest.raises(UsageError, match=said):
             checked(section, changes, environment).finish()
+
+
+def test_cut_sampling_that_is_only_measured_is_noted():
+    (note,) = checked({}, {f"{ROLLOUT}.top_k": 3}, OURS).notes
+    assert "actor_rollout_ref.rollout.top_k=3" in note
+
+
+def test_the_first_scored_step_is_diagnosed(monkeypatch, caplog):
+    """Log-probabilities of the next slot are named in verl's log, once."""
+    from tensordict import TensorDict
+    from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+
+    from onepolicy.integrations.verl import trainer as module
+
+    made = get_trainer_cls("onepolicy_sync")(config())
+    old = -3 * torch.rand(8, 41, generator=torch.Generator().manual_seed(0))
+    jagged = functools.partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+    fields = {"old_log_probs": old[:, 1:], "rollout_log_probs": old[:, :-1]}
+    fields |= {"response_mask": torch.ones(8, 40), "entropy": torch.full((8, 40), 0.7)}
+    fields["responses"] = torch.zeros(8, 40, dtype=torch.int64)
+    asked = []
+
+    def fetch(batch, names):
+        asked.append(sorted(names))
+        return TensorDict({name: jagged(list(fields[name])) for name in names}, batch_size=8)
+
+    monkeypatch.setattr(module, "_fetch", fetch)
+    monkeypatch.setattr(
+        trainer_base.PPOTrainer, "_compute_old_log_prob", lambda self, batch, metrics: batch
+    )
+    made.global_steps = 1
+    for _ in range(2):
+        made._compute_old_log_prob(None, {})
+    assert caplog.text.count("the first scored step is not clean: shift") == 1
+    assert asked == [sorted(fields), sorted(set(fields) - {"entropy", "responses"})]
 
 
 def test_the_trainer_checks_before_it_builds_and_keeps_verls_mode():

@@ -1,0 +1,199 @@
+"""Presets that are named after a framework, and the rows of the table that name its settings,
+against the framework's formulas, written down by hand for plain arrays.
+
+mis: `compute_mis_weights` of miles 31f1ca9 (slime 624b824 has the same). TRL: 1.16.0's vLLM
+importance sampling. NeMo-RL: 7ea279a's masking by the sequence's log-probability error. prime-rl:
+559b447's losses. SkyRL: a956457's cispo. verl, TRL and OpenRLHF themselves run in
+tests/e2e/correct.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepolicy.correct.current_policy import live_weights
+from onepolicy.correct.presets import preset
+from onepolicy.correct.weights import reweight
+
+MIS = {  # preset: settings of mis beside use_tis=true
+    "vanilla-is": {"mode": "truncate", "tis": (None, 1e9)},
+    "tis": {"mode": "truncate", "tis": (None, 2.0)},
+    "cis": {"tis": (0.5, 2.0)},
+    "seq-tis": {"level": "sequence", "mode": "truncate", "tis": (None, 2.0)},
+    "seq-mis": {"level": "sequence", "mode": "truncate", "tis": (0.5, 2.0), "rs": "sequence"},
+    "trl-default": {"level": "sequence", "mode": "mask", "tis": (0.0, 3.0)},
+    "geo-rs-token-tis": {
+        "mode": "truncate",
+        "tis": (None, 2.0),
+        "rs": "geometric",
+        "rs_bounds": (0.999, 1.001),
+    },
+    "seq-mask-tis": {
+        "mode": "truncate",
+        "tis": (None, 1e9),
+        "rs": "geometric",
+        "rs_bounds": (0.999, 1.002),
+    },
+    "miles-moe": {"tis": (0.5, 1.5), "rs": "geometric", "rs_bounds": (0.99, 1.001)},
+    "miles-moe-bn": {
+        "tis": (0.5, 1.5),
+        "rs": "geometric",
+        "rs_bounds": (0.99, 1.001),
+        "normalise": True,
+    },
+    "miles-moe-wide": {
+        "tis": (0.5, 2.0),
+        "rs": "geometric",
+        "rs_bounds": (0.99, 1.001),
+        "normalise": True,
+    },
+    "miles-moe-tis": {"tis": (0.5, 1.5)},
+    "mis": {"mode": "truncate", "tis": (0.5, 2.0), "rs": "token", "veto": 1e-4, "normalise": True},
+}
+TRL = {  # preset: mode, clip_min, clip_max
+    "vanilla-is": ("token_truncate", None, None),
+    "tis": ("token_truncate", None, 2.0),
+    "cis": ("token_truncate", 0.5, 2.0),
+    "icepop": ("token_mask", 0.5, 5.0),
+    "seq-tis": ("sequence_truncate", None, 2.0),
+    "seq-mis": ("sequence_mask", 0.5, 2.0),
+    "trl-default": ("sequence_mask", None, 3.0),
+    "miles-moe-tis": ("token_truncate", 0.5, 1.5),
+}
+
+
+def batch(seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return log-probabilities and masks of 400 samples, a tenth of them with a small gap."""
+    g = torch.Generator().manual_seed(seed)
+    old = [-3 * torch.rand(40, generator=g, dtype=torch.float64) - 0.3 for _ in range(400)]
+    shift = [0.02 * (i % 10 > 0) for i in range(400)]
+    rollout = [
+        row + 0.02 * torch.randn(40, generator=g, dtype=torch.float64) + gap
+        for row, gap in zip(old, shift, strict=True)
+    ]
+    masks = [torch.rand(40, generator=g) < 0.9 for _ in range(400)]
+    rollout[3][7] += 12  # for the veto
+    rollout[5] -= 0.05
+    return old, rollout, masks
+
+
+def mis_of_miles(
+    old: list[Tensor],
+    rollout: list[Tensor],
+    masks: list[Tensor],
+    *,
+    level: str = "token",
+    mode: str = "clip",
+    tis: tuple[float | None, float],
+    rs: str = "",
+    rs_bounds: tuple[float, float] | None = None,
+    veto: float | None = None,
+    normalise: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights and the masks of mis: the product is what its loss is multiplied by."""
+    low, high = tis
+    weights, kept = [], []
+    for trainer, sampler, mask in zip(old, rollout, masks, strict=True):
+        log_ratio, here = trainer - sampler, mask.double()
+        total = (log_ratio * here).sum().expand_as(here)
+        of_level = {"token": log_ratio, "sequence": total, "geometric": total / here.sum()}
+        ratio = of_level[level].clamp(-20, 20).exp()
+        keep = here.clone()
+        if mode == "mask":
+            assert low is not None
+            keep *= (ratio >= low) & (ratio <= high)
+        elif mode == "truncate":
+            ratio = ratio.clamp(0, high)
+        else:
+            ratio = ratio.clamp(low, high)
+        if rs:
+            least, most = rs_bounds or tis
+            judged = of_level[rs].clamp(-20, 20).exp()
+            keep *= (judged >= least) & (judged <= most)
+        if veto is not None and (log_ratio[mask] < torch.tensor(veto).log()).any():
+            keep *= 0
+        weights.append(ratio * here)
+        kept.append(keep)
+    if normalise:  # over all weights, the rejected ones included
+        assert level == "token"
+        mean = torch.cat(weights).sum() / torch.cat(masks).sum()
+        weights = [weight / mean for weight in weights]
+    return weights, kept
+
+
+@pytest.mark.parametrize("name", MIS)
+def test_weights_of_mis(name: str) -> None:
+    """`mis` itself normalises over the kept weights, on purpose: with `batch` it is mis.yaml."""
+    config = preset(name)
+    if name == "mis":
+        config = preset(name, normalise="batch")
+    for seed in (0, 1):
+        arrays = batch(seed)
+        applied = reweight(*arrays, config)
+        weights, kept = mis_of_miles(*arrays, **MIS[name])
+        keep = torch.cat(applied.keep)
+        assert torch.equal(keep, torch.cat(kept).bool())
+        theirs = (torch.cat(weights) * torch.cat(kept)).float()
+        torch.testing.assert_close(torch.cat(applied.weight), theirs, rtol=1e-6, atol=0)
+        assert 0 < keep.sum() < 16000
+
+
+def test_a_gate_that_keeps_little_does_not_raise_the_weights_of_miles() -> None:
+    """Divided by the mean of the kept, weights within [0.5, 1.5] would be about 10."""
+    applied = reweight(*batch(0), preset("miles-moe-bn"))
+    assert 0.05 < torch.cat(applied.keep).sum() / applied.denominator < 0.15
+    assert 0.9 < torch.cat(applied.weight).max() < 1.2
+    assert applied.report["correction/scale"] == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_weights_of_trl(name: str) -> None:
+    """TRL multiplies a ratio of a sequence into each of its tokens. It has no separate mask."""
+    mode, low, high = TRL[name]
+    old, rollout, mask = (torch.stack(rows) for rows in batch(2))
+    log_ratio = (old - rollout) * mask
+    if mode.startswith("sequence"):
+        log_ratio = log_ratio.sum(1, keepdim=True)
+    ratio = log_ratio.exp()
+    if mode.endswith("truncate"):
+        if (low, high) != (None, None):
+            ratio = ratio.clamp(low, high)
+    else:
+        outside = (ratio < (low or -torch.inf)) | (ratio > (high or torch.inf))
+        ratio = ratio.masked_fill(outside, 0)
+    applied = reweight(old, rollout, mask, preset(name))
+    torch.testing.assert_close(applied.weight, (ratio * mask).float(), rtol=1e-6, atol=0)
+
+
+def test_the_gate_of_nemo_seq_error() -> None:
+    old, rollout, mask = (torch.stack(rows) for rows in batch(3))
+    rollout[:200] += 0.4
+    error = ((old - rollout).abs().exp() * mask).sum(1) / mask.sum(1)
+    keep = reweight(old, rollout, mask, preset("nemo-seq-error")).keep
+    assert torch.equal(keep, mask & (error <= 1.5)[:, None])
+    assert 0 < keep.sum() < mask.sum()
+
+
+@pytest.mark.parametrize("name", ["dppo-tv", "ipo", "cispo-rollout"])
+def test_gradients_of_losses_of_the_new_policy(name: str) -> None:
+    """prime-rl's dppo and ipo without their KL, and SkyRL's cispo anchored at the rollout: the
+    gradient of a token's loss by its log-probability is -weight * advantage."""
+    g = torch.Generator().manual_seed(4)
+    new, rollout, mask = (torch.stack(rows) for rows in batch(4))
+    rollout = (rollout + 0.5 * torch.randn(new.shape, generator=g)).clamp(max=-1e-3)
+    advantage = torch.randn(400, 1, generator=g).expand_as(new).double()
+    graph = new.clone().requires_grad_()
+    ratio = (graph - rollout).exp()
+    moved = new.exp() - rollout.exp()
+    if name == "cispo-rollout":
+        loss = -(ratio.detach().clamp(0, 5) * advantage * graph)
+    elif name == "ipo":
+        loss = -((moved.abs() <= 0.1) * advantage * ratio)
+    else:
+        wrong = torch.where(advantage > 0, moved > 0.2, moved < -0.2)
+        loss = -(~wrong * advantage * ratio)
+    (loss * mask).sum().backward()
+    part = preset(name).live_part
+    assert part is not None
+    live = live_weights(new, rollout, mask, part, advantage=advantage)
+    torch.testing.assert_close(-live.weight * advantage, graph.grad, rtol=1e-6, atol=1e-7)
