@@ -14,7 +14,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +21,7 @@ from onepolicy.audit.assessment import ONSET_RULE, AuditResult
 from onepolicy.audit.figures import audit_figures, extreme_curve
 from onepolicy.audit.schema import VERSION
 from onepolicy.config import UsageError
+from onepolicy.console import Console
 from onepolicy.correct.histogram import quantiles
 from onepolicy.files import write_text_atomically
 from onepolicy.report.figure import Figure

@@ -12,6 +12,7 @@ from onepolicy.cli.parser import Parser
 from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.output_paths import check_output_path
+from onepolicy.console import Console
 
 if TYPE_CHECKING:
     from onepolicy.plan.hardware import Cluster
@@ -133,8 +134,6 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) -> int:
-    from rich.console import Console
-
     from onepolicy.config.model_path import resolve_model
     from onepolicy.plan.planner import Planner, best_option
     from onepolicy.plan.suggestions import memory_settings, suggestions, uneven_experts
@@ -168,9 +167,9 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
     for part in render_plan(
         planner, chosen, options, lines, traffic, constants=arguments.constants
     ):
-        console.print(part, highlight=False)
+        console.print(part)
     if arguments.json is not None:
-        console.print(f"written: {arguments.json}", soft_wrap=True, highlight=False)
+        console.print_line(f"written: {arguments.json}")
     return int(not chosen.fits)
 
 

@@ -29,6 +29,7 @@ from onepolicy.config.load import parse_value
 from onepolicy.config.output_paths import CONFIG, check_new_run_folder, check_resumable
 from onepolicy.config.renamed import without_warnings
 from onepolicy.config.stored_config import read_stored_config
+from onepolicy.console import Console, print_text
 from onepolicy.launch.agent import end_with_agent, needs_agent, run_on_ranks
 
 RESUME_SETTINGS = (
@@ -138,7 +139,7 @@ def _start(arguments: argparse.Namespace, overrides: list[str]) -> int:
         arguments.folder = Path(config.out)
         if needs_agent(config):
             return _run_on_ranks(_start_command(arguments, overrides, arguments.folder), config)
-        print(f"run folder: {config.out}", flush=True)
+        print_text(f"run folder: {config.out}")
         prepare_process(config.train.threads)
         print_status(f"loading {config.model.path}")
         from onepolicy.run import train as run
@@ -341,8 +342,6 @@ def _forked_config(parent: RunConfig, overrides: list[str]) -> RunConfig:
 
 
 def _print_summary(summary: dict[str, Any]) -> int:
-    from rich.console import Console
-
     from onepolicy.report.terminal import summary_table
 
     Console().print(summary_table(summary))

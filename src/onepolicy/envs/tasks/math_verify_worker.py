@@ -35,7 +35,8 @@ def main() -> None:
         reply: dict[str, bool] = {}
         if question:
             reply = compare_answers(question)
-        print(json.dumps(reply), file=replies, flush=True)
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
 
 
 def compare_answers(question: dict[str, str]) -> dict[str, bool]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
+from onepolicy.console import print_text
 from onepolicy.integrations.core.advantages import named_correction
 from onepolicy.integrations.core.dump import dump_row, write_rows
 from onepolicy.integrations.core.preflight import Preflight
@@ -80,7 +80,7 @@ def attach(
         return made
 
     trainer.compute_advantages_and_returns = compute_advantages_and_returns
-    print(report, file=sys.stderr)
+    print_text(report, stderr=True)
     return report
 
 
