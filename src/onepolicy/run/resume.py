@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onepolicy.build.components import build_components, model_to_load
 from onepolicy.config import RunConfig, ServerEngineConfig, UsageError
-from onepolicy.config.stored_config import read_stored_config
+from onepolicy.config.stored_config import check_trust, read_stored_config
 from onepolicy.interfaces import Progress
 from onepolicy.invariant.fingerprint import fingerprint_differences
 from onepolicy.launch.launcher import (
@@ -46,7 +46,10 @@ def resume_run(
     run's other processes. config: the run's settings, in which only the places of processes and
     servers may differ; None: those in its folder.
     """
-    config = apply_torchrun_ranks(config or read_stored_config(run), count, resuming=True)
+    if config is None:
+        config = read_stored_config(run)
+        check_trust(config, run, (), f"train --resume {run}")
+    config = apply_torchrun_ranks(config, count, resuming=True)
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
     with run_folder.lock_run(run):
