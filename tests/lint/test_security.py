@@ -149,6 +149,42 @@ def test_the_walk_sees_what_is_printed_raw(source):
     assert raw_output(source)
 
 
+OTHER_CLIENTS = {"http.client", "urllib.request", "requests", "httpx", "aiohttp", "urllib3"}
+
+
+def http_reads(source: str) -> list[str]:
+    """Return the methods of an HTTP client that a module of httpx2 calls, and other clients."""
+    tree = ast.parse(source)
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module or "")
+    found = sorted(modules & OTHER_CLIENTS)
+    if "httpx2" in modules:
+        calls = [name_of(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        asked = ("httpx2.", "client.", "self._client.")
+        found += [
+            each for each in calls if each.startswith(asked) and each.rpartition(".")[2].islower()
+        ]
+    return found
+
+
+def test_replies_are_read_in_one_place_with_a_bound():
+    """httpx2's `get`, `post` and `aread` keep whatever a server sends."""
+    read = {path.name: http_reads(path.read_text(encoding="utf-8")) for path in FILES}
+    assert {name: calls for name, calls in read.items() if calls} == {"http.py": ["client.stream"]}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import httpx2\nclient.get(url)", "import httpx2\nhttpx2.post(url)", "import requests"],
+)
+def test_the_walk_sees_another_read(source):
+    assert http_reads(source)
+
+
 def test_the_source_makes_no_forbidden_call():
     found = {path: faults(path.read_text(encoding="utf-8")) for path in FILES}
     assert {path: calls for path, calls in found.items() if calls} == {}

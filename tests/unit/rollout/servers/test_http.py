@@ -15,7 +15,7 @@ from onepolicy.config import ServiceUnavailable, TrainingError, UsageError
 from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.rollout.servers import http
 from onepolicy.rollout.servers.http import EngineClient, EngineLost, MalformedReply, RequestCounters
-from onepolicy.rollout.servers.replies import read_body
+from onepolicy.rollout.servers.replies import parse_json, read_body
 from support.http_server import Reply, Server, first
 from support.waiting import LIMIT_S, wait_until
 
@@ -317,6 +317,36 @@ def test_a_hung_health_check_is_no_sign_of_life(monkeypatch):
     paths = {"POST /do": hangs, "GET /health": hangs}
     with Server(paths) as server, hangs, pytest.raises(TrainingError, match=words):
         sample(server, timeout_s=0.2)
+
+
+def test_a_health_check_is_read_with_a_bound(monkeypatch):
+    """256 MiB that come as 255 KiB are no sign of life, and are not kept."""
+    taken = []
+
+    async def watched(response, max_bytes):
+        taken.append((response.request.url.path, max_bytes))
+        return await read_body(response, max_bytes)
+
+    monkeypatch.setattr(http, "read_body", watched)
+    bomb, hangs = gzip.compress(bytes(2**28)), Held()
+    paths = {"POST /do": hangs, "GET /health": lambda _: Reply(bomb, encoding="gzip")}
+    with Server(paths) as server, hangs, pytest.raises(TrainingError, match=r"within 0\.05 s \("):
+        sample(server, timeout_s=0.05)
+    assert ("/health", http.MAX_HEALTH_BYTES) in taken
+
+
+@pytest.mark.parametrize("one", [b"[]", b"{}", b"[[]]"])
+def test_lists_and_objects_of_a_reply_have_a_bound(one):
+    limit = 2**16
+    few, many = limit // 8 // len(one), limit // len(one) // 2
+    for count, refused in ((few - 1, False), (many, True)):
+        body = b"[" + b",".join([one] * count) + b"]"
+        assert len(body) <= limit
+        if refused:
+            with pytest.raises(MalformedReply, match="more than 8,192, the limit of this request"):
+                parse_json(body, limit)
+        else:
+            assert len(parse_json(body, limit)) == count
 
 
 def test_the_first_problem_is_kept_beside_the_last():
