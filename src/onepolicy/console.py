@@ -51,7 +51,7 @@ class Console(rich.console.Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Escape what is text. rich's own control codes are segments of another kind.
+        """Escape the text of a rendering. rich's own control codes are segments of another kind.
 
         Cells of tables and the lines of bars pass here too, before they are cut to their width.
         """

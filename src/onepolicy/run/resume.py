@@ -22,6 +22,7 @@ from onepolicy.launch.launcher import (
 from onepolicy.models.load import parse_device
 from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.run import run_folder
+from onepolicy.run.log import find_damage
 from onepolicy.run.loop import TrainingLoop
 from onepolicy.run.run_folder import PROBES, RUN, SUMMARY, Json, RunOrigin, read_about, read_parent
 from onepolicy.run.summary import has_summary, write_summary
@@ -60,6 +61,7 @@ def resume_run(
                 f"{run}: already finished {origin.step} of {config.steps} steps; give steps=N to "
                 "train on"
             )
+        _note_damaged_log(run, origin, progress)
         if all_steps_done:
             return write_summary(config, run, origin.parent)
         check_log(config)
@@ -82,6 +84,16 @@ def resume_run(
             _note_resume(run, origin, components.learner.fingerprint, progress)
             loop = TrainingLoop(components, tokenizer, run, origin, progress)
             return asyncio.run(loop.run())
+
+
+def _note_damaged_log(run: Path, origin: RunOrigin, progress: Progress) -> None:
+    """Report rows and samples before the checkpoint that are gone or other than written."""
+    for path in find_damage(run, origin.log or {}):
+        progress.note(
+            f"WARNING: {path} is not as it was at the checkpoint of step {origin.step}; lines are "
+            "lost or changed, and the run's history and report lack them or are wrong there; the "
+            "run goes on without them, or stop it and restore the file from a copy"
+        )
 
 
 def _note_resume(run: Path, origin: RunOrigin, fingerprint: str, progress: Progress) -> None:
@@ -133,7 +145,8 @@ def resume_origin(run: Path) -> RunOrigin:
     parent = read_parent(run)
     if checkpoint.complete_checkpoints(run):
         newest = checkpoint.latest_checkpoint(run)
-        return RunOrigin(checkpoint.verify(newest)["step"], newest, parent)
+        state = checkpoint.verify(newest)
+        return RunOrigin(state["step"], newest, parent, state.get("log"))
     if parent is None:
         return RunOrigin()
     folder = checkpoint.checkpoint_folder(Path(parent["run"]), parent["step"])

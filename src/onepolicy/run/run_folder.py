@@ -40,6 +40,7 @@ class RunOrigin:
     step: int = 0
     weights: Path | None = None
     parent: Json | None = None  # {"run", "step"} of a fork
+    log: Json | None = None  # the run's own files as the checkpoint was saved (log.digest_log)
 
 
 FROM_SCRATCH = RunOrigin()

@@ -49,7 +49,7 @@ def main(command: list[str]) -> int:
 def adopted_children_end() -> Iterator[None]:
     """Adopt the orphans of processes that are started inside, and kill them at the end.
 
-    For the starter, whose process ends what a killed reaper leaves behind. Children that it had
+    For the starter, whose process so ends the orphans of a killed reaper. Children that it had
     before live on.
     """
     kept = set(_children_by_parent().get(os.getpid(), []))
@@ -64,7 +64,7 @@ def adopted_children_end() -> Iterator[None]:
 def end_children(kept: Set[int] = frozenset()) -> None:
     """Kill all processes below this one, and those that they start meanwhile.
 
-    kept: children that live on, with what is below them.
+    kept: children that live on, with their descendants.
     """
     while True:
         pids = _descendants(os.getpid(), kept)
