@@ -23,7 +23,7 @@ from onepolicy.audit.schema import VERSION
 from onepolicy.config import UsageError
 from onepolicy.console import Console
 from onepolicy.correct.histogram import quantiles
-from onepolicy.files import write_text_atomically
+from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.report.figure import Figure
 from onepolicy.report.html import document, plain, section, tile
 from onepolicy.report.measure import BADGES
@@ -178,6 +178,8 @@ def write_report(folder: Path, results: Sequence[AuditResult], *, png: bool = Fa
         write_figures(folder / "figures", drawn, png=png)
         return [*written, folder / "figures"]
     except OSError as error:
+        if error.errno in DISK_FULL:  # a right path
+            raise
         raise UsageError(
             f"{folder}: cannot write the report ({error.strerror}); name another with --out"
         ) from None

@@ -23,6 +23,7 @@ from onepolicy.cli.streams import tolerant_streams
 from onepolicy.cli.train import add_train
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError, printable
 from onepolicy.console import print_text
+from onepolicy.files import DISK_FULL
 
 RESULT_IN_FILES = ("train", "compare", "make-policy", "export")
 """Commands whose exit status does not depend on stdout: their results are files."""
@@ -89,10 +90,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _report_os_error(error: OSError) -> int:
-    if error.filename is None or error.errno is None:
+    disk_failed = error.errno in (*DISK_FULL, errno.EIO)
+    if error.errno is None or (error.filename is None and not disk_failed):
         raise error
-    path = printable(str(error.filename))
+    path = printable(str(error.filename or "a file"))
     fix = "check that the path is right, and who may read and write it"
+    if disk_failed:
+        fix = "make room there (or mend the disk) and repeat the command"
     print_text(f"onepolicy: {path}: {error.strerror}; {fix}", stderr=True)
     if error.errno in PATH_ERRORS:
         return 2

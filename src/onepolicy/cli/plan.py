@@ -13,6 +13,7 @@ from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.output_paths import check_output_path
 from onepolicy.console import Console
+from onepolicy.files import write_text_atomically
 
 if TYPE_CHECKING:
     from onepolicy.plan.hardware import Cluster
@@ -162,7 +163,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
     traffic = communication_volume(planner.dims, config, planner.work, chosen.split.learners)
     if arguments.json is not None:
         tree = plan_tree(planner, chosen, options, lines, traffic)
-        arguments.json.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+        write_text_atomically(arguments.json, json.dumps(tree, indent=1) + "\n")
     planner.settings_of(chosen.split.learners, print_status)
     for part in render_plan(
         planner, chosen, options, lines, traffic, constants=arguments.constants

@@ -97,7 +97,7 @@ class RunInfo(Shape):
 
 
 class LogDigest(Shape):
-    """What metrics.jsonl or samples.jsonl held as a checkpoint was saved."""
+    """Length and checksum of metrics.jsonl or samples.jsonl as a checkpoint was saved."""
 
     bytes: Count
     sha256: Sha256

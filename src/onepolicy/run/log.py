@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -99,8 +98,7 @@ class RunLog:
 def truncate_after(folder: Path, step: int) -> None:
     """Remove rows and samples of later steps, which a resumed run writes again.
 
-    A half-written last line is removed too. Each file is replaced at once. The lines that stay are
-    those that were written, to the byte.
+    A half-written last line is removed too. Each file is replaced at once. Lines stay to the byte.
     """
     for name, read in ((METRICS_FILE, read_metrics), (SAMPLES, read_samples)):
         path = folder / name
@@ -110,34 +108,6 @@ def truncate_after(folder: Path, step: int) -> None:
         kept = [line for row, line in zip(rows, lines, strict=False) if row["step"] <= step]
         with replace_atomically(path) as temporary:
             temporary.write_bytes(b"".join(line + b"\n" for line in kept))
-
-
-def digest_log(folder: Path) -> dict[str, dict[str, int | str]]:
-    """Return the length and SHA-256 of each file of the log, for `find_damage`."""
-    found: dict[str, dict[str, int | str]] = {}
-    for name in (METRICS_FILE, SAMPLES):
-        data = _read_if_there(folder / name)
-        found[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    return found
-
-
-def find_damage(folder: Path, digests: Mapping[str, Mapping[str, Any]]) -> list[Path]:
-    """Return the files that do not begin with the bytes that `digest_log` saw.
-
-    Later rows may have been added since. Files without a digest are not looked at.
-    """
-    damaged = []
-    for name in digests.keys() & {METRICS_FILE, SAMPLES}:
-        data = _read_if_there(folder / name)[: digests[name]["bytes"]]
-        if hashlib.sha256(data).hexdigest() != digests[name]["sha256"]:
-            damaged.append(folder / name)
-    return sorted(damaged)
-
-
-def _read_if_there(path: Path) -> bytes:
-    if not path.exists():
-        return b""
-    return path.read_bytes()
 
 
 def _last_step(folder: Path) -> int:

@@ -19,7 +19,7 @@ from onepolicy.interfaces import PressedEngine, Progress, RolloutEngine
 from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.run import run_folder
 from onepolicy.run.hooks import is_counterfactual_step
-from onepolicy.run.log import RunLog, digest_log, read_metrics, truncate_after
+from onepolicy.run.log import RunLog, read_metrics, truncate_after
 from onepolicy.run.result import StepResult
 from onepolicy.run.run_folder import Json, RunOrigin
 from onepolicy.run.step import rl_step, with_recovery
@@ -234,6 +234,8 @@ class TrainingLoop:
             checkpoint.prune(self.folder, self.config.checkpoint.keep)
 
     def _save_checkpoint(self, step: int) -> None:
+        from onepolicy.run.log_digest import digest_log  # in some steps only
+
         extra = {"parent": self.origin.parent, "log": digest_log(self.folder)}
         checkpoint.save(self.folder, self.learner, self.tokenizer, step=step, extra=extra)
 

@@ -22,7 +22,7 @@ from onepolicy.launch.launcher import (
 from onepolicy.models.load import parse_device
 from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.run import run_folder
-from onepolicy.run.log import find_damage
+from onepolicy.run.log_digest import find_damage
 from onepolicy.run.loop import TrainingLoop
 from onepolicy.run.run_folder import PROBES, RUN, SUMMARY, Json, RunOrigin, read_about, read_parent
 from onepolicy.run.summary import has_summary, write_summary

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from onepolicy.config import UsageError
 from onepolicy.report.jsonl import RENAMED
-from onepolicy.run.log import RunLog, digest_log, find_damage, read_metrics, truncate_after
+from onepolicy.run.log import RunLog, read_metrics, truncate_after
+from onepolicy.run.log_digest import digest_log, find_damage
 from onepolicy.run.metric_names import METRICS, is_known
 
 
