@@ -98,16 +98,15 @@ class RunLog:
 def truncate_after(folder: Path, step: int) -> None:
     """Remove rows and samples of later steps, which a resumed run writes again.
 
-    A half-written last line is removed too. Each file is replaced at once. Lines stay to the byte.
+    A half-written last line is removed too. Each file is replaced at once.
     """
     for name, read in ((METRICS_FILE, read_metrics), (SAMPLES, read_samples)):
         path = folder / name
         if not path.exists():
             continue
-        rows, lines = read(folder), path.read_bytes().split(b"\n")
-        kept = [line for row, line in zip(rows, lines, strict=False) if row["step"] <= step]
+        kept = [row for row in read(folder) if row["step"] <= step]
         with replace_atomically(path) as temporary:
-            temporary.write_bytes(b"".join(line + b"\n" for line in kept))
+            temporary.write_bytes(b"".join(_line(row) for row in kept))
 
 
 def _last_step(folder: Path) -> int:
