@@ -10,6 +10,11 @@ export PIP_USE_PEP517 := 1
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
+# `-c` does not reach the environments that pip builds sdists and the package itself in. These do: the first up to pip 25, the
+# second from then on.
+$(VENV)/.train $(VENV)/.dev $(VENV)/.vllm: export PIP_CONSTRAINT := constraints.txt
+$(VENV)/.train $(VENV)/.dev $(VENV)/.vllm: export PIP_BUILD_CONSTRAINT := constraints.txt
+
 # pip's resolver keeps to constraints.txt, the one pin file. Stamps make later runs start at once. Logs have pip's times, from
 # which `make test` prints the seconds of downloads.
 $(VENV)/.train: pyproject.toml constraints.txt

@@ -10,7 +10,7 @@ def run() -> int:
 
         return main()
     except KeyboardInterrupt:
-        print("\nonepolicy: stopped by Ctrl-C", file=sys.stderr)
+        sys.stderr.write("\nonepolicy: stopped by Ctrl-C\n")
         return 130
 
 

@@ -1,11 +1,30 @@
-"""Atomic writes: no reader sees half of a file, not even after the writer was killed."""
+"""Atomic writes: no reader sees half of a file or folder, not even after the writer was killed."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def named_write_errors(path: Path) -> Iterator[None]:
+    """Raise OSError with the path: an error of a write lacks it, safetensors has its own class."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 @contextmanager
@@ -16,8 +35,29 @@ def replace_atomically(path: Path) -> Iterator[Path]:
     exist.
     """
     temporary = path.with_name(f".{path.name}.writing")
-    yield temporary
-    os.replace(temporary, path)
+    try:
+        with named_write_errors(path):
+            yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def write_folder(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder, and rename it to `path` once the block has filled it.
+
+    temporary: that folder; None: one beside `path`, where a killed writer's is replaced.
+    """
+    writing = temporary or path.with_name(f".{path.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+    try:
+        with named_write_errors(path):
+            yield writing
+        os.rename(writing, path)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
 
 
 def write_text_atomically(path: Path, text: str) -> Path:

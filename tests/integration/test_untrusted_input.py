@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from onepolicy.audit.read import read_dump
+from onepolicy.cli import main
+from onepolicy.cli.plan_arms import PlannedArm, runs_in
 from onepolicy.config import ModelConfig, UsageError, VLLMServerConfig, resolve
 from onepolicy.config.serve import ServeConfig
 from onepolicy.models.load import load_model
@@ -165,3 +167,41 @@ def test_a_token_is_in_no_message_setting_or_log(monkeypatch, caplog):
     assert SECRET not in repr(Invitation("127.0.0.1", 1, SECRET, 2, "gloo", 1.0))
     settings = {"model": "m", "dtype": "float32"}
     assert SECRET not in " ".join(serve.command_line(settings, "127.0.0.1", 8000))
+
+
+TRUST = "model.trust_remote_code"
+
+
+@pytest.fixture
+def trusting_run(tmp_path):
+    """Return a run folder whose settings run the model's own code. It has no checkpoint."""
+    config = {"task": {"kind": "chain"}, "steps": 1, "out": "run"}
+    config = resolve(config, ["model.path=tiny", f"{TRUST}=true"])
+    run = tmp_path / "run-seed0"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.json").write_text(config.model_dump_json())
+    return run, config
+
+
+@pytest.mark.parametrize(
+    "command", ["eval {run}", "train --resume {run}", "train --from {run} {out}"]
+)
+def test_a_models_code_runs_only_where_the_command_says_so(command, trusting_run, tmp_path, capsys):
+    run, _ = trusting_run
+    words = command.format(run=run, out=f"out={tmp_path / 'new'}").split()
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    first = " ".join(words[:-1] if "--from" in words else words)
+    assert f"{run}: its config.json has {TRUST} = true, so `onepolicy {first}` would run" in told
+    assert f"add {TRUST}=true to the command" in told
+    for value in ("true", "false"):
+        assert main([*words, f"{TRUST}={value}"]) == 2
+        told = capsys.readouterr().err
+        assert "trust_remote_code" not in told
+        assert f"checkpoint of {run}" in told  # it goes on to load one
+
+
+def test_a_run_of_ones_own_repeats_what_its_start_said(trusting_run):
+    run, config = trusting_run
+    (arm,) = runs_in(run.parent, [PlannedArm("run", (), config.model_copy(update={"out": "run"}))])
+    assert arm.command(run)[-2:] == [f"--resume={run}", f"{TRUST}=true"]

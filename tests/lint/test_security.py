@@ -1,5 +1,5 @@
 """The claims of docs/security.md on the source: no call executes the content of a file or a network
-message, and no port is open to all."""
+message, no port is open to all, and no text reaches a terminal past `onepolicy.console`."""
 
 import ast
 
@@ -35,6 +35,18 @@ CALLS = {
     "np.load": "allow_pickle=False",
     "numpy.load": "allow_pickle=False",
 }
+
+
+TO_A_TERMINAL = {
+    "rich.print",
+    "rich.console.Console",
+    "rich.markup",
+    "rich.progress.TextColumn",
+    "rich.progress.track",
+    "rich.prompt",
+    "rich.status",
+}
+"""What onepolicy/console.py has in a form that takes plain text."""
 
 
 def name_of(function: ast.expr) -> str:
@@ -96,6 +108,81 @@ def faults(source: str) -> list[str]:
         ):
             found.append(f"calls {name} for every address")
     return found
+
+
+def raw_output(source: str) -> list[str]:
+    """Return what writes to a terminal without onepolicy/console.py."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{each.name}" for each in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.Call):
+            called = name_of(node.func)
+            if called in ("print", "Progress") or called.endswith((".from_markup", ".from_ansi")):
+                found.append(f"calls {called}")
+        found += [f"imports {name}" for name in names if name in TO_A_TERMINAL]
+    return found
+
+
+def test_text_reaches_a_terminal_in_one_way():
+    others = [path for path in FILES if path != PACKAGE / "console.py"]
+    found = {path: raw_output(path.read_text(encoding="utf-8")) for path in others}
+    assert {path: faults for path, faults in found.items() if faults} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "print(path)",
+        "from rich.console import Console",
+        "from rich.progress import TextColumn",
+        "bars = Progress()",
+        "from rich import print",
+        "import rich.markup",
+        "Text.from_markup(title)",
+    ],
+)
+def test_the_walk_sees_what_is_printed_raw(source):
+    assert raw_output(source)
+
+
+OTHER_CLIENTS = {"http.client", "urllib.request", "requests", "httpx", "aiohttp", "urllib3"}
+
+
+def http_reads(source: str) -> list[str]:
+    """Return the methods of an HTTP client that a module of httpx2 calls, and other clients."""
+    tree = ast.parse(source)
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module or "")
+    found = sorted(modules & OTHER_CLIENTS)
+    if "httpx2" in modules:
+        calls = [name_of(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        asked = ("httpx2.", "client.", "self._client.")
+        found += [
+            each for each in calls if each.startswith(asked) and each.rpartition(".")[2].islower()
+        ]
+    return found
+
+
+def test_replies_are_read_in_one_place_with_a_bound():
+    """httpx2's `get`, `post` and `aread` keep whatever a server sends."""
+    read = {path.name: http_reads(path.read_text(encoding="utf-8")) for path in FILES}
+    assert {name: calls for name, calls in read.items() if calls} == {"http.py": ["client.stream"]}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import httpx2\nclient.get(url)", "import httpx2\nhttpx2.post(url)", "import requests"],
+)
+def test_the_walk_sees_another_read(source):
+    assert http_reads(source)
 
 
 def test_the_source_makes_no_forbidden_call():

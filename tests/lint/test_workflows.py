@@ -61,6 +61,29 @@ def test_it_runs_tests_and_benchmarks_through_the_makefile_only(name):
     assert not TEST_TOOLS.search(commands(WORKFLOWS[name]))
 
 
+def test_actions_are_named_by_commit():
+    """A tag or a branch may be moved. The version stands behind the commit, for people."""
+    used = re.findall(
+        r"uses: *(.*)", "".join(path.read_text(encoding="utf-8") for path in WORKFLOWS.values())
+    )
+    assert used
+    pinned = re.compile(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+")
+    assert [each for each in used if not pinned.fullmatch(each)] == []
+
+
+def test_builds_are_bound_by_the_pins():
+    """`-c` does not reach the environments that pip builds sdists and the package in."""
+    stamps = r"^\$\(VENV\)/\.train \$\(VENV\)/\.dev \$\(VENV\)/\.vllm: export "
+    exported = re.findall(stamps + r"(\w+) := (\S+)$", MAKEFILE, re.MULTILINE)
+    assert dict(exported) == dict.fromkeys(
+        ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), "constraints.txt"
+    )
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pinned = set(re.findall(r"^([\w-]+)==", pins, re.MULTILINE))
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert {*wanted, "editables", "setuptools", "trove-classifiers", "wheel"} <= pinned
+
+
 def test_together_they_call_every_test_of_the_makefile():
     called = {target for path in WORKFLOWS.values() for target in targets(commands(path))}
     assert {"check", "test", "test-all", "gpu-pack"} <= called

@@ -7,13 +7,13 @@ from itertools import product
 
 import pytest
 import torch
-from rich.console import Console
 
 import onepolicy as op
 from onepolicy.audit.accumulator import accumulate_dump
 from onepolicy.audit.run import audit, run_audit
 from onepolicy.audit.schema import write_parquet
 from onepolicy.cli import main
+from onepolicy.console import Console
 from onepolicy.nonfinite import LeftOut
 from support.audit_dumps import gaussian_rows, write_jsonl
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from rich.console import Console
 from rich.table import Table
 
 from onepolicy.audit.assessment import AuditResult
 from onepolicy.audit.report import overall_statistics
 from onepolicy.audit.run import audit
 from onepolicy.config import UsageError
+from onepolicy.console import Console
 
 EXPECTED = "expected.json"
 NUMBERS = ("tokens", "k1", "k3", "chi2", "ess", "f1.25", "f2")
@@ -118,4 +118,4 @@ def print_outcomes(console: Console, outcomes: list[Outcome]) -> None:
         table.add_row(outcome.dump, outcome.expected, outcome.found, numbers)
     console.print(table)
     conforming = sum(outcome.conforms for outcome in outcomes)
-    console.print(f"{conforming} of {len(outcomes)} dumps conform", highlight=False)
+    console.print(f"{conforming} of {len(outcomes)} dumps conform")

@@ -14,7 +14,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -22,8 +21,9 @@ from onepolicy.audit.assessment import ONSET_RULE, AuditResult
 from onepolicy.audit.figures import audit_figures, extreme_curve
 from onepolicy.audit.schema import VERSION
 from onepolicy.config import UsageError
+from onepolicy.console import Console
 from onepolicy.correct.histogram import quantiles
-from onepolicy.files import write_text_atomically
+from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.report.figure import Figure
 from onepolicy.report.html import document, plain, section, tile
 from onepolicy.report.measure import BADGES
@@ -178,6 +178,8 @@ def write_report(folder: Path, results: Sequence[AuditResult], *, png: bool = Fa
         write_figures(folder / "figures", drawn, png=png)
         return [*written, folder / "figures"]
     except OSError as error:
+        if error.errno in DISK_FULL:  # a right path
+            raise
         raise UsageError(
             f"{folder}: cannot write the report ({error.strerror}); name another with --out"
         ) from None

@@ -6,15 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID, TaskProgressColumn, TimeRemainingColumn
 
 from onepolicy.audit.accumulator import accumulate_dump
 from onepolicy.audit.assessment import AuditResult, assess
@@ -27,15 +19,9 @@ from onepolicy.audit.read_run import (
 )
 from onepolicy.audit.report import print_audit, write_report
 from onepolicy.config import UsageError
+from onepolicy.console import Console, make_bars
 from onepolicy.nonfinite import Nonfinite
 from onepolicy.verdict.declared import Declared, Format
-
-BAR_COLUMNS = (
-    TextColumn("{task.description}"),
-    BarColumn(bar_width=24),
-    TaskProgressColumn(),
-    TimeRemainingColumn(),
-)
 
 
 def audit(
@@ -83,8 +69,7 @@ def run_audit(
         )
     labels = _labels(paths)
     results = []
-    disable = not console.is_terminal
-    with Progress(*BAR_COLUMNS, console=console, transient=True, disable=disable) as bars:
+    with make_bars(console, TaskProgressColumn(), TimeRemainingColumn()) as bars:
         for path, label in zip(paths, labels, strict=True):
             progress = partial(_set_done, bars, bars.add_task(label, total=1.0))
             results.append(
@@ -103,15 +88,13 @@ def run_audit(
     for path, label in zip(paths, labels, strict=True):
         pressure = describe_pressure(path)
         if pressure is not None:
-            text = f"{label}: not a real engine: {pressure}"
-            console.print(text, style="bold red", highlight=False, markup=False, soft_wrap=True)
+            console.print_line(f"{label}: not a real engine: {pressure}", style="bold red")
     print_audit(console, results)
     for path, label in zip(paths, labels, strict=True):
         if is_run_folder(path):
-            text = f"{label}: {describe_bit_equality(path)}"
-            console.print(text, highlight=False, soft_wrap=True)
+            console.print_line(f"{label}: {describe_bit_equality(path)}")
     for file in written:
-        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+        console.print_line(f"wrote {file}")
     return results
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import sys
 
 from onepolicy.cli.audit import add_audit
 from onepolicy.cli.compare import add_compare
@@ -23,6 +22,8 @@ from onepolicy.cli.show_config import add_config
 from onepolicy.cli.streams import tolerant_streams
 from onepolicy.cli.train import add_train
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError, printable
+from onepolicy.console import print_text
+from onepolicy.files import DISK_FULL
 
 RESULT_IN_FILES = ("train", "compare", "make-policy", "export")
 """Commands whose exit status does not depend on stdout: their results are files."""
@@ -75,12 +76,12 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.run(arguments) or 0)
     except UsageError as error:
-        print(f"onepolicy: {error}", file=sys.stderr)
+        print_text(f"onepolicy: {error}", stderr=True)
         if isinstance(error, ServiceUnavailable):
             return ServiceUnavailable.EXIT
         return 2
     except TrainingError as error:
-        print(f"onepolicy: {error}", file=sys.stderr)
+        print_text(f"onepolicy: {error}", stderr=True)
         return 1
     except OSError as error:
         return _report_os_error(error)
@@ -89,19 +90,21 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _report_os_error(error: OSError) -> int:
-    if error.filename is None or error.errno is None:
+    disk_failed = error.errno in (*DISK_FULL, errno.EIO)
+    if error.errno is None or (error.filename is None and not disk_failed):
         raise error
-    path = printable(str(error.filename))
+    path = printable(str(error.filename or "a file"))
     fix = "check that the path is right, and who may read and write it"
-    print(f"onepolicy: {path}: {error.strerror}; {fix}", file=sys.stderr)
+    if disk_failed:
+        fix = "make room there (or mend the disk) and repeat the command"
+    print_text(f"onepolicy: {path}: {error.strerror}; {fix}", stderr=True)
     if error.errno in PATH_ERRORS:
         return 2
     return 1
 
 
 def _report_lost_output(error: str) -> int:
-    message = f"stdout: {error}; some of the output is lost"
-    print(f"onepolicy: {message}", file=sys.stderr)
+    print_text(f"onepolicy: stdout: {error}; some of the output is lost", stderr=True)
     return 1
 
 

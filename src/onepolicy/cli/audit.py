@@ -10,6 +10,7 @@ from typing import get_args
 from onepolicy.cli.common import Commands, add_command, print_status
 from onepolicy.config import UsageError
 from onepolicy.config.output_paths import check_output_folder
+from onepolicy.console import Console
 from onepolicy.nonfinite import Nonfinite
 from onepolicy.verdict.declared import Format
 
@@ -91,8 +92,6 @@ def run_audit(arguments: argparse.Namespace) -> int:
             raise UsageError(f"{path}: no such file; give a dump, or a folder of dumps")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     print_status("loading torch")
-    from rich.console import Console
-
     from onepolicy.audit import run, schema
 
     columns = schema.parse_columns(arguments.columns)
@@ -117,8 +116,6 @@ def _check_kit(arguments: argparse.Namespace) -> int:
             "it"
         )
     print_status(f"auditing the dumps of {arguments.conformance}")
-    from rich.console import Console
-
     from onepolicy.audit import conformance
 
     outcomes = conformance.check_conformance(arguments.conformance)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,6 +14,7 @@ from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import Frozen, RunConfig, UsageError, printable
 from onepolicy.config.idle import Idle, describe_idle
 from onepolicy.config.renamed import rename_overrides
+from onepolicy.console import Console, print_text
 
 if TYPE_CHECKING:
     from onepolicy.interfaces import Progress
@@ -61,7 +61,7 @@ def refuse_model_path(overrides: list[str], command: str) -> None:
 
 def print_status(text: str) -> None:
     """Print the current action on stderr at once. stdout is for results only."""
-    print(f"onepolicy: {printable(text)}", file=sys.stderr, flush=True)
+    print_text(f"onepolicy: {printable(text)}", stderr=True)
 
 
 def warn_idle(settings: Iterable[Idle], overrides: Sequence[str] | None = None) -> None:
@@ -89,15 +89,14 @@ def status_printer(command: str) -> Iterator[Callable[[str], None]]:
 
     In a terminal the stage is beside a spinner, otherwise it is a line.
     """
-    from rich.console import Console
-    from rich.markup import escape
+    from rich.text import Text
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: print_status(f"{command}: {text}")
         return
     with console.status(command) as status:
-        yield lambda text: status.update(escape(printable(text)))
+        yield lambda text: status.update(Text(text))
 
 
 class _StderrHandler(logging.Handler):
@@ -107,7 +106,7 @@ class _StderrHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(printable(self.format(record), keep="\n"), file=sys.stderr, flush=True)
+        print_text(self.format(record), stderr=True)
 
 
 def prepare_process(threads: int | None) -> None:

@@ -15,6 +15,7 @@ from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.output_paths import check_output_folder
 from onepolicy.config.renamed import without_warnings
+from onepolicy.console import Console, make_bars, print_text
 from onepolicy.files import write_text_atomically
 from onepolicy.launch.arms import Arm, lock_arms, play_arms
 
@@ -162,17 +163,11 @@ def _play(arguments: argparse.Namespace, out: Path, runs: Sequence[Arm], jobs: i
 
 def _watch(recipe: Path, runs: Sequence[Arm], jobs: int) -> None:
     """Train the runs with a progress bar for each, or with lines if stderr is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+    columns = (MofNCompleteColumn(), TimeElapsedColumn())
+    with make_bars(console, *columns, transient=False) as bars:
         tasks = {
             run: bars.add_task(run.label, total=run.steps, completed=run.steps_done, start=False)
             for run in runs
@@ -196,7 +191,6 @@ def _watch(recipe: Path, runs: Sequence[Arm], jobs: int) -> None:
 
 def _show(arguments: argparse.Namespace, arms: Sequence[Arm], out: Path) -> None:
     """Print the comparison, then draw it."""
-    from rich.console import Console
     from rich.table import Table
 
     from onepolicy.report.comparison import (
@@ -220,7 +214,7 @@ def _show(arguments: argparse.Namespace, arms: Sequence[Arm], out: Path) -> None
         table.add_row(*row)
     console.print(table)
     for text in sentences_of(found):
-        console.print(powers(text), highlight=False, soft_wrap=True, markup=False)
-    console.print(caution(runs), highlight=False, soft_wrap=True)
+        console.print_line(powers(text))
+    console.print_line(caution(runs))
     write_comparison(out, title, runs, found, png=arguments.png)
-    print(f"picture: {out / 'comparison.html'}")
+    print_text(f"picture: {out / 'comparison.html'}")

@@ -20,6 +20,7 @@ from onepolicy.config.engine import ENGINE_KINDS
 from onepolicy.config.idle import idle_engine_settings
 from onepolicy.config.load import resolve_as
 from onepolicy.config.serve import ServeConfig
+from onepolicy.console import Console
 
 
 def add_engine(commands: Commands) -> None:
@@ -106,8 +107,6 @@ def run_serve(arguments: argparse.Namespace) -> int:
     config = resolve_as(ServeConfig, {}, arguments.overrides)
     warn_idle(idle_engine_settings(config))
     prepare_process(None)
-    from rich.console import Console
-
     from onepolicy.launch.engine_server import serve_model
 
     console = Console(stderr=True)
@@ -120,7 +119,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         names=arguments.name,
         routes=not arguments.no_routes,
         extra=arguments.vllm,
-        log=lambda text: console.print(text, highlight=False, soft_wrap=True),
+        log=console.print_line,
     )
 
 
@@ -134,8 +133,6 @@ def run_check(arguments: argparse.Namespace) -> int:
         overrides.append(f"rollout.engine.url={arguments.url}")
     prepare_process(tree.get("train", {}).get("threads"))
     print_status(f"loading {arguments.model}")
-    from rich.console import Console
-
     from onepolicy.engine_check.command import run_engine_check
     from onepolicy.report.terminal import checks_table
 

@@ -22,7 +22,7 @@ from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_task_files
 from onepolicy.config.model_path import check_model_path
 from onepolicy.config.output_paths import CONFIG
-from onepolicy.config.stored_config import read_stored_config
+from onepolicy.config.stored_config import check_trust, read_stored_config
 
 
 def add_eval(commands: Commands) -> None:
@@ -67,6 +67,8 @@ def run_eval(arguments: argparse.Namespace) -> None:
     else:
         tree = read_recipe(path)
     config = resolve({"out": "unused", "steps": 1, **tree}, arguments.overrides)
+    if run is not None:
+        check_trust(config, run, arguments.overrides, f"eval {run}")
     warn_idle(idle_settings(config), arguments.overrides)
     if run is None and arguments.step is not None:
         raise UsageError(

@@ -14,6 +14,7 @@ from onepolicy.cli.common import (
 )
 from onepolicy.config import UsageError
 from onepolicy.config.output_paths import check_output_path
+from onepolicy.console import print_text
 
 
 def add_export(commands: Commands) -> None:
@@ -71,7 +72,7 @@ def run_export(arguments: argparse.Namespace) -> None:
         print_status(f"exporting {folder} in {arguments.dtype}")
         size = export_checkpoint(folder, out, getattr(torch, arguments.dtype))
     print_status(f"{size / 1e9:.3f} GB of weights written")
-    print(out)
+    print_text(out)
 
 
 def _export_lora(folder: Path, out: Path, arguments: argparse.Namespace) -> int:

@@ -18,8 +18,9 @@ from pathlib import Path
 from types import FrameType
 
 from onepolicy.cli.common import CHECKPOINTS
-from onepolicy.config import UsageError
+from onepolicy.config import UsageError, printable
 from onepolicy.config.output_paths import CONFIG
+from onepolicy.console import print_text
 from onepolicy.report.jsonl import read_jsonl
 
 INTERRUPTED = 130  # exit status of shells after Ctrl-C
@@ -83,7 +84,7 @@ def report_interrupt(arguments: argparse.Namespace | None) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     message = describe_stop("Ctrl-C", getattr(arguments, "folder", None))
-    print(f"\nonepolicy: {message}", file=sys.stderr, flush=True)
+    print_text(f"\nonepolicy: {message}", stderr=True)
     return INTERRUPTED
 
 
@@ -107,7 +108,8 @@ def report_sigterm(arguments: argparse.Namespace) -> Iterator[None]:
             message = describe_stop("SIGTERM", getattr(arguments, "folder", None))
             encoding = sys.stderr.encoding or "utf-8"
             with suppress(OSError):  # os.write, because the signal may have interrupted a print
-                os.write(2, f"onepolicy: {message}\n".encode(encoding, "backslashreplace"))
+                line = f"onepolicy: {printable(message)}\n"
+                os.write(2, line.encode(encoding, "backslashreplace"))
         os.kill(os.getpid(), number)
 
     signal.signal(signal.SIGTERM, end)

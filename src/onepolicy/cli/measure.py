@@ -25,10 +25,9 @@ from onepolicy.config.measure import engine_overrides, measure_settings, task_se
 from onepolicy.config.model_path import check_model_path
 from onepolicy.config.numerics import ON_POLICY, Numerics
 from onepolicy.config.output_paths import check_output_path
+from onepolicy.console import Console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from onepolicy.measure.bitwise import Bitwise
     from onepolicy.measure.result import Measurement
 
@@ -198,8 +197,6 @@ def _measure(
     model_path: str,
     out: Path | None,
 ) -> int:
-    from rich.console import Console
-
     from onepolicy.measure import measure
     from onepolicy.measure.bitwise import Bitwise
 
@@ -232,9 +229,9 @@ def _show_measurement(found: Measurement, out: Path | None, console: Console, *,
         result.write(found, out)
         written = write_report(out, png=png)
     for part in summary(result.to_tree(found)):
-        console.print(part, highlight=False)
+        console.print(part)
     if written is not None:
-        console.print(f"written: {written}", soft_wrap=True, highlight=False)
+        console.print_line(f"written: {written}")
     return 0
 
 
@@ -247,11 +244,9 @@ def _show_bitwise(found: Bitwise, out: Path | None, console: Console) -> int:
     if out is not None:
         written = write(found, out)
     for part in summary(dataclasses.asdict(found) | {"holds": found.holds}):
-        console.print(part, highlight=False)
+        console.print(part)
     if written is not None:
-        console.print(
-            f"written: {written} (bits have no charts, so there is no report.html)", soft_wrap=True
-        )
+        console.print_line(f"written: {written} (bits have no charts, so there is no report.html)")
     return int(not found.holds)
 
 

@@ -12,6 +12,8 @@ from onepolicy.cli.parser import Parser
 from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.output_paths import check_output_path
+from onepolicy.console import Console
+from onepolicy.files import write_text_atomically
 
 if TYPE_CHECKING:
     from onepolicy.plan.hardware import Cluster
@@ -133,8 +135,6 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) -> int:
-    from rich.console import Console
-
     from onepolicy.config.model_path import resolve_model
     from onepolicy.plan.planner import Planner, best_option
     from onepolicy.plan.suggestions import memory_settings, suggestions, uneven_experts
@@ -163,14 +163,14 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
     traffic = communication_volume(planner.dims, config, planner.work, chosen.split.learners)
     if arguments.json is not None:
         tree = plan_tree(planner, chosen, options, lines, traffic)
-        arguments.json.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+        write_text_atomically(arguments.json, json.dumps(tree, indent=1) + "\n")
     planner.settings_of(chosen.split.learners, print_status)
     for part in render_plan(
         planner, chosen, options, lines, traffic, constants=arguments.constants
     ):
-        console.print(part, highlight=False)
+        console.print(part)
     if arguments.json is not None:
-        console.print(f"written: {arguments.json}", soft_wrap=True, highlight=False)
+        console.print_line(f"written: {arguments.json}")
     return int(not chosen.fits)
 
 

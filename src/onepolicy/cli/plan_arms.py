@@ -10,7 +10,7 @@ from pathlib import Path
 from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.input_files import check_input_files
 from onepolicy.config.output_paths import CONFIG, check_new_run_folder
-from onepolicy.config.stored_config import read_stored_config
+from onepolicy.config.stored_config import read_stored_config, settings_to_repeat
 from onepolicy.launch.arms import Arm
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
@@ -115,7 +115,10 @@ def runs_in(out: Path, arms: Sequence[PlannedArm]) -> list[Arm]:
             _check_begun(folder, arm)
         else:
             check_new_run_folder(folder)
-        runs.append(Arm(arm.name, arm.config.seed, arm.settings, arm.config.steps, folder))
+        repeated = tuple(settings_to_repeat(arm.config))
+        runs.append(
+            Arm(arm.name, arm.config.seed, arm.settings, arm.config.steps, folder, repeated)
+        )
     return runs
 
 

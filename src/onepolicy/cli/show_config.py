@@ -8,6 +8,7 @@ from onepolicy.cli.common import Commands, add_command, warn_idle
 from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.idle import idle_settings
+from onepolicy.console import print_text
 
 
 def add_config(commands: Commands) -> None:
@@ -33,7 +34,7 @@ def add_config(commands: Commands) -> None:
 
 def run_config(arguments: argparse.Namespace) -> None:
     """Print the settings of a recipe as TOML, or one or all presets."""
-    print(_settings(arguments.recipe, arguments.overrides))
+    print_text(_settings(arguments.recipe, arguments.overrides))
 
 
 def _settings(recipe: str, overrides: list[str]) -> str:

@@ -28,10 +28,17 @@ from onepolicy.config.input_files import check_input_files, check_task_files
 from onepolicy.config.load import parse_value
 from onepolicy.config.output_paths import CONFIG, check_new_run_folder, check_resumable
 from onepolicy.config.renamed import without_warnings
-from onepolicy.config.stored_config import read_stored_config
+from onepolicy.config.stored_config import (
+    TRUST,
+    check_trust,
+    read_stored_config,
+    settings_to_repeat,
+)
+from onepolicy.console import Console, print_text
 from onepolicy.launch.agent import end_with_agent, needs_agent, run_on_ranks
 
 RESUME_SETTINGS = (
+    TRUST,
     "optim.state",
     "rollout.engine.url",
     "rollout.engine.token_env",
@@ -138,7 +145,7 @@ def _start(arguments: argparse.Namespace, overrides: list[str]) -> int:
         arguments.folder = Path(config.out)
         if needs_agent(config):
             return _run_on_ranks(_start_command(arguments, overrides, arguments.folder), config)
-        print(f"run folder: {config.out}", flush=True)
+        print_text(f"run folder: {config.out}")
         prepare_process(config.train.threads)
         print_status(f"loading {config.model.path}")
         from onepolicy.run import train as run
@@ -196,13 +203,16 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.fork:
         out = _fork_out(overrides)
         command = ["train", "--from", arguments.fork, *overrides]
-        return supervise(out, command, _resume_command(out), restarts, print_status)
+        typed = [each for each in overrides if each.startswith(f"{TRUST}=")]
+        resume = _resume_command(out, typed)
+        return supervise(out, command, resume, restarts, print_status)
     with without_warnings():  # the process that trains writes them
         config = load(arguments.recipe, overrides)
     with _free_run_folder(config, overrides) as config:
         out = Path(config.out)
         command = _start_command(arguments, overrides, out)
-        return supervise(out, command, _resume_command(out), restarts, print_status)
+        resume = _resume_command(out, settings_to_repeat(config))
+        return supervise(out, command, resume, restarts, print_status)
 
 
 def _start_command(arguments: argparse.Namespace, overrides: list[str], out: Path) -> list[str]:
@@ -222,8 +232,8 @@ def _check_restarts(restarts: int) -> None:
         )
 
 
-def _resume_command(out: Path) -> list[str]:
-    return ["train", "--resume", str(out)]
+def _resume_command(out: Path, settings: list[str]) -> list[str]:
+    return ["train", "--resume", str(out), *settings]
 
 
 def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -235,6 +245,7 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
     arguments.folder = path
     if settings:
         config = resolve(config.model_dump(), settings)
+    check_trust(config, path, overrides, f"train --resume {path}")
     _check_task(config)
     steps, ranks = counts.get("steps"), counts.get("train.ranks")
     if needs_agent(config, ranks):
@@ -287,7 +298,9 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     arguments.folder = _fork_out(overrides)
     refuse_model_path(overrides, f"--from {source}")
     _print_reading(arguments, source)
-    config = _forked_config(read_stored_config(_run_folder_of(source)), overrides)
+    parent = _run_folder_of(source)
+    config = _forked_config(read_stored_config(parent), overrides)
+    check_trust(config, parent, overrides, f"train --from {source}")
     if not needs_agent(config):
         warn_idle(idle_settings(config))
     _check_task(config)
@@ -341,8 +354,6 @@ def _forked_config(parent: RunConfig, overrides: list[str]) -> RunConfig:
 
 
 def _print_summary(summary: dict[str, Any]) -> int:
-    from rich.console import Console
-
     from onepolicy.report.terminal import summary_table
 
     Console().print(summary_table(summary))

@@ -27,6 +27,7 @@ Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
 Text = InstanceOf[str]
 """A decoded response may hold half a surrogate pair, which pydantic's own `str` refuses."""
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Numbers = dict[str, Number | None]
 
 
@@ -95,6 +96,13 @@ class RunInfo(Shape):
     pressure: Text | None = None
 
 
+class LogDigest(Shape):
+    """Length and checksum of metrics.jsonl or samples.jsonl as a checkpoint was saved."""
+
+    bytes: Count
+    sha256: Sha256
+
+
 class CheckpointState(Shape):
     """state.json of a checkpoint."""
 
@@ -102,7 +110,8 @@ class CheckpointState(Shape):
     updates: Count
     skipped: Count = 0
     files: dict[str, Count]
-    sha256: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = {}
+    sha256: dict[str, Sha256] = {}
+    log: dict[str, LogDigest] = {}
     parent: Parent | None = None
 
 

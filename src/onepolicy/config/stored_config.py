@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -11,6 +12,8 @@ from onepolicy.config.base import UsageError
 from onepolicy.config.output_paths import CONFIG
 from onepolicy.config.renamed import rename_keys
 from onepolicy.config.run import RunConfig
+
+TRUST = "model.trust_remote_code"
 
 
 def read_stored_config(run: Path) -> RunConfig:
@@ -30,6 +33,27 @@ def read_stored_config(run: Path) -> RunConfig:
     except UsageError as error:
         problem = str(error)
     raise UsageError(f"{path}: not the settings of a run: {problem}")
+
+
+def check_trust(config: RunConfig, run: Path, overrides: Sequence[str], command: str) -> None:
+    """Raise UsageError if the model's own code would run only because a run folder says so.
+
+    config: the run's settings with these overrides. command: that loads its model, for the error.
+    """
+    typed = any(override.partition("=")[0] == TRUST for override in overrides)
+    if config.model.trust_remote_code and not typed:
+        raise UsageError(
+            f"{run}: its {CONFIG} has {TRUST} = true, so `onepolicy {command}` would run Python "
+            f"code that the model brings along; read that code first, then add {TRUST}=true to "
+            f"the command, or {TRUST}=false to load the model without it"
+        )
+
+
+def settings_to_repeat(config: RunConfig) -> list[str]:
+    """Return the overrides without which `check_trust` refuses this run's folder."""
+    if config.model.trust_remote_code:
+        return [f"{TRUST}=true"]
+    return []
 
 
 def _with_new_names(data: bytes) -> bytes:

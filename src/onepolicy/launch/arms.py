@@ -33,6 +33,8 @@ class Arm:
     settings: tuple[str, ...]
     steps: int
     folder: Path
+    repeated: tuple[str, ...] = ()
+    """Settings that a resume has to name again (config/stored_config.py)."""
 
     @property
     def label(self) -> str:
@@ -68,7 +70,7 @@ class Arm:
         """
         train = [sys.executable, "-m", "onepolicy.cli.arm_process", "train"]
         if (self.folder / CONFIG).exists():
-            return [*train, f"--resume={self.folder}"]
+            return [*train, f"--resume={self.folder}", *self.repeated]
         return [*train, str(recipe), *self.overrides]
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +25,7 @@ from typing_extensions import TypedDict
 from onepolicy import __version__
 from onepolicy.build.sharded_learner import build_rank_learner
 from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
+from onepolicy.console import print_text
 from onepolicy.launch.agent import RENDEZVOUS_ENV
 from onepolicy.models.load import parse_device
 from onepolicy.sync.messages import validate_message
@@ -216,7 +216,7 @@ def run_rank(rank_info: RankInfo, store: dist.Store) -> int:
         if ranks is None or not ranks.lost.is_set():
             store.set(error_key(rank_info.rank), str(error))
             name = f"rank {rank_info.rank} ({_this_process()})"
-            print(f"onepolicy: {name}: {error}", file=sys.stderr, flush=True)
+            print_text(f"onepolicy: {name}: {error}", stderr=True)
         os._exit(_status_of(error))  # at once: the thread of `ranks` still waits for rank 0
     return 0
 

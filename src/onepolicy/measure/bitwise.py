@@ -10,6 +10,7 @@ from typing import Any
 
 from onepolicy.build.measure_components import MeasureComponents
 from onepolicy.divergence.routing import routing_disagreement
+from onepolicy.files import write_text_atomically
 from onepolicy.invariant.fingerprint import difference_reason
 from onepolicy.invariant.require_equal import describe_slot, differing_slots
 from onepolicy.measure.engine_noise import ALONE, sample, sample_again
@@ -91,5 +92,4 @@ def write(found: Bitwise, out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     path = out / "bitwise.json"
     tree = dataclasses.asdict(found) | {"holds": found.holds}
-    path.write_text(json.dumps(tree, indent=1), encoding="utf-8")
-    return path
+    return write_text_atomically(path, json.dumps(tree, indent=1))

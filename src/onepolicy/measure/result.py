@@ -20,6 +20,7 @@ from onepolicy.correct.predict import predict
 from onepolicy.divergence.attribution import Waterfall
 from onepolicy.divergence.breakdown import Row, WorstToken
 from onepolicy.divergence.logprob import Mismatch
+from onepolicy.files import replace_atomically, write_text_atomically
 from onepolicy.measure.attribution import Ablation, Explained
 from onepolicy.run.probe_file import routing_tensors
 from onepolicy.run.step_metrics import metrics_per_layer, mismatch_metrics
@@ -114,8 +115,9 @@ def write(found: Measurement, out: Path) -> None:
             "logp_trainer": logp_of(batch)[mask],
         } | routing_tensors(batch)
         tensors |= {f"{scoring}.{name}": value.contiguous() for name, value in fields.items()}
-    save_file(tensors, out / "tensors.safetensors")
-    (out / "measure.json").write_text(json.dumps(to_tree(found), indent=1), encoding="utf-8")
+    with replace_atomically(out / "tensors.safetensors") as path:
+        save_file(tensors, path)
+    write_text_atomically(out / "measure.json", json.dumps(to_tree(found), indent=1))
 
 
 def batches(found: Measurement) -> dict[str, TokenBatch]:

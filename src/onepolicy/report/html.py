@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from onepolicy.config.secrets import without_secrets
 from onepolicy.files import write_text_atomically
 from onepolicy.report.figure import Absent, Figure
 from onepolicy.report.learning import learning_figures, time_split
@@ -76,7 +77,7 @@ def write_report(run: Path) -> Path:
         sections=sections,
         samples=[_shown(sample) for sample in shown],
         answers=any("answer" in sample for sample in shown),
-        config=json.dumps(loaded.config, indent=2, ensure_ascii=False),
+        config=json.dumps(without_secrets(loaded.config), indent=2, ensure_ascii=False),
         info=json.dumps(loaded.info, indent=2, ensure_ascii=False),
     )
     return write_text_atomically(run / "report.html", page)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.config import UsageError
+from onepolicy.files import write_text_atomically
 from onepolicy.report.figure import Figure, Spec
 from onepolicy.report.html import plain
 from onepolicy.report.page import LIGHT
@@ -31,7 +32,7 @@ def write_figures(folder: Path, figures: Sequence[Figure], *, png: bool) -> list
     for figure in figures:
         spec = plain(standing_alone(figure))
         path = folder / f"{figure.name}.json"
-        path.write_text(json.dumps(spec, allow_nan=False), encoding="utf-8")
+        write_text_atomically(path, json.dumps(spec, allow_nan=False))
         layout = spec["layout"]
         opts = {
             "format": "png",

@@ -6,8 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
+from rich.progress import TaskProgressColumn, TimeRemainingColumn
 from rich.table import Table
 
 from onepolicy.build import components, engines
@@ -16,6 +15,7 @@ from onepolicy.build.clean_engine import build_clean_engine
 from onepolicy.build.learner import set_num_threads
 from onepolicy.config import ModelConfig, RunConfig
 from onepolicy.config.model_path import resolve_model
+from onepolicy.console import Console, make_bars
 from onepolicy.interfaces import Environment, RolloutEngine
 from onepolicy.models.load import parse_device
 from onepolicy.rollout.spec import EngineSpec
@@ -66,7 +66,8 @@ def _build_engine(config: RunConfig, model: ModelConfig, max_len: int) -> Rollou
 def _evaluate_with_bar(
     config: RunConfig, engine: RolloutEngine, environment: Environment, stop: tuple[int, ...]
 ) -> dict[str, float]:
-    with Progress(transient=True, console=Console(stderr=True)) as bars:
+    columns = (TaskProgressColumn(), TimeRemainingColumn())
+    with make_bars(Console(stderr=True), *columns) as bars:
         task = bars.add_task("evaluation", total=num_eval_episodes(config.eval))
         evaluation = evaluate(
             engine,
@@ -82,8 +83,7 @@ def _evaluate_with_bar(
 
 def _print_metrics(config: RunConfig, model: ModelConfig, metrics: dict[str, float]) -> None:
     console = Console()
-    title = f"{config.eval.problems} held-out problems, {model.path}"
-    console.print(title, soft_wrap=True, highlight=False, markup=False)
+    console.print_line(f"{config.eval.problems} held-out problems, {model.path}")
     table = Table("metric", "value")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.3f}")

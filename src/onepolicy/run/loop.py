@@ -234,7 +234,9 @@ class TrainingLoop:
             checkpoint.prune(self.folder, self.config.checkpoint.keep)
 
     def _save_checkpoint(self, step: int) -> None:
-        extra = {"parent": self.origin.parent}
+        from onepolicy.run.log_digest import digest_log  # in some steps only
+
+        extra = {"parent": self.origin.parent, "log": digest_log(self.folder)}
         checkpoint.save(self.folder, self.learner, self.tokenizer, step=step, extra=extra)
 
 

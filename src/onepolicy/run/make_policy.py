@@ -11,20 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, TokenizersBackend
 
 from onepolicy.build.engines import build_engine
 from onepolicy.config import EvalConfig, HFEngineConfig, ModelConfig, UsageError
 from onepolicy.config.policy import PolicyConfig, cached_policy_path
+from onepolicy.console import SHOWN, Console, make_bars
 from onepolicy.envs import make_environment
 from onepolicy.envs.multiturn.tokenization import TooManyTokens
 from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
@@ -53,27 +46,22 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
     if os.path.lexists(path):
         if out is not None:
             raise UsageError(f"--out: {path} already exists; choose another folder")
-        text = f"the policy of these settings is already there: {path}"
-        console.print(text, soft_wrap=True, highlight=False)
+        console.print_line(f"the policy of these settings is already there: {path}")
         return path
     start = time.perf_counter()
     tokenizer = make_tokenizer(task_alphabet(config.task))
     evaluation = _check_task(config, tokenizer)
     torch.set_num_threads(config.threads)
     model = make_model(config, len(tokenizer))
-    console.print(
-        f"warming up {model.num_parameters() / 1e6:.1f}M parameters on {config.threads} thread(s)",
-        highlight=False,
-    )
+    millions = model.num_parameters() / 1e6
+    console.print_line(f"warming up {millions:.1f}M parameters on {config.threads} thread(s)")
     _warm_up(model, tokenizer, config, console)
     save_policy(model, tokenizer, config, path)
     scores = _evaluate_saved(config, evaluation, path)
-    console.print(
+    console.print_line(
         f"greedy accuracy {scores['eval/greedy']:.2f}, "
         f"sampling accuracy {scores['eval/avg@4']:.2f} on {evaluation.problems} held-out problems; "
-        f"{time.perf_counter() - start:.0f} s; saved to {path}",
-        soft_wrap=True,
-        highlight=False,
+        f"{time.perf_counter() - start:.0f} s; saved to {path}"
     )
     return path
 
@@ -98,14 +86,15 @@ def _warm_up(
     config: PolicyConfig,
     console: Console,
 ) -> None:
-    with _bars(console) as bars:
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), SHOWN)
+    with make_bars(console, *columns) as bars:
         task = bars.add_task("warm-up", total=config.steps, shown="")
 
         def progress(step: int, loss: float, accuracy: float) -> None:
             shown = f"loss {loss:.3f}  next-token accuracy {accuracy:.3f}"
             bars.update(task, completed=step, shown=shown)
             if step % 100 == 0 and not console.is_terminal:
-                console.print(f"step {step:>4}  {shown}", highlight=False)
+                console.print_line(f"step {step:>4}  {shown}")
 
         def examples(mistakes: float) -> Iterator[Example]:
             return warmup_examples(config.task, mistakes=mistakes, seed=config.seed)
@@ -122,20 +111,6 @@ def _evaluate_saved(config: PolicyConfig, evaluation: EvalConfig, path: Path) ->
     environment = make_environment(config.task, tokenizer, max_len=config.max_len)
     stop, max_tokens = (tokenizer.eos_token_id,), config.max_len // 2
     return asyncio.run(evaluate(engine, environment, evaluation, stop=stop, max_tokens=max_tokens))
-
-
-def _bars(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[shown]}"),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 @contextmanager

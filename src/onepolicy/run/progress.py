@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from onepolicy.config import printable
+from onepolicy.console import SHOWN, Console, make_bars
 from onepolicy.interfaces import Progress as RunProgress
 
 SHOWN_METRICS = (
@@ -53,26 +45,15 @@ class TerminalProgress(RunProgress):
         self.bars.update(self.steps, completed=step, shown=shown)
         self.bars.update(self.inner, visible=False)
         if scores or not self.console.is_terminal:
-            line = f"step {step:>4}  {shown}  {scores}".rstrip()
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.console.print_line(f"step {step:>4}  {shown}  {scores}".rstrip())
 
     def note(self, text: str) -> None:
-        safe = printable(text, keep="\n")  # the text may quote a model
-        self.console.print(safe, highlight=False, soft_wrap=True, markup=False)
+        self.console.print(text, soft_wrap=True)
 
 
 @contextmanager
 def terminal_progress(steps: int, first: int = 0) -> Iterator[TerminalProgress]:
     console = Console()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[shown]}"),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bars:
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), SHOWN)
+    with make_bars(console, *columns) as bars:
         yield TerminalProgress(console, bars, steps, first)

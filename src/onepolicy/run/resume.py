@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onepolicy.build.components import build_components, model_to_load
 from onepolicy.config import RunConfig, ServerEngineConfig, UsageError
-from onepolicy.config.stored_config import read_stored_config
+from onepolicy.config.stored_config import check_trust, read_stored_config
 from onepolicy.interfaces import Progress
 from onepolicy.invariant.fingerprint import fingerprint_differences
 from onepolicy.launch.launcher import (
@@ -22,6 +22,7 @@ from onepolicy.launch.launcher import (
 from onepolicy.models.load import parse_device
 from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.run import run_folder
+from onepolicy.run.log_digest import find_damage
 from onepolicy.run.loop import TrainingLoop
 from onepolicy.run.run_folder import PROBES, RUN, SUMMARY, Json, RunOrigin, read_about, read_parent
 from onepolicy.run.summary import has_summary, write_summary
@@ -46,7 +47,10 @@ def resume_run(
     run's other processes. config: the run's settings, in which only the places of processes and
     servers may differ; None: those in its folder.
     """
-    config = apply_torchrun_ranks(config or read_stored_config(run), count, resuming=True)
+    if config is None:
+        config = read_stored_config(run)
+        check_trust(config, run, (), f"train --resume {run}")
+    config = apply_torchrun_ranks(config, count, resuming=True)
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
     with run_folder.lock_run(run):
@@ -57,6 +61,7 @@ def resume_run(
                 f"{run}: already finished {origin.step} of {config.steps} steps; give steps=N to "
                 "train on"
             )
+        _note_damaged_log(run, origin, progress)
         if all_steps_done:
             return write_summary(config, run, origin.parent)
         check_log(config)
@@ -79,6 +84,16 @@ def resume_run(
             _note_resume(run, origin, components.learner.fingerprint, progress)
             loop = TrainingLoop(components, tokenizer, run, origin, progress)
             return asyncio.run(loop.run())
+
+
+def _note_damaged_log(run: Path, origin: RunOrigin, progress: Progress) -> None:
+    """Report rows and samples before the checkpoint that are gone or other than written."""
+    for path in find_damage(run, origin.log or {}):
+        progress.note(
+            f"WARNING: {path} is not as it was at the checkpoint of step {origin.step}; lines are "
+            "lost or changed, and the run's history and report lack them or are wrong there; the "
+            "run goes on without them, or stop it and restore the file from a copy"
+        )
 
 
 def _note_resume(run: Path, origin: RunOrigin, fingerprint: str, progress: Progress) -> None:
@@ -130,7 +145,8 @@ def resume_origin(run: Path) -> RunOrigin:
     parent = read_parent(run)
     if checkpoint.complete_checkpoints(run):
         newest = checkpoint.latest_checkpoint(run)
-        return RunOrigin(checkpoint.verify(newest)["step"], newest, parent)
+        state = checkpoint.verify(newest)
+        return RunOrigin(state["step"], newest, parent, state.get("log"))
     if parent is None:
         return RunOrigin()
     folder = checkpoint.checkpoint_folder(Path(parent["run"]), parent["step"])

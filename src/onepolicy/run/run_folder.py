@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -25,11 +24,10 @@ import onepolicy
 from onepolicy.config import RunConfig, TrainingError, UsageError
 from onepolicy.config.json_shapes import RunInfo, read_json_object
 from onepolicy.config.output_paths import CONFIG, check_new_run_folder, not_writable_error
-from onepolicy.files import write_text_atomically
+from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.train import checkpoint
 
 Json = dict[str, Any]
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RUN, SUMMARY, PROBES = "run.json", "summary.json", "probes"
 
 
@@ -40,6 +38,7 @@ class RunOrigin:
     step: int = 0
     weights: Path | None = None
     parent: Json | None = None  # {"run", "step"} of a fork
+    log: Json | None = None  # the run's own files as the checkpoint was saved (log_digest.py)
 
 
 FROM_SCRATCH = RunOrigin()

@@ -11,15 +11,14 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
 
 from onepolicy.config import RunConfig, UsageError
+from onepolicy.config.secrets import without_secrets
 from onepolicy.run.run_folder import RUN
 
 Note = Callable[[str], None]
@@ -34,7 +33,6 @@ PACKAGES = {
 }
 
 LONGEST_FINISH_S = 120.0  # W&B's own default is to wait for a lost network without end
-SECRET = re.compile(r"(?i)(api_?key|secret|password|token)$")
 
 
 def check_log(config: RunConfig) -> None:
@@ -88,7 +86,7 @@ def wandb_run(config: RunConfig, folder: Path, last_step: int) -> Iterator[Write
         id=_run_id(folder),
         resume="allow",
         dir=folder,
-        config=_without_secrets(config.model_dump(mode="json")),
+        config=without_secrets(config.model_dump(mode="json")),
         settings=wandb.Settings(finish_timeout=LONGEST_FINISH_S),
     )
     with _finished(run.finish):
@@ -105,7 +103,7 @@ def trackio_run(config: RunConfig, folder: Path, last_step: int) -> Iterator[Wri
 
     assert config.log.trackio is not None
     name = f"{folder.name}-{_run_id(folder)}"
-    settings = _without_secrets(config.model_dump(mode="json"))
+    settings = without_secrets(config.model_dump(mode="json"))
     trackio.init(project=config.log.trackio, name=name, config=settings, resume="allow")
     try:
         yield lambda step, values: trackio.log(dict(values), step=step)
@@ -176,19 +174,6 @@ def _run_id(folder: Path) -> str:
     text = (folder / RUN).read_bytes()
     known = json.loads(text).get("id")
     return known or hashlib.sha256(str(folder.resolve()).encode() + text).hexdigest()[:8]
-
-
-def _without_secrets(tree: Any) -> Any:
-    """Return settings without texts under names like `api_key`, which tasks may hold."""
-    if isinstance(tree, dict):
-        hidden = {name for name, value in tree.items() if isinstance(value, str)}
-        hidden = {name for name in hidden if SECRET.search(str(name))}
-        return {
-            name: "hidden" if name in hidden else _without_secrets(v) for name, v in tree.items()
-        }
-    if isinstance(tree, list):
-        return [_without_secrets(value) for value in tree]
-    return tree
 
 
 def _turned_off(setting: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from transformers import (
 )
 
 from onepolicy.config.policy import PolicyConfig
+from onepolicy.files import write_folder
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
 
@@ -188,13 +188,10 @@ def _supervised_loss(
 def save_policy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, config: PolicyConfig, path: Path
 ) -> None:
-    """Write a folder in transformers' layout plus policy.json, by an atomic rename."""
-    temporary = path.with_name(f".writing-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    (temporary / "policy.json").write_text(
-        json.dumps(config.model_dump(), indent=1), encoding="utf-8"
-    )
-    os.rename(temporary, path)
+    """Write a folder in transformers' layout plus policy.json, whole or not at all."""
+    # Another process may make the same policy. The name is short, as that of `path` may be long.
+    with write_folder(path, path.with_name(f".writing-{os.getpid()}")) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        text = json.dumps(config.model_dump(), indent=1)
+        (folder / "policy.json").write_text(text, encoding="utf-8")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import ModelConfig, UsageError
+from onepolicy.files import write_folder
 from onepolicy.models import lora
 from onepolicy.models.load import cast_model, context_length, load_model
 from onepolicy.sync.canary import canary_prompts
@@ -46,7 +44,7 @@ def export_adapter(folder: Path, out: Path) -> int:
         raise UsageError(
             f"--adapter: {folder} holds a whole model and no adapter; leave --adapter out"
         )
-    with _written_whole(out) as writing:
+    with write_folder(out) as writing:
         for name in ADAPTER_FILES:
             shutil.copyfile(folder / name, writing / name)
         _copy_tokenizer(folder, writing)
@@ -70,7 +68,7 @@ def export_merged(folder: Path, out: Path, dtype: torch.dtype) -> tuple[int, Mer
         if parameter.dim() > 1:
             parameter.data = parameter.data.to(dtype)
     merged.config.dtype = dtype
-    with _written_whole(out) as writing:
+    with write_folder(out) as writing:
         merged.save_pretrained(writing)
         checkpoint.write_index(writing)
         _copy_tokenizer(folder, writing)
@@ -122,19 +120,6 @@ def _merge_loss(model: PreTrainedModel, dtype: torch.dtype) -> MergeLoss:
 def _score(model: PreTrainedModel, prompts: Tensor) -> Tensor:
     """Return the log-probabilities of the token after each prompt, [P, vocabulary] float32."""
     return model(input_ids=prompts, use_cache=False).logits[:, -1].float().log_softmax(-1)
-
-
-@contextmanager
-def _written_whole(out: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which becomes `out` when the block ends without an error."""
-    writing = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir(parents=True)
-    try:
-        yield writing
-        os.rename(writing, out)
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
 
 
 def _copy_tokenizer(folder: Path, out: Path) -> None:

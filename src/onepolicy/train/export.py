@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.files import write_folder
 from onepolicy.train import checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -33,10 +32,7 @@ def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype) -> int:
     if not index.is_file():
         raise UsageError(f"{folder}: has no {INDEX}, so no whole model to export")
     weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    writing = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir(parents=True)
-    try:
+    with write_folder(out) as writing:
         size = sum(
             _export_file(folder / name, writing / name, dtype)
             for name in sorted(set(weight_map.values()))
@@ -45,9 +41,6 @@ def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype) -> int:
         (writing / INDEX).write_text(text, encoding="utf-8")
         _export_config(folder / CONFIG, writing / CONFIG, dtype)
         _copy_other_files(folder, writing)
-        os.rename(writing, out)
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
     return size
 
 
@@ -55,10 +48,7 @@ def _export_file(source: Path, target: Path, dtype: torch.dtype) -> int:
     with safe_open(source, "pt") as file:
         names = list(file.keys())
         tensors = {name: _rounded(file.get_tensor(name), dtype) for name in names}
-    try:
-        save_file(tensors, target, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk
-        raise OSError(errno.EIO, str(error), str(target)) from error
+    save_file(tensors, target, metadata={"format": "pt"})
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -93,3 +93,35 @@ def test_a_terminal_gets_colours_unless_no_color_is_set_and_a_pipe_plain_lines(c
         assert "━" in shown
         assert "step    1" not in shown
         assert "a note" in shown
+
+
+TITLE = b"\x1b]0;PWNED"
+HOSTILE = """
+import json, os, sys
+from pathlib import Path
+from onepolicy.cli import main
+os.chdir({folder!r})
+name = "\\x1b]0;PWNED\\x07[/b][red]x"
+ended = [main(["train", {recipe!r}, "out=" + name, "steps=1"])]
+about = Path(name) / "run.json"
+about.write_text(json.dumps(json.loads(about.read_text()) | {{"pressure": name}}))
+Path(name + ".toml").write_bytes(Path({recipe!r}).read_bytes())
+again = "of " + name
+for words in (
+    ["audit", name, "--out", "audited" + name], ["audit", name, name], ["eval", name],
+    ["train", "--resume", name],  # has all its steps
+    ["train", "--resume", name, "steps=2"], ["train", "--from", name, "out=" + again, "steps=3"],
+    ["export", name, "--out", "exported" + name], ["config", name + ".toml"],
+    ["eval", name, "--step", "9"],
+    ["make-policy", "--out", name],
+):
+    ended.append(main(words))
+assert ended == [0] * 4 + [2] + [0] * 4 + [2, 2], ended
+"""
+
+
+@pytest.mark.full
+def test_a_terminal_obeys_no_name_of_a_file_or_run(recipe, tmp_path):
+    shown = in_a_terminal(HOSTILE.format(folder=str(tmp_path), recipe=str(recipe)))
+    assert TITLE not in shown
+    assert rb"\x1b]0;PWNED\x07[/b][red]x" in shown

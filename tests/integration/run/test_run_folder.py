@@ -60,6 +60,24 @@ def test_one_damaged_byte_gives_one_message_in_every_command(copy, capsys, subte
         (copy / name).write_bytes(whole)
 
 
+def test_a_log_that_is_lost_or_changed_beside_a_good_checkpoint_is_said(copy, capsys, subtests):
+    (copy / "summary.json").unlink()  # the resume only writes it again
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        path = copy / name
+        whole = path.read_bytes()
+        lines = whole.splitlines(keepends=True)
+        for kept in ([*lines[1:]], lines[:-1], [whole.replace(b"0.", b"1.", 1)]):
+            path.write_bytes(b"".join(kept))
+            with subtests.test(name, kept=len(kept)):
+                assert main(["train", "--resume", str(copy)]) == 0
+                assert f"WARNING: {path} is not as it was at the" in capsys.readouterr().out
+            (copy / "summary.json").unlink()
+        path.write_bytes(whole)
+        assert main(["train", "--resume", str(copy)]) == 0
+        assert "WARNING" not in capsys.readouterr().out
+        (copy / "summary.json").unlink()
+
+
 STRANGE_ROWS = [
     '{"step": 3, "train/reward": true}',
     '{"step": 3, "train/reward": NaN}',

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from onepolicy.audit import accumulator
 from onepolicy.audit.assessment import divergence_onset
@@ -21,6 +20,7 @@ from onepolicy.audit.run import audit, run_audit
 from onepolicy.audit.schema import write_parquet
 from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.cli import main
+from onepolicy.console import Console
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.report.figure import Absent, Figure
 from onepolicy.verdict.rules import CAUSES

@@ -3,11 +3,11 @@
 import re
 
 import pytest
-from rich.console import Console
 
 from onepolicy.audit.figures import audit_figures
 from onepolicy.audit.report import write_report
 from onepolicy.audit.run import audit, run_audit
+from onepolicy.console import Console
 from onepolicy.report.figure import Figure
 from onepolicy.report.measure import BADGES
 from support.audit_dumps import gaussian_rows, with_routes, write_jsonl

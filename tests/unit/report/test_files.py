@@ -123,3 +123,13 @@ def test_plotly_not_installed(copy, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     refused(copy, r"onepolicy\[report\].*log\.report=false")
     assert not list(copy.glob("report.html*"))
+
+
+def test_a_key_of_a_tasks_settings_is_not_in_the_page(copy):
+    """People share the page. config.json keeps the key, which a resume needs."""
+    settings = json.loads((copy / "config.json").read_text())
+    keys = {"env": {"api_key": "sk-LEAKED", "size": 3}, "params": {"PASSWORD": "hunter2"}}
+    (copy / "config.json").write_text(json.dumps(settings | {"task": keys}))
+    page = write_report(copy).read_text(encoding="utf-8")
+    assert page.count("&#34;hidden&#34;") == 2
+    assert [each for each in ("sk-LEAKED", "hunter2") if each in page] == []

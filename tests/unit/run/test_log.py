@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from onepolicy.config import UsageError
 from onepolicy.report.jsonl import RENAMED
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
+from onepolicy.run.log_digest import digest_log, find_damage
 from onepolicy.run.metric_names import METRICS, is_known
 
 
@@ -120,6 +121,33 @@ def test_truncate_is_atomic(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         truncate_after(tmp_path, 1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def flipped(data):
+    return data.replace(b"0.5", b"0.7", 1)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_rows_that_a_checkpoint_saw_and_that_are_lost_or_changed_are_found(tmp_path, name):
+    assert find_damage(tmp_path, digest_log(tmp_path)) == []  # before the first row
+    with RunLog(tmp_path) as log:
+        for step in (1, 2, 3):
+            if step == 3:
+                saved = digest_log(tmp_path)
+            log.write(step, {"train/reward": 0.5})
+            log.write_sample({"step": step, "reward": 0.5})
+    path = tmp_path / name
+    whole = path.read_bytes()
+    assert find_damage(tmp_path, saved) == []
+    for damaged in (whole[: len(whole) // 2], b"", flipped(whole), whole[1:]):
+        path.write_bytes(damaged)
+        assert find_damage(tmp_path, saved) == [path]
+    path.unlink()
+    assert find_damage(tmp_path, saved) == [path]
+    path.write_bytes(whole)
+    truncate_after(tmp_path, 2)
+    assert digest_log(tmp_path) == saved  # so the next resume finds nothing either
+    assert find_damage(tmp_path, {}) == []  # of a checkpoint from before there were digests
 
 
 def test_a_missing_file_and_a_corrupt_line_in_the_middle(tmp_path, subtests):

@@ -2,9 +2,9 @@
 
 from io import StringIO
 
-from rich.console import Console
 from rich.progress import Progress
 
+from onepolicy.console import Console
 from onepolicy.run.progress import TerminalProgress
 
 

@@ -20,6 +20,7 @@ import torch
 from onepolicy.audit.arrays import load_pt
 from onepolicy.audit.export import write_step
 from onepolicy.config import UsageError
+from onepolicy.console import print_text
 
 PER_TOKEN = {"log_probs": "logp_trainer", "rollout_log_probs": "logp_rollout", "loss_masks": "mask"}
 
@@ -131,4 +132,4 @@ def _expect(path: Path, value: Any, kind: type, name: str) -> Any:
 
 
 if __name__ == "__main__":
-    print(f"{convert(sys.argv[1], sys.argv[2])} samples")
+    print_text(f"{convert(sys.argv[1], sys.argv[2])} samples")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
+from onepolicy.console import print_text
 from onepolicy.integrations.core.advantages import named_correction
 from onepolicy.integrations.core.dump import dump_row, write_rows
 from onepolicy.integrations.core.first_step import FirstStep
@@ -81,7 +81,7 @@ def attach(
 
     trainer.onepolicy_first_step = FirstStep()
     trainer.compute_advantages_and_returns = compute_advantages_and_returns
-    print(report, file=sys.stderr)
+    print_text(report, stderr=True)
     return report
 
 

@@ -12,11 +12,11 @@ Five methods of the instance are wrapped, nothing global. In the order in which 
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from onepolicy.config import CorrectionConfig
+from onepolicy.console import print_text
 from onepolicy.integrations.core.advantages import named_correction
 from onepolicy.integrations.core.armed import ArmedReplay
 from onepolicy.integrations.core.preflight import Preflight
@@ -88,5 +88,5 @@ def attach(
     TrlAdapter(trainer, settings, armed).install()
     setattr(trainer, MARK, True)
     if trainer.accelerator.is_main_process:
-        print(report, file=sys.stderr)
+        print_text(report, stderr=True)
     return report

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TOKEN_ENV = "rollout.engine.token_env"
 FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0  # s; the wait before a retry doubles from first to longest
+MAX_HEALTH_BYTES = 4096  # of an answer to /health, which is empty or a word
 SHOWN_CHARS = 300  # characters of a body in an error
 HIDDEN_TOKEN = "(the token)"
 SLOWEST_TOKEN_S = 0.2
@@ -294,17 +295,12 @@ class EngineClient:
 
         client = await self._connected_client()
         try:
-            async with (
-                self._time_limit(client, call, end),
-                client.stream(
-                    call.method, self.url + call.path, json=call.json, params=call.params
-                ) as response,
-            ):
-                body = await read_body(response, call.max_bytes)
+            async with self._time_limit(client, call, end):
+                response, body = await self._exchange(client, call)
         except httpx2.RequestError as error:
             raise _NoReplyError(f"{type(error).__name__}: {error}".rstrip(".")) from error
         if response.status_code == 200:
-            return _decode_body(response, body)
+            return _decode_body(response, body, call.max_bytes)
         problem = self._describe_status(response.status_code, body)
         if response.status_code >= 500:
             raise _NoReplyError(problem)
@@ -312,6 +308,15 @@ class EngineClient:
         if self._no_reply_error is EngineLost:
             raise TrainingError(message)
         raise UsageError(message)
+
+    async def _exchange(
+        self, client: httpx2.AsyncClient, call: _Call
+    ) -> tuple[httpx2.Response, bytes]:
+        """Send the request and return the response with its body: every byte is read here."""
+        async with client.stream(
+            call.method, self.url + call.path, json=call.json, params=call.params
+        ) as response:
+            return response, await read_body(response, call.max_bytes)
 
     @asynccontextmanager
     async def _time_limit(
@@ -338,12 +343,13 @@ class EngineClient:
         """End the time limit once the server gives no sign of life. Until then `alive` is set."""
         import httpx2
 
+        health = _Call("GET", "/health", call.timeout_s, MAX_HEALTH_BYTES)
         while True:
             await asyncio.sleep(call.timeout_s)
             alive.clear()
-            with suppress(TimeoutError, httpx2.RequestError):
+            with suppress(TimeoutError, httpx2.RequestError, MalformedReply):
                 async with asyncio.timeout(call.timeout_s):
-                    response = await client.get(self.url + "/health")
+                    response, _ = await self._exchange(client, health)
                 if response.status_code == 200:
                     alive.set()
             if not alive.is_set():
@@ -466,9 +472,9 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _decode_body(response: httpx2.Response, body: bytes) -> Any:
+def _decode_body(response: httpx2.Response, body: bytes, max_bytes: int) -> Any:
     if not body:
         return None
     if not response.headers.get("content-type", "").startswith("application/json"):
         return body.decode(errors="replace")
-    return parse_json(body)
+    return parse_json(body, max_bytes)

@@ -25,6 +25,12 @@ MAX_REPLY_BYTES = 2**24  # of a reply without a limit of its own
 CHUNK_BYTES = 2**20  # decompressed at once; other tasks and the time limit run between two chunks
 GZIP_OVERHEAD_BYTES = 2**16  # of a gzip body: header, file name, checksum, empty blocks
 MAX_DEPTH = 32  # nesting levels of a server's description
+BRACKET_BYTES = 8
+"""Bytes of a request's limit for each list or object that its reply may have.
+
+Parsed, an empty one takes 80 bytes for 3 of JSON. A reply at its limit has one for each token, and
+for each token and layer where the routes are nested lists.
+"""
 ENTRY_BYTES = 512  # of JSON for one token and its log-probability
 MIN_LOGP = -1e6  # nats; a lower value is a constant for a token that cannot be sampled
 
@@ -89,11 +95,16 @@ def _check_size(body: bytearray, max_bytes: int) -> None:
         raise MalformedReply(f"a body of more than {max_bytes:,} bytes, the limit of this request")
 
 
-def parse_json(body: bytes) -> Any:
-    """Parse JSON text. Raise MalformedReply also for a duplicate key.
+def parse_json(body: bytes, max_bytes: int) -> Any:
+    """Parse JSON text. Raise MalformedReply also for a duplicate key, and for too many brackets.
 
-    NaN and infinity are accepted: see `is_number`.
+    NaN and infinity are accepted: see `is_number`. max_bytes: the limit of the body.
     """
+    brackets, limit = body.count(b"[") + body.count(b"{"), max_bytes // BRACKET_BYTES
+    if brackets > limit:
+        raise MalformedReply(
+            f"{brackets:,} lists and objects, more than {limit:,}, the limit of this request"
+        )
     try:
         return json.loads(body, object_pairs_hook=_unique)
     except MalformedReply:

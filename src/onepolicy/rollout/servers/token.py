@@ -36,9 +36,20 @@ def token_from_env(variable: str, setting: str) -> str:
             "variable and give its name, e.g. ENGINE_TOKEN"
         )
     token = os.environ.get(variable, "")
+    if not token and not _looks_like_a_name(variable):
+        raise UsageError(
+            f"{setting}: the environment variable that it names is not set; if its value is the "
+            "token itself, put the token in a variable and give its name, e.g. ENGINE_TOKEN"
+        )
     if not token:
         raise UsageError(f"{setting}: the environment variable {variable} is not set")
     return check_token(token, f"{setting}: the environment variable {variable}")
+
+
+def _looks_like_a_name(variable: str) -> bool:
+    """Return whether no token looks like this: upper-case words, of few characters and digits."""
+    digits = sum(character.isdigit() for character in variable)
+    return variable.isupper() and len(variable) <= 32 and digits <= 2
 
 
 def check_token(token: str, where: str) -> str:

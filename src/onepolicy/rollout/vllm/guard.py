@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from onepolicy.rollout.servers.http import is_loopback
+from onepolicy.rollout.vllm.worker import WorkerExtension
 
 TOKEN_VARIABLE = "VLLM_API_KEY"  # from which vLLM reads the same token
 HOSTS_VARIABLE = "ONEPOLICY_SERVER_HOSTS"  # allowed Hosts beside the loopback's names, as JSON
@@ -27,8 +28,10 @@ ENDPOINTS = {
     "/v1/unload_lora_adapter",
 }
 """Endpoints that a run posts to. vLLM has others that take token ids and load weights unchecked."""
-LOAD_METHODS = {"onepolicy_load", "onepolicy_load_files", "onepolicy_receive", "reload_weights"}
-"""Worker methods that replace weights."""
+WORKER_METHODS = {name for name in vars(WorkerExtension) if name.startswith("onepolicy_")}
+"""Worker methods that a run calls. vLLM's own end the engine, write files, or load any."""
+LOAD_METHODS = {"onepolicy_load", "onepolicy_load_files", "onepolicy_receive"}
+"""Those that replace weights."""
 ANY_ADDRESS = {"0.0.0.0", "::"}
 MAX_BODY_BYTES = 2**26  # of a request; ids of a million tokens take a tenth of it
 
@@ -135,6 +138,9 @@ class Guard:
         if not isinstance(method, str):
             reason = "the body is no JSON object with a method"
             return await _send_refusal(scope, send, 400, reason)
+        if method not in WORKER_METHODS:
+            reason = f"not a worker method of onepolicy; it has {', '.join(sorted(WORKER_METHODS))}"
+            return await _send_refusal(scope, send, 404, reason)
         if method not in LOAD_METHODS:
             return await self._app(scope, _replay_body(body, receive), send)
         reply = bytearray()

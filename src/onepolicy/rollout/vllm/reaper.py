@@ -15,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Set
+from contextlib import contextmanager, suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 POLL_S = 0.01  # while killed processes end
@@ -44,17 +45,36 @@ def main(command: list[str]) -> int:
     return status
 
 
-def end_children() -> None:
-    """Kill all processes below this one, and those that they start meanwhile."""
+@contextmanager
+def adopted_children_end() -> Iterator[None]:
+    """Adopt the orphans of processes that are started inside, and kill them at the end.
+
+    For the starter, whose process so ends the orphans of a killed reaper. Children that it had
+    before live on.
+    """
+    kept = set(_children_by_parent().get(os.getpid(), []))
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        end_children(kept)
+        _prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def end_children(kept: Set[int] = frozenset()) -> None:
+    """Kill all processes below this one, and those that they start meanwhile.
+
+    kept: children that live on, with their descendants.
+    """
     while True:
-        for pid in _descendants(os.getpid()):
+        pids = _descendants(os.getpid(), kept)
+        if not pids:
+            return
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
+            with suppress(ChildProcessError):  # it is a child's child
+                os.waitpid(pid, os.WNOHANG)
         time.sleep(POLL_S)
 
 
@@ -65,13 +85,13 @@ def _watch_starter() -> None:
     os._exit(1)
 
 
-def _descendants(pid: int) -> list[int]:
-    """Return the children of the process, their children, and so on."""
+def _descendants(pid: int, kept: Set[int]) -> list[int]:
+    """Return the children of the process but those kept, their children, and so on."""
     children = _children_by_parent()
     found: list[int] = []
     unvisited = [pid]
     while unvisited:
-        direct = children.get(unvisited.pop(), [])
+        direct = [each for each in children.get(unvisited.pop(), []) if each not in kept]
         found += direct
         unvisited += direct
     return found

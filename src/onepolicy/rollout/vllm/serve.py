@@ -109,14 +109,14 @@ def run_server(
             variables |= UNBOUND
         url = _client_url(host, port)
         client = EngineClient(url, token_env=token_env, retries=0, server="the vLLM server")
-        with _run_command(command, variables) as process:
+        with reaper.adopted_children_end(), _run_command(command, variables) as process:
             if asyncio.run(_warm_up(client, process, started, log)):
                 seconds = time.monotonic() - started
                 log(
                     f"ready after {seconds:.0f} s: rollout.engine.kind=vllm-server "
                     f"rollout.engine.url={url}"
                 )
-            return process.wait()
+            return exit_status(process)
 
 
 def _given_token(host: str, token_env: str | None) -> str | None:
@@ -282,6 +282,14 @@ def _run_command(
         process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def exit_status(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit status of a server that has ended: 1 if a signal ended it or the reaper."""
+    status = process.wait()
+    if status < 0:
+        return 1
+    return status
 
 
 def _exit_on_signal(number: int, _: object) -> None:

@@ -8,7 +8,6 @@ does not see: a rank that stands still, and a rank or a network on another machi
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from onepolicy.config import TrainingError
+from onepolicy.console import print_text
 from onepolicy.train.sharded.wire import Message
 
 BEAT_S = 1.0
@@ -182,7 +182,7 @@ class Ranks:
         self.lost.set()
         time.sleep(GRACE_S)  # whoever started the ranks knows the cause, and may end this process
         if self.rank == 0:
-            print(f"onepolicy: {self._describe_loss(waited)}", file=sys.stderr, flush=True)
+            print_text(f"onepolicy: {self._describe_loss(waited)}", stderr=True)
         os._exit(1)
 
     def _describe_loss(self, waited: float) -> str:

@@ -1,5 +1,7 @@
 import gc
+import resource
 import subprocess
+import sys
 import threading
 from itertools import product
 
@@ -7,6 +9,7 @@ import pytest
 
 from onepolicy.envs.tasks import grading
 from onepolicy.envs.tasks.grading import MathGrader, extract_answer, grade_exact
+from onepolicy.envs.tasks.math_verify_worker import MEMORY_BYTES
 from onepolicy.envs.tasks.reasoning_gym import safe_to_evaluate
 from support.waiting import LIMIT_S
 
@@ -101,6 +104,15 @@ def test_an_endless_computation_earns_nothing_and_grading_continues():
     grader.timeout = LIMIT_S
     assert grader.grade("\\boxed{3}", "6/2") == 1.0
     grader.close()
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="the worker reads /proc")
+def test_the_worker_has_a_memory_limit(grader):
+    r"""(1+i)^{10^8} took 1.6 GB in its 5 s."""
+    assert grader.grade("\\boxed{3}", "6/2") == 1.0
+    soft, hard = resource.prlimit(grader._process.pid, resource.RLIMIT_AS)
+    assert MEMORY_BYTES < soft == hard < MEMORY_BYTES + 2**30
 
 
 @pytest.mark.process

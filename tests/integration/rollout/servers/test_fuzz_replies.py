@@ -117,7 +117,7 @@ def check_trace(trace: RoutingTrace, rows: int) -> None:
 
 
 def loaded(given: object) -> object:
-    return parse_json(given) if isinstance(given, bytes) else given
+    return parse_json(given, len(given) * 8) if isinstance(given, bytes) else given
 
 
 def part_of(version: str):

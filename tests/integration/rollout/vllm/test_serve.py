@@ -18,7 +18,7 @@ from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, VLLMEngineConfig
 from onepolicy.config.serve import ServeConfig
 from onepolicy.rollout.servers.token import find_token
-from onepolicy.rollout.vllm import serve
+from onepolicy.rollout.vllm import reaper, serve
 from onepolicy.rollout.vllm.guard import HOSTS_VARIABLE, TOKEN_VARIABLE, VOCAB_VARIABLE
 from onepolicy.rollout.vllm.start import engine_args
 from onepolicy.sync import weight_files
@@ -190,7 +190,7 @@ time.sleep(600)
 """
 WRAPPERS = """
 import os, sys
-from onepolicy.rollout.vllm import serve
+from onepolicy.rollout.vllm import reaper, serve
 serve.STOP_TIMEOUT_S = 0.2
 for _ in sys.stdin:
     if not (pid := os.fork()):
@@ -199,16 +199,16 @@ for _ in sys.stdin:
 else:
     sys.exit()
 os.setsid()
-with serve._run_command([sys.executable, sys.argv[1]], dict(os.environ)) as process:
+command = [sys.executable, sys.argv[1]]
+with reaper.adopted_children_end(), serve._run_command(command, dict(os.environ)) as process:
     os.write(1, f"wrapper {os.getpid()}\\nreaper {process.pid}\\n".encode())
-    raise SystemExit(process.wait() % 256)
+    raise SystemExit(serve.exit_status(process))
 """
-KILLED = 256 - signal.SIGKILL
 ENDS = [
     *(("wrapper", getattr(signal, name), None) for name in ("SIGTERM", "SIGHUP", "SIGINT")),
     ("wrapper", signal.SIGKILL, -signal.SIGKILL),
-    ("server", signal.SIGKILL, KILLED),
-    ("reaper", signal.SIGKILL, KILLED),
+    ("server", signal.SIGKILL, 1),
+    ("reaper", signal.SIGKILL, 1),
 ]
 """(who is sent a signal, the signal, exit status of the wrapper; None: any but 0)."""
 
@@ -217,7 +217,8 @@ ENDS = [
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @pytest.mark.process
 def test_no_end_leaves_the_server_or_its_engine(tmp_path, subtests):
-    """The engine is the server's child. A killed reaper takes only the server with it."""
+    """The engine is the server's child. A killed reaper takes the server with it, and its starter
+    ends the engine."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     command = [sys.executable, "-c", WRAPPERS, str(tmp_path / "stand_in.py")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -232,11 +233,22 @@ def test_no_end_leaves_the_server_or_its_engine(tmp_path, subtests):
                     os.kill(pids[name], number)
                     ended = int(wrappers.stdout.readline())
                     assert ended == status or (status is None and ended != 0)
-                    wait_until_gone([pids["server"]] if name == "reaper" else pids.values())
+                    wait_until_gone(pids.values())
                 finally:
                     for pid in filter(alive, pids.values()):
                         os.kill(pid, signal.SIGKILL)
         wrappers.stdin.close()
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_children_that_a_process_had_before_live_on():
+    sleeper = ["sleep", "600"]
+    with subprocess.Popen(sleeper) as before:
+        with reaper.adopted_children_end():
+            inside = subprocess.Popen(sleeper)
+        assert (alive(before.pid), alive(inside.pid)) == (True, False)
+        before.kill()
 
 
 def wait_until_gone(pids):

@@ -15,7 +15,7 @@ from onepolicy.config import ServiceUnavailable, TrainingError, UsageError
 from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.rollout.servers import http
 from onepolicy.rollout.servers.http import EngineClient, EngineLost, MalformedReply, RequestCounters
-from onepolicy.rollout.servers.replies import read_body
+from onepolicy.rollout.servers.replies import parse_json, read_body
 from support.http_server import Reply, Server, first
 from support.waiting import LIMIT_S, wait_until
 
@@ -319,6 +319,36 @@ def test_a_hung_health_check_is_no_sign_of_life(monkeypatch):
         sample(server, timeout_s=0.2)
 
 
+def test_a_health_check_is_read_with_a_bound(monkeypatch):
+    """256 MiB that come as 255 KiB are no sign of life, and are not kept."""
+    taken = []
+
+    async def watched(response, max_bytes):
+        taken.append((response.request.url.path, max_bytes))
+        return await read_body(response, max_bytes)
+
+    monkeypatch.setattr(http, "read_body", watched)
+    bomb, hangs = gzip.compress(bytes(2**28)), Held()
+    paths = {"POST /do": hangs, "GET /health": lambda _: Reply(bomb, encoding="gzip")}
+    with Server(paths) as server, hangs, pytest.raises(TrainingError, match=r"within 0\.05 s \("):
+        sample(server, timeout_s=0.05)
+    assert ("/health", http.MAX_HEALTH_BYTES) in taken
+
+
+@pytest.mark.parametrize("one", [b"[]", b"{}", b"[[]]"])
+def test_lists_and_objects_of_a_reply_have_a_bound(one):
+    limit = 2**16
+    few, many = limit // 8 // len(one), limit // len(one) // 2
+    for count, refused in ((few - 1, False), (many, True)):
+        body = b"[" + b",".join([one] * count) + b"]"
+        assert len(body) <= limit
+        if refused:
+            with pytest.raises(MalformedReply, match="more than 8,192, the limit of this request"):
+                parse_json(body, limit)
+        else:
+            assert len(parse_json(body, limit)) == count
+
+
 def test_the_first_problem_is_kept_beside_the_last():
     broken, gone = Reply({"error": "CUDA error"}, 500), Reply(hang_up=True)
     handlers = {"POST /do": first([broken], lambda _: gone), "POST /broken": lambda _: broken}
@@ -377,6 +407,9 @@ ADDRESSES = [
     ("http://me:pw@127.0.0.1:1", None, "has a user, a password or a query in it"),
     ("http://10.1.2.3:8000", None, "on another machine; protect it"),
     ("http://localhost:8000", "NOT_SET_ANYWHERE", "variable NOT_SET_ANYWHERE is not set"),
+    ("http://localhost:8000", "hunter2pw", "that it names is not set; if its value is the token"),
+    ("http://localhost:8000", "9F8E7D6C", "is not the name of an environment variable"),
+    ("http://localhost:8000", "AB8E7D6C9F", "that it names is not set; if its value is the token"),
 ]
 
 
@@ -385,4 +418,4 @@ def test_addresses_that_cannot_work_are_refused(subtests):
         with subtests.test(url):
             with pytest.raises(UsageError, match=words) as caught:
                 EngineClient(url, token_env=token_env, server="the test server")
-            assert "pw@" not in str(caught.value)
+            assert not [each for each in ("pw@", "2pw", "7D6C") if each in str(caught.value)]

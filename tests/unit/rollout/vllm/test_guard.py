@@ -17,6 +17,7 @@ from onepolicy.rollout.vllm.guard import (
     WORKERS,
     Guard,
 )
+from onepolicy.rollout.vllm.worker import WorkerExtension
 
 RIGHT, WRONG = (b"authorization", b"Bearer s3cret"), (b"authorization", b"Bearer s3crit")
 POSTED = "/resume"
@@ -172,7 +173,7 @@ FAILED_LOADS = [
     ("onepolicy_load", 500, {"error": {"message": "no such file"}}),
     ("onepolicy_receive", 200, {"results": [GOOD, BAD]}),
     ("onepolicy_load_files", 200, {"results": [{"difference": "1 tensors are missing"}]}),
-    ("reload_weights", 500, "?"),
+    ("onepolicy_load", 500, "?"),
     ("onepolicy_load", 200, ["what?"]),
 ]
 
@@ -190,6 +191,16 @@ def test_after_a_failed_load_nothing_is_sampled_until_one_succeeds(ask, method, 
     ask.app.reply = {"results": [{"problem": None}]}
     assert ask(WORKERS, body=call("onepolicy_receive"))[0] == 200
     assert ask(GENERATE, body=generate([3]))[0] == 200
+
+
+def test_workers_take_calls_of_our_methods_only(ask):
+    """vLLM's own `shutdown` ends the engine, `save_sharded_state` writes files."""
+    own = {name for name in vars(WorkerExtension) if name.startswith("onepolicy_")}
+    for method in ("shutdown", "save_sharded_state", "__init__", "reload_weights", "onepolicy_x"):
+        status, told = ask(WORKERS, body=call(method))
+        assert (status, "not a worker method of onepolicy" in told, ask.app.seen) == (404, True, [])
+    for method in own:
+        assert ask(WORKERS, body=call(method))[0] == 200
 
 
 def test_a_load_that_never_answers_leaves_nothing_to_sample_from(ask, monkeypatch):

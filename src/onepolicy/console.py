@@ -1,0 +1,77 @@
+"""The only way to a terminal: text that somebody else wrote is shown, never obeyed.
+
+Names of files, a stranger's run, replies and sampled text may hold escape sequences, which clear a
+screen or write the clipboard, and rich's markup. Here every character that is not printable is
+escaped, and nothing is markup. Style comes in as arguments and as rich's Text.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import rich.console
+from rich.console import ConsoleOptions, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.segment import Segment
+from rich.status import Status
+from rich.text import Text
+
+from onepolicy.config import printable
+
+SHOWN = TextColumn("{task.fields[shown]}", markup=False)
+"""The column of a bar with the field `shown` of its task."""
+
+
+def print_text(text: object, *, stderr: bool = False) -> None:
+    """Print lines of text at once, without rich."""
+    stream = sys.stdout
+    if stderr:
+        stream = sys.stderr
+    print(printable(str(text), keep="\n"), file=stream, flush=True)
+
+
+class Console(rich.console.Console):
+    """rich's console for tables, bars and styled text."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def print_line(self, text: str, style: str | None = None) -> None:
+        """Print one line. Only the terminal wraps it, and a line end in the text is escaped."""
+        self.print(Text(printable(text)), style=style, soft_wrap=True)
+
+    def status(self, status: RenderableType, **options: Any) -> Status:
+        """Return rich's spinner with a text beside it, which is no markup."""
+        if isinstance(status, str):
+            status = Text(status)
+        return super().status(status, **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Escape the text of a rendering. rich's own control codes are segments of another kind.
+
+        Cells of tables and the lines of bars pass here too, before they are cut to their width.
+        """
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(printable(segment.text, keep="\n"), segment.style)
+
+
+def make_bars(console: Console, *columns: ProgressColumn, transient: bool = True) -> Progress:
+    """Return progress bars behind the names of their tasks, which only a terminal shows.
+
+    columns: right of the bar. transient: the bars vanish at their end.
+    """
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        *columns,
+        console=console,
+        transient=transient,
+        disable=not console.is_terminal,
+    )

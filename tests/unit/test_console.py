@@ -1,0 +1,92 @@
+"""The way to the terminal: escape sequences and markup in a text are shown, not obeyed."""
+
+import logging
+from io import StringIO
+
+import pytest
+from rich.progress import MofNCompleteColumn
+from rich.table import Table
+from rich.text import Text
+
+from onepolicy.cli.common import print_status, status_printer
+from onepolicy.cli.interrupts import describe_stop
+from onepolicy.console import SHOWN, Console, make_bars, print_text
+from onepolicy.run.progress import TerminalProgress
+
+OBEYED = ("\x1b]0;", "\x1b]52;", "\x1b[2J", "\x9b2J", "\x07", "\r", "\u202e")
+HOSTILE = "".join(OBEYED) + "[bold]x[/b] :smile:"
+SHOWN_AS = (r"\x1b]0;", r"\x1b]52;", r"\x1b[2J", r"\x9b2J", r"\u202e", "[bold]x[/b] :smile:")
+
+
+def in_a_table(console):
+    table = Table(HOSTILE, title=HOSTILE, caption=HOSTILE)
+    table.add_row(HOSTILE)
+    table.add_row(Text(HOSTILE))
+    console.print(table)
+
+
+def in_bars(console):
+    with make_bars(console, MofNCompleteColumn(), SHOWN, transient=False) as bars:
+        bars.add_task(HOSTILE, total=1, shown=HOSTILE)
+        progress = TerminalProgress(console, bars, 2)
+        progress.note(HOSTILE)
+        progress.phase(HOSTILE, 1)
+        progress.step(1, {f"eval/{HOSTILE}": 0.5})
+
+
+def in_a_status(console):
+    with console.status(HOSTILE) as status:
+        status.update(Text(HOSTILE))
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        lambda console: console.print(HOSTILE),
+        lambda console: console.print(Text(HOSTILE, style="bold")),
+        lambda console: console.print_line(HOSTILE, style="bold red"),
+        in_a_table,
+        in_bars,
+        in_a_status,
+    ],
+)
+def test_a_terminal_shows_what_it_would_obey(show):
+    console = Console(file=StringIO(), force_terminal=True, width=300)
+    show(console)
+    text = console.file.getvalue()
+    assert not [each for each in (*OBEYED[:4], OBEYED[6]) if each in text]
+    assert "\x07" not in text
+    assert all(each in text for each in SHOWN_AS), text
+
+
+def test_a_line_is_one_line():
+    """A text of several lines could draw a verdict of its own."""
+    console = Console(file=StringIO(), width=20)
+    console.print_line("no engine\nNOTHING TO DO " * 3)
+    assert console.file.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("stderr", [False, True])
+def test_plain_prints(stderr, capsys):
+    print_text(f"{HOSTILE}\nsecond line", stderr=stderr)
+    text = capsys.readouterr()[stderr]
+    assert not [each for each in OBEYED if each in text]
+    assert text.endswith("[bold]x[/b] :smile:\nsecond line\n")
+
+
+def test_lines_of_commands(capsys, tmp_path):
+    print_status(f"{HOSTILE}\n")
+    with status_printer(HOSTILE) as show:
+        show(HOSTILE)
+    print_text(describe_stop("SIGTERM", tmp_path / "\x1b[2J"))
+    told = capsys.readouterr()
+    assert not [each for each in OBEYED if each in told.out + told.err]
+    assert told.err.count("\n") == 2
+
+
+def test_the_librarys_log(capsys):
+    from onepolicy.cli.common import _StderrHandler
+
+    _StderrHandler().emit(logging.makeLogRecord({"msg": HOSTILE}))
+    told = capsys.readouterr().err
+    assert not [each for each in OBEYED if each in told]
