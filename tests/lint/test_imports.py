@@ -33,7 +33,7 @@ nonfinite
 interfaces layout
 types
 config files
-telemetry
+notation telemetry
 """
 RANK = {
     room: rank for rank, floor in enumerate(reversed(FLOORS.split("\n"))) for room in floor.split()
