@@ -256,7 +256,8 @@ def _check_refused(model: nn.Module) -> None:
                 f"{type(model).__name__} cannot be recorded or replayed; train it without replay "
                 f"(in a recipe: replay.mode=off). {type(module).__name__} at {path!r}: {reason}"
             )
-    passes = getattr(model.config.get_text_config(), "loop_num_passes", 1)
+    config: Any = model.config
+    passes = getattr(config.get_text_config(), "loop_num_passes", 1)
     if passes > 1:
         raise UsageError(
             f"{type(model).__name__} cannot be recorded or replayed; train it without replay (in a "

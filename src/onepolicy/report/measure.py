@@ -128,8 +128,8 @@ def describe_prediction(would: Tree) -> str:
         correction = f"{correction} (without {', '.join(would['not_modelled'])})"
     return (
         f"{correction} would keep {would['keep']:.2%} of the slots and multiply a step by "
-        f"{would['attenuation']:.4f}, if log ratios were normal with this k3 ({would['kl']:.2g}) "
-        f"over {would['length']} tokens."
+        f"{would['attenuation']:.4f}, if log ratios were normal with this k3 "
+        f"({number(would['kl'])}) over {would['length']} tokens."
     )
 
 
