@@ -15,9 +15,9 @@ number, null for nothing, or a number that another table has:
     {"table": "PAGE/ID", "row": FIRST_CELL or [FIRST_CELLS], "column": NAME}
     {"table": "PAGE/ID", "of": "lowest" or "highest", "column": NAME}
 
-A claim names such a number as {PAGE/ID: FIRST_CELL: NAME}. In place of `rows`, `from` names a table
-whose rows they are, in columns of the same name or of `value`; `study` computes them from
-benchmarks/evidence/runs.jsonl.
+A claim or a text names such a number as {PAGE/ID: FIRST_CELL: NAME}. In place of `rows`, `from`
+names a table whose rows they are, in columns of the same name or of `value`; `study` computes them
+from benchmarks/evidence/runs.jsonl.
 """
 
 from __future__ import annotations
@@ -181,6 +181,8 @@ def values(table: Table) -> list[list[Any]]:
 
 def resolved(cell: Any) -> Any:
     """Return the cell that a reference names, or the cell itself."""
+    if type(cell) is str:
+        return NAMED.sub(lambda match: printed(named(*match.groups())), cell)
     if not isinstance(cell, dict):
         return cell
     if "of" in cell:

@@ -2,36 +2,56 @@
 
     make demonstration                                            # plays the runs, then this
     python benchmarks/evidence/demonstration.py runs/demonstration
+    python benchmarks/evidence/demonstration.py --steps FOLDER ... # the steps of these runs alone
 
-Writes demonstration.json, in the tree, and the rows of docs/data/evidence.json that come from it.
+Writes demonstration.json and docs/data/demonstration_steps.csv, in the tree, and the rows of
+docs/data/evidence.json that come from them.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onepolicy.report.comparison import ArmRun, contrast
+from onepolicy.report.arm_run import ArmRun
+from onepolicy.report.comparison import contrast
+from onepolicy.verdict.rules import QUIET_KL
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent
+STEPS = FOLDER.parents[1] / "docs" / "data" / "demonstration_steps.csv"
+METRICS = {"k3": "mismatch/k3", "reward": "train/reward", "norm": "train/grad_norm"}
 RESULTS = FOLDER / "demonstration.json"
 ARMS = ("off", "r3")
 SEEDS = (0, 1, 2, 3, 4)
 
 
 def main() -> None:
-    (folder,) = map(Path, sys.argv[1:])
-    found = [measured(folder, seed) for seed in SEEDS]
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument("--steps", action="store_true", help="leave the other tables as they are")
+    options = parser.parse_args()
+    rows_of = {}
+    write_steps(options.folders)
+    if not options.steps:
+        (folder,) = options.folders
+        found = [measured(folder, seed) for seed in SEEDS]
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        rows_of = tables(found)
     sys.path.insert(0, str(FOLDER.parent))
     from doc_tables import Number, replace_rows, write_page
 
-    for name, rows in tables(found).items():
+    rows_of["real-steps"] = steps_table(read_steps())
+    for name, rows in rows_of.items():
         replace_rows("evidence", name, [[Number(cell) for cell in row] for row in rows])
     for page in ("evidence", "results", "README"):
         write_page(page)
@@ -41,8 +61,8 @@ def measured(folder: Path, seed: int) -> dict[str, Any]:
     """Return what the two runs of a seed gave; each list is without replay, then with."""
     off, r3 = (ArmRun.read(arm, seed, folder / f"{arm}-seed{seed}") for arm in ARMS)
     norms = [float(np.nanmax(run.values("train/grad_norm"))) for run in (off, r3)]
-    ends = [run.held_out[-1] for run in (off, r3)]
-    starts = [run.held_out[0] for run in (off, r3)]
+    sampled = [run.accuracies("eval/avg@") for run in (off, r3)]
+    starts, ends = ([each[at] for each in sampled] for at in (0, -1))
     return asdict(contrast(off, r3)) | {"held_out": [starts, ends], "largest_norm": norms}
 
 
@@ -55,6 +75,51 @@ def tables(found: list[dict[str, Any]]) -> dict[str, list[list[str]]]:
         rewards = [*each["reward"], *ends_of(gain), *each["held_out"][1]]
         rows["real-reward"].append([seed, *(f"{value:.2f}" for value in rewards)])
         rows["real-norms"].append([seed, *map(times, each["largest_norm"])])
+    return rows
+
+
+def write_steps(folders: Sequence[Path]) -> None:
+    """Write k3, reward and gradient norm of every step of the runs in these folders."""
+    lines = [["seed", "step", *(f"{name}_{arm}" for name in METRICS for arm in ARMS)]]
+    found = {
+        int(path.name.rpartition("seed")[2]): folder
+        for folder in folders
+        for path in folder.glob(f"{ARMS[0]}-seed*[0-9]")
+    }
+    for seed, folder in sorted(found.items()):
+        runs = [ArmRun.read(arm, seed, folder / f"{arm}-seed{seed}") for arm in ARMS]
+        columns = [run.values(metric) for metric in METRICS.values() for run in runs]
+        for step, row in enumerate(zip(*columns, strict=True), 1):
+            lines.append([str(seed), str(step), *(f"{value:.4g}" for value in row)])
+    with STEPS.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+
+
+def read_steps() -> dict[str, dict[str, np.ndarray]]:
+    """Return {seed: {column: values of all steps}} of the file in the tree."""
+    found: dict[str, dict[str, list[float]]] = {}
+    with STEPS.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            columns = found.setdefault(row.pop("seed"), {name: [] for name in row})
+            for name, value in row.items():
+                columns[name].append(float(value))
+    return {
+        seed: {name: np.array(values) for name, values in columns.items()}
+        for seed, columns in found.items()
+    }
+
+
+def steps_table(found: dict[str, dict[str, np.ndarray]]) -> list[list[str]]:
+    """Return a row a seed: steps, those above QUIET_KL, means and medians of k3."""
+    rows = []
+    for seed, columns in sorted(found.items()):
+        off, r3 = columns["k3_off"], columns["k3_r3"]
+        above = [str((values > QUIET_KL).sum()) for values in (off, r3)]
+        cells = [seed, str(len(off)), *above]
+        for statistic in (np.mean, np.median):
+            ends = [float(statistic(values)) for values in (off, r3)]
+            cells += [*map(nats, ends), times(ends[0] / ends[1])]
+        rows.append(cells)
     return rows
 
 

@@ -2,7 +2,7 @@
 
 A token inside the mask with such a value is left out and counted ("skip"), or it is an error
 ("raise"). Values outside the mask never matter. Functions, audits and the command line share the
-rule, the count and its sentence.
+rule, the count and its sentence, and those for a log-probability above 0.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # the command line reads the choices without torch
 
 Nonfinite = Literal["skip", "raise"]
 KINDS = "NaN, infinite or null"
+ABOVE_ZERO = 1e-3
+"""Log-probabilities may be above 0 by this much, from rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +101,30 @@ def apply_rule(
             "engine that returned it, or pass nonfinite='skip'"
         )
     return kept, left
+
+
+def refuse_probabilities(
+    caller: str,
+    mask: Tensor,  # [T] bool, of values that are finite
+    values: Mapping[str, Tensor],  # [T] each: log-probabilities
+    *,
+    place: Callable[[int], object] = lambda slot: f"slot {slot}",
+) -> None:
+    """Raise UsageError for a side none of whose masked-in values is below 0, and some above."""
+    for name, value in values.items():
+        wrong = mask & (value > ABOVE_ZERO)
+        if not wrong.any() or (mask & (value < 0)).any():
+            continue
+        slot, highest = int(wrong.nonzero()[0, 0]), float(value[wrong].max())
+        reason = above_zero(0.0, highest)
+        raise UsageError(f"{caller}: {name} {place(slot)} is {value[slot].item():g}: {reason}")
+
+
+def above_zero(lowest: float, highest: float) -> str:
+    """Return the fault of log-probabilities that reach from `lowest` to `highest` above 0."""
+    if lowest >= 0 and highest <= 1 + ABOVE_ZERO:
+        return (
+            "all values are between 0 and 1: probabilities instead of their logarithms? "
+            "Take the logarithm"
+        )
+    return "a log-probability is never above 0"

@@ -7,6 +7,9 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import itertools
+import json
+import math
 import re
 import tomllib
 
@@ -109,6 +112,19 @@ def test_a_script_is_there_and_has_the_options(command):
     text = "\n".join(source.read_text(encoding="utf-8") for source in sources)
     for option in (word.partition("=")[0] for word in words[1:] if word.startswith("--")):
         assert f'"{option}"' in text, option
+    for option, value in itertools.pairwise(words):
+        if option in ("--model", "--policy"):
+            assert is_a_model(value, command.page), f"{option} {value}: nothing made or names it"
+
+
+def is_a_model(value, page):
+    """Return whether a model of a command is a placeholder, in the tree, or made on its page."""
+    if value in ("tiny", "random") or re.fullmatch("[A-Z_]+", value.partition("/")[0]):
+        return True
+    if (ROOT / value).exists() or re.fullmatch(r"[\w.-]+/[\w.-]+", value):
+        return True
+    made = [each.words for each in ALL if each.page == page and "make-policy" in each.words]
+    return any(pair == ("--out", value) for words in made for pair in itertools.pairwise(words))
 
 
 @of("pytest")
@@ -164,6 +180,19 @@ def test_the_audits_of_the_readme_and_of_the_guide(tmp_path, monkeypatch, capsys
     assert first == "BUG"
     assert "temperature" in reason
     assert (tmp_path / "report" / "audit.html").is_file()
+
+
+def test_the_example_of_a_dump_is_read_as_its_page_says(tmp_path, capsys):
+    page = (ROOT / "docs" / "dump_schema.md").read_text(encoding="utf-8")
+    row = json.loads(re.search(r"^```json\n(.*?)^```$", page, re.DOTALL | re.MULTILINE).group(1))
+    (tmp_path / "dump.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["audit", str(tmp_path / "dump.jsonl"), "--out", str(tmp_path / "out")]) == 0
+    assert "only 2 tokens are too few" in " ".join(capsys.readouterr().out.split())
+    found = json.loads((tmp_path / "out" / "audit.json").read_text())["overall"]
+    pairs = zip(row["logp_trainer"][3:], row["logp_rollout"][3:], strict=True)
+    gaps = [math.exp(old - rollout) - 1 - (old - rollout) for old, rollout in pairs]
+    assert found["k3"] == pytest.approx(sum(gaps) / 2, rel=1e-3)
+    assert found["routers"] == 1.0  # of entry 3 alone: the last token is never fed
 
 
 def blocks(kind):

@@ -34,7 +34,7 @@ interfaces layout
 types
 console
 config files
-telemetry
+notation telemetry
 """
 RANK = {
     room: rank for rank, floor in enumerate(reversed(FLOORS.split("\n"))) for room in floor.split()

@@ -1,5 +1,4 @@
-"""Every MoE causal LM of the pinned transformers as a tiny random model, from the table in
-families.toml.
+"""Every MoE causal LM of transformers as a tiny random model, from the table in families.toml.
 
 Three layers of width 32 where the family allows it. Selection biases, routed scales other than 1,
 dense layers and sliding windows shorter than the sequence wherever the family has them.
@@ -18,11 +17,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+NEWEST = "5.24.0"
+"""Version whose families are all in the tables; the pinned one has some of them not yet."""
+MODELS = Path(transformers.__file__).parent / "models"
 
 
 @dataclass(frozen=True)
@@ -121,18 +131,33 @@ TABLE = _load()
 
 REFUSED = {"doge": "its router mixes the tokens of a batch"}
 NO_EXPERTS = ("bamba",)  # modules that name experts without having any
+VISION = {  # models of images and text, tested on text -> the family whose options their text has
+    "aria": "aria_text",
+    "gemma4": "gemma4_text",
+    "minimax_m3_vl": "minimax_m3_vl_text",
+    "mistral_large4": "mistral4",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl_moe": "qwen3_moe",
+    "qwen4_exp": "qwen4_exp_text",
+    "unlimited_ocr": "deepseek_v2",
+}
 NO_CAUSAL_LM = {  # modules with routed experts but no causal LM class to bind
     "deepseek_ocr2": "image to text",
     "diffusion_gemma": "denoises blocks",
     "ernie4_5_vl_moe": "image and video to text",
     "glm4v_moe": "image to text",
     "glm5_next": "image to text",
+    "granite_docling": "image to text",
+    "hy_v4_vl": "image and video to text",
+    "mistral_large4": "image to text",
+    "muse_spark": "image and audio to text",
     "nllb_moe": "encoder-decoder",
     "openai_privacy_filter": "token classification",
     "qwen3_omni_moe": "speech, image and video to text",
     "qwen3_vl_moe": "image and video to text",
     "step3p7": "image to text",
     "switch_transformers": "encoder-decoder",
+    "unlimited_ocr": "image to text",
     "vitpose_backbone": "image backbone",
 }
 _EXPERTS = re.compile(
@@ -143,11 +168,49 @@ _EXPERTS = re.compile(
 _CAUSAL_LM = re.compile(r"^class \w+ForCausalLM\(", re.MULTILINE)
 
 
+TINY_VISION = {
+    **{"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 32, "head_dim": 8},
+    **{"depth": 1, "num_hidden_layers": 1, "deepstack_visual_indexes": [0]},
+    **{"num_heads": 4, "num_attention_heads": 4, "num_key_value_heads": 4},
+}
+
+
+def vision_model(name: str) -> PreTrainedModel:
+    """Return a tiny model of VISION with random weights; its image encoder is not used."""
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {name} yet")
+    text: Any = dict(TABLE[VISION[name]].options)
+    if f"{name}_text" in CONFIG_MAPPING:
+        text = AutoConfig.for_model(f"{name}_text", **text)
+    config = AutoConfig.for_model(name, text_config=text)
+    for part in ("vision_config", "audio_config"):
+        encoder = getattr(config, part, None)
+        for key, value in TINY_VISION.items():
+            if hasattr(encoder, key):
+                setattr(encoder, key, value)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    perturb(model)
+    return model
+
+
+def there(name: str) -> bool:
+    """Return whether the installed transformers has a file for the models of this folder."""
+    return (MODELS / name / f"modeling_{name}.py").is_file()
+
+
+def borrowing() -> set[str]:
+    """Return the model types that are computed by the causal LM class of a family of the table."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    classes = {names.get(name) for name in TABLE if there(folder(name))}
+    return {name for name, used in names.items() if used in classes and not there(folder(name))}
+
+
 def discover() -> tuple[set[str], set[str]]:
     """Return the model folders of the installed transformers that name experts: (with a causal LM
     class, without one)."""
     with_lm, without = set(), set()
-    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+    for path in sorted(MODELS.glob("*/modeling_*.py")):
         source = path.read_text(encoding="utf-8")
         if _EXPERTS.search(source):
             (with_lm if _CAUSAL_LM.search(source) else without).add(path.parent.name)

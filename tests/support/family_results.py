@@ -1,6 +1,7 @@
 """Results of recording and replay for one family, and docs/families.md made from them.
 
-PYTHONPATH=tests python -m support.family_results writes docs/families.md
+PYTHONPATH=tests python -m support.family_results writes docs/families.md, with the newest
+transformers: older ones lack families
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from onepolicy import bind_routers
 from onepolicy.replay import Routers
 from onepolicy.types import RoutingTrace
-from support.families import NO_CAUSAL_LM, REFUSED, TABLE, Family
+from support.families import NEWEST, NO_CAUSAL_LM, REFUSED, TABLE, VISION, Family
 from support.paths import ROOT
 from support.replay_models import loss_and_grads, random_trace
 
@@ -232,9 +233,10 @@ def _jetmoe(block: nn.Module, path: str, seen: dict[str, Seen]) -> list:
 
 _HEAD = """# Routing replay by model family
 
-Every MoE causal LM of transformers {version}, as a tiny random model on the CPU: 3 x 7 tokens,
-8 experts, routers and selection biases perturbed. Two runs each: fp32 with the stock experts
-function; bf16 with the eager loop over experts and the setting behind the semicolon.
+Every MoE causal LM of transformers {newest} and of the older ones from 5.19, as a tiny random model
+on the CPU: 3 x 7 tokens, 8 experts, routers and selection biases perturbed. Two runs each: fp32
+with the stock experts function; bf16 with the eager loop over experts and the setting behind the
+semicolon.
 
 **Own routes**: the routes that a forward recorded are replayed. Are the logits and the gradients of
 all parameters the same bits, also with activation checkpointing? **Random routes**: random valid
@@ -252,9 +254,14 @@ _FOOT = """
 ## Refused by `bind_routers`
 {refused}
 
+- `inkling2_loop_text` with more than one pass: a looped layer's routers run several times a forward
+
+## Models of images and text
+Their own routes of text are replayed to the bit, with the image encoder unused: {vision}.
+
 ## Without a causal LM class
-Not in the tests; most reuse a router of the table above (`ernie4_5_vl_moe` has two a layer and is
-refused): {outside}.
+Not in the tests but for those above; most reuse a router of the table (`ernie4_5_vl_moe` has two a
+layer and is refused): {outside}.
 """
 
 
@@ -262,8 +269,9 @@ def page(rows: list[str]) -> str:
     """Return the page with these rows of its table."""
     refused = "\n".join(f"- `{name}`: {reason}" for name, reason in REFUSED.items())
     outside = ", ".join(f"`{name}` ({what})" for name, what in NO_CAUSAL_LM.items())
-    head = _HEAD.format(version=transformers.__version__)
-    return head + "\n".join(rows) + "\n" + _FOOT.format(refused=refused, outside=outside)
+    vision = ", ".join(f"`{name}`" for name in VISION)
+    foot = _FOOT.format(refused=refused, vision=vision, outside=outside)
+    return _HEAD.format(newest=NEWEST) + "\n".join(rows) + "\n" + foot
 
 
 def row(family: Family) -> str:
@@ -292,4 +300,5 @@ def _bits(equal: Iterable[bool]) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    assert transformers.__version__ == NEWEST, f"needs transformers {NEWEST}"
     DOCS.write_text(page([row(TABLE[name]) for name in sorted(TABLE)]), encoding="utf-8")

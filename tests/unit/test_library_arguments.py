@@ -244,6 +244,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: op.check_alignment(TRACE, None), "native is NoneType"),
     (lambda: op.trace_from(TRACE.ids, layers=(), depth=1, num_experts=4), "layers is"),
+    (
+        lambda: op.trace_from([[[0, 1]]], layers=(0,), depth=1, num_experts=4),
+        r"routes are list.*onepolicy\.integrations\.core\.payload\.to_trace reads",
+    ),
     (lambda: op.bind_routers("org/model"), "got str"),
 ]
 

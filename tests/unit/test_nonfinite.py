@@ -76,6 +76,30 @@ def test_raise_names_the_first_value_and_skip_is_the_default(subtests):
             call(nonfinite="raise")
 
 
+def test_probabilities_in_the_place_of_their_logarithms_are_refused(subtests):
+    """A slot outside the mask may hold anything, and rounding may leave a value just above 0."""
+    old, rollout = torch.full((1, 3), 0.25), torch.full((1, 3), 0.5)
+    mask = torch.tensor([[False, True, True]])
+    everywhere = {"mismatch", "reweight"}  # the others look at values where "raise" asks for it
+    for name, call in calls(old, rollout, mask).items():
+        if name == "diagnose":  # this names it as the cause
+            continue
+        more = {} if name in everywhere else {"nonfinite": "raise"}
+        words = rf"{name}: logp_\w+ \((0, )?1,?\) is 0.25: all values are between 0 and 1: probab"
+        with subtests.test(name), pytest.raises(op.UsageError, match=words):
+            call(**more)
+    high = rollout.clone()
+    high[0, 2] = 3.0
+    for name, call in calls(-old, high, mask).items():  # -log p, say
+        if name in everywhere:
+            with pytest.raises(op.UsageError, match=r"is 0\.5: a log-probability is never above 0"):
+                call()
+    fine = [torch.tensor([[9.0, 1e-4, -1.0]]) for _ in range(2)]
+    for name, call in calls(*fine, mask).items():
+        if name in everywhere:
+            call()
+
+
 def test_nothing_left_is_an_error():
     words = r"mismatch: 5 of 5 tokens are left out.*\(logp_rollout 5\); there is nothing to compare"
     with pytest.raises(op.UsageError, match=words):

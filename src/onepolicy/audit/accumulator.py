@@ -20,7 +20,7 @@ from onepolicy.correct.histogram import BINS, histogram
 from onepolicy.divergence.attribution import k3_terms
 from onepolicy.divergence.routing import differing_experts
 from onepolicy.nonfinite import LeftOut, Nonfinite
-from onepolicy.report.words import number
+from onepolicy.notation import number
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
 
 MAX_AGE = 64  # older tokens count as this old

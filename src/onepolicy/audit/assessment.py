@@ -13,7 +13,7 @@ import torch
 from onepolicy.audit.accumulator import DumpAccumulator, SampledRow
 from onepolicy.audit.schema import Array
 from onepolicy.audit.streaming_stats import StreamingStats
-from onepolicy.report.words import number
+from onepolicy.notation import number
 from onepolicy.types import RoutingTrace
 from onepolicy.verdict.bug_signatures import (
     LOOKED_FOR_BY,

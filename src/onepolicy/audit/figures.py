@@ -17,6 +17,7 @@ from onepolicy.audit.assessment import ONSET_RULE, AuditResult
 from onepolicy.audit.row_heatmap import row_heatmap
 from onepolicy.audit.schema import Array
 from onepolicy.correct.histogram import BINS_PER_SIGN, GROWTH, SMALLEST, quantiles
+from onepolicy.notation import number
 from onepolicy.report.figure import (
     NEUTRAL,
     RHO,
@@ -30,7 +31,6 @@ from onepolicy.report.figure import (
     bars,
     line,
 )
-from onepolicy.report.words import number
 from onepolicy.verdict.rules import QUIET_F2, QUIET_KL
 
 SECOND = LineStyle("@trainer", "9px,3px", "diamond", "/")

@@ -24,11 +24,12 @@ from onepolicy.config import UsageError
 from onepolicy.console import Console
 from onepolicy.correct.histogram import quantiles
 from onepolicy.files import DISK_FULL, write_text_atomically
+from onepolicy.notation import number
 from onepolicy.report.figure import Figure
 from onepolicy.report.html import document, plain, section, tile
 from onepolicy.report.measure import BADGES
 from onepolicy.report.png import write_figures
-from onepolicy.report.words import WOULD, number
+from onepolicy.report.words import WOULD
 
 Z95 = 1.959964
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)

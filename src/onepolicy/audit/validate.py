@@ -13,10 +13,8 @@ import torch
 
 from onepolicy.audit.schema import COLUMNS, Array, Block, ColumnSpec, RaggedColumn
 from onepolicy.config import UsageError
-from onepolicy.nonfinite import leave_out
+from onepolicy.nonfinite import ABOVE_ZERO, above_zero, leave_out
 
-ABOVE_ZERO = 1e-3
-"""Log-probabilities may be above 0 by this much, from rounding."""
 SMALLEST_LOGP = -1e6
 """A smaller value is a constant that stands for a token that cannot be sampled."""
 LARGEST_ENTROPY = 100.0
@@ -184,13 +182,8 @@ def _check_logp(source: str, block: Block, name: str) -> None:
     positive = mask & (values > ABOVE_ZERO)
     if not positive.any():
         return
-    text = "a log-probability is never above 0"
     inside = values[mask]
-    if inside.min() >= 0 and inside.max() <= 1 + ABOVE_ZERO:
-        text = (
-            "all values are between 0 and 1: probabilities instead of their logarithms? "
-            "Take the logarithm"
-        )
+    text = above_zero(inside.min(), inside.max())
     _refuse_first(source, block, name, positive, text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.output_paths import check_output_folder
 from onepolicy.config.renamed import without_warnings
+from onepolicy.config.replay import ROLLOUT_MODES
 from onepolicy.console import Console, make_bars, print_text
 from onepolicy.files import write_text_atomically
 from onepolicy.launch.arms import Arm, lock_arms, play_arms
@@ -107,7 +108,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         runs = runs_in(out, arms)
     check_train_extra()
     _play(arguments, out, runs, jobs)
-    _show(arguments, runs, out)
+    _show(arguments, runs, replay_labels({each.name: each.config for each in arms}), out)
     return 0
 
 
@@ -126,6 +127,22 @@ def _named(arguments: argparse.Namespace) -> dict[str, list[str]]:
             f"--arm: {', '.join(names)}; give two arms or more, each with a name of its own"
         )
     return {name: settings for name, *settings in words}
+
+
+def replay_labels(configs: Mapping[str, RunConfig]) -> dict[str, str]:
+    """Return {arm: "without replay" or "with replay"} if two arms differ in nothing else."""
+    if len(configs) != 2:
+        return {}
+    first, other = configs.values()
+    if first.model_copy(update={"replay": other.replay, "seed": other.seed}) != other:
+        return {}
+    names = {
+        name: "with replay" if config.replay.mode in ROLLOUT_MODES else "without replay"
+        for name, config in configs.items()
+    }
+    if len(set(names.values())) < 2:
+        return {}
+    return names
 
 
 def _check_figures(png: bool) -> None:
@@ -189,32 +206,44 @@ def _watch(recipe: Path, runs: Sequence[Arm], jobs: int) -> None:
         play_arms(recipe, runs, jobs, watch)
 
 
-def _show(arguments: argparse.Namespace, arms: Sequence[Arm], out: Path) -> None:
+def _show(
+    arguments: argparse.Namespace, arms: Sequence[Arm], labels: Mapping[str, str], out: Path
+) -> None:
     """Print the comparison, then draw it."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
+    from rich.text import Text
 
+    from onepolicy.report.arm_run import ArmRun
     from onepolicy.report.comparison import (
         CAPTION,
         HEADER,
-        ArmRun,
         caution,
         contrasts,
+        headline,
         rows_of_table,
         sentences_of,
         write_comparison,
     )
-    from onepolicy.report.words import powers
 
-    runs = [ArmRun.read(arm.name, arm.seed, arm.folder) for arm in arms]
-    title = f"{Path(arguments.recipe).stem}: {', '.join(dict.fromkeys(arm.name for arm in arms))}"
+    runs = [
+        ArmRun.read(each.name, each.seed, each.folder, labels.get(each.name, "")) for each in arms
+    ]
     found = contrasts(runs)
     console = Console()
-    table = Table(*HEADER, caption=CAPTION)
-    for row in rows_of_table(runs):
-        table.add_row(*row)
+    rows = rows_of_table(runs)
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    table.add_column(HEADER[0], overflow="fold")  # a long name goes on in the next line
+    for at, name in enumerate(HEADER[1:], 1):
+        table.add_column(name, min_width=max(map(len, [*name.split(), *(row[at] for row in rows)])))
+    for row in rows:
+        table.add_row(*map(Text, row))
     console.print(table)
-    for text in sentences_of(found):
-        console.print_line(powers(text))
+    console.print_line(f"{CAPTION}.", style="dim")
+    console.print()
+    for text in (headline(runs) + ".", *sentences_of(found)):
+        console.print_line(text)
     console.print_line(caution(runs))
-    write_comparison(out, title, runs, found, png=arguments.png)
+    recipe = Path(arguments.recipe).stem
+    write_comparison(out, runs, found, recipe=recipe, png=arguments.png)
     print_text(f"picture: {out / 'comparison.html'}")

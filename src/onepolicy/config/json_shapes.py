@@ -69,6 +69,8 @@ class Summary(Shape):
     eval_first: Point | None = None
     eval_last: Point | None = None
     eval_best: Point | None = None
+    sampled_first: Point | None = None
+    sampled_last: Point | None = None
     crash_step: Count | None = None
     crash_rule: Text | None = None
     tokens_per_second: Number | None = None

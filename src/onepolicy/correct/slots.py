@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.layout import Layout, flatten_arguments, slot_index
-from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule
+from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule, refuse_probabilities
 
 LOG_RATIO_LIMIT = 80.0
 """Largest |log rho| of a slot or unit; larger ones are clamped. exp of it is finite in float32, and
@@ -171,12 +171,15 @@ class Fields(NamedTuple):
     def left_out(self, caller: str, trainer: str, nonfinite: Nonfinite, like: Layout) -> LeftOut:
         """Count the slots whose values are not finite, by the rule of `apply_rule`.
 
+        Raises UsageError for a side of probabilities in the place of their logarithms.
         Their log-ratio is NaN, so a correction rejects them. trainer, like: the trainer's side by
         the caller's name, and the mask in the caller's layout.
         """
         sides = {trainer: self.logp_trainer, "logp_rollout": self.logp_rollout}
         place = functools.partial(slot_index, like=like)
-        return apply_rule(caller, nonfinite, self.mask, sides, place=place)[1]
+        kept, left = apply_rule(caller, nonfinite, self.mask, sides, place=place)
+        refuse_probabilities(caller, kept, sides, place=place)
+        return left
 
     def check(self) -> None:
         """Raise UsageError if shapes differ."""

@@ -100,9 +100,9 @@ def reweight(
     rejected with every unit it belongs to, and counted. `normalise` and `denominator = kept` are
     factors on all weights, so the denominator stays the original count.
 
-    Raises UsageError if the mask is empty, if more slots are not finite than the config's
-    `max_nonfinite`, or any with `nonfinite` = "raise", or if the config needs the policy that is
-    being trained, which only the loss has (`live_weights`).
+    Raises UsageError if the mask is empty, if probabilities stand for their logarithms, if more
+    slots are not finite than the config's `max_nonfinite`, or any with `nonfinite` = "raise", or
+    if the config needs the policy that is being trained, which only the loss has (`live_weights`).
     """
     check_config("reweight", config)
     if config.live:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.layout import Layout, flatten_arguments, slot_index
-from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule
+from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule, refuse_probabilities
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +96,8 @@ def mismatch(
 ) -> Mismatch:
     """Compare both engines on the masked-in slots, in float64.
 
-    Raises UsageError if no slot is left, or if a value is not finite and `nonfinite` is "raise".
+    Raises UsageError if no slot is left, if probabilities stand for their logarithms, or if
+    a value is not finite and `nonfinite` is "raise".
     """
     given = {"logp_old": logp_old, "logp_rollout": logp_rollout, "mask": mask}
     flat = flatten_arguments("mismatch", {**given, "segment": segment})
@@ -139,15 +141,15 @@ def _masked(
     assert rollout is not None
     assert mask is not None
     sides = {"logp_old": old, "logp_rollout": rollout}
-    kept, left = apply_rule(
-        "mismatch", nonfinite, mask, sides, place=lambda slot: slot_index(slot, like)
-    )
+    place = functools.partial(slot_index, like=like)
+    kept, left = apply_rule("mismatch", nonfinite, mask, sides, place=place)
     if not left.tokens:
         raise UsageError(
             f"mismatch: the mask selects none of {mask.numel()} slots; there is nothing to compare"
         )
     if left.count == left.tokens:
         raise UsageError(f"mismatch: {left}; there is nothing to compare")
+    refuse_probabilities("mismatch", kept, sides, place=place)
     if segment is not None:
         segment = segment[kept]
     return old.detach()[kept].double(), rollout.detach()[kept].double(), segment, left

@@ -80,7 +80,8 @@ def trace_from(
 def _check_ids(ids: Tensor, valid: Tensor | None) -> None:
     if not isinstance(ids, Tensor):
         raise UsageError(
-            f"routes are {type(ids).__name__}, expected an integer tensor [T, layers, K]"
+            f"routes are {type(ids).__name__}, expected an integer tensor [T, layers, K]; "
+            "what an engine returned, onepolicy.integrations.core.payload.to_trace reads"
         )
     if ids.dim() != 3 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise UsageError(

@@ -8,6 +8,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from onepolicy.notation import number
+
 Tree = dict[str, Any]  # Bitwise of measure/bitwise.py, as in bitwise.json
 HELD = "Engine and trainer are one policy, to the last bit."
 
@@ -46,7 +48,7 @@ def rows(tree: Tree) -> list[tuple[str, str, str]]:
         found.append(
             ("routers, engine against trainer", f"{tree['routers']:.2%}", "all tokens and layers")
         )
-    return [*found, ("k3", f"{tree['k3']:.2g}", "nats per token")]
+    return [*found, ("k3", number(tree["k3"]), "nats per token")]
 
 
 def first_difference(tree: Tree) -> str:

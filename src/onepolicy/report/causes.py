@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from onepolicy.notation import DASH, number
 from onepolicy.report.figure import (
     NEUTRAL,
     REPLAY,
@@ -20,7 +21,7 @@ from onepolicy.report.figure import (
     line,
     markers,
 )
-from onepolicy.report.words import DASH, Tree, nats, number
+from onepolicy.report.words import Tree
 from onepolicy.verdict.rules import HARMLESS_KL, SMALL
 
 SCORINGS = {"without_replay": ("without replay", TRAINER), "with_replay": ("with replay", REPLAY)}
@@ -132,9 +133,9 @@ def fall_figure(tree: Tree) -> Figure:
     levels = [total["value"], *(bar["left"]["value"] for bar in steps)]
     removed = [bar["removed"] for bar in steps]
     unit, unit_name = _unit(max(abs(total["high"]), *levels))
-    names = [_named("the gap", nats(total["value"]))]
+    names = [_named("the gap", number(total["value"]))]
     names += [_named(b["name"], _signed(b["removed"]["value"], total["value"])) for b in steps]
-    names.append(_named("remainder", nats(left["value"])))
+    names.append(_named("remainder", number(left["value"])))
     data = [_bar("the gap", names[:1], [0.0], NEUTRAL, [total], unit)]
     for label, style, worse in (("taken away", REPLAY, False), ("made larger", ROLLOUT, True)):
         chosen = [
@@ -177,15 +178,15 @@ def fall_title(fall: Tree) -> str:
     if not total:
         return "There is no gap to explain"
     if total < HARMLESS_KL:
-        return f"The gap of {nats(total)} nats per token is {SMALL}"
+        return f"The gap of {number(total)} nats per token is {SMALL}"
     first = max(bars_of, key=lambda bar: bar["removed"]["value"], default=None)
     if first is None or first["removed"]["value"] < 0.2 * total:
         unexplained = _share(_remainder(fall)["value"] / total)
         return (
-            f"No single cause: {unexplained} of the gap of {nats(total)} nats is left unexplained"
+            f"No single cause: {unexplained} of the gap of {number(total)} nats is left unexplained"
         )
     share = _share(first["removed"]["value"] / total)
-    title = f"{share} of the gap of {nats(total)} nats per token comes from {first['name']}"
+    title = f"{share} of the gap of {number(total)} nats per token comes from {first['name']}"
     if first["removed"]["low"] > 0:
         return title
     return f"{title}, though its interval includes 0"
@@ -196,7 +197,7 @@ def noise_figure(tree: Tree) -> Figure:
     rows = noise_rows(tree)
     total = tree["waterfall"]["total"]["value"]
     scale = LogScale.of([v for _, each, _ in rows for v in (each["value"], each["high"])], [total])
-    names = [_named(name, nats(each["value"])) for name, each, _ in rows]
+    names = [_named(name, number(each["value"])) for name, each, _ in rows]
     values = [each["value"] for _, each, _ in rows]
     lifted = scale.lift(values)
     above, below = [], []
@@ -262,7 +263,7 @@ def _noise_title(rows: list[tuple[str, Tree, str]], total: float) -> str:
         return f"Every source of noise by itself is {SMALL}"
     if total <= 0 or largest["value"] < 0.1 * total:
         return "No source of noise by itself comes near the gap"
-    title = f"By itself, {name} moves {nats(largest['value'])} nats per token"
+    title = f"By itself, {name} moves {number(largest['value'])} nats per token"
     if total < HARMLESS_KL:
         return title
     return f"{title}: {largest['value'] / total:.2g} times the gap"
@@ -312,7 +313,7 @@ def interval(estimate: Tree) -> str:
     """Return the interval as text; a dash if the estimate is too small to matter."""
     if not shows_interval(estimate):
         return DASH
-    return f"{nats(estimate['low'])} {DASH} {nats(estimate['high'])}"
+    return f"{number(estimate['low'])} {DASH} {number(estimate['high'])}"
 
 
 def _shares(name: str, labels: list[str], values: list[float], style: LineStyle) -> Spec:
@@ -341,7 +342,7 @@ def _bar(
         "color": "@muted",
     }
     text = [
-        f"{nats(each['value'])} nats" + f" ({interval(each)})" * shows_interval(each)
+        f"{number(each['value'])} nats" + f" ({interval(each)})" * shows_interval(each)
         for each in spans
     ]
     base = [start / unit for start in starts]
@@ -408,7 +409,7 @@ def _named(name: str, value: str) -> str:
 def _signed(value: float, total: float) -> str:
     if value == 0:
         return "nothing"
-    text = nats(-value)
+    text = number(-value)
     if value < 0:
         text = f"+{text}"
     if total < HARMLESS_KL:

@@ -1,4 +1,4 @@
-"""Runs of one recipe in several arms: what they have in numbers, in sentences and as one picture.
+"""Runs of one recipe in several arms, in numbers and in sentences.
 
 Every arm is compared with the first one, step by step: with the same seed both have the same
 problems in a step. report/block_bootstrap.py has the intervals.
@@ -14,72 +14,32 @@ from pathlib import Path
 
 import numpy as np
 
-from onepolicy.config import UsageError
 from onepolicy.files import write_text_atomically
+from onepolicy.notation import DASH, number
+from onepolicy.report.arm_run import ArmRun
 from onepolicy.report.block_bootstrap import Interval, interval
-from onepolicy.report.figure import (
-    DENSE,
-    NEUTRAL,
-    REPLAY,
-    ROLLOUT,
-    SOFT,
-    TRAINER,
-    Figure,
-    LineStyle,
-    LogScale,
-    Spec,
-    axis,
-    line,
-)
-from onepolicy.report.jsonl import read_metrics
+from onepolicy.report.comparison_figure import picture
 from onepolicy.report.page import plain, render
-from onepolicy.report.words import ARROW, DASH, Tree, nats, number
-from onepolicy.verdict.rules import HARMLESS_KL, SMALL
+from onepolicy.report.words import ARROW
+from onepolicy.verdict.rules import HARMLESS_KL, QUIET_KL, SMALL
 
-STYLES = (TRAINER, REPLAY, DENSE, NEUTRAL, ROLLOUT, SOFT)
-FOOTER = "An arm has one colour and one dash in all three panels."
-HEADER = ("run", "reward", "held-out", "k3", "k3, end", "norm", "largest")
+FOOTER = "An arm has one colour in all panels."
+HEADER = (
+    "run",
+    "reward",
+    "held-out, sampled",
+    "held-out, greedy",
+    "k3, mean",
+    "k3, median",
+    "steps above 1e-3",
+    "largest norm",
+)
 CAPTION = (
-    "run: arm and seed; reward: first and last tenth of the steps; held-out: accuracy before and "
-    "after training; k3: mean of all steps and of the last tenth; norm: gradient norm, median and "
-    "largest of the steps"
+    "run: arm and seed. reward: mean of the first and of the last tenth of the steps. held-out: "
+    "accuracy before and after training, of sampled and of greedy answers. k3: of all steps, in "
+    "nats per token; above 1e-3 a gap needs a correction. norm: of the gradient, before clipping"
 )
 Array = np.ndarray
-
-
-@dataclass(frozen=True)
-class ArmRun:
-    """The measured steps of one arm with one seed."""
-
-    name: str
-    seed: int
-    rows: list[Tree]
-
-    @classmethod
-    def read(cls, name: str, seed: int, folder: Path) -> ArmRun:
-        """Return the run in this folder. Raises UsageError if its log is missing or damaged."""
-        rows = read_metrics(folder)
-        if not any("train/reward" in row for row in rows):
-            raise UsageError(f"{folder}: its log has no step; is it the folder of a finished run?")
-        return cls(name, seed, rows)
-
-    def values(self, metric: str) -> Array:  # [steps] float64, NaN where a step has none
-        """Return a metric of every step."""
-        steps = [row for row in self.rows if "train/reward" in row]
-        found = [row.get(metric) for row in steps]
-        return np.array([math.nan if value is None else value for value in found], dtype=float)
-
-    @property
-    def held_out(self) -> list[float]:
-        """Return the accuracies of the evaluations, sampled answers before greedy ones.
-
-        NaN where an evaluation has none.
-        """
-        for start in ("eval/avg@", "eval/greedy"):
-            found = [row[name] for row in self.rows for name in row if name.startswith(start)]
-            if found:
-                return [math.nan if value is None else value for value in found]
-        return []
 
 
 @dataclass(frozen=True)
@@ -89,10 +49,13 @@ class Contrast:
     first: str
     other: str
     seed: int
+    phrases: tuple[str, str]  # the arms as a sentence names them
     lengths: tuple[int, int]  # steps of the first arm and of the other
     without_k3: int  # steps of both of which one has no finite k3
     k3: tuple[float, float]  # means over all steps, of the first arm and of the other
     k3_ratio: Interval  # first / other
+    k3_median: tuple[float, float]  # of the same steps
+    k3_above: tuple[int, int]  # how many of the same steps are above QUIET_KL
     reward: tuple[float, float]  # means over the second half of the steps
     reward_difference: Interval  # other - first
 
@@ -123,10 +86,13 @@ def contrast(first: ArmRun, other: ArmRun) -> Contrast:
         first.name,
         other.name,
         first.seed,
+        (first.phrase, other.phrase),
         lengths,
         steps - k3.shape[1],
         _means(k3),
         _interval(k3, lambda means: means[0] / means[1]),
+        _medians(k3),
+        _above(k3),
         _means(half),
         _interval(half, lambda means: means[1] - means[0]),
     )
@@ -142,9 +108,26 @@ def _means(pairs: Array) -> tuple[float, float]:
     return _mean(pairs[0]), _mean(pairs[1])
 
 
+def _medians(pairs: Array) -> tuple[float, float]:
+    if not pairs.shape[1]:
+        return math.nan, math.nan
+    first, other = np.median(pairs, axis=1).tolist()
+    return first, other
+
+
+def _above(pairs: Array) -> tuple[int, int]:
+    """Return how many steps of each arm are above QUIET_KL."""
+    first, other = (pairs > QUIET_KL).sum(axis=1).tolist()
+    return first, other
+
+
+def _finite(values: Array) -> Array:
+    return values[np.isfinite(values)]
+
+
 def _mean(values: Array) -> float:
     """Return the mean of the finite values, NaN if there are none."""
-    finite = values[np.isfinite(values)]
+    finite = _finite(values)
     if not finite.size:
         return math.nan
     return float(finite.mean())
@@ -158,17 +141,24 @@ def _interval(pairs: Array, statistic: Callable[[Array], Array]) -> Interval:
 
 def _k3_sentence(found: Contrast) -> str:
     before, after = found.k3
+    first, other = found.phrases
     if math.isnan(before):
-        return f"No step has a k3 in both {found.first} and {found.other}."
-    start = f"k3 is {nats(before)} in {found.first} and {nats(after)} in {found.other}"
+        return f"No step has a k3 in both arms, {found.first} and {found.other}."
+    measured = found.steps - found.without_k3
+    start = f"ean k3 is {number(before)} {first} and {number(after)} {other}"
     if found.without_k3:
-        measured = found.steps - found.without_k3
-        start = f"Over the {measured} of {found.steps} steps that have one in both, {start}"
+        start = f"Over the {measured} of {found.steps} steps that have one in both, m{start}"
+    else:
+        start = f"M{start}"
     if before < HARMLESS_KL and after < HARMLESS_KL:
         return f"{start}: both are {SMALL}."
-    if not before or not after:
-        return f"{start}."
-    return f"{start}: {_in_times(found.k3_ratio)}."
+    if before and after:
+        start = f"{start}: {_in_times(found.k3_ratio)}"
+    medians, above = (f"{a} and {b}" for a, b in (map(number, found.k3_median), found.k3_above))
+    return (
+        f"{start}. The median step has {medians}; {above} of {measured} steps are above "
+        f"{number(QUIET_KL)}."
+    )
 
 
 def _in_times(ratio: Interval) -> str:
@@ -194,23 +184,24 @@ def _ends(low: float, high: float) -> str:
 
 def _reward_sentence(found: Contrast) -> str:
     before, after = found.reward
+    first, other = found.phrases
     gap = found.reward_difference
     if math.isnan(before):
         return f"No step of the second half has a reward in both {found.first} and {found.other}."
     digits = _decimals(gap)
     start = (
-        f"Reward, second half: {before:.{digits}f} in {found.first}, {after:.{digits}f} in "
-        f"{found.other}, a difference of {_signed(gap.value, digits)}"
+        f"Reward, second half: {before:.{digits}f} {first}, {after:.{digits}f} {other}, a "
+        f"difference of {_signed(gap.value, digits)}"
     )
     if math.isnan(gap.low):
         return f"{start}; too few steps to say more."
     start += f" ({_signed(gap.low, digits)} to {_signed(gap.high, digits)})"
     if not gap.excludes(0):
         return f"{start}: no difference seen."
-    more = found.first
+    more = first
     if gap.value > 0:
-        more = found.other
-    return f"{start}: {more} earned more with this seed."
+        more = other
+    return f"{start}: more {more} with this seed."
 
 
 def _decimals(gap: Interval) -> int:
@@ -233,102 +224,74 @@ def rows_of_table(runs: Sequence[ArmRun]) -> list[tuple[str, ...]]:
 
 def _row(run: ArmRun) -> tuple[str, ...]:
     reward, k3, norm = (
-        run.values(name) for name in ("train/reward", "mismatch/k3", "train/grad_norm")
+        _finite(run.values(name)) for name in ("train/reward", "mismatch/k3", "train/grad_norm")
     )
     tenth = max(1, len(reward) // 10)
+    median = above = largest = DASH
+    if k3.size:
+        median, above = number(float(np.median(k3))), f"{(k3 > QUIET_KL).sum()} of {k3.size}"
+    if norm.size:
+        largest = number(float(norm.max()))
+    sampled, greedy = (run.accuracies(name) for name in ("eval/avg@", "eval/greedy"))
     return (
         f"{run.name}, {run.seed}",
         _from_to(_mean(reward[:tenth]), _mean(reward[-tenth:])),
-        _from_to(*run.held_out[:1], *run.held_out[1:][-1:]),
-        nats(_mean(k3)),
-        nats(_mean(k3[-tenth:])),
-        *map(number, _median_and_largest(norm)),
+        *(_from_to(*each[:1], *each[1:][-1:]) for each in (sampled, greedy)),
+        number(_mean(k3)),
+        median,
+        above,
+        largest,
     )
 
 
 def _from_to(*values: float) -> str:
-    return f" {ARROW} ".join(DASH if math.isnan(value) else f"{value:.2f}" for value in values)
+    return ARROW.join(DASH if math.isnan(value) else f"{value:.2f}" for value in values)
 
 
-def _median_and_largest(values: Array) -> tuple[float, float]:
-    """Return both of the finite values, NaN if there are none."""
-    finite = values[np.isfinite(values)]
-    if not finite.size:
-        return math.nan, math.nan
-    return float(np.median(finite)), float(finite.max())
-
-
-def picture(runs: Sequence[ArmRun], title: str) -> Figure:
-    """Draw reward, k3 and gradient norm of the runs over steps, one panel below the other."""
-    k3, norms = ([run.values(name) for run in runs] for name in ("mismatch/k3", "train/grad_norm"))
-    scales = LogScale.of(*k3), LogScale.of(*norms)
-    names = list(dict.fromkeys(run.name for run in runs))
-    data: list[Spec] = []
+def headline(runs: Sequence[ArmRun]) -> str:
+    """Return the title of page and picture: how often k3 is large in each arm."""
+    arms: dict[str, list[Array]] = {}
     for run in runs:
-        style = STYLES[names.index(run.name) % len(STYLES)]
-        first = next(each for each in runs if each.name == run.name) is run
-        data += _lines(run, style, scales, shown=first)
-    layout = {
-        "xaxis": axis("step") | {"anchor": "y3"},
-        "yaxis": axis("reward") | {"domain": [0.72, 1]},
-        "yaxis2": scales[0].axis("k3, nats per token", steps=4) | {"domain": [0.36, 0.66]},
-        "yaxis3": scales[1].axis("gradient norm", steps=4) | {"domain": [0, 0.3]},
-    }
-    note = (
-        "Reward is the mean of ten steps. k3 estimates KL(rollout, trainer) per token; the "
-        "gradient norm is before clipping."
-    )
-    return Figure("curves", title, note, data, layout, width="wide", height=760)
-
-
-def _lines(
-    run: ArmRun, style: LineStyle, scales: tuple[LogScale, LogScale], *, shown: bool
-) -> list[Spec]:
-    reward = run.values("train/reward")
-    steps = list(range(1, len(reward) + 1))
-    shared = {"legendgroup": run.name, "opacity": 0.85}
-    return [
-        line(run.name, steps, _smooth(reward), style, showlegend=shown, **shared),
-        *(
-            line(
-                run.name,
-                steps,
-                scale.lift(run.values(metric).tolist()),
-                style,
-                yaxis=which,
-                showlegend=False,
-                **shared,
-            )
-            for metric, scale, which in (
-                ("mismatch/k3", scales[0], "y2"),
-                ("train/grad_norm", scales[1], "y3"),
-            )
-        ),
-    ]
-
-
-def _smooth(values: Array) -> list[float]:
-    """Return the mean of each value and up to nine before it."""
-    return [_mean(values[max(0, at - 9) : at + 1]) for at in range(len(values))]
+        arms.setdefault(run.phrase, []).append(_finite(run.values("mismatch/k3")))
+    k3 = {phrase: np.concatenate(parts) for phrase, parts in arms.items()}
+    if not all(values.size for values in k3.values()):
+        return f"Arms compared: {', '.join(dict.fromkeys(run.name for run in runs))}"
+    above = {phrase: int((values > QUIET_KL).sum()) for phrase, values in k3.items()}
+    limit = number(QUIET_KL)
+    if not any(above.values()):
+        return f"k3 is at most {limit} in every step of every arm"
+    (phrase, first), *others = above.items()
+    counts = [f"{first} of {k3[phrase].size} steps above {limit} {phrase}"]
+    counts += [f"{count} {phrase}" for phrase, count in others]
+    text = ", ".join(counts)
+    if any(run.label for run in runs):
+        return f"Replay: {text.replace(' replay', '')}"
+    return f"k3: {text}"
 
 
 def write_comparison(
-    out: Path, title: str, runs: Sequence[ArmRun], found: Sequence[Contrast], *, png: bool
+    out: Path, runs: Sequence[ArmRun], found: Sequence[Contrast], *, recipe: str, png: bool
 ) -> None:
     """Write OUT/comparison.html and comparison.json.
 
-    found: contrasts(runs). png: OUT/curves.png and its data too.
+    recipe: its name. found: contrasts(runs). png: OUT/curves.png and its data too.
     Raises UsageError if plotly, jinja2 or the browser of a PNG is missing.
     """
     from onepolicy.report.png import write_figures
 
-    sentences = sentences_of(found)
+    sentences, title = sentences_of(found), headline(runs)
     figure = picture(runs, title)
-    tree = {"title": title, "contrasts": [asdict(each) for each in found], "sentences": sentences}
+    tree = {
+        "title": title,
+        "recipe": recipe,
+        "contrasts": [asdict(each) for each in found],
+        "sentences": sentences,
+    }
     page = render(
         "comparison.html",
         title,
         [figure],
+        recipe=recipe,
         sentences=sentences,
         caution=caution(runs),
         figure=figure,

@@ -8,6 +8,7 @@ from typing import Any
 
 from onepolicy.config.secrets import without_secrets
 from onepolicy.files import write_text_atomically
+from onepolicy.notation import number
 from onepolicy.report.figure import Absent, Figure
 from onepolicy.report.learning import learning_figures, time_split
 from onepolicy.report.mismatch import mismatch_figures, staleness_figures
@@ -20,10 +21,10 @@ from onepolicy.report.words import (
     COMPARISON_HEADER,
     SMALL,
     Compared,
+    accuracy,
     compared,
     comparison,
     cut_by,
-    number,
     time_shares,
     too_small,
     unlearnt,
@@ -151,7 +152,7 @@ def _tiles(run: Run) -> list[Tile]:
 
 
 def _evaluation(summary: Tree) -> Tile:
-    name = f"Evaluation {(summary.get('score') or '').removeprefix('eval/')}".strip()
+    name = accuracy(summary.get("score")).capitalize()
     before, after = summary.get("eval_first"), summary.get("eval_last")
     value, note, best = number(None), "not run", summary.get("eval_best")
     if before and after:

@@ -19,7 +19,7 @@ from onepolicy.report.figure import (
     markers,
 )
 from onepolicy.report.run import Run
-from onepolicy.report.words import NOT_PARTS, course, unlearnt
+from onepolicy.report.words import NOT_PARTS, accuracy, course, unlearnt
 
 EVAL_SYMBOLS = ("star", "triangle-up", "x", "cross")
 TIME_PARTS = {  # part -> colour, fill pattern
@@ -78,7 +78,7 @@ def reward(run: Run) -> Figure | Absent:
     title = f"Reward {course(values)}"
     if run.summary.get("score") in scores:
         judged = run.summary["score"]
-        title += f"; held-out {judged.removeprefix('eval/')} {course(run.points(judged)[1])}"
+        title += f"; {accuracy(judged)} {course(run.points(judged)[1])}"
     if idle is not None:
         title = f"Reward: {idle.learnt} was learnt from it"
     return Figure("reward", title, note, data, layout, width="wide")

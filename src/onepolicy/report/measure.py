@@ -16,6 +16,7 @@ from rich.text import Text
 from safetensors.numpy import load_file
 
 from onepolicy.files import write_text_atomically
+from onepolicy.notation import DASH, number
 from onepolicy.report import causes
 from onepolicy.report.causes import (
     breakdown_figures,
@@ -30,7 +31,7 @@ from onepolicy.report.page import render
 from onepolicy.report.png import write_figures
 from onepolicy.report.routing import Series, routing_figures_of
 from onepolicy.report.turns import Curve, by_turn
-from onepolicy.report.words import DASH, RAN, ROLLOUTS_OWN, WHOLE, WOULD, Tree, nats, number, powers
+from onepolicy.report.words import RAN, ROLLOUTS_OWN, WHOLE, WOULD, Tree
 from onepolicy.verdict.rules import HARMLESS_KL, SMALL
 
 SCORINGS = {  # name in the files -> (label, line style)
@@ -86,10 +87,10 @@ def summary(tree: Tree) -> list[RenderableType]:
     if tree.get("pressure"):
         parts.append(Text(f"Not a real engine: {tree['pressure']}.", style="bold red"))
         parts.append(Text(calibration(tree)))
-    parts.append(Text(powers(verdict["sentence"]), style=style))
+    parts.append(Text(verdict_line(tree), style=style))
     if verdict["setting"]:
         parts.append(Text(f"Set: {verdict['setting']}"))
-    parts += [Text(powers(f"Because {text}.")) for text in verdict["basis"]]
+    parts += [Text(f"Because {text}.") for text in verdict["basis"]]
     title = f"{tree['model']}: {tree['tokens']:,} tokens of {tree['sequences']} sequences"
     parts.append(_table(title, comparison_header(tree), comparison(tree)))
     engine, whole, would = engine_rows(tree), tree.get("distribution"), tree.get("prediction")
@@ -106,8 +107,18 @@ def summary(tree: Tree) -> list[RenderableType]:
         for name, rows in tree["breakdowns"].items()
     ]
     if would is not None:
-        parts.append(Text(powers(describe_prediction(would))))
+        parts.append(Text(describe_prediction(would)))
     return parts
+
+
+def verdict_line(tree: Tree) -> str:
+    """Return the verdict, with its prompts where they were not the user's own."""
+    sentence: str = tree["verdict"]["sentence"]
+    config = tree["config"]
+    if config["task"].get("kind") != "chain":
+        return sentence
+    prompts = config["rollout"]["prompts_per_step"]
+    return f"{sentence} Judged on {prompts} made-up sums: give --prompts to judge on your own."
 
 
 def describe_prediction(would: Tree) -> str:
@@ -117,8 +128,8 @@ def describe_prediction(would: Tree) -> str:
         correction = f"{correction} (without {', '.join(would['not_modelled'])})"
     return (
         f"{correction} would keep {would['keep']:.2%} of the slots and multiply a step by "
-        f"{would['attenuation']:.4f}, if log ratios were normal with this k3 ({would['kl']:.2g}) "
-        f"over {would['length']} tokens."
+        f"{would['attenuation']:.4f}, if log ratios were normal with this k3 "
+        f"({number(would['kl'])}) over {would['length']} tokens."
     )
 
 
@@ -130,7 +141,7 @@ def calibration(tree: Tree) -> str:
         number(plain.get(key), share=True)
         for key in ("routing/routers", "routing/tokens", "mismatch/f2")
     )
-    without, within = (nats(each.get("mismatch/k3")) for each in (plain, replayed))
+    without, within = (number(each.get("mismatch/k3")) for each in (plain, replayed))
     return (
         f"Calibration: {routers} of routers differ, {tokens} of tokens have such a router, F(2) is "
         f"{f2}; k3 is {without} nats a token without replay and {within} with it."
@@ -181,15 +192,15 @@ def waterfall_rows(tree: Tree) -> Rows:
     fall = tree["waterfall"]
     total = fall["total"]
     first = "trainer as it is against the rollout"
-    rows: list[tuple[str, ...]] = [("the gap", "", interval(total), nats(total["value"]), first)]
+    rows: list[tuple[str, ...]] = [("the gap", "", interval(total), number(total["value"]), first)]
     for bar in fall["bars"]:
         removed = bar["removed"]
         rows.append(
             (
                 bar["name"],
-                nats(removed["value"]),
+                number(removed["value"]),
                 interval(removed),
-                nats(bar["left"]["value"]),
+                number(bar["left"]["value"]),
                 bar["how"],
             )
         )
@@ -197,13 +208,13 @@ def waterfall_rows(tree: Tree) -> Rows:
     if fall["bars"]:
         remainder = fall["bars"][-1]["left"]
     why = "what no step takes away: the engine's kernels, or a fault of another kind"
-    return [*rows, ("remainder", "", interval(remainder), nats(remainder["value"]), why)]
+    return [*rows, ("remainder", "", interval(remainder), number(remainder["value"]), why)]
 
 
 def alone_rows(tree: Tree) -> Rows:
     """Return the rows under ALONE_HEADER."""
     return [
-        (name, nats(each["value"]), _interval_or_none(each), how)
+        (name, number(each["value"]), _interval_or_none(each), how)
         for name, each, how in noise_rows(tree)
     ]
 
@@ -214,8 +225,8 @@ def breakdown_rows(rows: list[Tree]) -> Rows:
         (
             r["name"],
             f"{r['tokens']:,}",
-            nats(r["k3"]),
-            nats(r["mean_dlogp"]),
+            number(r["k3"]),
+            number(r["mean_dlogp"]),
             number(r["share"], share=True),
         )
         for r in rows
@@ -265,6 +276,7 @@ def write_report(out: Path, *, png: bool = False) -> Path:
         tree=tree,
         name=short_name(tree),
         badge=BADGES[tree["verdict"]["action"]],
+        verdict_line=verdict_line(tree),
         facts=facts(tree),
         tiles=tiles(tree),
         calibration=calibration(tree),
@@ -385,11 +397,11 @@ def tiles(tree: Tree) -> list[tuple[str, str, str]]:
     metrics = tree["metrics"]
     plain, replayed = metrics["without_replay"], metrics.get("with_replay")
     dense = metrics.get("dense")
-    out = [("k3 without replay", nats(plain["mismatch/k3"]), "nats per token")]
+    out = [("k3 without replay", number(plain["mismatch/k3"]), "nats per token")]
     if replayed is not None:
-        out.append(("k3 with replay", nats(replayed["mismatch/k3"]), _cut(plain, replayed)))
+        out.append(("k3 with replay", number(replayed["mismatch/k3"]), _cut(plain, replayed)))
     if dense is not None:
-        out.append(("k3 of the dense model", nats(dense["mismatch/k3"]), "nats per token"))
+        out.append(("k3 of the dense model", number(dense["mismatch/k3"]), "nats per token"))
     out.append(
         (
             "F(2)",
@@ -420,7 +432,7 @@ def _cut(plain: Tree, replayed: Tree) -> str:
 def _cell(value: float | None, *, share: bool) -> str:
     if share:
         return number(value, share=True)
-    return nats(value)
+    return number(value)
 
 
 def _interval_or_none(each: Tree) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from onepolicy.divergence.logprob import Mismatch, mismatch
+from onepolicy.notation import number
 from onepolicy.report.figure import (
     NEUTRAL,
     REPLAY,
@@ -30,7 +31,7 @@ from onepolicy.report.figure import (
 )
 from onepolicy.report.learning import step_axis
 from onepolicy.report.run import Array, Run
-from onepolicy.report.words import SMALL, compared, course, cut_by, number, too_small
+from onepolicy.report.words import SMALL, compared, course, cut_by, too_small
 
 K3, TOKENS = "mismatch/k3_staleness@", "staleness/tokens@"
 

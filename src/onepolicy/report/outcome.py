@@ -1,4 +1,4 @@
-"""The outcome of a run in one sentence: learning, crash, and whether the gap matters.
+"""The outcome of a run in two sentences: learning and crash, then whether the gap matters.
 
 The summary in the terminal and the report begin with it. Its words for a gap are those of `measure`
 and `audit` (verdict/rules.py).
@@ -9,13 +9,14 @@ from __future__ import annotations
 import statistics
 
 from onepolicy.config.replay import ROLLOUT_MODES
+from onepolicy.notation import number
 from onepolicy.report.words import (
     FEWEST_PROBES,
     Compared,
     Tree,
+    accuracy,
     compared,
-    cut_by,
-    number,
+    factor,
     too_small,
     unlearnt,
 )
@@ -27,9 +28,9 @@ GAP = "the gap between rollout and trainer"
 
 
 def outcome(summary: Tree) -> str:
-    """Return the sentence for a summary.json; report/words.py lists its keys."""
-    sentence = "; ".join(text for text in (_learning(summary), _gap(summary)) if text)
-    return f"{sentence[0].upper()}{sentence[1:]}."
+    """Return the sentences for a summary.json; report/words.py lists its keys."""
+    found = [text for text in (_learning(summary), _gap(summary)) if text]
+    return " ".join(f"{text[0].upper()}{text[1:]}." for text in found)
 
 
 def failed(summary: Tree) -> bool:
@@ -49,29 +50,47 @@ def _learning(summary: Tree) -> str:
     if course is None:
         return crashed
     name, first, last = course
-    change = last - first
-    if not abs(change) >= LEAST_CHANGE * max(1.0, abs(first), abs(last)):  # also if it is NaN
-        result, curve = "the policy hardly changed", f"{name} stayed near {number(last)}"
-    elif change > 0:
-        result, curve = "the policy learnt", f"{name} rose from {number(first)} to {number(last)}"
+    if _hardly_differs(first, last):
+        curve = f"{name} stayed near {number(last)}"
     else:
-        result, curve = (
-            "the policy got worse",
-            f"{name} fell from {number(first)} to {number(last)}",
-        )
+        curve = f"{name} {_moved(first, last)}"
     if crash is not None:
         return f"{crashed}: {curve}"
-    if summary.get("eval_best") is None:
-        return f"{result}: {curve}, and no evaluation looked for a crash"
-    return f"{result}: {curve}, and it did not crash"
+    sampled = _sampled(summary)
+    if sampled is not None and (sampled[1] > sampled[0]) != (last > first):
+        return f"{curve}, the sampled one {_moved(*sampled)}"
+    if _hardly_differs(first, last):
+        return f"the policy hardly changed: {curve}"
+    if last > first:
+        return f"the policy learnt: {curve}"
+    return f"the policy got worse: {curve}"
+
+
+def _hardly_differs(first: float, last: float) -> bool:
+    """Return whether two values are as good as equal; True too if one of them is NaN."""
+    return not abs(last - first) >= LEAST_CHANGE * max(1.0, abs(first), abs(last))
+
+
+def _moved(first: float, last: float) -> str:
+    verb = "fell"
+    if last > first:
+        verb = "rose"
+    return f"{verb} from {number(first)} to {number(last)}"
+
+
+def _sampled(summary: Tree) -> tuple[float, float] | None:
+    """Return first and last sampled accuracy beside a greedy score, if they differ."""
+    first, last = summary.get("sampled_first"), summary.get("sampled_last")
+    if not first or not last or _hardly_differs(first["value"], last["value"]):
+        return None
+    return first["value"], last["value"]
 
 
 def _course(summary: Tree) -> tuple[str, float, float] | None:
     """Return name, first and last value of the evaluations; of the rewards if there are none."""
     first, last = summary.get("eval_first"), summary.get("eval_last")
     if first is not None and last is not None and first["step"] < last["step"]:
-        name = (summary.get("score") or "score").removeprefix("eval/")
-        return f"held-out {name}", first["value"], last["value"]
+        return accuracy(summary.get("score")), first["value"], last["value"]
     if summary.get("reward_first") is None or summary.get("reward_last") is None:
         return None
     return "reward", summary["reward_first"], summary["reward_last"]
@@ -91,28 +110,28 @@ def _gap(summary: Tree) -> str:
     if not both:
         return f"{GAP} is k3 {trained}{_size(k3.trained, summary, 'mismatch')}"
     remaining = _size(k3.with_replay, summary, "mismatch_at_probes")
-    cut, by = cut_by(k3, summary), ""
-    if cut and k3.ratio is not None and k3.ratio >= 1:
-        by = f", by {cut}"
-    if not _helps(k3, summary):
-        return f"replay changed {GAP} little, k3 {without} to {within} nats a token{by}{remaining}"
-    return f"replay cut {GAP} from k3 {without} to {within} nats a token{by}{remaining}"
+    assert k3.without_replay is not None
+    assert k3.with_replay is not None
+    ends = f"from k3 {without} to {within} nats a token"
+    if k3.without_replay <= REPLAY_HELPS * k3.with_replay:
+        if k3.with_replay > REPLAY_HELPS * k3.without_replay:
+            return f"{GAP} is larger with replay, {ends}{remaining}"
+        return f"replay changed {GAP} little, {ends}{remaining}"
+    return f"replay cut {GAP} {ends}{_in_bursts(summary)}{remaining}"
+
+
+def _in_bursts(summary: Tree) -> str:
+    """Say so where the means differ by a few probes: at the median one replay does not help."""
+    cuts = summary.get("k3_cuts") or []
+    if len(cuts) < FEWEST_PROBES or statistics.median(cuts) > REPLAY_HELPS:
+        return ""
+    return f", in bursts (median probe {factor(statistics.median(cuts))})"
 
 
 def _as_trained(k3: Compared, summary: Tree) -> str:
     if summary.get("replay") in ROLLOUT_MODES:
         return f"{number(k3.trained)} with replay"
     return f"{number(k3.trained)} without replay"
-
-
-def _helps(k3: Compared, summary: Tree) -> bool:
-    """Return whether replay helps by the rule of `measure`, for the median of several probes."""
-    cuts = summary.get("k3_cuts") or []
-    if len(cuts) >= FEWEST_PROBES:
-        return statistics.median(cuts) > REPLAY_HELPS
-    assert k3.without_replay is not None
-    assert k3.with_replay is not None
-    return k3.without_replay > REPLAY_HELPS * k3.with_replay
 
 
 def _size(k3: float | None, summary: Tree, scoring: str) -> str:

@@ -11,7 +11,6 @@ import numpy as np
 
 from onepolicy.config import UsageError
 from onepolicy.report.figure import FONT, Absent, Figure
-from onepolicy.report.words import powers
 
 TEMPLATES = Path(__file__).parent / "templates"
 FOOTER = "Rollout red, trainer blue, replay green, in every figure."
@@ -29,6 +28,8 @@ LIGHT = {
     "replay": "#00795a",
     "dense": "#8b3f78",
     "soft": "#b3bcc9",
+    "arm-first": "#d9771f",
+    "arm-other": "#123f7a",
     "bad": "#b42318",
     "good": "#1f7a48",
 }
@@ -45,6 +46,8 @@ DARK = {
     "replay": "#35c99a",
     "dense": "#d99bc8",
     "soft": "#4d586a",
+    "arm-first": "#ffb266",
+    "arm-other": "#4a86d8",
     "bad": "#ff8a80",
     "good": "#5ad28f",
 }
@@ -93,7 +96,6 @@ def _template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters["powers"] = powers
     jinja.tests["figure"] = lambda item: isinstance(item, Figure)
     jinja.tests["absent"] = lambda item: isinstance(item, Absent)
     return jinja.get_template(name)

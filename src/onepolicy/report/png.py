@@ -72,7 +72,7 @@ def standing_alone(figure: Figure) -> Spec:
         "title": title,
         "width": width,
         "height": height + top,
-        "margin": {"l": 62, "r": 24, "t": top + 26, "b": 52},
+        "margin": {"l": 62, "r": max(24, spec["layout"]["margin"]["r"]), "t": top + 26, "b": 52},
     }
     painted: Spec = _paint({"data": spec["data"], "layout": layout})
     return painted

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from onepolicy.config.replay import ROLLOUT_MODES
+from onepolicy.notation import number
 from onepolicy.report.figure import TRAINER, Absent, Figure, LineStyle, LogScale, axis, bars
 from onepolicy.report.mismatch import NO_PROBE, trained_label
 from onepolicy.report.run import Array, Run
-from onepolicy.report.words import RAN, ROLLOUTS_OWN, WHOLE, WOULD, number
+from onepolicy.report.words import RAN, ROLLOUTS_OWN, WHOLE, WOULD
 
 BINS = 16
 WITH_REPLAY = (

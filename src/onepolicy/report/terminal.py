@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from onepolicy.notation import number
 from onepolicy.report.outcome import failed, outcome
 from onepolicy.report.words import (
     ARROW,
@@ -14,11 +15,11 @@ from onepolicy.report.words import (
     ROLLOUTS_OWN,
     Compared,
     Tree,
+    accuracy,
     compared,
     cut_by,
     describe_overlap,
     no_signal,
-    number,
     ran_the_rollouts,
     time_shares,
     unlearnt,
@@ -95,9 +96,8 @@ def _learning_rows(summary: Tree) -> list[tuple[str, Cell]]:
         rows.append(("reward", f"{number(first)} {ARROW} {number(last)}"))
     best = summary.get("eval_best")
     if best is not None:
-        name = (summary.get("score") or "score").removeprefix("eval/")
         text = f"{_course(summary)}best {number(best['value'])} at step {best['step']}"
-        rows.append((f"held-out {name}", text))
+        rows.append((accuracy(summary.get("score")), text))
         rows.append(("crash", _crash_cell(summary)))
     skipped, silent = summary.get("updates_skipped"), no_signal(summary)
     if skipped:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from onepolicy.divergence.breakdown import turn_name
+from onepolicy.notation import number
 from onepolicy.report.figure import TRAINER, Absent, Figure, LineStyle, LogScale, Spec, axis, line
 from onepolicy.report.mismatch import counterfactual_missing, trained_label
 from onepolicy.report.run import Run
-from onepolicy.report.words import ARROW, nats
+from onepolicy.report.words import ARROW
 
 K3, TOKENS = "mismatch/k3_turn@", "train/tokens_turn@"
 NATIVE = "counterfactual/"
@@ -134,7 +135,7 @@ def _title(curves: Sequence[Curve]) -> str:
     if not shared:
         return "k3 by turn"
     first, last = min(shared), max(shared)
-    ends = (f"{nats(c.k3[first])} {ARROW} {nats(c.k3[last])} {c.label}" for c in curves)
+    ends = (f"{number(c.k3[first])} {ARROW} {number(c.k3[last])} {c.label}" for c in curves)
     return f"k3 from turn {turn_name(first)} to turn {turn_name(last)}: " + ", ".join(ends)
 
 

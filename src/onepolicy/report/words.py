@@ -1,7 +1,8 @@
 """summary.json in words: sentences and table rows that the HTML report and the terminal share.
 
 Keys used, all optional except `steps`: steps, reward_first, reward_last, score (metric name);
-eval_first, eval_last, eval_best {step, value}; crash_step, replay, mismatch {metric: mean over all
+eval_first, eval_last, eval_best {step, value}, and sampled_first, sampled_last beside a greedy
+score; crash_step, replay, mismatch {metric: mean over all
 steps}; probe_steps, mismatch_at_probes and mismatch_without_replay {metric: mean over the probe
 steps, with and without replay}, k3_cuts [without / with of each probe step, ascending];
 groups_without_signal (share at the end); asynchronous {staleness_mean, staleness_max, spanning,
@@ -13,7 +14,6 @@ steps (counts)}, only where the rewards taught nothing or little.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from typing import Any
 
 from onepolicy.config import UsageError
 from onepolicy.config.replay import ROLLOUT_MODES
+from onepolicy.notation import DASH, number
 from onepolicy.verdict.rules import SMALL, size_in_words
 
 Tree = dict[str, Any]
 
-DASH = "\N{EN DASH}"
 ARROW = "\N{RIGHTWARDS ARROW}"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -52,52 +52,6 @@ QUANTITIES = {  # metric -> (name, is a share)
 }
 
 
-def number(value: float | None, *, share: bool = False) -> str:
-    """Return the value with three significant digits; a dash if there is none.
-
-    With `share` a value of 1 is 100%.
-    """
-    if value is None or math.isnan(value):
-        return DASH
-    if share:
-        percent = 100 * value
-        if percent == 0 or abs(percent) >= 0.01:
-            return f"{percent:.3g}%"
-        return f"{number(percent)}%"
-    if value == 0 or 1e-3 <= abs(value) < 1000:
-        return f"{value:.3g}"
-    if 1000 <= abs(value) < 1e5:
-        return f"{value:,.0f}"
-    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
-
-
-SUPERSCRIPT = str.maketrans(
-    "-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
-)
-
-
-def nats(value: float | None) -> str:
-    """Return the value with three significant digits, as a power of ten below 0.001.
-
-    Returns a dash if there is no value.
-    """
-    if value is None or math.isnan(value):
-        return DASH
-    if value == 0 or 1e-3 <= abs(value) < 1e4:
-        return f"{value:.3g}".replace("-", "\u2212")
-    mantissa, exponent = f"{value:.2e}".split("e")
-    return f"{mantissa}{TIMES}10{str(int(exponent)).translate(SUPERSCRIPT)}".replace("-", "\u2212")
-
-
-def powers(text: str) -> str:
-    """Return the text with 1.5e-05 written as 1.5\u00d710\u207b\u2075."""
-    return re.sub(
-        r"(\d)e([+-]?\d+)\b",
-        lambda m: f"{m[1]}{TIMES}10{str(int(m[2])).translate(SUPERSCRIPT)}",
-        text,
-    )
-
-
 def factor(ratio: float | None) -> str:
     """Return a ratio as a factor, such as 2.5\u00d7; a dash if there is none."""
     if ratio is None:
@@ -105,6 +59,16 @@ def factor(ratio: float | None) -> str:
     if ratio < 1000:
         return f"{ratio:.3g}{TIMES}"
     return f"{ratio:,.0f}{TIMES}"
+
+
+def accuracy(score: str | None) -> str:
+    """Return a metric of the evaluations, such as "eval/greedy", as a sentence names it."""
+    name = (score or "").removeprefix("eval/")
+    if name == "greedy":
+        return "greedy held-out accuracy"
+    if name.startswith("avg@"):
+        return f"sampled held-out accuracy ({name})"
+    return f"held-out {name or 'score'}"
 
 
 @dataclass(frozen=True)
@@ -167,14 +131,11 @@ def _evaluation_sentences(summary: Tree) -> list[str]:
     best, crash = summary.get("eval_best"), summary.get("crash_step")
     if best is None:  # evaluations detect a crash
         return ["No evaluation was run, so a crash would not have been seen."]
-    name = (summary.get("score") or "").removeprefix("eval/")
-    evaluation = "The best evaluation"
-    if name:
-        evaluation = f"The best evaluation ({name})"
+    name = accuracy(summary.get("score"))
     crashed = "It did not crash."
     if crash is not None:
         crashed = f"It crashed at step {crash}."
-    return [f"{evaluation} is {number(best['value'])}, at step {best['step']}.", crashed]
+    return [f"The best {name} is {number(best['value'])}, at step {best['step']}.", crashed]
 
 
 def course(values: Sequence[float], unit: str = "") -> str:
@@ -348,14 +309,18 @@ def cut_by(entry: Compared, summary: Tree) -> str:
         return ""
     cuts, probes = sorted(summary.get("k3_cuts") or []), len(summary.get("probe_steps") or [])
     if entry.metric == "mismatch/k3" and len(cuts) >= FEWEST_PROBES:
-        median = factor(statistics.median(cuts))
-        return f"{median}, {factor(cuts[0])} to {factor(cuts[-1])} over {len(cuts)} probes"
+        ends = f"{factor(cuts[0])} to {factor(cuts[-1])}"
+        return f"{_times(entry.ratio)}; median probe {factor(statistics.median(cuts))} ({ends})"
     few = {1: ", one probe", 2: ", two probes"}.get(probes, "")
-    if entry.ratio == 0:
-        return f"more{few}"
-    if entry.ratio < 1:
-        return f"{factor(1 / entry.ratio)} more{few}"
-    return f"{factor(entry.ratio)}{few}"
+    return f"{_times(entry.ratio)}{few}"
+
+
+def _times(cut: float) -> str:
+    if cut == 0:
+        return "more"
+    if cut < 1:
+        return f"{factor(1 / cut)} more"
+    return factor(cut)
 
 
 COMPARISON_HEADER = ("Rollout vs trainer", "Trained on", "Without replay", "With replay", "Cut by")

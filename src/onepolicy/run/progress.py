@@ -9,11 +9,12 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeR
 
 from onepolicy.console import SHOWN, Console, make_bars
 from onepolicy.interfaces import Progress as RunProgress
+from onepolicy.notation import number
 
 SHOWN_METRICS = (
     ("reward", "train/reward", ".2f"),
-    ("k3", "mismatch/k3", ".1e"),
-    ("F(2)", "mismatch/f2", ".1e"),
+    ("k3", "mismatch/k3", ""),
+    ("F(2)", "mismatch/f2", ""),
     ("entropy", "train/entropy", ".3f"),
     ("tok/s", "train/tokens_per_second", ".0f"),
 )
@@ -32,11 +33,13 @@ class TerminalProgress(RunProgress):
         return lambda: self.bars.advance(self.inner)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        shown = "  ".join(
-            f"{label} {metrics[name]:{form}}"
-            for label, name, form in SHOWN_METRICS
-            if name in metrics
-        )
+        texts = []
+        for label, name, form in SHOWN_METRICS:
+            if name in metrics and form:
+                texts.append(f"{label} {metrics[name]:{form}}")
+            elif name in metrics:
+                texts.append(f"{label} {number(metrics[name])}")
+        shown = "  ".join(texts)
         scores = "  ".join(
             f"{name} {value:.2f}"
             for name, value in metrics.items()

@@ -123,11 +123,7 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
 
 def _evaluations(config: RunConfig, rows: list[Row]) -> Row:
     """Return the first, last and best evaluation, and the crash step."""
-    name = score_name(config)
-    scores: list[tuple[int, float]] = []
-    if name is not None:
-        judged = [row for row in rows if row.get(name) is not None]
-        scores = [(int(row["step"]), float(row[name])) for row in judged]
+    scores = _scores(rows, score_name(config))
     first = last = best = None
     if scores:
         first, last = _point(scores[0]), _point(scores[-1])
@@ -138,7 +134,25 @@ def _evaluations(config: RunConfig, rows: list[Row]) -> Row:
         "eval_best": best,
         "crash_step": crash_step(scores),
         "crash_rule": CRASH_RULE,
+        **_sampled(config, rows),
     }
+
+
+def _sampled(config: RunConfig, rows: list[Row]) -> Row:
+    """Return the ends of the sampled accuracy where the greedy one is the score."""
+    if not config.eval.greedy or not config.eval.k:
+        return {}
+    scores = _scores(rows, f"eval/avg@{config.eval.k}")
+    if not scores:
+        return {}
+    return {"sampled_first": _point(scores[0]), "sampled_last": _point(scores[-1])}
+
+
+def _scores(rows: list[Row], name: str | None) -> list[tuple[int, float]]:
+    """Return (step, value) of every evaluation that has this metric."""
+    if name is None:
+        return []
+    return [(int(row["step"]), float(row[name])) for row in rows if row.get(name) is not None]
 
 
 def _mismatch(train: list[Row]) -> Row:

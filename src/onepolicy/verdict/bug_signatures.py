@@ -23,6 +23,7 @@ from torch import Tensor
 from onepolicy.config import UsageError
 from onepolicy.correct.slots import any_layout
 from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule
+from onepolicy.notation import number
 from onepolicy.types import TokenBatch
 from onepolicy.verdict.engine_faults import (
     as_drawn,
@@ -73,7 +74,7 @@ class Diagnosis:
     def text(self) -> str:
         """Return the diagnosis in words, with what was not looked for."""
         lines = [f"{found.cause}: {found.evidence}" for found in self.findings]
-        size, marks = f"mean |log rho| {self.gap:.3g} nats", "; ".join(self.marks)
+        size, marks = f"mean |log rho| {number(self.gap)} nats", "; ".join(self.marks)
         if not lines and marks:
             lines = [f"{size}, and no cause is known of this: {marks}"]
         elif not lines and "entropy" in self.not_given:
@@ -330,9 +331,9 @@ def _shift(pairs: Pairs) -> tuple[Finding, Pairs] | None:
         if value < EXPLAINED * unmoved or follows:
             finding = Finding(
                 "shift",
-                f"mean |log rho| is {unmoved:.3g} nats, but {value:.3g} against the engine's value "
-                f"of the {name} slot (correlation {correlated:.2f} and {followed:.2f}); the two "
-                f"sides are {APART[abs(by)]} apart",
+                f"mean |log rho| is {number(unmoved)} nats, but {number(value)} against the "
+                f"engine's value of the {name} slot (correlation {correlated:.2f} and "
+                f"{followed:.2f}); the two sides are {APART[abs(by)]} apart",
             )
             return finding, moved
     return None

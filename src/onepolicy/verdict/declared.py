@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from onepolicy.notation import number
+
 Format = Literal["float32", "bfloat16", "float16", "fp8", "int8", "4bit"]
 """The coarsest number format of either side's weights or arithmetic."""
 CEILINGS: dict[Format, float] = {
@@ -55,7 +57,7 @@ class Declared:
             sides += f" and tokens up to {self.age} updates old"
         if self.forced:
             sides = "two policies"
-        return f"the {self.ceiling:.3g} nats that {sides} may differ by"
+        return f"the {number(self.ceiling)} nats that {sides} may differ by"
 
 
 UNDECLARED = Declared()

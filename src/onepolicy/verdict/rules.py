@@ -13,6 +13,7 @@ from typing import Literal
 
 from onepolicy.correct.predict import NOMINAL_KL, predict
 from onepolicy.correct.presets import preset
+from onepolicy.notation import number
 from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.declared import TOO_FAR, UNDECLARED, Declared
 from onepolicy.verdict.scored_tokens import FEWEST, PROCESSED
@@ -96,8 +97,8 @@ class Gap:
         far = abs(self.mean_rho - 1) > max(6 * self.mean_rho_error, slack)  # false for NaN
         if not far or not math.isfinite(self.mean_rho):
             return ""
-        number = f"{self.mean_rho:.4f} +- {self.mean_rho_error:.2g}"
-        return f"mean rho is {number}; under mismatch alone it is 1"
+        mean = f"{self.mean_rho:.4f} +- {number(self.mean_rho_error)}"
+        return f"mean rho is {mean}; under mismatch alone it is 1"
 
     @property
     def quiet(self) -> bool:
@@ -108,10 +109,10 @@ class Gap:
         """Return the distance in words."""
         error = ""
         if math.isfinite(self.k3_error):
-            error = f" +- {self.k3_error:.2g}"
+            error = f" +- {number(self.k3_error)}"
         return (
-            f"k3 is {self.k3:.3g}{error} nats a token over {self.tokens:,} tokens in "
-            f"{self.sequences:,} sequences, F(2) is {100 * self.f2:.3g}%"
+            f"k3 is {number(self.k3)}{error} nats a token over {self.tokens:,} tokens in "
+            f"{self.sequences:,} sequences, F(2) is {number(self.f2, share=True)}"
         )
 
 
@@ -250,8 +251,8 @@ def _doubt(
         )
     if replayed is not None and not math.isfinite(replayed.k3):
         return (
-            f"Unclear: k3 with the rollout's routes replayed is {replayed.k3:.3g}{since}. Look for "
-            "a bug in that scoring."
+            f"Unclear: k3 with the rollout's routes replayed is {number(replayed.k3)}{since}. Look "
+            "for a bug in that scoring."
         )
     if gap.max_dlogp == 0 and copies:
         return (
@@ -265,7 +266,7 @@ def _doubt(
         )
     if not unchecked:
         return ""
-    state = f"{gap.k3:.3g} nats a token{since}"
+    state = f"{number(gap.k3)} nats a token{since}"
     if gap.quiet:
         state = "the two sides' numbers agree"
     reasons = "; ".join(unchecked)
@@ -276,7 +277,7 @@ def _above_ceiling(
     remaining: Gap, declared: Declared, since: str, basis: list[str], *, aged: bool, helps: bool
 ) -> Verdict:
     """Return the verdict on a gap that no correction should close before it is looked into."""
-    size = f"{remaining.k3:.3g} nats a token{since}, above {declared.text()}"
+    size = f"{number(remaining.k3)} nats a token{since}, above {declared.text()}"
     if aged:
         sentence = f"Tokens are too old: {size}. {YOUNGER}."
         return Verdict("unclear", ("age",), sentence, "", tuple(basis))
@@ -301,9 +302,8 @@ def _replay(
         sentence = f"{sentence}; what is left needs no correction."
         return Verdict("replay", ("routing",), sentence, R3, tuple(basis), forecasts)
     name, setting, predicted = _correction(remaining, forecasts)
-    sentence = (
-        f"{sentence}, and correct the {remaining.k3:.3g} nats a token that are left with {name}."
-    )
+    left = f"the {number(remaining.k3)} nats a token that are left"
+    sentence = f"{sentence}, and correct {left} with {name}."
     basis = [*basis, predicted]
     return Verdict("correct", ("routing",), sentence, f"{R3} {setting}", tuple(basis), forecasts)
 
@@ -314,11 +314,11 @@ def _correct(
     """Return the verdict on a gap that replay does not reduce, or was not measured to reduce."""
     name, setting, predicted = _correction(gap, forecasts)
     basis = [*basis, predicted]
-    size = f"Mismatch{since}, {gap.k3:.3g} nats a token"
+    size = f"Mismatch{since}, {number(gap.k3)} nats a token"
     if routers:
         sentence = (
-            f"{size}, and {100 * routers:.3g}% of the routers differ: replay the rollout's routes "
-            f"(R3). If that cannot be had, correct with {name}."
+            f"{size}, and {number(routers, share=True)} of the routers differ: replay the "
+            f"rollout's routes (R3). If that cannot be had, correct with {name}."
         )
         return Verdict("replay", ("routing",), sentence, R3, tuple(basis), forecasts)
     sentence = f"{size}: correct it with {name}."
@@ -335,8 +335,8 @@ def _correct_age(
     """Return the verdict on a gap that is mostly staleness."""
     name, setting, predicted = _correction(gap, forecasts)
     sentence = (
-        f"{gap.k3:.3g} nats a token{since}, most of it because older weights sampled: correct it "
-        f"with {name}. If training suffers: {YOUNGER[0].lower()}{YOUNGER[1:]}."
+        f"{number(gap.k3)} nats a token{since}, most of it because older weights sampled: correct "
+        f"it with {name}. If training suffers: {YOUNGER[0].lower()}{YOUNGER[1:]}."
     )
     return Verdict("correct", ("age",), sentence, setting, (*basis, predicted), forecasts)
 

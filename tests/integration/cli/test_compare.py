@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from onepolicy.cli import main
-from onepolicy.cli.compare import DEFAULT_ARMS
+from onepolicy.cli.compare import DEFAULT_ARMS, replay_labels
 from onepolicy.cli.plan_arms import plan_arms, plan_jobs
 from onepolicy.config import load
 from onepolicy.launch.arms import Arm, lock_arms
@@ -36,7 +36,8 @@ def test_two_arms_a_second_call_and_arms_that_were_stopped(compare, tmp_path):
     """Stopped: one was killed after its last checkpoint, the other before its first."""
     status, out, err = compare()
     assert status == 0
-    assert "k3 is " in out
+    assert "ean k3 is " in out
+    assert " without replay and " in out
     assert "One seed an arm" in out
     assert "off, seed 0: begun; its output: " in err
     assert "off, seed 0: 2 of 2 steps" in err
@@ -185,8 +186,48 @@ def test_a_folder_of_other_settings_is_refused(compare, recipe, tmp_path):
     shutil.move(tmp_path / "arms", tmp_path / "moved")
     status, out, _ = compare("--out", str(tmp_path / "moved"))
     assert status == 0
-    assert "No step has a k3 in both off and r3." in out
-    assert "0.50 in off, 0.50 in r3" in out
+    assert "No step has a k3 in both arms, off and r3." in out
+    assert "0.50 without replay, 0.50 with replay" in out
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "labels"),
+    [
+        ("replay.mode=off", "replay.mode=r3", ["without replay", "with replay"]),
+        ("replay.mode=r3", "replay.mode=off", ["with replay", "without replay"]),
+        ("replay.mode=r2", "replay.mode=off", []),  # the rollout's routes are in neither
+        ("replay.mode=off", "replay.mode=r3 steps=7", []),  # they differ in something else too
+        ("replay.mode=off", "replay.mode=off steps=7", []),
+    ],
+)
+def test_two_arms_that_differ_in_replay_alone_are_called_by_it(recipe, first, other, labels):
+    same = ["correction.preset=recompute"]
+    pairs = ("a", first), ("b", other)
+    configs = {name: load(recipe, [*words.split(), *same]) for name, words in pairs}
+    assert list(replay_labels(configs).values()) == labels
+    assert replay_labels(configs | {"c": load(recipe, ["steps=9"])}) == {}
+
+
+@pytest.mark.parametrize("name", ["without_replay", "tis-with-a-name-of-100-characters" + 67 * "x"])
+def test_the_table_cuts_nothing_at_80_columns(compare, tmp_path, monkeypatch, name):
+    """A long name goes on in the next line; every number stands whole."""
+    step = {"train/reward": 0.5, "mismatch/k3": 1.23e-5, "train/grad_norm": 1234.5}
+    ends = {"eval/avg@4": 0.25, "eval/greedy": 0.75}
+    rows = [ends, *[step] * 400, ends]
+    (tmp_path / "arms").mkdir()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("onepolicy.cli.compare._play", lambda *given: None)
+    monkeypatch.setattr("onepolicy.report.arm_run.read_metrics", lambda folder: rows)
+    status, out, err = compare("--arm", name, "--arm", "b", "correction.preset=tis")
+    assert status == 0, err
+    table = out[: out.index("run: arm and seed")]
+    assert max(map(len, table.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in table
+    for word in ("0.50→0.50", "0.25→0.25", "0.75→0.75", "1.23e-5", "0 of 400", "1,234"):
+        assert table.count(word) >= 2, word
+    head = next(line for line in table.splitlines() if "reward" in line)
+    first_column = "".join(line[: head.index("reward")] for line in table.splitlines())
+    assert f"{name}," in first_column.replace(" ", "")
 
 
 def test_steps_and_jobs_are_those_of_the_arms(recipe):

@@ -16,7 +16,19 @@ from onepolicy import bind_routers
 from onepolicy.config import UsageError
 from onepolicy.replay import RoutingError
 from onepolicy.replay.layers import find_routers
-from support.families import BASE, NO_CAUSAL_LM, NO_EXPERTS, REFUSED, TABLE, discover, folder
+from support.families import (
+    BASE,
+    NO_CAUSAL_LM,
+    NO_EXPERTS,
+    REFUSED,
+    TABLE,
+    VISION,
+    borrowing,
+    discover,
+    folder,
+    there,
+    vision_model,
+)
 from support.family_results import DOCS, examine, page, row
 from support.replay_models import build, experts_inputs, tokens
 from support.replay_steps import ROWS, routes_of
@@ -25,8 +37,10 @@ from support.replay_steps import ROWS, routes_of
 def test_every_moe_family_of_transformers_is_in_a_table() -> None:
     """An upgrade that adds a family, or a family that loses its causal LM, fails this test."""
     with_lm, without = discover()
-    assert with_lm == {folder(name) for name in TABLE} | set(REFUSED) | set(NO_EXPERTS)
-    assert without == set(NO_CAUSAL_LM)
+    known = {folder(name) for name in TABLE} | set(REFUSED) | set(NO_EXPERTS)
+    assert with_lm == set(filter(there, known))
+    assert without == set(filter(there, NO_CAUSAL_LM))
+    assert borrowing() <= set(TABLE)
 
 
 @pytest.mark.parametrize("family", TABLE)
@@ -59,6 +73,26 @@ def test_the_page_in_docs_has_a_row_for_each_family() -> None:
     rows = [line for line in written.splitlines() if line.startswith("| `")]
     assert [line.split("`")[1] for line in rows] == sorted(TABLE)
     assert written == page(rows), "run: PYTHONPATH=tests python -m support.family_results"
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_a_model_of_images_and_text_replays_text_to_the_bit(name: str) -> None:
+    model, ids = vision_model(name), tokens()
+    routers = bind_routers(model)
+    assert routers.layers == TABLE[VISION[name]].layers
+    with torch.no_grad():
+        with routers.record() as tape:
+            plain = model(input_ids=ids, use_cache=False).logits
+        with routers.replay(tape.trace(), check=False):
+            assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain)
+        with routers.replay(routes_of(routers), check=False):
+            assert not torch.equal(model(input_ids=ids, use_cache=False).logits, plain)
+
+
+def test_a_model_that_runs_a_layer_several_times_is_refused() -> None:
+    model = TABLE["inkling2_loop_text"].model(loop_num_passes=2)
+    with pytest.raises(UsageError, match=r"replay\.mode=off.*looped layers 2 times"):
+        bind_routers(model)
 
 
 @pytest.mark.parametrize("family", TABLE)

@@ -20,12 +20,12 @@ from onepolicy.report.measure import (
     breakdown_rows,
     comparison,
     engine_rows,
+    summary,
     tiles,
     waterfall_rows,
     write_report,
 )
 from onepolicy.report.page import DARK, LIGHT
-from onepolicy.report.words import nats, powers
 from support.framed_page import inspected
 from support.report_run import write_probe
 
@@ -97,6 +97,7 @@ TREE = {
         "rollout": {
             "engine": {"kind": "hf", "dtype": "bfloat16"},
             "sampling": {"temperature": 1.0},
+            "prompts_per_step": 10,
         },
         "model": {"dtype": "float32"},
         "train": {"autocast": "off"},
@@ -210,6 +211,16 @@ def test_texts_of_the_model_are_escaped(report):
     assert "probe" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
 
+def test_the_verdict_says_that_it_judged_made_up_sums(report):
+    """Without --prompts the model answers the chain task, and a reader would think of his own."""
+    line = "Replay. Judged on 10 made-up sums: give --prompts to judge on your own."
+    assert line in report.read_text(encoding="utf-8")
+    config = TREE["config"]
+    for task, said in (("chain", line), ("jsonl", "Replay.")):
+        parts = summary(TREE | {"config": config | {"task": {"kind": task}}})
+        assert said in map(str, parts)
+
+
 def test_distributions_are_drawn_and_described():
     found = TREE["distribution"]
     data = figure(found).data
@@ -234,12 +245,12 @@ def test_waterfall_bars_stand_between_their_levels():
     assert (more["base"], more["x"]) == (pytest.approx([1]), pytest.approx([1]))
     assert less["error_x"]["array"] == pytest.approx([2])  # 2e-3 to 6e-3 may be gone
     assert drawn.layout["xaxis"]["title"]["text"] == "k3, 10<sup>\u22123</sup> nats per token"
-    assert less["y"] == ["routing<br><b>\u22120.004 (80%)</b>"]
-    assert more["y"] == ["precision<br><b>+0.001 (20%)</b>"]
-    assert drawn.title == "80% of the gap of 0.005 nats per token comes from routing"
+    assert less["y"] == ["routing<br><b>-4e-3 (80%)</b>"]
+    assert more["y"] == ["precision<br><b>+1e-3 (20%)</b>"]
+    assert drawn.title == "80% of the gap of 5e-3 nats per token comes from routing"
     names = ["the gap", "routing", "precision", "remainder"]
     assert [row[0] for row in waterfall_rows(TREE)] == names
-    assert breakdown_rows([ROW]) == [("0 to 8", "10", "0.001", "0.02", "100%")]
+    assert breakdown_rows([ROW]) == [("0 to 8", "10", "1e-3", "0.02", "100%")]
 
 
 def test_parts_of_the_gap_stand_beside_parts_of_the_tokens():
@@ -266,7 +277,7 @@ def test_shares_are_percentages_in_the_tables():
 
 def test_the_title_has_the_known_facts():
     nothing = {"total": estimate(1e-3), "bars": [bar("routing", 1e-4, 9e-4)]}
-    title = "No single cause: 90% of the gap of 0.001 nats is left unexplained"
+    title = "No single cause: 90% of the gap of 1e-3 nats is left unexplained"
     assert fall_title(nothing) == title
     assert fall_title({"total": estimate(0.0), "bars": []}) == "There is no gap to explain"
     wide = bar("routing", 9e-4, 1e-4)
@@ -280,7 +291,7 @@ def test_a_negligible_gap_has_no_percentages_and_no_intervals():
     fall = {"total": estimate(6e-5), "bars": made}
     small = TREE | {"waterfall": fall}
     drawn = fall_figure(small)
-    title = "The gap of 6.00\u00d710\u207b\u2075 nats per token is too small to matter"
+    title = "The gap of 6e-5 nats per token is too small to matter"
     assert drawn.title == title
     for trace in drawn.data:
         assert "%" not in str(trace["y"])
@@ -303,16 +314,3 @@ def test_noise_is_compared_with_the_gap():
     assert points["x"][1] == 1e-9
     assert drawn.layout["shapes"][0]["x0"] == 5e-3
     assert drawn.title == "No source of noise by itself comes near the gap"
-
-
-def test_numbers_are_written_one_way():
-    for value, text in [
-        (0.0, "0"),
-        (1.234e-5, "1.23\u00d710\u207b\u2075"),
-        (-2e-7, "\u22122.00\u00d710\u207b\u2077"),
-        (0.00123, "0.00123"),
-        (12.3, "12.3"),
-        (None, "\u2013"),
-    ]:
-        assert nats(value) == text
-    assert powers("k3 is 1.53e-05 nats, seed 7e") == "k3 is 1.53\u00d710\u207b\u2075 nats, seed 7e"

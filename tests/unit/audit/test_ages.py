@@ -26,7 +26,7 @@ def test_declared_age_is_not_a_bug(tmp_path):
     assert found.verdict.setting == "correction.preset=tis"
     assert "rollout.max_staleness" in found.verdict.sentence
     (note,) = (note for note in found.notes if "by age" in note)
-    assert "at 0 (50% of the tokens), 0.00409 at 1 (50% of the tokens)" in note
+    assert "at 0 (50% of the tokens), 4.09e-3 at 1 (50% of the tokens)" in note
     ages = audit_tree(found)["k3_by_age"]
     assert [(each["age"], each["tokens"]) for each in ages] == [(0, 1560), (1, 1560)]
     assert audited(tmp_path, declared[20:]).verdict.causes == ("age",)

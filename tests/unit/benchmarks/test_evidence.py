@@ -245,6 +245,34 @@ def test_the_page_has_the_demonstration_which_meets_what_was_asked_beforehand(de
         assert doc_tables.tables("evidence")[name]["rows"] == rows
 
 
+def test_the_table_of_steps_is_that_of_the_steps_in_the_tree(demonstration, tmp_path, monkeypatch):
+    found = demonstration.read_steps()
+    rows = demonstration.steps_table(found)
+    assert doc_tables.tables("evidence")["real-steps"]["rows"] == rows
+    written = demonstration.STEPS.read_text()
+    for seed, columns in found.items():
+        for arm in demonstration.ARMS:
+            folder = tmp_path / f"{arm}-seed{seed}"
+            folder.mkdir()
+            pairs = demonstration.METRICS.items()
+            steps = [
+                {"step": at + 1} | {metric: columns[f"{name}_{arm}"][at] for name, metric in pairs}
+                for at in range(400)
+            ]
+            (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
+    monkeypatch.setattr(demonstration, "STEPS", tmp_path / "steps.csv")
+    demonstration.write_steps([tmp_path])
+    assert demonstration.STEPS.read_text() == written
+
+
+def test_the_picture_of_the_study_is_that_of_its_runs(study):
+    figure = importlib.import_module("figure")
+    sys.modules.pop("figure")
+    assert figure.OUT.read_text(encoding="utf-8") == figure.drawn()
+    assert "18 of 32 runs end at or below their start without, 0 with" in figure.drawn()
+    assert figure.drawn().count("<circle") == 64
+
+
 def test_a_row_of_the_demonstration(demonstration):
     interval = {"value": 95.4, "low": 5.62, "high": 1580.0}
     gain = {"value": -0.051, "low": -0.08, "high": 0.02}

@@ -24,7 +24,7 @@ def ppo(new: Tensor, anchor: Tensor, advantage: float) -> Tensor:
 
 def coefficient(name: str, rho: float, advantage: float) -> float:
     """Return -dL/dlogp of one slot at theta = theta_old, in the preset's form."""
-    config, old, rollout = preset(name), torch.tensor([-1.0]), torch.tensor([-1.0 - math.log(rho)])
+    config, old, rollout = preset(name), torch.tensor([-2.0]), torch.tensor([-2.0 - math.log(rho)])
     new, segment = old.clone().requires_grad_(), torch.tensor([0])
     weight = reweight(old, rollout, ON[:1], config.fixed_part, segment=segment).weight
     if (live := config.live_part) is not None:

@@ -7,25 +7,29 @@ import warnings
 import numpy as np
 import pytest
 
+from onepolicy.notation import DASH
+from onepolicy.report.arm_run import ArmRun
 from onepolicy.report.comparison import (
-    ArmRun,
     contrast,
     contrasts,
-    picture,
+    headline,
     rows_of_table,
     sentences_of,
     write_comparison,
 )
-from onepolicy.report.words import DASH
+
+LABELS = {"off": "without replay", "r3": "with replay"}
 
 
-def run(name, k3, reward, seed=0, norm=1.0):
+def run(name, k3, reward, seed=0, norm=1.0, labels=None):
     """Return a run whose step t has k3[t], reward[t] and one gradient norm."""
     rows = [
         {"step": at, "train/reward": r, "mismatch/k3": k, "train/grad_norm": norm}
         for at, (k, r) in enumerate(zip(k3, reward, strict=True), 1)
     ]
-    return ArmRun(name, seed, [{"step": 0, "eval/avg@4": 0.25}, *rows, {"eval/avg@4": 0.5}])
+    ends = {"eval/avg@4": 0.25, "eval/greedy": 0.7}, {"eval/avg@4": 0.5, "eval/greedy": 0.6}
+    rows = [{"step": 0, **ends[0]}, *rows, ends[1]]
+    return ArmRun(name, seed, rows, (labels or {}).get(name, ""))
 
 
 def both(first, other, *rewards):
@@ -74,21 +78,21 @@ def test_sentences():
     k3, reward = both(noisy(3e-3), noisy(1e-5, seed=9), less, more).sentences()
     assert "times smaller (95% interval over batches" in k3
     assert "a difference of +0.60" in reward
-    assert reward.endswith("r3 earned more with this seed.")
+    assert reward.endswith("): more in r3 with this seed.")
     back = contrast(run("r3", noisy(1e-5, seed=9), more), run("off", noisy(3e-3), less))
     assert "times larger" in back.sentences()[0]
-    assert back.sentences()[1].endswith("r3 earned more with this seed.")
+    assert back.sentences()[1].endswith("): more in r3 with this seed.")
 
 
 MISSING = [1e-3] * 30 + [None] * 10  # a run that breaks down
 LATE = [0.0] * 39 + [1e-3]  # 0 in many a draw, so the ratio has no upper bound
 K3_SENTENCES = [
     (noisy(5e-6), noisy(1e-7), "both are too small to matter."),
-    ([1e-3] * 8, [1e-5] * 8, "100 times smaller; too few steps for an interval."),
-    (MISSING, [1e-5] * 40, "Over the 30 of 40 steps that have one in both, k3 is"),
-    ([1e-3] * 40, [None] * 40, "No step has a k3 in both off and r3."),
-    ([0.0] * 40, [1e-3] * 40, "and 0.001 in r3."),  # a k3 of 0 has no ratio
-    ([1e-3] * 40, [0.0] * 40, "and 0 in r3."),
+    ([1e-3] * 8, [1e-5] * 8, "100 times smaller; too few steps for an interval. The median"),
+    (MISSING, [1e-5] * 40, "Over the 30 of 40 steps that have one in both, mean k3 is"),
+    ([1e-3] * 40, [None] * 40, "No step has a k3 in both arms, off and r3."),
+    ([0.0] * 40, [1e-3] * 40, "and 1e-3 in r3. The median step"),  # a k3 of 0 has no ratio
+    ([1e-3] * 40, [0.0] * 40, "and 0 in r3. The median step"),
     ([1e-3] * 40, LATE, "40 times smaller (95% interval over batches at least"),
     (LATE, [1e-3] * 40, "40 times larger (95% interval over batches at least"),
     (noisy(1e-3), noisy(1e-3, seed=1), ": no difference seen (ratio "),  # that may be 1
@@ -127,7 +131,7 @@ def test_no_k3_in_common_is_said_beside_the_reward():
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of numpy: mean of nothing
         row = rows_of_table([run("r3", [None] * 40, [0.5] * 40)])[0]
-    assert row[3:5] == (DASH, DASH)
+    assert row[4:7] == (DASH, DASH, DASH)
 
 
 def test_arms_of_different_length_are_compared_over_the_shorter():
@@ -140,32 +144,49 @@ def test_arms_of_different_length_are_compared_over_the_shorter():
 
 def test_table_has_first_and_last_tenths_and_leaves_holes_empty():
     row = rows_of_table([run("off", [1e-3] * 36 + [2e-3] * 4, [0.1] * 36 + [0.9] * 4)])[0]
-    assert row[:3] == ("off, 0", "0.10 → 0.90", "0.25 → 0.50")
-    assert row[4] == "0.002"
+    assert row[:4] == ("off, 0", "0.10→0.90", "0.25→0.50", "0.70→0.60")
+    assert row[4:] == ("1.1e-3", "1e-3", "4 of 40", "1")
     rows = [{"step": at, "train/reward": None, "train/grad_norm": None} for at in (1, 2)]
     arm = ArmRun("off", 0, rows)
-    assert rows_of_table([arm])[0] == ("off, 0", f"{DASH} → {DASH}", "", *[DASH] * 4)
+    assert rows_of_table([arm])[0] == ("off, 0", f"{DASH}→{DASH}", "", "", *[DASH] * 4)
     one = ArmRun("off", 0, [*rows, {"step": 3, "eval/greedy": 0.5}])
-    assert rows_of_table([one])[0][2] == "0.50"
+    assert rows_of_table([one])[0][2:4] == ("", "0.50")
+
+
+def arms(first, other, labels=LABELS, **values):
+    """Return the runs off and r3 with these k3 and a reward of 0.5 throughout."""
+    given = zip(("off", "r3"), (first, other), strict=True)
+    return [run(name, k3, [0.5] * len(k3), labels=labels, **values) for name, k3 in given]
+
+
+def test_arms_that_differ_in_replay_alone_are_called_by_it():
+    two = arms([2e-3] * 30 + [1e-5] * 50, [1e-5] * 80)
+    assert headline(two) == "Replay: 30 of 80 steps above 1e-3 without, 0 with"
+    unlike, quiet, unknown = ([2e-3] * 8, [1e-5] * 8), ([1e-5] * 8,) * 2, ([None] * 8, [1e-5] * 8)
+    assert headline(arms(*unlike, {})) == "k3: 8 of 8 steps above 1e-3 in off, 0 in r3"
+    assert headline(arms(*quiet)) == "k3 is at most 1e-3 in every step of every arm"
+    assert headline(arms(*unknown)) == "Arms compared: off, r3"
+    more = [*two, *(run(each.name, [2e-3], [0.5], 1, labels=LABELS) for each in two)]
+    assert headline(more) == "Replay: 31 of 81 steps above 1e-3 without, 1 with"  # of both seeds
+    mean, reward = contrasts(two)[0].sentences()
+    assert mean.startswith("Mean k3 is 7.56e-4 without replay and 1e-5 with replay: 75.6 times")
+    assert mean.endswith("The median step has 1e-5 and 1e-5; 30 and 0 of 80 steps are above 1e-3.")
+    assert reward.startswith("Reward, second half: 0.50 without replay, 0.50 with replay")
 
 
 def test_page_and_tree(tmp_path):
-    runs = [run("off", noisy(1e-3), [0.5] * 80), run("r3", [0.0] * 80, [0.5] * 80, norm=7.0)]
-    write_comparison(tmp_path, "<b>title", runs, contrasts(runs), png=False)
+    runs = arms(noisy(1e-3), [0.0] * 80, norm=7.0)
+    write_comparison(tmp_path, runs, contrasts(runs), recipe="<b>title", png=False)
     page = (tmp_path / "comparison.html").read_text()
     assert "&lt;b&gt;title" in page
-    assert "k3 is 0.001" in page
+    assert " without replay and 0 with replay" in page
     assert "trainer blue" not in page  # the colours are those of arms
     assert len(json.loads((tmp_path / "comparison.json").read_text())["sentences"]) == 2
-    panels = picture(runs, "t").data
-    assert [each["name"] for each in panels] == ["off"] * 3 + ["r3"] * 3
-    assert min(panels[4]["y"]) > 0  # k3 of 0 on a log axis
-    assert panels[5]["y"] == [7.0] * 80
 
 
 def test_the_tree_is_json_where_there_is_no_interval(tmp_path):
-    runs = [run("off", [1e-3] * 8, [0.5] * 8), run("r3", [0.0] * 8, [0.5] * 8)]
-    write_comparison(tmp_path, "t", runs, contrasts(runs), png=False)
+    runs = arms([1e-3] * 8, [0.0] * 8)
+    write_comparison(tmp_path, runs, contrasts(runs), recipe="t", png=False)
     text = (tmp_path / "comparison.json").read_text()
     tree = json.loads(text, parse_constant=pytest.fail)  # of NaN and Infinity
     assert tree["contrasts"][0]["k3_ratio"] == {"value": None, "low": None, "high": None}
@@ -173,14 +194,9 @@ def test_the_tree_is_json_where_there_is_no_interval(tmp_path):
 
 def test_the_picture_does_not_take_the_place_of_the_result(tmp_path, monkeypatch):
     monkeypatch.setattr("onepolicy.report.png._draw", lambda figures: None)
-    runs = [run("off", noisy(1e-3), [0.5] * 80), run("r3", noisy(1e-5), [0.5] * 80)]
-    write_comparison(tmp_path, "t", runs, contrasts(runs), png=True)
+    runs = arms(noisy(1e-3), noisy(1e-5))
+    write_comparison(tmp_path, runs, contrasts(runs), recipe="t", png=True)
     assert "sentences" in json.loads((tmp_path / "comparison.json").read_text())
     drawn = json.loads((tmp_path / "curves.json").read_text())
-    assert drawn["layout"]["height"] > 760  # three panels and the title
-
-
-def test_six_arms_look_different():
-    runs = [run(name, [1e-3] * 8, [0.5] * 8) for name in "abcdef"]
-    lines = [each["line"] for each in picture(runs, "t").data]
-    assert len({(line["color"], line["dash"]) for line in lines}) == 6
+    assert drawn["layout"]["height"] > 760  # four panels and the title
+    assert drawn["layout"]["margin"]["r"] == 112  # the names at the ends of the lines

@@ -5,6 +5,7 @@ import math
 
 from rich.console import Console
 
+from onepolicy.notation import number
 from onepolicy.report.outcome import outcome
 from onepolicy.report.terminal import summary_table
 from onepolicy.report.words import (
@@ -12,7 +13,6 @@ from onepolicy.report.words import (
     course,
     describe_overlap,
     factor,
-    number,
     time_shares,
     verdict,
 )
@@ -63,13 +63,13 @@ LARGE = SUMMARY | {
 
 def test_sentences():
     small = (
-        "Without \u2192 with replay, on 2 probe batches scored both ways: k3 6.0e-6 \u2192 2.0e-6 "
-        "(too small to matter); F(2) 2.0e-4 \u2192 0; routers that would choose otherwise "
+        "Without \u2192 with replay, on 2 probe batches scored both ways: k3 6e-6 \u2192 2e-6 "
+        "(too small to matter); F(2) 2e-4 \u2192 0; routers that would choose otherwise "
         "3.3% \u2192 3%; experts that ran with it: 100% the rollout's."
     )
     assert verdict(SUMMARY) == [
         "Reward rose from 0.45 to 0.91 over 120 steps.",
-        "The best evaluation (greedy) is 0.94, at step 110.",
+        "The best greedy held-out accuracy is 0.94, at step 110.",
         "It did not crash.",
         small,
     ]
@@ -79,13 +79,15 @@ def test_a_cut_is_an_interval_over_three_scored_steps_or_more(subtests):
     for probes, cuts, cut in [
         ([1], [3.0], "3\u00d7, one probe"),
         ([1, 11], [1.5, 4.5], "3\u00d7, two probes"),
-        ([1, 11, 21], [1.5, 2.5, 4.5], "2.5\u00d7, 1.5\u00d7 to 4.5\u00d7 over 3 probes"),
+        ([1, 11, 21], [1.5, 2.5, 4.5], "3\u00d7; median probe 2.5\u00d7 (1.5\u00d7 to 4.5\u00d7)"),
     ]:
         summary = LARGE | {"probe_steps": probes, "k3_cuts": cuts}
         with subtests.test(cut):
-            assert f"k3 0.006 \u2192 0.002 (cut by {cut}); F(2)" in verdict(summary)[-1]
+            assert f"k3 6e-3 \u2192 2e-3 (cut by {cut}); F(2)" in verdict(summary)[-1]
             assert comparison(summary)[0][-1] == cut
-            assert f"by {cut}, more than dense models train well with" in outcome(summary)
+            assert "to 2e-3 nats a token, more than dense models train well with" in outcome(
+                summary
+            )
             assert cut in words_of(summary)
 
 
@@ -106,16 +108,15 @@ def test_other_choices_of_the_trainer_are_not_cut():
     assert "1.1\u00d7" not in shown(LARGE)
 
 
-GAP = "the gap between rollout and trainer is too small to matter (k3"
-SMALL = f"{GAP} 6.0e-6 without replay, 2.0e-6 with)."
+GAP = "The gap between rollout and trainer is too small to matter (k3"
+SMALL = f"{GAP} 6e-6 without replay, 2e-6 with)."
 NOTHING = {"learnt": "nothing", "verdict": "Nothing was learnt from rewards: x.", "why": []}
 NO_EVALUATION = {"eval_first": None, "eval_last": None, "eval_best": None}
 REPLAY_OFF = {"replay": "off", "mismatch_without_replay": {}, "mismatch_at_probes": {}}
-STEADY = "and it did not crash"
-LEARNT = f"learnt: held-out greedy rose from 0.5 to 0.92, {STEADY}"
-UNSEEN = "no evaluation looked for a crash"
-FELL = "held-out greedy fell from 0.5 to"
-UNCHANGED = "hardly changed: held-out greedy stayed near"
+GREEDY = "greedy held-out accuracy"
+LEARNT = f"learnt: {GREEDY} rose from 0.5 to 0.92"
+FELL = f"{GREEDY} fell from 0.5 to"
+UNCHANGED = f"hardly changed: {GREEDY} stayed near"
 
 
 def last(value):
@@ -123,20 +124,20 @@ def last(value):
 
 
 OUTCOMES = [
-    ({}, f"{LEARNT}; {SMALL}"),
-    (REPLAY_OFF, f"{LEARNT}; {GAP} 3.0e-6 without replay)."),
-    (NO_EVALUATION, f"learnt: reward rose from 0.45 to 0.91, and {UNSEEN}; {SMALL}"),
-    (last(0.51), f"{UNCHANGED} 0.51, {STEADY}; {SMALL}"),
-    (last(math.nan), f"{UNCHANGED} \u2013, {STEADY}; {SMALL}"),
-    (last(0.3), f"got worse: {FELL} 0.3, {STEADY}; {SMALL}"),
-    (last(0.1) | {"crash_step": 80}, f"crashed at step 80: {FELL} 0.1; {SMALL}"),
+    ({}, f"{LEARNT}. {SMALL}"),
+    (REPLAY_OFF, f"{LEARNT}. {GAP} 3e-6 without replay)."),
+    (NO_EVALUATION, f"learnt: reward rose from 0.45 to 0.91. {SMALL}"),
+    (last(0.51), f"{UNCHANGED} 0.51. {SMALL}"),
+    (last(math.nan), f"{UNCHANGED} \u2013. {SMALL}"),
+    (last(0.3), f"got worse: {FELL} 0.3. {SMALL}"),
+    (last(0.1) | {"crash_step": 80}, f"crashed at step 80: {FELL} 0.1. {SMALL}"),
 ]
 
 
-def test_the_outcome_comes_first_in_one_sentence(subtests):
+def test_the_outcome_comes_first_in_two_sentences(subtests):
     sentences = [(change, f"The policy {words}") for change, words in OUTCOMES]
     nothing = {"nothing_learnt": NOTHING | {"silent": 3, "steps": 3}}
-    for change, sentence in [*sentences, (nothing, f"{NOTHING['verdict'][:-1]}; {SMALL}")]:
+    for change, sentence in [*sentences, (nothing, f"{NOTHING['verdict']} {SMALL}")]:
         with subtests.test(sentence):
             summary = SUMMARY | change
             assert outcome(summary) == sentence
@@ -144,17 +145,36 @@ def test_the_outcome_comes_first_in_one_sentence(subtests):
             assert told.index("verdict") < told.index(sentence[:20]) < told.index("reward ")
 
 
-LITTLE = "replay changed the gap between rollout and trainer little, k3"
-CUT = "replay cut the gap between rollout and trainer from k3 0.01 to"
+def test_both_accuracies_are_named_where_one_rose_and_the_other_fell():
+    ends = {"sampled_first": {"step": 0, "value": 0.36}, "sampled_last": {"step": 9, "value": 0.9}}
+    fell = SUMMARY | last(0.3) | ends
+    words = "fell from 0.5 to 0.3, the sampled one rose from 0.36 to 0.9."
+    assert outcome(fell) == f"{GREEDY.capitalize()} {words} {SMALL}"
+    assert "The policy learnt: greedy" in outcome(SUMMARY | ends)  # both rose
+
+
+def test_the_outcome_judges_the_means_that_it_prints():
+    """A gap in bursts: the mean of the probes falls 80-fold, the median one hardly."""
+    means = {"mismatch/k3": 5.8e-6}, {"mismatch/k3": 4.7e-4}
+    summary = SUMMARY | {"mismatch": means[0], "mismatch_at_probes": means[0]}
+    summary |= {"mismatch_without_replay": means[1], "k3_cuts": [0.609, 1.05, 582.0]}
+    ends = "from k3 4.7e-4 to 5.8e-6 nats a token, in bursts (median probe 1.05\u00d7), too small"
+    assert f"Replay cut the gap between rollout and trainer {ends}" in outcome(summary)
+    steady = summary | {"k3_cuts": [70.0, 80.0, 90.0]}
+    assert "bursts" not in outcome(steady)
+
+
+LITTLE = "Replay changed the gap between rollout and trainer little, from k3"
+CUT = "Replay cut the gap between rollout and trainer from k3 0.01 to"
 MORE = "more than dense models train well with (see `onepolicy measure`)."
 SIZES = [
     (9.9e-5, 9e-5, 0.0, "is too small to matter (k3"),
-    (1e-3, 9e-4, 0.0, f"{LITTLE} 0.001 to 9.0e-4 nats"),
-    (1e-2, 9e-4, 0.0, "by 11.1\u00d7, two probes, as small as dense models train well with."),
+    (1e-3, 9e-4, 0.0, f"{LITTLE} 1e-3 to 9e-4 nats"),
+    (1e-2, 9e-4, 0.0, f"{CUT} 9e-4 nats a token, as small as dense models train well with."),
     (1e-2, 9e-4, 2e-3, MORE),
     (1e-2, 1e-3, 0.0, MORE),
-    (3e-3, 2e-3, 0.0, f"{LITTLE} 0.003 to 0.002 nats"),  # 1.5 times: more is a cut
-    (3.1e-3, 2e-3, 0.0, "replay cut"),
+    (3e-3, 2e-3, 0.0, f"{LITTLE} 3e-3 to 2e-3 nats"),  # 1.5 times: more is a cut
+    (3.1e-3, 2e-3, 0.0, "Replay cut"),
     (1e-2, 0.0, 0.0, f"{CUT} 0 nats a token, too small"),
 ]
 
@@ -181,8 +201,8 @@ def test_groups_without_signal_have_one_line():
         assert "signal" not in shown(SUMMARY | none) + " ".join(verdict(SUMMARY | none))
 
 
-OFF = "Rollout routes were not replayed; k3 averaged 3.0e-6, too small to matter."
-ON = "Replay was on and k3 averaged 3.0e-6, too small to matter; no probe measured it without."
+OFF = "Rollout routes were not replayed; k3 averaged 3e-6, too small to matter."
+ON = "Replay was on and k3 averaged 3e-6, too small to matter; no probe measured it without."
 SENTENCES = [
     ({"parent": {"run": "runs/base", "step": 40}}, "Continued from runs/base at step 40."),
     ({"reward_last": 0.2}, "Reward fell from 0.45 to 0.2 over 120 steps."),
@@ -203,15 +223,16 @@ def test_sentence_of_each_case(subtests):
 def test_a_gap_that_replay_widens_is_reported():
     without = {"mismatch/k3": 1e-3, "mismatch/f2": 0.0, "routing/routers": 0.03}
     worse = LARGE | {"mismatch_without_replay": without}
-    assert "k3 0.001 \u2192 0.002 (2\u00d7 more, two probes)" in verdict(worse)[-1]
-    assert "gap between rollout and trainer little, k3 0.001 to 0.002" in outcome(worse)
+    assert "k3 1e-3 \u2192 2e-3 (2\u00d7 more, two probes)" in verdict(worse)[-1]
+    assert "trainer is larger with replay, from k3 1e-3 to 2e-3 nats" in outcome(worse)
 
 
 def test_numbers_shares_and_factors():
-    numbers = {0.0: "0", 0.12345: "0.123", 8.44e-6: "8.4e-6", 5210.4: "5,210", -0.051: "-0.051"}
-    numbers |= {None: "\u2013", math.nan: "\u2013", 2.5e12: "2.5e+12"}
+    numbers = {0.0: "0", 0.12345: "0.123", 5210.4: "5,210", -0.051: "-0.051"}
+    numbers |= {8.44e-6: "8.44e-6", 1.76e-3: "1.76e-3", 5e-3: "5e-3", 999.7: "1,000"}
+    numbers |= {None: "\u2013", math.nan: "\u2013", 2.5e12: "2.5e12", math.inf: "inf"}
     assert [number(value) for value in numbers] == list(numbers.values())
-    shares = {0.0: "0%", 0.0325: "3.25%", 1.0: "100%", 4e-7: "4.0e-5%"}
+    shares = {0.0: "0%", 0.0325: "3.25%", 1.0: "100%", 4e-7: "<0.01%"}
     assert [number(value, share=True) for value in shares] == list(shares.values())
     factors = {None: "\u2013", 2.9444: "2.94\u00d7", 12345.6: "12,346\u00d7"}
     assert [factor(value) for value in factors] == list(factors.values())
@@ -239,9 +260,9 @@ def test_time_shares():
 def test_terminal():
     text = shown(SUMMARY)
     for part in (
-        "120 steps", "0.45 \u2192 0.91", "held-out greedy", "0.5 \u2192 0.92, best 0.94 at "
+        "120 steps", "0.45 \u2192 0.91", GREEDY, "0.5 \u2192 0.92, best 0.94 at "
         "step 110", "none",
-        "6.0e-6 without \u2192 2.0e-6 with replay  (too small",
+        "6e-6 without \u2192 2e-6 with replay  (too small",
         "3.3% without \u2192 3% with replay", "rollout 50%", "5,210", "runs/first/report.html",
     ):  # fmt: skip
         assert part in text
@@ -254,7 +275,7 @@ def test_the_terminal_leaves_out_missing_values():
     for part in ("crash", "reward", "evaluation", "k3", "tokens", "continued", "None"):
         assert part not in text
     text = shown(SUMMARY | REPLAY_OFF)
-    assert "3.0e-6" in text
+    assert "3e-6" in text
     assert "with replay" not in text
 
 

@@ -19,7 +19,7 @@ def test_the_bars_follow_the_steps_and_the_phase():
     assert (phase.description, phase.completed, phase.total) == ("rollout", 1, 8)
     assert phase.visible
     progress.step(3, {"train/reward": 0.5, "mismatch/k3": 1e-4, "time/rollout": 2.0})
-    assert (steps.completed, steps.fields["shown"]) == (3, "reward 0.50  k3 1.0e-04")
+    assert (steps.completed, steps.fields["shown"]) == (3, "reward 0.50  k3 1e-4")
     assert not phase.visible
     assert console.file.getvalue() == ""
     progress.step(4, {"train/reward": 0.75, "eval/greedy": 0.25, "eval/length": 9.0})
