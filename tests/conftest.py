@@ -111,6 +111,14 @@ def _failed_in_ci(report):
     return report
 
 
+@pytest.fixture(autouse=True)
+def _tasks_in_this_process(request, monkeypatch):
+    """Let tests that start no processes read dumps and render templates in their own."""
+    if "process" not in request.keywords:
+        monkeypatch.setattr("onepolicy.bounded.stream", processes.run_task)
+        monkeypatch.setattr("onepolicy.bounded.ask", processes.answer_task)
+
+
 @pytest.fixture
 def no_waiting(monkeypatch):
     """Let retries come at once."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from onepolicy.config.base import UsageError
+from onepolicy.errors import UsageError
 from onepolicy.types import describe_argument
 
 Layout = Tensor | Sequence[Tensor]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from onepolicy.config import UsageError
+from onepolicy.errors import UsageError
 
 if TYPE_CHECKING:  # the command line reads the choices without torch
     from torch import Tensor

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from onepolicy.config.base import UsageError
+from onepolicy.errors import UsageError
 
 FinishReason = Literal["stop", "length", "aborted", "turns", "time"]
 MAX_LOGP = 1e-3

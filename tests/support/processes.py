@@ -3,9 +3,11 @@ and one that is not marked fails."""
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -43,6 +45,24 @@ def watch(item: pytest.Item) -> Iterator[None]:
         yield
     finally:
         del _started[item.nodeid]
+
+
+def run_task(task: str, arguments: dict[str, Any], limits: object) -> Iterator[Any]:
+    """Stand in for `bounded.stream`: run the task in this process, without limits.
+
+    A child for each of a thousand dumps would take minutes. Tests with the marker `process` have
+    the child.
+    """
+    messages = pkgutil.resolve_name(task)(**arguments)
+    next(messages)  # what the child has imported when its limits begin
+    yield from messages
+
+
+def answer_task(task: str, question: Any, limits: object) -> Any:
+    """Stand in for `bounded.ask` likewise."""
+    messages = pkgutil.resolve_name(task)()
+    next(messages)
+    return messages.send(question)
 
 
 def unmarked(item: pytest.Item) -> list[str]:

@@ -200,7 +200,7 @@ def test_an_audit_judges_the_rest(tmp_path, subtests):
 
 
 def test_blocks_add_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("onepolicy.audit.read.BLOCK_TOKENS", 200)
+    monkeypatch.setattr("onepolicy.audit.formats.BLOCK_TOKENS", 200)
     path = write_jsonl(tmp_path / "d.jsonl", broken_rows())
     left = accumulate_dump(path, {}).nonfinite
     assert (left.tokens, left.count) == (3900, 3)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepolicy.audit.read import read_dump
+from onepolicy.audit.read import BY_SIZE, ReadLimits, read_dump
 from onepolicy.audit.schema import Array, Block
 from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.config import UsageError
@@ -218,6 +218,7 @@ class DumpAccumulator:
             total, count = self.rewards.get(int(step), (0.0, 0))
             chosen = reward[steps == step]
             self.rewards[int(step)] = (total + float(chosen.sum()), count + len(chosen))
+        self._check_steps(len(self.rewards))
 
     def _add_newest_versions(self, block: Block, steps: Array) -> None:
         if "version" not in block.columns:
@@ -267,7 +268,10 @@ class DumpAccumulator:
 
     def _add_step(self, step: int, stats: StreamingStats) -> None:
         self.steps[step] = _merged(self.steps.get(step), stats)
-        if len(self.steps) > MAX_STEPS:
+        self._check_steps(len(self.steps))
+
+    def _check_steps(self, count: int) -> None:
+        if count > MAX_STEPS:
             raise UsageError(
                 f"{self.path}: column step: more than {MAX_STEPS} different values; "
                 "is it another column?"
@@ -309,6 +313,7 @@ def accumulate_dump(
     progress: Callable[[float], None] = lambda done: None,
     *,
     nonfinite: Nonfinite = "skip",
+    limits: ReadLimits = BY_SIZE,
 ) -> DumpAccumulator:
     """Read a whole dump.
 
@@ -317,7 +322,7 @@ def accumulate_dump(
     the mask.
     """
     accumulator: DumpAccumulator | None = None
-    for block in read_dump(path, mapping):
+    for block in read_dump(path, mapping, limits):
         if nonfinite == "raise" and block.left_out.count:
             raise UsageError(
                 f"{block.first_left_out}: not a finite number inside the mask; clear the mask "

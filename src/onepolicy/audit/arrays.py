@@ -6,35 +6,50 @@ NPZ and .pt files are held in memory whole. Nothing but tensors is unpickled.
 
 from __future__ import annotations
 
+import json
 import lzma
+import math
 import pickle
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 
-from onepolicy.audit.schema import COLUMNS, Array, Block, RaggedColumn, select_columns
-from onepolicy.audit.validate import checked_block
-from onepolicy.config import UsageError
-from onepolicy.replay.payloads.npy import InvalidNpyError, parse_npy
+from onepolicy.audit.schema import (
+    COLUMNS,
+    Array,
+    RaggedColumn,
+    RawBlock,
+    check_unique,
+    select_columns,
+    unique_pairs,
+)
+from onepolicy.errors import UsageError
+from onepolicy.npy import InvalidNpyError, parse_npy
+
+if TYPE_CHECKING:  # only .pt files need torch
+    import torch
 
 BLOCK_TOKENS = 2**18
-MAX_IN_MEMORY = 2**32  # bytes of an unpacked file that is held in memory
-UNSUSPICIOUS_SIZE = 2**28  # bytes up to which any compression is accepted
-MAX_COMPRESSION = 100  # beyond that: bytes unpacked over bytes on disk
 ENCRYPTED = 0x1  # bit of a zip member's flags
+LARGEST_HEADER = 100_000_000  # bytes of a safetensors header, the library's own bound
 PLAIN_DTYPES = {
-    torch.bool,
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16),
-    *(torch.float32, torch.float64),
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
+}
+"""Kinds of tensors of plain numbers, by torch's names."""
+STORED = {  # safetensors' names -> how the bytes are read
+    **{"BOOL": "?", "F64": "<f8", "F32": "<f4", "F16": "<f2"},
+    **{f"I{8 * size}": f"<i{size}" for size in (1, 2, 4, 8)},
+    **{f"U{8 * size}": f"<u{size}" for size in (1, 2, 4, 8)},
+    **{"BF16": "<u2", "F8_E4M3": "<u1", "F8_E5M2": "<u1"},
 }
 NPZ_ERRORS = (
     zipfile.BadZipFile,
@@ -47,7 +62,6 @@ NPZ_ERRORS = (
     ValueError,
     LookupError,
     OverflowError,
-    MemoryError,
 )
 """Errors of reading a damaged NPZ file."""
 PT_ERRORS = (
@@ -64,47 +78,31 @@ PT_ERRORS = (
     AttributeError,
     AssertionError,
     ArithmeticError,
-    MemoryError,
 )
 """Errors of reading a damaged torch.save file, or one that is not tensors only."""
 ReadSlice = Callable[[int, int], Array]
 """Reads the entries [start, stop) of a column's first axis."""
 
 
-def read_npz(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
+def read_npz(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
     """Yield the blocks of an NPZ file. Raises UsageError if it is not one of plain arrays."""
     try:
         with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            infos = archive.infolist()
+            check_unique(str(path), [info.filename.removesuffix(".npy") for info in infos])
+            members = {info.filename.removesuffix(".npy"): info for info in infos}
             names = {*select_columns(str(path), members, mapping).values(), "length"}
-            selected = {name: info for name, info in members.items() if name in names}
-            check_size_in_memory(path, sum(info.file_size for info in selected.values()))
-            arrays = {name: _read_member(archive, path, info) for name, info in selected.items()}
+            arrays = {
+                name: _read_member(archive, path, info)
+                for name, info in members.items()
+                if name in names
+            }
     except UsageError:
         raise
     except NPZ_ERRORS as error:
         reason = first_line(error)
         raise UsageError(f"{path}: not a readable NPZ file of plain arrays ({reason})") from None
     yield from _read_in_memory(str(path), arrays, mapping)
-
-
-def check_size_in_memory(path: Path, size: int) -> None:
-    """Raise UsageError for a file of which too many bytes would be in memory at once.
-
-    size: bytes after unpacking. Call it before they are unpacked.
-    """
-    on_disk = path.stat().st_size
-    if size > MAX_IN_MEMORY:
-        fix = "write it as Parquet or safetensors, which are read in parts, or in several files"
-        raise UsageError(
-            f"{path}: holds {size:,} bytes, more than the {MAX_IN_MEMORY:,} that are held at once; "
-            f"{fix}"
-        )
-    if size > UNSUSPICIOUS_SIZE and size > MAX_COMPRESSION * on_disk:
-        raise UsageError(
-            f"{path}: its {on_disk:,} bytes unpack to {size:,}, more than {MAX_COMPRESSION} times "
-            "as many, as no dump does; write it without compression"
-        )
 
 
 def _read_member(archive: zipfile.ZipFile, path: Path, info: zipfile.ZipInfo) -> Array:
@@ -118,40 +116,122 @@ def _read_member(archive: zipfile.ZipFile, path: Path, info: zipfile.ZipInfo) ->
         ) from None
 
 
-def read_safetensors(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
+def read_safetensors(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
     """Yield the blocks of a safetensors file, reading a slice at a time."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()  # not a dict, so it cannot be iterated itself
-            slices = {name: file.get_slice(name) for name in names}
-            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+    with Safetensors(path) as file:
+        shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+        yield from read_arrays(
+            str(path), shapes, mapping, lambda name: lambda *rows: file.read(name, *rows)
+        )
 
-            def open_column(name: str) -> ReadSlice:
-                def read_slice(start: int, stop: int) -> Array:
-                    part = slices[name][start:stop]
-                    check_plain_tensor(f"{path}: column {name}", part)
-                    return as_numpy(part)
 
-                return read_slice
+class StoredTensor(NamedTuple):
+    """The kind, the shape and the place of a tensor in a safetensors file."""
 
-            yield from read_arrays(str(path), shapes, mapping, open_column)
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{path}: not a readable safetensors file ({first_line(error)})") from None
+    kind: str  # a name of safetensors
+    shape: tuple[int, ...]
+    start: int  # bytes from the beginning of the file
+
+
+class Safetensors:
+    """A safetensors file whose tensors become arrays, without torch.
+
+    The library checks the file. Its arrays have no bfloat16, so the numbers are read here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open a file. Raises UsageError if it is damaged, or names a tensor twice."""
+        self.path = path
+        try:
+            with safe_open(path, framework="np"):  # checks names, shapes and places
+                self._file = path.open("rb")
+            header = self._header()
+        except (SafetensorError, OSError, ValueError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(
+                f"{path}: not a readable safetensors file ({first_line(error)})"
+            ) from None
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        self.tensors = {
+            name: StoredTensor(
+                about["dtype"], tuple(about["shape"]), self._data + about["data_offsets"][0]
+            )
+            for name, about in header.items()
+        }
+
+    def _header(self) -> dict[str, Any]:
+        size = int.from_bytes(self._file.read(8), "little")
+        self._data = 8 + size
+        header: dict[str, Any] = json.loads(
+            self._file.read(min(size, LARGEST_HEADER)),
+            object_pairs_hook=partial(unique_pairs, str(self.path)),
+        )
+        return header
+
+    def __enter__(self) -> Safetensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Array:
+        """Read the entries [start, stop) of a tensor's first axis. Narrow floats become float32.
+
+        Raises UsageError for a kind of numbers that is not in STORED.
+        """
+        kind, shape, place = self.tensors[name]
+        if kind not in STORED:
+            raise UsageError(
+                f"{self.path}: column {name}: holds {kind}; expected one of {', '.join(STORED)}"
+            )
+        rows = shape[:1] if stop is None else (max(0, min(stop, shape[0]) - start),)
+        dtype, inner = np.dtype(STORED[kind]), math.prod(shape[1:])
+        self._file.seek(place + start * inner * dtype.itemsize)
+        count = math.prod(rows) * inner
+        values = np.fromfile(self._file, dtype, count)
+        if len(values) != count:
+            raise UsageError(f"{self.path}: was cut while it was read; copy it whole")
+        return _widened(values, kind).reshape(rows + shape[1:])
+
+
+def _widened(values: Array, kind: str) -> Array:
+    """Return the numbers that the bits of a narrow float of this kind mean, as float32."""
+    if kind == "BF16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    if kind == "F8_E5M2":  # the upper half of a float16
+        return (values.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    if kind == "F8_E4M3":
+        return _E4M3.take(values)
+    if kind == "F16":
+        return values.astype(np.float32)
+    return values
+
+
+def _e4m3_table() -> Array:
+    """Return the 256 numbers of float8_e4m3fn [256] float32: bias 7, no infinity, NaN at 0x7f."""
+    bits = np.arange(256)
+    exponent, fraction = (bits >> 3) & 15, (bits & 7) / 8
+    size = np.where(exponent == 0, fraction * 2.0**-6, (1 + fraction) * 2.0 ** (exponent - 7.0))
+    size[(bits & 127) == 127] = np.nan
+    return np.where(bits & 128, -size, size).astype(np.float32)
+
+
+_E4M3 = _e4m3_table()
 
 
 def load_pt(path: Path) -> dict[Any, Any]:
-    """Load a torch.save file of a dict.
+    """Load a torch.save file of a dict. Call it in a child only: a small file may take all memory.
 
     torch.load runs no code with weights_only=True. Raises UsageError for a file that it refuses.
     """
+    import torch
+
     try:
-        if zipfile.is_zipfile(path):  # an older file holds its tensors unpacked
-            with zipfile.ZipFile(path) as archive:
-                check_size_in_memory(path, sum(info.file_size for info in archive.infolist()))
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except UsageError:
-        raise
     except PT_ERRORS as error:
+        if "allocate memory" in str(error):
+            raise MemoryError from None
         reason = first_line(error)
         raise UsageError(
             f"{path}: not tensors only, or damaged ({reason}); write it as safetensors"
@@ -163,7 +243,7 @@ def load_pt(path: Path) -> dict[Any, Any]:
     return loaded
 
 
-def read_pt(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
+def read_pt(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
     """Yield the blocks of a torch.save file of a dict of tensors."""
     loaded = load_pt(path)
     if {"samples", "rollout_data"} & loaded.keys():
@@ -175,16 +255,13 @@ def read_pt(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
     tensors = {name: value for name, value in loaded.items() if name in names}
     for name, value in tensors.items():
         check_plain_tensor(f"{path}: column {name}", value)
-    # A view may repeat its entries, so the size is checked again.
-    size = sum(value.numel() * value.itemsize for value in tensors.values())
-    check_size_in_memory(path, size)
     arrays = {name: as_numpy(value) for name, value in tensors.items()}
     yield from _read_in_memory(str(path), arrays, mapping)
 
 
 def _read_in_memory(
     source: str, arrays: Mapping[str, Array], mapping: Mapping[str, str]
-) -> Iterator[Block]:
+) -> Iterator[RawBlock]:
     def open_column(name: str) -> ReadSlice:
         return lambda start, stop: arrays[name][start:stop]
 
@@ -200,9 +277,11 @@ def first_line(error: BaseException) -> str:
 
 def check_plain_tensor(where: str, value: Any) -> None:
     """Raise UsageError if `value` is no dense tensor of plain numbers on the CPU."""
+    import torch
+
     if not isinstance(value, torch.Tensor) or value.is_nested or value.layout != torch.strided:
         raise UsageError(f"{where}: holds {type(value).__name__}; expected a dense tensor")
-    if value.dtype not in PLAIN_DTYPES or value.device.type != "cpu":
+    if str(value.dtype).removeprefix("torch.") not in PLAIN_DTYPES or value.device.type != "cpu":
         raise UsageError(
             f"{where}: holds {value.dtype} on {value.device}; expected a tensor of plain numbers"
         )
@@ -211,9 +290,10 @@ def check_plain_tensor(where: str, value: Any) -> None:
 def as_numpy(tensor: torch.Tensor) -> Array:
     """Convert a tensor that `check_plain_tensor` accepts. Narrow floats become float32."""
     tensor = tensor.detach().resolve_neg()
-    if tensor.is_floating_point() and tensor.dtype != torch.float64:
+    if tensor.is_floating_point() and tensor.itemsize < 8:
         tensor = tensor.float()
-    return tensor.numpy()
+    array: Array = tensor.numpy()
+    return array
 
 
 def read_arrays(
@@ -221,7 +301,7 @@ def read_arrays(
     shapes: Mapping[str, tuple[int, ...]],
     mapping: Mapping[str, str],
     open_column: Callable[[str], ReadSlice],
-) -> Iterator[Block]:
+) -> Iterator[RawBlock]:
     """Yield the blocks of a dump of arrays, padded or flat."""
     arrays = _DumpArrays(source, shapes, mapping, open_column)
     rows, ends = len(arrays.lengths), arrays.ends
@@ -229,7 +309,7 @@ def read_arrays(
     while start < rows:
         before = int(ends[start] - arrays.lengths[start])
         stop = max(start + 1, int(np.searchsorted(ends, before + BLOCK_TOKENS, side="right")))
-        yield checked_block(source, start, arrays.read_rows(start, stop), stop / rows)
+        yield RawBlock(start, arrays.read_rows(start, stop), stop / rows)
         start = stop
 
 

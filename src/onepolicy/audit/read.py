@@ -1,38 +1,52 @@
-"""Dumps as a stream of checked blocks: Parquet and JSON lines here, arrays in arrays.py."""
+"""A dump as a stream of checked blocks. A child parses its files (bounded.py)."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from onepolicy.audit.arrays import first_line, read_npz, read_pt, read_safetensors
+from onepolicy import bounded
+from onepolicy.audit.formats import READERS
 from onepolicy.audit.read_run import is_run_folder, read_run
-from onepolicy.audit.schema import (
-    COLUMNS,
-    VERSION,
-    VERSION_KEY,
-    Array,
-    Block,
-    RaggedColumn,
-    require_pyarrow,
-    select_columns,
-)
+from onepolicy.audit.schema import ROUTES, Block, RawBlock
 from onepolicy.audit.validate import checked_block
+from onepolicy.bounded import GIB, Limits, Message
 from onepolicy.config import UsageError
 
-BLOCK_TOKENS = 2**18
-PARQUET_ROWS = 64
-PARQUET_ENTRIES = 2**22
-"""Entries of all columns that are decoded at once, approximately, in at most PARQUET_ROWS rows."""
+MEMORY, MEMORY_PER_BYTE = GIB, 16
+"""Bytes of memory for reading a dump, and more for each byte of its largest file."""
+SECONDS, BYTES_PER_SECOND = 60.0, 2**18
+"""Seconds for reading a dump, and the speed at which more bytes add to them."""
+FIX = "; if you trust it, raise --memory-limit or --time-limit"
+MEMORY_PER_TOKEN, MEMORY_PER_ROUTE = 256, 24
+"""Bytes that checks and statistics take for each token and expert id of a block."""
 
 
-def read_dump(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """Limits of reading a dump as the user gave them; None: by the sizes of its files."""
+
+    memory_gib: float | None = None
+    seconds: float | None = None
+
+    def of(self, files: list[Path]) -> Limits:
+        sizes = [file.stat().st_size for file in files]
+        memory, seconds = MEMORY + MEMORY_PER_BYTE * max(sizes, default=0), self.seconds
+        if self.memory_gib is not None:
+            memory = int(self.memory_gib * GIB)
+        if seconds is None:
+            seconds = SECONDS + sum(sizes) / BYTES_PER_SECOND
+        return Limits(memory, seconds, FIX)
+
+
+BY_SIZE = ReadLimits()
+
+
+def read_dump(
+    path: Path, mapping: Mapping[str, str], limits: ReadLimits = BY_SIZE
+) -> Iterator[Block]:
     """Yield the blocks of a file, of all dump files of a folder, or of a run folder of ours.
 
     The format follows from the suffix. A block counts its rows over the whole dump. Raises
@@ -42,23 +56,58 @@ def read_dump(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
         yield from read_run(path, mapping)
         return
     files = _dump_files(path)
-    rows, columns = 0, set[str]()
-    for number, file in enumerate(files):
-        file_rows = 0
-        for block in READERS[file.suffix](file, mapping):
-            columns = columns or set(block.columns)
-            differing = sorted(columns ^ block.columns.keys())
-            if differing:
-                raise UsageError(
-                    f"{file}: column {differing[0]}: in some files of the dump only; "
-                    "all need the same"
-                )
-            done = (number + block.done) / len(files)
-            yield dataclasses.replace(block, first_row=rows + block.first_row, done=done)
-            file_rows = block.first_row + len(block.lengths)
-        rows += file_rows
+    rows, number, columns = 0, 0, set[str]()
+    for number, block in _blocks(files, mapping, limits):
+        file = files[number]
+        columns = columns or set(block.columns)
+        differing = sorted(columns ^ block.columns.keys())
+        if differing:
+            raise UsageError(
+                f"{file}: column {differing[0]}: in some files of the dump only; all need the same"
+            )
+        done = (number + block.done) / len(files)
+        yield dataclasses.replace(block, first_row=rows, done=done)
+        rows += len(block.lengths)
     if rows == 0:
         raise UsageError(f"{path}: empty; a dump has at least one row")
+
+
+def _blocks(
+    files: list[Path], mapping: Mapping[str, str], limits: ReadLimits
+) -> Iterator[tuple[int, Block]]:
+    """Yield the checked blocks of files, each with the number of its file."""
+    task, most = "onepolicy.audit.formats:read_files", limits.of(files).memory
+    for number, message in read_bounded(task, files, limits, mapping=dict(mapping)):
+        raw = RawBlock.from_message(message)
+        tokens = len(raw.columns["tokens"].values)
+        routes = sum(len(raw.columns[name].values) for name in ROUTES if name in raw.columns)
+        if tokens * MEMORY_PER_TOKEN + routes * MEMORY_PER_ROUTE > most:
+            raise UsageError(
+                f"{files[number]}: row {raw.first_row}: has {tokens:,} tokens and {routes:,} "
+                "expert ids, more than any sample of so small a file; if you trust it, raise "
+                "--memory-limit"
+            )
+        yield number, checked_block(str(files[number]), *raw)
+
+
+def read_bounded(
+    task: str, files: list[Path], limits: ReadLimits = BY_SIZE, **arguments: Any
+) -> Iterator[tuple[int, Message]]:
+    """Yield the messages of a task that reads files (bounded.py), each with its file's number.
+
+    The task takes the files by their names, and sends a message {"file": number} before it opens
+    one. Raises UsageError with the file that passed a limit or ended the child.
+    """
+    number = 0
+    arguments["files"] = [str(file) for file in files]
+    try:
+        for message in bounded.stream(task, arguments, limits.of(files)):
+            if message.arrays:
+                yield number, message
+            else:
+                number = message.info["file"]
+    except bounded.StoppedError as error:
+        raise UsageError(f"{files[number]}: {error}") from None
 
 
 def _dump_files(path: Path) -> list[Path]:
@@ -77,211 +126,10 @@ def _dump_files(path: Path) -> list[Path]:
         return files
     if path.suffix not in READERS:
         raise UsageError(f"{path}: unknown kind of dump; the suffix must be one of {suffixes}")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is a device or a pipe; copy its content into a file")
     try:
         path.open("rb").close()
     except OSError as error:
         raise UsageError(f"{path}: cannot be opened ({error.strerror})") from None
     return [path]
-
-
-def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
-    """Yield the blocks of a Parquet file."""
-    pa, pq = require_pyarrow()
-    damage = (pa.ArrowException, OSError, UnicodeDecodeError)
-    try:
-        # Pre-buffering would hold the whole file in memory.
-        file = pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
-        names, metadata = file.schema_arrow.names, file.schema_arrow.metadata or {}
-    except damage as error:
-        reason = first_line(error)
-        raise UsageError(
-            f"{path}: not a complete Parquet file ({reason}); was its writer killed?"
-        ) from None
-    with file:
-        _check_version(path, metadata.get(VERSION_KEY))
-        selected = select_columns(str(path), names, mapping)
-        first, total = 0, file.metadata.num_rows
-        wanted = list(dict.fromkeys(selected.values()))
-        batches: Iterator[Any] | None = None
-        while True:
-            try:
-                batches = batches or _parquet_batches(file, wanted)
-                batch = next(batches, None)
-            except damage as error:
-                reason = first_line(error)
-                raise UsageError(
-                    f"{path}: rows from {first} on cannot be read ({reason}); the file is damaged"
-                ) from None
-            if batch is None:
-                return
-            raw = {
-                ours: _ragged_from_arrow(pa, path, first, ours, batch.column(name))
-                for ours, name in selected.items()
-            }
-            yield checked_block(str(path), first, raw, (first + batch.num_rows) / total)
-            first += batch.num_rows
-
-
-def _check_version(path: Path, version: bytes | None) -> None:
-    if version is not None and version != str(VERSION).encode():
-        raise UsageError(
-            f"{path}: schema version {version.decode(errors='replace')}, this is version {VERSION}"
-        )
-
-
-def _parquet_batches(file: Any, wanted: list[str]) -> Iterator[Any]:
-    """Return batches of rows that have about PARQUET_ENTRIES entries, but at least one row.
-
-    The longest of the first rows decides. They are read one by one. The file's own counts would be
-    cheaper, but asking for them aborts the process if they are damaged.
-    """
-    first = itertools.islice(file.iter_batches(batch_size=1, columns=wanted), PARQUET_ROWS)
-    sizes = [sum(_entries(batch.column(name)) for name in wanted) for batch in first]
-    longest = max(1, max(sizes, default=1))
-    rows = max(1, min(PARQUET_ROWS, PARQUET_ENTRIES // longest))
-    batches: Iterator[Any] = file.iter_batches(batch_size=rows, columns=wanted)
-    return batches
-
-
-def _entries(column: Any) -> int:
-    # Lists, and lists of lists, have a value type.
-    while hasattr(column, "flatten") and hasattr(column.type, "value_type"):
-        column = column.flatten()
-    return len(column)
-
-
-def _ragged_from_arrow(pa: Any, path: Path, first: int, name: str, column: Any) -> RaggedColumn:
-    kinds = pa.types
-    if column.null_count:
-        row = first + column.is_null().to_pylist().index(True)
-        raise UsageError(f"{path}: row {row}, column {name}: is null; every row needs a value")
-    lengths = None
-    list_kinds = (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list)
-    if any(is_kind(column.type) for is_kind in list_kinds):
-        import pyarrow.compute
-
-        counts = pyarrow.compute.list_value_length(column)
-        lengths = counts.to_numpy(zero_copy_only=False).astype(np.int64)
-        column = column.flatten()
-    number_kinds = (kinds.is_floating, kinds.is_integer, kinds.is_boolean)
-    if not any(is_kind(column.type) for is_kind in number_kinds):
-        raise UsageError(
-            f"{path}: row {first}, column {name}: holds {column.type}; "
-            "expected numbers or lists of them"
-        )
-    # Not to_pandas_dtype(): pyarrow 18 needs pandas for it.
-    dtype = pa.array([], column.type).to_numpy(zero_copy_only=False).dtype
-    if column.null_count:  # of entries, which become NaN
-        dtype = np.float64
-    return RaggedColumn(column.to_numpy(zero_copy_only=False).astype(dtype), lengths)
-
-
-def read_jsonl(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
-    """Yield the blocks of a file of JSON lines."""
-    size = max(path.stat().st_size, 1)
-    rows: list[dict[str, Array]] = []
-    selected: dict[str, str] = {}
-    first = tokens = done = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            done += len(line)
-            if not line.strip():
-                continue
-            row = _parse_line(path, number, line)
-            index = first + len(rows)
-            if index == 0:
-                selected = select_columns(str(path), row.keys(), mapping)
-            rows.append(row_arrays(str(path), index, row, selected, mapping))
-            tokens += rows[-1]["tokens"].size
-            if tokens >= BLOCK_TOKENS:
-                yield block_from_rows(str(path), first, rows, done / size)
-                first, tokens, rows = first + len(rows), 0, []
-    if rows:
-        yield block_from_rows(str(path), first, rows, 1.0)
-
-
-def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also bad UTF-8; thousands of digits or brackets
-        reason = first_line(error)
-        raise UsageError(
-            f"{path}: line {number} is not JSON ({reason}); was its writer killed?"
-        ) from None
-    if not isinstance(row, dict):
-        raise UsageError(f"{path}: line {number} holds {type(row).__name__}; expected an object")
-    return row
-
-
-def row_arrays(
-    source: str,
-    index: int,
-    row: Mapping[str, Any],
-    selected: Mapping[str, str],
-    mapping: Mapping[str, str],
-) -> dict[str, Array]:
-    """Convert a row of lists and numbers to arrays of rank 1 or 0.
-
-    Every row must have the columns of the first one.
-    """
-    for ours in COLUMNS:
-        present = mapping.get(ours, ours) in row
-        if present != (ours in selected):
-            state = "there, but row 0 lacks it" if present else "missing, but row 0 has it"
-            raise UsageError(f"{source}: row {index}, column {ours}: {state}")
-    arrays = {ours: _json_array(source, index, ours, row[name]) for ours, name in selected.items()}
-    if arrays["tokens"].ndim == 0:
-        raise UsageError(
-            f"{source}: row {index}, column tokens: is a number; expected a list of token ids"
-        )
-    return arrays
-
-
-def _json_array(source: str, index: int, name: str, value: Any) -> Array:
-    spec = COLUMNS[name]
-    if spec.kind == "float" and isinstance(value, list) and None in value:  # null is JSON's NaN
-        value = [np.nan if entry is None else entry for entry in value]
-    try:
-        if np.size(value):
-            array = np.asarray(value)
-        else:
-            array = np.zeros(np.shape(value))
-    except (ValueError, OverflowError, TypeError):
-        array = np.empty(0, object)
-    max_rank = 4 if spec.per == "router" else 1
-    if array.dtype.kind not in "biuf" or array.ndim > max_rank:
-        raise UsageError(
-            f"{source}: row {index}, column {name}: expected a number or a flat list of numbers"
-        )
-    if array.ndim:
-        return array.reshape(-1)
-    return array
-
-
-def block_from_rows(source: str, first: int, rows: list[dict[str, Array]], done: float) -> Block:
-    """Concatenate rows of arrays and check them."""
-    raw = {}
-    for name in rows[0]:
-        parts = [row[name] for row in rows]
-        rank = parts[0].ndim
-        for index, part in enumerate(parts):
-            if part.ndim != rank:
-                raise UsageError(
-                    f"{source}: row {first + index}, column {name}: a list here and a number "
-                    "elsewhere; use one of both"
-                )
-        if rank == 0:
-            raw[name] = RaggedColumn(np.stack(parts), None)
-        else:
-            lengths = np.array([part.size for part in parts], np.int64)
-            raw[name] = RaggedColumn(np.concatenate(parts), lengths)
-    return checked_block(source, first, raw, done)
-
-
-READERS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Block]]] = {
-    ".parquet": read_parquet,
-    ".jsonl": read_jsonl,
-    ".npz": read_npz,
-    ".safetensors": read_safetensors,
-    ".pt": read_pt,
-}

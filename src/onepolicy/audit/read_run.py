@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
-from onepolicy.audit.arrays import as_numpy, check_plain_tensor
+from onepolicy.audit.arrays import Safetensors
 from onepolicy.audit.schema import Array, Block, RaggedColumn
 from onepolicy.audit.validate import checked_block
 from onepolicy.config import UsageError
@@ -94,9 +92,9 @@ def _compare_bits(folder: Path) -> BitComparison:
     differing = tokens = 0
     reason = None
     for _, path in _probe_files(folder):
-        with safe_open(path, "pt") as probe:
-            rollout, trainer = probe.get_tensor("logp_rollout"), probe.get_tensor("logp_trainer")
-            metadata = probe.metadata() or {}
+        with Safetensors(path) as probe:
+            rollout, trainer = probe.read("logp_rollout"), probe.read("logp_trainer")
+            metadata = probe.metadata
         differing += int((rollout != trainer).sum())
         tokens += len(rollout)
         trainer_print, rollout_prints = _fingerprints(path, metadata)
@@ -128,7 +126,7 @@ def _probe_files(folder: Path) -> list[tuple[int, Path]]:
     probes = []
     for path in (folder / "probes").glob("*"):
         match = re.fullmatch(r"step_([0-9]+)\.safetensors", path.name)
-        if match:
+        if match and path.is_file():
             probes.append((int(match[1]), path))
     if not probes:
         fix = "train with log.counterfactual_every=N to write one every N steps"
@@ -163,19 +161,14 @@ def _read_probe(path: Path, step: int) -> dict[str, RaggedColumn]:
 
 
 def _load_tensors(path: Path) -> dict[str, Array]:
-    try:
-        loaded = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{path}: not a readable safetensors file ({str(error)[:160]})") from None
-    for name, tensor in loaded.items():
-        check_plain_tensor(f"{path}: {name}", tensor)
-    missing = [name for name in (*PER_TOKEN, "segment") if name not in loaded]
-    if missing:
-        raise UsageError(
-            f"{path}: no {', '.join(missing)}; an older version wrote this probe, "
-            "train some steps more"
-        )
-    return {name: as_numpy(tensor) for name, tensor in loaded.items()}
+    with Safetensors(path) as probe:
+        missing = [name for name in (*PER_TOKEN, "segment") if name not in probe.tensors]
+        if missing:
+            raise UsageError(
+                f"{path}: no {', '.join(missing)}; an older version wrote this probe, "
+                "train some steps more"
+            )
+        return {name: probe.read(name) for name in probe.tensors}
 
 
 def _route_columns(

@@ -56,7 +56,7 @@ def row_heatmap(result: AuditResult) -> Figure | Absent:
 
 def _figure_name(label: str) -> str:
     name = f"rows-{label}" if label else "rows"
-    return "rows_" + hashlib.sha256(name.encode()).hexdigest()[:8]
+    return "rows_" + hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def _log_mean(gap: Array) -> float:

@@ -10,6 +10,7 @@ from rich.progress import Progress, TaskID, TaskProgressColumn, TimeRemainingCol
 
 from onepolicy.audit.accumulator import accumulate_dump
 from onepolicy.audit.assessment import AuditResult, assess
+from onepolicy.audit.read import BY_SIZE, ReadLimits
 from onepolicy.audit.read_run import (
     claims_equality,
     declared_by,
@@ -32,18 +33,20 @@ def audit(
     progress: Callable[[float], None] = lambda done: None,
     nonfinite: Nonfinite = "skip",
     number_format: Format | None = None,
+    limits: ReadLimits = BY_SIZE,
 ) -> AuditResult:
     """Audit one dump. Raises UsageError for anything wrong with it.
 
     nonfinite: tokens inside the mask with a value that is not finite are left out and counted, or
     are an error. number_format: the coarsest of both sides; None: bfloat16, or what a run says.
+    limits: the memory and the time that reading the files may take.
     """
     declared = Declared(number_format or "bfloat16")
     if is_run_folder(path):
         if number_format is not None:
             raise UsageError(f"{path}: is a run folder of ours, which says it; leave --format out")
         declared = declared_by(path)
-    accumulated = accumulate_dump(path, mapping, progress, nonfinite=nonfinite)
+    accumulated = accumulate_dump(path, mapping, progress, nonfinite=nonfinite, limits=limits)
     equal = claims_equality(path)
     return assess(accumulated, label or path.name, declared=declared, claims_equality=equal)
 
@@ -57,11 +60,12 @@ def run_audit(
     png: bool = False,
     nonfinite: Nonfinite = "skip",
     number_format: Format | None = None,
+    limits: ReadLimits = BY_SIZE,
 ) -> list[AuditResult]:
     """Audit one or two dumps and print a summary.
 
     out: folder for audit.html, audit.json and figures/; None: write nothing. png: write the figures
-    as PNG files too. nonfinite, number_format: as of `audit`.
+    as PNG files too. nonfinite, number_format, limits: as of `audit`.
     """
     if png and out is None:
         raise UsageError(
@@ -80,6 +84,7 @@ def run_audit(
                     progress=progress,
                     nonfinite=nonfinite,
                     number_format=number_format,
+                    limits=limits,
                 )
             )
     written = []

@@ -14,12 +14,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from onepolicy.config import UsageError
+from onepolicy.bounded import Message
+from onepolicy.errors import UsageError
 from onepolicy.nonfinite import LeftOut
 
 Array = np.ndarray
 VERSION = 1
 VERSION_KEY = b"onepolicy_audit_schema"
+LENGTHS = ".lengths"  # what a message adds to the name of a column
 ROW_GROUP_ENTRIES = 2**20
 """Entries of all columns in a Parquet row group that we write, approximately."""
 
@@ -105,6 +107,45 @@ class RaggedColumn(NamedTuple):
     lengths: Array | None  # [S] int64; None: one value per row
 
 
+class RawBlock(NamedTuple):
+    """Consecutive rows of a file as they were read. Nothing of their values is checked."""
+
+    first_row: int
+    columns: dict[str, RaggedColumn]  # by the names of COLUMNS
+    done: float  # share of the file that has been read after this block
+
+    def message(self) -> Message:
+        """Return the block as a message. `from_message` is the inverse."""
+        arrays = {name: column.values for name, column in self.columns.items()}
+        lengths = {
+            f"{name}{LENGTHS}": column.lengths
+            for name, column in self.columns.items()
+            if column.lengths is not None
+        }
+        return Message({"first_row": self.first_row, "done": self.done}, arrays | lengths)
+
+    @classmethod
+    def from_message(cls, message: Message) -> RawBlock:
+        """Return the block that a child sent. The lengths of its columns fit their values."""
+        info, arrays = message
+        columns = {
+            name: RaggedColumn(values, arrays.get(f"{name}{LENGTHS}"))
+            for name, values in arrays.items()
+            if not name.endswith(LENGTHS)
+        }
+        rows = set()
+        for values, lengths in columns.values():
+            if lengths is None:
+                rows.add(len(values))
+            else:
+                rows.add(len(lengths))
+                assert lengths.dtype == np.int64
+                assert lengths.min(initial=0) >= 0
+                assert int(lengths.sum()) == len(values)
+        assert len(rows) == 1
+        return cls(info["first_row"], columns, info["done"])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
     """A checked block of S consecutive rows with T tokens in total.
@@ -133,9 +174,44 @@ KNOWN_NAMES = {
         "mask": "loss_mask",
         "logp_rollout": "inference_logprobs",
         "logp_trainer": "trainer_logprobs",
-    }
+    },
+    "nemo-rl": {  # its train_data_stepN.jsonl; a value is a list of one sample's
+        "tokens": "token_ids",
+        "mask": "token_loss_mask",
+        "logp_rollout": "generation_logprobs",
+        "logp_trainer": "prev_logprobs",
+    },
 }
 """Column names of frameworks whose own files have all columns, under other names."""
+LAYOUTS = (  # of files that are known by some of their columns; what to do
+    (
+        {"token_ids", "inference_logprobs", "trainer_logprobs"},
+        "prime-rl's token export; add --columns prime-rl",
+    ),
+    (
+        {"token_ids", "generation_logprobs", "prev_logprobs"},
+        "NeMo-RL's training data; add --columns nemo-rl",
+    ),
+    (
+        {"input", "output", "score"},
+        "verl's text log, which has no tokens and no log-probabilities; call "
+        "onepolicy.audit.export.verl.export(batch, FOLDER, step) in the trainer",
+    ),
+    (
+        {"prompt", "completion"},
+        "TRL's text log, which has no tokens and no log-probabilities; call "
+        "onepolicy.integrations.trl.attach(trainer, dump=FOLDER) before trainer.train()",
+    ),
+    (
+        {"batch"},
+        "a batch of verl; call onepolicy.audit.export.verl.export(batch, FOLDER, step) in the "
+        "trainer",
+    ),
+    (
+        {"meta_info"},
+        "replies of a SGLang server, which lack the trainer's side; write rows with both",
+    ),
+)
 
 
 def parse_columns(pairs: Sequence[str]) -> dict[str, str]:
@@ -162,6 +238,20 @@ def parse_columns(pairs: Sequence[str]) -> dict[str, str]:
     return mapping
 
 
+def check_unique(source: str, names: Sequence[str]) -> None:
+    """Raise UsageError if a name is there twice: readers differ in which of the two they take."""
+    if len(set(names)) == len(names):
+        return
+    repeated = next(name for name in names if names.count(name) > 1)
+    raise UsageError(f"{source}: column {repeated}: is there twice; rename or drop one of the two")
+
+
+def unique_pairs(source: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises UsageError if a key is there twice."""
+    check_unique(source, [name for name, _ in pairs])
+    return dict(pairs)
+
+
 def select_columns(
     source: str, available: Collection[str], mapping: Mapping[str, str]
 ) -> dict[str, str]:
@@ -175,6 +265,9 @@ def select_columns(
         if theirs in available:
             selected[ours] = theirs
         elif spec.required or ours in mapping:
+            for names, layout in LAYOUTS:
+                if names <= set(available) and theirs == ours:
+                    raise UsageError(f"{source}: is {layout} (docs/audit.md)")
             has = ", ".join(sorted(map(str, available))) or "none"
             fix = f"--columns {ours}=THEIRS names another"
             raise UsageError(f"{source}: column {theirs} is missing; it has {has}; {fix}")

@@ -9,6 +9,7 @@ from typing import get_args
 
 from onepolicy.cli.common import Commands, add_command, print_status
 from onepolicy.config import UsageError
+from onepolicy.config.base import LARGEST_FLOAT
 from onepolicy.config.output_paths import check_output_folder
 from onepolicy.console import Console
 from onepolicy.nonfinite import Nonfinite
@@ -41,8 +42,8 @@ def add_audit(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="OURS=THEIRS",
-        help="a column of ours under another name (repeatable); or prime-rl: the names of its "
-        "token export",
+        help="a column of ours under another name (repeatable); or the names of a framework's "
+        "own files: prime-rl, nemo-rl",
     )
     audit.add_argument(
         "--format",
@@ -75,6 +76,33 @@ def add_audit(commands: Commands) -> None:
         help="audit the dumps of the conformance kit and compare with its expected verdicts; "
         "docs/conformance.md",
     )
+    _add_limits(audit)
+
+
+def _add_limits(audit: argparse.ArgumentParser) -> None:
+    audit.add_argument(
+        "--memory-limit",
+        type=_positive,
+        metavar="GIB",
+        help="memory for reading the files, which are read in a child process "
+        "(default: 1 GiB, and 16 times the largest file)",
+    )
+    audit.add_argument(
+        "--time-limit",
+        type=_positive,
+        metavar="SECONDS",
+        help="time for reading the files (default: 60 s, and 4 s a MiB)",
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= LARGEST_FLOAT:
+        raise ValueError
+    return value
+
+
+_positive.__name__ = "number above 0"  # in argparse's message
 
 
 def run_audit(arguments: argparse.Namespace) -> int:
@@ -92,7 +120,7 @@ def run_audit(arguments: argparse.Namespace) -> int:
             raise UsageError(f"{path}: no such file; give a dump, or a folder of dumps")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     print_status("loading torch")
-    from onepolicy.audit import run, schema
+    from onepolicy.audit import read, run, schema
 
     columns = schema.parse_columns(arguments.columns)
     run.run_audit(
@@ -103,6 +131,7 @@ def run_audit(arguments: argparse.Namespace) -> int:
         png=arguments.png,
         nonfinite=arguments.nonfinite,
         number_format=arguments.format,
+        limits=read.ReadLimits(arguments.memory_limit, arguments.time_limit),
     )
     return 0
 
@@ -110,10 +139,11 @@ def run_audit(arguments: argparse.Namespace) -> int:
 def _check_kit(arguments: argparse.Namespace) -> int:
     """Print each dump's expected and found verdict. Return 1 if any differs."""
     given = [arguments.dump, arguments.out, arguments.columns, arguments.png, arguments.format]
+    given += [arguments.memory_limit, arguments.time_limit]
     if any(given) or arguments.nonfinite != "skip":
         raise UsageError(
-            "--conformance: takes no dump, --columns, --format, --nonfinite, --out or --png beside "
-            "it"
+            "--conformance: takes no dump, --columns, --format, --nonfinite, --out, --png or "
+            "limits beside it"
         )
     print_status(f"auditing the dumps of {arguments.conformance}")
     from onepolicy.audit import conformance

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from onepolicy.config.base import Frozen, printable
+from onepolicy.config.base import Frozen
 from onepolicy.config.load import VARIANT_KEYS
 from onepolicy.config.spelling import (
     closest_name,
@@ -16,6 +16,7 @@ from onepolicy.config.spelling import (
     settings_with_name,
     similar_settings,
 )
+from onepolicy.errors import printable
 
 SAME_OPTION = 0.65
 """Least similarity (difflib) at which an option is suggested: --out for --output."""

@@ -1,6 +1,6 @@
 """Typed, frozen settings. Importing this package loads no torch (tests/lint/test_imports.py)."""
 
-from onepolicy.config.base import Frozen, ServiceUnavailable, TrainingError, UsageError, printable
+from onepolicy.config.base import Frozen
 from onepolicy.config.correction import CorrectionConfig, Gate, Weight
 from onepolicy.config.engine import (
     EngineConfig,
@@ -43,6 +43,7 @@ from onepolicy.config.task import (
     ToolConfig,
     VerifiersTask,
 )
+from onepolicy.errors import ServiceUnavailable, TrainingError, UsageError, printable
 
 __all__ = [
     "R2",

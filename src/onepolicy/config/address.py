@@ -6,7 +6,7 @@ import ipaddress
 import re
 from urllib.parse import SplitResult, urlsplit
 
-from onepolicy.config.base import UsageError
+from onepolicy.errors import UsageError
 
 LARGEST_PORT = 65535
 URL_HINT = "e.g. http://127.0.0.1:8000"

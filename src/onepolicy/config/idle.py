@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from onepolicy.config.base import Frozen, printable, short_repr
+from onepolicy.config.base import Frozen
 from onepolicy.config.cluster import ClusterConfig, RayCluster
 from onepolicy.config.correction import LOSS_TERMS, CorrectionConfig
 from onepolicy.config.engine import (
@@ -27,6 +27,7 @@ from onepolicy.config.replay import R2, ReplayConfig, RolloutReplay
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.run import RunConfig
 from onepolicy.config.task import EpisodeTask, TaskConfig
+from onepolicy.errors import printable, short_repr
 
 CLIPPING_SURROGATES = ("ppo", "cispo", "gmpo")
 RATIO_BOUNDS = ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from onepolicy.config.base import UsageError
 from onepolicy.config.model_path import check_model_path
 from onepolicy.config.problems import check_held_out, read_prompts, read_task
 from onepolicy.config.run import RunConfig
 from onepolicy.config.task import JsonlTask, PromptsTask, ReActTask, SearchTool, TaskConfig
+from onepolicy.errors import UsageError
 
 
 def check_input_files(config: RunConfig, *, evaluates: bool) -> None:

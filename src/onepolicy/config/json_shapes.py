@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
-from onepolicy.config.base import UsageError
+from onepolicy.errors import UsageError
 
 JsonObject = dict[str, Any]
 

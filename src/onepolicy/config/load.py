@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from onepolicy.config.base import Frozen, UsageError
+from onepolicy.config.base import Frozen
 from onepolicy.config.renamed import rename_keys, rename_overrides, warn_renamed
 from onepolicy.config.run import RunConfig
+from onepolicy.errors import UsageError
 
 Tree = dict[str, Any]
 Settings = TypeVar("Settings", bound=Frozen)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
-from onepolicy.config.base import UsageError
 from onepolicy.config.engine import EngineConfig
 from onepolicy.config.load import parse_value, read_recipe, resolve
 from onepolicy.config.problems import read_prompts
 from onepolicy.config.run import RunConfig
 from onepolicy.config.spelling import did_you_mean
 from onepolicy.config.task import PromptsTask, TaskConfig
+from onepolicy.errors import UsageError
 
 Tree = dict[str, Any]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from onepolicy.config.base import UsageError
 from onepolicy.config.model import ModelConfig
+from onepolicy.errors import UsageError
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
@@ -23,6 +23,11 @@ def check_model_path(path: str) -> None:
         return
     folder = Path(path)
     if os.path.lexists(folder) and not (folder / "config.json").is_file():
+        from onepolicy.config.foreign_folders import FOREIGN
+
+        for pattern, layout in FOREIGN.items():
+            if any(folder.glob(pattern)):
+                raise UsageError(f"model.path: {path} {layout}")
         raise UsageError(
             f"model.path: {path} has no config.json; give a folder saved by transformers' "
             "save_pretrained"

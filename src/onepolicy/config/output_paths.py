@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from onepolicy.config.base import UsageError
+from onepolicy.errors import UsageError
 
 CONFIG = "config.json"
 """In a run's folder: its effective settings."""

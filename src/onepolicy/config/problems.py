@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from onepolicy.config.base import UsageError
 from onepolicy.config.task import JsonlTask
+from onepolicy.errors import UsageError
 
 SHOWN = 60  # characters of a bad value in a message
 
@@ -102,7 +102,13 @@ def read_lines(path: str, field: str) -> list[bytes]:
         raise UsageError(
             f"{field}: {path} is not a file; give the path of a JSONL file of prompts and answers"
         )
-    lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    data = file.read_bytes()
+    if data.startswith(b"PAR1"):
+        raise UsageError(
+            f"{field}: {path} is Parquet; write JSON lines of it: pandas.read_parquet(FILE)"
+            ".to_json('prompts.jsonl', orient='records', lines=True)"
+        )
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
@@ -168,6 +174,8 @@ def text_field(row: dict[str, object], field: str, where: str, *, numbers: bool 
             f"{where}: field {field!r} is missing (the line has {has}); add it, or rename the field"
         )
     value = row[field]
+    if isinstance(value, list) and not numbers:
+        value = _only_message(value, f"{where}: field {field!r}")
     if numbers and type(value) is int:
         return str(value)
     if numbers and isinstance(value, WrittenFloat):
@@ -187,6 +195,23 @@ def text_field(row: dict[str, object], field: str, where: str, *, numbers: bool 
             "pair and no character; fix the line"
         ) from None
     return value
+
+
+def _only_message(messages: list[object], field: str) -> object:
+    """Return the content of a chat's one message, which trainers' data sets have for a text.
+
+    Raises UsageError for a list that is something else.
+    """
+    match messages:
+        case [{"role": "user", "content": content}]:
+            return content
+    roles = [each.get("role") for each in messages if isinstance(each, dict)]
+    if len(roles) < len(messages) or not roles:
+        raise _not_a_text(messages, field, numbers=False)
+    raise UsageError(
+        f"{field} is a chat of the roles {', '.join(map(str, roles))[:SHOWN]}; write the text of "
+        "one user message, or a list of that message alone"
+    )
 
 
 def _not_a_text(value: object, field: str, numbers: bool) -> UsageError:

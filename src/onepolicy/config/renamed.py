@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from onepolicy.config.base import UsageError
+from onepolicy.errors import UsageError
 
 Tree = dict[str, Any]
 LOG = logging.getLogger(__name__)

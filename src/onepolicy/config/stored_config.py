@@ -8,10 +8,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from onepolicy.config.base import UsageError
 from onepolicy.config.output_paths import CONFIG
 from onepolicy.config.renamed import rename_keys
 from onepolicy.config.run import RunConfig
+from onepolicy.errors import UsageError
 
 TRUST = "model.trust_remote_code"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from onepolicy.config.base import UsageError
 from onepolicy.config.correction import PRESET_ALIASES, CorrectionConfig, correction_presets
+from onepolicy.errors import UsageError
 
 
 def preset(name: str, **override: Any) -> CorrectionConfig:

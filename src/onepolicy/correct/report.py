@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from onepolicy.config.base import UsageError
 from onepolicy.config.correction import CorrectionConfig
 from onepolicy.correct.histogram import histogram, quantiles
+from onepolicy.errors import UsageError
 
 QUANTILES = (0.01, 0.5, 0.99)
 

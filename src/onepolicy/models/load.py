@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,17 +23,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.model_path import check_model_path
+from onepolicy.errors import short_repr
 
-# The exceptions of transformers for a file that is damaged or of another model
-UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-    UnpicklingError,
-)
+MAX_LAYERS = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the setting's value
 
 
@@ -74,13 +64,27 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         from onepolicy.models.hub import check_reachable
 
         check_reachable(model.path)
-    with _unreadable_is_usage_error("the config", model):
-        return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    with _foreign("the config", model):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code
+        )
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+        if not 1 <= layers <= MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers is {layers}; expected 1 to {MAX_LAYERS}")
+        # A name of the hub there would fetch and run a kernel.
+        config._attn_implementation = config._experts_implementation = None
+    return config
 
 
 def context_length(config: PreTrainedConfig) -> int:
-    """Return the largest number of tokens of a sequence."""
-    return int(config.get_text_config().max_position_embeddings)
+    """Return the largest number of tokens of a sequence. Raises UsageError if it is no number."""
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(length, int | float) or not 1 <= length < math.inf:
+        raise UsageError(
+            f"model.path: max_position_embeddings in config.json is {short_repr(length)}; write "
+            "the largest number of tokens of a sequence there"
+        )
+    return int(length)
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -89,7 +93,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         UsageError: it is missing or damaged, has no eos token, or is of another model.
     """
-    with _unreadable_is_usage_error("the tokenizer", model):
+    with _foreign("the tokenizer", model):
         tokenizer = AutoTokenizer.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
         )
@@ -136,10 +140,15 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
             restore_base(whole, adapter)
         return cast_model(merge_adapter(whole, adapter), dtype).eval()
     _refuse_foreign_files(Path(model.path))
-    quantisation = dequantisation_of(model, read_config(model))
-    with _unreadable_is_usage_error("the weights", model):
+    config = read_config(model)
+    quantisation = dequantisation_of(model, config)
+    from onepolicy.models.foreign import refuse_large_shapes
+
+    refuse_large_shapes(model, config)
+    with _foreign("the weights", model, limited=False):
         opened = AutoModelForCausalLM.from_pretrained(
             model.path,
+            config=config,
             dtype=dtype,
             trust_remote_code=model.trust_remote_code,
             use_safetensors=True,  # the other format is a pickle
@@ -227,9 +236,27 @@ def layer_prefix(name: str) -> str:
 
 
 @contextmanager
-def _unreadable_is_usage_error(part: str, model: ModelConfig) -> Iterator[None]:
+def _foreign(part: str, model: ModelConfig, *, limited: bool = True) -> Iterator[None]:
+    """Turn whatever a stranger's files make of transformers into a UsageError.
+
+    They are data for code of hundreds of families, so any exception may come of them. limited: in
+    little memory, on Linux. Weights are not: a GPU's driver takes address space as it starts.
+    """
+    limit: AbstractContextManager[None] = nullcontext()
+    if limited:
+        from onepolicy.models.foreign import memory_of_settings
+
+        limit = memory_of_settings(model)
     try:
-        yield
-    except UNREADABLE as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        with limit:
+            yield
+    except UsageError:
+        raise
+    except MemoryError:
+        raise UsageError(
+            f"model.path: {part} of {model.path!r} needs more memory than any model's; look for a "
+            "huge number in its JSON files"
+        ) from None
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise UsageError(f"model.path: cannot read {part} of {model.path!r}: {reason}") from error

@@ -39,8 +39,9 @@ def prepare_for_training(
     compute: dtype of the forward, if it is not that of the parameters.
 
     Raises:
-        UsageError: packing would change the model's logits. Samples would share recurrent state,
-            and attention that a family expresses by a mask (chunks, alibi) would be lost.
+        UsageError: the weights are damaged, or packing would change the model's logits. Samples
+            would share recurrent state, and attention that a family expresses by a mask (chunks,
+            alibi) would be lost.
     """
     config, kinds = model.config.get_text_config(), recurrent_layers(model)
     if kinds:
@@ -50,6 +51,7 @@ def prepare_for_training(
         )
     with torch.no_grad():
         alone = torch.cat([_logits(model, ids[None]) for ids in _samples(model, device)])
+        _check_logits(model, alone)
         model.set_attn_implementation(packed_attention.NAME)
         if getattr(model, "set_experts_implementation", None) is not None:
             model.set_experts_implementation(experts.NAME)
@@ -72,6 +74,16 @@ def prepare_for_training(
             f"model.path: {type(model).__name__} computes other logits for packed samples than for "
             f"them alone (off by {off:.2f} standard deviations); this family cannot be trained "
             "packed"
+        )
+
+
+def _check_logits(model: PreTrainedModel, logits: Tensor) -> None:
+    """Raise UsageError if no weights that were trained give such logits [n, V]."""
+    allowed = logits[~_ruled_out(logits)]
+    if not allowed.isfinite().all() or not (allowed != allowed[0]).any():
+        raise UsageError(
+            f"model.path: {type(model).__name__} computes logits that are NaN, infinite or all "
+            "alike; its weights are damaged, take the checkpoint again"
         )
 
 

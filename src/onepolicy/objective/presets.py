@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from onepolicy.config.base import UsageError
 from onepolicy.config.objective import ObjectiveConfig, objective_presets
 from onepolicy.config.spelling import did_you_mean
+from onepolicy.errors import UsageError
 
 
 def describe_presets(name: str | None = None) -> str:

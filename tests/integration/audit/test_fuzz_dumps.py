@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import struct
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,20 +76,64 @@ def tensors() -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays().items()}
 
 
+def foreign_rows() -> list[list[dict[str, Any]]]:
+    """Return rows in the layouts of NeMo-RL (lists of one sample) and of SGLang (triples)."""
+    plain = [{name: row[name] for name in PLAIN} for row in ROWS]
+    wrapped = [{name: [value] for name, value in row.items()} | {"reward": [1.0]} for row in plain]
+    triples = [
+        row | {"logp_rollout": [[logp, 7, None] for logp in row["logp_rollout"]]} for row in plain
+    ]
+    return [ROWS, wrapped, triples]
+
+
+FOREIGN_ROWS = foreign_rows()
+
+
 def as_jsonl(damage: Damage) -> bytes:
-    rows = ROWS
+    good = damage.random.choice(FOREIGN_ROWS)
+    rows = good
     if damage.random.random() < 0.5:
-        rows = damage.tree(ROWS)
+        rows = damage.tree(good)
     lines = [json.dumps(row).encode() for row in (rows if isinstance(rows, list) else [rows])]
+    if damage.random.random() < 0.1:  # a key that is there twice
+        lines = [line.replace(b"{", b'{"mask": [1, 1], ', 1) for line in lines]
     data = b"\n".join(lines)
-    return damage.data(data) if rows is ROWS else data
+    return damage.data(data) if rows is good else data
 
 
-def as_parquet() -> bytes:
+def as_parquet(*more: str, kind: pa.DataType | None = None) -> bytes:
+    """Return the plain columns, and one of each further name. kind: of the log-probabilities."""
     buffer = io.BytesIO()
-    columns = {name: [row[name] for row in ROWS] for name in PLAIN}
-    pq.write_table(pa.table(columns), buffer, compression="none", write_statistics=False)
+    values = [pa.array([row[name] for row in ROWS]) for name in PLAIN]
+    if kind is not None:
+        values[2] = values[2].cast(kind)
+    values += [values[1]] * len(more)
+    table = pa.table(values, names=[*PLAIN, *more])
+    pq.write_table(table, buffer, compression="none", write_statistics=False)
     return buffer.getvalue()
+
+
+def in_header(damage: Damage, good: bytes) -> bytes:
+    """Return a safetensors file whose header has another kind, name, shape, place or a key twice.
+
+    The library checks some of it, so whole headers get further than damaged bytes do.
+    """
+    (size,) = struct.unpack("<Q", good[:8])
+    header, data = json.loads(good[8 : 8 + size]), good[8 + size :]
+    name = damage.random.choice(list(header))
+    match damage.random.randrange(5):
+        case 0:
+            header[name]["dtype"] = damage.random.choice(KINDS)
+        case 1:
+            header[damage.random.choice(NAMES)] = header.pop(name)
+        case 2:
+            header[name]["shape"] = damage.random.choice(([], [0], [5, 1], [1, 5], [2**40, 0]))
+        case 3:
+            header[name]["data_offsets"][damage.random.randrange(2)] += damage.random.randint(-9, 9)
+    text = json.dumps(header)
+    if damage.random.random() < 0.2:
+        text = text[:-1] + f', "{name}": {json.dumps(header.get(name))}}}'
+    return struct.pack("<Q", len(text)) + text.encode() + data
 
 
 def as_npz() -> bytes:
@@ -104,7 +149,8 @@ def npz(damage: Damage) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(NPZ)) as good, zipfile.ZipFile(buffer, "w") as bad:
         spoiled = damage.random.choice(good.namelist())
-        for name in good.namelist():
+        twice = [spoiled] * (damage.random.random() < 0.1)
+        for name in [*good.namelist(), *twice]:
             data = good.read(name)
             bad.writestr(name, damage.data(data) if name == spoiled else data)
     return buffer.getvalue()
@@ -116,7 +162,30 @@ def as_pt(*, legacy: bool) -> bytes:
     return buffer.getvalue()
 
 
-NPZ, PARQUET, SAFETENSORS = as_npz(), as_parquet(), save(tensors())
+KINDS = [
+    "F4",
+    "F6_E2M3",
+    "F8_E8M0",
+    "F8_E4M3",
+    "F8_E5M2",
+    "BF16",
+    "F16",
+    "F32",
+    "F64",
+    "I8",
+    "U8",
+    "I64",
+    "BOOL",
+    "C64",
+    "x",
+]
+NAMES = ("mask.lengths", "length", "", "\x1b[2J", "é", "\ud800", "__metadata__", "routes_trainer")
+NPZ, SAFETENSORS = as_npz(), save(tensors())
+PARQUETS = (
+    *(as_parquet(), as_parquet("mask"), as_parquet("x", "x"), as_parquet("", "mask.lengths")),
+    *(as_parquet("length", "\x1b[2J"), as_parquet(kind=pa.list_(pa.float16()))),
+    as_parquet(kind=pa.large_list(pa.float64())),
+)
 PT = (as_pt(legacy=False), as_pt(legacy=True))
 
 
@@ -165,18 +234,20 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("short_search")
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:Duplicate name")
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".npz", ".safetensors", ".pt"])
 def test_dumps(tmp_path: Path, suffix: str, inputs: int) -> None:
     make = {
         ".jsonl": as_jsonl,
-        ".parquet": lambda damage: damage.data(PARQUET),
+        ".parquet": lambda damage: damage.data(damage.random.choice(PARQUETS)),
         ".npz": npz,
-        ".safetensors": lambda damage: damage.data(SAFETENSORS),
+        ".safetensors": lambda damage: damage.random.choice((Damage.data, in_header))(
+            damage, SAFETENSORS
+        ),
         ".pt": lambda damage: damage.data(damage.random.choice(PT)),
     }[suffix]
-    path = tmp_path / f"dump{suffix}"
+    path = tmp_path / f"dump [b]\x1b\udc80{suffix}"
 
     def read(data: bytes) -> list[Block]:
         rewrite(path, data)

@@ -112,6 +112,15 @@ def test_a_family_that_packs_wrongly_is_refused_with_any_head(monkeypatch):
         prepare.prepare_for_training(model, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 1e30])
+def test_damaged_weights_are_no_fault_of_the_family(value):
+    model = make("qwen3_dense")
+    for parameter in model.parameters():
+        parameter.data.fill_(value)
+    with pytest.raises(UsageError, match="its weights are damaged"):
+        prepare.prepare_for_training(model, torch.device("cpu"))
+
+
 def sound():
     """Return a learner and a batch in which the engine agrees with it on every token."""
     learner = learner_of("replay.mode=off")

@@ -3,7 +3,11 @@
 import copy
 import json
 import math
+import os
+import struct
 import tempfile
+import warnings
+import zipfile
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from onepolicy.audit import read as read_module
+from onepolicy.audit import formats
 from onepolicy.audit.accumulator import accumulate_dump
 from onepolicy.audit.export.slime import convert
 from onepolicy.audit.figures import audit_figures
@@ -75,9 +79,9 @@ def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, subtests) ->
         name: pytest.approx(value, rel=1e-4, abs=1e-6)
         for name, value in wanted.overall.statistics().items()
     }
-    for module in ("read", "arrays"):
+    for module in ("formats", "arrays"):
         monkeypatch.setattr(f"onepolicy.audit.{module}.BLOCK_TOKENS", 20)  # several blocks
-    monkeypatch.setattr(read_module, "PARQUET_ENTRIES", 280)  # 136 entries in the longest row
+    monkeypatch.setattr(formats, "PARQUET_ENTRIES", 280)  # 136 entries in the longest row
     absent = {"logp_native", "logp_previous", "logp_base", "tokens_rollout"}
     for suffix in SUFFIXES:
         with subtests.test(suffix):
@@ -366,6 +370,64 @@ def test_fuzz_of_slime_dumps(payload, sample) -> None:
         except UsageError as error:
             message = str(error)
         assert message.startswith(str(folder)) or not message
+
+
+def test_a_name_that_is_there_twice_is_refused(tmp_path, subtests) -> None:
+    """A join in pandas makes two columns of one name; which of them a reader takes is its whim."""
+    rows = gaussian_rows(1e-3, rows=3, length=8)
+    table = pa.table({name: [row[name] for row in rows] for name in rows[0]})
+    double = table.append_column("mask", table.column("mask"))
+    pq.write_table(double, tmp_path / "d.parquet")
+    line = json.dumps(rows[0])
+    (tmp_path / "d.jsonl").write_text(line[:-1] + ', "mask": [1]}\n')
+    write(tmp_path / "d.npz", rows)
+    with zipfile.ZipFile(tmp_path / "d.npz", "a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        archive.writestr("mask.npy", archive.read("mask.npy"))
+    data = write(tmp_path / "d.safetensors", rows).read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = data[8 : 8 + size].rstrip()
+    again = header[:-1] + b', "mask":' + json.dumps(json.loads(header)["mask"]).encode() + b"}"
+    (tmp_path / "d.safetensors").write_bytes(
+        struct.pack("<Q", len(again)) + again + data[8 + size :]
+    )
+    for suffix in (".parquet", ".jsonl", ".npz", ".safetensors"):
+        with (
+            subtests.test(suffix),
+            pytest.raises(UsageError, match=rf"d\{suffix}.*: column mask: is there twice"),
+        ):
+            audit(tmp_path / f"d{suffix}", {})
+    other = table.append_column("x", [[1, 1, 1]]).append_column("x", [[1, 1, 1]])
+    pq.write_table(other, tmp_path / "d.parquet")
+    assert audit(tmp_path / "d.parquet", {}).accumulated.rows == 3
+
+
+def test_numbers_of_four_bits_are_named(tmp_path) -> None:
+    names = ("tokens", "mask", *LOGPS)
+    header = {
+        name: {"dtype": "F4", "shape": [2, 4], "data_offsets": [4 * i, 4 * i + 4]}
+        for i, name in enumerate(names)
+    }
+    text = json.dumps(header).encode()
+    path = tmp_path / "d.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+    with pytest.raises(UsageError, match=r"d\.safetensors: column tokens: holds F4; expected"):
+        audit(path, {})
+
+
+def test_a_pipe_and_a_device_are_not_waited_for(tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "zero.npz").symlink_to("/dev/zero")
+    for name in ("pipe.jsonl", "zero.npz"):
+        with pytest.raises(UsageError, match=rf"{name}: is a device or a pipe"):
+            audit(tmp_path / name, {})
+
+
+def test_a_file_name_that_is_not_utf_8(tmp_path) -> None:
+    path = write(tmp_path / "d.jsonl", gaussian_rows(1e-3, rows=20, length=30))
+    path = path.rename(tmp_path / "d\udc80.jsonl")
+    assert main(["audit", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert "d\\udc80" in (tmp_path / "out" / "audit.json").read_text()
 
 
 def test_a_column_name_that_is_no_text(tmp_path) -> None:

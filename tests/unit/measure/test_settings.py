@@ -47,6 +47,7 @@ def test_prompts_of_a_file_a_recipe_and_a_task(tmp_path):
 def test_lines_of_text_or_json(tmp_path):
     for text, wanted in (
         (b"1+1=\r\n\n2 {x}\n\n", ["1+1=", "2 {x}"]),
+        (b'{"prompt": [{"role": "user", "content": "1+1="}], "data_source": "x"}', ["1+1="]),
         (b'\xef\xbb\xbf{"prompt": "1+1="}\n\n{"prompt": "2", "answer": 3}\n', ["1+1=", "2"]),
     ):
         (tmp_path / "p").write_bytes(text)
@@ -56,6 +57,10 @@ def test_lines_of_text_or_json(tmp_path):
 def test_bad_prompts(tmp_path):
     for text, message in (
         (b"", "is empty"),
+        (b"PAR1\x15", r"is Parquet; .*to_json"),
+        (b'{"prompt": [{"role": "system"}, {"role": "user"}]}', "chat of the roles system, user"),
+        (b'{"prompt": [1]}', "is list"),
+        (b'{"prompt": []}', "is list"),
         (b"ok\n\xff\n", "p:2: not UTF-8"),
         (b'{"prompt": "a"}\n{"question": "b"}\n', "p:2: field 'prompt' is missing"),
         (b'{"prompt": ["a"]}\n', "p:1: field 'prompt' is list"),

@@ -10,18 +10,23 @@ miles writes one per rank; the copies of tensor-parallel ranks are left out.
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
-from onepolicy.audit.arrays import load_pt
+from onepolicy.audit.arrays import as_numpy, check_plain_tensor, load_pt
 from onepolicy.audit.export import write_step
-from onepolicy.config import UsageError
+from onepolicy.audit.read import read_bounded
+from onepolicy.bounded import Message
 from onepolicy.console import print_text
+from onepolicy.errors import UsageError, short_repr
 
+LARGEST_INT = 2**31 - 1
 PER_TOKEN = {"log_probs": "logp_trainer", "rollout_log_probs": "logp_rollout", "loss_masks": "mask"}
 
 
@@ -33,17 +38,14 @@ def convert(source: Path | str, folder: Path | str) -> int:
     paths = sorted(Path(source).glob("*.pt"))
     seen: set[tuple[int, int]] = set()
     written = 0
-    for path in paths:
-        loaded = load_pt(path)
-        rollout = _whole_number(path, "rollout_id", loaded.get("rollout_id", 0))
-        rank = _whole_number(path, "rank", loaded.get("rank", 0))
-        rows = []
-        for number, sample in enumerate(iterate_samples(path, loaded)):
-            index = _whole_number(path, "sample_index", sample.get("sample_index", number))
-            # Other pipeline stages have no log_probs.
-            if "log_probs" in sample and (rollout, index) not in seen:
-                seen.add((rollout, index))
-                rows.append(sample_row(path, sample) | {"step": rollout})
+    task = "onepolicy.audit.export.slime:read_samples"
+    for _, messages in itertools.groupby(read_bounded(task, paths), key=lambda each: each[0]):
+        rows, rollout, rank = [], 0, 0
+        for _, (info, arrays) in messages:
+            rollout, rank = info["rollout"], info["rank"]
+            if (rollout, info["index"]) not in seen:
+                seen.add((rollout, info["index"]))
+                rows.append({name: array.tolist() for name, array in arrays.items()} | info["row"])
         if rows:
             write_step(folder, rollout, rows, rank=rank)
             written += len(rows)
@@ -51,6 +53,25 @@ def convert(source: Path | str, folder: Path | str) -> int:
         fix = "let the trainer score, without --use-rollout-logprobs"
         raise UsageError(f"{source}: no sample with log_probs in {len(paths)} *.pt files; {fix}")
     return written
+
+
+def read_samples(files: list[str]) -> Iterator[Message | None]:
+    """Yield the scored samples of training dumps, as a task of bounded.py."""
+    import torch  # noqa: F401
+
+    yield None
+    for number, file in enumerate(files):
+        path = Path(file)
+        yield Message({"file": number})
+        loaded = load_pt(path)
+        rollout = _whole_number(path, "rollout_id", loaded.get("rollout_id", 0))
+        rank = _whole_number(path, "rank", loaded.get("rank", 0))
+        for place, sample in enumerate(iterate_samples(path, loaded)):
+            index = _whole_number(path, "sample_index", sample.get("sample_index", place))
+            if "log_probs" in sample:  # other pipeline stages have none
+                arrays, more = sample_row(path, sample)
+                info = {"rollout": rollout, "rank": rank, "index": index}
+                yield Message(info | {"row": more | {"step": rollout}}, arrays)
 
 
 def iterate_samples(path: Path, loaded: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -87,8 +108,10 @@ def _rollout_columns(path: Path, data: Mapping[str, Any]) -> dict[str, list[Any]
     return columns
 
 
-def sample_row(path: Path, sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the response of a sample as a row.
+def sample_row(
+    path: Path, sample: Mapping[str, Any]
+) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Return the response of a sample as columns per token, and those per row.
 
     Log-probabilities and the mask belong to its last tokens.
     """
@@ -96,33 +119,33 @@ def sample_row(path: Path, sample: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise UsageError(f"{path}: samples have no {', '.join(missing)}")
     names = PER_TOKEN | {name: name for name in ("tokens", "entropy") if name in sample}
-    row: dict[str, Any] = {
-        ours: _numbers(path, theirs, sample[theirs]) for theirs, ours in names.items()
-    }
-    row["tokens"] = row["tokens"][max(0, len(row["tokens"]) - len(row["mask"])) :]
+    arrays = {ours: _numbers(path, theirs, sample[theirs]) for theirs, ours in names.items()}
+    arrays["tokens"] = arrays["tokens"][max(0, len(arrays["tokens"]) - len(arrays["mask"])) :]
     versions = sample.get("weight_versions")  # strings, one per turn
     if isinstance(versions, list):
-        known = [int(version) for version in versions if str(version).isdecimal()]
+        known = [int(version) for version in versions if re.fullmatch("[0-9]{1,9}", str(version))]
         if known:
-            row["version"] = min(known)
-    return row
+            return arrays, {"version": min(known)}
+    return arrays, {}
 
 
-def _numbers(path: Path, name: str, value: Any) -> list[Any]:
+def _numbers(path: Path, name: str, value: Any) -> np.ndarray:
+    import torch
+
     try:
         found = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         found = torch.zeros(())
+    check_plain_tensor(f"{path}: {name} of a sample", found)
     if found.dim() != 1:
         raise UsageError(f"{path}: {name} of a sample is not a list of numbers")
-    listed: list[Any] = found.tolist()
-    return listed
+    return as_numpy(found)
 
 
 def _whole_number(path: Path, name: str, value: Any) -> int:
-    if isinstance(value, int):
+    if isinstance(value, int) and abs(value) <= LARGEST_INT:
         return value
-    raise UsageError(f"{path}: {name} is {str(value)[:40]}; expected a whole number")
+    raise UsageError(f"{path}: {name} is {short_repr(value)}; expected a whole number")
 
 
 def _expect(path: Path, value: Any, kind: type, name: str) -> Any:

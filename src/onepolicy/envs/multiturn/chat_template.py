@@ -161,23 +161,9 @@ class TemplateDialogue:
         return before + ended
 
     def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        from jinja2 import TemplateError
+        from onepolicy.chat_templates import render_chat
 
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(self.schemas) or None,
-                add_generation_prompt=prompt,
-                tokenize=False,
-            )
-        except TemplateError as error:
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise UsageError(
-                f"model.path: the chat template cannot write the roles {roles}: {error}; use "
-                "another template"
-            ) from error
-        assert isinstance(text, str)
-        return text
+        return render_chat(self.tokenizer, messages, tools=self.schemas, prompt=prompt)
 
     def _encode_filled(
         self, rendered: str, placeholders: Sequence[str], texts: Sequence[str]

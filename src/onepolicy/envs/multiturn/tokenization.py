@@ -20,9 +20,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """
     if tokenizer.chat_template is None:
         return tokenizer.encode(prompt, add_special_tokens=False)
-    message = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    assert isinstance(text, str)
+    from onepolicy.chat_templates import render_chat
+
+    text = render_chat(tokenizer, [{"role": "user", "content": prompt}], prompt=True)
     # The template has already written the special tokens.
     return tokenizer.encode(text, add_special_tokens=False)
 

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.config.base import short_repr
+from onepolicy.errors import short_repr
 from onepolicy.integrations.core.layout import fit
+from onepolicy.npy import InvalidNpyError, parse_npy
 from onepolicy.replay.checks import why_surplus
-from onepolicy.replay.payloads.npy import InvalidNpyError, parse_npy
 from onepolicy.replay.routers import BoundRouters
 from onepolicy.types import RoutingTrace, id_dtype
 

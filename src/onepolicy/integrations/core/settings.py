@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import ValidationError, field_validator
 
 from onepolicy.config import CorrectionConfig, UsageError
-from onepolicy.config.base import Frozen, short_repr
+from onepolicy.config.base import Frozen
 from onepolicy.config.errors import describe_errors
+from onepolicy.errors import short_repr
 
 
 class Settings(Frozen):

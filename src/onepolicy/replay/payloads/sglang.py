@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.config.base import short_repr
+from onepolicy.errors import short_repr
 
 ID_BYTES = 4  # of an expert's id
 

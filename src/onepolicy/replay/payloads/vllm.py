@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from onepolicy.config import UsageError
-from onepolicy.config.base import short_repr
+from onepolicy.errors import short_repr
+from onepolicy.npy import InvalidNpyError, parse_npy
 from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import RouteSpec
-from onepolicy.replay.payloads.npy import InvalidNpyError, parse_npy
 from onepolicy.types import RoutingTrace, route_spans
 
 Version = tuple[int, int]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import printable
-from onepolicy.config.base import short_repr
+from onepolicy.errors import short_repr
 from onepolicy.types import MAX_LOGP
 
 if TYPE_CHECKING:

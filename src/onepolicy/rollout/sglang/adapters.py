@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError
-from onepolicy.config.base import short_repr
 from onepolicy.config.lora import LoraConfig
+from onepolicy.errors import short_repr
 from onepolicy.rollout.adapter_source import AdapterSource
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.replies import MalformedReply, adapter_names, get_field

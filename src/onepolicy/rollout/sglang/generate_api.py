@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.config.base import short_repr
+from onepolicy.errors import short_repr
 from onepolicy.replay.axes import trace_from
 from onepolicy.replay.checks import RouteSpec, check_trace
 from onepolicy.replay.payloads.sglang import ID_BYTES, route_ids

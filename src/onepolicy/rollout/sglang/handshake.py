@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from onepolicy.config import SGLangConfig, UsageError
-from onepolicy.config.base import short_repr
+from onepolicy.errors import short_repr
 from onepolicy.interfaces import EngineCaps
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.replies import MalformedReply, get_count, get_field, make_printable

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepolicy.config import TrainingError
-from onepolicy.config.base import short_repr
+from onepolicy.errors import short_repr
 from onepolicy.interfaces import NamedWeights
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.replies import MalformedReply

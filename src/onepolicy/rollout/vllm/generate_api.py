@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.config.base import short_repr
+from onepolicy.errors import short_repr
 from onepolicy.replay.checks import RouteSpec, check_trace
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat, request_trace
 from onepolicy.rollout.servers.replies import (

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedConfig
 
 from onepolicy.config import QuantFormat, UsageError, VLLMServerConfig
-from onepolicy.config.base import short_repr
+from onepolicy.errors import short_repr
 from onepolicy.interfaces import EngineCaps
 from onepolicy.models.quant.size_report import SizeReport
 from onepolicy.replay.checks import RouteSpec

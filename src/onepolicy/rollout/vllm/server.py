@@ -21,8 +21,8 @@ from onepolicy.config import (
     UsageError,
     VLLMServerConfig,
 )
-from onepolicy.config.base import short_repr
 from onepolicy.config.lora import LoraConfig
+from onepolicy.errors import short_repr
 from onepolicy.interfaces import EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config

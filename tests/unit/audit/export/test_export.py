@@ -59,6 +59,61 @@ def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
         parse_columns(["prime-rl", "tokens=x"])
 
 
+def test_a_null_in_prime_rls_export_is_left_out(tmp_path):
+    """A value that is not finite is null there. A row of another loss has no rewards."""
+    names = KNOWN_NAMES["prime-rl"]
+    rows = [{names.get(k, k): v for k, v in row.items()} for row in gaussian_rows(5e-3, rows=12)]
+    rows[3] |= {"rewards": [None] * 80}
+    rows[3]["inference_logprobs"][20] = None
+    found = audit(write_jsonl(tmp_path / "rank_0.jsonl", rows), names).accumulated
+    assert (found.rows, found.nonfinite.count) == (12, 1)
+
+
+def test_nemo_rl_training_data(tmp_path):
+    """train_data_stepN.jsonl has lists of one sample's values, padded."""
+    rows = gaussian_rows(5e-3, rows=12)
+    names = KNOWN_NAMES["nemo-rl"]
+    theirs = [
+        {theirs: [[*row[ours], 0]] for ours, theirs in names.items()} | {"rewards": [1.0], "idx": i}
+        for i, row in enumerate(rows)
+    ]
+    path = write_jsonl(tmp_path / "train_data_step1.jsonl", theirs)
+    with pytest.raises(UsageError, match=r"step1\.jsonl: is NeMo-RL's.*--columns nemo-rl"):
+        audit(path, {})
+    found = audit(path, names | {"reward": "rewards"}).accumulated
+    wanted = audit(write_jsonl(tmp_path / "wanted.jsonl", rows), {}).accumulated
+    assert found.overall.statistics() == pytest.approx(wanted.overall.statistics())
+    assert found.rewards == {0: (12.0, 12)}
+
+
+def test_sglangs_triples(tmp_path):
+    rows = gaussian_rows(5e-3, rows=12)
+    wanted = audit(write_jsonl(tmp_path / "wanted.jsonl", rows), {}).accumulated
+    for row in rows:
+        pairs = zip(row["logp_rollout"], row["tokens"], strict=True)
+        row["logp_rollout"] = [[logp, token, None] for logp, token in pairs]
+    found = audit(write_jsonl(tmp_path / "d.jsonl", rows), {}).accumulated
+    assert found.overall.statistics() == wanted.overall.statistics()
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"input": "q", "output": "a", "gts": "4", "score": 1.0},
+            r"verl's text log.*export",
+        ),
+        ({"prompt": "q", "completion": "a", "reward": 1.0}, r"TRL's text log.*attach\("),
+        ({"token_ids": [1], "inference_logprobs": [0], "trainer_logprobs": [0]}, "prime-rl"),
+        ({"batch": {"responses": [[1]]}}, r"a batch of verl.*export\.verl"),
+        ({"text": "a", "meta_info": {}}, "SGLang"),
+    ],
+)
+def test_a_layout_that_lacks_a_side_is_named(tmp_path, row, said):
+    with pytest.raises(UsageError, match=rf"d\.jsonl: is .*{said}"):
+        audit(write_jsonl(tmp_path / "d.jsonl", [row]), {})
+
+
 def _samples(count, seed=0):
     """Return what both frameworks hold of a sample: all its tokens, lists of its response."""
     for i, row in enumerate(gaussian_rows(5e-3, rows=count, length=42, seed=seed)):

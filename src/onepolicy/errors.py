@@ -1,0 +1,56 @@
+"""Errors for the command line. This file imports nothing heavy, so that a child may raise them."""
+
+from __future__ import annotations
+
+import reprlib
+import unicodedata
+from typing import Any, ClassVar
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return the text with control and invisible characters escaped.
+
+    keep: characters that stay as they are.
+    """
+    characters = []
+    for character in text:
+        if character in keep or _is_visible(character):
+            characters.append(character)
+        else:
+            characters.append(ascii(character)[1:-1])
+    return "".join(characters)
+
+
+def _is_visible(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"  # a space
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 100, 100
+
+
+def short_repr(value: Any) -> str:
+    """Return at most 200 characters that show the value, however large or deep it is."""
+    return _SHORT.repr(value)[:200]
+
+
+class _PrintableError(Exception):
+    """An error whose message may quote untrusted text. Only its line breaks reach a terminal."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(str(message), keep="\n"))
+
+
+class UsageError(_PrintableError, ValueError):
+    """Bad input. The message names the path or field, the value and the fix. Exit status 2."""
+
+
+class ServiceUnavailable(UsageError):
+    """A server or cluster that a run needs at its start does not answer. --restarts tries again."""
+
+    EXIT: ClassVar[int] = 75
+    """Exit status of the command line: EX_TEMPFAIL of sysexits.h."""
+
+
+class TrainingError(_PrintableError, RuntimeError):
+    """A run that began well cannot go on. The message says why and what to do. Exit status 1."""

@@ -1,0 +1,182 @@
+"""Small files that ask for much: what parses them is a child with limits, and the audit goes on."""
+
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from onepolicy import bounded
+from onepolicy.audit.export import slime
+from onepolicy.audit.read import ReadLimits, read_dump
+from onepolicy.audit.schema import write_parquet
+from onepolicy.bounded import GIB, Limits, StoppedError
+from onepolicy.cli import main
+from onepolicy.config import UsageError
+from support.audit_dumps import gaussian_rows, write_jsonl
+
+pytestmark = pytest.mark.process
+NAMES = ("tokens", "mask", "logp_rollout", "logp_trainer")
+SMALL = ReadLimits(memory_gib=2**-4)
+ROWS = gaussian_rows(1e-3, rows=5, length=12)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([row[name] for row in ROWS]) for name in NAMES}
+
+
+def write_npz(path: Path) -> None:
+    np.savez(path, **{name: tensor.numpy() for name, tensor in tensors().items()})
+
+
+WRITERS = {
+    ".jsonl": lambda path: write_jsonl(path, ROWS),
+    ".npz": write_npz,
+    ".parquet": lambda path: write_parquet(path, ROWS),
+    ".pt": lambda path: torch.save(tensors(), path),
+    ".safetensors": lambda path: save_file(tensors(), path),
+}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_a_child_reads_what_its_parent_would(tmp_path, suffix):
+    path = tmp_path / f"d\udc80\u00e9 {suffix}"  # not UTF-8
+    WRITERS[suffix](tmp_path / f"d{suffix}")
+    (tmp_path / f"d{suffix}").rename(path)
+    (block,) = read_dump(path, {})
+    assert block.lengths.tolist() == [12] * 5
+    for name in NAMES:
+        wanted = np.concatenate([row[name] for row in ROWS])
+        assert block.columns[name] == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+
+
+def doubling(path: Path) -> None:
+    """Write a .pt whose pickle doubles a text 20 times by a function that torch allows."""
+    words = [pickle.PROTO, b"\x02c_codecs\nencode\nq\x00X", struct.pack("<I", 1024), b"A" * 1024]
+    words += [b"X\x06\x00\x00\x00latin1\x86R"]
+    words += [b"q\x02h\x00h\x02X\x03\x00\x00\x00hex\x86R"] * 20
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", b"".join([*words, b"."]))
+        archive.writestr("x/byteorder", "little")
+        archive.writestr("x/version", "3\n")
+
+
+def repacked(path: Path, **more: torch.Tensor) -> None:
+    """Write a deflated .pt, ended by a zip record that torch skips and Python takes for the end."""
+    torch.save(tensors() | more, path)
+    with zipfile.ZipFile(path) as stored:
+        members = {name: stored.read(name) for name in stored.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    path.write_bytes(path.read_bytes() + b"PK\x05\x06")
+
+
+def zeros_npz(path: Path) -> None:
+    np.savez_compressed(path, **dict.fromkeys(NAMES, np.zeros((1, 2**22))))
+
+
+def zeros_parquet(path: Path) -> None:
+    row = pa.array([np.zeros(2**24, np.int8)], pa.list_(pa.int8()))
+    pq.write_table(pa.table(dict.fromkeys(NAMES, row)), path)
+
+
+BOMBS = {
+    "doubling.pt": doubling,
+    "deflated.pt": lambda path: repacked(path, more=torch.zeros(2**24)),
+    "one number.pt": lambda path: torch.save(
+        tensors() | {"mask": torch.zeros(1).expand(2**40)}, path
+    ),
+    "zeros.npz": zeros_npz,
+    "zeros.parquet": zeros_parquet,
+    "lists.jsonl": lambda path: path.write_text("[" + "[]," * 2**20 + "[]]"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_ends_its_child_only(tmp_path, capfd, name):
+    path = tmp_path / name
+    BOMBS[name](path)
+    assert path.stat().st_size < 2**25
+    said = "--memory-limit"
+    if name == "one number.pt":
+        said = "shape"
+    with pytest.raises(UsageError, match=rf"{name}: .*{said}"):
+        list(read_dump(path, {}, SMALL))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_rows_without_end_pass_the_time_limit(tmp_path, capsys):
+    path = tmp_path / "d.pt"
+    values = {name: -torch.ones(1) for name in NAMES} | {"tokens": torch.ones(1)}
+    values["mask"] = torch.ones(1)
+    torch.save({name: value.expand(2**22, 2**18) for name, value in values.items()}, path)
+    limits = ["--time-limit", "0.5", "--memory-limit", "2"]
+    assert main(["audit", str(path), *limits]) == 2
+    assert f"{path}: took longer than" in capsys.readouterr().err
+
+
+def test_a_limit_can_be_raised(tmp_path):
+    path = tmp_path / "d.npz"
+    ones = dict.fromkeys(NAMES[:2], np.ones((2**9, 2**11)))
+    np.savez_compressed(path, **ones, **dict.fromkeys(NAMES[2:], -ones["tokens"]))
+    with pytest.raises(UsageError, match=r"needs more than 0\.02 GiB .* raise --memory-limit"):
+        list(read_dump(path, {}, ReadLimits(memory_gib=0.02)))
+    assert sum(len(block.lengths) for block in read_dump(path, {})) == 2**9
+
+
+def test_training_dumps_are_read_in_a_child(tmp_path):
+    sample = {"tokens": torch.arange(4), "loss_masks": torch.ones(2), "weight_versions": ["3"]}
+    sample |= dict.fromkeys(("log_probs", "rollout_log_probs"), -torch.ones(2))
+    torch.save({"samples": [sample]}, tmp_path / "0.pt")
+    assert slime.convert(tmp_path, tmp_path / "out") == 1
+    (block,) = read_dump(tmp_path / "out", {})
+    assert block.columns["tokens"].tolist() == [2, 3]
+    assert block.columns["version"].tolist() == [3, 3]
+
+
+def test_a_crash_ends_the_child_only():
+    limits = Limits(GIB, 60)
+    with pytest.raises(StoppedError, match=r"its reader died \(SIGABRT\)"):
+        list(bounded.stream("os:abort", {}, limits))
+    with pytest.raises(StoppedError, match=r"AttributeError: .*no_such_task.*damaged"):
+        list(bounded.stream("os:no_such_task", {}, limits))
+
+
+def framed(info: object, data: bytes = b"") -> bytes:
+    text = json.dumps(info).encode()
+    return struct.pack("<I", len(text)) + text + data
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (framed([]), "nonsense"),
+        (framed({"kind": "message"}), "nonsense"),
+        (framed({"kind": "message", "arrays": [["a", "|O", 1]]}, bytes(8)), "nonsense"),
+        (framed({"kind": "message", "arrays": [["a", "<f8", -1]]}), "nonsense"),
+        (framed({"kind": "message", "arrays": [["a", "<f8", 2**40]]}), "needs more than 1 GiB"),
+        (b"\xff\xff\xff\xff", "nonsense"),
+        (framed({"kind": "message", "arrays": [["a", "<f8", 4]]}, bytes(8)), "died"),
+    ],
+)
+def test_a_child_that_its_file_took_over_is_not_believed(monkeypatch, reply, said):
+    ready = framed({"kind": "ready", "arrays": []})
+    code = f"import os, sys; sys.stdin.readline(); os.write(1, {ready + reply!r})"
+    start = subprocess.Popen
+
+    def start_other(command, **more):
+        return start([sys.executable, "-c", code], **more)
+
+    monkeypatch.setattr(bounded.subprocess, "Popen", start_other)
+    with pytest.raises(StoppedError, match=said):
+        list(bounded.stream("os:abort", {}, Limits(GIB, 60)))

@@ -1,0 +1,129 @@
+"""Model folders of strangers: a kilobyte of JSON neither fills the memory nor ends in a traceback,
+and no kernel of the hub is fetched for it."""
+
+import json
+
+import pytest
+import torch
+import transformers.integrations.hub_kernels as hub_kernels
+
+from onepolicy import chat_templates
+from onepolicy.bounded import GIB, Limits
+from onepolicy.chat_templates import render_chat
+from onepolicy.config import ModelConfig, UsageError
+from onepolicy.models.load import context_length, load_model, load_tokenizer, read_config
+from support.fake_vllm import make_checkpoints
+from support.scripted_engine import HERMES, make_tokenizer, tokenizer_of
+
+CPU = torch.device("cpu")
+QUESTION = [{"role": "user", "content": "1+1"}]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    make_checkpoints(folder)
+    make_tokenizer("0123456789").save_pretrained(folder / "0")
+    return folder / "0"
+
+
+@pytest.fixture
+def change(base, tmp_path):
+    """Return a function that makes a folder with other values in a JSON file."""
+
+    def changed(values, file="config.json"):
+        for path in base.iterdir():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+        path = tmp_path / file
+        if isinstance(values, bytes):
+            path.write_bytes(values)
+        else:
+            path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        return ModelConfig(path=str(tmp_path))
+
+    return changed
+
+
+def read_all(model):
+    context_length(read_config(model))
+    load_tokenizer(model)
+    load_model(model, torch.float32, CPU)
+
+
+CONFIGS = [
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected 1 to 4096"),
+    ({"vocab_size": 10**8}, r"makes weights of 3,200,000,000 bytes, its files hold"),
+    ({"moe_intermediate_size": 10**6, "intermediate_size": 10**6}, "makes weights of"),
+    ({"num_attention_heads": 0}, "cannot read the weights"),
+    ({"rope_scaling": {"rope_type": "x", "factor": "x"}}, "cannot read the"),
+    ({"hidden_act": "os.system"}, "cannot read the weights"),
+    ({"model_type": []}, "cannot read the config"),
+    ({"max_position_embeddings": 1e400}, "max_position_embeddings|cannot read the config"),
+    ({"quantization_config": [1]}, "cannot read|quantization"),
+    (b"[" * 100_000, "cannot read the config"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), CONFIGS)
+def test_a_damaged_config_is_named(change, values, said):
+    with pytest.raises(UsageError, match=said):
+        read_all(change(values))
+
+
+def test_a_billion_labels_pass_the_limit(change, monkeypatch):
+    monkeypatch.setattr("onepolicy.models.foreign.CONFIG_MEMORY", 2**26)
+    with pytest.raises(UsageError, match=r"the config of .* needs more memory than any model's"):
+        read_config(change({"num_labels": 10**9}))
+    bytearray(2**28)  # the limit is gone
+
+
+@pytest.mark.parametrize(
+    ("values", "file"),
+    [
+        (b"[" * 100_000, "tokenizer.json"),
+        (b"[]", "tokenizer_config.json"),
+        ({"tokenizer_class": 7}, "tokenizer_config.json"),
+        ({"eos_token": {"__type": "AddedToken", "content": ["x"]}}, "tokenizer_config.json"),
+    ],
+)
+def test_a_damaged_tokenizer_is_named(change, values, file):
+    with pytest.raises(UsageError, match=r"model\.path: "):
+        load_tokenizer(change(values, file))
+
+
+@pytest.mark.parametrize("name", ["kernels-community/flash-attn", "someone/kernel:f"])
+def test_a_config_fetches_no_kernel(change, monkeypatch, name):
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: pytest.fail("fetched"))
+    model = change({"_attn_implementation": name, "attn_implementation": name})
+    assert load_model(model, torch.float32, CPU).config._attn_implementation in ("sdpa", "eager")
+
+
+TEMPLATES = {
+    "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}": "longer than",
+    "{{ messages|tojson(indent=10**9) }}": "more than 0.25 GiB",
+    "{{ 'a' * 10**10 }}": "more than 0.25 GiB",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+    "{{ messages + 1 }}": "TypeError",
+    "{{ ''.__class__.__mro__ }}": "SecurityError",
+    "{{ raise_exception('no') }}": "TemplateError: no",
+}
+
+
+@pytest.mark.process
+def test_a_template_that_asks_for_much_ends_its_child_only(subtests, monkeypatch):
+    monkeypatch.setattr(chat_templates, "LIMITS", Limits(GIB // 4, 2))
+    for template, said in TEMPLATES.items():
+        with subtests.test(template), pytest.raises(UsageError, match=f"roles user: .*{said}"):
+            render_chat(tokenizer_of(template), QUESTION)
+
+
+@pytest.mark.process
+def test_a_child_renders_what_transformers_does():
+    tokenizer = tokenizer_of(HERMES)
+    schema = {"type": "function", "function": {"name": "f", "description": "é", "parameters": {}}}
+    for prompt in (False, True, False):
+        wanted = tokenizer.apply_chat_template(
+            QUESTION, tools=[schema], add_generation_prompt=prompt, tokenize=False
+        )
+        assert render_chat(tokenizer, QUESTION, tools=[schema], prompt=prompt) == wanted
