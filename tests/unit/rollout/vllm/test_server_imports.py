@@ -24,7 +24,7 @@ assert set(models) == {"onepolicy.models.quant", "onepolicy.models.quant.size_re
 """
 ROOMS = {
     *("config", "divergence", "interfaces", "models", "replay", "rollout", "sync"),
-    *("telemetry", "types"),
+    *("errors", "npy", "telemetry", "types"),
 }
 """What the server's process may load: the library's readers of routes, and weight sync."""
 
