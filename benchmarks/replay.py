@@ -16,7 +16,6 @@ backward.
 from __future__ import annotations
 
 import argparse
-import copy
 import random
 import statistics
 import time
@@ -179,7 +178,8 @@ def measure_check(name: str, args: argparse.Namespace) -> list[str]:
     model, batch = build(name), samples(args.samples, args.length)
     routers, loss = bind_routers(model), loss_of(model, batch, compiled=False)
     starts = tuple(batch.cu_seqlens.tolist()[:-1])
-    rounded = copy.deepcopy(model).bfloat16()
+    rounded = build(name).bfloat16()
+    rounded.load_state_dict(model.state_dict())
     trace = own_routes(rounded, bind_routers(rounded), loss_of(rounded, batch, compiled=False))
     trace = trace.with_origin(TraceOrigin(starts))
     agreement = routing_agreement(trace, own_routes(model, routers, loss))

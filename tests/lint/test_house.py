@@ -2,7 +2,7 @@
 
 import house
 
-MOST_FILES, MOST_LINES = 115, 15_300
+MOST_FILES, MOST_LINES = 115, 15_600
 CODE = """
 from typing import TYPE_CHECKING
 import onepolicy.types
