@@ -134,6 +134,7 @@ class _Child:
             stderr=subprocess.DEVNULL,  # a stranger's file may choose the words of a warning
             env=_environment(),
             pipesize=PIPE_BYTES,
+            start_new_session=True,  # what it starts ends with it
         )
         self._timer = threading.Timer(limits.seconds, self._stop)
 
@@ -177,12 +178,14 @@ class _Child:
             layout = [(str(name), np.dtype(dtype), int(n)) for name, dtype, n in info.pop("arrays")]
             if any(dtype.kind not in "biuf" or count < 0 for _, dtype, count in layout):
                 raise ValueError
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except StoppedError:
+            raise
+        except Exception:  # whatever a child says that its file has taken over
             raise StoppedError(NONSENSE) from None
         if kind == "message":
             return Message(info, self._arrays(layout))
         if kind == "refused":
-            raise UsageError(info.get("text"))
+            raise UsageError(str(info.get("text")))
         if kind == "failed":
             raise StoppedError(f"cannot be read ({info.get('text')}); it is damaged")
         if kind == "memory":
@@ -227,11 +230,15 @@ class _Child:
 
     def _stop(self) -> None:
         self._late = True
-        self._process.kill()
+        self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         self._timer.cancel()
-        self._process.kill()
+        self._kill()
         with contextlib.suppress(BrokenPipeError), self._process:  # closes the pipes and waits
             pass
 
@@ -299,7 +306,7 @@ def _limit_memory(memory: int) -> None:
         return
     import resource
 
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     _set_soft_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory)
 
 

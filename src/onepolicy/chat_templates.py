@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LIMITS = Limits(memory=GIB, seconds=10)
 """Of one rendering, which takes a millisecond and some MiB of an honest template."""
+LONGEST_TEXT, GROWTH = 2**18, 16
+"""Characters that a template may write, and how many for each of its question."""
 KEPT = 1024
 """Rendered texts that are kept: dialogues render the same placeholders again and again."""
 
@@ -61,7 +63,10 @@ def _rendered(question: str) -> str:
     answer = bounded.ask("onepolicy.chat_templates:answer", json.loads(question), LIMITS)
     if "error" in answer.info:
         raise UsageError(answer.info["error"])
-    return answer.arrays["text"].tobytes().decode(errors="surrogatepass")
+    text = answer.arrays["text"].tobytes().decode(errors="surrogatepass")
+    if len(text) > LONGEST_TEXT + GROWTH * len(question):
+        raise UsageError(f"it writes {len(text):,} characters for {len(question):,}")
+    return text
 
 
 def answer() -> Generator[Message | None, dict[str, Any], None]:

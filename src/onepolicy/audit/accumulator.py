@@ -214,25 +214,23 @@ class DumpAccumulator:
     def _add_rewards(self, steps: Array, reward: Array | None) -> None:
         if reward is None:
             return
-        for step in np.unique(steps):
-            total, count = self.rewards.get(int(step), (0.0, 0))
-            chosen = reward[steps == step]
-            self.rewards[int(step)] = (total + float(chosen.sum()), count + len(chosen))
+        values, at = np.unique(steps, return_inverse=True)
+        sums, counts = np.bincount(at, reward), np.bincount(at)
+        for step, added, more in zip(values.tolist(), sums.tolist(), counts.tolist(), strict=True):
+            total, count = self.rewards.get(step, (0.0, 0))
+            self.rewards[step] = (total + added, count + more)
         self._check_steps(len(self.rewards))
 
     def _add_newest_versions(self, block: Block, steps: Array) -> None:
         if "version" not in block.columns:
             return
-        mask, version, token_steps = (
-            block.columns["mask"],
-            block.columns["version"],
-            steps[block.segment],
-        )
-        for step in np.unique(steps):
-            chosen = mask & (token_steps == step)
-            if chosen.any():
-                newest = int(version[chosen].max())
-                self.newest[int(step)] = max(newest, self.newest.get(int(step), newest))
+        mask = block.columns["mask"]
+        version = block.columns["version"][mask]
+        values, at = np.unique(steps[block.segment[mask]], return_inverse=True)
+        newest = np.full(len(values), np.iinfo(np.int64).min)
+        np.maximum.at(newest, at, version)
+        for step, found in zip(values.tolist(), newest.tolist(), strict=True):
+            self.newest[step] = max(found, self.newest.get(step, found))
 
     def _add_ages(self, columns: Mapping[str, Array], mask: Array) -> None:
         if "version" in columns and "trained_version" in columns:
@@ -260,8 +258,9 @@ class DumpAccumulator:
                 self._add_step(int(steps[0]), stats)
             return
         token_steps = torch.from_numpy(steps[row])
-        for step in token_steps.unique().tolist():
-            chosen = token_steps == step
+        order = token_steps.argsort(stable=True)
+        values, counts = token_steps[order].unique_consecutive(return_counts=True)
+        for step, chosen in zip(values.tolist(), order.split(counts.tolist()), strict=True):
             stats = StreamingStats.from_tokens(trainer[chosen], rollout[chosen], segment[chosen])
             self.overall = _merged(self.overall, stats)
             self._add_step(step, stats)

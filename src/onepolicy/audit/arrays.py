@@ -22,6 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from onepolicy.audit.schema import (
+    BLOCK_ROWS,
     COLUMNS,
     Array,
     RaggedColumn,
@@ -309,6 +310,7 @@ def read_arrays(
     while start < rows:
         before = int(ends[start] - arrays.lengths[start])
         stop = max(start + 1, int(np.searchsorted(ends, before + BLOCK_TOKENS, side="right")))
+        stop = min(stop, start + BLOCK_ROWS)
         yield RawBlock(start, arrays.read_rows(start, stop), stop / rows)
         start = stop
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from onepolicy.audit.arrays import first_line, read_npz, read_pt, read_safetensors
 from onepolicy.audit.schema import (
+    BLOCK_ROWS,
     COLUMNS,
     VERSION,
     VERSION_KEY,
@@ -178,7 +179,7 @@ def read_jsonl(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
                 selected = select_columns(str(path), row.keys(), mapping)
             rows.append(row_arrays(str(path), index, row, selected, mapping))
             tokens += rows[-1]["tokens"].size
-            if tokens >= BLOCK_TOKENS:
+            if tokens >= BLOCK_TOKENS or len(rows) >= BLOCK_ROWS:
                 yield block_from_rows(str(path), first, rows, done / size)
                 first, tokens, rows = first + len(rows), 0, []
     if rows:

@@ -78,8 +78,11 @@ def _blocks(
     """Yield the checked blocks of files, each with the number of its file."""
     task, most = "onepolicy.audit.formats:read_files", limits.of(files).memory
     for number, message in read_bounded(task, files, limits, mapping=dict(mapping)):
-        raw = RawBlock.from_message(message)
-        tokens = len(raw.columns["tokens"].values)
+        try:
+            raw = RawBlock.from_message(message)
+            tokens = len(raw.columns["tokens"].values)
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError):
+            raise UsageError(f"{files[number]}: {bounded.NONSENSE}") from None
         routes = sum(len(raw.columns[name].values) for name in ROUTES if name in raw.columns)
         if tokens * MEMORY_PER_TOKEN + routes * MEMORY_PER_ROUTE > most:
             raise UsageError(
@@ -105,7 +108,10 @@ def read_bounded(
             if message.arrays:
                 yield number, message
             else:
-                number = message.info["file"]
+                number = message.info.get("file")
+                if number not in range(len(files)):
+                    number = 0
+                    raise bounded.StoppedError(bounded.NONSENSE)
     except bounded.StoppedError as error:
         raise UsageError(f"{files[number]}: {error}") from None
 

@@ -21,6 +21,8 @@ from onepolicy.config.output_paths import CONFIG
 from onepolicy.invariant.fingerprint import difference_reason
 from onepolicy.verdict.declared import Declared, declared_of
 
+MISSING_ROUTES = 2**26
+"""Expert ids of tokens without routes that a probe may have, whatever its size."""
 PER_TOKEN = ("tokens", "logp_rollout", "logp_trainer", "entropy", "version")
 
 
@@ -182,6 +184,11 @@ def _route_columns(
             f"{path}: routes of shapes {shapes}, expected one [tokens, layers, top-k]; damaged"
         )
     _, layers, top_k = rollout.shape
+    if tokens * layers * top_k > MISSING_ROUTES + 64 * rollout.size:
+        raise UsageError(
+            f"{path}: {len(rollout)} of {tokens} tokens have routes, of {layers} layers with "
+            f"{top_k} experts; damaged"
+        )
     entries = lengths * layers * top_k
     return {
         "routes_rollout": RaggedColumn(_padded(rollout, tokens), entries),

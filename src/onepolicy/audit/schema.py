@@ -6,6 +6,7 @@ the tokens before it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,9 @@ import numpy as np
 from onepolicy.bounded import Message
 from onepolicy.errors import UsageError
 from onepolicy.nonfinite import LeftOut
+
+BLOCK_ROWS = 2**14
+"""Rows of a block at most, also if they have hardly any tokens."""
 
 Array = np.ndarray
 VERSION = 1
@@ -242,7 +246,7 @@ def check_unique(source: str, names: Sequence[str]) -> None:
     """Raise UsageError if a name is there twice: readers differ in which of the two they take."""
     if len(set(names)) == len(names):
         return
-    repeated = next(name for name in names if names.count(name) > 1)
+    repeated = Counter(names).most_common(1)[0][0]
     raise UsageError(f"{source}: column {repeated}: is there twice; rename or drop one of the two")
 
 

@@ -21,6 +21,7 @@ LARGEST_ENTROPY = 100.0
 LOGPS = ("logp_rollout", "logp_trainer", "logp_native", "logp_previous", "logp_base")
 LARGEST_INT = 2**31 - 1
 LARGEST_EXPERT = 2**16 - 1
+LARGEST_SIZES = {"route_layers": 4096, "route_top_k": 256}
 
 
 def checked_block(
@@ -115,9 +116,10 @@ class _Rows:
     def _shared_size(self, name: str) -> int:
         """Return the size in a per-row column, which must be the same in all rows."""
         sizes = self.column(name)
-        wrong = np.flatnonzero((sizes < 1) | (sizes > 4096))
+        most = LARGEST_SIZES[name]
+        wrong = np.flatnonzero((sizes < 1) | (sizes > most))
         if wrong.size:
-            text = f"is {sizes[wrong[0]]}; expected 1 to 4096"
+            text = f"is {sizes[wrong[0]]}; expected 1 to {most}"
             raise self._error(name, text, int(wrong[0]))
         differing = np.flatnonzero(sizes != sizes[0])
         if differing.size:

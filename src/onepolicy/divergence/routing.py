@@ -13,6 +13,9 @@ from onepolicy.types import RoutingTrace, describe_argument
 MAX_ROWS = 2**18
 """Routers that are compared as sets at a time, each in K * K bytes."""
 
+MAX_PAIRS = 2**26
+"""Pairs of ids that `differing_experts` compares at a time, a byte each."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingDisagreement:
@@ -153,9 +156,11 @@ def differing_experts(a: Tensor, b: Tensor) -> Tensor:  # [n, K], [n, K] integer
     differ in a column are compared as sets.
     """
     rows = (a != b).any(1).nonzero()[:, 0]
-    equal = a[rows][:, :, None] == b[rows][:, None, :]
-    lacking = torch.maximum((~equal.any(2)).sum(1), (~equal.any(1)).sum(1))
-    return torch.zeros(len(a), dtype=torch.int64, device=a.device).index_copy(0, rows, lacking)
+    lacking = torch.zeros(len(a), dtype=torch.int64, device=a.device)
+    for some in rows.split(max(1, MAX_PAIRS // max(1, a.shape[1]) ** 2)):
+        equal = a[some][:, :, None] == b[some][:, None, :]
+        lacking[some] = torch.maximum((~equal.any(2)).sum(1), (~equal.any(1)).sum(1))
+    return lacking
 
 
 def _check_comparable(a: RoutingTrace, b: RoutingTrace) -> None:

@@ -277,11 +277,14 @@ def _smaller_micro_batch(
 def _enough_ranks(planner: Planner, split: DeviceSplit, config: RunConfig) -> int | None:
     """Return a number of ranks whose learner fits, where one rank less does not; None if none does.
 
-    Beyond the number of experts padding grows with the ranks, so then a divisor of it may fit.
+    Beyond the number of experts padding grows with the ranks, so then a divisor of it may fit. An
+    engine on the first rank's device stays as large as it is.
     """
+    option = planner.evaluate_split(split, config)
+    room = planner.room - (option.learner_used - option.learner.total)
 
     def fits(ranks: int) -> bool:
-        return planner.learner_rank_memory(ranks, config).total <= planner.room
+        return planner.learner_rank_memory(ranks, config).total <= room
 
     too_few, enough = split.learners, 2 * split.learners
     while not fits(enough):
@@ -294,7 +297,8 @@ def _enough_ranks(planner: Planner, split: DeviceSplit, config: RunConfig) -> in
             enough = middle
         else:
             too_few = middle
-    return enough
+    nodes = max(1, planner.cluster.per_node)
+    return enough if enough < nodes else -(-enough // nodes) * nodes
 
 
 def _unsharded_memory(planner: Planner, config: RunConfig) -> str:
@@ -304,6 +308,11 @@ def _unsharded_memory(planner: Planner, config: RunConfig) -> str:
         key=lambda memory: memory.gathered + memory.activations + memory.logits,
     )
     working = memory.activations + memory.logits
+    if in_process(config) and planner.weights.total > 0.5 * planner.room:
+        return (
+            f"the engine's weights take {planner.weights.total / 1e9:.0f} GB of the first one: "
+            "rollout.engine.kind=vllm-server on other devices, or rollout.quant=fp8"
+        )
     device = (memory.gathered + working) / planner.room_share
     layer = format_count(planner.dims.largest_layer)
     return (

@@ -132,7 +132,7 @@ def _unknown_cause(finding: str) -> str:
         "routes of other weights or another model, of a re-tokenised text, physical expert ids "
         "(load balancing moves experts), or rows a prefix cache or a preempted request left "
         "behind. If the rollout's weights are meant to be that old, "
-        "ask for less agreement (`least`)"
+        "ask for less agreement (a run: replay.min_agreement; op.check_alignment: least)"
     )
 
 

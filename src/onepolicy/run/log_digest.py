@@ -9,6 +9,7 @@ from typing import Any
 
 from onepolicy.report.jsonl import METRICS, SAMPLES
 
+CHUNK = 2**20
 LOG_FILES: dict[str, int | None] = {METRICS: None, SAMPLES: None}
 
 
@@ -16,10 +17,14 @@ def digest_log(folder: Path, lengths: Mapping[str, int | None] = LOG_FILES) -> d
     """Return the length and SHA-256 of each file's first `length` bytes (None: of all)."""
     found = {}
     for name, length in lengths.items():
-        path, data = folder / name, b""
+        path, digest, count = folder / name, hashlib.sha256(), 0
         if path.exists():
-            data = path.read_bytes()[:length]
-        found[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            with path.open("rb") as file:
+                left = path.stat().st_size if length is None else length
+                while left and (data := file.read(min(left, CHUNK))):
+                    digest.update(data)
+                    count, left = count + len(data), left - len(data)
+        found[name] = {"bytes": count, "sha256": digest.hexdigest()}
     return found
 
 

@@ -349,7 +349,7 @@ def _correction(gap: Gap, forecasts: tuple[Forecast, ...]) -> tuple[str, str, st
     kept = next(forecast for forecast in forecasts if forecast.preset == name)
     effect = (
         f"{name} is predicted to keep {kept.keep:.1%} of these tokens and to multiply the step by "
-        f"{kept.attenuation:.3f}"
+        f"{kept.attenuation:.3f}, if log-ratios are normal with this k3"
     )
     return name, f"correction.preset={name}", effect
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from onepolicy import bounded
 from onepolicy.audit.export import slime
 from onepolicy.audit.read import ReadLimits, read_dump
-from onepolicy.audit.schema import write_parquet
+from onepolicy.audit.schema import BLOCK_ROWS, write_parquet
 from onepolicy.bounded import GIB, Limits, StoppedError
 from onepolicy.cli import main
 from onepolicy.config import UsageError
@@ -152,6 +152,22 @@ def test_a_crash_ends_the_child_only():
         list(bounded.stream("os:no_such_task", {}, limits))
 
 
+@pytest.fixture
+def taken_over(monkeypatch):
+    """Return a function that puts Python code in the place of the child, after its `ready`."""
+    start, ready = subprocess.Popen, framed({"kind": "ready", "arrays": []})
+
+    def take(code: str) -> None:
+        code = f"import os, sys, time; sys.stdin.readline(); os.write(1, {ready!r}); {code}"
+
+        def start_other(command, **more):
+            return start([sys.executable, "-c", code], **more)
+
+        monkeypatch.setattr(bounded.subprocess, "Popen", start_other)
+
+    return take
+
+
 def framed(info: object, data: bytes = b"") -> bytes:
     text = json.dumps(info).encode()
     return struct.pack("<I", len(text)) + text + data
@@ -169,14 +185,29 @@ def framed(info: object, data: bytes = b"") -> bytes:
         (framed({"kind": "message", "arrays": [["a", "<f8", 4]]}, bytes(8)), "died"),
     ],
 )
-def test_a_child_that_its_file_took_over_is_not_believed(monkeypatch, reply, said):
-    ready = framed({"kind": "ready", "arrays": []})
-    code = f"import os, sys; sys.stdin.readline(); os.write(1, {ready + reply!r})"
-    start = subprocess.Popen
-
-    def start_other(command, **more):
-        return start([sys.executable, "-c", code], **more)
-
-    monkeypatch.setattr(bounded.subprocess, "Popen", start_other)
+def test_a_child_that_its_file_took_over_is_not_believed(taken_over, reply, said):
+    taken_over(f"os.write(1, {reply!r})")
     with pytest.raises(StoppedError, match=said):
         list(bounded.stream("os:abort", {}, Limits(GIB, 60)))
+
+
+@pytest.mark.parametrize("info", [{}, {"file": 7}, {"file": "a"}])
+def test_a_block_that_names_no_file_of_the_dump_is_nonsense(taken_over, tmp_path, info):
+    taken_over(f"os.write(1, {framed({'kind': 'message', 'arrays': [], **info})!r})")
+    write_npz(tmp_path / "d.npz")
+    with pytest.raises(UsageError, match=r"d\.npz: its reader answered nonsense"):
+        list(read_dump(tmp_path / "d.npz", {}))
+
+
+def test_a_child_of_the_child_ends_with_it(taken_over):
+    """It holds the pipe on which the parent waits."""
+    taken_over("os.fork(); time.sleep(600)")
+    with pytest.raises(StoppedError, match="took longer than 1 s"):
+        list(bounded.stream("os:abort", {}, Limits(GIB, 1)))
+
+
+def test_rows_without_tokens_come_in_many_blocks(tmp_path):
+    none = dict.fromkeys(NAMES, np.zeros(0))
+    np.savez(tmp_path / "d.npz", **none, length=np.zeros(BLOCK_ROWS + 1, np.int64))
+    counts = [len(block.lengths) for block in read_dump(tmp_path / "d.npz", {})]
+    assert counts == [BLOCK_ROWS, 1]

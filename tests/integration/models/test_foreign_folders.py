@@ -107,6 +107,7 @@ TEMPLATES = {
     "{{ messages + 1 }}": "TypeError",
     "{{ ''.__class__.__mro__ }}": "SecurityError",
     "{{ raise_exception('no') }}": "TemplateError: no",
+    "{{ '1+' * 10**6 }}": "writes 2,000,000 characters",
 }
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.divergence.routing import routing_disagreement
+from onepolicy.divergence import routing
+from onepolicy.divergence.routing import differing_experts, routing_disagreement
 from onepolicy.types import RoutingTrace, id_dtype
 
 
@@ -94,6 +95,17 @@ def test_a_repeated_id_is_a_smaller_set() -> None:
     filled, real = trace(torch.tensor([[[0, 0]]])), trace(torch.tensor([[[0, 1]]]))
     assert routing_disagreement(filled, real).routers == 1
     assert routing_disagreement(real, filled).experts == 1
+
+
+def test_rows_are_compared_a_few_at_a_time(monkeypatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.rand(50, 9, generator=generator).argsort(1)[:, :4] for _ in range(2))
+    expected = differing_experts(a, b)
+    monkeypatch.setattr(routing, "MAX_PAIRS", 3 * 16)
+    assert torch.equal(differing_experts(a, b), expected)
+    assert expected.tolist() == [
+        len(set(x) - set(y)) for x, y in zip(a.tolist(), b.tolist(), strict=True)
+    ]
 
 
 def test_without_segment_there_are_no_sequences() -> None:

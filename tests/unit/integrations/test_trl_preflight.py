@@ -54,7 +54,7 @@ def refused(*given, correction=TIS, **changes) -> str:
 
 CUT = [  # what samples, the change, its words and those of its mend
     (OWN, {"top_p": 0.8}, "GRPOConfig(top_p=0.8)", "set GRPOConfig(top_p=1)"),
-    (OWN, {"top_k": 5}, "GRPOConfig(top_k=5)", "set GRPOConfig(top_k=-1)"),
+    (OWN, {"top_k": 5}, "GRPOConfig(top_k=5)", "set GRPOConfig(top_k=0)"),
     (OWN, {"min_p": 0.1}, "GRPOConfig(min_p=0.1)", "set GRPOConfig(min_p=0)"),
     (OWN, {"repetition_penalty": 1.1}, "repetition_penalty=1.1", "repetition_penalty=1)"),
     (OWN, {"kwargs": {"typical_p": 0.5}}, '"typical_p"]=0.5', 'generation_kwargs["typical_p"]=1'),

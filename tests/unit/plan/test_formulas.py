@@ -184,7 +184,12 @@ def test_memory_that_no_number_of_ranks_makes_fit_is_that_of_the_best_number():
         gathered, activations = working.get(ranks, (9e9, 9e9))
         return SimpleNamespace(gathered=gathered, activations=activations, logits=0.0, total=2e10)
 
-    large = SimpleNamespace(learner_used=2e10, learner_fits=False, learner_room=1e9)
+    large = SimpleNamespace(
+        learner_used=2e10,
+        learner=SimpleNamespace(total=2e10),
+        learner_fits=False,
+        learner_room=1e9,
+    )
     made = SimpleNamespace(
         config=config(train={"tokens_per_micro_batch": 5}),
         dims=DIMS,
@@ -194,6 +199,7 @@ def test_memory_that_no_number_of_ranks_makes_fit_is_that_of_the_best_number():
         room_share=0.5,
         evaluate_split=lambda *_: large,
         learner_rank_memory=memory,
+        weights=SimpleNamespace(total=0.0),
     )
     made.settings_of, made.replanned = (lambda learners: made.config), (lambda config: made)
     own = {"split": DeviceSplit(1, 1, 1), "engine_fits": True, "host_state": 0, "host_room": 1}

@@ -55,6 +55,9 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "logprobs_mode": ("processed_logprobs", None),
 }
 """Setting that changes the distribution -> its values that do not, the one to set first."""
+WARPERS = {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "do_sample"}
+WARPERS |= {"epsilon_cutoff", "eta_cutoff"}
+"""Those that act after the log-probabilities that onepolicy records in generate()."""
 SEARCHING: dict[str, tuple[Any, ...]] = {
     "num_beams": ONE,
     "num_beam_groups": ONE,
@@ -87,7 +90,7 @@ class Sampled(NamedTuple):
     def shown(self, value: Any) -> str:
         """Return the setting with this value, as the caller writes it."""
         text = repr(value)
-        if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if isinstance(value, numbers.Real) and not isinstance(value, int):
             text = f"{value:g}"
         return self.spelling.replace("{}", text)
 
@@ -141,6 +144,8 @@ def check_sampling(
             f"at a time; {_fix(searched)}",
         )
     changed = _that_act(known, CHANGING)
+    if recorded:  # transformers takes no -1
+        changed = [(one, 0 if one.name == "top_k" else value) for one, value in changed]
     temperature = known.get("temperature")
     if temperature is not None and scored_at is not None and temperature.value != scored_at:
         changed.append((temperature, scored_at))
@@ -154,10 +159,15 @@ def check_sampling(
             "out",
         )
     elif changed:
+        effect = "mismatch/* compare two distributions, and so does a ratio of the trainer's own"
+        if recorded and all(one.name in WARPERS for one, _ in changed):
+            effect = (
+                "the recorded log-probabilities are not either, so mismatch/* do not show that "
+                "tokens come from another distribution"
+            )
         report.note(
             f"sampling is cut or changed ({_found(changed)}) and the trainer's softmax is not: "
-            f"mismatch/* compare two distributions, and so does a ratio of the trainer's own; "
-            f"{_fix(changed)}"
+            f"{effect}; {_fix(changed)}"
         )
 
 
