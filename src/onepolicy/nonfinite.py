@@ -103,6 +103,9 @@ def apply_rule(
     return kept, left
 
 
+FEWEST = 8
+
+
 def refuse_probabilities(
     caller: str,
     mask: Tensor,  # [T] bool, of values that are finite
@@ -110,10 +113,13 @@ def refuse_probabilities(
     *,
     place: Callable[[int], object] = lambda slot: f"slot {slot}",
 ) -> None:
-    """Raise UsageError for a side none of whose masked-in values is below 0, and some above."""
+    """Raise UsageError for a side none of whose masked-in values is below 0, and some above.
+
+    A side of fewer than FEWEST values is not judged.
+    """
     for name, value in values.items():
         wrong = mask & (value > ABOVE_ZERO)
-        if not wrong.any() or (mask & (value < 0)).any():
+        if not wrong.any() or (mask & (value < 0)).any() or int(mask.sum()) < FEWEST:
             continue
         slot, highest = int(wrong.nonzero()[0, 0]), float(value[wrong].max())
         reason = above_zero(0.0, highest)

@@ -78,8 +78,8 @@ def test_raise_names_the_first_value_and_skip_is_the_default(subtests):
 
 def test_probabilities_in_the_place_of_their_logarithms_are_refused(subtests):
     """A slot outside the mask may hold anything, and rounding may leave a value just above 0."""
-    old, rollout = torch.full((1, 3), 0.25), torch.full((1, 3), 0.5)
-    mask = torch.tensor([[False, True, True]])
+    old, rollout = torch.full((1, 9), 0.25), torch.full((1, 9), 0.5)
+    mask = torch.tensor([[False, *[True] * 8]])
     everywhere = {"mismatch", "reweight"}  # the others look at values where "raise" asks for it
     for name, call in calls(old, rollout, mask).items():
         if name == "diagnose":  # this names it as the cause
@@ -94,7 +94,7 @@ def test_probabilities_in_the_place_of_their_logarithms_are_refused(subtests):
         if name in everywhere:
             with pytest.raises(op.UsageError, match=r"is 0\.5: a log-probability is never above 0"):
                 call()
-    fine = [torch.tensor([[9.0, 1e-4, -1.0]]) for _ in range(2)]
+    fine = [torch.tensor([[9.0, 1e-4, *[-1.0] * 7]]) for _ in range(2)]
     for name, call in calls(*fine, mask).items():
         if name in everywhere:
             call()

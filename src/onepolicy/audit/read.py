@@ -108,10 +108,10 @@ def read_bounded(
             if message.arrays:
                 yield number, message
             else:
-                number = message.info.get("file")
-                if number not in range(len(files)):
-                    number = 0
+                told = message.info.get("file")
+                if not isinstance(told, int) or told not in range(len(files)):
                     raise bounded.StoppedError(bounded.NONSENSE)
+                number = told
     except bounded.StoppedError as error:
         raise UsageError(f"{files[number]}: {error}") from None
 

@@ -257,8 +257,10 @@ def _check_refused(model: nn.Module) -> None:
                 f"{type(model).__name__} cannot be recorded or replayed; train it without replay "
                 f"({WITHOUT}). {type(module).__name__} at {path!r}: {reason}"
             )
-    config: Any = model.config
-    passes = getattr(config.get_text_config(), "loop_num_passes", 1)
+    config: Any = getattr(model, "config", None)  # a module of one's own may have none
+    passes = 1
+    if config is not None:
+        passes = getattr(config.get_text_config(), "loop_num_passes", 1)
     if passes > 1:
         raise UsageError(
             f"{type(model).__name__} cannot be recorded or replayed; train it without replay (in a "

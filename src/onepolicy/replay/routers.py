@@ -108,7 +108,10 @@ class Routers(BoundRouters):
 
     @property
     def depth(self) -> int:  # type: ignore[override]
-        layers: int = self._model.config.get_text_config().num_hidden_layers
+        config = getattr(self._model, "config", None)
+        if config is None:  # a module of one's own
+            return max(self.layers) + 1
+        layers: int = config.get_text_config().num_hidden_layers
         return layers
 
     def __eq__(self, other: object) -> bool:

@@ -52,7 +52,8 @@ def test_two_processes_equal_one(family: str, sharded: Path, subtests) -> None:
                 torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)
             for name in moved:
                 off = (found[name] - expected[name]).abs().max()
-                assert off <= 1e-4, name
+                # AdamW's first step is lr = 1e-2 or its opposite, but for gradients near its eps.
+                assert off <= 5e-4, name
 
 
 @pytest.mark.process
