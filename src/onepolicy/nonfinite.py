@@ -103,7 +103,8 @@ def apply_rule(
     return kept, left
 
 
-FEWEST = 8
+FEWEST_JUDGED = 8
+"""Values of a side from which none below 0 is a fault: a few may be differences of logarithms."""
 
 
 def refuse_probabilities(
@@ -115,11 +116,11 @@ def refuse_probabilities(
 ) -> None:
     """Raise UsageError for a side none of whose masked-in values is below 0, and some above.
 
-    A side of fewer than FEWEST values is not judged.
+    A side of fewer than FEWEST_JUDGED values is not judged.
     """
     for name, value in values.items():
         wrong = mask & (value > ABOVE_ZERO)
-        if not wrong.any() or (mask & (value < 0)).any() or int(mask.sum()) < FEWEST:
+        if not wrong.any() or (mask & (value < 0)).any() or int(mask.sum()) < FEWEST_JUDGED:
             continue
         slot, highest = int(wrong.nonzero()[0, 0]), float(value[wrong].max())
         reason = above_zero(0.0, highest)

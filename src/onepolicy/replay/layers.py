@@ -263,9 +263,9 @@ def _check_refused(model: nn.Module) -> None:
         passes = getattr(config.get_text_config(), "loop_num_passes", 1)
     if passes > 1:
         raise UsageError(
-            f"{type(model).__name__} cannot be recorded or replayed; train it without replay (in a "
-            f"recipe: replay.mode=off). A forward runs its looped layers {passes} times "
-            "(loop_num_passes), each time with other experts, and a route has one row a layer"
+            f"{type(model).__name__} cannot be recorded or replayed; train it without replay "
+            f"({WITHOUT}). A forward runs its looped layers {passes} times (loop_num_passes), each "
+            "time with other experts, and a route has one row a layer"
         )
 
 
