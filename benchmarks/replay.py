@@ -16,11 +16,14 @@ backward.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from engine import build_model, engine_runner
@@ -34,6 +37,8 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.divergence.routing import routing_agreement
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay import Routers, bind_routers
+from onepolicy.replay.sample_checks import PlannedCheck, SampleChecks
+from onepolicy.replay.topk_hook import TopkReplayer
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.tiny.model import make_model
 from onepolicy.train.forward import forward
@@ -42,6 +47,12 @@ from onepolicy.types import Group, RoutingTrace, Sample, TokenBatch, TraceOrigin
 
 CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
 Times = dict[str, list[float]]
+CHECK_CALLS = (  # all that a checked replay runs and another does not
+    (SampleChecks, "plan"),
+    (PlannedCheck, "prepare"),
+    (PlannedCheck, "__call__"),
+    (TopkReplayer, "_compare"),
+)
 
 
 def build(name: str) -> PreTrainedModel:
@@ -117,12 +128,13 @@ def pairs_of(
     return times
 
 
-def ratio(above: list[float], below: list[float]) -> str:
+def ratio(above: list[float], below: list[float], digits: int = 3) -> str:
     """Return the median of the pairs' ratios, and its 95% bootstrap interval."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return f"{statistics.median(ratios):.3f} [{medians[49]:.3f}, {medians[1949]:.3f}]"
+    low, high = medians[49], medians[1949]
+    return f"{statistics.median(ratios):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def kept(run: Callable[[], Tensor]) -> int:
@@ -173,7 +185,9 @@ def measure_replay(name: str, args: argparse.Namespace) -> list[str]:
 def measure_check(name: str, args: argparse.Namespace) -> list[str]:
     """Time forwards alone, with the check that `replay()` makes by default and without it.
 
-    Replayed are the routes of a bfloat16 copy, because routes that differ nowhere cost less.
+    Replayed are the routes of a bfloat16 copy, because routes that differ nowhere cost less. The
+    ratio of two forwards is as wide as their noise; the check's own calls are timed inside the
+    checked forward too, where that noise is on both sides of one fraction.
     """
     model, batch = build(name), samples(args.samples, args.length)
     routers, loss = bind_routers(model), loss_of(model, batch, compiled=False)
@@ -190,12 +204,49 @@ def measure_check(name: str, args: argparse.Namespace) -> list[str]:
 
     on, off = pairs_of(lambda: run(True), lambda: run(False), args.pairs)
     clock = "CPU" if args.threads == 1 else "wall"
+    with timed_check(CLOCKS[clock]) as inside:
+        checked, own = [], []
+        for _ in range(args.pairs):
+            inside.clear()
+            begun = CLOCKS[clock]()
+            run(True)
+            checked.append(CLOCKS[clock]() - begun)
+            own.append(sum(inside))
+    rest = [whole - part for whole, part in zip(checked, own, strict=True)]
     return [
         f"{routers.num_experts} experts, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M",
         f"{float(agreement.mean()):.2%}",
         f"{statistics.median(off[clock]) * 1e3:.0f} ms",
         ratio(on[clock], off[clock]),
+        ratio(own, rest, digits=4),
     ]
+
+
+@contextmanager
+def timed_check(clock: Callable[[], float]) -> Iterator[list[float]]:
+    """Yield a list to which every outermost call of the check appends its seconds."""
+    seconds: list[float] = []
+    depth = [0]
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            depth[0] += 1
+            begun = clock()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                depth[0] -= 1
+                if depth[0] == 0:
+                    seconds.append(clock() - begun)
+
+        return run
+
+    with ExitStack() as patches:
+        for owner, name in CHECK_CALLS:
+            call = vars(owner)[name]
+            patches.enter_context(patch.object(owner, name, timed(call)))
+        yield seconds
 
 
 def own_routes(
@@ -255,7 +306,7 @@ def main() -> None:
         table = Table(
             title=f"forward, {args.samples} x {args.length} tokens, {args.threads} thread(s)"
         )
-        for column in ("model", "routes agree", "not checked", "checked / not"):
+        for column in ("model", "routes agree", "not checked", "checked / not", "own calls / rest"):
             table.add_column(column, justify="right")
         for name in args.models:
             add(table, measure_check(name, args))
