@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from onepolicy.build.components import Components
 from onepolicy.config import RunConfig
-from onepolicy.correct.weights import Average, reweight
+from onepolicy.correct.slots import Fields
+from onepolicy.correct.weights import Average, weigh
 from onepolicy.interfaces import MetricsSource, RemoteEngine, SleepingSampler
 from onepolicy.objective.advantages import compute_advantages, compute_outcomes, has_signal
 from onepolicy.rollout.collect import collect_rollouts
@@ -158,17 +159,11 @@ def apply_correction(batch: TokenBatch, config: RunConfig) -> tuple[TokenBatch, 
     average: Average = "slots"
     if config.objective.reduction == "sequence-mean-token-mean":
         average = "sequences"
-    corrected = reweight(
-        logp_old,
-        batch.logp_rollout,
-        batch.trainable,
-        config.correction.fixed_part,
-        segment=batch.segment,
-        turn=batch.turn,
-        advantage=batch.advantage,
-        average=average,
+    fields = Fields(
+        logp_old, batch.logp_rollout, batch.trainable, batch.segment, batch.turn, batch.advantage
     )
-    return batch.replace(weight=corrected.weight, keep=corrected.keep), corrected.report
+    weight, keep, metrics = weigh(config.correction.fixed_part, fields, average=average)
+    return batch.replace(weight=weight, keep=keep), metrics
 
 
 def add_timings(components: Components, result: StepResult, timer: StepTimer) -> StepResult:

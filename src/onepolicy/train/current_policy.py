@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, TrainingError
-from onepolicy.correct.current_policy import centered_score, live_weights
+from onepolicy.correct.current_policy import centered_score
 from onepolicy.correct.report import Sums, combine, report
+from onepolicy.correct.slots import Fields
+from onepolicy.correct.weights import evaluate
 from onepolicy.train.extension import LearnerExtension, MicroBatch
 from onepolicy.types import TokenBatch
 
@@ -33,20 +35,21 @@ class CurrentPolicyCorrection(LearnerExtension):
     def adjust(self, micro: MicroBatch) -> None:
         """Multiply the weights, add rejections, set the baseline of score centering."""
         batch = micro.batch
-        live = live_weights(
+        fields = Fields(
             micro.scored.logp,
             batch.logp_rollout,
             batch.trainable,
-            self.part,
-            segment=batch.segment,
-            turn=batch.turn,
-            advantage=batch.advantage,
+            batch.segment,
+            batch.turn,
+            batch.advantage,
         )
+        with torch.no_grad():
+            live = evaluate(self.part, fields)
         assert batch.weight is not None
         assert batch.keep is not None
         self._sums.append(live.sums)
         if self.config.centering != "none":
-            micro.score_baseline = self._score_baseline(micro, live.centred)
+            micro.score_baseline = self._score_baseline(micro, live.passed)
         micro.batch = batch.replace(weight=batch.weight * live.weight, keep=batch.keep & live.keep)
 
     def _score_baseline(self, micro: MicroBatch, centred: Tensor) -> Tensor:
