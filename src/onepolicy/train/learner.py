@@ -122,8 +122,9 @@ class LocalLearner:
         step. Adds the loss and its parts to `sums`. Returns the gradient norm.
         """
         self.scoring.begin_minibatch(batch)
-        for samples in self.scorer.updated_micro_batches(batch):
-            self._backward(self.scorer.micro_batch(batch, samples), samples, slots, sums)
+        batcher = self.scorer.batcher
+        for samples in batcher.updated(batch):
+            self._backward(batcher.micro_batch(batch, samples), samples, slots, sums)
         self.scoring.end_minibatch()
         return self._optimizer_step(index)
 

@@ -31,7 +31,7 @@ class ScoringFirst:
         """Fill the fields of the old policy, if it is scored before the update."""
         self._graphs.clear()
         scorer = self.scorer
-        if not scorer.config.reuses_scoring_forward(len(scorer.updated_micro_batches(batch))):
+        if not scorer.config.reuses_scoring_forward(len(scorer.batcher.updated(batch))):
             return scorer.score(batch)
 
         def keep_graph(samples: list[int], scored: Scored) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -18,9 +16,9 @@ from onepolicy.invariant.numerics_contract import numerics_contract_of
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.routers import Routers
 from onepolicy.sync.sent_tensors import sent_tensors
+from onepolicy.train.batcher import Batcher
 from onepolicy.train.checks import check_routes
 from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
-from onepolicy.train.pack import micro_batches
 from onepolicy.train.replay_mode import ReplayMode, build_replay_mode
 from onepolicy.types import RoutingTrace, TokenBatch, index_ids
 
@@ -47,6 +45,7 @@ class PolicyScorer:
         self.fingerprint = compute_fingerprint(self.device, self.contract.numerics)
         self.version = 0  # steps that the weights were trained for
         self.replay_mode: ReplayMode = build_replay_mode(config.replay)
+        self.batcher = Batcher(model, config, self.device)
 
     @property
     def vocab_size(self) -> int:
@@ -75,11 +74,11 @@ class PolicyScorer:
         """
         buffer = ScoreBuffer(batch)
         replay = replay and self.replay_mode.replays_in_scoring
-        updated = [] if keep_graph is None else self.updated_micro_batches(batch)
-        for samples in self.micro_batches(batch):
+        updated = [] if keep_graph is None else self.batcher.updated(batch)
+        for samples in self.batcher.micro_batches(batch):
             with_graph = samples in updated
             entropy_graph = with_graph and self.config.objective.entropy_coef > 0
-            micro = self.micro_batch(batch, samples)
+            micro = self.batcher.micro_batch(batch, samples)
             with (
                 torch.set_grad_enabled(with_graph),
                 self.routing_context(micro, native=True, replay=replay) as handle,
@@ -130,53 +129,14 @@ class PolicyScorer:
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         """Return the sample indices of each forward."""
-        if self.config.skips_zero_advantage:
-            from onepolicy.train.zero_advantage import split_micro_batches
-
-            return split_micro_batches(batch, self._pack)
-        return self._pack(batch)
-
-    def updated_micro_batches(self, batch: TokenBatch) -> list[list[int]]:
-        """Return the sample indices of each forward of an update, some of `micro_batches`."""
-        if self.config.skips_zero_advantage:
-            from onepolicy.train.zero_advantage import with_advantage
-
-            return with_advantage(batch, self.micro_batches(batch))
-        return self.micro_batches(batch)
-
-    def _pack(self, batch: TokenBatch) -> list[list[int]]:
-        budget = self.config.train.tokens_per_micro_batch
-        if self._sharing is not None:
-            return self._sharing.micro_batches_of_groups(batch, budget)
-        return micro_batches(batch, budget)
-
-    def micro_batch(self, batch: TokenBatch, samples: list[int]) -> TokenBatch:
-        """Return the micro-batch of these samples, on the model's device."""
-        micro = batch.select(samples)
-        if self._sharing is not None:
-            micro = self._sharing.share_prompts(micro)
-        return micro.to(self.device)
-
-    @property
-    def shares_prompts(self) -> bool:
-        """True if forwards compute the common prefix of siblings once."""
-        return self._sharing is not None
-
-    @cached_property
-    def _sharing(self) -> ModuleType | None:
-        """The functions that share prompts, None if this model's forwards cannot."""
-        from onepolicy.train import shared_prompts
-
-        if shared_prompts.can_share(self.model, self.config, self.device):
-            return shared_prompts
-        return None
+        return self.batcher.micro_batches(batch)
 
     @torch.no_grad()
     def compute_per_slot(self, batch: TokenBatch, values: Callable[[TokenBatch], Tensor]) -> Tensor:
         """Return `values` of every micro-batch, in the order of the batch: [T] float32, CPU."""
         found = torch.zeros(batch.num_slots)
-        for samples in self.micro_batches(batch):
-            micro = self.micro_batch(batch, samples)
+        for samples in self.batcher.micro_batches(batch):
+            micro = self.batcher.micro_batch(batch, samples)
             found[batch.slots_of(samples)] = values(micro).cpu()
         return found
 

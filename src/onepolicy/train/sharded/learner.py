@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from onepolicy.config import R2, RunConfig
 from onepolicy.interfaces import Update
 from onepolicy.replay.routers import Routers
+from onepolicy.train.batcher import micro_batches
 from onepolicy.train.checks import check_batch
-from onepolicy.train.pack import micro_batches
 from onepolicy.train.sharded.divide import RankBatch, divide_batch
 from onepolicy.train.sharded.export import export_model
 from onepolicy.train.sharded.rank import NATIVE, REPLACED, SCORED, RankLearner
@@ -46,7 +46,7 @@ class RankDispatcher:
         """Divide the batch over the ranks."""
         scorer, ranks = self.rank_0.scorer, self.other_ranks.world_size
         budget = scorer.config.train.tokens_per_micro_batch
-        return divide_batch(batch, budget, ranks, share=scorer.shares_prompts)
+        return divide_batch(batch, budget, ranks, share=scorer.batcher.shares_prompts)
 
     def run_on_batches(
         self, command: str, batches: list[RankBatch], about: dict[str, Any]

@@ -22,6 +22,7 @@ from onepolicy.config import RunConfig
 from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.replay.routers import Routers
 from onepolicy.sync.sent_tensors import sent_tensors
+from onepolicy.train.batcher import Batcher, MicroBatches
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded import shards
@@ -45,6 +46,17 @@ NATIVE = "routing_native"
 REPLACED = "replaced"  # [forwards, L], of soft replay
 
 
+class RankBatcher(Batcher):
+    """The micro-batches that the driver assigned to this rank."""
+
+    def __init__(self, model: PreTrainedModel, config: RunConfig, device: torch.device) -> None:
+        super().__init__(model, config, device)
+        self.rounds: MicroBatches = []  # of the current command
+
+    def micro_batches(self, batch: TokenBatch) -> MicroBatches:
+        return self.rounds
+
+
 class RankScorer(PolicyScorer):
     """The scorer of one rank's samples, in the micro-batches that the driver assigned."""
 
@@ -52,11 +64,8 @@ class RankScorer(PolicyScorer):
         self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None
     ) -> None:
         super().__init__(model, config, routers=routers)
-        self.rounds: list[list[int]] = []  # micro-batches of the current command
-        self.samples: list[int] = []  # their places in the whole batch
-
-    def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
-        return self.rounds
+        self.batcher: RankBatcher = RankBatcher(model, config, self.device)
+        self.samples: list[int] = []  # places of the batch's samples in the whole batch
 
     def check_scored_routes(self, scored: TokenBatch) -> TokenBatch:
         try:
@@ -91,7 +100,7 @@ class RankLearner(LocalLearner):
         The header's field `do` names the command. The others are its arguments.
         """
         command = message.header
-        self.scorer.rounds = command.get("rounds", [])
+        self.scorer.batcher.rounds = command.get("rounds", [])
         self.scorer.samples = command.get("samples", [])
         self.version = command.get("version", self.version)
         match command["do"]:
