@@ -104,18 +104,15 @@ files = set()
 def watch(frame, event, argument):
     if event == "call":
         files.add(frame.f_code.co_filename)
-import onepolicy.run.step as step_module
-import onepolicy.run.loop as loop_module
-inner = step_module.rl_step
+from onepolicy.run.step import StepRunner
+inner = StepRunner.rl_step
 async def traced(*arguments, **named):
     sys.setprofile(watch); threading.setprofile(watch)
     try:
         return await inner(*arguments, **named)
     finally:
         sys.setprofile(None); threading.setprofile(None)
-for module in (step_module, loop_module):
-    if hasattr(module, "rl_step"):
-        module.rl_step = traced
+StepRunner.rl_step = traced
 from onepolicy.cli import main
 code = main(sys.argv[1:])
 print("FILES", json.dumps(sorted(f for f in files if "/onepolicy/" in f)))

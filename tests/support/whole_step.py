@@ -26,6 +26,7 @@ from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.run.hooks import build_hooks
 from onepolicy.run.result import StepResult, StepTimer
 from onepolicy.run.step import sample_rollouts, train_on_rollouts
 from onepolicy.sync.push import push_weights
@@ -159,7 +160,7 @@ def play(parts: Components, step: int, between=lambda: None) -> StepResult:
     """Run one step. between: called after the rollouts."""
     rollouts = asyncio.run(sample_rollouts(parts, step))
     between()
-    result = train_on_rollouts(parts, step, rollouts, StepTimer())
+    result = train_on_rollouts(parts, build_hooks(parts), step, rollouts, StepTimer())
     asyncio.run(push_weights(parts.learner, *parts.samplers))
     return result
 
