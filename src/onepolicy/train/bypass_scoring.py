@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from onepolicy.train.forward import Scored
+from onepolicy.train.extension import MicroBatch
 from onepolicy.train.old_policy_scoring import ScoringFirst
 from onepolicy.train.scorer import PolicyScorer, ScoreBuffer
 from onepolicy.types import TokenBatch
@@ -35,7 +35,7 @@ class BypassScoring(ScoringFirst):
             self._buffer = ScoreBuffer(batch)
 
     @contextmanager
-    def update_forward(self, samples: list[int], micro: TokenBatch) -> Iterator[Scored]:
+    def update_forward(self, samples: list[int], micro: TokenBatch) -> Iterator[MicroBatch]:
         with self.scorer.routing_context(micro, native=self._buffer is not None) as handle:
             start = time.perf_counter()
             scored = self._forward(micro)
@@ -45,7 +45,7 @@ class BypassScoring(ScoringFirst):
             self.scorer.replay_mode.record_update_forward(handle)
             if self._buffer is not None:
                 self._buffer.add_scores(samples, scored, handle)
-            yield scored
+            yield MicroBatch(micro, scored, micro.logp_rollout)
 
     def end_minibatch(self) -> None:
         if self._buffer is not None:

@@ -21,6 +21,7 @@ class MicroBatch:
 
     batch: TokenBatch  # on the model's device
     scored: Scored
+    logp_behaviour: Tensor  # [T] float32, the policy in the denominator of the loss's ratio
     score_baseline: Tensor | None = None  # [T] float32, of the policy loss
 
 

@@ -132,8 +132,7 @@ class LocalLearner:
         self, batch: TokenBatch, samples: list[int], slots: int, sums: Counter[str]
     ) -> None:
         """Run forward, loss and backward of one micro-batch: these samples of the minibatch."""
-        with self.scoring.update_forward(samples, batch) as scored:
-            micro = MicroBatch(batch, scored)
+        with self.scoring.update_forward(samples, batch) as micro:
             for extension in self.extensions:
                 extension.adjust(micro)
             loss, loss_sums = self._loss(micro)
@@ -146,14 +145,11 @@ class LocalLearner:
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the policy's loss of a micro-batch and sums over its slots."""
         batch = micro.batch
-        logp_behaviour = None  # policy_loss takes logp_old
-        if not self.config.scores_old:
-            logp_behaviour = batch.logp_rollout
         loss, sums = policy_loss(
             micro.scored.logp,
             batch,
             config=self.config.objective,
-            logp_behaviour=logp_behaviour,
+            logp_behaviour=micro.logp_behaviour,
             entropy=micro.scored.entropy,
             score_baseline=micro.score_baseline,
             protect=self.config.correction.protect,

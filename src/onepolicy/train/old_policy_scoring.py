@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from onepolicy.train.extension import MicroBatch
 from onepolicy.train.forward import Scored
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
@@ -47,20 +48,21 @@ class ScoringFirst:
     def begin_minibatch(self, batch: TokenBatch) -> None: ...
 
     @contextmanager
-    def update_forward(self, samples: list[int], micro: TokenBatch) -> Iterator[Scored]:
-        """Yield the scores of a micro-batch, with their graph.
+    def update_forward(self, samples: list[int], micro: TokenBatch) -> Iterator[MicroBatch]:
+        """Yield a micro-batch with its scores, which carry their graph.
 
         The context stays open during the backward, so that recomputed layers route as the forward
         did.
         """
+        assert micro.logp_old is not None, "score() fills logp_old"
         scored = self._graphs.pop(tuple(samples), None)
         if scored is not None:
-            yield scored
+            yield MicroBatch(micro, scored, micro.logp_old)
             return
         with self.scorer.routing_context(micro, native=False) as handle:
             scored = self._forward(micro)
             self.scorer.replay_mode.record_update_forward(handle)
-            yield scored
+            yield MicroBatch(micro, scored, micro.logp_old)
 
     def end_minibatch(self) -> None: ...
 
