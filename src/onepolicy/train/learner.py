@@ -78,7 +78,7 @@ class LocalLearner:
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields that the update needs from models: see `interfaces.Learner.score`."""
-        check_batch(batch, self.config.replay, self.scorer.vocab_size)
+        check_batch(batch, self.scorer.vocab_size)
         return self._fill_scores(batch)
 
     def _fill_scores(self, batch: TokenBatch) -> TokenBatch:

@@ -185,7 +185,7 @@ class ShardedLearner:
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields that the update needs from models: see `interfaces.Learner.score`."""
-        check_batch(batch, self.config.replay, self.scorer.vocab_size)
+        check_batch(batch, self.scorer.vocab_size)
         return self.dispatcher.score(batch, "score")
 
     def step(self, batch: TokenBatch) -> Update:
