@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from onepolicy.build.components import Components, route_spec_of
-from onepolicy.build.learner import build_extensions
+from onepolicy.build.learner import build_update_parts
 from onepolicy.config import RunConfig, WeightsReplay, resolve
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import Problem
@@ -105,8 +105,8 @@ def build_learner(models: Models, config: RunConfig) -> LocalLearner:
         copied = models.for_training(config, seed=1)
         critic = Critic(copied, config.objective.critic, config.optim)
     scorer = PolicyScorer(model, config, routers=routers_of(model))
-    extensions = build_extensions(config, reference=reference, critic=critic)
-    return LocalLearner(scorer, extensions=extensions, critic=critic)
+    parts = build_update_parts(config, reference=reference, critic=critic)
+    return LocalLearner(scorer, parts=parts, critic=critic)
 
 
 def routers_of(model: PreTrainedModel) -> Routers | None:

@@ -4,26 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.config import RunConfig
+from onepolicy.config import R2, RolloutReplay, RunConfig, SoftReplay, WeightsReplay
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.config.replay import ReplayConfig
 from onepolicy.invariant.fingerprint import compute_fingerprint
 from onepolicy.invariant.numerics_contract import numerics_contract_of
+from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.routers import Routers
 from onepolicy.sync.sent_tensors import sent_tensors
 from onepolicy.train.batcher import Batcher
 from onepolicy.train.checks import check_routes
 from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
-from onepolicy.train.replay_mode import ReplayMode, build_replay_mode
 from onepolicy.types import RoutingTrace, TokenBatch, index_ids
 
 TOP_FIELDS = ("top_logp_old", "trainer_top_ids", "trainer_top_logp")  # of a TokenBatch
-KeepGraph = Callable[[list[int], Scored], None]
+KeepGraph = Callable[[list[int], Scored, RouteRecorder | ReplayHandle | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayMode:
+    """The routes that forwards of the trainer replay (replay.mode)."""
+
+    routes: Literal["routing", "routing_native"] | None = None
+    """Field of the batch. None: the trainer routes every token itself."""
+    in_scoring: bool = False  # False: only the update replays
+    settings: dict[str, Any] = field(default_factory=dict)  # arguments of `Routers.replay`
+
+    @classmethod
+    def of(cls, config: ReplayConfig) -> ReplayMode:
+        """Return the mode of the section `replay`."""
+        match config:
+            case R2():  # the update replays the experts that scoring chose (arXiv:2507.18071)
+                return cls("routing_native")
+            case SoftReplay():
+                return cls("routing", in_scoring=True, settings={"soft": config.ratio})
+            case WeightsReplay():
+                return cls("routing", in_scoring=True, settings={"weights": True})
+            case RolloutReplay():
+                return cls("routing", in_scoring=True)
+        return cls()
+
+    @property
+    def is_soft(self) -> bool:
+        """True if experts that the trainer finds too unlikely are replaced."""
+        return "soft" in self.settings
 
 
 class PolicyScorer:
@@ -44,7 +76,7 @@ class PolicyScorer:
         self.contract = numerics_contract_of(model, logp=LOGP)
         self.fingerprint = compute_fingerprint(self.device, self.contract.numerics)
         self.version = 0  # steps that the weights were trained for
-        self.replay_mode: ReplayMode = build_replay_mode(config.replay)
+        self.replay_mode = ReplayMode.of(config.replay)
         self.batcher = Batcher(model, config, self.device)
 
     @property
@@ -73,7 +105,7 @@ class PolicyScorer:
         computes. These scores carry a graph.
         """
         buffer = ScoreBuffer(batch)
-        replay = replay and self.replay_mode.replays_in_scoring
+        replay = replay and self.replay_mode.in_scoring
         updated = [] if keep_graph is None else self.batcher.updated(batch)
         for samples in self.batcher.micro_batches(batch):
             with_graph = samples in updated
@@ -85,8 +117,7 @@ class PolicyScorer:
             ):
                 scored = self.forward(micro, entropy_graph=entropy_graph, trainer_top=True)
                 if with_graph and keep_graph is not None:
-                    self.replay_mode.record_update_forward(handle)
-                    keep_graph(samples, scored)
+                    keep_graph(samples, scored, handle)
             buffer.add_scores(samples, scored, handle)
         return buffer.fill_batch(self.routers)
 
@@ -109,15 +140,15 @@ class PolicyScorer:
         """
         if self.routers is None:
             return nullcontext()
-        routes = None
-        if replay:
-            routes = self.replay_mode.routes(micro)
-        if routes is not None:
+        mode = self.replay_mode
+        if replay and mode.routes is not None:
+            routes = getattr(micro, mode.routes)
+            if routes is None:
+                raise RoutingError(f"replay is on, but the batch has no {mode.routes}")
             if micro.shared is not None:
                 routes = routes.at(micro.shared.slots)
             # no check here: `check_scored_routes` checks the whole batch
-            settings = self.replay_mode.settings
-            return self.routers.replay(routes, native=native, check=False, **settings)
+            return self.routers.replay(routes, native=native, check=False, **mode.settings)
         if native:
             return self.routers.record()
         return nullcontext()

@@ -7,7 +7,7 @@ commands in the same order.
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
 from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig
+from onepolicy.correct.report import Sums
 from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.replay.routers import Routers
 from onepolicy.sync.sent_tensors import sent_tensors
@@ -28,6 +29,7 @@ from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded import shards
 from onepolicy.train.sharded.fsdp import gather_full_tensor
 from onepolicy.train.sharded.wire import Message, batch_from_message
+from onepolicy.train.update_parts import Measured
 from onepolicy.types import TokenBatch
 
 SCORED = (
@@ -44,6 +46,8 @@ SCORED = (
 """[T, ...] fields that scoring fills, beside routing_native."""
 NATIVE = "routing_native"
 REPLACED = "replaced"  # [forwards, L], of soft replay
+CORRECTION = "current_policy."  # prefix of the correction's sums
+SUM_FIELDS = tuple(field.name for field in dataclasses.fields(Sums))
 
 
 class RankBatcher(Batcher):
@@ -164,21 +168,17 @@ class RankLearner(LocalLearner):
 
     def _train_on(self, batch: TokenBatch, command: dict[str, Any]) -> Message:
         """Make one optimiser step. The driver adds up the answers of all ranks."""
-        first = command["minibatch"] == 0
-        if first:
-            self.scoring.begin_step()
-        self.scoring.seconds = 0.0
-        sums: Counter[str] = Counter()
-        norm = self._train_minibatch(batch, command["slots"], command["minibatch"], sums)
+        measured = Measured()
+        norm = self._train_minibatch(batch, command["slots"], command["minibatch"], measured)
         tensors: dict[str, Tensor] = {}
-        if first and self.scoring.scored is not None:
-            tensors |= reply_with_scores(self.scoring.scored).tensors
-        replaced = self.scorer.replay_mode.pop_counts()
-        if replaced:
-            tensors[REPLACED] = torch.stack(replaced).cpu()
-        for extension in self.extensions:
-            tensors |= extension.pop_counts()
-        reply = {"norm": norm, "sums": dict(sums), "seconds": self.scoring.seconds}
+        if measured.scored is not None:
+            tensors |= reply_with_scores(measured.scored).tensors
+        if measured.replaced:
+            tensors[REPLACED] = torch.stack(measured.replaced).cpu()
+        if measured.correction is not None:
+            sums = measured.correction
+            tensors |= {f"{CORRECTION}{n}": getattr(sums, n).cpu() for n in SUM_FIELDS}
+        reply = {"norm": norm, "sums": dict(measured.sums), "seconds": measured.seconds}
         return Message(reply, tensors)
 
 
