@@ -13,7 +13,13 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, QuantFormat, RoutingPressure, UsageError
 from onepolicy.config.numerics import Numerics
-from onepolicy.interfaces import EngineCaps, NamedWeights, StaticScales, WeightSizes
+from onepolicy.interfaces import (
+    AdapterSource,
+    EngineCaps,
+    NamedWeights,
+    StaticScales,
+    WeightSizes,
+)
 from onepolicy.invariant.fingerprint import compute_fingerprint
 from onepolicy.invariant.numerics_contract import numerics_contract_of
 from onepolicy.models import decode_experts, linear, rms_norm
@@ -34,7 +40,6 @@ if TYPE_CHECKING:
     from onepolicy.config.lora import LoraConfig
     from onepolicy.models.fp32_head import Fp32Head
     from onepolicy.models.quant.quantise import QuantisedModel, QuantisedWeight
-    from onepolicy.rollout.adapter_source import AdapterSource
     from onepolicy.rollout.hf.adapter import HeldAdapter
     from onepolicy.rollout.hf.pressure import Pressure
     from onepolicy.rollout.hf.stream import EngineStream
