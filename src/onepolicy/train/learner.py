@@ -27,6 +27,7 @@ from onepolicy.train import checkpoint, pack
 from onepolicy.train.checks import check_batch
 from onepolicy.train.optim import (
     clip_gradients,
+    count_skipped_update,
     learning_rate,
     norm_metrics,
 )
@@ -168,8 +169,6 @@ class LocalLearner:
             norms.append(clip_gradients(self.critic.values, optim.clip_norm))
         not_finite = [norm for norm in norms if not norm < math.inf]
         if not_finite:
-            from onepolicy.train.skipped_updates import count_skipped_update
-
             self.skipped = count_skipped_update(
                 self.skipped, optim.max_skipped, norms, self.version + 1
             )

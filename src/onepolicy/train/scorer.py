@@ -101,7 +101,7 @@ class PolicyScorer:
     ) -> TokenBatch:
         """Score like `score`, without its check of the routes.
 
-        keep_graph: called with the samples and the scores of each micro-batch that the update
+        keep_graph: called with the samples, scores and routes of each micro-batch that the update
         computes. These scores carry a graph.
         """
         buffer = ScoreBuffer(batch)
