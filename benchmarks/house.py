@@ -53,6 +53,19 @@ def _nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
         yield from _nodes(node, lazy)
 
 
+def lazy_imports(path: Path) -> int:
+    """Return how many statements of a file import from the package inside a function."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    found = {
+        inner
+        for outer in ast.walk(ast.parse(path.read_text()))
+        if isinstance(outer, functions)
+        for inner in ast.walk(outer)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    }
+    return sum("onepolicy" in ast.unparse(each) for each in found)
+
+
 def eager_graph(known: dict[str, Path]) -> dict[str, set[str]]:
     """Return the modules that come with each module as it is loaded."""
     return {name: imported(path, known, lazy=False) for name, path in known.items()}
@@ -156,6 +169,7 @@ def main() -> None:
             f"import closure of {entry}: {len(names)} files, "
             f"{lines([known[n] for n in names]):,} lines"
         )
+    print(f"own imports inside functions: {sum(map(lazy_imports, known.values()))}")
     print(f"folder circle: {circle(rooms(every))}")
     print(f"file circle, TYPE_CHECKING and lazy imports included: {circle(every)}")
     if arguments.steps:
