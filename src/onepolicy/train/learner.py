@@ -199,8 +199,6 @@ class LocalLearner:
         metrics = measured.metrics(batch.num_trainable)
         for part in self.parts:
             metrics |= part.metrics(batch, measured)
-        if not self.config.scores_old:
-            metrics["time/score_saved"] = measured.seconds
         metrics |= norm_metrics(norms, self.config.optim.max_skipped)
         return metrics | {"train/lr": self.optimizer.param_groups[0]["lr"]}
 

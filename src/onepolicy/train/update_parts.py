@@ -42,10 +42,12 @@ class Measured:
         self.correction = sums
 
     def metrics(self, slots: int) -> dict[str, float]:
-        """Return means over the step's trainable slots, and over forwards."""
+        """Return means over the step's trainable slots and over forwards, and the seconds."""
         means = {f"train/{n}": value / slots for n, value in self.sums.items() if n != "kept"}
         if self.replaced:
             means["train/soft_replaced"] = float(torch.stack(self.replaced).mean())
+        if self.seconds:
+            means["time/score_saved"] = self.seconds
         return means
 
 
