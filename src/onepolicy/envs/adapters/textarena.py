@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import random
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import TextArenaTask, UsageError
+from onepolicy.config.spelling import did_you_mean
 from onepolicy.envs.adapters.seeded import Game, SeededEnvironment, Step, is_repeatable
 from onepolicy.envs.multiturn.dialogue import ParsedTurn, TurnFormat
 from onepolicy.envs.multiturn.episode import PathOptions
@@ -146,16 +146,11 @@ def _check_name(config: TextArenaTask) -> None:
 
     names = {name.removesuffix("-raw") for name in ENV_REGISTRY if name.endswith("-raw")}
     if config.game not in names:
-        close = difflib.get_close_matches(config.game, names, n=3)
-        hint = "e.g. GuessTheNumber-v0"
-        if close:
-            hint = f"did you mean {' or '.join(close)}?"
-        raise UsageError(f"task.game: textarena has no game {config.game!r}; {hint}")
+        hint = did_you_mean(config.game, sorted(names)) or "; e.g. GuessTheNumber-v0"
+        raise UsageError(f"task.game: textarena has no game {config.game!r}{hint}")
 
 
 def _first_line(error: Exception) -> str:
     """Return the first line of an error's text that has a letter."""
-    for line in str(error).splitlines():
-        if re.search("[a-z]", line):
-            return line.strip()
-    return repr(error)
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(re.compile("[a-z]").search, lines), repr(error))
