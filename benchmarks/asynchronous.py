@@ -43,7 +43,7 @@ from onepolicy.config import load
 from onepolicy.interfaces import NamedWeights, RolloutEngine
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.log import read_metrics
-from onepolicy.run.step import rl_step
+from onepolicy.run.step import StepRunner
 from onepolicy.types import Completion, Sampling
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
@@ -212,13 +212,14 @@ async def elsewhere(seconds: float, rounds: int) -> dict[str, list[Row]]:
         for most in (None, 1, 2):
             rollout = config.rollout.model_copy(update={"max_staleness": most})
             mine = dataclasses.replace(parts, config=config.model_copy(update={"rollout": rollout}))
+            runner = StepRunner(mine)
             name = "one after the other" if most is None else f"max_staleness = {most}"
             async with (
-                nullcontext() if most is None else RolloutPrefetcher(mine, step) as prefetcher
+                nullcontext() if most is None else RolloutPrefetcher(runner, step) as prefetcher
             ):
                 for i in range(FILLING + COUNTED):
                     if prefetcher is None:
-                        result = await rl_step(mine, step)
+                        result = await runner.rl_step(step)
                     else:
                         result = await prefetcher.run_step(step)
                     step += 1

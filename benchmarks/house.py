@@ -53,6 +53,19 @@ def _nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
         yield from _nodes(node, lazy)
 
 
+def lazy_imports(path: Path) -> int:
+    """Return how many statements of a file import from the package inside a function."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    found = {
+        inner
+        for outer in ast.walk(ast.parse(path.read_text()))
+        if isinstance(outer, functions)
+        for inner in ast.walk(outer)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    }
+    return sum("onepolicy" in ast.unparse(each) for each in found)
+
+
 def eager_graph(known: dict[str, Path]) -> dict[str, set[str]]:
     """Return the modules that come with each module as it is loaded."""
     return {name: imported(path, known, lazy=False) for name, path in known.items()}
@@ -104,18 +117,15 @@ files = set()
 def watch(frame, event, argument):
     if event == "call":
         files.add(frame.f_code.co_filename)
-import onepolicy.run.step as step_module
-import onepolicy.run.loop as loop_module
-inner = step_module.rl_step
+from onepolicy.run.step import StepRunner
+inner = StepRunner.rl_step
 async def traced(*arguments, **named):
     sys.setprofile(watch); threading.setprofile(watch)
     try:
         return await inner(*arguments, **named)
     finally:
         sys.setprofile(None); threading.setprofile(None)
-for module in (step_module, loop_module):
-    if hasattr(module, "rl_step"):
-        module.rl_step = traced
+StepRunner.rl_step = traced
 from onepolicy.cli import main
 code = main(sys.argv[1:])
 print("FILES", json.dumps(sorted(f for f in files if "/onepolicy/" in f)))
@@ -159,6 +169,7 @@ def main() -> None:
             f"import closure of {entry}: {len(names)} files, "
             f"{lines([known[n] for n in names]):,} lines"
         )
+    print(f"own imports inside functions: {sum(map(lazy_imports, known.values()))}")
     print(f"folder circle: {circle(rooms(every))}")
     print(f"file circle, TYPE_CHECKING and lazy imports included: {circle(every)}")
     if arguments.steps:

@@ -20,16 +20,16 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from onepolicy.build.components import Components, build_components
+from onepolicy.build.components import build_components
 from onepolicy.config import resolve
-from onepolicy.run.step import rl_step
+from onepolicy.run.step import StepRunner
 from onepolicy.sync.push import push_weights
 
 PHASES = ("rollout", "score", "update", "step")
 SIDES = ("fast", "on-policy")
 
 
-def parts_of(numerics: str, dtype: str, args: argparse.Namespace) -> Components:
+def runner_of(numerics: str, dtype: str, args: argparse.Namespace) -> StepRunner:
     settings = {
         "out": "unused",
         "steps": 1000,
@@ -48,11 +48,11 @@ def parts_of(numerics: str, dtype: str, args: argparse.Namespace) -> Components:
     }
     parts, _ = build_components(resolve(settings))
     asyncio.run(push_weights(parts.learner, parts.engine))
-    return parts
+    return StepRunner(parts)
 
 
-def step(parts: Components, number: int) -> dict[str, float]:
-    metrics = asyncio.run(rl_step(parts, number)).metrics
+def step(runner: StepRunner, number: int) -> dict[str, float]:
+    metrics = asyncio.run(runner.rl_step(number)).metrics
     return {phase: metrics[f"time/{phase}"] for phase in PHASES} | {"k3": metrics["mismatch/k3"]}
 
 
@@ -87,17 +87,17 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     for dtype in args.dtypes:
-        sides = {side: parts_of(side, dtype, args) for side in SIDES}
+        sides = {side: runner_of(side, dtype, args) for side in SIDES}
         seconds: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for number in range(args.steps + 1):
-            for side, parts in sides.items():
-                taken = step(parts, number)
+            for side, runner in sides.items():
+                taken = step(runner, number)
                 if number:
                     seconds[side].append(taken)
         Console().print(report(dtype, seconds))
-        for side, parts in sides.items() if args.profile else ():
+        for side, runner in sides.items() if args.profile else ():
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                step(parts, args.steps + 1)
+                step(runner, args.steps + 1)
             print(
                 side,
                 profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15),

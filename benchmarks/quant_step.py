@@ -22,7 +22,7 @@ from onepolicy.build.components import Components, build_components
 from onepolicy.config import resolve
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs.warmup.examples import task_alphabet
-from onepolicy.run.step import rl_step
+from onepolicy.run.step import StepRunner
 from onepolicy.tiny.model import make_tokenizer
 
 TIMES = ("rollout", "score", "update", "sync", "step")
@@ -43,10 +43,11 @@ def main() -> None:
             quant: build(Path(folder), quant, options.steps, options.length)
             for quant in options.formats
         }
+        runners = {quant: StepRunner(parts) for quant, parts in runs.items()}
         rows = {quant: [] for quant in runs}
         for step in range(options.steps + 1):
-            for quant, parts in runs.items():
-                rows[quant].append(asyncio.run(rl_step(parts, step)).metrics)
+            for quant, runner in runners.items():
+                rows[quant].append(asyncio.run(runner.rl_step(step)).metrics)
     print(
         "| rollout.quant | "
         + " | ".join(f"{name}, s" for name in TIMES)

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from onepolicy.rollout.hf.large_vocabulary import invert_cdf
+from onepolicy.rollout.hf.sampler import invert_cdf_by_blocks
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     uniform = torch.rand(args.rows, dtype=torch.float64)
     times: dict[str, list[float]] = {"one running sum": [], "blocks": []}
     for _ in range(args.rounds):
-        for found, draw in zip(times.values(), (one_sum, invert_cdf), strict=True):
+        for found, draw in zip(times.values(), (one_sum, invert_cdf_by_blocks), strict=True):
             start = time.process_time()
             draw(torch.log_softmax(logits, -1).exp(), uniform)
             found.append(time.process_time() - start)

@@ -45,6 +45,7 @@ from onepolicy.report.figure import (
 )
 from onepolicy.report.png import write_figures
 from onepolicy.run.evaluate import evaluate
+from onepolicy.run.hooks import build_hooks
 from onepolicy.run.result import StepTimer
 from onepolicy.run.step import sample_rollouts, train_on_rollouts
 from onepolicy.run.step_metrics import mismatch_metrics
@@ -159,7 +160,7 @@ async def aged(arm: Arm, seed: int, steps: int) -> Row:
     parts, _ = build_components(config)
     parts = dataclasses.replace(parts, engine=Aged(parts.engine, arm.age))
     await push_weights(parts.learner, parts.engine)
-    rows = []
+    rows, hooks = [], build_hooks(parts)
     for step in range(steps):
         rollouts = await sample_rollouts(parts, step)
         row: Row = {"step": step}
@@ -169,7 +170,7 @@ async def aged(arm: Arm, seed: int, steps: int) -> Row:
             )
             native = mismatch_metrics(parts.learner.scorer.score(pack(groups), replay=False))
             row |= {f"native/{name}": value for name, value in native.items()}
-        row |= train_on_rollouts(parts, step, rollouts, StepTimer()).metrics
+        row |= train_on_rollouts(parts, hooks, step, rollouts, StepTimer()).metrics
         await push_weights(parts.learner, parts.engine)
         rows.append(row)
         print(arm, seed, step, f"{row['train/reward']:.2f} {row['mismatch/k3']:.1e}", flush=True)

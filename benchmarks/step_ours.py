@@ -118,6 +118,7 @@ class Ours:
         from onepolicy.config import resolve
         from onepolicy.config.model import ModelConfig
         from onepolicy.config.model_path import resolve_model
+        from onepolicy.run.step import StepRunner
         from onepolicy.sync.push import push_weights
 
         torch.set_num_threads(options.threads)
@@ -131,13 +132,12 @@ class Ours:
             environment = FixedLengths(self.parts.environment, prompt)
             self.parts = dataclasses.replace(self.parts, stop=(), environment=environment)
         asyncio.run(push_weights(self.parts.learner, self.parts.engine))
+        self.runner = StepRunner(self.parts)
         self.done = 0
 
     def step(self) -> Step:
-        from onepolicy.run.step import rl_step
-
         begun = now()
-        result = asyncio.run(rl_step(self.parts, self.done))
+        result = asyncio.run(self.runner.rl_step(self.done))
         wall, cpu = since(begun)
         self.done += 1
         batch = result.batch

@@ -20,7 +20,7 @@ import torch
 
 from onepolicy.config import JsonlTask, ModelConfig, ReActTask, SearchTool
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs.multiturn.tool_dialogue import format_observations
+from onepolicy.envs.multiturn.tool_formats import format_observations
 from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.models.load import load_model, load_tokenizer
 from onepolicy.tiny.model import Example, make_model, make_tokenizer, save_policy, warm_up

@@ -82,6 +82,36 @@ class WeightSource(Protocol):
         ...
 
 
+class AdapterSource(Protocol):
+    """A LoRA adapter: its name, and its tensors, in memory or as files."""
+
+    name: str  # in requests and replies
+
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return A [r, I] and B [O, r], float32, by the name of the weight that they adapt."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """Write adapter_model.safetensors and adapter_config.json, for engines that load files."""
+        ...
+
+
+class TrainedAdapter(AdapterSource, Protocol):
+    """The adapter inside a learner's model."""
+
+    def off(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with its frozen weights alone."""
+        ...
+
+
+@runtime_checkable
+class AdapterLearner(Protocol):
+    """An owner of weights that may train an adapter of them (train.lora)."""
+
+    @property
+    def adapter(self) -> TrainedAdapter | None: ...
+
+
 class WeightTarget(Protocol):
     """A copy of the policy whose weights follow the learner's."""
 
@@ -111,6 +141,31 @@ class RolloutEngine(Protocol):
 
     async def reset_cache(self) -> None:
         """Drop all cached keys, values and routes."""
+        ...
+
+
+@runtime_checkable
+class NamedEngine(Protocol):
+    """An engine that names on every completion the LoRA adapter that sampled it."""
+
+    adapter: str | None  # in its weights, or beside them
+
+
+@runtime_checkable
+class AdapterEngine(NamedEngine, Protocol):
+    """An engine that computes with A and B of an adapter, if its `caps.takes_adapter` says so."""
+
+    async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
+        """Load A and B as `version` in place of the last ones, and drop all caches."""
+        ...
+
+
+@runtime_checkable
+class AdapterServer(AdapterEngine, Protocol):
+    """An AdapterEngine in another process, which gets the frozen weights first."""
+
+    async def lacks_base(self) -> bool:
+        """Return whether it needs the frozen weights before an adapter."""
         ...
 
 
@@ -153,6 +208,10 @@ class ReadableEngine(Protocol):
 
     def held_weights(self) -> dict[str, Tensor]:
         """Return the weights it computes with, under transformers' names. Leaves out others."""
+        ...
+
+    def held_factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return A and B of the adapter that it computes with, if `caps.takes_adapter` is True."""
         ...
 
 

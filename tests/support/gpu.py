@@ -121,7 +121,8 @@ class TrainingStep:
     def run(self) -> Tensor:
         """Return the log-probabilities. Gradients are on the parameters afterwards."""
         scored = forward(self.model, self.batch, self.layout, autocast=self.autocast)
-        loss, _ = policy_loss(scored.logp, self.batch, config=self.objective)
+        old = self.batch.logp_old
+        loss, _ = policy_loss(scored.logp, self.batch, config=self.objective, logp_behaviour=old)
         loss.backward()
         return scored.logp.detach()
 

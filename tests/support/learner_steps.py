@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from onepolicy.build.learner import build_extensions
+from onepolicy.build.learner import build_update_parts
 from onepolicy.config import resolve
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import compute_advantages
@@ -65,8 +65,8 @@ def learner_of(
         protect = "value" in config.correction.protect
         critic = Critic(copied, config.objective.critic, config.optim, protect=protect)
     scorer = PolicyScorer(model, config, routers=bind_routers(model) if routed else None)
-    extensions = build_extensions(config, reference=reference, critic=critic)
-    return LocalLearner(scorer, extensions=extensions, critic=critic)
+    parts = build_update_parts(config, reference=reference, critic=critic)
+    return LocalLearner(scorer, parts=parts, critic=critic)
 
 
 def one_step(learner: LocalLearner, batch, weight=None):

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from onepolicy.build.components import Components, route_spec_of
-from onepolicy.build.learner import build_extensions
+from onepolicy.build.learner import build_update_parts
 from onepolicy.config import RunConfig, WeightsReplay, resolve
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import Problem
@@ -26,6 +26,7 @@ from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.run.hooks import build_hooks
 from onepolicy.run.result import StepResult, StepTimer
 from onepolicy.run.step import sample_rollouts, train_on_rollouts
 from onepolicy.sync.push import push_weights
@@ -104,8 +105,8 @@ def build_learner(models: Models, config: RunConfig) -> LocalLearner:
         copied = models.for_training(config, seed=1)
         critic = Critic(copied, config.objective.critic, config.optim)
     scorer = PolicyScorer(model, config, routers=routers_of(model))
-    extensions = build_extensions(config, reference=reference, critic=critic)
-    return LocalLearner(scorer, extensions=extensions, critic=critic)
+    parts = build_update_parts(config, reference=reference, critic=critic)
+    return LocalLearner(scorer, parts=parts, critic=critic)
 
 
 def routers_of(model: PreTrainedModel) -> Routers | None:
@@ -159,7 +160,7 @@ def play(parts: Components, step: int, between=lambda: None) -> StepResult:
     """Run one step. between: called after the rollouts."""
     rollouts = asyncio.run(sample_rollouts(parts, step))
     between()
-    result = train_on_rollouts(parts, step, rollouts, StepTimer())
+    result = train_on_rollouts(parts, build_hooks(parts), step, rollouts, StepTimer())
     asyncio.run(push_weights(parts.learner, *parts.samplers))
     return result
 

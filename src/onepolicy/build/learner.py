@@ -22,9 +22,9 @@ from onepolicy.models.load import (
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
-from onepolicy.train.extension import LearnerExtension, Reference
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
+from onepolicy.train.update_parts import Reference, UpdatePart
 
 if TYPE_CHECKING:
     from onepolicy.train.critic import Critic
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 def build_learner(config: RunConfig, model: ModelConfig) -> LocalLearner:
     """Build the learner of one process, its reference and its critic, with the model's weights."""
     scorer = build_scorer(config, model)
-    extensions: list[LearnerExtension] = []
+    parts: list[UpdatePart] = []
     reference = adapter = None
     if config.train.lora is not None:
         from onepolicy.build.lora import build_adapter
 
-        adapter, extensions = build_adapter(scorer)
-    if not extensions:  # else the model without its adapter is the reference
+        adapter, parts = build_adapter(scorer)
+    if not parts:  # else the model without its adapter is the reference
         reference = build_reference(config, scorer.vocab_size, scorer.device)
     critic = build_critic(model, config, scorer.device)
-    extensions += build_extensions(config, reference=reference, critic=critic)
-    return LocalLearner(scorer, extensions=extensions, critic=critic, adapter=adapter)
+    parts += build_update_parts(config, reference=reference, critic=critic)
+    return LocalLearner(scorer, parts=parts, critic=critic, adapter=adapter)
 
 
 def build_scorer(config: RunConfig, model: ModelConfig) -> PolicyScorer:
@@ -67,20 +67,20 @@ def routers_of(loaded: PreTrainedModel, model: ModelConfig) -> Routers | None:
     return bind_routers(loaded)
 
 
-def build_extensions(
+def build_update_parts(
     config: RunConfig, *, reference: PreTrainedModel | None = None, critic: Critic | None = None
-) -> list[LearnerExtension]:
+) -> list[UpdatePart]:
     """Build the parts of an update other than the policy's loss, in the order of their calls."""
-    extensions: list[LearnerExtension] = []
+    parts: list[UpdatePart] = []
     if reference is not None:
-        extensions.append(Reference(reference))
+        parts.append(Reference(reference))
     if config.correction.live_part is not None:
         from onepolicy.train.current_policy import CurrentPolicyCorrection
 
-        extensions.append(CurrentPolicyCorrection(config.correction, config.correction.live_part))
+        parts.append(CurrentPolicyCorrection(config.correction, config.correction.live_part))
     if critic is not None:
-        extensions.append(critic)
-    return extensions
+        parts.append(critic)
+    return parts
 
 
 def set_num_threads(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""The trained adapter of a run (train.lora), and the extensions of its update.
+"""The trained adapter of a run (train.lora), and the parts of its update.
 
 Only the functions that build a run with train.lora import this file.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from onepolicy.config import RunConfig
-from onepolicy.train.extension import LearnerExtension
 from onepolicy.train.lora import Adapter, FrozenReference
 from onepolicy.train.scorer import PolicyScorer
+from onepolicy.train.update_parts import UpdatePart
 
 
-def build_adapter(scorer: PolicyScorer) -> tuple[Adapter, list[LearnerExtension]]:
-    """Return the adapter inside this scorer's model, and the extensions of the update it brings.
+def build_adapter(scorer: PolicyScorer) -> tuple[Adapter, list[UpdatePart]]:
+    """Return the adapter inside this scorer's model, and the parts of the update it brings.
 
     The reference of objective.kl is the model without its adapter, unless another one is named.
     """

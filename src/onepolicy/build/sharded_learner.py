@@ -6,8 +6,8 @@ import torch
 
 from onepolicy.build.learner import (
     build_critic,
-    build_extensions,
     build_reference,
+    build_update_parts,
     install_chunks,
     load_training_model,
     routers_of,
@@ -16,12 +16,12 @@ from onepolicy.build.learner import (
 from onepolicy.config import ModelConfig, RunConfig
 from onepolicy.models.empty import empty_model
 from onepolicy.models.load import DTYPES
-from onepolicy.train.extension import LearnerExtension
 from onepolicy.train.sharded.fsdp import FSDPSharding
 from onepolicy.train.sharded.learner import ShardedLearner
 from onepolicy.train.sharded.rank import RankLearner, RankScorer
 from onepolicy.train.sharded.ranks import Ranks
 from onepolicy.train.sharded.wire import Message
+from onepolicy.train.update_parts import UpdatePart
 
 
 def build_sharded_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> ShardedLearner:
@@ -49,17 +49,17 @@ def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> R
     scorer = RankScorer(trained, config, routers=routers_of(trained, model))
     like = empty_model(model)
     like.generation_config = trained.generation_config
-    extensions: list[LearnerExtension] = []
+    parts: list[UpdatePart] = []
     reference = adapter = None
     if config.train.lora is not None:
         from onepolicy.build.lora import build_adapter
 
-        adapter, extensions = build_adapter(scorer)
-    if not extensions:
+        adapter, parts = build_adapter(scorer)
+    if not parts:
         reference = build_reference(config, scorer.vocab_size, ranks.device, sharding)
     critic = build_critic(model, config, ranks.device, sharding)
-    extensions += build_extensions(config, reference=reference, critic=critic)
-    return RankLearner(scorer, like=like, extensions=extensions, critic=critic, adapter=adapter)
+    parts += build_update_parts(config, reference=reference, critic=critic)
+    return RankLearner(scorer, like=like, parts=parts, critic=critic, adapter=adapter)
 
 
 def _compute_dtype(config: RunConfig) -> torch.dtype | None:

@@ -215,7 +215,7 @@ class Fields(NamedTuple):
         largest = [torch.where(mask, some, -1).amax() for some, mask in chunks]
         return 1 + int(torch.stack(largest).amax())
 
-    def numbered(self) -> tuple[Fields, _Extent]:
+    def numbered(self) -> Numbered:
         """Renumber sequences and turns with ids above the number of slots, and count them."""
         fields, limit = self, max(1, len(self.mask))
         sequences, turns = self.extent("segment"), max(1, self.extent("turn"))
@@ -226,18 +226,24 @@ class Fields(NamedTuple):
             ids, turns = _ranked(fields.turn, self.mask)
             fields = fields._replace(turn=ids)
         if fields.segment is None or fields.turn is None or sequences * turns <= limit:
-            return fields, _Extent(sequences, turns)
+            return Numbered(fields, _Extent(sequences, turns))
         ids, units = _ranked(fields.segment.long() * turns + fields.turn, self.mask)
-        return fields._replace(turn=ids), _Extent(sequences, turns, units)
+        return Numbered(fields._replace(turn=ids), _Extent(sequences, turns, units))
+
+
+class Numbered(NamedTuple):
+    """A batch whose ids of sequences and turns are small enough to be indices."""
+
+    fields: Fields
+    most: _Extent
 
     def chunks(self) -> Iterator[tuple[slice, Slots]]:
         """Yield slices of CHUNK slots and their trainable slots. A sequence may span several."""
-        self.check()
-        numbered, most = self.numbered()
-        trainer, rollout, mask, *more = numbered
-        for place in _places(len(self.mask)):
+        trainer, rollout, mask, *more = self.fields
+        for place in _places(len(mask)):
             rest = [field if field is None else field[place] for field in more]
-            yield place, _slots(Fields(trainer[place], rollout[place], mask[place], *rest), most)
+            part = Fields(trainer[place], rollout[place], mask[place], *rest)
+            yield place, _slots(part, self.most)
 
 
 def _ranked(ids: Tensor | None, mask: Tensor) -> tuple[Tensor, int]:

@@ -121,12 +121,22 @@ def reweight(
             "train on"
         )
     left = flat.left_out("reweight", "logp_old", nonfinite, mask)
-    found = evaluate(config, flat, average=average)
+    weight, keep, numbers = weigh(config, flat, average=average)
+    return Applied(restore_layout(weight, mask), restore_layout(keep, mask), count, numbers, left)
+
+
+@torch.no_grad()
+def weigh(
+    config: CorrectionConfig, fields: Fields, *, average: Average = "slots"
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Return weight [T] float32, keep [T] bool and the report of a whole step.
+
+    This is `reweight` for fields that are known to fit together: it only raises UsageError for more
+    slots without a finite ratio than the config's `max_nonfinite`.
+    """
+    found = evaluate(config, fields, average=average)
     numbers = _checked_report(config, found.sums)
-    weight = found.weight.mul_(found.sums.scale(config)).float()
-    return Applied(
-        restore_layout(weight, mask), restore_layout(found.keep, mask), count, numbers, left
-    )
+    return found.weight.mul_(found.sums.scale(config)).float(), found.keep, numbers
 
 
 class Evaluated(NamedTuple):
@@ -140,10 +150,11 @@ class Evaluated(NamedTuple):
 
 def evaluate(config: CorrectionConfig, fields: Fields, *, average: Average = "slots") -> Evaluated:
     """Evaluate weights and gates of a whole step or of whole samples, chunk by chunk."""
+    batch = fields.numbered()
     units: Units = {}
     if average == "sequences" or needed(config):
-        units = combine_units(unit_sums(config, part) for _, part in fields.chunks())
-    edges = budget_edges(config, lambda: (part for _, part in fields.chunks()))
+        units = combine_units(unit_sums(config, part) for _, part in batch.chunks())
+    edges = budget_edges(config, lambda: (part for _, part in batch.chunks()))
     new = fields.logp_trainer.new_zeros
     dtype = torch.float32
     if config.scales:
@@ -154,7 +165,7 @@ def evaluate(config: CorrectionConfig, fields: Fields, *, average: Average = "sl
     if config.weight.rejects:
         passed = torch.zeros_like(fields.mask)
     total = None
-    for place, part in fields.chunks():
+    for place, part in batch.chunks():
         found = _evaluate(config, part, units, edges, average)
         weight[place][part.where] = found.weight.to(weight.dtype)
         keep[place][part.where], passed[place][part.where] = found.keep, found.passed

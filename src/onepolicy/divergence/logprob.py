@@ -101,7 +101,16 @@ def mismatch(
     """
     given = {"logp_old": logp_old, "logp_rollout": logp_rollout, "mask": mask}
     flat = flatten_arguments("mismatch", {**given, "segment": segment})
-    old, rollout, samples, left = _masked(flat, mask, nonfinite)
+    return compare_tokens(*_masked(flat, mask, nonfinite))
+
+
+def compare_tokens(
+    old: Tensor,  # [n] float64, trainer
+    rollout: Tensor,  # [n] float64, rollout engine
+    samples: Tensor | None = None,  # [n] int64, sample of each token
+    left: LeftOut | None = None,  # tokens that are not among the n
+) -> Mismatch:
+    """Compare the log-probabilities of n > 0 tokens."""
     log_rho = old - rollout
     shifted = (log_rho - log_rho.max()).exp()  # the scale of rho cancels in ess; no overflow
     dp = (old.exp() - rollout.exp()).abs()
@@ -128,7 +137,7 @@ def mismatch(
         differing,
         **dict(zip(numbers, values, strict=True)),
         abs_log_ratio=dlogp,
-        nonfinite=left,
+        nonfinite=left or LeftOut(),
     )
 
 

@@ -73,8 +73,8 @@ def policy_loss(
     batch: TokenBatch,  # micro-batch of whole samples: loss_weight, advantage, weight, keep are set
     *,
     config: ObjectiveConfig,
-    # [T] float32, the policy in the denominator of the ratio; None: batch.logp_old
-    logp_behaviour: Tensor | None = None,
+    # [T] float32, the policy in the denominator of the ratio: batch.logp_old or batch.logp_rollout
+    logp_behaviour: Tensor,
     entropy: Tensor | None = None,  # [T] float32, carries the graph; needed with entropy_coef
     # [T] float32, carries the graph: the rollout policy's mean score (score centering)
     score_baseline: Tensor | None = None,
@@ -113,13 +113,10 @@ def policy_loss(
 
 
 def _surrogate(
-    logp_new: Tensor, logp_behaviour: Tensor | None, batch: TokenBatch, config: ObjectiveConfig
+    logp_new: Tensor, logp_behaviour: Tensor, batch: TokenBatch, config: ObjectiveConfig
 ) -> Surrogate:
     assert batch.advantage is not None, "compute_advantages() fills advantage"
     assert batch.keep is not None
-    if logp_behaviour is None:
-        assert batch.logp_old is not None, "score() fills logp_old"
-        logp_behaviour = batch.logp_old
     # A ratio of a whole sample is over all its trainable slots. Otherwise a gate would change the
     # very ratio that it gates.
     mask = batch.trainable

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from onepolicy.config import RolloutConfig, TrainingError
-from onepolicy.interfaces import Environment, EpisodeError, MetricsSource, Problem, RolloutEngine
+from onepolicy.interfaces import (
+    Environment,
+    EpisodeError,
+    MetricsSource,
+    NamedEngine,
+    Problem,
+    RolloutEngine,
+)
 from onepolicy.replay.checks import RouteSpec, check_completion, fill_missing_routes
 from onepolicy.types import MAX_LOGP, Completion, Group, Sample, Sampling
 
@@ -87,10 +94,13 @@ async def play_episode(
         completion = await engine.generate(tokens, turn_sampling, seed=seeds(turn - 1))
         turn_name = f"{name}, turn {turn - 1}"
         check_sampled_tokens(completion, turn_name)
-        if completion.adapter != getattr(engine, "adapter", None):
+        held = None
+        if isinstance(engine, NamedEngine):
+            held = engine.adapter
+        if completion.adapter != held:
             raise TrainingError(
                 f"{turn_name}: sampled with adapter {completion.adapter!r}, but the engine holds "
-                f"{engine.adapter!r}; the request did not name it"  # type: ignore[attr-defined]
+                f"{held!r}; the request did not name it"
             )
         check_completion(completion, tokens, route_spec, turn_name)
         return completion

@@ -253,7 +253,7 @@ class AdapterCheck:
         adapted = lora.adapted_layers(self.learner.model)
         frozen: AbstractContextManager[None] = nullcontext()
         if self.engine.caps.takes_adapter:
-            self._check_factors()
+            self._check_factors(self.engine.held_factors())
             frozen = self.adapter.off()
         compared = (adapted.keys() | self.adapter.stored_names) & held.keys()
         with frozen:
@@ -268,9 +268,8 @@ class AdapterCheck:
                 f"is {self._name_weights(name, held[name])}"
             )
 
-    def _check_factors(self) -> None:
+    def _check_factors(self, held: lora.Factors) -> None:
         """Raise TrainingError if an engine that computes with A and B has others."""
-        held = self.engine.held_factors()  # type: ignore[attr-defined]
         for name, (a, b) in self.adapter.factors().items():
             own_a, own_b = held[name]
             if _equal(own_a, a) and _equal(own_b, b):

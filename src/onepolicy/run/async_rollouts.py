@@ -26,15 +26,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from onepolicy.build.components import Components
 from onepolicy.config import TrainingError
 from onepolicy.run.result import Rollouts, StepResult, StepTimer
 from onepolicy.run.step import (
+    StepRunner,
     add_timings,
     push_and_check,
     sample_rollouts,
     train_on_rollouts,
-    with_recovery,
 )
 from onepolicy.run.step_metrics import metrics_per_staleness
 from onepolicy.types import Group
@@ -54,11 +53,12 @@ class _ScheduledStep:
 class RolloutPrefetcher:
     """A player of coming steps' episodes, as far ahead of the learner as max_staleness allows."""
 
-    def __init__(self, components: Components, first: int) -> None:
+    def __init__(self, runner: StepRunner, first: int) -> None:
         """Start with step `first`, which is scheduled by `run_step` or `schedule`."""
-        assert components.config.rollout.max_staleness is not None
-        self.components = components
-        self.max_staleness: int = components.config.rollout.max_staleness
+        self.runner, self.components = runner, runner.components
+        max_staleness = self.components.config.rollout.max_staleness
+        assert max_staleness is not None
+        self.max_staleness: int = max_staleness
         self._next = first  # next step to be scheduled
         self._scheduled: dict[int, _ScheduledStep] = {}
         self._active_steps = 0  # steps whose episodes are being played
@@ -82,7 +82,8 @@ class RolloutPrefetcher:
 
         Episodes of later steps are played at the same time.
         """
-        components, timer = self.components, StepTimer()
+        components, with_recovery = self.components, self.runner.with_recovery
+        timer = StepTimer()
         busy_before = self.busy_seconds
 
         async def episodes() -> Rollouts:
@@ -90,12 +91,12 @@ class RolloutPrefetcher:
             return await self.get(step, advance)
 
         with timer("wait"):
-            rollouts = await with_recovery(components, episodes, partial(self.cancel_all, step))
+            rollouts = await with_recovery(episodes, partial(self.cancel_all, step))
         with timer("learn"):
             result = await self._train_in_thread(step, rollouts, timer)
         with timer("sync"):
             push = partial(push_and_check, components)
-            checked = await with_recovery(components, push, partial(self.cancel_all, step + 1))
+            checked = await with_recovery(push, partial(self.cancel_all, step + 1))
         learn_seconds = timer.seconds.pop("learn")  # its parts have times of their own
         busy_seconds = self.busy_seconds - busy_before
         result = add_timings(components, result, timer)
@@ -109,7 +110,7 @@ class RolloutPrefetcher:
         """Train in a thread. torch releases the interpreter, so the event loop can sample."""
         try:
             return await asyncio.to_thread(
-                train_on_rollouts, self.components, step, rollouts, timer
+                train_on_rollouts, self.components, self.runner.hooks, step, rollouts, timer
             )
         except asyncio.CancelledError:  # Ctrl-C; a thread cannot be stopped
             LOG.warning("stopping once the update in progress has ended")

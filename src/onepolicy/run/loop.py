@@ -22,7 +22,7 @@ from onepolicy.run.hooks import is_counterfactual_step
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
 from onepolicy.run.result import StepResult
 from onepolicy.run.run_folder import Json, RunOrigin
-from onepolicy.run.step import rl_step, with_recovery
+from onepolicy.run.step import StepRunner
 from onepolicy.sync.push import checked_push, push_weights
 from onepolicy.train import checkpoint
 
@@ -43,6 +43,7 @@ class TrainingLoop:
     ) -> None:
         self.components, self.tokenizer = components, tokenizer
         self.config, self.learner = components.config, components.learner
+        self.runner = StepRunner(components)
         self.folder, self.origin, self.progress = folder, origin, progress
 
     async def run(self) -> Json:
@@ -140,14 +141,14 @@ class TrainingLoop:
             return nullcontext()
         from onepolicy.run.async_rollouts import RolloutPrefetcher
 
-        return RolloutPrefetcher(self.components, self.origin.step)
+        return RolloutPrefetcher(self.runner, self.origin.step)
 
     async def _run_step(self, prefetcher: RolloutPrefetcher | None, step: int) -> StepResult:
         rollout = self.config.rollout
         episodes = rollout.prompts_per_step * rollout.group_size
         advance = self.progress.phase("rollout", episodes)
         if prefetcher is None:
-            return await rl_step(self.components, step, advance=advance)
+            return await self.runner.rl_step(step, advance=advance)
         return await prefetcher.run_step(step, advance=advance)
 
     def _note_bug_signatures(self, result: StepResult) -> None:
@@ -200,10 +201,10 @@ class TrainingLoop:
         cancel_pending = None
         if prefetcher is not None:
             cancel_pending = partial(prefetcher.cancel_all, step)
-        metrics = await with_recovery(components, evaluation, cancel_pending)
+        metrics = await self.runner.with_recovery(evaluation, cancel_pending)
         if prefetcher is None or prefetcher.idle or components.evaluator is not None:
             # Otherwise rollouts would reuse cached prefixes that a resumed run does not have.
-            await with_recovery(components, engine.reset_cache)
+            await self.runner.with_recovery(engine.reset_cache)
         return metrics
 
     # --- files ------------------------------------------------------------------------------------

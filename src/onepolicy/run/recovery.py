@@ -29,43 +29,76 @@ MAX_LOSSES = 3  # of the engine, while one piece of work is repeated
 POLL_S = 1.0
 
 
-async def retry_on_engine_loss(
-    components: Components,
-    work: Callable[[], Awaitable[T]],
-    cancel_pending: Callable[[], Awaitable[None]] | None = None,
-) -> T:
-    """Return the result of `work`. Repeat it from its start if the engine is lost and comes back.
+class Recovering:
+    """A run's engine in other processes, which gets the learner's weights again after a loss."""
 
-    The engine is a RemoteEngine; `step.with_recovery` calls this for no other.
+    def __init__(self, components: Components) -> None:
+        assert isinstance(components.engine, RemoteEngine)
+        self._engine, self._samplers = components.engine, components.samplers
+        self._learner = components.learner
+        self._timeout = _recovery_timeout(components.config)
 
-    Discard every earlier sample. If the server restarted unnoticed, they came from different
-    weights. cancel_pending: ends other requests to the engine before it gets the weights again.
+    async def run(
+        self,
+        work: Callable[[], Awaitable[T]],
+        cancel_pending: Callable[[], Awaitable[None]] | None = None,
+    ) -> T:
+        """Return the result of `work`. Repeat it from its start if the engine is lost and is back.
 
-    Raises EngineLost if the engine does not come back within rollout.engine.recovery_timeout_s, or
-    is lost more than MAX_LOSSES times.
-    """
-    engine = components.engine
-    assert isinstance(engine, RemoteEngine)
-    timeout = _recovery_timeout(components.config)
-    losses = 0
-    while True:
-        try:
-            result = await work()
-            await engine.confirm_weights()
-            return result
-        except EngineLost as error:
-            losses += 1
-            if losses > MAX_LOSSES or not timeout:
-                raise
-            LOG.warning("%s. Waiting up to %g s for it", _first_sentence(error), timeout)
-            start = time.monotonic()
-            if cancel_pending is not None:
-                await cancel_pending()
-            await _reconnect(components, engine, error, start + timeout)
-            LOG.warning(
-                "the engine is back after %.0f s and has the weights again",
-                time.monotonic() - start,
-            )
+        Discard every earlier sample. If the server restarted unnoticed, they came from different
+        weights. cancel_pending: ends other requests to the engine before it gets the weights again.
+
+        Raises EngineLost if the engine does not come back within
+        rollout.engine.recovery_timeout_s, or is lost more than MAX_LOSSES times.
+        """
+        losses = 0
+        while True:
+            try:
+                result = await work()
+                await self._engine.confirm_weights()
+                return result
+            except EngineLost as error:
+                losses += 1
+                if losses > MAX_LOSSES or not self._timeout:
+                    raise
+                LOG.warning("%s. Waiting up to %g s for it", _first_sentence(error), self._timeout)
+                start = time.monotonic()
+                if cancel_pending is not None:
+                    await cancel_pending()
+                await self._reconnect(error, start + self._timeout)
+                LOG.warning(
+                    "the engine is back after %.0f s and has the weights again",
+                    time.monotonic() - start,
+                )
+
+    async def _reconnect(self, lost: EngineLost, deadline: float) -> None:
+        """Wait for the engine, check it, and push the learner's weights.
+
+        Raises EngineLost with both reasons if it is not back by `deadline`, and TrainingError if it
+        does not fit this run.
+        """
+        engine, vocab = self._engine, self._learner.scorer.vocab_size
+        problem: Exception = TrainingError("its connection and reload took longer than that")
+        while True:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await engine.connect()
+                    if isinstance(engine, PersistentEngine):  # several check each of their servers
+                        await reattach_engine(engine, vocab=vocab)
+                await push_weights(self._learner, *self._samplers)
+                return
+            except (EngineUnreachable, EngineLost, TimeoutError) as error:
+                if not isinstance(error, TimeoutError):
+                    problem = error
+                if time.monotonic() + POLL_S > deadline:
+                    raise EngineLost(
+                        f"{lost}. It was not back in time: {_first_sentence(problem)}"
+                    ) from problem
+                await asyncio.sleep(POLL_S)
+            except UsageError as error:
+                raise TrainingError(
+                    f"the engine is back, but this run cannot use it: {error}"
+                ) from error
 
 
 def _recovery_timeout(config: RunConfig) -> float:
@@ -117,35 +150,3 @@ async def _ask_any(servers: Sequence[ServerEngineConfig]) -> None:
         except EngineUnreachable:
             if number == len(servers):
                 raise
-
-
-async def _reconnect(
-    components: Components, engine: RemoteEngine, lost: EngineLost, deadline: float
-) -> None:
-    """Wait for the engine, check it, and push the learner's weights.
-
-    Raises EngineLost with both reasons if it is not back by `deadline`, and TrainingError if it
-    does not fit this run.
-    """
-    vocab = components.learner.scorer.vocab_size
-    problem: Exception = TrainingError("its connection and reload took longer than that")
-    while True:
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                await engine.connect()
-                if isinstance(engine, PersistentEngine):  # several check each of their servers
-                    await reattach_engine(engine, vocab=vocab)
-            await push_weights(components.learner, *components.samplers)
-            return
-        except (EngineUnreachable, EngineLost, TimeoutError) as error:
-            if not isinstance(error, TimeoutError):
-                problem = error
-            if time.monotonic() + POLL_S > deadline:
-                raise EngineLost(
-                    f"{lost}. It was not back in time: {_first_sentence(problem)}"
-                ) from problem
-            await asyncio.sleep(POLL_S)
-        except UsageError as error:
-            raise TrainingError(
-                f"the engine is back, but this run cannot use it: {error}"
-            ) from error

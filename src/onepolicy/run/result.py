@@ -25,7 +25,9 @@ class StepResult:
 
     groups: list[Group]
     batch: TokenBatch
-    without_replay: TokenBatch | None = None  # scored without replay, in counterfactual steps
+    # the whole batch scored before the update, with and without replay, in counterfactual steps
+    with_replay: TokenBatch | None = None
+    without_replay: TokenBatch | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 

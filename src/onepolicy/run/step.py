@@ -2,84 +2,78 @@
 
     sample_rollouts     the engine plays the step's episodes           -> groups of samples
     train_on_rollouts   score, advantages, correction, one update      -> new weights, metrics
-    push_weights        the engine loads the new weights
+    push_and_check      the engine loads the new weights
 
-`rl_step` runs the three one after the other. run/async_rollouts.py lets sampling and training
-overlap. run/hooks.py holds the optional parts of a step.
+`StepRunner.rl_step` runs the three one after the other. run/async_rollouts.py lets sampling and
+training overlap. run/hooks.py holds the optional parts of a step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from onepolicy.build.components import Components
 from onepolicy.config import RunConfig
-from onepolicy.correct.weights import Average, reweight
+from onepolicy.correct.slots import Fields
+from onepolicy.correct.weights import Average, weigh
 from onepolicy.interfaces import MetricsSource, RemoteEngine, SleepingSampler
 from onepolicy.objective.advantages import compute_advantages, compute_outcomes, has_signal
 from onepolicy.rollout.collect import collect_rollouts
-from onepolicy.run.hooks import build_hooks
+from onepolicy.run.hooks import Hook, build_hooks
 from onepolicy.run.result import Rollouts, StepResult, StepTimer
 from onepolicy.run.step_metrics import gradient_metrics, mismatch_metrics
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample, TokenBatch
 
+if TYPE_CHECKING:
+    from onepolicy.run.recovery import Recovering
+
 T = TypeVar("T")
 
 
-async def rl_step(
-    components: Components, step: int, *, advance: Callable[[], None] = lambda: None
-) -> StepResult:
-    """Run step `step` (from 0): rollouts, one update, new weights in the engine.
+class StepRunner:
+    """The runner of a run's steps: its objects, hooks and recovery, built once."""
 
-    advance: called after every episode.
-    """
-    timer = StepTimer()
+    def __init__(self, components: Components) -> None:
+        self.components, self.hooks = components, build_hooks(components)
+        self._recovering: Recovering | None = None
+        if isinstance(components.engine, RemoteEngine):  # replicas recover by themselves
+            from onepolicy.run.recovery import Recovering
 
-    async def sample() -> Rollouts:
-        return await sample_rollouts(components, step, advance)
+            self._recovering = Recovering(components)
 
-    async def push() -> dict[str, float]:
-        return await push_and_check(components)
+    async def rl_step(self, step: int, *, advance: Callable[[], None] = lambda: None) -> StepResult:
+        """Run step `step` (from 0): rollouts, one update, new weights in the engine.
 
-    with timer("rollout"):
-        rollouts = await with_recovery(components, sample)
-    if isinstance(components.engine, SleepingSampler):
-        components.engine.sleep()
-    result = train_on_rollouts(components, step, rollouts, timer)
-    with timer("sync"):
-        result.metrics |= await with_recovery(components, push)
-    return add_timings(components, result, timer)
+        advance: called after every episode.
+        """
+        components, timer = self.components, StepTimer()
+        with timer("rollout"):
+            sample = partial(sample_rollouts, components, step, advance)
+            rollouts = await self.with_recovery(sample)
+        if isinstance(components.engine, SleepingSampler):
+            components.engine.sleep()
+        result = train_on_rollouts(components, self.hooks, step, rollouts, timer)
+        with timer("sync"):
+            result.metrics |= await self.with_recovery(partial(push_and_check, components))
+        return add_timings(components, result, timer)
 
+    async def with_recovery(
+        self,
+        work: Callable[[], Awaitable[T]],
+        cancel_pending: Callable[[], Awaitable[None]] | None = None,
+    ) -> T:
+        """Return the result of `work`, which is repeated if the engine is lost and comes back.
 
-async def push_and_check(components: Components) -> dict[str, float]:
-    """Push the learner's weights. Return their size, and the check of a LoRA adapter."""
-    given = await push_weights(components.learner, *components.samplers)
-    metrics = {"sync/gib": given / 2**30}
-    if components.config.train.lora is None:
-        return metrics
-    from onepolicy.run.adapter_check import check_adapter
-
-    return metrics | await check_adapter(components)
-
-
-async def with_recovery(
-    components: Components,
-    work: Callable[[], Awaitable[T]],
-    cancel_pending: Callable[[], Awaitable[None]] | None = None,
-) -> T:
-    """Return the result of `work`, which is repeated if an engine's server is lost and comes back.
-
-    cancel_pending: ends other requests to the engine before it gets the weights again.
-    """
-    if not isinstance(components.engine, RemoteEngine):
-        return await work()  # also of replicas, which recover by themselves
-    from onepolicy.run.recovery import retry_on_engine_loss
-
-    return await retry_on_engine_loss(components, work, cancel_pending)
+        cancel_pending: ends other requests to the engine before it gets the weights again.
+        """
+        if self._recovering is None:
+            return await work()
+        return await self._recovering.run(work, cancel_pending)
 
 
 async def sample_rollouts(
@@ -107,16 +101,15 @@ async def sample_rollouts(
 
 
 def train_on_rollouts(
-    components: Components, step: int, rollouts: Rollouts, timer: StepTimer
+    components: Components, hooks: Sequence[Hook], step: int, rollouts: Rollouts, timer: StepTimer
 ) -> StepResult:
     """Update the learner's weights with the rollouts of a step."""
     config, learner = components.config, components.learner
-    hooks = build_hooks(components, timer)
 
     # Rewards relative to the group's baseline; then one packed batch: Sample[N] -> TokenBatch[T].
     groups = rollouts.groups
     for hook in hooks:
-        groups = hook.after_rollout(groups)
+        groups = hook.after_rollout(groups, timer)
     max_tokens = config.rollout.sampling.max_tokens
     groups = compute_outcomes(groups, config.objective, max_tokens=max_tokens)
     batch = pack(groups)
@@ -124,15 +117,13 @@ def train_on_rollouts(
     # The trainer's log-probabilities, with the rollout's experts replayed; reference and critic.
     with timer("score"):
         batch = learner.score(batch)
-    for hook in hooks:
-        hook.after_score(batch, groups, step)
 
     # Advantage, weight and rejection of every slot.
     batch = compute_advantages(batch, config.objective)
     batch, correction_metrics = apply_correction(batch, config)
     result = StepResult(groups, batch, metrics=rollouts.metrics | correction_metrics)
     for hook in hooks:
-        hook.before_update(result, step)
+        hook.before_update(result, step, timer)
 
     # Forward with replay, loss, backward, optimiser.
     with timer("update"):
@@ -158,17 +149,22 @@ def apply_correction(batch: TokenBatch, config: RunConfig) -> tuple[TokenBatch, 
     average: Average = "slots"
     if config.objective.reduction == "sequence-mean-token-mean":
         average = "sequences"
-    corrected = reweight(
-        logp_old,
-        batch.logp_rollout,
-        batch.trainable,
-        config.correction.fixed_part,
-        segment=batch.segment,
-        turn=batch.turn,
-        advantage=batch.advantage,
-        average=average,
+    fields = Fields(
+        logp_old, batch.logp_rollout, batch.trainable, batch.segment, batch.turn, batch.advantage
     )
-    return batch.replace(weight=corrected.weight, keep=corrected.keep), corrected.report
+    weight, keep, metrics = weigh(config.correction.fixed_part, fields, average=average)
+    return batch.replace(weight=weight, keep=keep), metrics
+
+
+async def push_and_check(components: Components) -> dict[str, float]:
+    """Push the learner's weights. Return their size, and the check of a LoRA adapter."""
+    given = await push_weights(components.learner, *components.samplers)
+    metrics = {"sync/gib": given / 2**30}
+    if components.config.train.lora is None:
+        return metrics
+    from onepolicy.run.adapter_check import check_adapter
+
+    return metrics | await check_adapter(components)
 
 
 def add_timings(components: Components, result: StepResult, timer: StepTimer) -> StepResult:

@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from onepolicy.divergence.logprob import mismatch
+from onepolicy.config import TrainingError
+from onepolicy.divergence.logprob import Mismatch, compare_tokens
 from onepolicy.divergence.routing import RoutingDisagreement, routing_disagreement
 from onepolicy.interfaces import Scorer
 from onepolicy.types import TokenBatch
@@ -20,14 +21,7 @@ def mismatch_metrics(batch: TokenBatch) -> dict[str, float]:
     """Return the mismatch of a scored batch, and routing disagreement if both sides have routes."""
     assert batch.logp_old is not None, "score() comes first"
     assert batch.entropy is not None
-    # A run holds both engines: a value that is not finite is a fault of it, not a missing value.
-    found = mismatch(
-        batch.logp_old,
-        batch.logp_rollout,
-        batch.trainable,
-        segment=batch.segment,
-        nonfinite="raise",
-    )
+    found = compare_sides(batch, batch.logp_old, batch.logp_rollout)
     metrics = found.metrics() | metrics_per_turn(batch)
     metrics["train/entropy"] = float(batch.entropy[batch.trainable].mean())
     disagreement = _disagreement(batch)
@@ -36,6 +30,23 @@ def mismatch_metrics(batch: TokenBatch) -> dict[str, float]:
     if batch.gate_mass is not None:
         metrics |= replay_metrics(batch)
     return metrics
+
+
+def compare_sides(batch: TokenBatch, trainer: Tensor, other: Tensor) -> Mismatch:
+    """Compare the trainer's log-probabilities [T] of a batch with others, which are finite.
+
+    Raises TrainingError if the trainer's are not: a run holds both engines, so that is a fault of
+    it and not a missing value.
+    """
+    mask = batch.trainable
+    found = compare_tokens(trainer[mask].double(), other[mask].double(), batch.segment[mask])
+    if math.isfinite(found.max_dlogp):
+        return found
+    slot = int((mask & ~(trainer - other).isfinite()).nonzero()[0, 0])
+    raise TrainingError(
+        f"the trainer's log-probability of a token of sample {int(batch.segment[slot])} is "
+        f"{trainer[slot].item()}; its weights are broken: fork from an earlier checkpoint"
+    )
 
 
 def gradient_metrics(batch: TokenBatch) -> dict[str, float]:
@@ -161,7 +172,7 @@ def compare_scorings(first: TokenBatch, second: TokenBatch) -> dict[str, float]:
     """Return k3, max |log ratio| and differing routers of two scorings of the same slots."""
     assert first.logp_old is not None
     assert second.logp_old is not None
-    found = mismatch(second.logp_old, first.logp_old, first.trainable, nonfinite="raise")
+    found = compare_sides(first, second.logp_old, first.logp_old)
     metrics = {"repeat/k3": found.k3, "repeat/max_dlogp": found.max_dlogp}
     if first.routing_native is not None and second.routing_native is not None:
         disagreement = routing_disagreement(first.routing_native, second.routing_native)

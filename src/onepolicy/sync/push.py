@@ -11,7 +11,16 @@ from __future__ import annotations
 from inspect import GEN_RUNNING, getgeneratorstate
 
 from onepolicy.config import TrainingError
-from onepolicy.interfaces import NamedWeights, RolloutEngine, WeightSource, WeightTarget
+from onepolicy.interfaces import (
+    AdapterEngine,
+    AdapterLearner,
+    AdapterServer,
+    NamedEngine,
+    NamedWeights,
+    RolloutEngine,
+    WeightSource,
+    WeightTarget,
+)
 from onepolicy.sync.canary import allowed_change, canary_logp, canary_moved, is_allowed
 
 
@@ -20,14 +29,17 @@ async def push_weights(learner: WeightSource, *engines: WeightTarget) -> int:
 
     Return the bytes of the tensors that one of them was given, in the dtype that it takes.
     """
-    adapter = getattr(learner, "adapter", None)
+    adapter = None
+    if isinstance(learner, AdapterLearner):
+        adapter = learner.adapter
     given = 0
     for engine in engines:
         if adapter is not None and engine.caps.takes_adapter:
-            if hasattr(engine, "lacks_base") and await engine.lacks_base():  # a server
+            assert isinstance(engine, AdapterEngine)
+            if isinstance(engine, AdapterServer) and await engine.lacks_base():
                 with adapter.off():
                     await _push_whole(learner, engine)
-            await engine.load_adapter(adapter, learner.version)  # type: ignore[attr-defined]
+            await engine.load_adapter(adapter, learner.version)
             given = sum(a.nbytes + b.nbytes for a, b in adapter.factors().values())
         else:
             given = await _push_whole(learner, engine)
@@ -35,7 +47,7 @@ async def push_weights(learner: WeightSource, *engines: WeightTarget) -> int:
             raise RuntimeError(
                 f"engine holds version {engine.version} after loading version {learner.version}"
             )
-        if adapter is not None and hasattr(engine, "adapter"):
+        if adapter is not None and isinstance(engine, NamedEngine):
             engine.adapter = adapter.name
     return given
 

@@ -7,59 +7,30 @@ import logging
 
 from torch import Tensor
 
-from onepolicy.config import RolloutReplay, TrainingError, UsageError
+from onepolicy.config import RolloutReplay, TrainingError
 from onepolicy.config.replay import MIN_AGREEMENT, ReplayConfig
 from onepolicy.divergence.routing import router_differences
 from onepolicy.replay.alignment import check_alignment, check_captured
 from onepolicy.replay.checks import MisalignedRoutesError
-from onepolicy.types import MAX_LOGP, TokenBatch
+from onepolicy.types import TokenBatch
 
 LOG = logging.getLogger(__name__)
 
-PER_SLOT = (
-    "target_ids",
-    "positions",
-    "segment",
-    "trainable",
-    "version",
-    "turn",
-    "logp_rollout",
-    "routing",
-)
-"""Fields of a batch that must have a row per slot."""
 
+def check_batch(batch: TokenBatch, vocab: int) -> None:
+    """Check a step's batch against the model, before its first forward.
 
-def check_batch(batch: TokenBatch, replay: ReplayConfig, vocab: int) -> None:
-    """Check a batch before its first forward.
-
-    No later code checks these values, and on a GPU a wrong token id ends the process. Raises
-    TrainingError for per-slot fields of different lengths, for token ids outside 0..vocab-1, and
-    for rollout log-probabilities or outcomes that are not valid numbers. Raises UsageError if the
-    routes come from another source than replay.source.
+    Everything else that a batch holds is right by the types that it is made of: a Sample has a
+    finite log-probability and a route for each of its slots. But nothing else knows the model's
+    vocabulary, and on a GPU a wrong token id ends the process. Raises TrainingError for token ids
+    outside 0..vocab-1, and for an outcome that is no number.
     """
-    _check_lengths(batch)
     outside = f"but the model's tokens are 0..{vocab - 1}"
     for name in ("input_ids", "target_ids"):
         ids = getattr(batch, name)
         _check_slots(batch, name, ids, (ids >= 0) & (ids < vocab), outside)
-    logp = batch.logp_rollout
-    valid_logp = ~batch.trainable | (logp.isfinite() & (logp <= MAX_LOGP))
-    _check_slots(batch, "logp_rollout", logp, valid_logp, "no log-probability")
     outcome = batch.outcome[batch.segment]
     _check_slots(batch, "outcome", outcome, outcome.isfinite(), "no number")
-    _check_source(batch, replay)
-
-
-def _check_lengths(batch: TokenBatch) -> None:
-    fields = {name: getattr(batch, name) for name in PER_SLOT}
-    lengths = {name: len(field) for name, field in fields.items() if field is not None}
-    lengths["cu_seqlens"] = int(batch.cu_seqlens[-1])
-    for name, length in lengths.items():
-        if length != batch.num_slots:
-            raise TrainingError(
-                f"batch: {name} has {length} slots, but input_ids has {batch.num_slots}; "
-                "the batch was not trained on"
-            )
 
 
 def _check_slots(
@@ -78,19 +49,6 @@ def _check_slots(
     raise TrainingError(
         f"batch: {name} is {values[slot].tolist()} in slot {slot_in_sample} of sample {sample}, "
         f"group {int(batch.group[sample])}, {problem}; the batch was not trained on"
-    )
-
-
-def _check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
-    if not isinstance(replay, RolloutReplay) or batch.routing is None:
-        return
-    if batch.routing.reprefilled == (replay.source == "reprefill"):
-        return
-    recorded_by = "the engine"
-    if batch.routing.reprefilled:
-        recorded_by = "a re-prefill"
-    raise UsageError(
-        f"replay.source: {replay.source}, but the batch's routes were recorded by {recorded_by}"
     )
 
 

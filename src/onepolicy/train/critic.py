@@ -5,8 +5,6 @@ Its weights and optimiser are saved in the run's checkpoints.
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,12 +14,11 @@ from onepolicy.config.model import OptimConfig
 from onepolicy.config.objective import CriticConfig
 from onepolicy.models.packed_attention import Packing
 from onepolicy.objective.gae import value_loss
-from onepolicy.train.extension import LearnerExtension, MicroBatch
-from onepolicy.train.optim import clip_gradients
 from onepolicy.train.optimizers import adamw
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded.fsdp import FSDPSharding
 from onepolicy.train.state import sharded_like
+from onepolicy.train.update_parts import Measured, MicroBatch, UpdatePart
 from onepolicy.types import TokenBatch
 
 
@@ -54,7 +51,7 @@ class ValueModel(nn.Module):
         return torch.where(micro.trainable, self.head(hidden)[:, 0].float(), 0.0)
 
 
-class Critic(LearnerExtension):
+class Critic(UpdatePart):
     """The value model, its loss and its optimiser."""
 
     def __init__(
@@ -76,14 +73,14 @@ class Critic(LearnerExtension):
         self.values = ValueModel(backbone)
         if sharding is not None:
             sharding.shard(self.values)
-        self.config, self.clip_norm, self.protect = config, optim.clip_norm, protect
+        self.config, self.protect = config, protect
         device = next(self.values.parameters()).device
         self.optimizer = adamw(self.values, optim.model_copy(update={"lr": config.lr}), device)
 
     def fill_fields(self, batch: TokenBatch, scorer: PolicyScorer) -> TokenBatch:
         return batch.replace(value=scorer.compute_per_slot(batch, self.values))
 
-    def backward(self, micro: MicroBatch, slots: int, sums: Counter[str]) -> None:
+    def backward(self, micro: MicroBatch, slots: int, measured: Measured) -> None:
         batch = micro.batch
         assert batch.value is not None, "score() fills value"
         assert batch.value_target is not None, "compute_advantages() fills value_target"
@@ -96,20 +93,16 @@ class Critic(LearnerExtension):
         )
         total = torch.where(mask, loss, 0.0).sum()
         (total / slots).backward()
-        sums.update({"value_loss": total.item(), "value_clipped": (mask & clipped).sum().item()})
-
-    def clip_gradients(self) -> list[float]:
-        return [clip_gradients(self.values, self.clip_norm)]
+        clipped_slots = (mask & clipped).sum().item()
+        measured.sums.update({"value_loss": total.item(), "value_clipped": clipped_slots})
 
     def optimizer_step(self, rate: float) -> None:
+        """Make one optimiser step at `rate` times the critic's own learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * rate
         self.optimizer.step()
 
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def metrics(self, batch: TokenBatch, sums: Counter[str]) -> dict[str, float]:
+    def metrics(self, batch: TokenBatch, measured: Measured) -> dict[str, float]:
         explained = explained_variance(batch)
         if explained is None:
             return {}

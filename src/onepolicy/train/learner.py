@@ -12,7 +12,6 @@ its parameters, and the denominators of the loss are fixed beforehand. So FSDP2 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,19 +25,20 @@ from onepolicy.replay.routers import Routers
 from onepolicy.sync.sent_tensors import sent_tensors
 from onepolicy.train import checkpoint, pack
 from onepolicy.train.checks import check_batch
-from onepolicy.train.extension import LearnerExtension, MicroBatch
-from onepolicy.train.old_policy_scoring import ScoringFirst
 from onepolicy.train.optim import (
     clip_gradients,
+    count_skipped_update,
     learning_rate,
     norm_metrics,
 )
 from onepolicy.train.optimizers import adamw
 from onepolicy.train.scorer import PolicyScorer
-from onepolicy.train.state import CheckpointedCritic
+from onepolicy.train.scoring import BypassScoring, ScoringFirst
+from onepolicy.train.update_parts import Measured, MicroBatch, UpdatePart
 from onepolicy.types import TokenBatch
 
 if TYPE_CHECKING:
+    from onepolicy.train.critic import Critic
     from onepolicy.train.lora import Adapter
 
 
@@ -49,25 +49,23 @@ class LocalLearner:
         self,
         scorer: PolicyScorer,
         *,
-        extensions: Sequence[LearnerExtension] = (),
-        critic: CheckpointedCritic | None = None,
+        parts: Sequence[UpdatePart] = (),
+        critic: Critic | None = None,
         adapter: Adapter | None = None,
     ) -> None:
         """Build the learner.
 
-        extensions: parts of the update beside the policy's own loss (build/learner.py), such as a
-        reference model, a critic or a current-policy correction. critic: the extension whose
-        weights are saved in checkpoints. adapter: all that is trained of the model (train.lora).
+        parts: what the update does beside the policy's own loss (build/learner.py), such as a
+        reference model, a critic or a current-policy correction. critic: the part that has weights
+        and an optimiser of its own. adapter: all that is trained of the model (train.lora).
         """
         self.scorer, self.model, self.config = scorer, scorer.model, scorer.config
-        self.extensions, self.critic, self.adapter = list(extensions), critic, adapter
+        self.parts, self.critic, self.adapter = list(parts), critic, adapter
         self.updates = 0  # optimiser steps made, by this run and the runs it was forked from
         self.skipped = 0  # optimiser steps skipped in a row, because gradients were not finite
         self.optimizer = adamw(self.model, self.config.optim, scorer.device)
         self.scoring = ScoringFirst(scorer)
         if not self.config.scores_old:
-            from onepolicy.train.bypass_scoring import BypassScoring
-
             self.scoring = BypassScoring(scorer)
         if self.config.train.activation_checkpointing:
             from onepolicy.train.activation_checkpointing import checkpoint_activations
@@ -78,14 +76,14 @@ class LocalLearner:
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields that the update needs from models: see `interfaces.Learner.score`."""
-        check_batch(batch, self.config.replay, self.scorer.vocab_size)
+        check_batch(batch, self.scorer.vocab_size)
         return self._fill_scores(batch)
 
     def _fill_scores(self, batch: TokenBatch) -> TokenBatch:
-        """Score with the policy, then with every extension that scores."""
+        """Score with the policy, then with every part that scores."""
         batch = self.scoring.score(batch)
-        for extension in self.extensions:
-            batch = extension.fill_fields(batch, self.scorer)
+        for part in self.parts:
+            batch = part.fill_fields(batch, self.scorer)
         return batch
 
     # --- update -----------------------------------------------------------------------------------
@@ -96,13 +94,13 @@ class LocalLearner:
         Makes one optimiser step per minibatch. Metrics are means over trainable slots;
         train/grad_norm is the largest norm of the step.
         """
-        sums: Counter[str] = Counter()
-        norms = []
-        self.scoring.begin_step()
+        measured = Measured()
+        norms: list[float] = []
         for index, minibatch in enumerate(self.minibatches(batch)):
-            norms.append(self._train_minibatch(minibatch, minibatch.num_trainable, index, sums))
+            slots = minibatch.num_trainable
+            norms.append(self._train_minibatch(minibatch, slots, index, measured))
         self.version += 1
-        return Update(self.metrics(batch, sums, norms), self.scoring.scored)
+        return Update(self.metrics(batch, measured, norms), measured.scored)
 
     def minibatches(self, batch: TokenBatch) -> Iterator[TokenBatch]:
         """Yield the samples of each optimiser step, with every slot's `loss_weight` set."""
@@ -114,45 +112,42 @@ class LocalLearner:
             yield minibatch.replace(loss_weight=weights)
 
     def _train_minibatch(
-        self, batch: TokenBatch, slots: int, index: int, sums: Counter[str]
+        self, batch: TokenBatch, slots: int, index: int, measured: Measured
     ) -> float:
         """Accumulate the gradients of a minibatch, then make one optimiser step.
 
         slots: trainable slots of the minibatch on all ranks. index: number of the minibatch in its
-        step. Adds the loss and its parts to `sums`. Returns the gradient norm.
+        step. Returns the gradient norm.
         """
-        self.scoring.begin_minibatch(batch)
-        for samples in self.scorer.updated_micro_batches(batch):
-            self._backward(self.scorer.micro_batch(batch, samples), samples, slots, sums)
-        self.scoring.end_minibatch()
+        batcher = self.scorer.batcher
+        with self.scoring.minibatch(batch, measured, first=index == 0):
+            for samples in batcher.updated(batch):
+                micro = batcher.micro_batch(batch, samples)
+                self._backward(micro, samples, slots, measured)
         return self._optimizer_step(index)
 
     def _backward(
-        self, batch: TokenBatch, samples: list[int], slots: int, sums: Counter[str]
+        self, batch: TokenBatch, samples: list[int], slots: int, measured: Measured
     ) -> None:
         """Run forward, loss and backward of one micro-batch: these samples of the minibatch."""
-        with self.scoring.update_forward(samples, batch) as scored:
-            micro = MicroBatch(batch, scored)
-            for extension in self.extensions:
-                extension.adjust(micro)
+        with self.scoring.update_forward(samples, batch, measured) as micro:
+            for part in self.parts:
+                part.adjust(micro, measured)
             loss, loss_sums = self._loss(micro)
             loss.backward()  # in the context: recomputed layers replay the routes of the forward
         read = _read({"loss": loss, **loss_sums})
-        sums.update(read | {"loss": read["loss"] * slots})
-        for extension in self.extensions:
-            extension.backward(micro, slots, sums)
+        measured.sums.update(read | {"loss": read["loss"] * slots})
+        for part in self.parts:
+            part.backward(micro, slots, measured)
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the policy's loss of a micro-batch and sums over its slots."""
         batch = micro.batch
-        logp_behaviour = None  # policy_loss takes logp_old
-        if not self.config.scores_old:
-            logp_behaviour = batch.logp_rollout
         loss, sums = policy_loss(
             micro.scored.logp,
             batch,
             config=self.config.objective,
-            logp_behaviour=logp_behaviour,
+            logp_behaviour=micro.logp_behaviour,
             entropy=micro.scored.entropy,
             score_baseline=micro.score_baseline,
             protect=self.config.correction.protect,
@@ -170,20 +165,18 @@ class LocalLearner:
         """
         optim = self.config.optim
         norms = [clip_gradients(self.model, optim.clip_norm)]
-        for extension in self.extensions:
-            norms += extension.clip_gradients()
+        if self.critic is not None:
+            norms.append(clip_gradients(self.critic.values, optim.clip_norm))
         not_finite = [norm for norm in norms if not norm < math.inf]
         if not_finite:
-            from onepolicy.train.skipped_updates import count_skipped_update
-
             self.skipped = count_skipped_update(
                 self.skipped, optim.max_skipped, norms, self.version + 1
             )
         else:
             self._update_weights(minibatch)
         self.optimizer.zero_grad(set_to_none=True)
-        for extension in self.extensions:
-            extension.zero_grad()
+        if self.critic is not None:
+            self.critic.optimizer.zero_grad(set_to_none=True)
         return (not_finite or norms)[0]
 
     def _update_weights(self, minibatch: int) -> None:
@@ -194,24 +187,18 @@ class LocalLearner:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        for extension in self.extensions:
-            extension.optimizer_step(rate / self.config.optim.lr)
+        if self.critic is not None:
+            self.critic.optimizer_step(rate / self.config.optim.lr)
         self.updates += 1
         self.skipped = 0
 
     def metrics(
-        self, batch: TokenBatch, sums: Counter[str], norms: list[float]
+        self, batch: TokenBatch, measured: Measured, norms: list[float]
     ) -> dict[str, float]:
-        """Return the metrics of a step. `sums` are over the trainable slots of `batch`."""
-        metrics = {
-            f"train/{name}": value / batch.num_trainable
-            for name, value in sums.items()
-            if name != "kept"
-        }
-        metrics |= self.scorer.replay_mode.metrics()
-        for extension in self.extensions:
-            metrics |= extension.metrics(batch, sums)
-        metrics |= self.scoring.metrics()
+        """Return the metrics of a step on this batch. norms: of its updates' gradients."""
+        metrics = measured.metrics(batch.num_trainable)
+        for part in self.parts:
+            metrics |= part.metrics(batch, measured)
         metrics |= norm_metrics(norms, self.config.optim.max_skipped)
         return metrics | {"train/lr": self.optimizer.param_groups[0]["lr"]}
 

@@ -17,8 +17,8 @@ from onepolicy.config import UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.models import lora
 from onepolicy.sync.checksum import ChecksumAccumulator
-from onepolicy.train.extension import LearnerExtension
 from onepolicy.train.scorer import PolicyScorer
+from onepolicy.train.update_parts import UpdatePart
 from onepolicy.types import TokenBatch
 
 BASE = "base_checksum"  # in the header of the adapter's file
@@ -133,7 +133,7 @@ def check_start(folder: Path, config: LoraConfig | None) -> None:
         )
 
 
-class FrozenReference(LearnerExtension):
+class FrozenReference(UpdatePart):
     """The reference of objective.kl that takes no memory: the policy without its adapter."""
 
     def __init__(self, adapter: Adapter) -> None:

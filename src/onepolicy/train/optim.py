@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from onepolicy.config import TrainingError
 from onepolicy.config.model import OptimConfig
 
 LOG = logging.getLogger(__name__)
@@ -111,6 +112,28 @@ def _to_float(norm: Tensor) -> float:
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     return float(norm)
+
+
+def count_skipped_update(skipped: int, max_skipped: int, norms: list[float], step: int) -> int:
+    """Return the number of updates skipped in a row, after one more.
+
+    norms: of the policy's gradients and, if there is a critic, of the critic's. One is not finite.
+    Raises TrainingError if more than `max_skipped` updates in a row would be skipped.
+    """
+    norm = next(norm for norm in norms if not norm < math.inf)
+    if skipped < max_skipped:
+        return skipped + 1
+    network = ""
+    if norms[0] < math.inf:
+        network = "of the critic "
+    before = ""
+    if max_skipped:
+        before = f" after {skipped} in a row that were skipped (optim.max_skipped)"
+    raise TrainingError(
+        f"gradient norm {network}is {norm} in step {step}{before}; this update was not made. Fork "
+        "from an earlier checkpoint with a lower optim.lr, and look at mismatch/k3 and "
+        "train/entropy before it"
+    )
 
 
 def norm_metrics(norms: list[float], max_skipped: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Packing: groups of samples -> one TokenBatch -> minibatches -> micro-batches.
+"""Packing: groups of samples -> one TokenBatch -> minibatches.
 
 There is no padding, and no sample is ever split.
 """
@@ -96,36 +96,6 @@ def _cat_routes(samples: list[Sample]) -> RoutingTrace | None:
 def _outcome(sample: Sample) -> float:
     assert sample.outcome is not None, "compute_outcomes() fills outcome"
     return sample.outcome
-
-
-def micro_batches(batch: TokenBatch, budget: int) -> list[list[int]]:
-    """Return the sample indices of each micro-batch, at most `budget` slots each.
-
-    A single sample may exceed the budget: it then has a micro-batch of its own. Micro-batches are
-    few and hold samples of similar length.
-    """
-    units = [[sample] for sample in range(batch.num_samples)]
-    return first_fit(units, batch.cu_seqlens.diff().tolist(), budget)
-
-
-def first_fit(units: list[list[int]], lengths: list[int], budget: int) -> list[list[int]]:
-    """Put units, longest first, into the first bin of `budget` slots that has room for all of one.
-
-    units: samples that stay together. lengths: slots of every sample. A unit that exceeds the
-    budget has a bin of its own. Returns the samples of each bin.
-    """
-    bins: list[list[int]] = []
-    free_slots: list[int] = []
-    for unit in sorted(units, key=lambda samples: -sum(lengths[s] for s in samples)):
-        size = sum(lengths[s] for s in unit)
-        fit = next((b for b, free in enumerate(free_slots) if size <= free), None)
-        if fit is None:
-            bins.append([])
-            free_slots.append(budget)
-            fit = len(bins) - 1
-        bins[fit] += unit
-        free_slots[fit] -= size
-    return [sorted(samples) for samples in bins]
 
 
 def samples_of_groups(batch: TokenBatch) -> dict[int, list[int]]:

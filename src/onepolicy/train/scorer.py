@@ -4,28 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
-from types import ModuleType
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.config import RunConfig
+from onepolicy.config import R2, RolloutReplay, RunConfig, SoftReplay, WeightsReplay
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.config.replay import ReplayConfig
 from onepolicy.invariant.fingerprint import compute_fingerprint
 from onepolicy.invariant.numerics_contract import numerics_contract_of
+from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.routers import Routers
 from onepolicy.sync.sent_tensors import sent_tensors
+from onepolicy.train.batcher import Batcher
 from onepolicy.train.checks import check_routes
 from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
-from onepolicy.train.pack import micro_batches
-from onepolicy.train.replay_mode import ReplayMode, build_replay_mode
 from onepolicy.types import RoutingTrace, TokenBatch, index_ids
 
 TOP_FIELDS = ("top_logp_old", "trainer_top_ids", "trainer_top_logp")  # of a TokenBatch
-KeepGraph = Callable[[list[int], Scored], None]
+KeepGraph = Callable[[list[int], Scored, RouteRecorder | ReplayHandle | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayMode:
+    """The routes that forwards of the trainer replay (replay.mode)."""
+
+    routes: Literal["routing", "routing_native"] | None = None
+    """Field of the batch. None: the trainer routes every token itself."""
+    in_scoring: bool = False  # False: only the update replays
+    settings: dict[str, Any] = field(default_factory=dict)  # arguments of `Routers.replay`
+
+    @classmethod
+    def of(cls, config: ReplayConfig) -> ReplayMode:
+        """Return the mode of the section `replay`."""
+        match config:
+            case R2():  # the update replays the experts that scoring chose (arXiv:2507.18071)
+                return cls("routing_native")
+            case SoftReplay():
+                return cls("routing", in_scoring=True, settings={"soft": config.ratio})
+            case WeightsReplay():
+                return cls("routing", in_scoring=True, settings={"weights": True})
+            case RolloutReplay():
+                return cls("routing", in_scoring=True)
+        return cls()
+
+    @property
+    def is_soft(self) -> bool:
+        """True if experts that the trainer finds too unlikely are replaced."""
+        return "soft" in self.settings
 
 
 class PolicyScorer:
@@ -46,7 +76,8 @@ class PolicyScorer:
         self.contract = numerics_contract_of(model, logp=LOGP)
         self.fingerprint = compute_fingerprint(self.device, self.contract.numerics)
         self.version = 0  # steps that the weights were trained for
-        self.replay_mode: ReplayMode = build_replay_mode(config.replay)
+        self.replay_mode = ReplayMode.of(config.replay)
+        self.batcher = Batcher(model, config, self.device)
 
     @property
     def vocab_size(self) -> int:
@@ -70,24 +101,23 @@ class PolicyScorer:
     ) -> TokenBatch:
         """Score like `score`, without its check of the routes.
 
-        keep_graph: called with the samples and the scores of each micro-batch that the update
+        keep_graph: called with the samples, scores and routes of each micro-batch that the update
         computes. These scores carry a graph.
         """
         buffer = ScoreBuffer(batch)
-        replay = replay and self.replay_mode.replays_in_scoring
-        updated = [] if keep_graph is None else self.updated_micro_batches(batch)
-        for samples in self.micro_batches(batch):
+        replay = replay and self.replay_mode.in_scoring
+        updated = [] if keep_graph is None else self.batcher.updated(batch)
+        for samples in self.batcher.micro_batches(batch):
             with_graph = samples in updated
             entropy_graph = with_graph and self.config.objective.entropy_coef > 0
-            micro = self.micro_batch(batch, samples)
+            micro = self.batcher.micro_batch(batch, samples)
             with (
                 torch.set_grad_enabled(with_graph),
                 self.routing_context(micro, native=True, replay=replay) as handle,
             ):
                 scored = self.forward(micro, entropy_graph=entropy_graph, trainer_top=True)
                 if with_graph and keep_graph is not None:
-                    self.replay_mode.record_update_forward(handle)
-                    keep_graph(samples, scored)
+                    keep_graph(samples, scored, handle)
             buffer.add_scores(samples, scored, handle)
         return buffer.fill_batch(self.routers)
 
@@ -110,15 +140,15 @@ class PolicyScorer:
         """
         if self.routers is None:
             return nullcontext()
-        routes = None
-        if replay:
-            routes = self.replay_mode.routes(micro)
-        if routes is not None:
+        mode = self.replay_mode
+        if replay and mode.routes is not None:
+            routes = getattr(micro, mode.routes)
+            if routes is None:
+                raise RoutingError(f"replay is on, but the batch has no {mode.routes}")
             if micro.shared is not None:
                 routes = routes.at(micro.shared.slots)
             # no check here: `check_scored_routes` checks the whole batch
-            settings = self.replay_mode.settings
-            return self.routers.replay(routes, native=native, check=False, **settings)
+            return self.routers.replay(routes, native=native, check=False, **mode.settings)
         if native:
             return self.routers.record()
         return nullcontext()
@@ -130,53 +160,14 @@ class PolicyScorer:
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         """Return the sample indices of each forward."""
-        if self.config.skips_zero_advantage:
-            from onepolicy.train.zero_advantage import split_micro_batches
-
-            return split_micro_batches(batch, self._pack)
-        return self._pack(batch)
-
-    def updated_micro_batches(self, batch: TokenBatch) -> list[list[int]]:
-        """Return the sample indices of each forward of an update, some of `micro_batches`."""
-        if self.config.skips_zero_advantage:
-            from onepolicy.train.zero_advantage import with_advantage
-
-            return with_advantage(batch, self.micro_batches(batch))
-        return self.micro_batches(batch)
-
-    def _pack(self, batch: TokenBatch) -> list[list[int]]:
-        budget = self.config.train.tokens_per_micro_batch
-        if self._sharing is not None:
-            return self._sharing.micro_batches_of_groups(batch, budget)
-        return micro_batches(batch, budget)
-
-    def micro_batch(self, batch: TokenBatch, samples: list[int]) -> TokenBatch:
-        """Return the micro-batch of these samples, on the model's device."""
-        micro = batch.select(samples)
-        if self._sharing is not None:
-            micro = self._sharing.share_prompts(micro)
-        return micro.to(self.device)
-
-    @property
-    def shares_prompts(self) -> bool:
-        """True if forwards compute the common prefix of siblings once."""
-        return self._sharing is not None
-
-    @cached_property
-    def _sharing(self) -> ModuleType | None:
-        """The functions that share prompts, None if this model's forwards cannot."""
-        from onepolicy.train import shared_prompts
-
-        if shared_prompts.can_share(self.model, self.config, self.device):
-            return shared_prompts
-        return None
+        return self.batcher.micro_batches(batch)
 
     @torch.no_grad()
     def compute_per_slot(self, batch: TokenBatch, values: Callable[[TokenBatch], Tensor]) -> Tensor:
         """Return `values` of every micro-batch, in the order of the batch: [T] float32, CPU."""
         found = torch.zeros(batch.num_slots)
-        for samples in self.micro_batches(batch):
-            micro = self.micro_batch(batch, samples)
+        for samples in self.batcher.micro_batches(batch):
+            micro = self.batcher.micro_batch(batch, samples)
             found[batch.slots_of(samples)] = values(micro).cpu()
         return found
 

@@ -19,7 +19,6 @@ from onepolicy.config.replay import SoftReplay
 from onepolicy.invariant.switch import is_invariant
 from onepolicy.models.packed_attention import NAME
 from onepolicy.models.shared_packing import SharedPacking
-from onepolicy.train.pack import first_fit, micro_batches, samples_of_groups
 from onepolicy.types import RoutingTrace, TokenBatch
 
 WORTH = 0.95
@@ -115,18 +114,3 @@ def _equal_routes(one: RoutingTrace, other: RoutingTrace) -> Tensor:
             a, b = a.view(torch.int16), b.view(torch.int16)
         equal = equal & (a == b).flatten(1).all(1)
     return equal
-
-
-def micro_batches_of_groups(batch: TokenBatch, budget: int) -> list[list[int]]:
-    """Return the sample indices of each micro-batch, siblings together where they fit.
-
-    Groups are put, longest first, into the first micro-batch that has room for all of a group. A
-    group that exceeds the budget is divided like a batch of its own.
-    """
-    if batch.num_slots <= budget:
-        return [list(range(batch.num_samples))]
-    units: list[list[int]] = []
-    for samples in samples_of_groups(batch).values():
-        parts = micro_batches(batch.select(samples), budget)
-        units += [[samples[i] for i in part] for part in parts]
-    return first_fit(units, batch.cu_seqlens.diff().tolist(), budget)

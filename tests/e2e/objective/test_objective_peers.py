@@ -98,7 +98,8 @@ def ours(config: ObjectiveConfig, *, weighted: bool = False) -> tuple[Tensor, Te
         batch = batch.replace(weight=given()["weight"].flatten())
     leaf = given()["new"].requires_grad_()
     loss_weight = loss_weights(batch, config, max_tokens=LENGTH)
-    loss, _ = policy_loss(leaf.flatten(), batch.replace(loss_weight=loss_weight), config=config)
+    batch, old = batch.replace(loss_weight=loss_weight), batch.logp_old
+    loss, _ = policy_loss(leaf.flatten(), batch, config=config, logp_behaviour=old)
     loss.backward()
     assert leaf.grad is not None
     return loss.detach(), leaf.grad

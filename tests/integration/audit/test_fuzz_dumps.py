@@ -24,11 +24,8 @@ from onepolicy.audit.schema import Block
 from onepolicy.config import UsageError
 from onepolicy.config.problems import read_rows
 from onepolicy.config.task import CalculatorTool
-from onepolicy.envs.multiturn.tool_dialogue import (
-    ParsedTurn,
-    PlainToolDialogue,
-    TemplateToolDialogue,
-)
+from onepolicy.envs.multiturn.dialogue import ParsedTurn
+from onepolicy.envs.multiturn.tool_formats import tool_format
 from onepolicy.envs.tools import build_tools
 from onepolicy.interfaces import Problem
 from onepolicy.report.jsonl import read_jsonl
@@ -311,14 +308,12 @@ TURNS = {
 def test_turns(form: str, inputs: int) -> None:
     tools = build_tools([CalculatorTool()])
     if form == "plain":
-        dialogue: PlainToolDialogue | TemplateToolDialogue = PlainToolDialogue(
-            tokenizer_of(None), tools, ""
-        )
+        turns = tool_format(tokenizer_of(None), tools, "")
     else:
-        dialogue = TemplateToolDialogue(tokenizer_of(HERMES), tools, "", fork=False)
+        turns = tool_format(tokenizer_of(HERMES), tools, "")
 
     def read(data: bytes) -> ParsedTurn:
-        turn = dialogue.parse_turn(data.decode(errors="replace"))
+        turn = turns.parse_turn(data.decode(errors="replace"))
         if turn.malformed:
             assert turn == ParsedTurn(malformed=turn.malformed)
             raise Malformed

@@ -44,7 +44,11 @@ def whole_update(planner, config, samples):
         with PeakMemory(existing) as memory:
             scored = forward(dry.model, batch, layout, entropy_graph=entropy)
             loss, _ = policy_loss(
-                scored.logp, batch, config=config.objective, entropy=scored.entropy
+                scored.logp,
+                batch,
+                config=config.objective,
+                logp_behaviour=batch.logp_old,
+                entropy=scored.entropy,
             )
             loss.backward()
         dry.model.gradient_checkpointing_disable()

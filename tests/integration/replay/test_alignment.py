@@ -25,7 +25,7 @@ from onepolicy.replay.alignment import check_alignment, window_starts
 from onepolicy.replay.checks import constant_layers
 from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.run.metric_names import is_known
-from onepolicy.run.step import rl_step
+from onepolicy.run.step import StepRunner
 from onepolicy.run.step_metrics import (
     compare_scorings,
     metrics_per_layer,
@@ -237,7 +237,7 @@ def step_with(parts: Components, spoil: Callable[[Completion], Completion]):
     async def go():
         await push_weights(parts.learner, parts.engine)
         broken = dataclasses.replace(parts, engine=Broken(parts.engine, spoil))
-        return await rl_step(broken, 0)
+        return await StepRunner(broken).rl_step(0)
 
     return asyncio.run(go())
 

@@ -73,9 +73,9 @@ def samples_of_updates(learner) -> list[int]:
     """Return a list that gets the samples of every backward."""
     forward, found = learner.scoring.update_forward, []
 
-    def recorded(samples, micro):
+    def recorded(samples, *rest):
         found.extend(samples)
-        return forward(samples, micro)
+        return forward(samples, *rest)
 
     learner.scoring.update_forward = recorded
     return found

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from onepolicy.build.learner import build_extensions
+from onepolicy.build.learner import build_update_parts
 from onepolicy.config import resolve
 from onepolicy.models import lora
 from onepolicy.models.prepare import prepare_for_training
@@ -37,7 +37,7 @@ def adapted_learner():
         if ".lora_B." in name:
             tensor.copy_(0.05 * torch.randn(tensor.shape, generator=generator))
     scorer = PolicyScorer(model, config, routers=bind_routers(model))
-    return LocalLearner(scorer, extensions=build_extensions(config), adapter=Adapter(model, "test"))
+    return LocalLearner(scorer, parts=build_update_parts(config), adapter=Adapter(model, "test"))
 
 
 def replaying(gate, ids):

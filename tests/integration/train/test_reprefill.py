@@ -15,7 +15,7 @@ from onepolicy.train.reprefill import Reprefill
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Group, RouteSpan
 from support.engine_runs import build, prompts, ragged, run
-from support.learner_steps import BASE, batch_of, learner_of
+from support.learner_steps import BASE
 from support.metrics import rows
 from support.models import make
 
@@ -81,18 +81,6 @@ def test_recorded_routes_are_never_mixed_and_are_of_the_held_weights():
     after = reprefill.fill(without_routes(groups))
     before, after = (each[0].samples[0].routing.ids for each in (filled, after))
     assert not torch.equal(before, after)
-
-
-def test_the_learner_takes_only_the_configured_source():
-    batch, of_engine = batch_of(), learner_of()
-    spans = (RouteSpan(0, batch.num_slots, "reprefill", 0),)
-    labelled = batch.replace(routing=dataclasses.replace(batch.routing, spans=spans))
-    with pytest.raises(UsageError, match=r"source: engine, but .* recorded by a re-prefill"):
-        of_engine.score(labelled)
-    reprefilled = learner_of("replay.source=reprefill")
-    with pytest.raises(UsageError, match=r"source: reprefill, but .* recorded by the engine"):
-        reprefilled.score(batch)
-    reprefilled.score(labelled)
 
 
 def test_a_run_on_reprefilled_routes(train):

@@ -12,6 +12,7 @@ from onepolicy.models.load import load_model
 from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.routers import bind_routers
+from onepolicy.run.hooks import build_hooks
 from onepolicy.run.result import StepTimer
 from onepolicy.run.step import sample_rollouts, train_on_rollouts
 from onepolicy.sync.push import push_weights
@@ -54,7 +55,7 @@ def test_old_tokens_have_the_gradient_of_the_trained_weights(recipe, policy, mos
         found.update((n, g.clone()) for n, g in gradients(learner.model).items())
 
     learner.optimizer.register_step_pre_hook(keep_gradients)
-    metrics = train_on_rollouts(parts, 1, rollouts, StepTimer()).metrics
+    metrics = train_on_rollouts(parts, build_hooks(parts), 1, rollouts, StepTimer()).metrics
     model = load_model(ModelConfig(path=str(policy)), torch.float32, torch.device("cpu"))
     model.load_state_dict(weights)
     rhos = by_hand(model, rollouts.groups, most)

@@ -31,9 +31,9 @@ class Played:
         learner = learner_of("objective.normalise=none", *settings)
         self.updated, forward = [], learner.scoring.update_forward
 
-        def record_samples(samples, micro):
+        def record_samples(samples, *rest):
             self.updated.append(samples)
-            return forward(samples, micro)
+            return forward(samples, *rest)
 
         def record_gradients(*_, **__):
             grads = [p.grad.double().flatten() for p in learner.model.parameters()]

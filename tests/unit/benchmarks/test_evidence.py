@@ -174,7 +174,8 @@ def test_the_bonus_follows_the_entropy(study):
         for value in (0.09, 0.27):
             entropy = torch.full((2,), value, requires_grad=True)
             patched = onepolicy.train.learner.policy_loss
-            patched(torch.zeros(2), made, config=config, entropy=entropy)[0].backward()
+            loss = patched(zeros, made, config=config, logp_behaviour=zeros, entropy=entropy)
+            loss[0].backward()
             gradients += entropy.grad.tolist()
     half = -0.5 * 0.2  # of a token's share of the loss
     mean = 0.9 * 0.09 + 0.1 * 0.27

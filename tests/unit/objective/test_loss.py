@@ -23,7 +23,7 @@ def grad_of(logp_new, made, denominator):
     """Return loss, metrics and gradient of a mean over so many slots."""
     logp_new = logp_new.clone().requires_grad_()
     made = made.replace(loss_weight=torch.full_like(logp_new, 1 / denominator))
-    loss, metrics = policy_loss(logp_new, made, config=CONFIG)
+    loss, metrics = policy_loss(logp_new, made, config=CONFIG, logp_behaviour=made.logp_old)
     loss.backward()
     return loss.detach(), metrics, logp_new.grad
 

@@ -46,6 +46,7 @@ def run(config, logp_new, made, **how):
     """Return loss, sums and gradient. A function of logp_new replaces the entropy."""
     leaf = logp_new.clone().requires_grad_()
     entropy = torch.where(made.trainable, leaf, 0.0).square()
+    how = {"logp_behaviour": made.logp_old} | how
     loss, sums = policy_loss(leaf, made, config=config, entropy=entropy, **how)
     loss.backward()
     return loss.item(), {name: value.item() for name, value in sums.items()}, leaf.grad
@@ -157,7 +158,9 @@ def test_kl_and_entropy_by_hand():
         weight=torch.full((1,), 9.0),  # not for these terms
     )
     config = objective(kl={"coef": 3.0, "importance": "rollout"}, entropy_coef=5.0)
-    loss, sums = policy_loss(torch.tensor([-1.0]), made, config=config, entropy=torch.tensor([0.7]))
+    new, entropy = torch.tensor([-1.0]), torch.tensor([0.7])
+    behaviour = made.logp_old
+    loss, sums = policy_loss(new, made, config=config, logp_behaviour=behaviour, entropy=entropy)
     kl = (math.log(2) - 0.5) / 2
     assert loss.item() == pytest.approx(3 * kl - 5 * 0.7)
     assert sums["kl"].item() == pytest.approx(kl)

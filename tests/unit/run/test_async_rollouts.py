@@ -12,6 +12,7 @@ from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.run import async_rollouts
 from onepolicy.run.async_rollouts import RolloutPrefetcher, staleness_metrics
 from onepolicy.run.result import Rollouts
+from onepolicy.run.step import StepRunner
 from onepolicy.types import Group, Sample
 
 
@@ -42,9 +43,16 @@ class Play:
         return Rollouts([Group(step, (played,))], {})
 
 
-def parts(max_staleness, steps=9):
-    rollout = SimpleNamespace(max_staleness=max_staleness)
-    return SimpleNamespace(config=SimpleNamespace(rollout=rollout, steps=steps))
+def runner(max_staleness, steps=9):
+    """Return a runner of steps whose engine is in this process, without hooks."""
+    config = SimpleNamespace(
+        rollout=SimpleNamespace(max_staleness=max_staleness),
+        steps=steps,
+        numerics="fast",
+        replay=None,
+    )
+    learner = SimpleNamespace(fingerprint="", scorer=None)
+    return StepRunner(SimpleNamespace(config=config, engine=None, learner=learner, reprefill=None))
 
 
 async def schedule(prefetcher, step):
@@ -60,7 +68,7 @@ async def settle():
 def test_steps_begin_as_far_ahead_as_allowed(monkeypatch):
     async def main():
         play = Play(monkeypatch)
-        async with RolloutPrefetcher(parts(2, steps=7), first=3) as prefetcher:
+        async with RolloutPrefetcher(runner(2, steps=7), first=3) as prefetcher:
             assert prefetcher.idle
             for _ in range(2):
                 await schedule(prefetcher, 3)
@@ -81,7 +89,7 @@ def test_steps_begin_as_far_ahead_as_allowed(monkeypatch):
 def test_staleness_zero_begins_one_step_at_a_time(monkeypatch):
     async def main():
         play = Play(monkeypatch)
-        async with RolloutPrefetcher(parts(0), first=0) as prefetcher:
+        async with RolloutPrefetcher(runner(0), first=0) as prefetcher:
             for step in range(3):
                 await schedule(prefetcher, step)
                 assert play.began == list(range(step + 1))
@@ -99,7 +107,7 @@ def test_a_token_that_is_too_old_is_never_trained_on(monkeypatch):
     async def main():
         play = Play(monkeypatch)
         play.version = 0
-        async with RolloutPrefetcher(parts(1), first=0) as prefetcher:
+        async with RolloutPrefetcher(runner(1), first=0) as prefetcher:
             for step in range(3):
                 await schedule(prefetcher, step)
                 play.gates[step].set()
@@ -119,7 +127,7 @@ def test_an_error_is_raised_at_its_own_step_and_the_rest_is_ended(monkeypatch):
 
     async def main():
         monkeypatch.setattr(async_rollouts, "sample_rollouts", broken)
-        async with RolloutPrefetcher(parts(2), first=0) as prefetcher:
+        async with RolloutPrefetcher(runner(2), first=0) as prefetcher:
             prefetcher.schedule(0)
             await prefetcher.get(0)
             await prefetcher.get(1)
@@ -138,9 +146,7 @@ def test_an_interrupt_during_an_update_explains_the_wait(monkeypatch, caplog):
     async def main():
         play = Play(monkeypatch)
         monkeypatch.setattr(async_rollouts, "train_on_rollouts", learn)
-        run = parts(1)
-        run.config.rollout.engine, run.engine = None, None
-        async with RolloutPrefetcher(run, first=0) as prefetcher:
+        async with RolloutPrefetcher(runner(1), first=0) as prefetcher:
             step = asyncio.create_task(prefetcher.run_step(0))
             await settle()
             play.gates[0].set()

@@ -7,8 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onepolicy.config import TrainingError
 from onepolicy.run.metric_names import is_known
-from onepolicy.run.step_metrics import gradient_metrics, metrics_per_staleness, metrics_per_turn
+from onepolicy.run.step_metrics import (
+    gradient_metrics,
+    metrics_per_staleness,
+    metrics_per_turn,
+    mismatch_metrics,
+)
 from support.objective_batches import batch
 
 
@@ -39,6 +45,16 @@ def test_late_turns_share_bins_that_double():
     assert found == pytest.approx(means | counts, rel=1e-6)
     assert all(map(is_known, found))
     assert all(is_known(f"counterfactual/{name}") for name in means)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_trainer_without_a_log_probability_ends_the_run(value):
+    """Outside the mask it is no matter."""
+    made = scored([-1, 0, 0], [value, 0.1, 0.2]).replace(entropy=torch.zeros(3))
+    assert mismatch_metrics(made)["mismatch/max_dlogp"] == pytest.approx(0.2)
+    made.logp_old[2] = value
+    with pytest.raises(TrainingError, match=f"a token of sample 0 is {value}; its weights"):
+        mismatch_metrics(made)
 
 
 def test_single_turns_have_no_such_measure():

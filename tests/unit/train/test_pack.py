@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import UsageError
-from onepolicy.train.pack import micro_batches, minibatches, pack
+from onepolicy.train.batcher import micro_batches
+from onepolicy.train.pack import minibatches, pack
 from onepolicy.types import Group, RoutingTrace, Sample
 
 

@@ -1,15 +1,48 @@
-"""Problems that a seed defines: the same problem is the same episode for every sibling."""
+"""Games that a seed defines: the same problem is the same episode for every sibling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, Unpack
 
+from transformers import PreTrainedTokenizerBase
+
+from onepolicy.config import GymnasiumTask, TextArenaTask
+from onepolicy.envs.multiturn.dialogue import ParsedTurn, TurnFormat
+from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment, PathOptions
 from onepolicy.envs.tasks.reasoning_gym import LIBRARY_ERRORS
 from onepolicy.envs.tasks.seeding import hash_key
 from onepolicy.interfaces import EpisodeError, Problem
 
 NUM_STARTUP_PROBLEMS = 16
+Step = tuple[str, float, bool]
+"""(text, reward, whether the episode is over)."""
+
+
+class Game:
+    """A game in words. Its steps run in the event loop, so they must be quick."""
+
+    errors: tuple[type[Exception], ...] = LIBRARY_ERRORS
+    """Errors of the game's package, which end the episode and not the run."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def reset(self, seed: int) -> str:
+        """Start an episode and return its first text."""
+        raise NotImplementedError
+
+    def step(self, move: Any) -> Step:
+        raise NotImplementedError
+
+    def take_turn(self, turn: ParsedTurn, events: list[str]) -> tuple[list[str], float, bool]:
+        """Play a turn and append its events. Returns (replies, reward, whether it is over)."""
+        raise NotImplementedError
+
+    def trial_moves(self, seed: int) -> Iterable[Any]:
+        """Return moves of the episodes that are compared before a run, after `reset`."""
+        raise NotImplementedError
 
 
 class SeededProblems:
@@ -34,15 +67,72 @@ class SeededProblems:
         return [self.train_problem(index) for index in range(NUM_STARTUP_PROBLEMS)]
 
 
-@contextmanager
-def as_episode_error(
-    name: str, errors: tuple[type[Exception], ...] = LIBRARY_ERRORS
-) -> Iterator[None]:
-    """Raise EpisodeError for an environment's error, which ends the episode and not the run."""
-    try:
-        yield
-    except errors as error:
-        raise EpisodeError(f"{name} failed: {error!r}") from error
+class SeededEnvironment(MultiTurnEnvironment):
+    """One game, played from many seeds."""
+
+    def __init__(
+        self,
+        config: GymnasiumTask | TextArenaTask,
+        name: str,
+        game: Game,
+        tokenizer: PreTrainedTokenizerBase,
+        turns: TurnFormat,
+        **path: Unpack[PathOptions],
+    ) -> None:
+        """Store the settings. game: tells the first texts; episodes are played in others."""
+        problems = SeededProblems((config.kind, name, config.seed), game.reset)
+        super().__init__(config, problems, tokenizer, turns, **path)
+        self.config, self._name, self._game = config, name, game
+        self._idle_games: list[Game] = []
+
+    async def play_episode(self, problem: Problem, episode: Episode) -> float:
+        """Return the scaled sum of rewards of an episode that the game ended; otherwise 0."""
+        assert problem.entry is not None
+        if not self._idle_games:
+            self._idle_games.append(type(self._game)(self.config))
+        game = self._idle_games.pop()
+        try:
+            with self._as_episode_error():
+                game.reset(problem.entry["seed"])
+            return await self._play_turns(game, episode)
+        finally:
+            self._idle_games.append(game)
+
+    async def _play_turns(self, game: Game, episode: Episode) -> float:
+        total = 0.0
+        while (text := await episode.sample_turn()) is not None:
+            with self._as_episode_error():
+                replies, reward, over = game.take_turn(self.turns.parse_turn(text), episode.events)
+            total += reward
+            if over:
+                return scale_return(total, self.config.returns)
+            episode.add_replies(replies)
+        return 0.0
+
+    @contextmanager
+    def _as_episode_error(self) -> Iterator[None]:
+        try:
+            yield
+        except self._game.errors as error:
+            raise EpisodeError(f"{self._name} failed: {error!r}") from error
+
+
+def is_repeatable(game: Game, other: Game, seeds: Iterable[int]) -> bool:
+    """Return whether equal seeds and moves give equal episodes, in one game and in another."""
+    return all(
+        _play_trial(game, seed) == _play_trial(other, seed) == _play_trial(game, seed)
+        for seed in seeds
+    )
+
+
+def _play_trial(game: Game, seed: int) -> list[object]:
+    seen: list[object] = [game.reset(seed)]
+    for move in game.trial_moves(seed):
+        step = game.step(move)
+        seen.append(step)
+        if step[2]:
+            break
+    return seen
 
 
 def scale_return(value: float, returns: tuple[float, float]) -> float:

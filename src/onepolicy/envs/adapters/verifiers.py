@@ -10,19 +10,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import DuplicateRoutes, UsageError, VerifiersTask
+from onepolicy.config import UsageError, VerifiersTask
 from onepolicy.envs.adapters.seeded import NUM_STARTUP_PROBLEMS, scale_return
 from onepolicy.envs.adapters.verifiers_checks import (
     check_task_supported,
     load_single_agent_env,
 )
-from onepolicy.envs.multiturn.chat_dialogue import build_chat_dialogue, strip_thoughts
-from onepolicy.envs.multiturn.chat_template import THOUGHT_END, InitialPrompt
-from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment
+from onepolicy.envs.multiturn.dialogue import (
+    THOUGHT_END,
+    InitialPrompt,
+    TurnFormat,
+    strip_thoughts,
+)
+from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment, PathOptions
 from onepolicy.envs.tasks.reasoning_gym import LIBRARY_ERRORS, MAX_TRIES
 from onepolicy.envs.tasks.seeding import Split, seeded_rng, split_of_text
 from onepolicy.interfaces import EpisodeError, Problem
@@ -282,17 +286,12 @@ class Verifiers(MultiTurnEnvironment):
         self,
         config: VerifiersTask,
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_len: int,
-        duplicate_routes: DuplicateRoutes = "as-sampled",
+        **path: Unpack[PathOptions],
     ) -> None:
         self.config = config
         self.env, self.agent_name = load_single_agent_env(config)
         tasks = TasksetProblems(self.env.taskset, config.seed)
-        super().__init__(
-            config, tasks, tokenizer, max_len=max_len, duplicate_routes=duplicate_routes
-        )
-        self.dialogue = build_chat_dialogue(tokenizer, fork=config.history == "fork")
+        super().__init__(config, tasks, tokenizer, TurnFormat(), **path)
 
     def check(self, *, max_tokens: int, max_len: int) -> None:
         """Check tasks, then prompts as in every environment. Raises UsageError."""

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import DuplicateRoutes, EpisodeTask
-from onepolicy.envs.multiturn.chat_template import InitialPrompt
+from onepolicy.envs.multiturn.dialogue import Dialogue, InitialPrompt, TurnFormat
 from onepolicy.envs.multiturn.tokenization import (
     check_characters,
     check_prompt_length,
     decode_tokens,
     unknown_characters,
 )
-from onepolicy.envs.multiturn.tool_dialogue import Dialogue
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import EpisodeError, Problem, SampleFn
 from onepolicy.types import FinishReason, Sample
@@ -35,29 +34,32 @@ class ProblemSource(Protocol):
         ...
 
 
+class PathOptions(TypedDict):
+    """Options of every environment. max_len: tokens of a path."""
+
+    max_len: int
+    duplicate_routes: NotRequired[DuplicateRoutes]  # see `RouteBuffer.merge`
+
+
 class MultiTurnEnvironment:
     """An environment whose episodes have several turns. A subclass implements `play_episode`."""
-
-    dialogue: Dialogue
 
     def __init__(
         self,
         config: EpisodeTask,
         problems: ProblemSource,
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_len: int,
-        duplicate_routes: DuplicateRoutes = "as-sampled",
+        turns: TurnFormat,
+        **path: Unpack[PathOptions],
     ) -> None:
-        """Store the settings.
-
-        max_len: tokens of a path. duplicate_routes: see `RouteBuffer.merge`.
-        """
+        """Store the settings. turns: how turns and replies are written and read."""
         self.limits = config
         self.problems = problems
         self.tokenizer = tokenizer
-        self.max_len = max_len
-        self.duplicate_routes: DuplicateRoutes = duplicate_routes
+        self.turns = turns
+        self.dialogue = Dialogue(tokenizer, turns, fork=config.history == "fork")
+        self.max_len = path["max_len"]
+        self.duplicate_routes: DuplicateRoutes = path.get("duplicate_routes", "as-sampled")
 
     async def play_episode(self, problem: Problem, episode: Episode) -> float:
         """Play the episode to its end and return its reward."""

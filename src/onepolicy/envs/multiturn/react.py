@@ -5,12 +5,15 @@ An episode also ends when its turns, tokens or time run out.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import DuplicateRoutes, ReActTask, UsageError
-from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment
+from onepolicy.config import ReActTask, UsageError
+from onepolicy.envs.multiturn.dialogue import ParsedTurn
+from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment, PathOptions
 from onepolicy.envs.multiturn.tokenization import ASCII, unknown_characters
-from onepolicy.envs.multiturn.tool_dialogue import ParsedTurn, ToolDialogue, build_tool_dialogue
+from onepolicy.envs.multiturn.tool_formats import tool_format
 from onepolicy.envs.tasks.single_turn import Task
 from onepolicy.envs.tools import build_tools
 from onepolicy.interfaces import MetricsSource, Problem
@@ -19,25 +22,17 @@ from onepolicy.interfaces import MetricsSource, Problem
 class ReAct(MultiTurnEnvironment):
     """Problems of another task, solved with tools."""
 
-    dialogue: ToolDialogue
-
     def __init__(
         self,
         config: ReActTask,
         task: Task,
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_len: int,
-        duplicate_routes: DuplicateRoutes = "as-sampled",
+        **path: Unpack[PathOptions],
     ) -> None:
-        super().__init__(
-            config, task, tokenizer, max_len=max_len, duplicate_routes=duplicate_routes
-        )
         self.config, self.task = config, task
         self.tools = build_tools(config.tools)
-        self.dialogue = build_tool_dialogue(
-            tokenizer, self.tools, config.instructions, fork=config.history == "fork"
-        )
+        turns = tool_format(tokenizer, self.tools, config.instructions)
+        super().__init__(config, task, tokenizer, turns, **path)
 
     def check(self, *, max_tokens: int, max_len: int) -> None:
         """Check prompts as in every environment, and the characters of the tools' replies.
@@ -68,7 +63,7 @@ class ReAct(MultiTurnEnvironment):
         Only an answer in a turn that ended by itself is graded. Every other end earns 0.
         """
         while (text := await episode.sample_turn()) is not None:
-            turn = self.dialogue.parse_turn(text)
+            turn = self.turns.parse_turn(text)
             if turn.answer is not None:
                 return float(self.task.grade(problem, turn.answer))
             if episode.out_of_turns:  # no later turn could read the replies

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
-import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from onepolicy.config import GymTask, UsageError
+from onepolicy.config.spelling import did_you_mean
 from onepolicy.envs.tasks.seeding import Split, hash_key, seeded_rng, split_of_text
 from onepolicy.envs.warmup.noise import add_character_noise
 from onepolicy.interfaces import Problem
@@ -283,12 +283,10 @@ def _check_config(config: GymTask, section: str) -> None:
     from reasoning_gym.factory import DATASETS
 
     if config.name not in DATASETS or config.name == "composite":
-        close = difflib.get_close_matches(config.name, set(DATASETS) - {"composite"}, n=3)
-        hint = f"it has {', '.join(sorted(DATASETS))}"
-        if close:
-            hint = f"did you mean {' or '.join(close)}?"
+        names = sorted(DATASETS.keys() - {"composite"})
+        hint = did_you_mean(config.name, names) or f"; it has {', '.join(names)}"
         raise UsageError(
-            f"{section}.name: reasoning-gym has no single data set {config.name!r}; {hint}"
+            f"{section}.name: reasoning-gym has no single data set {config.name!r}{hint}"
         )
     if config.name in HASH_ORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise UsageError(

@@ -12,14 +12,9 @@ from typing import Any
 import numpy as np
 
 from onepolicy.config import GymnasiumTask, UsageError
-from onepolicy.envs.adapters.gymnasium import (
-    TextEnvironment,
-    build_act_tool,
-    build_checked_environment,
-    build_instructions,
-)
+from onepolicy.envs.adapters.gymnasium import TextEnvironment, build_checked_environment
 from onepolicy.envs.adapters.seeded import SeededProblems
-from onepolicy.envs.multiturn.tool_dialogue import format_observations
+from onepolicy.envs.multiturn.tool_formats import format_observations
 from onepolicy.envs.tasks.seeding import hash_key, seeded_rng
 
 DISCOUNT = 0.99
@@ -35,7 +30,7 @@ def warmup_examples(
     """
     env = build_checked_environment(task)
     optimal = optimal_actions(env)
-    instructions = build_instructions(env, build_act_tool(env), plain=True)
+    instructions = env.instructions(plain=True)
     problems = SeededProblems(("gymnasium warm-up", task.id, task.seed), env.reset)
     start = hash_key("warm-up", seed) % 2**31
     index = 0

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from onepolicy.config import CalculatorTool, GymTask, ReActTask, UsageError
-from onepolicy.envs.multiturn.tool_dialogue import describe_tools, format_observations
+from onepolicy.envs.multiturn.tool_formats import describe_tools, format_observations
 from onepolicy.envs.tasks.reasoning_gym import ReasoningGym
 from onepolicy.envs.tasks.seeding import hash_key, seeded_rng
 from onepolicy.envs.tools import build_tools

@@ -9,11 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from onepolicy.config import UsageError
-from onepolicy.interfaces import NamedWeights, PersistentEngine
-from onepolicy.rollout.adapter_source import AdapterSource
+from onepolicy.interfaces import AdapterServer, AdapterSource, NamedWeights, PersistentEngine
 from onepolicy.rollout.fleet.placement import Placement
 from onepolicy.rollout.fleet.replicas import common_caps
 from onepolicy.rollout.fleet.shared_stream import SharedStream
@@ -37,16 +36,6 @@ class Server(PersistentEngine, Protocol):
     async def answers(self) -> bool:
         """Return whether the server answers now. Does not retry."""
         ...
-
-
-class AdapterServer(Server, Protocol):
-    """A server that takes adapters (train.lora.sync = native)."""
-
-    async def lacks_base(self) -> bool:
-        """Return whether it needs the frozen weights before an adapter."""
-        ...
-
-    async def load_adapter(self, adapter: AdapterSource, version: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -320,7 +309,8 @@ class ServerFleet:
 
 
 def _adapter_server(member: Member) -> AdapterServer:
-    return cast("AdapterServer", member.engine)
+    assert isinstance(member.engine, AdapterServer), "caps.takes_adapter"
+    return member.engine
 
 
 def _none_left(members: Sequence[Member]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,13 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, QuantFormat, RoutingPressure, UsageError
 from onepolicy.config.numerics import Numerics
-from onepolicy.interfaces import EngineCaps, NamedWeights, StaticScales, WeightSizes
+from onepolicy.interfaces import (
+    AdapterSource,
+    EngineCaps,
+    NamedWeights,
+    StaticScales,
+    WeightSizes,
+)
 from onepolicy.invariant.fingerprint import compute_fingerprint
 from onepolicy.invariant.numerics_contract import numerics_contract_of
 from onepolicy.models import decode_experts, linear, rms_norm
@@ -34,14 +40,13 @@ if TYPE_CHECKING:
     from onepolicy.config.lora import LoraConfig
     from onepolicy.models.fp32_head import Fp32Head
     from onepolicy.models.quant.quantise import QuantisedModel, QuantisedWeight
-    from onepolicy.rollout.adapter_source import AdapterSource
     from onepolicy.rollout.hf.adapter import HeldAdapter
     from onepolicy.rollout.hf.pressure import Pressure
-    from onepolicy.rollout.hf.stream import EngineStream
 
 KV_CACHE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # rotary frequencies that depend on the longest sequence of the batch
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+FIRST_PRIORITY = -1  # of a decode step's short kernels over the learner's long ones
 
 
 def build(spec: EngineSpec) -> HFEngine:
@@ -62,8 +67,6 @@ def build(spec: EngineSpec) -> HFEngine:
         lora=spec.lora,
     )
     if spec.beside_learner and spec.device.type == "cuda":
-        from onepolicy.rollout.hf.stream import EngineStream
-
         engine.use_stream(EngineStream(spec.device))
     return engine
 
@@ -394,3 +397,31 @@ def _kv_cache_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype
     if device.type == "cpu" and not is_latent:
         return torch.float32
     return next(model.parameters()).dtype
+
+
+class EngineStream:
+    """A CUDA stream of its own for an engine that samples while the learner works.
+
+    On the stream that all threads share, the read at the end of a decode step would wait for
+    everything that the learner has queued.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the stream. It begins after everything that is queued, as are the weights."""
+        self.device = device
+        self._stream = torch.cuda.Stream(device, priority=FIRST_PRIORITY)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def steps(self) -> Iterator[None]:
+        """Queue the work of this context on the stream. No coroutine may run inside."""
+        with torch.cuda.stream(self._stream):
+            yield
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Let the work of this context, which replaces weights, come between two steps."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._stream)
+        yield
+        self._stream.wait_stream(current)

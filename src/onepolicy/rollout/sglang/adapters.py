@@ -17,7 +17,7 @@ from torch import Tensor
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.errors import short_repr
-from onepolicy.rollout.adapter_source import AdapterSource
+from onepolicy.interfaces import AdapterSource
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.replies import MalformedReply, adapter_names, get_field
 from onepolicy.rollout.sglang.handshake import SGLangServerInfo

@@ -14,11 +14,10 @@ from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError
 from onepolicy.config.lora import LoraConfig
-from onepolicy.interfaces import EngineCaps, NamedWeights
+from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
-from onepolicy.rollout.adapter_source import AdapterSource
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.resume import join_partial_completions

@@ -17,8 +17,8 @@ from typing import Any, get_args
 
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.lora import LoraConfig, Target
+from onepolicy.interfaces import AdapterSource
 from onepolicy.models.empty import empty_model
-from onepolicy.rollout.adapter_source import AdapterSource
 from onepolicy.sync.adapters import Targets, linear_layers
 
 

@@ -18,12 +18,11 @@ from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMEngineConfig
 from onepolicy.config.lora import LoraConfig
-from onepolicy.interfaces import EngineCaps, NamedWeights
+from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat, request_trace
-from onepolicy.rollout.adapter_source import AdapterSource
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import BatchRunner, SequenceRequest, check_request
 from onepolicy.rollout.spec import EngineSpec

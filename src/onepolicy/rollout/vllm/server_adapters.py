@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.lora import LoraConfig
-from onepolicy.rollout.adapter_source import AdapterSource
+from onepolicy.interfaces import AdapterSource
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.replies import adapter_names, get_field, make_printable
 from onepolicy.rollout.vllm.adapter import layer_names

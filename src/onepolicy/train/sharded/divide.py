@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from onepolicy.train.pack import first_fit, samples_of_groups
+from onepolicy.train.batcher import first_fit
+from onepolicy.train.pack import samples_of_groups
+from onepolicy.train.shared_prompts import shared_prefixes
 from onepolicy.types import RoutingTrace, TokenBatch
 
 
@@ -38,8 +40,6 @@ class Sizes:
         """Return the sizes of a batch's samples. share: see `divide_batch`."""
         prefixes = [0] * batch.num_samples
         if share:
-            from onepolicy.train.shared_prompts import shared_prefixes
-
             # without the trainer's own routes, which an update knows and its scoring did not:
             # both get the same division
             prefixes = shared_prefixes(batch.replace(routing_native=None))

@@ -7,7 +7,6 @@ only its own samples, with their routes, and checks these.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,16 +16,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.config import R2, RunConfig
+from onepolicy.config import R2, RunConfig, TrainingError
+from onepolicy.correct.report import Sums, combine
 from onepolicy.interfaces import Update
 from onepolicy.replay.routers import Routers
+from onepolicy.train.batcher import micro_batches
 from onepolicy.train.checks import check_batch
-from onepolicy.train.pack import micro_batches
 from onepolicy.train.sharded.divide import RankBatch, divide_batch
 from onepolicy.train.sharded.export import export_model
-from onepolicy.train.sharded.rank import NATIVE, REPLACED, SCORED, RankLearner
+from onepolicy.train.sharded.rank import (
+    CORRECTION,
+    NATIVE,
+    REPLACED,
+    SCORED,
+    SUM_FIELDS,
+    RankLearner,
+)
 from onepolicy.train.sharded.ranks import Ranks
 from onepolicy.train.sharded.wire import Message, batch_message
+from onepolicy.train.update_parts import Measured
 from onepolicy.types import RoutingTrace, TokenBatch
 
 if TYPE_CHECKING:
@@ -46,7 +54,7 @@ class RankDispatcher:
         """Divide the batch over the ranks."""
         scorer, ranks = self.rank_0.scorer, self.other_ranks.world_size
         budget = scorer.config.train.tokens_per_micro_batch
-        return divide_batch(batch, budget, ranks, share=scorer.shares_prompts)
+        return divide_batch(batch, budget, ranks, share=scorer.batcher.shares_prompts)
 
     def run_on_batches(
         self, command: str, batches: list[RankBatch], about: dict[str, Any]
@@ -185,39 +193,24 @@ class ShardedLearner:
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields that the update needs from models: see `interfaces.Learner.score`."""
-        check_batch(batch, self.config.replay, self.scorer.vocab_size)
+        check_batch(batch, self.scorer.vocab_size)
         return self.dispatcher.score(batch, "score")
 
     def step(self, batch: TokenBatch) -> Update:
         """Train on a scored batch, one optimiser step per minibatch, like `LocalLearner.step`."""
         rank_0 = self.rank_0
-        sums: Counter[str] = Counter()
-        scored: TokenBatch | None = None
-        seconds, norms = 0.0, []
-        rank_0.scoring.begin_step()
+        measured = Measured()
+        norms: list[float] = []
         for index, minibatch in enumerate(rank_0.minibatches(batch)):
             batches = self.dispatcher.divide(self._for_update(minibatch))
-            answers = self._train_minibatch(batches, index, minibatch.num_trainable)
-            replies = [answer.header for answer in answers]  # what `RankLearner._train_on` returns
-            norms.append(replies[0]["norm"])
-            for reply in replies:
-                sums.update(reply["sums"])
-            seconds += max(reply["seconds"] for reply in replies)
+            about = {"minibatch": index, "slots": minibatch.num_trainable, "version": self.version}
+            answers = self.dispatcher.run_on_batches("optimise", batches, about)
+            _add_answers(measured, answers)
+            norms.append(answers[0].header["norm"])
             if index == 0 and not self.config.scores_old:
-                scored = self.dispatcher.merge_scores(minibatch, batches, answers)
-        rank_0.scoring.seconds = seconds
+                measured.scored = self.dispatcher.merge_scores(minibatch, batches, answers)
         rank_0.version += 1
-        return Update(rank_0.metrics(batch, sums, norms), scored)
-
-    def _train_minibatch(self, batches: list[RankBatch], index: int, slots: int) -> list[Message]:
-        """Make one optimiser step on all ranks and collect their measurements.
-
-        slots: trainable slots of the whole minibatch.
-        """
-        about = {"minibatch": index, "slots": slots, "version": self.version}
-        answers = self.dispatcher.run_on_batches("optimise", batches, about)
-        self._add_counts([answer.tensors for answer in answers])
-        return answers
+        return Update(rank_0.metrics(batch, measured, norms), measured.scored)
 
     def _for_update(self, batch: TokenBatch) -> TokenBatch:
         """Return the batch without the fields that an update does not read."""
@@ -231,15 +224,6 @@ class ShardedLearner:
         if not isinstance(self.config.replay, R2):  # r2 replays the trainer's own routes
             unread.add("routing_native")
         return batch.replace(**dict.fromkeys(unread))
-
-    def _add_counts(self, answers: Sequence[dict[str, Tensor]]) -> None:
-        """Add the measurements of all ranks to the replay mode and the extensions of rank 0."""
-        for answer in answers:
-            for row in answer.get(REPLACED, ()):
-                if row.isfinite().all():  # NaN where a micro-batch had no routes
-                    self.rank_0.scorer.replay_mode.add_count(row)
-        for extension in self.rank_0.extensions:
-            extension.add_counts(answers)
 
     def named_weights(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
         """Yield one tensor at a time. Each is cast, then gathered when it is asked for."""
@@ -281,3 +265,25 @@ class ShardedLearner:
     def _export(self, folder: Path, finish: Callable[[], None]) -> None:
         export_model(folder, self.rank_0.like)
         finish()
+
+
+def _add_answers(measured: Measured, answers: Sequence[Message]) -> None:
+    """Add what all ranks measured in a minibatch, as `RankLearner._train_on` returns it."""
+    corrections = []
+    for answer in answers:
+        measured.sums.update(answer.header["sums"])
+        for row in answer.tensors.get(REPLACED, ()):
+            if row.isfinite().all():  # NaN where a micro-batch had no routes
+                measured.replaced.append(row)
+        if f"{CORRECTION}{SUM_FIELDS[0]}" in answer.tensors:
+            corrections.append(_correction_sums(answer.tensors))
+    measured.seconds += max(answer.header["seconds"] for answer in answers)
+    if corrections:
+        measured.add_correction(combine(corrections))
+
+
+def _correction_sums(tensors: dict[str, Tensor]) -> Sums:
+    missing = [name for name in SUM_FIELDS if f"{CORRECTION}{name}" not in tensors]
+    if missing:
+        raise TrainingError(f"a rank's answer is malformed: its sums lack {missing[0]}")
+    return Sums(**{name: tensors[f"{CORRECTION}{name}"] for name in SUM_FIELDS})

@@ -7,7 +7,7 @@ commands in the same order.
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
 from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
@@ -19,14 +19,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig
+from onepolicy.correct.report import Sums
 from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.replay.routers import Routers
 from onepolicy.sync.sent_tensors import sent_tensors
+from onepolicy.train.batcher import Batcher, MicroBatches
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded import shards
 from onepolicy.train.sharded.fsdp import gather_full_tensor
 from onepolicy.train.sharded.wire import Message, batch_from_message
+from onepolicy.train.update_parts import Measured
 from onepolicy.types import TokenBatch
 
 SCORED = (
@@ -43,6 +46,19 @@ SCORED = (
 """[T, ...] fields that scoring fills, beside routing_native."""
 NATIVE = "routing_native"
 REPLACED = "replaced"  # [forwards, L], of soft replay
+CORRECTION = "current_policy."  # prefix of the correction's sums
+SUM_FIELDS = tuple(field.name for field in dataclasses.fields(Sums))
+
+
+class RankBatcher(Batcher):
+    """The micro-batches that the driver assigned to this rank."""
+
+    def __init__(self, model: PreTrainedModel, config: RunConfig, device: torch.device) -> None:
+        super().__init__(model, config, device)
+        self.rounds: MicroBatches = []  # of the current command
+
+    def micro_batches(self, batch: TokenBatch) -> MicroBatches:
+        return self.rounds
 
 
 class RankScorer(PolicyScorer):
@@ -52,11 +68,8 @@ class RankScorer(PolicyScorer):
         self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None
     ) -> None:
         super().__init__(model, config, routers=routers)
-        self.rounds: list[list[int]] = []  # micro-batches of the current command
-        self.samples: list[int] = []  # their places in the whole batch
-
-    def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
-        return self.rounds
+        self.batcher: RankBatcher = RankBatcher(model, config, self.device)
+        self.samples: list[int] = []  # places of the batch's samples in the whole batch
 
     def check_scored_routes(self, scored: TokenBatch) -> TokenBatch:
         try:
@@ -91,7 +104,7 @@ class RankLearner(LocalLearner):
         The header's field `do` names the command. The others are its arguments.
         """
         command = message.header
-        self.scorer.rounds = command.get("rounds", [])
+        self.scorer.batcher.rounds = command.get("rounds", [])
         self.scorer.samples = command.get("samples", [])
         self.version = command.get("version", self.version)
         match command["do"]:
@@ -155,21 +168,17 @@ class RankLearner(LocalLearner):
 
     def _train_on(self, batch: TokenBatch, command: dict[str, Any]) -> Message:
         """Make one optimiser step. The driver adds up the answers of all ranks."""
-        first = command["minibatch"] == 0
-        if first:
-            self.scoring.begin_step()
-        self.scoring.seconds = 0.0
-        sums: Counter[str] = Counter()
-        norm = self._train_minibatch(batch, command["slots"], command["minibatch"], sums)
+        measured = Measured()
+        norm = self._train_minibatch(batch, command["slots"], command["minibatch"], measured)
         tensors: dict[str, Tensor] = {}
-        if first and self.scoring.scored is not None:
-            tensors |= reply_with_scores(self.scoring.scored).tensors
-        replaced = self.scorer.replay_mode.pop_counts()
-        if replaced:
-            tensors[REPLACED] = torch.stack(replaced).cpu()
-        for extension in self.extensions:
-            tensors |= extension.pop_counts()
-        reply = {"norm": norm, "sums": dict(sums), "seconds": self.scoring.seconds}
+        if measured.scored is not None:
+            tensors |= reply_with_scores(measured.scored).tensors
+        if measured.replaced:
+            tensors[REPLACED] = torch.stack(measured.replaced).cpu()
+        if measured.correction is not None:
+            sums = measured.correction
+            tensors |= {f"{CORRECTION}{n}": getattr(sums, n).cpu() for n in SUM_FIELDS}
+        reply = {"norm": norm, "sums": dict(measured.sums), "seconds": measured.seconds}
         return Message(reply, tensors)
 
 

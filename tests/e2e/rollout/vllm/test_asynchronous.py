@@ -27,11 +27,11 @@ def learned(monkeypatch):
     """Collect step -> (its initial weights, its groups) of a run that the test makes."""
     taken, original = {}, async_rollouts.train_on_rollouts
 
-    def train_on_rollouts(parts, step, rollouts, timer, **more):
+    def train_on_rollouts(parts, hooks, step, rollouts, timer):
         assert parts.learner.version == step
         weights = {name: tensor.clone() for name, tensor in parts.learner.named_weights()}
         taken[step] = (weights, rollouts.groups)
-        return original(parts, step, rollouts, timer, **more)
+        return original(parts, hooks, step, rollouts, timer)
 
     monkeypatch.setattr(async_rollouts, "train_on_rollouts", train_on_rollouts)
     return taken

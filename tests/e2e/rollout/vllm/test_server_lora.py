@@ -11,7 +11,7 @@ from onepolicy.build.components import build_components
 from onepolicy.cli import main
 from onepolicy.config import UsageError
 from onepolicy.run.adapter_start import start_adapter
-from onepolicy.run.step import push_and_check, with_recovery
+from onepolicy.run.step import StepRunner, push_and_check
 from support.adapter_faults import (
     FAULTS,
     POLICY,
@@ -153,7 +153,7 @@ def test_a_server_that_restarts_within_a_run_gets_the_adapter_again(started, fol
     async def push():
         return await push_and_check(components)
 
-    assert_delivered(asyncio.run(with_recovery(components, push)))
+    assert_delivered(asyncio.run(StepRunner(components).with_recovery(push)))
     assert asyncio.run(loaded(components.engine)) == ["lora-faults@2"]
 
 

@@ -11,8 +11,7 @@ import torch
 
 from onepolicy.config import HFEngineConfig, ModelConfig
 from onepolicy.rollout.hf import engine as module
-from onepolicy.rollout.hf import stream
-from onepolicy.rollout.hf.stream import EngineStream
+from onepolicy.rollout.hf.engine import EngineStream
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.types import Sampling
 from support.engine_runs import build, prompts, run
@@ -77,7 +76,7 @@ def test_steps_are_on_the_stream_and_sample_the_same(streams):
 
 @pytest.mark.parametrize("beside_learner", [False, True])
 def test_only_a_gpu_has_streams(beside_learner, monkeypatch, tmp_path):
-    monkeypatch.setattr(stream, "EngineStream", lambda _: pytest.fail("a stream on a CPU"))
+    monkeypatch.setattr(module, "EngineStream", lambda _: pytest.fail("a stream on a CPU"))
     make("qwen3_moe").save_pretrained(tmp_path)
     config = HFEngineConfig(dtype="float32", max_num_seqs=4)
     model, cpu = ModelConfig(path=str(tmp_path)), torch.device("cpu")

@@ -26,12 +26,12 @@ from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.sync.push import push_weights
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
-from onepolicy.train.scorer import PolicyScorer
+from onepolicy.train.batcher import Batcher
 from onepolicy.train.sharded import learner as sharded
 from onepolicy.train.sharded import rank
 from onepolicy.train.sharded.export import export_model
 from onepolicy.train.sharded.fsdp import gather_full_tensor
-from onepolicy.train.sharded.rank import RankLearner, RankScorer
+from onepolicy.train.sharded.rank import RankBatcher, RankLearner
 from onepolicy.train.sharded.wire import batch_from_message as batch_in
 from support.metrics import timeless
 from support.models import CONFIGS, make
@@ -85,12 +85,12 @@ def test_two_ranks_share_prompts_and_equal_one(case, two, folders, monkeypatch):
     saved = []  # slots of each forward of rank 0 that it does not compute
 
     def micro_batch(self, batch, samples):
-        found = PolicyScorer.micro_batch(self, batch, samples)
+        found = Batcher.micro_batch(self, batch, samples)
         rows = found.num_slots if found.shared is None else len(found.shared.slots)
         saved.append(found.num_slots - rows)
         return found
 
-    monkeypatch.setattr(RankScorer, "micro_batch", micro_batch, raising=False)
+    monkeypatch.setattr(RankBatcher, "micro_batch", micro_batch, raising=False)
     folder = folders.get(case, folders["qwen3_moe"])
     assert_equal_steps([*SIBLINGS[case], "train.share_prompts=true"], two, folder, siblings_for)
     assert any(saved)

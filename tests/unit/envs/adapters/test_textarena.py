@@ -48,4 +48,5 @@ def test_a_game_has_one_player_and_its_own_random_numbers(game):
         random.random()
         played.append((secret, *game.step("0"), *game.step(str(secret))))
     assert played[0] == played[1] != played[2]
-    assert (played[0][2], played[0][4], game.result) == (False, True, 0.5)
+    (_, _, lost, going, _, won, over) = played[0]
+    assert (lost, going, won, over) == (0.0, False, 0.5, True)

@@ -8,7 +8,8 @@ import pytest
 
 from onepolicy.config import GymTask, JsonlTask, ReActTask, UsageError
 from onepolicy.envs import make_environment
-from onepolicy.envs.multiturn.tool_dialogue import PlainToolDialogue, TemplateToolDialogue, ToolCall
+from onepolicy.envs.multiturn.dialogue import ToolCall
+from onepolicy.envs.multiturn.tool_formats import ReActFormat, TemplateCallFormat
 from onepolicy.envs.tools.calculator import calculate
 from onepolicy.envs.warmup import react
 from onepolicy.envs.warmup.examples import task_alphabet
@@ -143,12 +144,12 @@ def test_long_replies_are_cut_and_their_special_tokens_are_text(tmp_path):
 # --- chat templates -------------------------------------------------------------------------------
 def test_a_template_with_tools():
     env = environment(HERMES)
-    assert isinstance(env.dialogue, TemplateToolDialogue)
+    assert isinstance(env.turns, TemplateCallFormat)
     problem = Problem(0, "What is 6 * 7?", "42", env.train_problem(0).entry)
     thought = f"<think>so</think>{call('6 * 7')}"
 
     def render(*messages):
-        how = {"tools": env.dialogue.schemas, "add_generation_prompt": True, "tokenize": False}
+        how = {"tools": env.turns.schemas, "add_generation_prompt": True, "tokenize": False}
         return env.tokenizer.encode(env.tokenizer.apply_chat_template(messages, **how))
 
     (sample,), script = play(env, [thought, "It is 42"], problem)
@@ -284,7 +285,7 @@ def test_a_template_with_empty_thoughts_in_its_last_turn_only(prompt):
 
 def test_json_calls_without_marks():
     bare = with_marks("", "").replace('"arguments": ', '"parameters": ')
-    parse = environment(bare).dialogue.parse_turn
+    parse = environment(bare).turns.parse_turn
     one = as_json("1").replace("arguments", "parameters")
     assert parse(one).calls == (ToolCall("calculator", "1"),)
     assert parse(f"<think>so</think>\n{one}").calls
@@ -295,7 +296,7 @@ def test_json_calls_without_marks():
 
 def test_a_call_in_a_thought_is_not_made():
     text = f"<think>or {call('1+1')} or <call></think>It is 2"
-    assert environment(HERMES).dialogue.parse_turn(text).answer == "It is 2"
+    assert environment(HERMES).turns.parse_turn(text).answer == "It is 2"
 
 
 # --- the rest -------------------------------------------------------------------------------------
@@ -322,7 +323,7 @@ def test_instructions_name_every_tool():
     assert "calculator[expression]: Exact arithmetic" in text
     assert "at most 2 operation(s)" in text
     assert text.endswith("\n\nQuestion: Why?\n")
-    assert isinstance(env.dialogue, PlainToolDialogue)
+    assert isinstance(env.turns, ReActFormat)
 
 
 def test_settings_are_checked(tmp_path):

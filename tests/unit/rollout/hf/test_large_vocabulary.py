@@ -7,8 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onepolicy.rollout.hf.large_vocabulary import BLOCK, invert_cdf
-from onepolicy.rollout.hf.sampler import BatchSampling, sample_tokens
+from onepolicy.rollout.hf.sampler import (
+    BLOCK,
+    BatchSampling,
+    invert_cdf_by_blocks,
+    sample_tokens,
+)
 from onepolicy.types import Sampling
 
 LAST = 1 - 2**-53  # the largest uniform number
@@ -24,7 +28,7 @@ def test_a_token_holds_its_uniform_number(subtests):
         logits = torch.randn(16, size, generator=generator) * spread
         probability = torch.softmax(logits, -1)
         uniform = torch.rand(16, generator=generator, dtype=torch.float64)
-        tokens = invert_cdf(probability, uniform)[:, 0].numpy()
+        tokens = invert_cdf_by_blocks(probability, uniform)[:, 0].numpy()
         exact, rows = probability.double().numpy(), np.arange(16)
         ends = np.cumsum(exact, -1)
         end, wanted = ends[rows, tokens], uniform.numpy() * ends[:, -1]
@@ -40,7 +44,7 @@ def test_only_tokens_with_a_probability_are_sampled(tokens, data):
     probability[0, tokens] = 1 / len(tokens)
     uniform = data.draw(st.sampled_from([0.0, 0.25, 0.5, 0.75, LAST]) | st.floats(0, LAST))
     expected = tokens[min(int(uniform * len(tokens)), len(tokens) - 1)]
-    found = int(invert_cdf(probability, doubles(uniform)))
+    found = int(invert_cdf_by_blocks(probability, doubles(uniform)))
     assert found in tokens
     near_a_boundary = abs(uniform * len(tokens) - round(uniform * len(tokens))) < 1e-6
     assert found == expected or near_a_boundary
@@ -50,7 +54,9 @@ def test_first_and_last_tokens_of_blocks():
     for token in (0, BLOCK - 1, BLOCK, 19_999):
         probability = torch.zeros(3, 20_000)
         probability[:, token] = 0.3  # a sum that is not 1
-        assert invert_cdf(probability, doubles(0.0, 0.5, LAST))[:, 0].tolist() == [token] * 3
+        assert (
+            invert_cdf_by_blocks(probability, doubles(0.0, 0.5, LAST))[:, 0].tolist() == [token] * 3
+        )
 
 
 def test_a_row_does_not_depend_on_the_others():

@@ -1,106 +1,43 @@
-"""Dialogues with tools: prompts as token ids, and the tool calls or the answer in a turn's text."""
+"""Formats of turns with tools: ReAct's lines, and the calls of a chat template."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
 
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.envs.multiturn.chat_template import (
+from onepolicy.envs.multiturn.dialogue import (
+    EXAMPLE_QUESTION,
     THOUGHT_END,
-    InitialPrompt,
+    ChatTemplate,
     Message,
+    ParsedTurn,
     Replies,
-    TemplateDialogue,
+    ToolCall,
+    TurnFormat,
 )
 from onepolicy.envs.multiturn.tokenization import decode_tokens, encode_text
 from onepolicy.envs.tools import ToolSpec, function_schema
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool. text: its argument."""
-
-    tool: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedTurn:
-    """The calls or the answer of a turn. malformed: the error of a turn that has neither."""
-
-    calls: tuple[ToolCall, ...] = ()
-    answer: str | None = None
-    malformed: str = ""
-
-
-class Dialogue(Protocol):
-    """An encoder of the prompts of an episode."""
-
-    def encode_first_prompt(self, prompt: InitialPrompt) -> list[int]:
-        """Return the ids of the prompt of the first turn."""
-        ...
-
-    def encode_next_prompt(
-        self,
-        path: list[int],
-        prompt: InitialPrompt,
-        turns: Sequence[str],
-        replies: Sequence[Replies],
-    ) -> list[int]:
-        """Return the ids of the prompt of the next turn, which is sampled after them.
-
-        path: all ids so far. turns: the text of every turn so far. replies: the replies to each.
-        """
-        ...
-
-
-class ToolDialogue(Dialogue, Protocol):
-    """A dialogue that also reads tool calls in turns."""
-
-    def parse_turn(self, text: str) -> ParsedTurn:
-        """Return the calls or the answer in a turn's text."""
-        ...
-
-
-class PlainToolDialogue:
-    """A ReAct dialogue for models without a chat template (arXiv:2210.03629).
+class ReActFormat(TurnFormat):
+    """Lines for models without a chat template (arXiv:2210.03629).
 
     `Action: tool[input]` or `Answer: ...` ends a turn. The tool's reply follows as
     `Observation: ...`.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        tools: Mapping[str, ToolSpec],
-        instructions: str | None,
-    ) -> None:
+    def __init__(self, tools: Mapping[str, ToolSpec], instructions: str | None) -> None:
         """Store the settings. instructions: text before the question; None: describe the tools."""
-        self.tokenizer = tokenizer
         if instructions is None:
             instructions = describe_tools(tools)
         self.instructions = instructions
 
-    def encode_first_prompt(self, prompt: InitialPrompt) -> list[int]:
-        assert isinstance(prompt, str), "a question"
-        ids = encode_text(self.tokenizer, self.instructions)
-        return ids + encode_text(self.tokenizer, f"{prompt}\n", untrusted=True)
-
-    def encode_next_prompt(
-        self,
-        path: list[int],
-        prompt: InitialPrompt,
-        turns: Sequence[str],
-        replies: Sequence[Replies],
-    ) -> list[int]:
-        observations = format_observations(replies[-1])
-        return path + encode_text(self.tokenizer, observations, untrusted=True)
+    def reply_lines(self, replies: Replies) -> str:
+        return format_observations(replies)
 
     def parse_turn(self, text: str) -> ParsedTurn:
         found = list(re.finditer(r"^(Action|Answer):[ \t]*", text, re.MULTILINE))
@@ -138,41 +75,34 @@ VALUE_PLACEHOLDER = "valueofargument"
 CALL_ID = "callid000"
 
 
-class TemplateToolDialogue(TemplateDialogue):
-    """A dialogue in the tokenizer's chat template with tools.
-
-    The template's form of a tool call is derived from an example call that it renders.
-    """
+class TemplateCallFormat(TurnFormat):
+    """A chat template's own form of a call, derived from an example call that it renders."""
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         tools: Mapping[str, ToolSpec],
         instructions: str | None,
-        *,
-        fork: bool,
     ) -> None:
-        """Find the template's form of a tool call. Raises UsageError if it cannot be used."""
-        super().__init__(tokenizer, fork=fork)
+        """Find the template's form of a call. Raises UsageError if it cannot be used."""
         self.tools, self.instructions = tools, instructions or ""
         self.schemas = [function_schema(tool) for tool in tools.values()]
-        call = self._render_example_call()
+        call = self._render_example_call(ChatTemplate(tokenizer, self.schemas))
         self._call_start, self._call_end, self._call_keys = _find_call_format(call)
-        self._check_call_markers()
-        self._check_history()
+        self._check_call_markers(tokenizer)
 
-    def _render_example_call(self) -> str:
+    def _render_example_call(self, template: ChatTemplate) -> str:
         """Return the template's text of a turn with a call. Raises UsageError without tools."""
-        prompt = self._render([self._user], prompt=True)
+        prompt = template.render([EXAMPLE_QUESTION], prompt=True)
         if any(tool.name not in prompt for tool in self.tools.values()):
             raise UsageError(
                 "task.tools: the tokenizer's chat template does not print tools; use a model whose "
                 "template does, or a tokenizer without a template (plain ReAct)"
             )
-        rendered = self._render_to_turn_end([self._user, self.turn_message("")])
+        rendered = template.render_to_turn_end([EXAMPLE_QUESTION, self.turn_message("")])
         if not rendered.startswith(prompt):
-            prompt = self._render([self._user])
-        return rendered[len(prompt) : -len(str(self.tokenizer.eos_token))]
+            prompt = template.render([EXAMPLE_QUESTION])
+        return rendered[len(prompt) : -len(str(template.tokenizer.eos_token))]
 
     def turn_message(self, content: str) -> Message:
         arguments = {ARGUMENT_PLACEHOLDER: VALUE_PLACEHOLDER}
@@ -231,13 +161,13 @@ class TemplateToolDialogue(TemplateDialogue):
             argument = _replace_surrogates(values[0])
         return ToolCall(_replace_surrogates(written[name]), argument)
 
-    def _check_call_markers(self) -> None:
+    def _check_call_markers(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise UsageError if a special token marks calls.
 
         A turn's text has no special tokens, so such calls would all be read as answers.
         """
         for marker in (self._call_start, self._call_end):
-            if marker not in decode_tokens(self.tokenizer, encode_text(self.tokenizer, marker)):
+            if marker not in decode_tokens(tokenizer, encode_text(tokenizer, marker)):
                 raise UsageError(
                     f"task.tools: the chat template marks a tool call by the special token "
                     f"{marker!r}, which is not part of a turn's text; use a template that marks "
@@ -276,14 +206,10 @@ def _find_call_format(turn: str) -> tuple[str, str, tuple[str, str]]:
     )
 
 
-def build_tool_dialogue(
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Mapping[str, ToolSpec],
-    instructions: str | None,
-    *,
-    fork: bool,
-) -> ToolDialogue:
-    """Build a dialogue in the tokenizer's chat template, or plain ReAct if it has no template."""
+def tool_format(
+    tokenizer: PreTrainedTokenizerBase, tools: Mapping[str, ToolSpec], instructions: str | None
+) -> TurnFormat:
+    """Return the calls of the tokenizer's chat template, or ReAct's lines if it has none."""
     if tokenizer.chat_template is None:
-        return PlainToolDialogue(tokenizer, tools, instructions)
-    return TemplateToolDialogue(tokenizer, tools, instructions, fork=fork)
+        return ReActFormat(tools, instructions)
+    return TemplateCallFormat(tokenizer, tools, instructions)
