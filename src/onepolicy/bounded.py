@@ -15,6 +15,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import importlib
 import json
 import math
@@ -126,16 +128,19 @@ class _Child:
 
     def __init__(self, limits: Limits) -> None:
         self._limits, self._late = limits, False
+        there, self._alive = os.pipe()  # nothing is written: it is closed when this process ends
         self._process = subprocess.Popen(
             # -P: a file of the working folder must not stand in for a module.
-            [sys.executable, "-P", "-m", "onepolicy.bounded"],
+            [sys.executable, "-P", "-m", "onepolicy.bounded", str(there)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a stranger's file may choose the words of a warning
             env=_environment(),
             pipesize=PIPE_BYTES,
+            pass_fds=[there],
             start_new_session=True,  # what it starts ends with it
         )
+        os.close(there)
         self._timer = threading.Timer(limits.seconds, self._stop)
 
     def start(self, task: str, arguments: Mapping[str, Any], *, asked: bool = False) -> None:
@@ -239,6 +244,7 @@ class _Child:
     def close(self) -> None:
         self._timer.cancel()
         self._kill()
+        os.close(self._alive)
         with contextlib.suppress(BrokenPipeError), self._process:  # closes the pipes and waits
             pass
 
@@ -252,6 +258,27 @@ _ASKED: dict[str, _Child] = {}
 def _close_asked() -> None:
     for child in _ASKED.values():
         child.close()
+
+
+def size_of_data(path: Path) -> int:
+    """Return the bytes of a file that its holes do not make up; limits grow with them.
+
+    The file system is asked for its holes. Where it knows none, all is data. Its count of blocks
+    (st_blocks) is too small where it compresses, and 0 on some networks and for short files.
+    """
+    if not hasattr(os, "SEEK_DATA"):
+        return path.stat().st_size
+    size, end = 0, 0
+    with path.open("rb") as file:
+        while True:
+            try:
+                start = os.lseek(file.fileno(), end, os.SEEK_DATA)
+                end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # no data from there on
+                    return size
+                return path.stat().st_size
+            size += end - start
 
 
 def _environment() -> dict[str, str]:
@@ -271,6 +298,7 @@ def _environment() -> dict[str, str]:
 
 def _serve() -> None:
     """Run the task that stdin names, in the child."""
+    _end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     pipe = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no message
@@ -298,6 +326,20 @@ def _serve() -> None:
     except Exception as error:  # of a library on a stranger's file: no traceback for the user
         text = f"{type(error).__name__}: {str(error)[:160]}"
         _send(pipe, {"kind": "failed", "text": text.splitlines()[0]})
+
+
+def _end_with_parent(alive: int) -> None:
+    """Let the kernel end this process and what it starts as soon as the pipe `alive` is closed.
+
+    It does so where Python does not get to run, and whichever of the parent's threads ends:
+    PR_SET_PDEATHSIG is bound to one thread.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)  # it ends the process
+    fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(alive, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        os.read(alive, 1)
+        sys.exit()  # it was closed before
 
 
 def _limit_memory(memory: int) -> None:

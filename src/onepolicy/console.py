@@ -2,12 +2,16 @@
 
 Names of files, a stranger's run, replies and sampled text may hold escape sequences, which clear a
 screen or write the clipboard, and rich's markup. Here every character that is not printable is
-escaped, and nothing is markup. Style comes in as arguments and as rich's Text.
+escaped, and nothing is markup. Style comes in as arguments and as rich's Text. Libraries print
+their own logs and warnings, so `escape_logs` escapes these in the process.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +24,7 @@ from rich.text import Text
 
 from onepolicy.config import printable
 
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 SHOWN = TextColumn("{task.fields[shown]}", markup=False)
 """The column of a bar with the field `shown` of its task."""
 
@@ -30,6 +35,26 @@ def print_text(text: object, *, stderr: bool = False) -> None:
     if stderr:
         stream = sys.stderr
     print(printable(str(text), keep="\n"), file=stream, flush=True)
+
+
+def escape_logs() -> None:
+    """Escape what libraries log and warn of in this process, which may quote a stranger's file."""
+    logging.setLogRecordFactory(_PrintableRecord)
+    warnings.formatwarning = _format_warning
+
+
+class _PrintableRecord(logging.LogRecord):
+    """A line of any library's log. Its colours are dropped, other control characters escaped."""
+
+    def getMessage(self) -> str:
+        return printable(COLOURS.sub("", super().getMessage()), keep="\n\t")
+
+
+_FORMAT_WARNING = warnings.formatwarning
+
+
+def _format_warning(*warning: Any, **more: Any) -> str:
+    return printable(_FORMAT_WARNING(*warning, **more), keep="\n\t")
 
 
 class Console(rich.console.Console):

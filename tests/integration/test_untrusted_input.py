@@ -17,6 +17,7 @@ from onepolicy.cli import main
 from onepolicy.cli.plan_arms import PlannedArm, runs_in
 from onepolicy.config import ModelConfig, UsageError, VLLMServerConfig, resolve
 from onepolicy.config.serve import ServeConfig
+from onepolicy.config.stored_config import check_trust, settings_to_repeat
 from onepolicy.models.load import load_model
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.vllm import serve
@@ -201,7 +202,64 @@ def test_a_models_code_runs_only_where_the_command_says_so(command, trusting_run
         assert f"checkpoint of {run}" in told  # it goes on to load one
 
 
-def test_a_run_of_ones_own_repeats_what_its_start_said(trusting_run):
+URL, ADDRESS = "rollout.engine.url", "cluster.address"
+ELSEWHERE = [
+    (URL, '"https://evil.example:8000"'),
+    (URL, '["http://127.0.0.1:8000", "http://10.0.0.1:8000"]'),
+    (URL, '"file:servers.txt"'),
+    (URL, '"dns:http://localhost:8000"'),
+    (ADDRESS, '"10.0.0.1:6379"'),
+]
+
+
+def run_elsewhere(folder, setting, value):
+    """Make a run folder whose settings name an address. It has no checkpoint."""
+    engine = ["rollout.engine.kind=vllm-server", "rollout.engine.token_env=HOME"]
+    if setting == ADDRESS:
+        engine = ["cluster.kind=ray"]
+    config = {"task": {"kind": "chain"}, "steps": 1, "out": "run"}
+    config = resolve(config, ["model.path=tiny", *engine, f"{setting}={value}"])
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.json").write_text(config.model_dump_json())
+    return config
+
+
+@pytest.mark.parametrize(("setting", "value"), ELSEWHERE)
+def test_an_address_of_a_strangers_run_gets_nothing_unless_typed(
+    setting, value, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("connects"))
+    run, out = tmp_path / "run", f"out={tmp_path / 'new'}"
+    run_elsewhere(run, setting, value)
+    for words in (["eval", run], ["train", "--resume", run], ["train", "--from", run, out]):
+        words = [str(word) for word in words]
+        status = main(words)
+        told = capsys.readouterr().err
+        if setting == ADDRESS and words[0] == "eval":  # it asks no Ray
+            assert f"checkpoint of {run}" in told
+            continue
+        assert status == 2
+        assert f"{run}: its config.json has {setting} = {value}, so `onepolicy {words[0]}" in told
+        assert f"add {setting}={value} to the command" in told
+
+
+def test_servers_of_this_machine_and_what_is_typed_are_not_asked_about(tmp_path):
+    for number, address in enumerate(("http://127.0.0.1:8000", "http://[::1]:8000")):
+        run = tmp_path / str(number)
+        check_trust(run_elsewhere(run, URL, f'"{address}"'), run, (), "eval")
+    config = run_elsewhere(tmp_path / "run", *ELSEWHERE[0])
+    for typed in (f"{URL}=https://mine.example", 'rollout.engine={kind="hf"}'):
+        check_trust(config, tmp_path / "run", [typed], "eval")
+    with pytest.raises(UsageError, match="https://evil"):
+        check_trust(config, tmp_path / "run", ["rollout.engine.token_env=MINE"], "eval")
+
+
+def test_a_run_of_ones_own_repeats_what_its_start_said(trusting_run, tmp_path):
     run, config = trusting_run
     (arm,) = runs_in(run.parent, [PlannedArm("run", (), config.model_copy(update={"out": "run"}))])
     assert arm.command(run)[-2:] == [f"--resume={run}", f"{TRUST}=true"]
+    for number, (setting, value) in enumerate(ELSEWHERE):
+        config = run_elsewhere(tmp_path / str(number), setting, value)
+        (repeated,) = settings_to_repeat(config)
+        assert repeated == f"{setting}={value}"
+        assert resolve(config.model_dump(), [repeated]) == config

@@ -33,7 +33,7 @@ nonfinite
 interfaces layout
 types
 console
-config files chat_templates
+config files chat_templates tokenizer_trial
 bounded npy
 errors notation telemetry
 """

@@ -1,6 +1,7 @@
 """The way to the terminal: escape sequences and markup in a text are shown, not obeyed."""
 
 import logging
+import warnings
 from io import StringIO
 
 import pytest
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from onepolicy.cli.common import print_status, status_printer
 from onepolicy.cli.interrupts import describe_stop
-from onepolicy.console import SHOWN, Console, make_bars, print_text
+from onepolicy.console import SHOWN, Console, escape_logs, make_bars, print_text
 from onepolicy.run.progress import TerminalProgress
 
 OBEYED = ("\x1b]0;", "\x1b]52;", "\x1b[2J", "\x9b2J", "\x07", "\r", "\u202e")
@@ -90,3 +91,27 @@ def test_the_librarys_log(capsys):
     _StderrHandler().emit(logging.makeLogRecord({"msg": HOSTILE}))
     told = capsys.readouterr().err
     assert not [each for each in OBEYED if each in told]
+
+
+@pytest.fixture
+def escaped_logs(monkeypatch):
+    factory = logging.getLogRecordFactory()
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    escape_logs()
+    yield
+    logging.setLogRecordFactory(factory)
+
+
+@pytest.mark.usefixtures("escaped_logs")
+def test_what_libraries_log_and_warn_of_is_shown():
+    logger, stream = logging.getLogger("some.library"), StringIO()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    logger.warning("a tensor %s of\n\x1b[31mred\x1b[0m", HOSTILE)
+    logger.removeHandler(handler)
+    warning = warnings.formatwarning(UserWarning(HOSTILE), UserWarning, "file.py", 3)
+    for text in (stream.getvalue(), warning):
+        assert not [each for each in OBEYED if each in text]
+        assert all(each in text for each in SHOWN_AS), text
+    assert "of\nred\n" in stream.getvalue()
+    assert warning.startswith("file.py:3: UserWarning: ")

@@ -77,6 +77,8 @@ def check_conformance(folder: Path) -> list[Outcome]:
 def read_expectations(folder: Path) -> dict[str, Expectation]:
     """Return the content of expected.json. Raises UsageError if it is missing or damaged."""
     path = folder / EXPECTED
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is a folder, a device or a pipe; take the kit's own file")
     try:
         return TypeAdapter(dict[str, Expectation]).validate_json(path.read_bytes())
     except OSError as error:

@@ -32,7 +32,7 @@ class ReadLimits:
     seconds: float | None = None
 
     def of(self, files: list[Path]) -> Limits:
-        sizes = [file.stat().st_size for file in files]
+        sizes = [bounded.size_of_data(file) for file in files]
         memory, seconds = MEMORY + MEMORY_PER_BYTE * max(sizes, default=0), self.seconds
         if self.memory_gib is not None:
             memory = int(self.memory_gib * GIB)

@@ -34,7 +34,7 @@ async def calibrate(
         return
     scales = engine.static_scales
     path = run and run / CALIBRATION_FILE
-    if path and path.exists():
+    if path and path.is_file():
         _load_scales(scales, path)
         return
     await play_episodes(config, engine, environment, stop)

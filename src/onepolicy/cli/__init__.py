@@ -49,6 +49,8 @@ PATH_ERRORS = (
     errno.EROFS,
 )
 """Errors of the file system that a wrong path causes. They are mistakes in the command."""
+RUST_PANIC = "pyo3_runtime"
+"""Module of the class of a crash in tokenizers or safetensors. It cannot be imported."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,6 +89,11 @@ def _run(arguments: argparse.Namespace) -> int:
         return _report_os_error(error)
     except KeyboardInterrupt:
         return report_interrupt(arguments)
+    except BaseException as error:
+        if type(error).__module__ != RUST_PANIC:
+            raise
+        print_text(f"onepolicy: a library crashed: {error}; is the tokenizer sound?", stderr=True)
+        return 1
 
 
 def _report_os_error(error: OSError) -> int:

@@ -14,7 +14,7 @@ from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import Frozen, RunConfig, UsageError, printable
 from onepolicy.config.idle import Idle, describe_idle
 from onepolicy.config.renamed import rename_overrides
-from onepolicy.console import Console, print_text
+from onepolicy.console import Console, escape_logs, print_text
 
 if TYPE_CHECKING:
     from onepolicy.interfaces import Progress
@@ -116,6 +116,7 @@ def prepare_process(threads: int | None) -> None:
     if the extra `train` is not installed.
     """
     check_train_extra()
+    escape_logs()
     logger = logging.getLogger("onepolicy")
     logger.setLevel(logging.INFO)
     if not logger.handlers:

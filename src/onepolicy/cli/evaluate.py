@@ -18,6 +18,7 @@ from onepolicy.cli.common import (
     warn_idle,
 )
 from onepolicy.config import RunConfig, UsageError, read_recipe, resolve
+from onepolicy.config.cluster import LocalCluster
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_task_files
 from onepolicy.config.model_path import check_model_path
@@ -68,7 +69,8 @@ def run_eval(arguments: argparse.Namespace) -> None:
         tree = read_recipe(path)
     config = resolve({"out": "unused", "steps": 1, **tree}, arguments.overrides)
     if run is not None:
-        check_trust(config, run, arguments.overrides, f"eval {run}")
+        no_ray = config.model_copy(update={"cluster": LocalCluster()})  # as it is evaluated
+        check_trust(no_ray, run, arguments.overrides, f"eval {run}")
     warn_idle(idle_settings(config), arguments.overrides)
     if run is None and arguments.step is not None:
         raise UsageError(

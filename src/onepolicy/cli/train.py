@@ -30,6 +30,7 @@ from onepolicy.config.output_paths import CONFIG, check_new_run_folder, check_re
 from onepolicy.config.renamed import without_warnings
 from onepolicy.config.stored_config import (
     TRUST,
+    TYPED_AGAIN,
     check_trust,
     read_stored_config,
     settings_to_repeat,
@@ -203,7 +204,7 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.fork:
         out = _fork_out(overrides)
         command = ["train", "--from", arguments.fork, *overrides]
-        typed = [each for each in overrides if each.startswith(f"{TRUST}=")]
+        typed = [each for each in overrides if each.partition("=")[0] in TYPED_AGAIN]
         resume = _resume_command(out, typed)
         return supervise(out, command, resume, restarts, print_status)
     with without_warnings():  # the process that trains writes them

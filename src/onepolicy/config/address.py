@@ -74,6 +74,14 @@ def _problem_of_url(url: str, parts: SplitResult, host: str, port: int | None) -
     return None
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine, by its name or number."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def check_host(host: str, setting: str) -> None:
     """Raise UsageError if this cannot be the name or number of a machine."""
     problem = _problem_of_host(_without_brackets(host))

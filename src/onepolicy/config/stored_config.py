@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from onepolicy.config.address import is_loopback
+from onepolicy.config.cluster import RayCluster
+from onepolicy.config.engine import ServerEngineConfig
 from onepolicy.config.output_paths import CONFIG
 from onepolicy.config.renamed import rename_keys
 from onepolicy.config.run import RunConfig
 from onepolicy.errors import UsageError
 
-TRUST = "model.trust_remote_code"
+TRUST, URL = "model.trust_remote_code", "rollout.engine.url"
+ADDRESS = "cluster.address"
+TYPED_AGAIN = (TRUST, URL, ADDRESS)
+"""Settings that a stored run cannot make alone (`check_trust`)."""
 
 
 def read_stored_config(run: Path) -> RunConfig:
@@ -36,24 +43,56 @@ def read_stored_config(run: Path) -> RunConfig:
 
 
 def check_trust(config: RunConfig, run: Path, overrides: Sequence[str], command: str) -> None:
-    """Raise UsageError if the model's own code would run only because a run folder says so.
+    """Raise UsageError if only a run folder names code to run, or an address to trust.
 
-    config: the run's settings with these overrides. command: that loads its model, for the error.
+    config: the run's settings with these overrides. command: that would obey, for the error.
     """
-    typed = any(override.partition("=")[0] == TRUST for override in overrides)
-    if config.model.trust_remote_code and not typed:
-        raise UsageError(
-            f"{run}: its {CONFIG} has {TRUST} = true, so `onepolicy {command}` would run Python "
-            f"code that the model brings along; read that code first, then add {TRUST}=true to "
-            f"the command, or {TRUST}=false to load the model without it"
-        )
+    typed = {override.partition("=")[0] for override in overrides}
+    for setting, value, danger, way_out in _dangers(config):
+        sections = {setting.rsplit(".", dots)[0] for dots in range(setting.count(".") + 1)}
+        if not typed & sections:
+            raise UsageError(
+                f"{run}: its {CONFIG} has {setting} = {value}, so `onepolicy {command}` would "
+                f"{danger}, then add {setting}={value} to the command, or {way_out}"
+            )
 
 
 def settings_to_repeat(config: RunConfig) -> list[str]:
     """Return the overrides without which `check_trust` refuses this run's folder."""
+    return [f"{setting}={value}" for setting, value, _, _ in _dangers(config)]
+
+
+def _dangers(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (setting, value as typed, danger, way out) of what a command must say itself."""
     if config.model.trust_remote_code:
-        return [f"{TRUST}=true"]
-    return []
+        yield (
+            *(TRUST, "true"),
+            "run Python code that the model brings along; read that code first",
+            f"{TRUST}=false to load the model without it",
+        )
+    engine, cluster = config.rollout.engine, config.cluster
+    # Without a token no server of another machine is used.
+    if isinstance(engine, ServerEngineConfig) and engine.token_env and not _is_here(engine.url):
+        yield (
+            *(URL, json.dumps(engine.url, ensure_ascii=False)),
+            f"send it prompts, weights and the token in ${engine.token_env}; check whose server "
+            "that is first",
+            "another address",
+        )
+    if isinstance(cluster, RayCluster) and cluster.address not in (None, "auto"):
+        yield (
+            *(ADDRESS, json.dumps(cluster.address)),
+            "join that Ray, show it Ray's token and exchange pickles with it; check whose cluster "
+            "that is first",
+            "another address",
+        )
+
+
+def _is_here(url: str | tuple[str, ...]) -> bool:
+    """Return whether all addresses are of this machine. A file or a DNS name may lead elsewhere."""
+    if isinstance(url, tuple):
+        return all(map(_is_here, url))
+    return url.startswith(("http://", "https://")) and is_loopback(urlsplit(url).hostname or "")
 
 
 def _with_new_names(data: bytes) -> bytes:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from onepolicy.config.base import (
     LARGEST_FLOAT,
@@ -37,7 +43,7 @@ class GymTask(Frozen):
     """A reasoning-gym data set, generated and graded by that library."""
     name: str
     """Name of the data set, e.g. `chain_sum`."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the data set's own config."""
     seed: Seed = 0
     """Seed of the problems."""
@@ -182,7 +188,7 @@ class GymnasiumTask(EpisodeTask):
     """A gymnasium environment, one step a turn, with observations and actions written as text."""
     id: str
     """Name in gymnasium's registry, e.g. `FrozenLake-v1`."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of gymnasium.make."""
     returns: tuple[float, float]
     """Returns (sums of an episode's rewards) that earn 0 and 1. Linear between them, cut beyond."""
@@ -223,7 +229,7 @@ class TextArenaTask(EpisodeTask):
     game: str
     """Name in textarena's registry, e.g. `GuessTheNumber-v0`. Played without textarena's
     wrappers."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of textarena.make."""
     returns: tuple[float, float] = (0.0, 1.0)
     """Results that earn 0 and 1. Linear between them, cut beyond. A lost game has the share of
@@ -247,7 +253,7 @@ class VerifiersTask(EpisodeTask):
     kind: Literal["verifiers"] = "verifiers"
     """An environment of verifiers (0.4) whose one agent chats. It asks for turns and scores
     them."""
-    env: dict[str, Any]
+    env: dict[str, JsonValue]
     """verifiers' own settings, e.g. `{ taskset = { id = "textarena", game = "Wordle-v0" } }`."""
     returns: tuple[float, float] | None = None
     """Weighted sums of rewards that earn 0 and 1. Linear between them, cut beyond. Unset: the sum

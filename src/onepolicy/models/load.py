@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.model_path import check_model_path
 from onepolicy.errors import short_repr
+from onepolicy.tokenizer_trial import try_tokenizer
 
 MAX_LAYERS = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the setting's value
@@ -93,6 +96,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         UsageError: it is missing or damaged, has no eos token, or is of another model.
     """
+    for file in _tokenizer_files(model):
+        try_tokenizer(file)
     with _foreign("the tokenizer", model):
         tokenizer = AutoTokenizer.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
@@ -116,6 +121,19 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"model's vocab_size is {size}; use the tokenizer the model was trained with"
         )
     return tokenizer
+
+
+def _tokenizer_files(model: ModelConfig) -> list[Path]:
+    """Return the files that transformers may hand to the library `tokenizers`."""
+    folder = Path(model.path)
+    if folder.exists():  # tokenizer_config.json may name a file for this version of transformers
+        files = folder.glob("tokenizer*.json")
+        return [file for file in files if file.name != "tokenizer_config.json" and file.is_file()]
+    with _foreign("the tokenizer", model, limited=False):
+        try:
+            return [Path(hf_hub_download(model.path, "tokenizer.json"))]
+        except EntryNotFoundError:
+            return []
 
 
 def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -142,9 +160,7 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     _refuse_foreign_files(Path(model.path))
     config = read_config(model)
     quantisation = dequantisation_of(model, config)
-    from onepolicy.models.foreign import refuse_large_shapes
-
-    refuse_large_shapes(model, config)
+    _refuse_large_shapes(model)
     with _foreign("the weights", model, limited=False):
         opened = AutoModelForCausalLM.from_pretrained(
             model.path,
@@ -172,6 +188,15 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
         loaded._weight_conversions = None
         cast_model(loaded, dtype)
     return loaded.to(device).eval()
+
+
+def _refuse_large_shapes(model: ModelConfig) -> None:
+    from onepolicy.models.empty import empty_model
+    from onepolicy.models.foreign import refuse_large_shapes
+
+    with _foreign("the weights", model):
+        empty = empty_model(model)
+    refuse_large_shapes(model, empty)
 
 
 def dequantisation_of(model: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def digest_log(folder: Path, lengths: Mapping[str, int | None] = LOG_FILES) -> d
     found = {}
     for name, length in lengths.items():
         path, digest, count = folder / name, hashlib.sha256(), 0
-        if path.exists():
+        if path.is_file():
             with path.open("rb") as file:
                 left = path.stat().st_size if length is None else length
                 while left and (data := file.read(min(left, CHUNK))):

@@ -23,6 +23,8 @@ from onepolicy.bounded import GIB, Limits, StoppedError
 from onepolicy.cli import main
 from onepolicy.config import UsageError
 from support.audit_dumps import gaussian_rows, write_jsonl
+from support.own_processes import children_of, wait_until_gone
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.process
 NAMES = ("tokens", "mask", "logp_rollout", "logp_trainer")
@@ -204,6 +206,37 @@ def test_a_child_of_the_child_ends_with_it(taken_over):
     taken_over("os.fork(); time.sleep(600)")
     with pytest.raises(StoppedError, match="took longer than 1 s"):
         list(bounded.stream("os:abort", {}, Limits(GIB, 1)))
+
+
+ORPHAN = """
+from onepolicy import bounded
+arguments = {"object_list": [], "timeout": 600}
+list(bounded.stream("multiprocessing.connection:wait", arguments, bounded.Limits(2**30, 600)))
+"""
+
+
+def test_a_child_that_sleeps_ends_when_its_parent_is_killed():
+    with subprocess.Popen([sys.executable, "-c", ORPHAN]) as parent:
+        (child,) = wait_until(lambda: children_of(parent.pid))
+        wait_until(lambda: "poll" in Path(f"/proc/{child}/wchan").read_text())
+        parent.kill()
+    wait_until_gone([child])
+
+
+def test_holes_raise_no_limit(tmp_path):
+    path = tmp_path / "d.jsonl"
+    write_jsonl(path, ROWS)
+    before = bounded.size_of_data(path)
+    assert path.stat().st_size <= before < 2**16
+    with path.open("ab") as file:
+        file.truncate(2**40)
+    assert bounded.size_of_data(path) <= before + 2**12
+    with path.open("r+b") as file:
+        file.seek(2**39)
+        file.write(bytes(2**20))
+    assert 2**20 <= bounded.size_of_data(path) <= before + 2**20 + 2**13
+    assert ReadLimits().of([path]).memory < 2 * GIB
+    assert ReadLimits().of([path]).seconds < 100
 
 
 def test_rows_without_tokens_come_in_many_blocks(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 
 import pyarrow.parquet as pq
@@ -9,6 +10,7 @@ import pytest
 
 from onepolicy.audit.conformance import EXPECTED, check_conformance
 from onepolicy.cli import main
+from onepolicy.config import UsageError
 from onepolicy.verdict.rules import CAUSES
 from support.paths import ROOT
 
@@ -32,6 +34,12 @@ def test_every_dump_conforms():
     assert [outcome for outcome in outcomes if not outcome.conforms] == []
     found = {outcome.found for outcome in outcomes}
     assert {"nothing", "correct", "unclear", "refused"} <= found
+
+
+def test_expectations_in_a_pipe_are_refused(tmp_path):
+    os.mkfifo(tmp_path / EXPECTED)
+    with pytest.raises(UsageError, match="is a folder, a device or a pipe"):
+        check_conformance(tmp_path)
 
 
 def test_every_cause_has_a_dump():

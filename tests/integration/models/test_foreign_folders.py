@@ -52,8 +52,13 @@ def read_all(model):
 
 CONFIGS = [
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected 1 to 4096"),
-    ({"vocab_size": 10**8}, r"makes weights of 3,200,000,000 bytes, its files hold"),
-    ({"moe_intermediate_size": 10**6, "intermediate_size": 10**6}, "makes weights of"),
+    (
+        {"vocab_size": 10**8},
+        r"makes tensors of .* the largest of shape \[100000000, 8\], but its files",
+    ),
+    ({"moe_intermediate_size": 10**6, "intermediate_size": 10**6}, "makes tensors of"),
+    ({"head_dim": 2**23}, "makes tensors of"),
+    ({"head_dim": 2**62}, "cannot read the weights"),
     ({"num_attention_heads": 0}, "cannot read the weights"),
     ({"rope_scaling": {"rope_type": "x", "factor": "x"}}, "cannot read the"),
     ({"hidden_act": "os.system"}, "cannot read the weights"),
@@ -77,6 +82,7 @@ def test_a_billion_labels_pass_the_limit(change, monkeypatch):
     bytearray(2**28)  # the limit is gone
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("values", "file"),
     [
@@ -89,6 +95,32 @@ def test_a_billion_labels_pass_the_limit(change, monkeypatch):
 def test_a_damaged_tokenizer_is_named(change, values, file):
     with pytest.raises(UsageError, match=r"model\.path: "):
         load_tokenizer(change(values, file))
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "q"}, "content": "qq"}
+BATCH = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+PADDING = BATCH | {"pad_token": "0", "strategy": {"Fixed": 10**6}}
+WHITESPACE = {"type": "Split", "behavior": "Isolated", "invert": False}
+TOKENIZERS = [
+    ({"normalizer": {"type": "Prepend", "prepend": "1" * 10**6}}, "makes .* tokens of"),
+    ({"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 20}}, "make a text 1,048,576"),
+    ({"decoder": {"type": "Sequence", "decoders": [REPLACE] * 20}}, "make a text 1,048,576 times"),
+    ({"padding": PADDING}, "makes 1,000,000 tokens of"),
+    ({"padding": PADDING | {"strategy": {"Fixed": 10**12}}}, "memory that it may take"),
+    ({"pre_tokenizer": WHITESPACE | {"pattern": {"Regex": r"(.*)*(.*)*(.*)*\d\z"}}}, "died"),
+    ({"pre_tokenizer": WHITESPACE | {"pattern": {"Regex": "("}}}, "cannot be read"),
+]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("values", "said"), TOKENIZERS)
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.4.0.0.json"])
+def test_a_tokenizer_that_takes_much_ends_its_child_only(base, change, file, values, said, capfd):
+    tree = json.loads((base / "tokenizer.json").read_text()) | values
+    model = change(json.dumps(tree).encode(), file)
+    with pytest.raises(UsageError, match=rf"model\.path: .*{file}: .*{said}"):
+        load_tokenizer(model)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("name", ["kernels-community/flash-attn", "someone/kernel:f"])

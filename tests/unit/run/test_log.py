@@ -144,6 +144,9 @@ def test_rows_that_a_checkpoint_saw_and_that_are_lost_or_changed_are_found(tmp_p
         assert find_damage(tmp_path, saved) == [path]
     path.unlink()
     assert find_damage(tmp_path, saved) == [path]
+    os.mkfifo(path)  # would wait for a writer
+    assert find_damage(tmp_path, saved) == [path]
+    path.unlink()
     path.write_bytes(whole)
     truncate_after(tmp_path, 2)
     assert digest_log(tmp_path) == saved  # so the next resume finds nothing either

@@ -176,11 +176,11 @@ class TextEnvironment(Game):
 
         super().__init__(config)
         self.errors = (gymnasium.error.Error, *LIBRARY_ERRORS)
-        render: dict[str, Any] = {}
+        params: dict[str, Any] = {**config.params}
         if config.observation == "ansi":
-            render = {"render_mode": "ansi"}
+            params["render_mode"] = "ansi"
         try:
-            self.env: Any = gymnasium.make(config.id, **render, **config.params)
+            self.env: Any = gymnasium.make(config.id, **params)
         except (*self.errors, ImportError) as error:
             raise UsageError(
                 f"task.id: gymnasium cannot make {config.id!r} with {config.params!r}: {error}"

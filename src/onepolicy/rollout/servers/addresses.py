@@ -35,6 +35,8 @@ def server_urls(url: str | tuple[str, ...]) -> list[str]:
 
 
 def _in_file(path: Path) -> list[str]:
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{SETTING}: {path} is a folder, a device or a pipe; give a file")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

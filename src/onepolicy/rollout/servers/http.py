@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import ipaddress
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from onepolicy.config import (
     UsageError,
     printable,
 )
-from onepolicy.config.address import check_url
+from onepolicy.config.address import check_url, is_loopback
 from onepolicy.rollout.servers.replies import (
     MAX_REPLY_BYTES,
     MalformedReply,
@@ -463,13 +462,6 @@ def host_and_port(url: str) -> tuple[str, int]:
     if parts.scheme == "https":
         default_port = 443
     return parts.hostname or "", parts.port or default_port
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _decode_body(response: httpx2.Response, body: bytes, max_bytes: int) -> Any:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from onepolicy.rollout.servers.http import is_loopback
+from onepolicy.config.address import is_loopback
 from onepolicy.rollout.vllm.worker import WorkerExtension
 
 TOKEN_VARIABLE = "VLLM_API_KEY"  # from which vLLM reads the same token

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 
 import pytest
 
@@ -139,6 +140,10 @@ def test_addresses_from_a_list_a_file_and_a_name(tmp_path):
         server_urls(f"file:{listed}")
     with pytest.raises(UsageError, match="cannot be read"):
         server_urls(f"file:{tmp_path / 'none'}")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
+        with pytest.raises(UsageError, match="is a folder, a device or a pipe"):
+            server_urls(f"file:{path}")
     for url, problem in (
         ([], "list one or more"),
         (["http://a:1", "http://a:1/"], "each once"),

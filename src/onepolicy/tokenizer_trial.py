@@ -1,0 +1,87 @@
+"""A trial of a model's tokenizer.json in a child with limits, before this process loads it.
+
+The file is a program of whoever made the model: rules that replace text, regular expressions and
+fixed lengths. The library that runs it ends its process where memory is short.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from onepolicy import bounded
+from onepolicy.bounded import GIB, Limits, Message
+from onepolicy.errors import UsageError
+
+MEMORY_PER_BYTE = 64
+SECONDS, BYTES_PER_SECOND = 10.0, 2**20
+TEXT = (
+    "".join(f"{chr(code) * 32} " for code in range(32, 127)) + "1 + 1 = two\n\t" + "é中\U0001f600"
+)
+MOST_GROWTH = 2**12
+"""How many times longer its rules of replacement may make a text together. Known ones do not."""
+TOKENS_PER_BYTE = 16
+"""Tokens of the trial's text, and characters that these are decoded to, for each of its bytes."""
+
+
+def try_tokenizer(file: Path) -> None:
+    """Raise UsageError if tokenizer.json crashes, takes much, or makes short texts long."""
+    stat = file.stat()
+    _try_once(str(file), stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(64)  # a command loads its tokenizer several times
+def _try_once(file: str, mtime: int, size: int) -> None:
+    limits = Limits(GIB + MEMORY_PER_BYTE * size, SECONDS + size / BYTES_PER_SECOND)
+    try:
+        for _ in bounded.stream("onepolicy.tokenizer_trial:trial", {"file": file}, limits):
+            pass
+    except (bounded.StoppedError, UsageError) as error:
+        raise UsageError(
+            f"model.path: {file}: {error}; use the tokenizer that the model was trained with"
+        ) from None
+
+
+def trial(file: str) -> Generator[Message | None, None, None]:
+    """Encode and decode a short text, as a task of bounded.py."""
+    from tokenizers import Tokenizer
+
+    yield None
+    tokenizer = Tokenizer.from_file(file)
+    for part in (tokenizer.normalizer, tokenizer.decoder):
+        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MOST_GROWTH:
+            raise UsageError(f"its rules of replacement make a text {growth:,.0f} times longer")
+    size = len(TEXT.encode())
+    ids = tokenizer.encode(TEXT).ids
+    if len(ids) > TOKENS_PER_BYTE * size:
+        raise UsageError(f"makes {len(ids):,} tokens of {size:,} bytes")
+    text = tokenizer.decode(ids)
+    if len(text) > TOKENS_PER_BYTE * size:
+        raise UsageError(f"decodes {size:,} bytes to {len(text):,} characters")
+
+
+def _growth(rules: Any) -> float:
+    """Return how many times longer all rules {"type": "Replace"} in a tree make a text at most."""
+    growth = 1.0
+    for rule in _nodes(rules):
+        if rule.get("type") != "Replace":
+            continue
+        match rule:
+            case {"pattern": {"String": str(pattern)}, "content": str(content)}:
+                growth *= max(1, len(content) / max(1, len(pattern)))
+            case {"content": str(content)}:  # an expression may match the empty text
+                growth *= 1 + len(content)
+    return growth
+
+
+def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
+    children = tree
+    if isinstance(tree, dict):
+        yield tree
+        children = list(tree.values())
+    if isinstance(children, list):
+        for child in children:
+            yield from _nodes(child)
