@@ -8,7 +8,7 @@ from typing import Any
 
 from onepolicy.config.secrets import without_secrets
 from onepolicy.files import write_text_atomically
-from onepolicy.notation import number
+from onepolicy.notation import counted, number
 from onepolicy.report.figure import Absent, Figure
 from onepolicy.report.learning import learning_figures, time_split
 from onepolicy.report.mismatch import mismatch_figures, staleness_figures
@@ -103,7 +103,7 @@ def _rules(summary: Tree) -> list[str]:
     """Return the definitions of the numbers in the tiles."""
     rules, window, rule = [], summary.get("reward_window"), summary.get("crash_rule")
     if window:
-        rules.append(f"Reward: mean of the first and of the last {window} steps.")
+        rules.append(f"Reward: means of {counted(window, 'step')} at the start and at the end.")
     if rule:
         rules.append(f"{rule[0].upper()}{rule[1:]}.")
     return rules
@@ -135,7 +135,8 @@ def _tiles(run: Run) -> list[Tile]:
     first, last = summary.get("reward_first"), summary.get("reward_last")
     steps = summary.get("steps", len(run.rows))
     ends = f"{number(first)} \u2192 {number(last)}"
-    tiles = [("Reward", ends, f"over {steps} steps", ""), _evaluation(summary), _crash(summary)]
+    over = f"over {counted(steps, 'step')}"
+    tiles = [("Reward", ends, over, ""), _evaluation(summary), _crash(summary)]
     idle = unlearnt(summary)
     if idle is not None:
         reason = "the weights stayed the same"

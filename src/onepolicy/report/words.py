@@ -21,7 +21,7 @@ from typing import Any
 
 from onepolicy.config import UsageError
 from onepolicy.config.replay import ROLLOUT_MODES
-from onepolicy.notation import DASH, number
+from onepolicy.notation import DASH, counted, number
 from onepolicy.verdict.rules import SMALL, size_in_words
 
 Tree = dict[str, Any]
@@ -108,7 +108,7 @@ def verdict(summary: Tree) -> list[str]:
     first, last = summary.get("reward_first"), summary.get("reward_last")
     if first is not None and last is not None:
         ends = f"from {number(first)} to {number(last)}"
-        out.append(f"Reward {_verb(last - first)} {ends} over {summary['steps']} steps.")
+        out.append(f"Reward {_verb(last - first)} {ends} over {counted(summary['steps'], 'step')}.")
     out += _evaluation_sentences(summary)
     silent = no_signal(summary)
     if silent:
@@ -166,7 +166,7 @@ def course(values: Sequence[float], unit: str = "") -> str:
     if last > first:
         verb = "rises"
     if ends[0] > 0 and ends[1] >= STRAYS * ends[0]:
-        times = f" {ends[1] / ends[0]:.2g}-fold,"
+        times = f" {number(ends[1] / ends[0])}-fold,"
     return f"{verb}{times} from {number(first)} to {number(last)}{of_unit}"
 
 
@@ -195,7 +195,7 @@ def _replay_sentence(summary: Tree) -> str:
     if k3.without_replay is None:
         return f"Replay was on and {average}; no probe measured it without."
     count = len(summary.get("probe_steps") or [])
-    probes = {1: "1 probe batch"}.get(count, f"{count} probe batches")
+    probes = counted(count, "probe batch")
     short = {"mismatch/k3": "k3", "mismatch/f2": "F(2)", "routing/routers": WOULD}
     clauses = [
         f"{name} {_change(found[key], summary)}" for key, name in short.items() if key in found

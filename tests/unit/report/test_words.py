@@ -5,7 +5,7 @@ import math
 
 from rich.console import Console
 
-from onepolicy.notation import number
+from onepolicy.notation import counted, number, with_error
 from onepolicy.report.outcome import outcome
 from onepolicy.report.terminal import summary_table
 from onepolicy.report.words import (
@@ -234,6 +234,32 @@ def test_numbers_shares_and_factors():
     assert [number(value) for value in numbers] == list(numbers.values())
     shares = {0.0: "0%", 0.0325: "3.25%", 1.0: "100%", 4e-7: "<0.01%"}
     assert [number(value, share=True) for value in shares] == list(shares.values())
+
+
+def test_a_value_and_its_error_end_at_one_place_in_one_notation():
+    shown = {
+        (1.05, 0.002): "1.0500 +- 0.0020",
+        (0.04, 1e-3): "0.0400 +- 0.0010",
+        (1.76e-3, 4.6e-5): "(1.760 +- 0.046)e-3",
+        (3e-4, 0.012): "0.000 +- 0.012",
+        (-0.126, 0.0071): "-0.1260 +- 0.0071",
+        (1234.5, 56.0): "1,234 +- 56",
+        (2.5e6, 1e5): "(2.50 +- 0.10)e6",
+        (0.5, math.nan): "0.5",
+        (0.5, 0.0): "0.5",
+        (math.nan, 0.1): "\N{EN DASH}",
+    }
+    assert {pair: with_error(*pair) for pair in shown} == shown
+
+
+def test_numbers_of_things():
+    assert [counted(n, "step") for n in (0, 1, 2, 12_300)] == [
+        "0 steps",
+        "1 step",
+        "2 steps",
+        "12,300 steps",
+    ]
+    assert [counted(n, "probe batch") for n in (1, 2)] == ["1 probe batch", "2 probe batches"]
     factors = {None: "\u2013", 2.9444: "2.94\u00d7", 12345.6: "12,346\u00d7"}
     assert [factor(value) for value in factors] == list(factors.values())
 
