@@ -18,12 +18,11 @@ from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import Run, Tree, load_run
 from onepolicy.report.turns import turn_figures
 from onepolicy.report.words import (
-    COMPARISON_HEADER,
     SMALL,
     Compared,
     accuracy,
     compared,
-    comparison,
+    comparison_table,
     cut_by,
     time_shares,
     too_small,
@@ -57,6 +56,7 @@ def write_report(run: Path) -> Path:
         question = "How old are the tokens that are trained on, and does the overlap pay?"
         sections.insert(2, ("Staleness", question, overlap))
     *story, replay = verdict(loaded.summary)
+    header, rows = comparison_table(loaded.summary)
     idle, why = unlearnt(loaded.summary), []
     if idle is not None:
         why.append(" ".join(idle.why))
@@ -73,8 +73,8 @@ def write_report(run: Path) -> Path:
         failed=failed(loaded.summary),
         sentences=[*why, " ".join(story), replay],
         rules=_rules(loaded.summary),
-        header=COMPARISON_HEADER,
-        rows=comparison(loaded.summary),
+        header=header,
+        rows=rows,
         sections=sections,
         samples=[_shown(sample) for sample in shown],
         answers=any("answer" in sample for sample in shown),

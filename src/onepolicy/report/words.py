@@ -106,7 +106,9 @@ def verdict(summary: Tree) -> list[str]:
     if parent is not None:
         out.append(f"Continued from {parent['run']} at step {parent['step']}.")
     first, last = summary.get("reward_first"), summary.get("reward_last")
-    if first is not None and last is not None:
+    if first is not None and summary["steps"] == 1:
+        out.append(f"Reward was {number(first)} in the only step.")
+    elif first is not None and last is not None:
         ends = f"from {number(first)} to {number(last)}"
         out.append(f"Reward {_verb(last - first)} {ends} over {counted(summary['steps'], 'step')}.")
     out += _evaluation_sentences(summary)
@@ -150,6 +152,8 @@ def course(values: Sequence[float], unit: str = "") -> str:
     if unit:
         of_unit = f" {unit}"
     low, high = min(known), max(known)
+    if len(known) == 1:
+        return f"is {number(low)}{of_unit}, measured once"
     if low == high:
         return f"is {number(low)}{of_unit} throughout"
     window = max(1, min(5, len(known) // 2))
@@ -324,6 +328,17 @@ def _times(cut: float) -> str:
 
 
 COMPARISON_HEADER = ("Rollout vs trainer", "Trained on", "Without replay", "With replay", "Cut by")
+
+
+def comparison_table(summary: Tree) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the header and the rows of `comparison`, without columns that have no value."""
+    columns = [
+        (name, *cells)
+        for name, *cells in zip(COMPARISON_HEADER, *comparison(summary), strict=True)
+        if set(cells) != {DASH}
+    ]
+    header, *rows = zip(*columns, strict=True)
+    return header, rows
 
 
 def comparison(summary: Tree) -> list[tuple[str, ...]]:

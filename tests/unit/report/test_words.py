@@ -9,7 +9,9 @@ from onepolicy.notation import counted, number, with_error
 from onepolicy.report.outcome import outcome
 from onepolicy.report.terminal import summary_table
 from onepolicy.report.words import (
+    COMPARISON_HEADER,
     comparison,
+    comparison_table,
     course,
     describe_overlap,
     factor,
@@ -73,6 +75,24 @@ def test_sentences():
         "It did not crash.",
         small,
     ]
+
+
+def test_one_step_is_no_course():
+    one = {"steps": 1, "reward_first": 0.5, "reward_last": 0.5, "replay": "off"}
+    one["mismatch"] = {"mismatch/k3": 2e-3, "mismatch/f2": 1e-3}
+    assert verdict(one)[0] == "Reward was 0.5 in the only step."
+    assert outcome(one).startswith("One step does not show whether the policy learns: reward 0.5.")
+
+
+def test_columns_without_a_value_fold_away():
+    """No probe scored a batch both ways."""
+    trained = {name: value for name, value in SUMMARY.items() if "probe" not in name}
+    del trained["mismatch_without_replay"], trained["k3_cuts"]
+    header, rows = comparison_table(trained)
+    assert header == ("Rollout vs trainer", "Trained on")
+    assert rows[0] == ("k3, nats per token", "3e-6")
+    assert comparison_table(SUMMARY)[0] == COMPARISON_HEADER
+    assert comparison_table(SUMMARY)[1] == comparison(SUMMARY)
 
 
 def test_a_cut_is_an_interval_over_three_scored_steps_or_more(subtests):
@@ -309,7 +329,7 @@ AGAIN = "ends where it began, near 0.3 nats, but was"
 COURSES = [
     ([], "is not known"),
     ([0.0] * 9, "is 0 nats throughout"),
-    ([0.3], "is 0.3 nats throughout"),
+    ([0.3], "is 0.3 nats, measured once"),
     ([0.3, math.nan, 0.3], "is 0.3 nats throughout"),
     ([0.6] * 9 + [0.1] * 9, "falls 6-fold, from 0.6 to 0.1 nats"),
     ([0.3] * 9 + [0.0] * 9, "falls from 0.3 to 0 nats"),

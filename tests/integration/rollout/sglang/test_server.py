@@ -121,9 +121,8 @@ def test_narrowed_sampling_returns_the_narrowed_logp(steady):
 )
 def test_a_mask_that_does_not_fit_is_refused(models, limit, fix):
     with FakeSGLang(models[0][1], info={"sampling_mask_max_tokens": limit}) as fake:
-        engine = open_engine(fake)
         with pytest.raises(UsageError, match=rf"top_k: SGLang returns .* up to {limit} .*{fix}"):
-            play(engine, (PROMPT, Sampling(1.0, 1, top_k=3)))
+            play(open_engine(fake), (PROMPT, Sampling(1.0, 1, top_k=3)))
 
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
