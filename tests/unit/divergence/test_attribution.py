@@ -213,9 +213,7 @@ def test_verdict_gives_the_share_of_routing_and_the_remainder():
     said = verdict(gap(4e-2, error=1e-3), CLEAN, replayed=gap(1e-2, f5=2e-3))
     assert "75% of it from routing: replay the rollout's routes (R3)" in said.sentence
     assert "the 0.01 nats a token that are left with icepop." in said.sentence
-    assert said.basis[0].startswith(
-        "k3 is 0.0400 +- 0.0010 nats a token over 1,000 tokens in 20"
-    )
+    assert said.basis[0].startswith("k3 is 0.0400 +- 0.0010 nats a token over 1,000 tokens in 20")
     assert said.basis[0].endswith("F(2) is 0%")
     assert {f.preset: f.keep for f in said.forecasts}["tis"] == pytest.approx(1)  # it truncates
 

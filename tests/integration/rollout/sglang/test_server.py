@@ -120,9 +120,10 @@ def test_narrowed_sampling_returns_the_narrowed_logp(steady):
     ("limit", "fix"), [(2, r"set top_k to 1\.\.2 beside top_p, or start"), (0, "tokens; start")]
 )
 def test_a_mask_that_does_not_fit_is_refused(models, limit, fix):
-    with FakeSGLang(models[0][1], info={"sampling_mask_max_tokens": limit}) as fake:
-        with pytest.raises(UsageError, match=rf"top_k: SGLang returns .* up to {limit} .*{fix}"):
-            play(open_engine(fake), (PROMPT, Sampling(1.0, 1, top_k=3)))
+    fake = FakeSGLang(models[0][1], info={"sampling_mask_max_tokens": limit})
+    said = rf"top_k: SGLang returns .* up to {limit} .*{fix}"
+    with fake, pytest.raises(UsageError, match=said):
+        play(open_engine(fake), (PROMPT, Sampling(1.0, 1, top_k=3)))
 
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
