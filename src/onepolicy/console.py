@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.segment import Segment
 from rich.status import Status
+from rich.table import Column, Table
 from rich.text import Text
 
 from onepolicy.config import printable
@@ -64,8 +66,21 @@ class Console(rich.console.Console):
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def print_line(self, text: str, style: str | None = None) -> None:
-        """Print one line. Only the terminal wraps it, and a line end in the text is escaped."""
-        self.print(Text(printable(text)), style=style, soft_wrap=True)
+        """Print one line. A line end in the text is escaped.
+
+        In a terminal it goes on in the next line after a word. A word longer than a line is whole,
+        so that a path can be copied. Elsewhere, as in a log file, it is never wrapped.
+        """
+        line = printable(text)
+        if self.is_terminal:
+            line = textwrap.fill(
+                line,
+                self.width,
+                replace_whitespace=False,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        self.print(Text(line), style=style, soft_wrap=True)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
         """Return rich's spinner with a text beside it, which is no markup."""
@@ -85,6 +100,14 @@ class Console(rich.console.Console):
                 yield segment
             else:
                 yield Segment(printable(segment.text, keep="\n"), segment.style)
+
+
+def make_table(*header: str, **options: Any) -> Table:
+    """Return a table whose cells go on in the next line where they do not fit, and are never cut.
+
+    options: of rich's Table.
+    """
+    return Table(*(Column(name, overflow="fold") for name in header), **options)
 
 
 def make_bars(console: Console, *columns: ProgressColumn, transient: bool = True) -> Progress:

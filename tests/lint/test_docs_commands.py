@@ -187,7 +187,7 @@ def test_the_example_of_a_dump_is_read_as_its_page_says(tmp_path, capsys):
     row = json.loads(re.search(r"^```json\n(.*?)^```$", page, re.DOTALL | re.MULTILINE).group(1))
     (tmp_path / "dump.jsonl").write_text(json.dumps(row) + "\n")
     assert main(["audit", str(tmp_path / "dump.jsonl"), "--out", str(tmp_path / "out")]) == 0
-    assert "only 2 tokens are too few" in " ".join(capsys.readouterr().out.split())
+    assert "only 2 tokens, too few" in " ".join(capsys.readouterr().out.split())
     found = json.loads((tmp_path / "out" / "audit.json").read_text())["overall"]
     pairs = zip(row["logp_trainer"][3:], row["logp_rollout"][3:], strict=True)
     gaps = [math.exp(old - rollout) - 1 - (old - rollout) for old, rollout in pairs]

@@ -1,6 +1,7 @@
 """The way to the terminal: escape sequences and markup in a text are shown, not obeyed."""
 
 import logging
+import re
 import warnings
 from io import StringIO
 
@@ -11,7 +12,14 @@ from rich.text import Text
 
 from onepolicy.cli.common import print_status, status_printer
 from onepolicy.cli.interrupts import describe_stop
-from onepolicy.console import SHOWN, Console, escape_logs, make_bars, print_text
+from onepolicy.console import (
+    SHOWN,
+    Console,
+    escape_logs,
+    make_bars,
+    make_table,
+    print_text,
+)
 from onepolicy.run.progress import TerminalProgress
 
 OBEYED = ("\x1b]0;", "\x1b]52;", "\x1b[2J", "\x9b2J", "\x07", "\r", "\u202e")
@@ -65,6 +73,38 @@ def test_a_line_is_one_line():
     console = Console(file=StringIO(), width=20)
     console.print_line("no engine\nNOTHING TO DO " * 3)
     assert console.file.getvalue().count("\n") == 1
+
+
+def test_lines_of_a_terminal_break_between_words():
+    console = Console(file=StringIO(), force_terminal=True, width=80)
+    progress = TerminalProgress(console, make_bars(console), 2)
+    scores = {"eval/greedy": 0.97, "eval/avg@4": 0.5, "eval/pass@4": 0.75, "eval/truncated": 0.0}
+    progress.step(1, {"train/reward": 0.5, "mismatch/k3": 1e-3, "train/entropy": 0.25, **scores})
+    progress.note("two different rewards " * 8)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) > 4
+    assert max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    assert "eval/greedy" in words
+    assert words.count("different") == 8
+
+
+def test_a_word_longer_than_the_terminal_can_be_copied():
+    console = Console(file=StringIO(), force_terminal=True, width=40)
+    path = "/runs/" + "a-long-name/" * 8
+    console.print_line(f"picture: {path}comparison.html")
+    assert f"{path}comparison.html" in console.file.getvalue()
+
+
+def test_cells_of_a_table_are_never_cut():
+    console = Console(file=StringIO(), force_terminal=True, width=80)
+    table = make_table("check", "setting")
+    long = "rollout.engine.url=https://" + "engine." * 20
+    table.add_row("x" * 50, long)
+    console.print(table)
+    shown = "".join(re.findall(r"[^\s│┃┏┓┡┩└┘─━┴┳╇]+", console.file.getvalue()))
+    assert "…" not in shown
+    assert shown.count("engine.") + shown.count("engi") >= 20
 
 
 @pytest.mark.parametrize("stderr", [False, True])

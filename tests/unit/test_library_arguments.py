@@ -64,8 +64,9 @@ def test_mismatch_and_diagnose_take_every_layout() -> None:
         lambda *f, turn, advantage, **more: op.mismatch(*f, **more)
     )
     assert packed.metrics() == padded.metrics() == ragged.metrics()
-    assert math.isfinite(packed.ppl_ratio)
-    assert math.isnan(op.mismatch(*FLAT).ppl_ratio)
+    assert packed.ppl_ratio == padded.ppl_ratio
+    one = op.mismatch(OLD[0], ROLLOUT[0], MASK[0])  # [T] without segment is one sample
+    assert one.ppl_ratio == op.mismatch(OLD[:1], ROLLOUT[:1], MASK[:1]).ppl_ratio
     found = _in_each_layout(lambda *f, turn, advantage, **more: op.diagnose(*f, **more))
     assert len({diagnosis.text() for diagnosis in found}) == 1
     assert op.diagnose(*PADDED, segment=torch.zeros_like(PADDED[0]).long()).gap > 0
@@ -193,6 +194,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: op.predict(TIS, kl="small", length=9), "predict: kl=small"),
     (lambda: op.preset(None), "no correction is called None"),
     (lambda: op.preset(["tis"]), "no correction is called"),
+    (lambda: op.preset("tiss"), r"there are recompute, .*, off, bypass; did you mean tis\?"),
+    (lambda: op.preset("of"), r"did you mean off\?"),
     # segments and turns
     (weigh(A, B, M, SEQ, segment=BAD), r"segment is -1 at slot \d+.*count from 0"),
     (weigh(A, B, M, TURNS, segment=SEGMENT, turn=BAD), r"turn is -1 at slot \d+"),

@@ -13,7 +13,7 @@ import torch
 from onepolicy.audit.accumulator import DumpAccumulator, SampledRow
 from onepolicy.audit.schema import Array
 from onepolicy.audit.streaming_stats import StreamingStats
-from onepolicy.notation import number
+from onepolicy.notation import counted, number
 from onepolicy.types import RoutingTrace
 from onepolicy.verdict.bug_signatures import (
     LOOKED_FOR_BY,
@@ -22,7 +22,7 @@ from onepolicy.verdict.bug_signatures import (
     diagnose,
 )
 from onepolicy.verdict.declared import UNDECLARED, Declared
-from onepolicy.verdict.rules import FEW_ROWS, Gap, Verdict, verdict
+from onepolicy.verdict.rules import FEW_ROWS, RAW_OR_PROCESSED, Gap, Verdict, verdict
 from onepolicy.verdict.scored_tokens import FEWEST
 from onepolicy.verdict.value_faults import missing
 
@@ -40,6 +40,7 @@ COLUMN_CHECKS = {  # column -> the check that needs it
 NEEDED_FOR_CORRECTION = {  # column -> why no correction may be recommended without it
     "entropy": f"Add the column entropy {WITHOUT_ENTROPY}",
 }
+PROCESSED_IN_VLLM = "logprobs_mode=processed_logprobs makes it return processed log-probabilities"
 ROUNDING_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -97,8 +98,10 @@ def assess(
     ]
     if "step" in accumulated.columns and len(accumulated.steps) < ONSET_MIN_STEPS:
         not_checked.append(f"{COLUMN_CHECKS['step']}: fewer than {ONSET_MIN_STEPS} steps")
-    notes = tuple(_notes(accumulated, onset))
-    return AuditResult(label, accumulated, reached, notes, tuple(not_checked), onset)
+    notes = _notes(accumulated, onset)
+    if any(cause in RAW_OR_PROCESSED for cause in reached.causes):
+        notes.append(f"If the engine is vLLM: {PROCESSED_IN_VLLM}.")
+    return AuditResult(label, accumulated, reached, tuple(notes), tuple(not_checked), onset)
 
 
 def _aged(declared: Declared, accumulated: DumpAccumulator) -> Declared:
@@ -130,8 +133,8 @@ def _unchecked_causes(accumulated: DumpAccumulator, gap: Gap) -> list[str]:
     ]
     if gap.sequences < FEW_ROWS and not gap.quiet:
         texts.append(
-            f"{gap.sequences} rows are too few to see a part of them that is wrong: "
-            f"dump {FEW_ROWS} or more"
+            f"{counted(gap.sequences, 'row')}, too few to see a part of them that is wrong: dump "
+            f"{FEW_ROWS} or more"
         )
     return texts
 
@@ -159,7 +162,7 @@ def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
         notes.append(accumulated.ages.describe())
     if accumulated.sample.size < accumulated.entries:
         rows = len(accumulated.sample.heap)
-        notes.append(f"Bugs were looked for in {rows:,} rows drawn at random.")
+        notes.append(f"Bugs were looked for in {counted(rows, 'row')} drawn at random.")
     if onset is not None:
         notes.append(f"k3 diverges at step {onset}: {ONSET_RULE}.")
     return notes

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from rich.table import Table
 
 from onepolicy.audit.assessment import AuditResult
 from onepolicy.audit.report import overall_statistics
 from onepolicy.audit.run import audit
 from onepolicy.config import UsageError
-from onepolicy.console import Console
+from onepolicy.console import Console, make_table
 
 EXPECTED = "expected.json"
 NUMBERS = ("tokens", "k1", "k3", "chi2", "ess", "f1.25", "f2")
@@ -114,7 +113,7 @@ def expectation(result: AuditResult) -> Expectation:
 
 def print_outcomes(console: Console, outcomes: list[Outcome]) -> None:
     """Print a row a dump, then how many conform."""
-    table = Table("dump", "expected", "found", "numbers")
+    table = make_table("dump", "expected", "found", "numbers")
     for outcome in outcomes:
         numbers = "; ".join(outcome.wrong) or "equal"
         table.add_row(outcome.dump, outcome.expected, outcome.found, numbers)

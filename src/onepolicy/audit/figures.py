@@ -96,7 +96,7 @@ def _log_ratio_title(styled: list[StyledResult]) -> str:
 
 def _describe_log_ratios(low: float, middle: float, high: float) -> str:
     """Describe the 1%, 50% and 99% quantiles of log rho."""
-    text = f"log {RHO} of 98% of the tokens is from {low:.2g} to {high:.2g}"
+    text = f"log {RHO} of 98% of the tokens is from {number(low)} to {number(high)}"
     reach = max(abs(low), abs(high))
     if reach == 0:
         return f"{text}, exactly 0"

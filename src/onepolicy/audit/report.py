@@ -24,7 +24,7 @@ from onepolicy.config import UsageError
 from onepolicy.console import Console
 from onepolicy.correct.histogram import quantiles
 from onepolicy.files import DISK_FULL, write_text_atomically
-from onepolicy.notation import number
+from onepolicy.notation import counted, number
 from onepolicy.report.figure import Figure
 from onepolicy.report.html import document, plain, section, tile
 from onepolicy.report.measure import BADGES
@@ -232,7 +232,7 @@ def _verdict_card(result: AuditResult) -> str:
             "of token importance weights",
             "",
         ),
-        ("Tokens", tokens, f"{accumulated.rows:,} rows", ""),
+        ("Tokens", tokens, counted(accumulated.rows, "row"), ""),
     ]
     kind = "bad" if verdict.action in ALARMING else ""
     reasons = "".join(f"<li>{escape(text)}</li>" for text in _reasons(result))
@@ -259,7 +259,7 @@ def _forecast_section(result: AuditResult) -> str:
     return (
         f"<h2>Corrections: {escape(result.label)}</h2>"
         '<p class="lead">Predicted for a normal log-ratio with KL = k3 and '
-        f"{length:,} tokens a sequence.</p>"
+        f"{counted(length, 'token')} a sequence.</p>"
         + _html_table(rows, ["Preset", "Tokens kept", "Step multiplied by"])
     )
 
@@ -323,7 +323,7 @@ def print_audit(console: Console, results: Sequence[AuditResult]) -> None:
     table = Table(show_header=len(results) > 1, pad_edge=False)
     table.add_column("", style="bold", no_wrap=True)
     for name in _header(results):
-        table.add_column(Text(name), justify="right")
+        table.add_column(Text(name), justify="right", overflow="fold")
     for row in _cells(results):
         table.add_row(*map(Text, row))
     console.print(table)

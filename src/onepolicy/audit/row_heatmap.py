@@ -11,6 +11,7 @@ import numpy as np
 
 from onepolicy.audit.assessment import AuditResult
 from onepolicy.audit.schema import Array
+from onepolicy.notation import counted, number
 from onepolicy.report.figure import RHO, Absent, Figure, Spec, axis, decade
 
 MAX_ROWS, MAX_COLUMNS = 96, 32
@@ -46,9 +47,9 @@ def row_heatmap(result: AuditResult) -> Figure | Absent:
     }
     whose = f"{result.label}: mean" if result.label else "Mean"
     note = (
-        f"{whose} |log {RHO}| of {len(rows)} rows, {width} tokens a cell. Mismatch looks alike "
-        "everywhere; a stripe is a row of other weights, a border that runs down a turn or a "
-        "prompt, a step in a row a lost token."
+        f"{whose} |log {RHO}| of {counted(len(rows), 'row')}, {counted(width, 'token')} a cell. "
+        "Mismatch looks alike everywhere; a stripe is a row of other weights, a border that runs "
+        "down a turn or a prompt, a step in a row a lost token."
     )
     data = [_heatmap(means, width)]
     return Figure(name, _title(means, width), note, data, layout, "wide", height=420)
@@ -126,7 +127,10 @@ def _title(means: list[list[float]], width: int) -> str:
     late = float(np.mean([second for _, second in halves]))
     if max(early, late) > FAR * min(early, late):
         which, times = ("second", late / early) if late > early else ("first", early / late)
-        return f"The {which} halves of the rows are {times:.2g} times farther apart than the others"
+        return (
+            f"The {which} halves of the rows are {number(times)} times farther apart than the "
+            "others"
+        )
     return f"No row and no place stands out by a factor of {FAR:g}"
 
 

@@ -19,6 +19,7 @@ from onepolicy.config.replay import ROLLOUT_MODES
 from onepolicy.console import Console, make_bars, print_text
 from onepolicy.files import write_text_atomically
 from onepolicy.launch.arms import Arm, lock_arms, play_arms
+from onepolicy.notation import counted
 
 DEFAULT_ARMS = (
     ("off", "replay.mode=off", "correction.preset=recompute"),
@@ -166,9 +167,10 @@ def _play(arguments: argparse.Namespace, out: Path, runs: Sequence[Arm], jobs: i
     with lock_arms(out):
         recipe = out / "recipe.toml"  # runs that start later must not see later changes
         write_text_atomically(recipe, Path(arguments.recipe).read_text(encoding="utf-8"))
-        steps = " or ".join(str(each) for each in sorted({run.steps for run in runs}))
+        *shorter, most = sorted({run.steps for run in runs})
+        steps = " or ".join([*map(str, shorter), counted(most, "step")])
         print_status(
-            f"{len(runs)} runs of {steps} steps, {len(runs) - waiting} of them finished, "
+            f"{len(runs)} runs of {steps}, {len(runs) - waiting} of them finished, "
             f"{min(jobs, waiting)} at a time, in {out}"
         )
         try:
@@ -201,7 +203,7 @@ def _watch(recipe: Path, runs: Sequence[Arm], jobs: int) -> None:
                 begun.add(run)
                 print_status(f"{run.label}: begun; its output: {run.console}")
             if ended:
-                print_status(f"{run.label}: {done} of {run.steps} steps")
+                print_status(f"{run.label}: {done} of {counted(run.steps, 'step')}")
 
         play_arms(recipe, runs, jobs, watch)
 
@@ -223,6 +225,7 @@ def _show(
         headline,
         rows_of_table,
         sentences_of,
+        warnings_of,
         write_comparison,
     )
 
@@ -241,6 +244,8 @@ def _show(
     console.print(table)
     console.print_line(f"{CAPTION}.", style="dim")
     console.print()
+    for text in warnings_of(runs):
+        console.print_line(text, style="bold red")
     for text in (headline(runs) + ".", *sentences_of(found)):
         console.print_line(text)
     console.print_line(caution(runs))

@@ -15,6 +15,7 @@ from onepolicy.cli.common import (
 from onepolicy.config import UsageError
 from onepolicy.config.output_paths import check_output_path
 from onepolicy.console import print_text
+from onepolicy.notation import number
 
 
 def add_export(commands: Commands) -> None:
@@ -92,7 +93,7 @@ def _export_lora(folder: Path, out: Path, arguments: argparse.Namespace) -> int:
     if NF4 in read_header(folder):
         print_status("its base was in nf4: the model written holds what that dequantises to")
     print_status(
-        f"the adapter moves the log-probabilities of a fixed batch by {loss.effect:.2g} nats; "
-        f"merged into {arguments.dtype} it moves them {loss.lost:.2g} nats otherwise"
+        f"the adapter moves the log-probabilities of a fixed batch by {number(loss.effect)} nats; "
+        f"merged into {arguments.dtype} it moves them {number(loss.lost)} nats otherwise"
     )
     return size

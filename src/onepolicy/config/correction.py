@@ -300,10 +300,7 @@ class CorrectionConfig(Frozen):
             return data
         name = PRESET_ALIASES.get(data["preset"], data["preset"])
         if name not in correction_presets():
-            from onepolicy.config.spelling import did_you_mean
-
-            known = ", ".join(correction_presets()) + did_you_mean(name, correction_presets())
-            raise ValueError(f"correction.preset: none is called {name!r}; there are {known}")
+            raise ValueError(f"correction.preset: none is called {name!r}; {known_presets(name)}")
         merged = dict(correction_presets()[name].get("settings", {}))
         for key, value in data.items():
             base = merged.get(key)
@@ -379,6 +376,14 @@ class CorrectionConfig(Frozen):
                 f"correction.gates {gate.label}: a budget ranks the whole step; it needs "
                 "old/rollout"
             )
+
+
+def known_presets(wrong: object) -> str:
+    """Return the names that a preset may be given by, and the one that `wrong` may have meant."""
+    from onepolicy.config.spelling import did_you_mean
+
+    names = [*correction_presets(), *PRESET_ALIASES]
+    return f"there are {', '.join(names)}{did_you_mean(wrong, names)}"
 
 
 @functools.cache

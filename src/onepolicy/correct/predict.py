@@ -21,6 +21,7 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig, Gate, UsageError
 from onepolicy.correct.presets import check_config
 from onepolicy.correct.statistics import inside
+from onepolicy.notation import number
 
 GRID = 4001
 """Points of the grid; the trapezoid rule on a normal density is then exact to 1e-12."""
@@ -92,7 +93,7 @@ def warning(
     if turns > 1:
         size = f"{size} in {turns} turns"
     return (
-        f"correction {config.name} would multiply the step by {found.attenuation:.2g} (keeping "
+        f"correction {config.name} would multiply the step by {number(found.attenuation)} (keeping "
         f"{found.keep:.0%} of the slots) at a KL of {kl:g} nats a token and {size}; "
         "token-level weights do not depend on the length"
     )

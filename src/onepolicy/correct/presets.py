@@ -6,7 +6,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from onepolicy.config.correction import PRESET_ALIASES, CorrectionConfig, correction_presets
+from onepolicy.config.correction import (
+    PRESET_ALIASES,
+    CorrectionConfig,
+    correction_presets,
+    known_presets,
+)
 from onepolicy.errors import UsageError
 
 
@@ -17,10 +22,7 @@ def preset(name: str, **override: Any) -> CorrectionConfig:
     name or a setting is wrong.
     """
     if not isinstance(name, str) or PRESET_ALIASES.get(name, name) not in correction_presets():
-        from onepolicy.config.spelling import did_you_mean
-
-        known = f"{', '.join(correction_presets())}{did_you_mean(name, correction_presets())}"
-        raise UsageError(f"preset: no correction is called {name!r}; there are {known}")
+        raise UsageError(f"preset: no correction is called {name!r}; {known_presets(name)}")
     try:
         return CorrectionConfig.model_validate({"preset": name, **override})
     except ValidationError as error:

@@ -102,7 +102,9 @@ def unit_index(slots: Slots, scope: str) -> tuple[Tensor, int]:
     """Return [n] int64, the turn or sequence of each slot, and the number of these units."""
     if slots.segment is None:
         raise UsageError(
-            f"correction: a statistic of a whole {scope} needs the `segment` of each slot"
+            f"correction: a statistic of a whole {scope} needs the `segment` of each slot; give "
+            "[B, T] or a list, where rows are sequences, or with [T] segment=, its sequence ids "
+            "(torch.zeros(T, dtype=torch.int64) for one sequence)"
         )
     if scope == "sequence":
         return slots.segment, slots.sequences

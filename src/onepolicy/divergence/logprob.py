@@ -37,7 +37,7 @@ class Mismatch:
     pearson: (
         float  # correlation of the probabilities; 1 if all are equal, nan if one side is constant
     )
-    ppl_ratio: float  # mean over samples of exp(mean(-l)), trainer / rollout; nan without `segment`
+    ppl_ratio: float  # mean over samples of exp(mean(-l)), trainer / rollout
     # [n] float64, |l| ascending, for the binary search of `extreme`
     abs_log_ratio: Tensor = field(repr=False)
     nonfinite: LeftOut = field(default_factory=LeftOut)  # tokens that are not among the n
@@ -91,7 +91,7 @@ def mismatch(
     logp_rollout: Layout,  # the same, rollout engine
     mask: Layout,  # bool, the sampled tokens; the other slots may hold anything
     *,
-    segment: Layout | None = None,  # int64, sample of each slot; [B, T] and lists need none
+    segment: Layout | None = None,  # int64, sample of each slot; None: [T] is one sample
     nonfinite: Nonfinite = "skip",  # leave out slots whose values are not finite, or raise
 ) -> Mismatch:
     """Compare both engines on the masked-in slots, in float64.
@@ -115,9 +115,6 @@ def compare_tokens(
     shifted = (log_rho - log_rho.max()).exp()  # the scale of rho cancels in ess; no overflow
     dp = (old.exp() - rollout.exp()).abs()
     dlogp = log_rho.abs().sort().values
-    ppl_ratio = log_rho.new_tensor(math.nan)
-    if samples is not None:
-        ppl_ratio = _ppl_ratio(log_rho, samples)
     numbers = {
         "k1": (rollout - old).mean(),
         "k3": (log_rho.expm1() - log_rho).mean(),
@@ -128,7 +125,7 @@ def compare_tokens(
         "mean_dp": dp.mean(),
         "max_dp": dp.max(),
         "pearson": _pearson(old.exp(), rollout.exp()),
-        "ppl_ratio": ppl_ratio,
+        "ppl_ratio": _ppl_ratio(log_rho, samples),
     }
     values = torch.stack(list(numbers.values())).tolist()
     differing = int((old != rollout).sum())
@@ -143,7 +140,7 @@ def compare_tokens(
 
 def _masked(
     flat: dict[str, Tensor | None], like: Layout, nonfinite: Nonfinite
-) -> tuple[Tensor, Tensor, Tensor | None, LeftOut]:
+) -> tuple[Tensor, Tensor, Tensor, LeftOut]:
     """Return both sides [n] float64 and samples [n] of the slots left, and the others' count."""
     old, rollout, mask, segment = flat.values()
     assert old is not None
@@ -159,9 +156,9 @@ def _masked(
     if left.count == left.tokens:
         raise UsageError(f"mismatch: {left}; there is nothing to compare")
     refuse_probabilities("mismatch", kept, sides, place=place)
-    if segment is not None:
-        segment = segment[kept]
-    return old.detach()[kept].double(), rollout.detach()[kept].double(), segment, left
+    if segment is None:
+        segment = torch.zeros_like(kept, dtype=torch.int64)
+    return old.detach()[kept].double(), rollout.detach()[kept].double(), segment[kept], left
 
 
 def _pearson(x: Tensor, y: Tensor) -> Tensor:

@@ -18,13 +18,15 @@ from onepolicy.divergence.logprob import mismatch
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.invariant.require_equal import require_equal
+from onepolicy.notation import counted, number, with_error
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import Scorer, score_at
 from onepolicy.types import Completion, Group, Sampling, TokenBatch
 from onepolicy.verdict.bug_signatures import diagnose_batch
-from onepolicy.verdict.scored_tokens import EXPLAINED, PROCESSED
+from onepolicy.verdict.scored_tokens import EXPLAINED
 
 PROMPTS = 8
+PROCESSED = "as vLLM with logprobs_mode=processed_logprobs"
 HOT_TEMPERATURE = 1.5
 """The second temperature, beside 1. It is above 1 to sample the tail of the distribution."""
 TOP_K, TOP_P = (1, 2, 3, 5, 10, 20, 40, 50, 64, 100), (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -185,11 +187,11 @@ def check_logprobs(
     expected = ""
     if limits is not None:
         cold_limit, warm_limit = limits
-        expected = f" (expected: at most {cold_limit:.2g})"
+        expected = f" (expected: at most {number(cold_limit)})"
     gap, k3 = float(upper_quartile_gap(cold).max()), _k3(cold)
     measured = (
-        f"k3 {k3:.2g} nats a token over {int(cold.trainable.sum())} tokens; "
-        f"worst request {gap:.2g} nats off{expected}"
+        f"k3 {number(k3)} nats a token over {counted(int(cold.trainable.sum()), 'token')}; "
+        f"worst request {number(gap)} nats off{expected}"
     )
     limit = math.inf if cold_limit is None else cold_limit
     if not gap <= limit:  # also if it is NaN
@@ -231,8 +233,8 @@ def check_temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> 
     )
     gap, untempered = float(gaps.mean()), float(untempered_gaps.mean())
     measured = (
-        f"asked for at {HOT_TEMPERATURE}: log-probabilities {gap:.2g} nats off at "
-        f"{HOT_TEMPERATURE}, {untempered:.2g} at 1"
+        f"asked for at {HOT_TEMPERATURE}: log-probabilities {number(gap)} nats off at "
+        f"{HOT_TEMPERATURE}, {number(untempered)} at 1"
     )
     if not math.isfinite(gap + untempered):
         fix = (
@@ -241,18 +243,18 @@ def check_temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> 
         )
         return CheckResult(name, False, f"{measured}: some are not finite", fix)
     if untempered < EXPLAINED * gap and gap > 0.02:
-        fix = f"return log-probabilities after temperature ({PROCESSED})"
+        fix = f"return log-probabilities after temperature, {PROCESSED}"
         return CheckResult(name, False, f"{measured}: they are not tempered", fix)
     if limit is None:
         return CheckResult(name, True, measured)
     worst = gaps.max()
     if not worst <= limit:
-        text = f"{measured}; worst request {float(worst):.2g}, expected at most {limit:.2g}"
+        text = f"{measured}; worst request {number(float(worst))}, expected at most {number(limit)}"
         return CheckResult(name, False, text, "pass the temperature to the engine")
     mean, error = _mean_surplus(warm)
     if not abs(mean) <= 6 * error + 0.02:  # also if the entropy is NaN
-        excess = f"{mean:.2g} +- {error:.1g} nats"
-        text = f"the tokens are {excess} likelier than draws at {HOT_TEMPERATURE}"
+        excess = with_error(mean, error)
+        text = f"the tokens are {excess} nats likelier than draws at {HOT_TEMPERATURE}"
         return CheckResult(name, False, text, "sample at the temperature that is asked for")
     return CheckResult(name, True, measured)
 

@@ -22,6 +22,7 @@ from onepolicy.config.replay import MIN_AGREEMENT
 from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.engine_check.checks import (
     HOT_TEMPERATURE,
+    PROCESSED,
     CheckResult,
     GeneratedBatch,
     check_logprobs,
@@ -36,7 +37,6 @@ from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import MisalignedRoutesError, check_completion
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Completion, Sampling, TokenBatch
-from onepolicy.verdict.scored_tokens import PROCESSED
 
 NAMES = (
     "tokens",
@@ -265,7 +265,7 @@ def check_topk_request(
             f"log-probabilities of tokens drawn with top_k={NARROW} are those of the whole "
             "vocabulary"
         )
-        fix = f"return them after top-k and top-p ({PROCESSED})"
+        fix = f"return them after top-k and top-p, {PROCESSED}"
         return CheckResult("support", False, text, fix)
     return replace(support, measured=f"{support.measured}; {text}")
 

@@ -19,6 +19,7 @@ from onepolicy.engine_check.checks import (
     upper_quartile_gap,
 )
 from onepolicy.models import fp32_head
+from onepolicy.notation import number
 from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.sync.canary import allowed_change, canary_logp, canary_moved, is_allowed
 from onepolicy.sync.push import checked_push, push_weights
@@ -74,16 +75,17 @@ class _SyncGaps:
     def fault(self) -> str | None:
         if not self.pushed <= self.limit:
             return (
-                f"log-probabilities {self.pushed:.2g} nats from the weights just pushed, "
-                f"{self.old:.2g} from the ones before"
+                f"log-probabilities {number(self.pushed)} nats from the weights just pushed, "
+                f"{number(self.old)} from the ones before"
             )
         if not self.cached <= self.limit:
             return (
-                f"{self.cached:.2g} nats off where prefixes were cached before the push, "
-                f"{self.pushed:.2g} where not"
+                f"{number(self.cached)} nats off where prefixes were cached before the push, "
+                f"{number(self.pushed)} where not"
             )
         if not self.is_back:
-            return f"the first weights, pushed again, move log-probabilities by {self.moved:.2g}"
+            moved = number(self.moved)
+            return f"the first weights, pushed again, move log-probabilities by {moved}"
         return None
 
 
@@ -102,11 +104,11 @@ async def check_weight_sync(
     except (UsageError, TrainingError) as error:
         return CheckResult(name, False, str(error), fix)
     if gaps.fault is not None:
-        text = f"{gaps.fault} (expected: at most {gaps.limit:.2g})"
+        text = f"{gaps.fault} (expected: at most {number(gaps.limit)})"
         return CheckResult(name, False, text, fix)
     text = (
         "the same weights move nothing; others are followed, cached or not: "
-        f"{gaps.pushed:.2g} nats off, {gaps.old:.2g} from the ones before"
+        f"{number(gaps.pushed)} nats off, {number(gaps.old)} from the ones before"
     )
     return CheckResult(name, True, text)
 

@@ -142,7 +142,7 @@ def attribute(
     steps = [
         _level("misaligned tokens", _describe_shift(first.shift), first.aligned),
         _level("stale weights", weights.how, equalised.aligned),
-        _level("sampling support", _describe_support(rescorer), equalised.narrowed),
+        _level("sampling support", _describe_support(equalised), equalised.narrowed),
         _level("temperature", _describe_temperature(rescorer.factor), equalised.fitted),
     ]
     last = logp_of(equalised.fitted)
@@ -255,13 +255,16 @@ def _describe_shift(shift: int) -> str:
     )
 
 
-def _describe_support(rescorer: Rescorer) -> str:
-    if not rescorer.support:
-        return "no top-k or top-p explains the gap: nothing changed"
-    return f"the trainer's distribution cut to {rescorer.support} and normalised again"
+def _describe_support(explained: Explained) -> str:
+    support = explained.rescorer.support
+    if support:
+        return f"the trainer's distribution cut to {support} and normalised again"
+    if not explained.k3 >= HARMLESS_KL:  # also if it is NaN
+        return "no top-k or top-p was tried, because the gap is too small to matter"
+    return "no top-k or top-p explains the gap: nothing changed"
 
 
 def _describe_temperature(factor: float) -> str:
     if factor == 1:
-        return "the best factor is 1: nothing changed"
+        return "no other temperature explains the gap: nothing changed"
     return f"the trainer at {factor:.3f} times its temperature"

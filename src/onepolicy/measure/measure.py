@@ -28,6 +28,7 @@ from onepolicy.measure.engine_noise import Resampled, sample, sample_again
 from onepolicy.measure.result import Measurement, ScoredRollouts
 from onepolicy.models.load import load_model, read_config
 from onepolicy.models.prepare import prepare_for_training
+from onepolicy.notation import counted, number
 from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay.checks import RoutingError
 from onepolicy.run.make_policy import random_dense, tiny_policy
@@ -140,7 +141,7 @@ async def measure_parts(
     rollout = parts.config.rollout
     say(f"sampling {rollout.prompts_per_step * rollout.group_size} sequences and scoring them")
     first = await score_rollouts(parts, say)
-    say(f"k3 so far {first.found.k3:.2g} nats a token")
+    say(f"k3 so far {number(first.found.k3)} nats a token")
     say("repeating forward passes in the trainer and in the engine")
     repeats = _repeats(scorer, first)
     together = await sample_again(parts, first.groups, first.native, alone=False)
@@ -205,8 +206,8 @@ def _verdict(
         routers = 0.0
     if gap.sequences < FEW_ROWS and not gap.quiet:
         unchecked.append(
-            f"{gap.sequences} sequences are too few to see a part of them that is wrong: sample "
-            f"{FEW_ROWS} or more (rollout.prompts_per_step, rollout.group_size)"
+            f"{counted(gap.sequences, 'sequence')}, too few to see a part of them that is "
+            f"wrong: sample {FEW_ROWS} or more (rollout.prompts_per_step, rollout.group_size)"
         )
     return verdict(
         gap,
@@ -262,7 +263,7 @@ def _progress(say: Say, total: int) -> Callable[[], None]:
         nonlocal done
         done += 1
         if done * PROGRESS_LINES // total > (done - 1) * PROGRESS_LINES // total:
-            say(f"sampled {done} of {total} sequences")
+            say(f"sampled {done} of {counted(total, 'sequence')}")
 
     return advance
 
@@ -326,7 +327,7 @@ def _stale(first: ScoredRollouts, second: ScoredRollouts) -> Finding | None:
         return None
     return Finding(
         "stale",
-        f"k3 falls from {before:.3g} to {after:.3g} nats a token once the engine gets the "
+        f"k3 falls from {number(before)} to {number(after)} nats a token once the engine gets the "
         "trainer's weights and samples the same problems again: it held other weights",
     )
 
@@ -338,7 +339,7 @@ def _with_fit(scored: ScoredRollouts) -> tuple[Finding, ...]:
     closes = before >= HARMLESS_KL and after < EXPLAINED * before
     if "retokenised" in {f.cause for f in findings} or not closes:
         return findings
-    drop = f"k3 falls from {before:.3g} to {after:.3g} nats a token if the trainer scores "
+    drop = f"k3 falls from {number(before)} to {number(after)} nats a token if the trainer scores "
     fitted = tuple(f for f in findings if f.cause not in ("temperature", "support"))
     if why.rescorer.support:
         # If one token is left, its log-probability is 0, which is no fill value. If two are left,

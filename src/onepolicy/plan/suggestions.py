@@ -7,6 +7,7 @@ import math
 from onepolicy.config import RunConfig
 from onepolicy.config.lora import LoraConfig
 from onepolicy.config.quant import Fp8
+from onepolicy.notation import counted
 from onepolicy.plan.dims import format_count
 from onepolicy.plan.planner import Planner, PlanOption
 from onepolicy.plan.splits import ENGINE_SIZES, DeviceSplit
@@ -91,9 +92,9 @@ def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
         reason = _unsharded_memory(planner, config)
         lines.append(f"no number of learner devices is enough{with_these}: {reason}")
     elif ranks < split.learners:
-        lines.append(f"{ranks} devices that learn{with_these}, which divide the experts")
+        lines.append(f"{counted(ranks, 'device')} that learn{with_these}, which divide the experts")
     else:
-        lines.append(f"at least {ranks} devices that learn{with_these}")
+        lines.append(f"at least {counted(ranks, 'device')} that learn{with_these}")
     return lines
 
 
@@ -150,7 +151,9 @@ def _with_adapters(planner: Planner, split: DeviceSplit, config: RunConfig) -> s
             break
         if split.learners > 1:
             ranks = _enough_ranks(made, split, adapted)
-            return line if ranks is None else f"{line}; with {ranks} devices that learn it fits"
+            if ranks is not None:
+                line = f"{line}; with {counted(ranks, 'device')} that learn it fits"
+            return line
     return line
 
 

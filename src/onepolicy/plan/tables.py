@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onepolicy.config import RunConfig
+from onepolicy.notation import counted
 from onepolicy.plan.dims import format_count
 from onepolicy.plan.planner import Planner, PlanOption
 from onepolicy.plan.splits import DeviceSplit
@@ -137,10 +138,10 @@ def _header(planner: Planner, chosen: PlanOption) -> Text:
     dims, work, split = planner.dims, planner.work, chosen.split
     experts = ", dense"
     if dims.experts:
-        experts = f", {dims.experts} experts, {dims.top_k} active"
+        experts = f", {counted(dims.experts, 'expert')}, {dims.top_k} active"
     model = (
         f": {format_count(dims.total)} parameters, {format_count(dims.active)} active, "
-        f"{dims.layers} layers{experts}\n"
+        f"{counted(dims.layers, 'layer')}{experts}\n"
     )
     step = (
         f"one step: {work.prompts} prompts x {work.group} completions of "
@@ -347,5 +348,5 @@ def _table(title: str, *columns: str) -> Table:
     for i, column in enumerate(columns):
         is_number = column.strip() in ("bytes", "seconds", "value", "step, s")
         justify: JustifyMethod = "right" if is_number else "left"
-        table.add_column(column, justify=justify, no_wrap=not i)
+        table.add_column(column, justify=justify, no_wrap=not i, overflow="fold")
     return table

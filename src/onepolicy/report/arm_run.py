@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from onepolicy.config import UsageError
+from onepolicy.config.json_shapes import Summary, read_json_object
 from onepolicy.report.jsonl import read_metrics
-from onepolicy.report.words import Tree
+from onepolicy.report.run import SUMMARY_FIX
+from onepolicy.report.words import Tree, unlearnt
 
 Array = np.ndarray
 
@@ -23,14 +25,24 @@ class ArmRun:
     seed: int
     rows: list[Tree]
     label: str = ""  # "without replay" or "with replay", where that is how the arms differ
+    unlearnt: str = ""  # the run's own sentence if its rewards taught nothing or little
 
     @classmethod
     def read(cls, name: str, seed: int, folder: Path, label: str = "") -> ArmRun:
-        """Return the run in this folder. Raises UsageError if its log is missing or damaged."""
+        """Return the run in this folder.
+
+        Raises UsageError if its log is missing, or if the log or the summary is damaged.
+        """
         rows = read_metrics(folder)
         if not any("train/reward" in row for row in rows):
             raise UsageError(f"{folder}: its log has no step; is it the folder of a finished run?")
-        return cls(name, seed, rows, label)
+        summary = folder / "summary.json"
+        if not summary.is_file():
+            return cls(name, seed, rows, label)
+        idle = unlearnt(read_json_object(summary, Summary, SUMMARY_FIX))
+        if idle is None:
+            return cls(name, seed, rows, label)
+        return cls(name, seed, rows, label, idle.verdict)
 
     @property
     def phrase(self) -> str:

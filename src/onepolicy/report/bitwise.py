@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from onepolicy.notation import number
+from onepolicy.console import make_table
+from onepolicy.notation import counted, number
 
 Tree = dict[str, Any]  # Bitwise of measure/bitwise.py, as in bitwise.json
 HELD = "Engine and trainer are one policy, to the last bit."
@@ -16,7 +16,7 @@ HELD = "Engine and trainer are one policy, to the last bit."
 
 def summary(tree: Tree) -> list[RenderableType]:
     """Return the table of differences and a line with the first one."""
-    table = Table(
+    table = make_table(
         "to the bit",
         "differ",
         "of",
@@ -34,7 +34,7 @@ def summary(tree: Tree) -> list[RenderableType]:
 
 def rows(tree: Tree) -> list[tuple[str, str, str]]:
     """Return the rows of the table: comparison, differences, out of."""
-    tokens = f"{tree['tokens']:,} of {tree['sequences']} sequences"
+    tokens = f"{tree['tokens']:,} of {counted(tree['sequences'], 'sequence')}"
     found = [
         ("log-probabilities, engine against trainer", f"{tree['differing']:,}", tokens),
         ("the trainer against itself, packed otherwise", f"{tree['trainer_again']:,}", tokens),
@@ -61,7 +61,7 @@ def first_difference(tree: Tree) -> str:
     first = tree["first"]
     if first is not None:
         text += f". First number on the way there: slot {first['slot']}, {first['operator']}"
-        text += f", off by up to {first['largest']:.2g}"
+        text += f", off by up to {number(first['largest'])}"
     elif tree["where"]:
         text += ". Played again, nothing on the way there differs"
     return text + "."

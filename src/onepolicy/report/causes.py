@@ -266,7 +266,7 @@ def _noise_title(rows: list[tuple[str, Tree, str]], total: float) -> str:
     title = f"By itself, {name} moves {number(largest['value'])} nats per token"
     if total < HARMLESS_KL:
         return title
-    return f"{title}: {largest['value'] / total:.2g} times the gap"
+    return f"{title}: {number(largest['value'] / total)} times the gap"
 
 
 def breakdown_figures(tree: Tree) -> list[Figure | Absent]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from onepolicy.files import write_text_atomically
-from onepolicy.notation import DASH, number
+from onepolicy.notation import DASH, counted, number
 from onepolicy.report.arm_run import ArmRun
 from onepolicy.report.block_bootstrap import Interval, interval
 from onepolicy.report.comparison_figure import picture
@@ -70,8 +70,8 @@ class Contrast:
         if self.lengths[0] != self.lengths[1]:
             found.insert(
                 0,
-                f"{self.first} has {self.lengths[0]} steps, {self.other} {self.lengths[1]}: only "
-                f"the first {self.steps} of both are compared.",
+                f"{self.first} has {counted(self.lengths[0], 'step')}, {self.other} "
+                f"{self.lengths[1]}: only the first {self.steps} of both are compared.",
             )
         return found
 
@@ -147,7 +147,9 @@ def _k3_sentence(found: Contrast) -> str:
     measured = found.steps - found.without_k3
     start = f"ean k3 is {number(before)} {first} and {number(after)} {other}"
     if found.without_k3:
-        start = f"Over the {measured} of {found.steps} steps that have one in both, m{start}"
+        start = (
+            f"Over the {measured} of {counted(found.steps, 'step')} that have one in both, m{start}"
+        )
     else:
         start = f"M{start}"
     if before < HARMLESS_KL and after < HARMLESS_KL:
@@ -156,7 +158,7 @@ def _k3_sentence(found: Contrast) -> str:
         start = f"{start}: {_in_times(found.k3_ratio)}"
     medians, above = (f"{a} and {b}" for a, b in (map(number, found.k3_median), found.k3_above))
     return (
-        f"{start}. The median step has {medians}; {above} of {measured} steps are above "
+        f"{start}. The median step has {medians}; {above} of {counted(measured, 'step')} are above "
         f"{number(QUIET_KL)}."
     )
 
@@ -261,7 +263,7 @@ def headline(runs: Sequence[ArmRun]) -> str:
     if not any(above.values()):
         return f"k3 is at most {limit} in every step of every arm"
     (phrase, first), *others = above.items()
-    counts = [f"{first} of {k3[phrase].size} steps above {limit} {phrase}"]
+    counts = [f"{first} of {counted(k3[phrase].size, 'step')} above {limit} {phrase}"]
     counts += [f"{count} {phrase}" for phrase, count in others]
     text = ", ".join(counts)
     if any(run.label for run in runs):
@@ -279,7 +281,7 @@ def write_comparison(
     """
     from onepolicy.report.png import write_figures
 
-    sentences, title = sentences_of(found), headline(runs)
+    sentences, title = [*warnings_of(runs), *sentences_of(found)], headline(runs)
     figure = picture(runs, title)
     tree = {
         "title": title,
@@ -305,6 +307,21 @@ def write_comparison(
     write_text_atomically(out / "comparison.json", text)
     if png:
         write_figures(out, [figure], png=True)
+
+
+def warnings_of(runs: Sequence[ArmRun]) -> list[str]:
+    """Return the sentences of runs whose rewards taught nothing or little."""
+    warned: dict[str, list[str]] = {}
+    for run in runs:
+        if run.unlearnt:
+            warned.setdefault(run.unlearnt, []).append(f"{run.name}, seed {run.seed}")
+    found = []
+    for text, names in warned.items():
+        where = "; ".join(names)
+        if len(names) == len(runs):
+            where = "Every run"
+        found.append(f"{where}: {text}")
+    return found
 
 
 def contrasts(runs: Sequence[ArmRun]) -> list[Contrast]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onepolicy.notation import number
+from onepolicy.notation import counted, number
 from onepolicy.report.arm_run import ArmRun
 from onepolicy.report.figure import (
     DENSE,
@@ -65,8 +65,11 @@ def picture(runs: Sequence[ArmRun], title: str) -> Figure:
         "showlegend": False,
         "margin": {"l": 58, "r": 112, "t": 26, "b": 46},
     }
+    mean = "joins the steps"
+    if window > 1:
+        mean = f"is the mean of {window} steps"
     note = (
-        f"A dot is a step, a line the mean of {window} steps. k3 estimates "
+        f"A dot is a step, a line {mean}. k3 estimates "
         "KL(rollout || trainer) per token; the gradient norm is before clipping. A tick at the "
         "lower edge is a 0."
     )
@@ -104,7 +107,7 @@ def _shares(runs: Sequence[ArmRun], styles: dict[str, LineStyle]) -> Spec:
         above = int((found > QUIET_KL).sum())
         names.append(name)
         shares.append(above / max(1, found.size))
-        texts.append(f" {_label(runs, name)}: {above} of {found.size} steps")
+        texts.append(f" {_label(runs, name)}: {above} of {counted(found.size, 'step')}")
     return {
         "type": "bar",
         "orientation": "h",

@@ -8,7 +8,7 @@ from typing import Any
 
 from onepolicy.config.secrets import without_secrets
 from onepolicy.files import write_text_atomically
-from onepolicy.notation import number
+from onepolicy.notation import counted, number
 from onepolicy.report.figure import Absent, Figure
 from onepolicy.report.learning import learning_figures, time_split
 from onepolicy.report.mismatch import mismatch_figures, staleness_figures
@@ -18,12 +18,11 @@ from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import Run, Tree, load_run
 from onepolicy.report.turns import turn_figures
 from onepolicy.report.words import (
-    COMPARISON_HEADER,
     SMALL,
     Compared,
     accuracy,
     compared,
-    comparison,
+    comparison_table,
     cut_by,
     time_shares,
     too_small,
@@ -57,6 +56,7 @@ def write_report(run: Path) -> Path:
         question = "How old are the tokens that are trained on, and does the overlap pay?"
         sections.insert(2, ("Staleness", question, overlap))
     *story, replay = verdict(loaded.summary)
+    header, rows = comparison_table(loaded.summary)
     idle, why = unlearnt(loaded.summary), []
     if idle is not None:
         why.append(" ".join(idle.why))
@@ -73,8 +73,8 @@ def write_report(run: Path) -> Path:
         failed=failed(loaded.summary),
         sentences=[*why, " ".join(story), replay],
         rules=_rules(loaded.summary),
-        header=COMPARISON_HEADER,
-        rows=comparison(loaded.summary),
+        header=header,
+        rows=rows,
         sections=sections,
         samples=[_shown(sample) for sample in shown],
         answers=any("answer" in sample for sample in shown),
@@ -103,7 +103,7 @@ def _rules(summary: Tree) -> list[str]:
     """Return the definitions of the numbers in the tiles."""
     rules, window, rule = [], summary.get("reward_window"), summary.get("crash_rule")
     if window:
-        rules.append(f"Reward: mean of the first and of the last {window} steps.")
+        rules.append(f"Reward: means of {counted(window, 'step')} at the start and at the end.")
     if rule:
         rules.append(f"{rule[0].upper()}{rule[1:]}.")
     return rules
@@ -135,7 +135,8 @@ def _tiles(run: Run) -> list[Tile]:
     first, last = summary.get("reward_first"), summary.get("reward_last")
     steps = summary.get("steps", len(run.rows))
     ends = f"{number(first)} \u2192 {number(last)}"
-    tiles = [("Reward", ends, f"over {steps} steps", ""), _evaluation(summary), _crash(summary)]
+    over = f"over {counted(steps, 'step')}"
+    tiles = [("Reward", ends, over, ""), _evaluation(summary), _crash(summary)]
     idle = unlearnt(summary)
     if idle is not None:
         reason = "the weights stayed the same"

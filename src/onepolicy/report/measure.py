@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.numpy import load_file
 
+from onepolicy.console import make_table
 from onepolicy.files import write_text_atomically
-from onepolicy.notation import DASH, number
+from onepolicy.notation import DASH, counted, number
 from onepolicy.report import causes
 from onepolicy.report.causes import (
     breakdown_figures,
@@ -91,7 +92,7 @@ def summary(tree: Tree) -> list[RenderableType]:
     if verdict["setting"]:
         parts.append(Text(f"Set: {verdict['setting']}"))
     parts += [Text(f"Because {text}.") for text in verdict["basis"]]
-    title = f"{tree['model']}: {tree['tokens']:,} tokens of {tree['sequences']} sequences"
+    title = f"{tree['model']}: {_sampled(tree)}"
     parts.append(_table(title, comparison_header(tree), comparison(tree)))
     engine, whole, would = engine_rows(tree), tree.get("distribution"), tree.get("prediction")
     if engine:
@@ -109,6 +110,11 @@ def summary(tree: Tree) -> list[RenderableType]:
     if would is not None:
         parts.append(Text(describe_prediction(would)))
     return parts
+
+
+def _sampled(tree: Tree) -> str:
+    """Return how much was sampled: tokens and sequences."""
+    return f"{counted(tree['tokens'], 'token')} of {counted(tree['sequences'], 'sequence')}"
 
 
 def verdict_line(tree: Tree) -> str:
@@ -129,7 +135,7 @@ def describe_prediction(would: Tree) -> str:
     return (
         f"{correction} would keep {would['keep']:.2%} of the slots and multiply a step by "
         f"{would['attenuation']:.4f}, if log ratios were normal with this k3 "
-        f"({number(would['kl'])}) over {would['length']} tokens."
+        f"({number(would['kl'])}) over {counted(would['length'], 'token')}."
     )
 
 
@@ -374,7 +380,7 @@ def facts(tree: Tree) -> list[tuple[str, str]]:
         ),
         ("trainer", trainer),
         ("prompts", named),
-        ("sampled", f"{tree['sequences']} sequences, {tree['tokens']:,} tokens"),
+        ("sampled", _sampled(tree)),
         ("temperature", f"{sampling['temperature']:g}"),
         ("beside it", tree["dense"] or ""),
         ("seed", str(config["seed"])),
@@ -423,10 +429,10 @@ def _cut(plain: Tree, replayed: Tree) -> str:
         return "nothing is left"
     cut = without / within
     if cut >= 1:
-        return f"{cut:.2g} times less"
+        return f"{number(cut)} times less"
     if not cut:
         return "more"
-    return f"{1 / cut:.2g} times more"
+    return f"{number(1 / cut)} times more"
 
 
 def _cell(value: float | None, *, share: bool) -> str:
@@ -442,7 +448,7 @@ def _interval_or_none(each: Tree) -> str:
 
 
 def _table(title: str, header: tuple[str, ...], rows: Rows) -> Table:
-    table = Table(*header, title=title or None, title_justify="left", pad_edge=False)
+    table = make_table(*header, title=title or None, title_justify="left", pad_edge=False)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table

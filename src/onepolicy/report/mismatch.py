@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from onepolicy.divergence.logprob import Mismatch, mismatch
-from onepolicy.notation import number
+from onepolicy.notation import counted, number
 from onepolicy.report.figure import (
     NEUTRAL,
     REPLAY,
@@ -243,8 +243,8 @@ def extreme_tokens(pairs: Sequence[Pairs], where: str = "") -> Figure:
         "yaxis": scale.axis(f"share beyond {TAU} (log)"),
     }
     note = (
-        f"F({TAU}){where}: share of {most:,} tokens whose probability differs by more than a "
-        f"factor {TAU}, either way, between rollout and trainer. Markers at "
+        f"F({TAU}){where}: share of {counted(most, 'token')} whose probability differs by more "
+        f"than a factor {TAU}, either way, between rollout and trainer. Markers at "
         f"{' and '.join(f'{tau:g}' for tau in marked)}; an open marker on the lowest line is "
         "exactly 0."
     )
@@ -296,17 +296,17 @@ def scatter(name: str, pairs: Pairs, budget: int, where: str = "", width: Width 
         "showlegend": False,
     }
     shown = (
-        f"{len(chosen):,} of {len(rollout):,} tokens{where} (the {KEPT_EXTREMES} farthest off, the "
-        "rest at random)"
+        f"{len(chosen):,} of {counted(len(rollout), 'token')}{where} (the {KEPT_EXTREMES} farthest "
+        "off, the rest at random)"
     )
     if len(chosen) == len(rollout):
-        shown = f"All {len(rollout):,} tokens{where}"
+        shown = f"All {counted(len(rollout), 'token')}{where}"
     found = pairs.mismatch
     pearson = "undefined"
     if math.isfinite(found.pearson):
         pearson = f"{found.pearson:.6f}"
     label = pairs.label[0].upper() + pairs.label[1:]
-    title = f"{label}: largest difference of probability {found.max_dp:.3g}"
+    title = f"{label}: largest difference of probability {number(found.max_dp)}"
     note = f"{shown}; on the diagonal both agree. Correlation {pearson}."
     return Figure(name, title, note, data, layout, width=width, square=True)
 

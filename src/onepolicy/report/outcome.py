@@ -50,6 +50,8 @@ def _learning(summary: Tree) -> str:
     if course is None:
         return crashed
     name, first, last = course
+    if name == "reward" and summary["steps"] == 1:
+        return f"one step does not show whether the policy learns: {name} {number(first)}"
     if _hardly_differs(first, last):
         curve = f"{name} stayed near {number(last)}"
     else:

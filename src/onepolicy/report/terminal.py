@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from onepolicy.notation import number
+from onepolicy.console import make_table
+from onepolicy.notation import counted, number
 from onepolicy.report.outcome import failed, outcome
 from onepolicy.report.words import (
     ARROW,
@@ -32,7 +33,10 @@ def summary_table(summary: Tree) -> Table:
     report/words.py lists the keys.
     """
     table = Table(
-        title=f"{summary['steps']} steps", show_header=False, title_justify="left", pad_edge=False
+        title=counted(summary["steps"], "step"),
+        show_header=False,
+        title_justify="left",
+        pad_edge=False,
     )
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -49,7 +53,7 @@ def checks_table(checks: Sequence[tuple[str, bool | None, str, str]]) -> Table:
         False: Text("FAIL", "bold red"),
         None: Text("not applicable", "dim"),
     }
-    table = Table("check", "result", "measured")
+    table = make_table("check", "result", "measured")
     for name, passed, measured, fix in checks:
         text = measured
         if fix:

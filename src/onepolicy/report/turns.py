@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from onepolicy.divergence.breakdown import turn_name
-from onepolicy.notation import number
+from onepolicy.notation import counted, number
 from onepolicy.report.figure import TRAINER, Absent, Figure, LineStyle, LogScale, Spec, axis, line
 from onepolicy.report.mismatch import counterfactual_missing, trained_label
 from onepolicy.report.run import Run
@@ -109,7 +109,7 @@ def _trace(curve: Curve, scale: LogScale) -> Spec:
         "color": curve.style.color,
         "symbol": scale.symbols(values, curve.style.symbol),
     }
-    text = [f"{tokens:,.0f} tokens" for tokens in curve.tokens.values()]
+    text = [counted(round(tokens), "token") for tokens in curve.tokens.values()]
     hover = "turn %{x}: %{y:.3g} nats, %{text}<extra></extra>"
     settings: Spec = {
         "mode": "lines+markers",

@@ -21,7 +21,7 @@ from typing import Any
 
 from onepolicy.config import UsageError
 from onepolicy.config.replay import ROLLOUT_MODES
-from onepolicy.notation import DASH, number
+from onepolicy.notation import DASH, counted, number
 from onepolicy.verdict.rules import SMALL, size_in_words
 
 Tree = dict[str, Any]
@@ -106,9 +106,11 @@ def verdict(summary: Tree) -> list[str]:
     if parent is not None:
         out.append(f"Continued from {parent['run']} at step {parent['step']}.")
     first, last = summary.get("reward_first"), summary.get("reward_last")
-    if first is not None and last is not None:
+    if first is not None and summary["steps"] == 1:
+        out.append(f"Reward was {number(first)} in the only step.")
+    elif first is not None and last is not None:
         ends = f"from {number(first)} to {number(last)}"
-        out.append(f"Reward {_verb(last - first)} {ends} over {summary['steps']} steps.")
+        out.append(f"Reward {_verb(last - first)} {ends} over {counted(summary['steps'], 'step')}.")
     out += _evaluation_sentences(summary)
     silent = no_signal(summary)
     if silent:
@@ -150,6 +152,8 @@ def course(values: Sequence[float], unit: str = "") -> str:
     if unit:
         of_unit = f" {unit}"
     low, high = min(known), max(known)
+    if len(known) == 1:
+        return f"is {number(low)}{of_unit}, measured once"
     if low == high:
         return f"is {number(low)}{of_unit} throughout"
     window = max(1, min(5, len(known) // 2))
@@ -166,7 +170,7 @@ def course(values: Sequence[float], unit: str = "") -> str:
     if last > first:
         verb = "rises"
     if ends[0] > 0 and ends[1] >= STRAYS * ends[0]:
-        times = f" {ends[1] / ends[0]:.2g}-fold,"
+        times = f" {number(ends[1] / ends[0])}-fold,"
     return f"{verb}{times} from {number(first)} to {number(last)}{of_unit}"
 
 
@@ -195,7 +199,7 @@ def _replay_sentence(summary: Tree) -> str:
     if k3.without_replay is None:
         return f"Replay was on and {average}; no probe measured it without."
     count = len(summary.get("probe_steps") or [])
-    probes = {1: "1 probe batch"}.get(count, f"{count} probe batches")
+    probes = counted(count, "probe batch")
     short = {"mismatch/k3": "k3", "mismatch/f2": "F(2)", "routing/routers": WOULD}
     clauses = [
         f"{name} {_change(found[key], summary)}" for key, name in short.items() if key in found
@@ -324,6 +328,17 @@ def _times(cut: float) -> str:
 
 
 COMPARISON_HEADER = ("Rollout vs trainer", "Trained on", "Without replay", "With replay", "Cut by")
+
+
+def comparison_table(summary: Tree) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the header and the rows of `comparison`, without columns that have no value."""
+    columns = [
+        (name, *cells)
+        for name, *cells in zip(COMPARISON_HEADER, *comparison(summary), strict=True)
+        if set(cells) != {DASH}
+    ]
+    header, *rows = zip(*columns, strict=True)
+    return header, rows
 
 
 def comparison(summary: Tree) -> list[tuple[str, ...]]:

@@ -23,6 +23,7 @@ from onepolicy.engine_check.checks import GeneratedBatch, generate_all, pack_gen
 from onepolicy.interfaces import ReadableEngine
 from onepolicy.models import lora
 from onepolicy.models.load import DTYPES
+from onepolicy.notation import number, with_error
 from onepolicy.sync.canary import canary_prompts
 from onepolicy.sync.push import checked_push, push_weights
 from onepolicy.types import Completion, Sampling
@@ -88,9 +89,9 @@ class AdapterCheck:
             delivered, effect, gap = await self._check_push()  # it is the adapter of before now
         if not delivered.certain:
             self.note(
-                f"train.lora: a trial adapter that moves the fixed batch by {effect:.2g} nats is "
-                f"hidden by the engine's rounding ({gap:.2g} nats): log-probabilities may show an "
-                "adapter that was not delivered late"
+                f"train.lora: a trial adapter that moves the fixed batch by {number(effect)} nats "
+                f"is hidden by the engine's rounding ({number(gap)} nats): log-probabilities may "
+                "show an adapter that was not delivered late"
             )
         await push_weights(learner, *self.components.samplers)
         await self._check_push()
@@ -127,8 +128,8 @@ class AdapterCheck:
             native = "" if self.settings.base == "nf4" else "train.lora.sync = native or "
             advice = f"; {native}rollout.engine.dtype = float32 loses less"
         self.note(
-            f"train.lora: {what} moves the log-probabilities of a fixed batch by {effect:.2g} "
-            f"nats; merged into {dtype} it moves them {lost:.2g} nats otherwise{advice}"
+            f"train.lora: {what} moves the log-probabilities of a fixed batch by {number(effect)} "
+            f"nats; merged into {dtype} it moves them {number(lost)} nats otherwise{advice}"
         )
 
     def _is_trained(self) -> bool:
@@ -211,7 +212,7 @@ class AdapterCheck:
         self._noted = True
         self.note(
             f"train.lora: the adapter of version {self.learner.version} moves the fixed batch by "
-            f"{effect:.2g} nats, which the engine's rounding ({gap:.2g} nats) hides: its "
+            f"{number(effect)} nats, which the engine's rounding ({number(gap)} nats) hides: its "
             "log-probabilities cannot show yet whether it was delivered"
         )
 
@@ -222,7 +223,7 @@ class AdapterCheck:
             words += ", or the adapter of version 0, which is the same"
         return TrainingError(
             f"weight sync: after version {version} of the adapter {self.adapter.name!r} was "
-            f"pushed, {name} samples with {words}: {delivered.value:.2f} +- {delivered.error:.2g} "
+            f"pushed, {name} samples with {words}: {with_error(delivered.value, delivered.error)} "
             "of what it changes in the trainer's log-probabilities of a fixed batch is in the "
             "engine's, and 1 should be. Every rollout would be another policy's"
         )

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 from rich.progress import TaskProgressColumn, TimeRemainingColumn
-from rich.table import Table
 
 from onepolicy.build import components, engines
 from onepolicy.build.calibrate import calibrate
@@ -15,7 +14,7 @@ from onepolicy.build.clean_engine import build_clean_engine
 from onepolicy.build.learner import set_num_threads
 from onepolicy.config import ModelConfig, RunConfig
 from onepolicy.config.model_path import resolve_model
-from onepolicy.console import Console, make_bars
+from onepolicy.console import Console, make_bars, make_table
 from onepolicy.interfaces import Environment, RolloutEngine
 from onepolicy.models.load import parse_device
 from onepolicy.rollout.spec import EngineSpec
@@ -84,7 +83,7 @@ def _evaluate_with_bar(
 def _print_metrics(config: RunConfig, model: ModelConfig, metrics: dict[str, float]) -> None:
     console = Console()
     console.print_line(f"{config.eval.problems} held-out problems, {model.path}")
-    table = Table("metric", "value")
+    table = make_table("metric", "value")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.3f}")
     console.print(table)

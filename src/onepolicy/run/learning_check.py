@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from onepolicy.config import RunConfig
+from onepolicy.notation import counted, number
 from onepolicy.objective.advantages import equal_up_to_rounding
 
 Row = dict[str, Any]
@@ -120,8 +121,8 @@ def _source_of_gradient(config: RunConfig, train: list[Row]) -> str:
     if active:
         source = f"came from {active}"
     return (
-        f"The gradient that there was (norm up to {max(norms):.2g}) {source}: the policy moved, "
-        "but not towards better answers."
+        f"The gradient that there was (norm up to {number(max(norms))}) {source}: the policy "
+        "moved, but not towards better answers."
     )
 
 
@@ -136,11 +137,15 @@ def _no_update(train: list[Row]) -> tuple[str, str] | None:
         rejected = _mean(train, "correction/rejected")
         if rejected is not None:
             hint += f" The correction left {rejected:.0%} of the tokens out of the loss."
-        cause = f"the gradient was exactly 0 in all {len(norms)} steps, though rewards differed."
+        when = f"in all {len(norms)} steps"
+        if len(norms) == 1:
+            when = "in the only step"
+        cause = f"the gradient was exactly 0 {when}, though rewards differed."
         return cause, hint
     if not norms and all(_number(row, "train/updates_skipped") for row in train):
         cause = (
-            f"no update was made in {len(train)} steps: no gradient was finite (optim.max_skipped)."
+            f"no update was made in {counted(len(train), 'step')}: no gradient was finite "
+            "(optim.max_skipped)."
         )
         return cause, "Fork from an earlier checkpoint with a lower optim.lr."
     return None
@@ -161,14 +166,14 @@ def _causes(config: RunConfig, silent: list[Row]) -> list[str]:
     malformed = _mean(silent, "tools/malformed")
     if malformed is not None and malformed >= COMMON:
         causes.append(
-            f"{malformed:.2g} turns per episode named no tool and no answer (tools/malformed)."
+            f"{number(malformed)} turns per episode named no tool and no answer (tools/malformed)."
         )
     causes.append(_cause_in_rewards(config, silent))
     entropy = _mean(silent, "train/entropy")
     if entropy is not None and entropy < LOW_ENTROPY:
         causes.append(
-            f"The policy is almost certain of every token (entropy {entropy:.2g} nats), so answers "
-            "to one problem are mostly the same text: raise rollout.sampling.temperature "
+            f"The policy is almost certain of every token (entropy {number(entropy)} nats), so "
+            "answers to one problem are mostly the same text: raise rollout.sampling.temperature "
             f"({sampling.temperature:g})."
         )
     return causes

@@ -22,6 +22,7 @@ from onepolicy.envs import make_environment
 from onepolicy.envs.multiturn.tokenization import TooManyTokens
 from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
 from onepolicy.models.load import load_tokenizer
+from onepolicy.notation import counted
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.run.evaluate import evaluate
 from onepolicy.tiny.model import (
@@ -54,7 +55,8 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
     torch.set_num_threads(config.threads)
     model = make_model(config, len(tokenizer))
     millions = model.num_parameters() / 1e6
-    console.print_line(f"warming up {millions:.1f}M parameters on {config.threads} thread(s)")
+    threads = counted(config.threads, "thread")
+    console.print_line(f"warming up {millions:.1f}M parameters on {threads}")
     _warm_up(model, tokenizer, config, console)
     save_policy(model, tokenizer, config, path)
     scores = _evaluate_saved(config, evaluation, path)

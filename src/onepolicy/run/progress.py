@@ -51,7 +51,8 @@ class TerminalProgress(RunProgress):
             self.console.print_line(f"step {step:>4}  {shown}  {scores}".rstrip())
 
     def note(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)
+        for line in text.splitlines():
+            self.console.print_line(line)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import PersistentEngine
+from onepolicy.notation import number
 from onepolicy.sync.canary import allowed_change, canary_logp, canary_moved, is_allowed
 
 
@@ -56,7 +57,7 @@ async def _check_reload(engine: PersistentEngine, initial: list[float], vocab: i
     if not is_allowed(moved, allowed):
         raise UsageError(
             f"rollout.engine: {type(engine).__name__} reloaded the weights it was started with, "
-            f"and its log-probabilities of a fixed batch are up to {float(moved.max()):.2g} from "
-            f"those at its start (without a reload: {noise:.2g}); its weights are wrong after a "
-            "reload"
+            f"and its log-probabilities of a fixed batch are up to {number(float(moved.max()))} "
+            f"from those at its start (without a reload: {number(noise)}); its weights are wrong "
+            "after a reload"
         )

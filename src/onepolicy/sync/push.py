@@ -21,6 +21,7 @@ from onepolicy.interfaces import (
     WeightSource,
     WeightTarget,
 )
+from onepolicy.notation import number
 from onepolicy.sync.canary import allowed_change, canary_logp, canary_moved, is_allowed
 
 
@@ -85,8 +86,8 @@ async def checked_push(learner: WeightSource, engine: RolloutEngine, *, vocab: i
     if not is_allowed(moved, allowed):
         raise TrainingError(
             f"weight sync: giving {type(engine).__name__} the weights it already holds moved the "
-            f"log-probabilities of a fixed batch by up to {float(moved.max()):.2g} (without a "
-            f"sync: {noise:.2g}); its weights are wrong after a sync and every rollout would be "
-            "another policy's"
+            f"log-probabilities of a fixed batch by up to {number(float(moved.max()))} (without a "
+            f"sync: {number(noise)}); its weights are wrong after a sync and every rollout would "
+            "be another policy's"
         )
     await engine.reset_cache()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onepolicy.notation import number, with_error
 from onepolicy.verdict.scale_faults import divided, multiplied
 from onepolicy.verdict.scored_tokens import (
     EXPLAINED,
@@ -129,8 +130,8 @@ def _stale(pairs: Pairs, beside: Fit | None = None) -> tuple[Finding, Pairs] | N
         return None
     finding = Finding(
         "stale",
-        f"{parts[0]} slots were sampled by older weights, with mean |log rho| {older:.3g} nats "
-        f"against {now:.3g} of the newest",
+        f"{parts[0]} slots were sampled by older weights, with mean |log rho| {number(older)} "
+        f"nats against {number(now)} of the newest",
     )
     return finding, pairs.newest()
 
@@ -154,8 +155,8 @@ def _other_weights(
         if explained < EXPLAINED * current:
             finding = Finding(
                 "stale",
-                f"mean |log rho| is {current:.3g} nats, but {explained:.3g} against the trainer's "
-                f"{what}",
+                f"mean |log rho| is {number(current)} nats, but {number(explained)} against the "
+                f"trainer's {what}",
             )
             return finding, under
     return None
@@ -232,9 +233,9 @@ def temperature(pairs: Pairs) -> Fit | None:
     finding = Finding(
         "temperature",
         f"one temperature explains {explained:.0%} of what a token's logit differs by: the "
-        f"engine's temperature is about {best:.2f} times the trainer's, or its logprobs_mode is "
-        "raw, or a factor in one of the models differs (norm_topk_prob, a scale of the logits, a "
-        "padded vocabulary)",
+        f"engine's temperature is about {best:.2f} times the trainer's, or its "
+        "log-probabilities are raw, or a factor in one of the models differs (norm_topk_prob, a "
+        "scale of the logits, a padded vocabulary)",
         sure=explained > TEMPERATURE_ALONE,
     )
     return Fit(finding, explained, best)
@@ -278,12 +279,12 @@ def renormalised(pairs: Pairs) -> Finding | None:
         mean, error = float(rho[kind].mean()), float(rho[kind].std() / n**0.5)
         if 1 - mean <= max(least, SURELY * error):
             return None
-        found.append(f"{mean:.3f} +- {error:.3f}")
+        found.append(with_error(mean, error))
     return Finding(
         "support",
         f"mean rho is {found[0]} of likely tokens and {found[1]} of unlikely ones, where one of "
-        "the two should be above 1: the engine's log-probabilities are processed (logprobs_mode): "
-        "renormalised over a part of the vocabulary (top-p or top-k)",
+        "the two should be above 1: the engine's log-probabilities are processed: renormalised "
+        "over a part of the vocabulary (top-p or top-k)",
     )
 
 
@@ -306,14 +307,14 @@ def as_drawn(pairs: Pairs) -> Finding | str | None:
     spread = max(float(weighted.var()), float(_varentropy(pairs.entropy).mean())) ** 0.5
     error = spread / int(pairs.distinct.sum()) ** 0.5
     narrower = (
-        f"the sampled tokens are {-mean:.3g} +- {error:.2g} nats likelier than draws from the "
+        f"the sampled tokens are {with_error(-mean, error)} nats likelier than draws from the "
         "reported distribution"
     )
     if mean < -max(6 * error, 0.05 * expected):
         return Finding(
             "support",
             f"{narrower}: sampling was narrowed (temperature, top-p, top-k) but the "
-            "log-probabilities are not: their logprobs_mode is raw",
+            "log-probabilities are not: they are raw",
         )
     if mean < -max(6 * error, 0.01 * expected + k2):
         return f"{narrower}, a little: was sampling narrowed (top-p, top-k, min-p)?"
@@ -324,12 +325,12 @@ def as_drawn(pairs: Pairs) -> Finding | str | None:
     if ahead > 2 * expected + 1 and ahead > 3 * behind:
         return Finding(
             "mask",
-            f"the first tokens of the rows are {ahead:.3g} nats unlikelier than draws from the "
-            f"reported distribution, the later ones {behind:.3g}: no engine sampled them, so "
+            f"the first tokens of the rows are {number(ahead)} nats unlikelier than draws from the "
+            f"reported distribution, the later ones {number(behind)}: no engine sampled them, so "
             "prompts are inside the mask",
         )
     return (
-        f"the sampled tokens are {mean:.3g} +- {error:.2g} nats unlikelier than draws from the "
+        f"the sampled tokens are {with_error(mean, error)} nats unlikelier than draws from the "
         "reported distribution: the engine sampled at a higher temperature than it reports, or did "
         "not sample them, or the entropy belongs to other tokens"
     )

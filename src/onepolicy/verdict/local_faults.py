@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onepolicy.notation import number
 from onepolicy.verdict.engine_faults import places, temperature
 from onepolicy.verdict.row_faults import (
     CHANCE,
@@ -157,8 +158,10 @@ def odd_rows(pairs: Pairs) -> Finding | None:
     ratio = _mean_ratio(pairs.logit_gap, far & rank.visible, near & rank.visible)
     if ratio < 1.5:
         return None
-    number = int(far_rows.sum())
-    text = f"{number} of {count} rows are {ratio:.3g} times farther apart in logits than the others"
+    text = (
+        f"{int(far_rows.sum())} of {count} rows are {number(ratio)} times farther apart in logits "
+        "than the others"
+    )
     return _fault_of_part(pairs, far, near, text)
 
 
@@ -293,8 +296,8 @@ def first_places(pairs: Pairs) -> Finding | None:
         return None
     return Finding(
         "context",
-        f"the first {best[1]} tokens of the rows are {best[2]:.3g} times farther apart than later "
-        "ones: one side saw another prompt (system prompt, chat template, first token)",
+        f"the first {best[1]} tokens of the rows are {number(best[2])} times farther apart than "
+        "later ones: one side saw another prompt (system prompt, chat template, first token)",
     )
 
 
@@ -324,13 +327,13 @@ def unlike_parts(pairs: Pairs) -> list[str]:
     if comparable and split(stretches, torch.full_like(stretches, 16.0)) is not None:
         out.append("stretches of rows are of two kinds, near and far")
     last &= rank.visible
-    number = int(last.sum())
-    if number >= 8:
+    many = int(last.sum())
+    if many >= 8:
         contrast = float(rank.values[last].mean()) - 0.5
         far = _mean_ratio(pairs.logit_gap, last, rank.visible & ~last)
-        if contrast > 0.25 and contrast > 6 * RANK_ERROR / number**0.5 and far > 3:
+        if contrast > 0.25 and contrast > 6 * RANK_ERROR / many**0.5 and far > 3:
             out.append(
-                f"the last tokens of the rows are {far:.3g} times farther apart than the others"
+                f"the last tokens of the rows are {number(far)} times farther apart than the others"
             )
     return out
 
@@ -393,8 +396,8 @@ def unrelated_tails(pairs: Pairs) -> Finding | None:
         return None
     rows = int((first_bad < end).sum())
     text = (
-        f"in {rows} of {count} sequences the engines agree up to a point ({float(agreed):.2g} "
-        f"nats) and not after it ({float(inside.mean()):.2g} nats)"
+        f"in {rows} of {count} sequences the engines agree up to a point ({number(agreed)} "
+        f"nats) and not after it ({number(float(inside.mean()))} nats)"
     )
     if _correlation(pairs.at(behind)) > EXPLAINED:
         return Finding(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onepolicy.notation import number
 from onepolicy.verdict.engine_faults import places
 from onepolicy.verdict.scored_tokens import EXPLAINED, SURE, VISIBLE, Finding, Pairs
 
@@ -140,7 +141,8 @@ def swapped_rows(pairs: Pairs) -> Finding | None:
     return Finding(
         "rows",
         f"{len(found)} of {len(suspects)} rows whose two sides do not follow each other hold the "
-        f"values of another row: {before:.3g} nats apart as they are, {after:.3g} against that row",
+        f"values of another row: {number(before)} nats apart as they are, {number(after)} against "
+        "that row",
     )
 
 

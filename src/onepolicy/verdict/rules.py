@@ -13,10 +13,10 @@ from typing import Literal
 
 from onepolicy.correct.predict import NOMINAL_KL, predict
 from onepolicy.correct.presets import preset
-from onepolicy.notation import number
+from onepolicy.notation import counted, number, with_error
 from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.declared import TOO_FAR, UNDECLARED, Declared
-from onepolicy.verdict.scored_tokens import FEWEST, PROCESSED
+from onepolicy.verdict.scored_tokens import FEWEST
 
 Action = Literal["nothing", "replay", "correct", "bug", "unclear"]
 HARMLESS_KL = 1e-4
@@ -61,9 +61,9 @@ CAUSES = {
     "scale": "one side's log-probabilities are multiples of the other's (another base, or divided "
     "by a length)",
     "temperature": "the engine samples at another temperature than the trainer scores at, or "
-    f"returns log-probabilities before temperature ({PROCESSED})",
-    "support": "sampling is narrowed (top-p, top-k), or is at a low temperature that the "
-    f"log-probabilities do not show ({PROCESSED})",
+    "returns raw log-probabilities, before temperature, where processed ones are needed",
+    "support": "sampling is narrowed (top-p, top-k), or is at a low temperature, and the "
+    "log-probabilities of one side do not show it (raw against processed ones)",
     "stale": "the engine holds other weights than the trainer",
     "rows": "values of some rows are those of other rows",
     "copy": "one side is a copy of the other in some rows",
@@ -71,6 +71,8 @@ CAUSES = {
     "mask": "prompts are inside the mask",
     "routes": "the rollout's routes are not those of these tokens",
 }
+RAW_OR_PROCESSED = ("temperature", "support")
+"""Causes that may be raw log-probabilities in the place of processed ones, or the reverse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Gap:
         far = abs(self.mean_rho - 1) > max(6 * self.mean_rho_error, slack)  # false for NaN
         if not far or not math.isfinite(self.mean_rho):
             return ""
-        mean = f"{self.mean_rho:.4f} +- {number(self.mean_rho_error)}"
+        mean = with_error(self.mean_rho, self.mean_rho_error)
         return f"mean rho is {mean}; under mismatch alone it is 1"
 
     @property
@@ -107,12 +109,10 @@ class Gap:
 
     def text(self) -> str:
         """Return the distance in words."""
-        error = ""
-        if math.isfinite(self.k3_error):
-            error = f" +- {number(self.k3_error)}"
         return (
-            f"k3 is {number(self.k3)}{error} nats a token over {self.tokens:,} tokens in "
-            f"{self.sequences:,} sequences, F(2) is {number(self.f2, share=True)}"
+            f"k3 is {with_error(self.k3, self.k3_error)} nats a token over "
+            f"{counted(self.tokens, 'token')} in {counted(self.sequences, 'sequence')}, F(2) is "
+            f"{number(self.f2, share=True)}"
         )
 
 
@@ -246,8 +246,8 @@ def _doubt(
     """Return the reason why nothing may be recommended though no bug was found; empty if none."""
     if gap.tokens < FEWEST:
         return (
-            f"Unclear: only {gap.tokens} tokens{since} are too few for a verdict, which needs "
-            f"{FEWEST} or more."
+            f"Unclear: only {counted(gap.tokens, 'token')}{since}, too few for a verdict, which "
+            f"needs {FEWEST} or more."
         )
     if replayed is not None and not math.isfinite(replayed.k3):
         return (

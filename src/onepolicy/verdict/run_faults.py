@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onepolicy.notation import number
 from onepolicy.verdict.engine_faults import places
 from onepolicy.verdict.row_faults import CLIP, rows_of
 from onepolicy.verdict.scored_tokens import EXPLAINED, Finding, Pairs
@@ -44,9 +45,9 @@ def partly_old(pairs: Pairs) -> Finding | None:
         return None
     return Finding(
         "stale",
-        f"in {len(found)} of {count} rows the logits of the two sides are {before:.3g} apart over "
-        f"{int(inside.sum())} slots, and {after:.3g} against the trainer's previous weights: the "
-        "engine took the last weight update late there",
+        f"in {len(found)} of {count} rows the logits of the two sides are {number(before)} apart "
+        f"over {int(inside.sum())} slots, and {number(after)} against the trainer's previous "
+        "weights: the engine took the last weight update late there",
     )
 
 
@@ -77,8 +78,8 @@ def shifted_runs(pairs: Pairs) -> Finding | None:
     by = max(SHIFTS, key=lambda each: sum(run[3] == each for run in runs))
     length = np.median([last - first + 1 for _, first, last, _ in runs])
     text = (
-        f"in {len(runs)} of {count} rows the logits of the two sides are {before:.3g} apart over "
-        f"runs of {length:.0f} slots, and {after:.3g} if moved by {by:+d}"
+        f"in {len(runs)} of {count} rows the logits of the two sides are {number(before)} apart "
+        f"over runs of {length:.0f} slots, and {number(after)} if moved by {by:+d}"
     )
     if _starts_together(pairs, runs, moved_gap):
         return Finding("shift", f"{text}; from a turn or a fixed place on they are not in step")

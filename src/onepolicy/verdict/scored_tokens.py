@@ -27,9 +27,6 @@ EXPLAINED = 0.25
 """A change of one side explains the gap if less than this share of the gap remains."""
 FEWEST = 32
 """Fewest slots for a verdict. With fewer, only impossible values are named."""
-PROCESSED = "vLLM: logprobs_mode=processed_logprobs, not raw_logprobs"
-"""The setting with which an engine returns log-probabilities of the distribution it sampled from.
-"""
 FEWEST_OF_CLASS = 8
 """Fewest likely, and fewest unlikely, tokens for a statement about them."""
 LIKELY, UNLIKELY = -0.5, -1.0

@@ -126,7 +126,7 @@ def _only_token_left(pairs: Pairs, side: Tensor, good: Tensor) -> Finding | None
         "support",
         f"{count} of {int(likely.sum())} tokens whose probability is above {ONE_LEFT:g} on one "
         "side are exactly 0 on the other: sampling left one token (top-p, top-k 1, temperature 0), "
-        "and the log-probabilities are processed (logprobs_mode)",
+        "and the log-probabilities are processed",
     )
 
 

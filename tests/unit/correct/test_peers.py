@@ -2,8 +2,9 @@
 against the framework's formulas, written down by hand for plain arrays.
 
 mis: `compute_mis_weights` of miles 31f1ca9 (slime 624b824 has the same). TRL: 1.16.0's vLLM
-importance sampling. NeMo-RL: 7ea279a's masking by the sequence's log-probability error. prime-rl:
-559b447's losses. SkyRL: a956457's cispo. verl, TRL and OpenRLHF themselves run in
+importance sampling. verl: 0.9.1's rollout_corr_helper. NeMo-RL: 7ea279a's masking by the
+sequence's log-probability error and its importance weights. AReaL: functional.py's rejection and
+M2PO. prime-rl: 559b447's losses. SkyRL: a956457's cispo. verl, TRL and OpenRLHF themselves run in
 tests/e2e/correct.
 """
 
@@ -61,6 +62,31 @@ TRL = {  # preset: mode, clip_min, clip_max
     "miles-moe-tis": ("token_truncate", 0.5, 1.5),
 }
 
+K1 = ("k1", "mean", (0.999, 1.001))
+K3 = ("k3", "mean", (None, 0.01))
+VERL = {  # preset: rollout_is, its threshold (C, or a band that zeroes), rollout_rs
+    "vanilla-is": ("token", 1e9),
+    "tis": ("token", 2.0),
+    "icepop": ("token", (0.5, 5.0)),
+    "seq-tis": ("sequence", 2.0),
+    "seq-mis": ("sequence", 2.0, ("k1", "sum", (0.5, 2.0))),
+    "trl-default": ("sequence", (0.0, 3.0)),
+    "geo-rs": ("", None, K1),
+    "geo-rs-token-tis": ("token", 2.0, K1),
+    "seq-mask-tis": ("token", 1e9, ("k1", "mean", (0.998, 1.001))),
+    "k3-rs": ("", None, K3),
+    "k3-rs-token-tis": ("token", 2.0, K3),
+    "trm": ("", None, ("k2", "max", (None, 0.5)), K3),
+}
+NEMO = {  # preset: type, min, max
+    "vanilla-is": ("tis", 0.0, 1e9),
+    "tis": ("tis", 0.0, 2.0),
+    "cis": ("tis", 0.5, 2.0),
+    "icepop": ("icepop", 0.5, 5.0),
+    "seq-mask-tis": ("seq-mask-tis", 0.999, 1.002),
+    "miles-moe-tis": ("tis", 0.5, 1.5),
+}
+
 
 def batch(seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return log-probabilities and masks of 400 samples, a tenth of them with a small gap."""
@@ -75,6 +101,14 @@ def batch(seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     rollout[3][7] += 12  # for the veto
     rollout[5] -= 0.05
     return old, rollout, masks
+
+
+def wide_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the batch as [400, 40], every fourth sample with a large gap."""
+    old, rollout, mask = (torch.stack(rows) for rows in batch(seed))
+    g = torch.Generator().manual_seed(seed + 100)
+    rollout[::4] += 0.5 * torch.randn(100, 40, generator=g, dtype=torch.float64)
+    return old, rollout, mask
 
 
 def mis_of_miles(
@@ -163,6 +197,93 @@ def test_weights_of_trl(name: str) -> None:
         ratio = ratio.masked_fill(outside, 0)
     applied = reweight(old, rollout, mask, preset(name))
     torch.testing.assert_close(applied.weight, (ratio * mask).float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_weights_of_verl(name: str) -> None:
+    """Bounds of its k1 are on 1 / rho: log L <= -log rho <= log U."""
+    level, threshold, *gates = VERL[name]
+    old, rollout, mask = wide_batch(5)
+    log_ratio = (old - rollout).clamp(-20, 20)
+    weight, keep = mask.double(), mask.clone()
+    if level == "token":
+        weight = log_ratio.exp() * mask
+    elif level == "sequence":
+        weight = (log_ratio * mask).sum(1, keepdim=True).clamp(-20, 20).exp() * mask
+    if isinstance(threshold, tuple):
+        weight = weight * ((weight >= threshold[0]) & (weight <= threshold[1]))
+    elif threshold is not None:
+        weight = weight.clamp(max=threshold)
+    for statistic, aggregate, (low, high) in gates:
+        value = {
+            "k1": -log_ratio,
+            "k2": log_ratio.square() / 2,
+            "k3": log_ratio.expm1() - log_ratio,
+        }[statistic] * mask
+        whole = value.amax(1) if aggregate == "max" else value.sum(1)
+        if aggregate == "mean":
+            whole = whole / mask.sum(1)
+        least, most = torch.tensor([-torch.inf, high])
+        if statistic == "k1":
+            least, most = torch.tensor([low, high], dtype=torch.float64).log()
+        keep &= ((whole >= least) & (whole <= most))[:, None]
+    applied = reweight(old, rollout, mask, preset(name))
+    torch.testing.assert_close(applied.weight, (weight * keep).float(), rtol=1e-6, atol=0)
+    assert applied.weight.count_nonzero() < mask.sum() or name in ("vanilla-is", "tis", "seq-tis")
+
+
+@pytest.mark.parametrize("name", NEMO)
+def test_weights_of_nemo(name: str) -> None:
+    kind, low, high = NEMO[name]
+    old, rollout, mask = wide_batch(6)
+    log_ratio = (old - rollout) * mask
+    weight = log_ratio.exp()
+    if kind == "tis":
+        weight = weight.clamp(low, high)
+    else:
+        judged = weight
+        if kind == "seq-mask-tis":
+            judged = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
+        weight = weight * ((judged >= low) & (judged <= high))
+    applied = reweight(old, rollout, mask, preset(name))
+    torch.testing.assert_close(applied.weight, (weight * mask).float(), rtol=1e-6, atol=0)
+
+
+def test_the_gate_of_kpop() -> None:
+    """AReaL keeps a token whose binary KL is at most 2 nats in both directions; weights are rho."""
+    old, rollout, mask = wide_batch(7)
+    old[::7, 3], rollout[::7, 3] = -0.1, -5.0
+    old[1::7, 4], rollout[1::7, 4] = -5.0, -0.1
+    p, q = old.exp(), rollout.exp().clamp(max=1 - 1e-6)
+
+    def binary(a: Tensor, b: Tensor) -> Tensor:
+        return a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()
+
+    keep = mask & (torch.maximum(binary(p, q), binary(q, p)) <= 2)
+    applied = reweight(old, rollout, mask, preset("kpop"))
+    assert torch.equal(applied.keep, keep)
+    assert 50 < (mask & ~keep).sum() < 400
+    weight = ((old - rollout).exp() * keep).float()
+    torch.testing.assert_close(applied.weight, weight, rtol=1e-6, atol=0)
+
+
+def test_the_budget_of_m2po() -> None:
+    """AReaL drops the largest squares of log rho until the mean of those left is below 0.04."""
+    old, rollout, mask = wide_batch(8)
+    square = (old - rollout).square()
+    left = mask.clone()
+    while square[left].mean() > 0.04:
+        left &= square < square[left].max()
+    assert torch.equal(reweight(old, rollout, mask, preset("m2po")).keep, left)
+    assert 0 < (mask & ~left).sum() < mask.sum() / 4
+
+
+def test_the_veto_of_mis() -> None:
+    old, rollout, mask = wide_batch(9)
+    low = (((old - rollout) < torch.tensor(1e-4).log()) & mask).any(1)
+    assert 0 < low.sum() < 400
+    keep = reweight(old, rollout, mask, preset("veto")).keep
+    assert torch.equal(keep, mask & ~low[:, None])
 
 
 def test_the_gate_of_nemo_seq_error() -> None:

@@ -127,7 +127,7 @@ def test_the_warning_of_a_run_considers_whole_episodes():
         return warning(config.correction, tokens, turns=turns)
 
     assert said(gym) is None
-    assert "multiply the step by 0.15 " in said(episode)
+    assert "multiply the step by 0.147 " in said(episode)
     assert "4096 tokens in 16 turns" in said(episode)
     assert said(episode, level="turn") is None
     assert said(episode, max_tokens=300) is None

@@ -296,7 +296,7 @@ def test_weights_carry_no_gradient() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(UsageError, match="selects none of 6 slots"):
         reweight(torch.zeros(6), torch.zeros(6), ~ALL[:6], preset("tis"))
-    with pytest.raises(UsageError, match="sequence needs the `segment`"):
+    with pytest.raises(UsageError, match=r"sequence needs the `segment`.*with \[T\] segment="):
         compare(torch.zeros(6), preset("geo-rs"))
     gate = Gate(statistic="ratio", aggregate="max", scope="turn", high=2)
     with pytest.raises(UsageError, match="needs the `turn`"):

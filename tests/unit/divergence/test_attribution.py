@@ -199,7 +199,7 @@ def test_a_mean_of_rho_off_one_is_always_a_mark(beside):
     off = dataclasses.replace(gap(2e-2), mean_rho=1.05, mean_rho_error=0.002)
     said = verdict(off, CLEAN, replayed=beside)
     assert (said.action, said.setting) == ("unclear", "")
-    assert "mean rho is 1.0500 +- 2e-3" in said.basis[0]
+    assert "mean rho is 1.0500 +- 0.0020" in said.basis[0]
     if beside is not None:
         under = dataclasses.replace(beside, mean_rho=0.9, mean_rho_error=0.002)
         assert verdict(gap(2e-2), CLEAN, replayed=under).action == "unclear"
@@ -213,7 +213,7 @@ def test_verdict_gives_the_share_of_routing_and_the_remainder():
     said = verdict(gap(4e-2, error=1e-3), CLEAN, replayed=gap(1e-2, f5=2e-3))
     assert "75% of it from routing: replay the rollout's routes (R3)" in said.sentence
     assert "the 0.01 nats a token that are left with icepop." in said.sentence
-    assert said.basis[0].startswith("k3 is 0.04 +- 1e-3 nats a token over 1,000 tokens in 20 seq")
+    assert said.basis[0].startswith("k3 is 0.0400 +- 0.0010 nats a token over 1,000 tokens in 20")
     assert said.basis[0].endswith("F(2) is 0%")
     assert {f.preset: f.keep for f in said.forecasts}["tis"] == pytest.approx(1)  # it truncates
 

@@ -49,7 +49,7 @@ def test_probabilities_by_hand() -> None:
     assert m.mean_dp == pytest.approx(0.2 / 3, abs=1e-6)
     correlation = torch.corrcoef(torch.stack([old, rollout]))[0, 1]
     assert m.pearson == pytest.approx(correlation.item(), abs=1e-6)
-    assert math.isnan(m.ppl_ratio)  # no segment: which tokens form a sample is unknown
+    assert m.ppl_ratio == pytest.approx((0.4 * 0.35 / (0.5 * 0.25)) ** (1 / 3))  # one sample
 
 
 def test_pearson_of_constants() -> None:

@@ -154,6 +154,18 @@ def test_the_line_is_the_verdict_of_diagnose(caplog):
     assert "unclear" in said
 
 
+@pytest.mark.parametrize("setting", ["", "rollout.logprobs_mode=processed_logprobs"])
+def test_a_line_on_sampling_names_only_the_setting_that_the_trainer_has(setting, caplog):
+    """The sampled tokens are likelier than draws from an entropy of 3.2 nats."""
+    old, rollout = sides()
+    mask, entropy = torch.ones(old.shape, dtype=torch.bool), torch.full(old.shape, 3.2)
+    FirstStep(setting).look(old, rollout, mask, entropy=entropy)
+    (line,) = caplog.messages
+    assert "support: " in line
+    assert "the log-probabilities are not: they are raw" in line
+    assert ("logprobs_mode" in line) == bool(setting)
+
+
 def test_a_step_is_judged_once_it_has_tokens_and_by_its_first_rows(monkeypatch, caplog):
     monkeypatch.setattr(first_step, "ENOUGH", 500)
     old, rollout = sides(late=True)

@@ -15,6 +15,7 @@ from onepolicy.report.comparison import (
     headline,
     rows_of_table,
     sentences_of,
+    warnings_of,
     write_comparison,
 )
 
@@ -40,6 +41,27 @@ def both(first, other, *rewards):
 
 def noisy(mean, steps=80, seed=0):
     return (mean * np.exp(0.3 * np.random.default_rng(seed).standard_normal(steps))).tolist()
+
+
+def test_arms_that_learnt_nothing_say_so(tmp_path):
+    """The page, its JSON and the terminal repeat the warning that the run gave."""
+    told = "Nothing was learnt from rewards: no group had two different rewards in the only step."
+    steps = [{"step": 1, "train/reward": 0.0, "mismatch/k3": 1e-3}]
+    for name in ("off", "r3"):
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps(row) + "\n" for row in steps)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    found = {"learnt": "nothing", "verdict": told, "why": ["."], "silent": 1, "steps": 1}
+    summary = {"steps": 1, "nothing_learnt": found}
+    (tmp_path / "r3" / "summary.json").write_text(json.dumps(summary))
+    runs = [ArmRun.read(name, 0, tmp_path / name) for name in ("off", "r3")]
+    assert warnings_of(runs) == [f"r3, seed 0: {told}"]
+    write_comparison(tmp_path, runs, contrasts(runs), recipe="x", png=False)
+    assert json.loads((tmp_path / "comparison.json").read_text())["sentences"][0].endswith(told)
+    assert told in (tmp_path / "comparison.html").read_text()
+    (tmp_path / "off" / "summary.json").write_text(json.dumps(summary))
+    runs = [ArmRun.read(name, 0, tmp_path / name) for name in ("off", "r3")]
+    assert warnings_of(runs) == [f"Every run: {told}"]
 
 
 def test_ratio_and_difference_of_means():

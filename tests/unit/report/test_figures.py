@@ -179,7 +179,7 @@ def test_titles_follow_the_data(copy):
         return row | own | ({probed: 4e-2 * at} if probed in row else {})
 
     titles = retold(copy, change)
-    assert titles["entropy"] == "Entropy falls 4.5-fold, from 0.274 to 0.0612 nats"
+    assert titles["entropy"] == "Entropy falls 4.47-fold, from 0.274 to 0.0612 nats"
     assert titles["grad_norm"] == "Gradient norm is 0 throughout"
     assert titles["length"] == "Response length is 80 tokens throughout"
     assert titles["reward"].startswith("Reward falls")

@@ -5,11 +5,13 @@ import math
 
 from rich.console import Console
 
-from onepolicy.notation import number
+from onepolicy.notation import counted, number, with_error
 from onepolicy.report.outcome import outcome
 from onepolicy.report.terminal import summary_table
 from onepolicy.report.words import (
+    COMPARISON_HEADER,
     comparison,
+    comparison_table,
     course,
     describe_overlap,
     factor,
@@ -73,6 +75,24 @@ def test_sentences():
         "It did not crash.",
         small,
     ]
+
+
+def test_one_step_is_no_course():
+    one = {"steps": 1, "reward_first": 0.5, "reward_last": 0.5, "replay": "off"}
+    one["mismatch"] = {"mismatch/k3": 2e-3, "mismatch/f2": 1e-3}
+    assert verdict(one)[0] == "Reward was 0.5 in the only step."
+    assert outcome(one).startswith("One step does not show whether the policy learns: reward 0.5.")
+
+
+def test_columns_without_a_value_fold_away():
+    """No probe scored a batch both ways."""
+    trained = {name: value for name, value in SUMMARY.items() if "probe" not in name}
+    del trained["mismatch_without_replay"], trained["k3_cuts"]
+    header, rows = comparison_table(trained)
+    assert header == ("Rollout vs trainer", "Trained on")
+    assert rows[0] == ("k3, nats per token", "3e-6")
+    assert comparison_table(SUMMARY)[0] == COMPARISON_HEADER
+    assert comparison_table(SUMMARY)[1] == comparison(SUMMARY)
 
 
 def test_a_cut_is_an_interval_over_three_scored_steps_or_more(subtests):
@@ -234,6 +254,32 @@ def test_numbers_shares_and_factors():
     assert [number(value) for value in numbers] == list(numbers.values())
     shares = {0.0: "0%", 0.0325: "3.25%", 1.0: "100%", 4e-7: "<0.01%"}
     assert [number(value, share=True) for value in shares] == list(shares.values())
+
+
+def test_a_value_and_its_error_end_at_one_place_in_one_notation():
+    shown = {
+        (1.05, 0.002): "1.0500 +- 0.0020",
+        (0.04, 1e-3): "0.0400 +- 0.0010",
+        (1.76e-3, 4.6e-5): "(1.760 +- 0.046)e-3",
+        (3e-4, 0.012): "0.000 +- 0.012",
+        (-0.126, 0.0071): "-0.1260 +- 0.0071",
+        (1234.5, 56.0): "1,234 +- 56",
+        (2.5e6, 1e5): "(2.50 +- 0.10)e6",
+        (0.5, math.nan): "0.5",
+        (0.5, 0.0): "0.5",
+        (math.nan, 0.1): "\N{EN DASH}",
+    }
+    assert {pair: with_error(*pair) for pair in shown} == shown
+
+
+def test_numbers_of_things():
+    assert [counted(n, "step") for n in (0, 1, 2, 12_300)] == [
+        "0 steps",
+        "1 step",
+        "2 steps",
+        "12,300 steps",
+    ]
+    assert [counted(n, "probe batch") for n in (1, 2)] == ["1 probe batch", "2 probe batches"]
     factors = {None: "\u2013", 2.9444: "2.94\u00d7", 12345.6: "12,346\u00d7"}
     assert [factor(value) for value in factors] == list(factors.values())
 
@@ -283,7 +329,7 @@ AGAIN = "ends where it began, near 0.3 nats, but was"
 COURSES = [
     ([], "is not known"),
     ([0.0] * 9, "is 0 nats throughout"),
-    ([0.3], "is 0.3 nats throughout"),
+    ([0.3], "is 0.3 nats, measured once"),
     ([0.3, math.nan, 0.3], "is 0.3 nats throughout"),
     ([0.6] * 9 + [0.1] * 9, "falls 6-fold, from 0.6 to 0.1 nats"),
     ([0.3] * 9 + [0.0] * 9, "falls from 0.3 to 0 nats"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onepolicy.integrations.core.metrics import mismatch_metrics
 from onepolicy.verdict.bug_signatures import diagnose
-from onepolicy.verdict.rules import size_in_words
+from onepolicy.verdict.rules import RAW_OR_PROCESSED, size_in_words
 from onepolicy.verdict.scored_tokens import FEWEST
 
 ENOUGH = 100_000
@@ -28,8 +28,14 @@ class FirstStep:
         due: no step has been seen yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processed: str = "") -> None:
+        """Wait for the first step.
+
+        processed: the trainer's setting, as its user writes it, with which the engine returns
+        processed log-probabilities; empty if it has none.
+        """
         self.due = True
+        self._processed = processed
         self._gathered: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
@@ -71,10 +77,12 @@ class FirstStep:
         gap = mismatch_metrics(*fields)
         quiet = size_in_words(gap["mismatch/k3"], gap["mismatch/f2"])
         unseen = entropy is None and not quiet
-        if found.bug or found.marks or unseen:
-            logging.getLogger("onepolicy").warning(
-                "the first scored step is not clean: %s", found.text().replace("\n", "; ")
-            )
+        if not (found.bug or found.marks or unseen):
+            return
+        text = found.text().replace("\n", "; ")
+        if self._processed and any(each.cause in RAW_OR_PROCESSED for each in found.findings):
+            text += f"; with {self._processed} its log-probabilities are processed"
+        logging.getLogger("onepolicy").warning("the first scored step is not clean: %s", text)
 
 
 def _part(field: Tensor | None, rows: int) -> Tensor | None:

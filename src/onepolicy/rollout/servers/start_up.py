@@ -15,6 +15,7 @@ from torch import Tensor
 from onepolicy.config import ModelConfig, ServerEngineConfig, UsageError
 from onepolicy.interfaces import PersistentEngine, RolloutEngine
 from onepolicy.models.load import read_config
+from onepolicy.notation import number
 from onepolicy.rollout.servers.http import EngineClient, EngineUnreachable
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.attach import attach_engine
@@ -92,8 +93,9 @@ async def _check_tempered(engine: RolloutEngine, count: int, where: str) -> None
         spread, spread_at_half = not_finite[0]
     if not spread <= MIN_SPREAD and not spread_at_half >= 1.5 * spread:  # also if a value is NaN
         raise UsageError(
-            f"{where}: the {count} most likely tokens are {spread:.3g} nats apart at temperature 1 "
-            f"and {spread_at_half:.3g} at 0.5, where they must be twice as far apart; {HINT}"
+            f"{where}: the {count} most likely tokens are {number(spread)} nats apart at "
+            f"temperature 1 and {number(spread_at_half)} at 0.5, where they must be twice as far "
+            f"apart; {HINT}"
         )
 
 
@@ -107,7 +109,7 @@ async def _check_top_k(engine: RolloutEngine, where: str) -> None:
         typical = not_finite[0]
     if not typical >= -1e-4:
         raise UsageError(
-            f"{where}: with top_k = 1 the only token has log-probability {typical:.3g}, not 0; "
+            f"{where}: with top_k = 1 the only token has log-probability {number(typical)}, not 0; "
             f"{HINT}"
         )
 

@@ -33,6 +33,7 @@ from onepolicy.rollout.sglang.generate_api import (
     ModelShape,
     SGLangReply,
     SGLangRequest,
+    kept_tokens,
     parse_reply,
     uses_top_k_or_top_p,
 )
@@ -335,11 +336,13 @@ class SGLangEngine:
         limit = 0
         if self.server_info is not None:
             limit = self.server_info.max_masked_tokens
-        if (sampling.top_k or self._model.vocab) > limit:
+        if kept_tokens(sampling, self._model.vocab) > limit:
+            fix = "start the server with a larger --sampling-mask-max-tokens"
+            if limit:
+                fix = f"set top_k to 1..{limit} beside top_p, or {fix}"
             raise UsageError(
                 "top_k: SGLang returns the log-probabilities of a narrowed distribution for up to "
-                f"{limit} tokens; set top_k to 1..{limit} beside top_p, or start the server with a "
-                "larger --sampling-mask-max-tokens"
+                f"{limit} tokens; {fix}"
             )
         if sampling.top_logprobs:
             raise UsageError(

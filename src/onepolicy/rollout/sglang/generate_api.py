@@ -66,11 +66,9 @@ class SGLangRequest:
     def body(self, model: ModelShape) -> dict[str, Any]:
         """Return the JSON body."""
         sampling = self.sampling
-        top_k = sampling.top_k
-        if not top_k:
-            top_k = -1  # the whole vocabulary
-            if uses_top_k_or_top_p(sampling):
-                top_k = model.vocab
+        top_k = -1  # the whole vocabulary
+        if sampling.top_k or uses_top_k_or_top_p(sampling):
+            top_k = kept_tokens(sampling, model.vocab)
         body: dict[str, Any] = {
             "input_ids": self.path,
             "sampling_params": {
@@ -102,7 +100,7 @@ class SGLangRequest:
             rows = len(self.path) + sampling.max_tokens
             routes = rows * model.depth * model.route_spec.top_k * ID_BYTES
         if uses_top_k_or_top_p(sampling):
-            mask = sampling.max_tokens * (sampling.top_k or model.vocab) * MASK_BYTES
+            mask = sampling.max_tokens * kept_tokens(sampling, model.vocab) * MASK_BYTES
         per_token = 3 + sampling.top_logprobs  # the token, its two entries and the top tokens
         return mask + max_reply_bytes(
             tokens=sampling.max_tokens, path=len(self.path), per_token=per_token, routes=routes
@@ -115,6 +113,11 @@ def uses_top_k_or_top_p(sampling: Sampling) -> bool:
     They do not for a greedy token, whose log-probability is that of the whole distribution.
     """
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+
+
+def kept_tokens(sampling: Sampling, vocabulary: int) -> int:
+    """Return the most tokens that top_k keeps. Without one, or above all, it keeps all."""
+    return min(sampling.top_k or vocabulary, vocabulary)
 
 
 @dataclass(frozen=True, slots=True)

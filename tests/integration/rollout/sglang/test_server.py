@@ -112,8 +112,18 @@ def test_narrowed_sampling_returns_the_narrowed_logp(steady):
     assert torch.allclose(greedy.logp[0], kept.values[0], atol=1e-6)  # of the whole distribution
     with pytest.raises(UsageError, match="top_logprobs: SGLang"):
         play(engine, (PROMPT, Sampling(1.0, 1, top_k=3, top_logprobs=2)))
-    with pytest.raises(UsageError, match=r"top_k: SGLang returns .* up to 4096"):
-        play(engine, (PROMPT, Sampling(1.0, 1, top_k=5000)))
+    (whole,) = play(engine, (PROMPT, Sampling(1.0, 1, top_k=5000)))  # above the vocabulary: off
+    assert torch.allclose(whole.logp[0], expected[whole.token_ids[0]], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("limit", "fix"), [(2, r"set top_k to 1\.\.2 beside top_p, or start"), (0, "tokens; start")]
+)
+def test_a_mask_that_does_not_fit_is_refused(models, limit, fix):
+    fake = FakeSGLang(models[0][1], info={"sampling_mask_max_tokens": limit})
+    said = rf"top_k: SGLang returns .* up to {limit} .*{fix}"
+    with fake, pytest.raises(UsageError, match=said):
+        play(open_engine(fake), (PROMPT, Sampling(1.0, 1, top_k=3)))
 
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
