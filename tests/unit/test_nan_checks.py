@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from onepolicy.config import TrainingError, UsageError
+from onepolicy.config.rules import Check
 from onepolicy.engine_check import checks, command, weight_sync
-from onepolicy.engine_check.checks import CheckResult
 from onepolicy.measure.measure import _stale, _with_fit
 from onepolicy.nonfinite import LeftOut
 from onepolicy.rollout.servers.start_up import check_processed_logprobs
@@ -121,7 +121,7 @@ def samples(trainer, rollout=None):
 
 def test_the_check_of_narrowed_sampling(monkeypatch):
     monkeypatch.setattr(command, "topk_share", lambda *_: (1.0, torch.tensor([-1.0, -1.0])))
-    whole = CheckResult("support", True, "whole vocabulary")
+    whole = Check("support", True, "whole vocabulary")
     for rollout, passed in (([-1.0, -1.0], True), ([-2.0, -2.0], False), ([-1.0, NAN], False)):
         batch = samples([-2.0, -2.0], rollout)
         assert command.check_topk_request(None, batch, whole).passed is passed, rollout
@@ -129,8 +129,8 @@ def test_the_check_of_narrowed_sampling(monkeypatch):
 
 def test_a_share_that_is_nan_is_no_greedy_engine(monkeypatch):
     monkeypatch.setattr(command, "topk_share", lambda *_: (NAN, torch.tensor([-1.0])))
-    assert command.check_greedy(None, None, CheckResult("temperature", True, "")).passed is False
-    batch, whole = samples([-2.0, -2.0], [-1.0, -1.0]), CheckResult("support", True, "")
+    assert command.check_greedy(None, None, Check("temperature", True, "")).passed is False
+    batch, whole = samples([-2.0, -2.0], [-1.0, -1.0]), Check("support", True, "")
     assert command.check_topk_request(None, batch, whole).passed is False
 
 
@@ -139,7 +139,7 @@ def test_a_single_nan_of_the_trainer_fails_an_engine_check(monkeypatch):
     monkeypatch.setattr(checks, "diagnose_batch", lambda batch: found)
     result = checks._known_fault(None)
     assert result.passed is False
-    assert "1 of 4,000 tokens" in result.measured
+    assert "1 of 4,000 tokens" in result.found
 
 
 def test_no_verdict_rests_on_a_replay_whose_k3_is_nan():

@@ -17,7 +17,7 @@ from onepolicy.cli.common import (
 from onepolicy.config import RunConfig, UsageError, read_recipe
 from onepolicy.config.address import check_host, check_port
 from onepolicy.config.engine import ENGINE_KINDS
-from onepolicy.config.idle import idle_engine_settings
+from onepolicy.config.idle import idle_settings
 from onepolicy.config.load import resolve_as
 from onepolicy.config.serve import ServeConfig
 from onepolicy.console import Console
@@ -105,7 +105,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     check_host(arguments.host, "--host")
     check_port(arguments.port, "--port")
     config = resolve_as(ServeConfig, {}, arguments.overrides)
-    warn_idle(idle_engine_settings(config))
+    warn_idle(idle_settings(config))
     prepare_process(None)
     from onepolicy.launch.engine_server import serve_model
 
@@ -137,7 +137,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     from onepolicy.report.terminal import checks_table
 
     checks = run_engine_check(tree, [*overrides, *arguments.overrides])
-    Console().print(checks_table([(c.name, c.passed, c.measured, c.fix) for c in checks]))
+    Console().print(checks_table([(c.name, c.passed, c.found, c.fix) for c in checks]))
     return int(any(check.passed is False for check in checks))
 
 

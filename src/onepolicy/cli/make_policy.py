@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from onepolicy.cli.common import Commands, add_command, prepare_process, print_status, warn_idle
-from onepolicy.config.idle import idle_policy_settings
+from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_task_files
 from onepolicy.config.load import resolve_as
 from onepolicy.config.output_paths import check_output_path
@@ -39,7 +39,7 @@ def run_make_policy(arguments: argparse.Namespace) -> None:
     """Make the policy and write it to --out or the user's cache."""
     print_status("reading the settings of the policy")
     config = resolve_as(PolicyConfig, {}, arguments.overrides)
-    warn_idle(idle_policy_settings(config))
+    warn_idle(idle_settings(config))
     out: Path | None = None
     if arguments.out:
         out = Path(arguments.out)

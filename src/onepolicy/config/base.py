@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+
+from onepolicy.config.rules import Check, Rule, broken
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -26,6 +29,13 @@ PositiveFloat = Annotated[float, Field(gt=0, le=LARGEST_FLOAT)]
 """Seconds, scales and the like."""
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The broken rules of all sections, collected as the context of a validation."""
+
+    checks: list[Check] = field(default_factory=list)
+
+
 class Frozen(BaseModel):
     """A section of settings: immutable, without unknown fields, every field described."""
 
@@ -38,8 +48,27 @@ class Frozen(BaseModel):
     )
     renamed: ClassVar[Mapping[str, str]] = {}
     """Old dotted path -> new dotted path (renamed.py)."""
+    rules: ClassVar[tuple[Rule[Any], ...]] = ()
+    """Which of its settings contradict each other, and which change nothing beside others."""
 
     @classmethod
     def default_of(cls, name: str) -> Any:
         """Return the default value of a field."""
         return cls.model_fields[name].default
+
+    def usual(self, name: str) -> Any:
+        """Return the value that a setting has if nobody sets it."""
+        return self.default_of(name)
+
+    @model_validator(mode="after")
+    def _check_rules(self, info: ValidationInfo) -> Self:
+        """Refuse settings that break rules, all of them at once.
+
+        A caller who wants those of all sections together gives a `Broken` as context.
+        """
+        failed = broken(self.rules, self)
+        if isinstance(info.context, Broken):
+            info.context.checks.extend(failed)
+        elif failed:
+            raise ValueError("\n".join(map(str, failed)))
+        return self

@@ -4,31 +4,53 @@ from __future__ import annotations
 
 import functools
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from onepolicy.config.base import Frozen, LargeCount
+from onepolicy.config.rules import Rule
 
 Ratio = Literal["old/rollout", "new/rollout"]
 LossTerm = Literal["kl", "entropy", "value"]
 LOSS_TERMS: tuple[LossTerm, ...] = ("kl", "entropy", "value")
 
-# name: (smallest value, value where both engines agree, largest value); None: unbounded, or no
-# fixed value
-STATISTICS: dict[str, tuple[float | None, float | None, float | None]] = {
-    "ratio": (0, 1, None),
-    "k1": (None, 0, None),
-    "k2": (0, 0, None),
-    "k3": (0, 0, None),
-    "exp_abs": (1, 1, None),
-    "prob_diff": (-1, 0, 1),
-    "tv": (0, 0, 1),
-    "binary_kl": (0, 0, None),
-    "binary_kl_sym": (0, 0, None),
-    "trainer_prob": (0, None, 1),
+
+class Limits(NamedTuple):
+    """Values that a statistic can take. None: unbounded, or no fixed value."""
+
+    least: float | None
+    agree: float | None  # where both engines agree
+    most: float | None
+
+
+class Statistic(NamedTuple):
+    """A statistic of gates: what rules and docs ask of it. correct/statistics.py computes it."""
+
+    limits: Limits
+    formula: str
+    signed: bool = False  # above `agree` the trainer is surer, below it the engine
+    sums: bool = True  # a sum over slots says more than their number
+
+
+STATISTICS = {
+    "ratio": Statistic(Limits(0, 1, None), "rho", signed=True),
+    "k1": Statistic(Limits(None, 0, None), "-log rho"),
+    "k2": Statistic(Limits(0, 0, None), "(log rho)^2 / 2"),
+    "k3": Statistic(Limits(0, 0, None), "rho - 1 - log rho"),
+    "exp_abs": Statistic(Limits(1, 1, None), "exp |log rho|", sums=False),
+    "prob_diff": Statistic(Limits(-1, 0, 1), "p_trainer - p_rollout", signed=True),
+    "tv": Statistic(Limits(0, 0, 1), "|p_trainer - p_rollout|"),
+    "binary_kl": Statistic(Limits(0, 0, None), "KL(Bern(p_rollout) || Bern(p_trainer))"),
+    "binary_kl_sym": Statistic(Limits(0, 0, None), "max of both KL(Bern || Bern)"),
+    "trainer_prob": Statistic(Limits(0, None, 1), "p_trainer", sums=False),
 }
+if TYPE_CHECKING:
+    StatisticName = str
+else:
+    StatisticName = Literal[tuple(STATISTICS)]
 HEAD_SIZE = 16
 PRESETS_FILE = Path(__file__).with_name("corrections.toml")
 PRESET_ALIASES = {"off": "recompute", "bypass": "ppo-is"}
@@ -46,37 +68,78 @@ class Bounds(Frozen):
     def bounded(self) -> bool:
         return self.low is not None or self.high is not None
 
-    def _check_bounds(
-        self, setting: str, least: float | None, agree: float | None, most: float | None
-    ) -> None:
-        """Refuse bounds that reject everything, nothing, or engines that agree exactly.
+    @property
+    def setting(self) -> str:
+        """The path of these bounds."""
+        raise NotImplementedError
 
-        least, agree, most: smallest value, value where both engines agree, largest value.
-        """
-        low, high = self.low, self.high
-        if low is not None and high is not None and low > high:
-            raise ValueError(
-                f"{setting}: low {low} is above high {high}, so nothing is inside; swap them"
-            )
-        if low is not None and least is not None and low <= least:
-            raise ValueError(
-                f"{setting}: low {low} bounds nothing, the value is never below {least:g}; leave "
-                "it out"
-            )
-        if high is not None and most is not None and high >= most:
-            raise ValueError(
-                f"{setting}: high {high} bounds nothing, the value is never above {most:g}; leave "
-                "it out"
-            )
-        if agree is not None and not self._contains(agree):
-            raise ValueError(
-                f"{setting}: bounds [{low}, {high}] leave out {agree:g}, the value where both "
-                "engines agree; widen them"
-            )
+    @property
+    def limits(self) -> Limits:
+        """Values that what is bounded can take."""
+        raise NotImplementedError
 
-    def _contains(self, value: float) -> bool:
+    @property
+    def ordered(self) -> bool:
+        """False if the bounds are in the wrong order, so that nothing is inside."""
+        return self.low is None or self.high is None or self.low <= self.high
+
+    def contains(self, value: float) -> bool:
+        """Return whether the value is inside."""
         above = self.low is None or self.low <= value
         return above and (self.high is None or value <= self.high)
+
+
+# Bounds may not reject everything, nothing, or engines that agree exactly.
+BOUNDS_RULES: tuple[Rule[Bounds], ...] = (
+    Rule(
+        "{setting}",
+        lambda bounds: not bounds.ordered,
+        "low {low} is above high {high}, so nothing is inside",
+        "swap them",
+    ),
+    Rule(
+        "{setting}",
+        lambda bounds: _at_most(bounds.low, bounds.limits.least),
+        "low {low} bounds nothing, the value is never below {limits.least:g}",
+        "leave it out",
+    ),
+    Rule(
+        "{setting}",
+        lambda bounds: _at_most(bounds.limits.most, bounds.high),
+        "high {high} bounds nothing, the value is never above {limits.most:g}",
+        "leave it out",
+    ),
+    Rule(
+        "{setting}",
+        lambda bounds: (
+            bounds.ordered
+            and bounds.limits.agree is not None
+            and not bounds.contains(bounds.limits.agree)
+        ),
+        "bounds [{low}, {high}] leave out {limits.agree:g}, the value where both engines agree",
+        "widen them",
+    ),
+)
+
+
+def _at_most(value: float | None, limit: float | None) -> bool:
+    return value is not None and limit is not None and value <= limit
+
+
+WEIGHT_RULES: tuple[Rule[Weight], ...] = (
+    Rule(
+        "correction.weight",
+        lambda weight: weight.level == "none" and weight.bounded,
+        "low and high bound a weight, but level = none",
+        "set weight.level or a preset, or leave them out",
+    ),
+    Rule(
+        "correction.weight",
+        lambda weight: weight.rejects and not weight.bounded,
+        "outside = zero rejects nothing without low or high",
+        "set a bound",
+    ),
+)
 
 
 class Weight(Bounds):
@@ -92,23 +155,54 @@ class Weight(Bounds):
     outside: Literal["clip", "zero"] = "clip"
     """A weight outside the bounds is moved to the nearest bound, or its slots are rejected."""
 
-    @model_validator(mode="after")
-    def _check_level(self) -> Self:
-        if self.level == "none" and self.bounded:
-            raise ValueError(
-                "correction.weight: low and high bound a weight, but level = none; set "
-                "weight.level or a preset, or leave them out"
-            )
-        if self.outside == "zero" and not self.bounded:
-            raise ValueError(
-                "correction.weight: outside = zero rejects nothing without low or high; set a bound"
-            )
-        self._check_bounds("correction.weight", 0, 1, None)
-        return self
+    rules: ClassVar = (*WEIGHT_RULES, *BOUNDS_RULES)
+
+    @property
+    def setting(self) -> str:
+        return "correction.weight"
+
+    @property
+    def limits(self) -> Limits:
+        return STATISTICS["ratio"].limits
 
     @property
     def rejects(self) -> bool:
         return self.outside == "zero"
+
+
+GATE_RULES: tuple[Rule[Gate], ...] = (
+    Rule(
+        "{setting}",
+        lambda gate: not gate.bounded,
+        "has neither low nor high, so it rejects nothing",
+        "set one",
+    ),
+    Rule(
+        "{setting}",
+        lambda gate: (gate.scope == "token") != (gate.aggregate in ("none", "budget")),
+        "scope = {scope} does not go with aggregate = {aggregate}",
+        "a token has nothing to aggregate (none, or budget over the step), a turn or sequence "
+        "needs mean, sum, max or min",
+    ),
+    Rule(
+        "{setting}",
+        lambda gate: gate.when == "toward" and not STATISTICS[gate.statistic].signed,
+        "when = toward needs a signed statistic",
+        "use ratio or prob_diff",
+    ),
+    Rule(
+        "{setting}",
+        lambda gate: gate.aggregate == "budget" and not gate.bounds_a_mean,
+        "a budget is a bound `high` on the mean of a non-negative statistic",
+        "set high alone, when = always, and such a statistic",
+    ),
+    Rule(
+        "{setting}",
+        lambda gate: gate.aggregate == "sum" and not STATISTICS[gate.statistic].sums,
+        "a sum of {statistic} only counts tokens",
+        "use mean, max or min",
+    ),
+)
 
 
 class Gate(Bounds):
@@ -121,18 +215,7 @@ class Gate(Bounds):
     trainer_prob = p.
     """
 
-    statistic: Literal[
-        "ratio",
-        "k1",
-        "k2",
-        "k3",
-        "exp_abs",
-        "prob_diff",
-        "tv",
-        "binary_kl",
-        "binary_kl_sym",
-        "trainer_prob",
-    ]
+    statistic: StatisticName
     """Number that is compared with the bounds (docs/corrections.md has the formulas)."""
     aggregate: Literal["none", "mean", "sum", "max", "min", "budget"] = "none"
     """Aggregate of the statistic over a turn or sequence. budget (M2PO): reject the largest
@@ -145,41 +228,26 @@ class Gate(Bounds):
     ratio: Ratio | None = None
     """Ratio that the statistic is computed from. Unset: correction.ratio."""
 
-    @model_validator(mode="after")
-    def _check_gate(self) -> Self:
-        setting = f"correction.gates {self.label}"
-        if not self.bounded:
-            raise ValueError(f"{setting}: has neither low nor high, so it rejects nothing; set one")
-        self._check_scope(setting)
-        least, agree, most = STATISTICS[self.statistic]
-        if self.aggregate == "sum":
-            if self.statistic in ("exp_abs", "trainer_prob"):
-                raise ValueError(
-                    f"{setting}: a sum of {self.statistic} only counts tokens; use mean, max or min"
-                )
-            most = None
-        self._check_bounds(setting, least, agree, most)
-        return self
+    rules: ClassVar = (*GATE_RULES, *BOUNDS_RULES)
 
-    def _check_scope(self, setting: str) -> None:
-        """Refuse a scope, aggregate and `when` that do not go together."""
-        if (self.scope == "token") != (self.aggregate in ("none", "budget")):
-            raise ValueError(
-                f"{setting}: scope = {self.scope} does not go with aggregate = {self.aggregate}; a "
-                "token has nothing to aggregate (none, or budget over the step), a turn or "
-                "sequence needs mean, sum, max or min"
-            )
-        if self.when == "toward" and self.statistic not in ("ratio", "prob_diff"):
-            raise ValueError(
-                f"{setting}: when = toward needs a signed statistic, ratio or prob_diff"
-            )
-        smallest = STATISTICS[self.statistic][0]
-        plain = smallest == 0 and self.low is None and self.when == "always"
-        if self.aggregate == "budget" and not plain:
-            raise ValueError(
-                f"{setting}: a budget is a bound `high` on the mean of a non-negative statistic, "
-                "always"
-            )
+    def __str__(self) -> str:
+        return self.label
+
+    @property
+    def setting(self) -> str:
+        return f"correction.gates {self.label}"
+
+    @property
+    def limits(self) -> Limits:
+        limits = STATISTICS[self.statistic].limits
+        if self.aggregate == "sum":
+            return limits._replace(most=None)
+        return limits
+
+    @property
+    def bounds_a_mean(self) -> bool:
+        """True if it is a bound `high` alone, always, on a statistic that is never below 0."""
+        return self.limits.least == 0 and self.low is None and self.when == "always"
 
     @property
     def label(self) -> str:
@@ -194,12 +262,110 @@ class Gate(Bounds):
         return ".".join(parts)
 
 
+CORRECTION_RULES: tuple[Rule[CorrectionConfig], ...] = (
+    Rule(
+        "correction.gates",
+        lambda config: bool(_repeated(config.gates)),
+        lambda config: f"{', '.join(_repeated(config.gates))} is there twice",
+        "merge the bounds into one gate",
+    ),
+    Rule(
+        "correction.gates",
+        lambda config: bool(config.bypass and _labels(config, _of_old)),
+        lambda config: (
+            f"the ratio of {_labels(config, _of_old)} is old/rollout, but with correction.ratio = "
+            "new/rollout there is no old policy"
+        ),
+        "leave it out",
+    ),
+    Rule(
+        "correction.gates",
+        lambda config: bool(_labels(config, _live_budget)),
+        lambda config: (
+            f"the budget of {_labels(config, _live_budget)} ranks the whole step, but the new "
+            "policy's ratio exists one micro-batch at a time"
+        ),
+        "use old/rollout",
+    ),
+    Rule(
+        "correction.protect",
+        lambda config: len(set(config.protect)) < len(config.protect),
+        "{protect} names a term twice",
+        "name it once",
+    ),
+    Rule(
+        "correction.denominator",
+        lambda config: config.normalise != "none" and config.denominator == "kept",
+        "kept, but normalise = {normalise} is a factor on all weights already",
+        "leave one of the two out",
+    ),
+    Rule(
+        "correction.normalise",
+        lambda config: config.live and config.normalise != "none",
+        "{normalise} needs every weight of the step before the loss runs, but the new policy's "
+        "ratio exists one micro-batch at a time",
+        "use old/rollout",
+    ),
+    Rule(
+        "correction.denominator",
+        lambda config: config.live and config.denominator == "kept",
+        "kept needs every weight of the step before the loss runs, but the new policy's ratio "
+        "exists one micro-batch at a time",
+        "use old/rollout",
+    ),
+    Rule(
+        "correction.centering",
+        lambda config: config.centering != "none" and not config.bypass,
+        "is a term of the score-function loss",
+        "it needs ratio = new/rollout",
+    ),
+    Rule(
+        "correction.centering",
+        lambda config: config.centering != "none" and config.weight.level not in ("none", "token"),
+        "averages over the vocabulary of a slot, where weight.level {weight.level} does not exist",
+        "use none or token",
+    ),
+    Rule(
+        "correction.gates",
+        lambda config: bool(config.centering != "none" and _labels(config, _of_tokens)),
+        lambda config: (
+            "centering averages over the vocabulary, where "
+            f"{_labels(config, _of_tokens)} would have to be evaluated too"
+        ),
+        "use weight.low and weight.high with outside = zero, or another scope",
+    ),
+)
+
+
+def _repeated(gates: tuple[Gate, ...]) -> list[str]:
+    labels = [gate.label for gate in gates]
+    return sorted({label for label in labels if labels.count(label) > 1})
+
+
+def _labels(config: CorrectionConfig, which: Callable[[CorrectionConfig, Gate], bool]) -> str:
+    return ", ".join(gate.label for gate in config.gates if which(config, gate))
+
+
+def _of_old(_: CorrectionConfig, gate: Gate) -> bool:
+    return gate.ratio == "old/rollout"
+
+
+def _of_tokens(_: CorrectionConfig, gate: Gate) -> bool:
+    return gate.scope == "token"
+
+
+def _live_budget(config: CorrectionConfig, gate: Gate) -> bool:
+    return gate.aggregate == "budget" and config.needs_current_policy(gate)
+
+
 class CorrectionConfig(Frozen):
     """loss = sum(keep * weight * surrogate) / denominator.
 
     `preset` names a row of corrections.toml to start from. Settings beside it replace single ones
     of that row. Without a preset nothing is weighted or rejected.
     """
+
+    rules: ClassVar = CORRECTION_RULES
 
     preset: str | None = None
     """Published correction to start from (`onepolicy config preset`). Unset: only what the settings
@@ -229,6 +395,11 @@ class CorrectionConfig(Frozen):
     default."""
 
     @property
+    def bypass(self) -> bool:
+        """True if there is no old policy, and so no scoring before the update."""
+        return self.ratio == "new/rollout"
+
+    @property
     def rejects(self) -> bool:
         """True if some slots may be rejected although their ratio is finite."""
         return bool(self.gates) or self.weight.rejects
@@ -241,7 +412,7 @@ class CorrectionConfig(Frozen):
     @property
     def live(self) -> bool:
         """True if some part needs the current policy, so that the loss must evaluate it."""
-        return self.ratio == "new/rollout" or any(map(self._needs_current_policy, self.gates))
+        return self.ratio == "new/rollout" or any(map(self.needs_current_policy, self.gates))
 
     @property
     def surrogate(self) -> Literal["any", "ppo", "pg"]:
@@ -255,7 +426,7 @@ class CorrectionConfig(Frozen):
         """The part that `reweight` evaluates once per step."""
         if self.ratio == "new/rollout":
             return CorrectionConfig(max_nonfinite=self.max_nonfinite)
-        gates = tuple(gate for gate in self.gates if not self._needs_current_policy(gate))
+        gates = tuple(gate for gate in self.gates if not self.needs_current_policy(gate))
         if gates == self.gates:
             return self
         return self.model_copy(update={"preset": None, "gates": gates})
@@ -270,7 +441,7 @@ class CorrectionConfig(Frozen):
         gates = tuple(
             gate.model_copy(update={"ratio": None})
             for gate in self.gates
-            if self._needs_current_policy(gate)
+            if self.needs_current_policy(gate)
         )
         return CorrectionConfig(ratio="new/rollout", gates=gates, protect=self.protect)
 
@@ -285,12 +456,16 @@ class CorrectionConfig(Frozen):
         """Return the settings of this preset without changes, or the defaults without a preset."""
         return CorrectionConfig(preset=self.preset)
 
+    def usual(self, name: str) -> Any:
+        return getattr(self.of_preset(), name)
+
     def top_logprobs(self, vocabulary: int) -> int:
         """Return how many of the rollout's likeliest tokens centering needs at every slot."""
         sizes = {"none": 0, "head": self.head_size or HEAD_SIZE, "support": vocabulary}
         return sizes[self.centering]
 
-    def _needs_current_policy(self, gate: Gate) -> bool:
+    def needs_current_policy(self, gate: Gate) -> bool:
+        """Return whether the gate's ratio is new/rollout."""
         return (gate.ratio or self.ratio) == "new/rollout"
 
     @model_validator(mode="before")
@@ -307,75 +482,6 @@ class CorrectionConfig(Frozen):
             both_tables = isinstance(base, dict) and isinstance(value, dict)
             merged[key] = base | value if both_tables else value
         return merged | {"preset": name}
-
-    @model_validator(mode="after")
-    def _check_gates(self) -> Self:
-        labels = [gate.label for gate in self.gates]
-        repeated = {label for label in labels if labels.count(label) > 1}
-        if repeated:
-            raise ValueError(
-                f"correction.gates: {', '.join(repeated)} is there twice; merge the bounds into "
-                "one gate"
-            )
-        for gate in self.gates:
-            self._check_gate_ratio(gate)
-        return self
-
-    @model_validator(mode="after")
-    def _check_denominators(self) -> Self:
-        if len(set(self.protect)) < len(self.protect):
-            raise ValueError(
-                f"correction.protect: {list(self.protect)} names a term twice; name it once"
-            )
-        if self.normalise != "none" and self.denominator == "kept":
-            raise ValueError(
-                f"correction.denominator: kept, but normalise = {self.normalise} is a factor on "
-                "all weights already; leave one of the two out"
-            )
-        if self.live and self.scales:
-            setting = "denominator = kept"
-            if self.normalise != "none":
-                setting = f"normalise = {self.normalise}"
-            raise ValueError(
-                f"correction: {setting} needs every weight of the step before the loss runs, but "
-                "the new policy's ratio exists one micro-batch at a time; use old/rollout"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_centering(self) -> Self:
-        if self.centering == "none":
-            return self
-        if self.ratio != "new/rollout":
-            raise ValueError(
-                "correction.centering: is a term of the score-function loss; it needs ratio = "
-                "new/rollout"
-            )
-        if self.weight.level not in ("none", "token"):
-            raise ValueError(
-                "correction.centering: averages over the vocabulary of a slot; weight.level "
-                f"{self.weight.level} does not exist there, use none or token"
-            )
-        for gate in self.gates:
-            if gate.scope == "token":
-                raise ValueError(
-                    f"correction.gates {gate.label}: centering averages over the vocabulary, where "
-                    "this gate would have to be evaluated too; use weight.low and weight.high with "
-                    "outside = zero, or another scope"
-                )
-        return self
-
-    def _check_gate_ratio(self, gate: Gate) -> None:
-        if self.ratio == "new/rollout" and gate.ratio == "old/rollout":
-            raise ValueError(
-                f"correction.gates {gate.label}: ratio is old/rollout, but with correction.ratio = "
-                "new/rollout there is no old policy; leave it out"
-            )
-        if gate.aggregate == "budget" and self._needs_current_policy(gate):
-            raise ValueError(
-                f"correction.gates {gate.label}: a budget ranks the whole step; it needs "
-                "old/rollout"
-            )
 
 
 def known_presets(wrong: object) -> str:

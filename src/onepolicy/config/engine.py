@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -14,15 +15,43 @@ from onepolicy.config.base import (
     SmallCount,
     Tokens,
 )
-from onepolicy.config.quant import Fp8, Int8, QuantFormat
+from onepolicy.config.quant import Int8, QuantFormat
+from onepolicy.config.rules import Rule
 
 Dtype = Literal["float32", "bfloat16"]
 FILE, DNS = "file:", "dns:"  # marks of a url that names a list of servers
 LmHead = Literal["same", "float32"]
 
 
+class Abilities(NamedTuple):
+    """What every engine of a kind can do, whatever its settings. Rules ask this, not the kind."""
+
+    embedded: bool = False  # the trainer's own model: its kernels, its routers, unrounded weights
+    in_process: bool = False  # runs in the process that builds it, which Ray can place
+    combine_weights: bool = False  # returns the weights of the experts it chose
+    updates_while_sampling: bool = True  # takes weights between two tokens of a request
+    shares_process_groups: bool = True  # stands torch's process groups of train.ranks
+    adapters_under_ray: bool = False  # was run with train.lora under Ray
+    adapters: tuple[str, ...] = ("attention", "dense")  # targets whose A and B it computes with
+    quant: tuple[str, ...] = ()  # formats of rollout.quant
+
+
+ALL_ADAPTERS = ("attention", "dense", "experts", "routers")
+ALL_FORMATS = ("int8", "fp8", "fp8-weight", "simulated")
+VLLM_FORMATS = ("int8", "fp8")
+
+
 class HFEngineConfig(Frozen):
     """The embedded engine: the unmodified transformers model with a cache of our own."""
+
+    can: ClassVar = Abilities(
+        embedded=True,
+        in_process=True,
+        combine_weights=True,
+        adapters_under_ray=True,
+        adapters=ALL_ADAPTERS,
+        quant=ALL_FORMATS,
+    )
 
     kind: Literal["hf"] = "hf"
     """The embedded engine: the unmodified transformers model, in this process."""
@@ -40,6 +69,13 @@ class HFEngineConfig(Frozen):
 
 class VLLMEngineConfig(Frozen):
     """vLLM in this process: the package for CUDA, or `make vllm` for the CPU."""
+
+    can: ClassVar = Abilities(
+        in_process=True,
+        updates_while_sampling=False,
+        shares_process_groups=False,
+        quant=VLLM_FORMATS,
+    )
 
     kind: Literal["vllm"] = "vllm"
     """vLLM in this process: the package for CUDA, or `make vllm` for the CPU."""
@@ -70,6 +106,8 @@ class VLLMEngineConfig(Frozen):
 
 class ServerEngineConfig(Frozen):
     """Settings that every server in a process of its own has."""
+
+    can: ClassVar = Abilities()
 
     kind: str
     url: str | tuple[str, ...]
@@ -132,6 +170,8 @@ class ServerEngineConfig(Frozen):
 class VLLMServerConfig(ServerEngineConfig):
     """A vLLM server in a process of its own, started by `onepolicy engine serve`."""
 
+    can: ClassVar = Abilities(quant=VLLM_FORMATS)
+
     kind: Literal["vllm-server"] = "vllm-server"
     """A vLLM server in a process of its own, started by `onepolicy engine serve`."""
     url: str | tuple[str, ...] = "http://127.0.0.1:8000"
@@ -159,28 +199,52 @@ class SGLangConfig(ServerEngineConfig):
     """Tokens of its context length that the server does not give to a request."""
 
 
-def check_vllm_quant(quant: QuantFormat, dtype: str) -> None:
-    """Raise ValueError for a format that vLLM does not have."""
-    if not isinstance(quant, Fp8 | Int8):
-        raise ValueError(
-            f"rollout.quant: vLLM has no method of its own for {quant.format}; use fp8 or int8, or "
-            "rollout.engine.kind = hf"
-        )
-    if quant.extra_modules:
-        raise ValueError(
-            f"rollout.quant.extra_modules: with vLLM {', '.join(quant.extra_modules)} cannot be "
-            "quantised; leave it out, or use rollout.engine.kind = hf"
-        )
-    if isinstance(quant, Int8) and quant.activations == "static":
-        raise ValueError(
-            "rollout.quant.activations: static, but vLLM's int8 leaves activations in bfloat16; "
-            "leave it out, or use rollout.engine.kind = hf"
-        )
-    if dtype != "bfloat16":
-        raise ValueError(
-            f"rollout.engine.dtype: {dtype}, but vLLM quantises bfloat16 engines only; leave it "
-            "out with rollout.quant"
-        )
+class VLLMQuant(NamedTuple):
+    """A format of weights that a vLLM engine is asked for."""
+
+    quant: QuantFormat
+    dtype: str
+    section: str  # path of the setting `quant`, with a dot
+    engine: str  # path of the engine's settings, with a dot
+
+
+class QuantisedByVLLM(Protocol):
+    """A section with the format of a vLLM engine's weights, if there is one."""
+
+    @property
+    def vllm_quant(self) -> VLLMQuant | None: ...
+
+
+def _where(broken: Callable[[VLLMQuant], bool]) -> Callable[[QuantisedByVLLM], bool]:
+    return lambda section: section.vllm_quant is not None and broken(section.vllm_quant)
+
+
+VLLM_QUANT_RULES: tuple[Rule[QuantisedByVLLM], ...] = (
+    Rule(
+        "{vllm_quant.section}quant",
+        _where(lambda vllm: vllm.quant.format not in VLLM_FORMATS),
+        "vLLM has no method of its own for {vllm_quant.quant.format}",
+        "use fp8 or int8, or rollout.engine.kind = hf",
+    ),
+    Rule(
+        "{vllm_quant.section}quant.extra_modules",
+        _where(lambda vllm: bool(vllm.quant.extra_modules)),
+        "vLLM cannot quantise {vllm_quant.quant.extra_modules}",
+        "leave it out, or use rollout.engine.kind = hf",
+    ),
+    Rule(
+        "{vllm_quant.section}quant.activations",
+        _where(lambda vllm: isinstance(vllm.quant, Int8) and vllm.quant.activations == "static"),
+        "static, but vLLM's int8 leaves activations in bfloat16",
+        "leave it out, or use rollout.engine.kind = hf",
+    ),
+    Rule(
+        "{vllm_quant.engine}dtype",
+        _where(lambda vllm: vllm.dtype != "bfloat16"),
+        "{vllm_quant.dtype}, but vLLM quantises bfloat16 engines only",
+        "leave it out with {vllm_quant.section}quant",
+    ),
+)
 
 
 EngineConfig = Annotated[

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from onepolicy.config.base import Frozen
+from onepolicy.config.base import Broken, Frozen
 from onepolicy.config.renamed import rename_keys, rename_overrides, warn_renamed
+from onepolicy.config.rules import require
 from onepolicy.config.run import RunConfig
 from onepolicy.errors import UsageError
 
@@ -72,12 +73,16 @@ def resolve_as(kind: type[Settings], tree: Tree, overrides: Overrides = ()) -> S
     tree, inside = rename_keys(tree, kind.renamed)  # of overrides that are whole sections
     warn_renamed([*old, *overridden, *inside], kind.renamed)
     _check_texts(tree)
+    broken = Broken()
     try:
-        return kind.model_validate(tree)
+        settings = kind.model_validate(tree, context=broken)
     except ValidationError as error:
         from onepolicy.config.errors import describe_errors
 
-        raise UsageError(describe_errors(error, kind)) from None
+        lines = [describe_errors(error, kind), *map(str, broken.checks)]
+        raise UsageError("\n".join(lines)) from None
+    require(broken.checks)
+    return settings
 
 
 def _check_texts(tree: Tree) -> None:

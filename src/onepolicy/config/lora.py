@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from onepolicy.config.base import LARGEST_INT, Frozen, PositiveFloat, SmallCount
+from onepolicy.config.rules import Rule, each_once
 
 Target = Literal["attention", "dense", "experts", "routers"]
 
 
+LORA_RULES: tuple[Rule[LoraConfig], ...] = (
+    Rule(
+        "train.lora.targets",
+        lambda lora: lora.targets is not None and not each_once(lora.targets),
+        "{targets} is empty or names a kind of weight twice",
+        "name each kind of weight once, or leave it out",
+    ),
+)
+
+
 class LoraConfig(Frozen):
     """Low-rank adapters (LoRA): W + B A alpha / rank, where only A and B are trained."""
+
+    rules: ClassVar = LORA_RULES
 
     rank: SmallCount = 16
     """Rank of every adapter. Experts: of each expert."""
@@ -39,16 +52,6 @@ class LoraConfig(Frozen):
         if self.alpha is None:
             return 2.0
         return self.alpha / self.rank
-
-    @model_validator(mode="after")
-    def _check_adapters(self) -> Self:
-        targets = self.targets
-        if targets is not None and (not targets or len(set(targets)) < len(targets)):
-            raise ValueError(
-                f"train.lora.targets: {list(targets)}; name each kind of weight once, or leave it "
-                "out"
-            )
-        return self
 
 
 def _off(value: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from onepolicy.config.base import (
     LARGEST_FLOAT,
@@ -16,6 +16,7 @@ from onepolicy.config.base import (
     Tokens,
 )
 from onepolicy.config.lora import LoraSetting
+from onepolicy.config.rules import Rule
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -60,8 +61,32 @@ class OptimConfig(Frozen):
     update ends the run."""
 
 
+TRAIN_RULES: tuple[Rule[TrainConfig], ...] = (
+    Rule(
+        "train.fsdp_param_dtype",
+        lambda train: train.fsdp_param_dtype == "bfloat16" and not train.ranks,
+        "bfloat16 needs train.ranks",
+        "set that as well, under torchrun to the number of its processes, or use train.autocast",
+    ),
+    Rule(
+        "train.autocast",
+        lambda train: train.fsdp_param_dtype == "bfloat16" == train.autocast,
+        "bfloat16, but train.fsdp_param_dtype = bfloat16 chooses the precision of the forward too",
+        "set one of them",
+    ),
+    Rule(
+        "train.device",
+        lambda train: train.ranks > 1 and ":" in train.device,
+        "{device} is one device, but each of train.ranks = {ranks} takes its own",
+        "use auto, cpu or cuda",
+    ),
+)
+
+
 class TrainConfig(Frozen):
     """Device, precision and memory of the trainer."""
+
+    rules: ClassVar = TRAIN_RULES
 
     device: str = "auto"
     """Torch device: cpu, cuda or cuda:N. auto: cuda if there is one, else cpu."""
@@ -99,26 +124,3 @@ class TrainConfig(Frozen):
 
     lora: LoraSetting = None
     """Train low-rank adapters in place of the weights (docs/lora.md). Unset or off: all weights."""
-
-    @model_validator(mode="after")
-    def _check_precision(self) -> Self:
-        if self.fsdp_param_dtype == "bfloat16" and not self.ranks:
-            raise ValueError(
-                "train.fsdp_param_dtype: bfloat16 needs train.ranks; set that as well, under "
-                "torchrun to the number of its processes, or use train.autocast"
-            )
-        if self.fsdp_param_dtype == "bfloat16" and self.autocast == "bfloat16":
-            raise ValueError(
-                "train.autocast: bfloat16, but train.fsdp_param_dtype = bfloat16 chooses the "
-                "precision of the forward too; set one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_device(self) -> Self:
-        if self.ranks > 1 and ":" in self.device:
-            raise ValueError(
-                f"train.device: {self.device} is one device, but each of train.ranks = "
-                f"{self.ranks} takes its own; use auto, cpu or cuda"
-            )
-        return self

@@ -1,4 +1,4 @@
-"""`numerics = "on-policy"`: the defaults that it changes. rules.py refuses what contradicts it."""
+"""`numerics = "on-policy"`: the defaults that it changes (run_rules.py: what contradicts it)."""
 
 from __future__ import annotations
 

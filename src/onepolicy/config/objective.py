@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,15 +18,33 @@ from onepolicy.config.base import (
     SmallCount,
     Tokens,
 )
+from onepolicy.config.rules import Rule
+from onepolicy.config.surrogates import LEVELS, SURROGATES, SurrogateName, SurrogateRow
 
 PRESETS_FILE = Path(__file__).with_name("objectives.toml")
 DEFAULT_CLIP = (0.2, 0.28)  # clip-higher, DAPO section 3.1
-GROUP_BASELINES = ("group", "leave-one-out")
-"""Baselines that compare a sample with the others of its group."""
+
+
+KL_RULES: tuple[Rule[KLConfig], ...] = (
+    Rule(
+        "objective.kl.importance",
+        lambda kl: kl.in_reward and kl.importance != "none",
+        "{importance}, but a reward has no gradient to correct",
+        "use objective.kl.where = loss, or leave it out",
+    ),
+    Rule(
+        "objective.kl.estimator",
+        lambda kl: kl.in_loss and kl.estimator == "k1" and kl.importance == "none",
+        "the gradient of k1 in the loss is that of log pi, zero on average, so it only adds noise",
+        "use k2 or k3, set kl.importance, or kl.where = reward",
+    ),
+)
 
 
 class KLConfig(Frozen):
     """KL divergence from a frozen reference model, token by token. Off unless coef is set."""
+
+    rules: ClassVar = KL_RULES
 
     coef: float = Field(0.0, ge=0, le=LARGEST_FLOAT)
     """Coefficient of the KL term. 0: no reference model, no KL."""
@@ -52,21 +70,6 @@ class KLConfig(Frozen):
         """True if the KL is a term of the loss."""
         return self.coef > 0 and self.where == "loss"
 
-    @model_validator(mode="after")
-    def _check_gradient(self) -> Self:
-        if self.in_reward and self.importance != "none":
-            raise ValueError(
-                f"objective.kl.importance: {self.importance}, but a reward has no gradient to "
-                "correct; use objective.kl.where = loss, or leave it out"
-            )
-        if self.in_loss and self.estimator == "k1" and self.importance == "none":
-            raise ValueError(
-                "objective.kl.estimator: the gradient of k1 in the loss is that of log pi, zero on "
-                "average, so it only adds noise; use k2 or k3, set kl.importance, or kl.where = "
-                "reward"
-            )
-        return self
-
 
 class CriticConfig(Frozen):
     """A copy of the policy's backbone with a scalar head and an AdamW of its own.
@@ -81,12 +84,66 @@ class CriticConfig(Frozen):
     clip."""
 
 
+OBJECTIVE_RULES: tuple[Rule[ObjectiveConfig], ...] = (
+    Rule(
+        "objective.normalise",
+        lambda objective: objective.normalise == "std" and objective.baseline != "group",
+        "std is of a group's rewards",
+        "with baseline = {baseline} use none or global",
+    ),
+    Rule(
+        "objective.dynamic_sampling",
+        lambda objective: objective.dynamic_sampling > 0 and not objective.compares_groups,
+        "{dynamic_sampling}, but with baseline = {baseline} equal rewards carry a signal",
+        "set it to 0",
+    ),
+    Rule(
+        "objective.kl.where",
+        lambda objective: objective.kl.in_reward and objective.normalise == "std",
+        "reward would be divided by the standard deviation of a group's rewards",
+        "use normalise = none or global, or kl.where = loss",
+    ),
+    Rule(
+        "objective.dual_clip",
+        lambda objective: (
+            "dual_clip" in objective.loss.reads
+            and objective.dual_clip is not None
+            and objective.dual_clip <= objective.highest_ratio
+        ),
+        "{dual_clip} is inside the clip range",
+        "set it above 1 + clip_high = {highest_ratio:g}",
+    ),
+    Rule(
+        "objective.ratio_level",
+        lambda objective: objective.level not in (objective.loss.levels or LEVELS),
+        "trajectory is a product of ratios, which leaves every clip range on long responses",
+        "{surrogate} takes token, sequence or sequence-token",
+    ),
+    Rule(
+        "objective.surrogate",
+        lambda objective: (
+            objective.loss.whole_samples
+            and (
+                objective.has_critic
+                or objective.kl.in_reward
+                or (objective.gamma != 1 and not objective.compares_groups)
+            )
+        ),
+        "{surrogate} has one advantage per sample, but baseline = critic, kl.where = reward and "
+        "gamma make it one per token",
+        "use a group baseline, kl.where = loss, gamma = 1",
+    ),
+)
+
+
 class ObjectiveConfig(Frozen):
     """Rewards -> advantages -> surrogate -> one scalar.
 
     `preset` names a row of objectives.toml to start from. Settings beside it replace single ones of
     that row. Without a preset: GRPO with clip-higher and a token mean.
     """
+
+    rules: ClassVar = OBJECTIVE_RULES
 
     preset: str | None = None
     """Published objective to start from (`onepolicy config objective`). Unset: GRPO with
@@ -101,7 +158,7 @@ class ObjectiveConfig(Frozen):
     """Discount per token, of returns and GAE. 1: none."""
     lam: float = Field(1.0, ge=0, le=1)
     """Lambda of GAE. 1: compare with the whole return. Less trusts the critic more."""
-    surrogate: Literal["ppo", "pg", "cispo", "sapo", "gmpo", "topr"] = "ppo"
+    surrogate: SurrogateName = "ppo"
     """Loss of a slot from its ratio and advantage (docs/objectives.md has the equations)."""
     ratio_level: Literal["token", "sequence", "sequence-token", "trajectory"] = "token"
     """Ratio r of a slot: its own, the geometric mean of its sample (GSPO), that value with the
@@ -151,6 +208,28 @@ class ObjectiveConfig(Frozen):
         return self.baseline == "critic"
 
     @property
+    def compares_groups(self) -> bool:
+        """True if a sample is compared with the others of its group."""
+        return self.baseline in ("group", "leave-one-out")
+
+    @property
+    def loss(self) -> SurrogateRow:
+        """The row of the surrogate."""
+        return SURROGATES[self.surrogate]
+
+    @property
+    def level(self) -> str:
+        """Level of the ratio that the surrogate takes: token where it reads no ratio_level."""
+        if not self.loss.levels:
+            return "token"
+        return self.ratio_level
+
+    @property
+    def highest_ratio(self) -> float:
+        """Ratio above which one is clipped."""
+        return 1 + self.clip_high
+
+    @property
     def name(self) -> str:
         """The preset, marked if settings differ from it; grpo or custom without one."""
         if self == self.of_preset():
@@ -160,6 +239,9 @@ class ObjectiveConfig(Frozen):
     def of_preset(self) -> ObjectiveConfig:
         """Return the settings of this preset without changes, or the defaults without a preset."""
         return ObjectiveConfig(preset=self.preset)
+
+    def usual(self, name: str) -> Any:
+        return getattr(self.of_preset(), name)
 
     @model_validator(mode="before")
     @classmethod
@@ -172,47 +254,6 @@ class ObjectiveConfig(Frozen):
         if merged.get("baseline") == "critic" and merged.get("critic") is None:
             merged["critic"] = {}
         return merged
-
-    @model_validator(mode="after")
-    def _check_baseline(self) -> Self:
-        if self.normalise == "std" and self.baseline != "group":
-            raise ValueError(
-                "objective.normalise: std is of a group's rewards; with baseline = "
-                f"{self.baseline} use none or global"
-            )
-        if self.dynamic_sampling and self.baseline not in GROUP_BASELINES:
-            raise ValueError(
-                f"objective.dynamic_sampling: {self.dynamic_sampling}, but with baseline = "
-                f"{self.baseline} equal rewards carry a signal; set it to 0"
-            )
-        if self.kl.in_reward and self.normalise == "std":
-            raise ValueError(
-                "objective.kl.where: reward would be divided by the standard deviation of a "
-                "group's rewards; use normalise = none or global, or kl.where = loss"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_surrogate(self) -> Self:
-        name = self.surrogate
-        if name == "ppo" and self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(
-                f"objective.dual_clip: {self.dual_clip} is inside the clip range; set it above "
-                f"1 + clip_high = {1 + self.clip_high:g}"
-            )
-        if self.ratio_level == "trajectory" and name in ("ppo", "cispo", "sapo"):
-            raise ValueError(
-                "objective.ratio_level: trajectory is a product of ratios, which leaves every clip "
-                f"range on long responses; {name} takes token, sequence or sequence-token"
-            )
-        discounts = self.gamma != 1 and self.baseline not in GROUP_BASELINES
-        if name == "gmpo" and (self.has_critic or self.kl.in_reward or discounts):
-            raise ValueError(
-                "objective.surrogate: gmpo has one advantage per sample, but baseline = critic, "
-                "kl.where = reward and gamma make it one per token; use a group baseline, kl.where "
-                "= loss, gamma = 1"
-            )
-        return self
 
 
 def _preset_settings(name: str) -> dict[str, Any]:

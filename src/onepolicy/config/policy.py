@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Self
+from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from onepolicy.config.base import (
     LARGEST_FLOAT,
@@ -19,11 +19,42 @@ from onepolicy.config.base import (
     SmallCount,
     Tokens,
 )
+from onepolicy.config.rules import Rule, unused
 from onepolicy.config.task import ChainTask, TaskConfig
+
+POLICY_RULES: tuple[Rule[PolicyConfig], ...] = (
+    Rule(
+        "top_k",
+        lambda policy: policy.top_k > policy.experts,
+        "{top_k} is more than experts={experts}",
+        "lower it or add experts",
+    ),
+    Rule(
+        "kv_heads",
+        lambda policy: policy.heads % policy.kv_heads != 0,
+        "{kv_heads} does not divide heads={heads}",
+        "use a divisor of it",
+    ),
+    Rule(
+        "head_dim",
+        lambda policy: policy.head_dim % 2 == 1,
+        "{head_dim} is odd, but rotary embeddings turn pairs",
+        "use an even number",
+    ),
+    Rule(
+        "mistakes_from",
+        lambda policy: policy.clean_steps == policy.steps,
+        "{mistakes_from} leaves none of {steps} steps",
+        "lower it",
+    ),
+    *unused("mistakes_from", lambda policy: not policy.mistakes, "mistakes = 0"),
+)
 
 
 class PolicyConfig(Frozen):
     """A Qwen3-MoE of 3.6 million parameters, warmed up on solutions with planted mistakes."""
+
+    rules: ClassVar = POLICY_RULES
 
     task: TaskConfig = ChainTask()
     """Task whose answers the policy is warmed up on."""
@@ -65,31 +96,6 @@ class PolicyConfig(Frozen):
     """CPU threads. Weights depend on it in the last bits, so the machine does not choose it."""
     seed: Seed = 0
     """Seed of weights and warm-up data."""
-
-    @model_validator(mode="after")
-    def _check_shape(self) -> Self:
-        if self.top_k > self.experts:
-            raise ValueError(
-                f"top_k: {self.top_k} is more than experts={self.experts}; lower it or add experts"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"kv_heads: {self.kv_heads} does not divide heads={self.heads}; use a divisor of it"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim: {self.head_dim} is odd, but rotary embeddings turn pairs; use an even "
-                "number"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_mistakes(self) -> Self:
-        if self.clean_steps == self.steps:
-            raise ValueError(
-                f"mistakes_from: {self.mistakes_from} leaves none of {self.steps} steps; lower it"
-            )
-        return self
 
     @property
     def clean_steps(self) -> int:

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from onepolicy.config.base import Frozen, Seed
+from onepolicy.config.rules import Rule, each_once
 
 PRESSED = "under artificial routing pressure"
 """Words that every line about a pressed engine has, on the terminal and in files."""
 
 
+PRESSURE_RULES: tuple[Rule[RoutingPressure], ...] = (
+    Rule(
+        "rollout.pressure.layers",
+        lambda it: it.layers is not None and not each_once(it.layers),
+        "{layers} is empty or names a layer twice",
+        "name each layer once, or leave it out for all",
+    ),
+    Rule(
+        "rollout.pressure.scale",
+        lambda it: it.kind == "runner-up" and it.scale > 1,
+        "{scale:g}, but with kind = runner-up it is the share of the tokens",
+        "set it to at most 1",
+    ),
+    Rule(
+        "rollout.pressure.weights",
+        lambda it: it.kind == "runner-up" and it.weights,
+        "{weights}, but kind = runner-up has no noisy weights",
+        "leave it out",
+    ),
+)
+
+
 class RoutingPressure(Frozen):
     """Other experts than the engine's routers would choose, for a study. Never for a real run."""
+
+    rules: ClassVar = PRESSURE_RULES
 
     kind: Literal["routing", "runner-up"] = "routing"
     """routing: noise on the weights with which the engine's routers choose experts. runner-up: for
@@ -30,21 +55,6 @@ class RoutingPressure(Frozen):
     """Decoder indices of the MoE layers under pressure. Unset: all."""
     seed: Seed = 0
     """Seed of what is drawn. The run's own seed does not change it."""
-
-    @model_validator(mode="after")
-    def _check_options(self) -> Self:
-        layers = self.layers
-        if layers is not None and (not layers or len(set(layers)) < len(layers)):
-            raise ValueError(
-                f"rollout.pressure.layers: {list(layers)}; name each layer once, or leave it out "
-                "for all"
-            )
-        if self.kind == "runner-up" and (self.scale > 1 or self.weights):
-            raise ValueError(
-                "rollout.pressure: kind = runner-up takes the share of the tokens, at most 1, as "
-                f"scale ({self.scale:g}), and has no noisy weights (weights = {self.weights})"
-            )
-        return self
 
     def describe(self) -> str:
         """Return the line that a run, its summary and its report begin with."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from onepolicy.config.base import LARGEST_INT, Count, Frozen, Seed
 from onepolicy.config.cluster import ClusterConfig, LocalCluster
 from onepolicy.config.correction import CorrectionConfig
+from onepolicy.config.idle import IDLE
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.numerics import Numerics, dependent_defaults
 from onepolicy.config.objective import ObjectiveConfig
 from onepolicy.config.renamed import RUN_KEYS
 from onepolicy.config.replay import R2, R3, ReplayConfig, RolloutReplay, SoftReplay
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
-from onepolicy.config.rules import check_sections
+from onepolicy.config.run_rules import CONTRADICTIONS
 from onepolicy.config.task import EpisodeTask, TaskConfig
 
 
@@ -60,6 +61,7 @@ class RunConfig(Frozen):
     """Settings of a training run. eval, measure, plan and engine check read the same sections."""
 
     renamed: ClassVar = RUN_KEYS
+    rules: ClassVar = (*CONTRADICTIONS, *IDLE)
 
     out: str
     """Run folder, new or empty. If a recipe's own is taken, `onepolicy train` takes the first free
@@ -112,11 +114,6 @@ class RunConfig(Frozen):
             data = {**data, "replay": {"mode": "r3"} | replay}
         return data
 
-    @model_validator(mode="after")
-    def _check_sections(self) -> Self:
-        check_sections(self)
-        return self
-
     @property
     def longest_episode(self) -> tuple[int, int]:
         """Most sampled tokens and model turns of an episode."""
@@ -130,7 +127,7 @@ class RunConfig(Frozen):
     @property
     def scores_old(self) -> bool:
         """True if the trainer scores a batch before the update."""
-        return self.correction.ratio == "old/rollout"
+        return not self.correction.bypass
 
     @property
     def skips_zero_advantage(self) -> bool:

@@ -10,7 +10,7 @@ from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.numerics import Numerics
 from onepolicy.config.objective import ObjectiveConfig
 from onepolicy.config.replay import ReplayConfig
-from onepolicy.config.rollout import RolloutConfig
+from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.task import TaskConfig
 
 
@@ -37,3 +37,5 @@ class Sections(Protocol):
     def train(self) -> TrainConfig: ...
     @property
     def cluster(self) -> ClusterConfig: ...
+    @property
+    def eval(self) -> EvalConfig: ...

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
-
-from pydantic import model_validator
+from typing import ClassVar
 
 from onepolicy.config.base import SmallCount
-from onepolicy.config.engine import VLLMEngineConfig, check_vllm_quant
+from onepolicy.config.engine import VLLM_QUANT_RULES, VLLMEngineConfig, VLLMQuant
 from onepolicy.config.quant import QuantConfig
 from onepolicy.config.renamed import SERVE_KEYS
+from onepolicy.config.rules import unused
 
 
 class ServeConfig(VLLMEngineConfig):
     """Settings of the vLLM server that `onepolicy engine serve` starts."""
 
     renamed: ClassVar = SERVE_KEYS
+    rules: ClassVar = (
+        *VLLM_QUANT_RULES,
+        *unused(
+            "lm_head",
+            lambda engine: engine.lm_head == engine.dtype == "float32",
+            "dtype = float32",
+        ),
+    )
 
     quant: QuantConfig = None
     """Quantisation of the weights, as rollout.quant of the runs that will use the server."""
     lora_rank: SmallCount | None = None
     """Largest rank of adapters that runs with train.lora.sync = native may send. Unset: none."""
 
-    @model_validator(mode="after")
-    def _check_quant(self) -> Self:
-        if self.quant is not None:
-            check_vllm_quant(self.quant, self.dtype)
-        return self
+    @property
+    def vllm_quant(self) -> VLLMQuant | None:
+        """The format of the weights. None: unquantised."""
+        if self.quant is None:
+            return None
+        return VLLMQuant(self.quant, self.dtype, "", "")

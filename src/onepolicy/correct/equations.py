@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from onepolicy.config.correction import CorrectionConfig, Gate, Weight, correction_presets
+from onepolicy.config.correction import (
+    STATISTICS,
+    CorrectionConfig,
+    Gate,
+    Weight,
+    correction_presets,
+)
 from onepolicy.correct.presets import preset
 
 FRAMEWORKS = {
@@ -13,17 +19,6 @@ FRAMEWORKS = {
     "trl": "TRL 1.16",
     "openrlhf": "OpenRLHF 0.11.2",
     "nemo": "NeMo-RL",
-}
-_MEANING = {
-    "k1": "-log rho",
-    "k2": "(log rho)^2 / 2",
-    "k3": "rho - 1 - log rho",
-    "exp_abs": "exp |log rho|",
-    "prob_diff": "p_trainer - p_rollout",
-    "tv": "|p_trainer - p_rollout|",
-    "binary_kl": "KL(Bern(p_rollout) || Bern(p_trainer))",
-    "binary_kl_sym": "max of both KL(Bern || Bern)",
-    "trainer_prob": "p_trainer",
 }
 
 
@@ -85,7 +80,7 @@ def _gate(gate: Gate) -> str:
             gate.aggregate, f"{gate.aggregate} of rho"
         )
     else:
-        value = _MEANING[gate.statistic]
+        value = STATISTICS[gate.statistic].formula
         if gate.aggregate not in ("none", "budget"):
             value = f"{gate.aggregate} of {value}"
     if gate.aggregate == "budget":

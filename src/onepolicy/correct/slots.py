@@ -15,7 +15,7 @@ from onepolicy.config import UsageError
 from onepolicy.layout import Layout, flatten_arguments, slot_index
 from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule, refuse_probabilities
 
-LOG_RATIO_LIMIT = 80.0
+WEIGHT_LOG_RATIO_LIMIT = 80.0
 """Largest |log rho| of a slot or unit; larger ones are clamped. exp of it is finite in float32, and
 it is far beyond any bound.
 """
@@ -105,7 +105,7 @@ def _slots(given: Fields, most: _Extent) -> Slots:
     trainer, rollout = given.logp_trainer.detach()[where], given.logp_rollout.detach()[where]
     log_ratio = trainer.double() - rollout.double()
     log_ratio = torch.where(log_ratio.isfinite(), log_ratio, torch.nan)
-    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = log_ratio.clamp(-WEIGHT_LOG_RATIO_LIMIT, WEIGHT_LOG_RATIO_LIMIT)
     segment = turn = advantage = None
     if given.segment is not None:
         segment = given.segment[where].long()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.config.correction import CorrectionConfig, Gate
-from onepolicy.correct.slots import LOG_RATIO_LIMIT, Slots
+from onepolicy.config.correction import STATISTICS, CorrectionConfig, Gate
+from onepolicy.correct.slots import WEIGHT_LOG_RATIO_LIMIT, Slots
 
 PROBABILITY_MARGIN = 1e-6
 """Distance that a binary KL keeps its probabilities from 0 and 1, so that its logarithms are finite
@@ -48,40 +48,62 @@ Units = dict[str, UnitSums]
 
 
 def statistic(name: str, slots: Slots) -> Tensor:
-    """Return [n] float64: a gate's statistic (see config.Gate).
+    """Return [n] float64: a gate's statistic, from the function of its name.
 
     A ratio is returned as log rho, because it is aggregated in log space.
     """
-    log_ratio = slots.log_ratio
-    match name:
-        case "ratio":
-            return log_ratio
-        case "k1":
-            return -log_ratio
-        case "k2":
-            return log_ratio.square() / 2
-        case "k3":
-            return log_ratio.expm1() - log_ratio
-        case "exp_abs":
-            return log_ratio.abs().exp()
-        case "prob_diff":
-            return _prob_diff(slots)
-        case "tv":
-            return _prob_diff(slots).abs()
-        case "trainer_prob":
-            return torch.where(log_ratio.isfinite(), slots.logp_trainer.double().exp(), torch.nan)
-        case "binary_kl":
-            return _binary_kl(slots, slots.logp_rollout, slots.logp_trainer)
-        case "binary_kl_sym":
-            forward = _binary_kl(slots, slots.logp_rollout, slots.logp_trainer)
-            return torch.maximum(forward, _binary_kl(slots, slots.logp_trainer, slots.logp_rollout))
-        case _:
-            raise AssertionError(name)
+    return FUNCTIONS[name](slots)
 
 
-def _prob_diff(slots: Slots) -> Tensor:
+def ratio(slots: Slots) -> Tensor:
+    """Return log rho."""
+    return slots.log_ratio
+
+
+def k1(slots: Slots) -> Tensor:
+    """Return -log rho."""
+    return -slots.log_ratio
+
+
+def k2(slots: Slots) -> Tensor:
+    """Return (log rho)^2 / 2."""
+    return slots.log_ratio.square() / 2
+
+
+def k3(slots: Slots) -> Tensor:
+    """Return rho - 1 - log rho."""
+    return slots.log_ratio.expm1() - slots.log_ratio
+
+
+def exp_abs(slots: Slots) -> Tensor:
+    """Return exp |log rho|."""
+    return slots.log_ratio.abs().exp()
+
+
+def prob_diff(slots: Slots) -> Tensor:
     """Return p - q as q (rho - 1), which does not cancel."""
     return slots.logp_rollout.double().exp() * slots.log_ratio.expm1()
+
+
+def tv(slots: Slots) -> Tensor:
+    """Return |p - q|."""
+    return prob_diff(slots).abs()
+
+
+def trainer_prob(slots: Slots) -> Tensor:
+    """Return p."""
+    return torch.where(slots.log_ratio.isfinite(), slots.logp_trainer.double().exp(), torch.nan)
+
+
+def binary_kl(slots: Slots) -> Tensor:
+    """Return KL(Bernoulli(q) || Bernoulli(p))."""
+    return _binary_kl(slots, slots.logp_rollout, slots.logp_trainer)
+
+
+def binary_kl_sym(slots: Slots) -> Tensor:
+    """Return the larger of both directions of binary_kl."""
+    other = _binary_kl(slots, slots.logp_trainer, slots.logp_rollout)
+    return torch.maximum(binary_kl(slots), other)
 
 
 def _binary_kl(slots: Slots, logp: Tensor, logp_other: Tensor) -> Tensor:
@@ -96,6 +118,10 @@ def _binary_kl(slots: Slots, logp: Tensor, logp_other: Tensor) -> Tensor:
     )
     divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     return torch.where(slots.log_ratio.isfinite(), divergence, torch.nan)
+
+
+FUNCTIONS: dict[str, Callable[[Slots], Tensor]] = {name: globals()[name] for name in STATISTICS}
+"""The function of each row of config.correction.STATISTICS, which has its name."""
 
 
 def unit_index(slots: Slots, scope: str) -> tuple[Tensor, int]:
@@ -208,7 +234,7 @@ def value_of(gate: Gate, slots: Slots, units: Units) -> Tensor:
 
 
 def weight_log_ratio(config: CorrectionConfig, slots: Slots, units: Units) -> Tensor:
-    """Return [n] float64: the log of the weight before its bounds, clamped to LOG_RATIO_LIMIT."""
+    """Return [n] float64: the log of the weight before its bounds, clamped."""
     match config.weight.level:
         case "none":
             return 0 * slots.log_ratio  # NaN stays NaN
@@ -218,7 +244,8 @@ def weight_log_ratio(config: CorrectionConfig, slots: Slots, units: Units) -> Te
             scope = weight_scope(level)
             how = {"geometric": "mean"}.get(level, "sum")
             values = units[f"ratio/{scope}"].aggregate(how)
-            return values.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[unit_index(slots, scope)[0]]
+            values = values.clamp(-WEIGHT_LOG_RATIO_LIMIT, WEIGHT_LOG_RATIO_LIMIT)
+            return values[unit_index(slots, scope)[0]]
 
 
 def inside(values: Tensor, low: float | None, high: float | None, *, log: bool = False) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import RunConfig, TrainingError
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.config.rules import Check
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
@@ -36,19 +37,6 @@ START_TOKENS = 16
 MIN_EXPECTED_OUTSIDE = 14
 """Tokens expected outside a support, before finding none there is a fault: e^-14 < 1e-6 (Poisson).
 """
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """The result of one check.
-
-    passed is None if the check does not apply, or cannot be decided until another check passes.
-    """
-
-    name: str
-    passed: bool | None
-    measured: str
-    fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +136,7 @@ async def require_correct_logprobs(
     for result in check_logprobs(scorer, cold, warm, limits=None).values():
         if result.passed is False:
             raise TrainingError(
-                f"{type(engine).__name__}, {result.name}: {result.measured}. "
+                f"{type(engine).__name__}, {result.name}: {result.found}. "
                 f"Every importance ratio would be wrong; {result.fix}. "
                 "`onepolicy engine check` says more"
             )
@@ -169,7 +157,7 @@ def find_malformed_logprobs(batches: Sequence[GeneratedBatch]) -> str | None:
 
 def check_logprobs(
     scorer: Scorer, cold: TokenBatch, warm: TokenBatch, *, limits: tuple[float, float] | None
-) -> dict[str, CheckResult]:
+) -> dict[str, Check]:
     """Check that log-probabilities belong to the tokens and the distribution they were drawn from.
 
     cold, warm: batches that were sampled at temperature 1 and at HOT_TEMPERATURE, scored. limits:
@@ -198,30 +186,30 @@ def check_logprobs(
         fix = (
             "the engine holds other weights than the trainer, another model, or changes the prompt"
         )
-        return results | {name: CheckResult(name, False, measured, fix)}
-    results[name] = CheckResult(name, True, f"one per token, aligned, {measured}")
+        return results | {name: Check(name, False, measured, fix)}
+    results[name] = Check(name, True, f"one per token, aligned, {measured}")
     results["temperature"] = check_temperature(scorer, warm, warm_limit)
     return results
 
 
-def _known_fault(cold: TokenBatch) -> CheckResult | None:
+def _known_fault(cold: TokenBatch) -> Check | None:
     """Return the failed check of a fault that has a known signature, if one is found."""
     diagnosis = diagnose_batch(cold)
     if diagnosis.nonfinite.count:
         fix = "look at the trainer's weights and logits"
-        return CheckResult("log-probabilities", False, str(diagnosis.nonfinite), fix)
+        return Check("log-probabilities", False, str(diagnosis.nonfinite), fix)
     evidence = {finding.cause: finding.evidence for finding in diagnosis.findings}
     for cause in ("fill", "not_log", "shift"):
         if cause in evidence:
             fix = "value i must be the log-probability of token i of the completion"
-            return CheckResult("log-probabilities", False, evidence[cause], fix)
+            return Check("log-probabilities", False, evidence[cause], fix)
     if "retokenised" in evidence:
         fix = "return the ids that were sampled; never decode and encode them again"
-        return CheckResult("tokens", False, evidence["retokenised"], fix)
+        return Check("tokens", False, evidence["retokenised"], fix)
     return None
 
 
-def check_temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> CheckResult:
+def check_temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> Check:
     """Check that tokens and log-probabilities are of temperature HOT_TEMPERATURE.
 
     limit: the largest `upper_quartile_gap` expected; None: check the log-probabilities only.
@@ -241,22 +229,22 @@ def check_temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> 
             "neither side may return NaN or infinite log-probabilities; "
             "look at the trainer's logits"
         )
-        return CheckResult(name, False, f"{measured}: some are not finite", fix)
+        return Check(name, False, f"{measured}: some are not finite", fix)
     if untempered < EXPLAINED * gap and gap > 0.02:
         fix = f"return log-probabilities after temperature, {PROCESSED}"
-        return CheckResult(name, False, f"{measured}: they are not tempered", fix)
+        return Check(name, False, f"{measured}: they are not tempered", fix)
     if limit is None:
-        return CheckResult(name, True, measured)
+        return Check(name, True, measured)
     worst = gaps.max()
     if not worst <= limit:
         text = f"{measured}; worst request {number(float(worst))}, expected at most {number(limit)}"
-        return CheckResult(name, False, text, "pass the temperature to the engine")
+        return Check(name, False, text, "pass the temperature to the engine")
     mean, error = _mean_surplus(warm)
     if not abs(mean) <= 6 * error + 0.02:  # also if the entropy is NaN
         excess = with_error(mean, error)
         text = f"the tokens are {excess} nats likelier than draws at {HOT_TEMPERATURE}"
-        return CheckResult(name, False, text, "sample at the temperature that is asked for")
-    return CheckResult(name, True, measured)
+        return Check(name, False, text, "sample at the temperature that is asked for")
+    return Check(name, True, measured)
 
 
 def _mean_surplus(batch: TokenBatch) -> tuple[float, float]:
@@ -270,7 +258,7 @@ def _mean_surplus(batch: TokenBatch) -> tuple[float, float]:
     return float(surplus.mean()), float(surplus.std() / len(surplus) ** 0.5)
 
 
-def check_support(scorer: Scorer, batches: Sequence[TokenBatch]) -> CheckResult:
+def check_support(scorer: Scorer, batches: Sequence[TokenBatch]) -> Check:
     """Check that the engine samples from the whole vocabulary if no top_k or top_p is set.
 
     It counts the tokens outside narrower supports.
@@ -281,7 +269,7 @@ def check_support(scorer: Scorer, batches: Sequence[TokenBatch]) -> CheckResult:
         text = (
             "the trainer's probabilities of these tokens are not finite, so nothing is comparable"
         )
-        return CheckResult("support", False, text, "look at the trainer's weights and logits")
+        return Check("support", False, text, "look at the trainer's weights and logits")
     names = [f"top_k={k}" for k in TOP_K] + [f"top_p={p}" for p in TOP_P]
     decidable = [i for i in range(len(names)) if expected[i] >= MIN_EXPECTED_OUTSIDE]
     narrowed = [i for i in decidable if seen[i] <= 0.05 * expected[i]]
@@ -293,13 +281,13 @@ def check_support(scorer: Scorer, batches: Sequence[TokenBatch]) -> CheckResult:
             f"{float(expected[i]):.0f} expected"
         )
         fix = "turn off the engine's own sampling defaults (top-p, top-k, min-p, generation_config)"
-        return CheckResult("support", False, text, fix)
+        return Check("support", False, text, fix)
     if not decidable:
         text = f"the {total} tokens are too certain to show a narrowed support"
-        return CheckResult("support", None, text)
+        return Check("support", None, text)
     i = min(decidable, key=lambda i: float(expected[i]))
     counts_text = f"{int(seen[i])} tokens outside {names[i]}, {float(expected[i]):.0f} expected"
-    return CheckResult("support", True, f"whole vocabulary: {counts_text}")
+    return Check("support", True, f"whole vocabulary: {counts_text}")
 
 
 def topk_share(scorer: Scorer, batch: TokenBatch, top_k: int) -> tuple[float, Tensor]:

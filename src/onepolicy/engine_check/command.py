@@ -19,11 +19,11 @@ from onepolicy.build.measure_settings import measure_config
 from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.model_path import resolve_model
 from onepolicy.config.replay import MIN_AGREEMENT
+from onepolicy.config.rules import Check
 from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.engine_check.checks import (
     HOT_TEMPERATURE,
     PROCESSED,
-    CheckResult,
     GeneratedBatch,
     check_logprobs,
     find_malformed_logprobs,
@@ -54,7 +54,7 @@ NARROW = 3
 """top_k of the requests that ask for a narrowed support."""
 
 
-def run_engine_check(tree: dict[str, Any], overrides: list[str]) -> list[CheckResult]:
+def run_engine_check(tree: dict[str, Any], overrides: list[str]) -> list[Check]:
     """Build an engine and its trainer, and run all checks on random prompts.
 
     tree: settings of a recipe, which may be empty. Its task is not used.
@@ -77,7 +77,7 @@ def run_engine_check(tree: dict[str, Any], overrides: list[str]) -> list[CheckRe
 
 async def check_pair(
     pair: EngineAndScorer, tokenizer: PreTrainedTokenizerBase, model: ModelConfig
-) -> list[CheckResult]:
+) -> list[Check]:
     """Return one result for each of NAMES, in that order."""
     scorer, engine = pair.scorer, pair.engine
     length = min(MAX_TOKENS, engine.caps.max_len // 2)
@@ -94,14 +94,14 @@ async def check_pair(
         hot = await generate_all(engine, prompts, Sampling(HOT_TEMPERATURE, length), seeds)
     except (UsageError, TrainingError) as error:
         text = f"a request failed: {error}"
-        failed = CheckResult("tokens", False, text, "fix the engine's reply")
+        failed = Check("tokens", False, text, "fix the engine's reply")
         return _complete({"tokens": failed})
     results = {"tokens": check_tokens((plain, hot, greedy, narrow, stopped), scorer.vocab_size)}
     results |= check_route_shapes(pair, (plain, hot))
     results["seeds"] = await check_seeds(pair, prompts, hot)
     malformed = find_malformed_logprobs((plain, hot, narrow))
     if malformed is not None:
-        results["log-probabilities"] = CheckResult(
+        results["log-probabilities"] = Check(
             "log-probabilities",
             False,
             malformed,
@@ -123,10 +123,10 @@ async def check_pair(
 def _check_scored(
     pair: EngineAndScorer,
     rounded: RoundedModel,
-    results: dict[str, CheckResult],
+    results: dict[str, Check],
     plain: GeneratedBatch,
     hot: GeneratedBatch,
-) -> dict[str, CheckResult]:
+) -> dict[str, Check]:
     """Check log-probabilities and routes against the trainer's. results: of the checks so far."""
     routes_undecided = "routes" not in results
     cold = score_generated(pair.scorer, plain, routes=routes_undecided)
@@ -139,13 +139,13 @@ def _check_scored(
     return found
 
 
-def _passed(results: dict[str, CheckResult], name: str) -> bool:
+def _passed(results: dict[str, Check], name: str) -> bool:
     return name in results and bool(results[name].passed)
 
 
-def _complete(results: dict[str, CheckResult]) -> list[CheckResult]:
+def _complete(results: dict[str, Check]) -> list[Check]:
     undecided = "not judged: another check fails first"
-    return [results.get(name) or CheckResult(name, None, undecided) for name in NAMES]
+    return [results.get(name) or Check(name, None, undecided) for name in NAMES]
 
 
 def _stop_tokens(batch: GeneratedBatch) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ def _stop_tokens(batch: GeneratedBatch) -> tuple[int, ...]:
     return tuple({int(each[len(each) // 3]) for each in ids})
 
 
-def check_tokens(batches: Sequence[GeneratedBatch], vocabulary: int) -> CheckResult:
+def check_tokens(batches: Sequence[GeneratedBatch], vocabulary: int) -> Check:
     """Check the ids, the end and the `finish` of every completion."""
     stopped = tokens = requests = 0
     for batch in batches:
@@ -169,9 +169,9 @@ def check_tokens(batches: Sequence[GeneratedBatch], vocabulary: int) -> CheckRes
                     "nothing after it"
                 )
                 text = f"temperature {batch.sampling.temperature}, request {i}: {fault}"
-                return CheckResult("tokens", False, text, fix)
+                return Check("tokens", False, text, fix)
     text = f"{requests} requests, {tokens} ids; {stopped} ended at their stop token, which is kept"
-    return CheckResult("tokens", True, text)
+    return Check("tokens", True, text)
 
 
 def _token_fault(completion: Completion, sampling: Sampling, vocabulary: int) -> str | None:
@@ -196,11 +196,11 @@ def _token_fault(completion: Completion, sampling: Sampling, vocabulary: int) ->
 
 async def check_seeds(
     pair: EngineAndScorer, prompts: list[list[int]], hot: GeneratedBatch
-) -> CheckResult:
+) -> Check:
     """Check that the same seed draws the same tokens again, and another seed draws others."""
     if not pair.engine.caps.seeded:
         text = "the engine says it does not draw random numbers from seeds"
-        return CheckResult("seeds", None, text)
+        return Check("seeds", None, text)
     count = len(prompts)
     await pair.engine.reset_cache()
     repeated = await generate_all(pair.engine, prompts, hot.sampling, range(count))
@@ -211,7 +211,7 @@ async def check_seeds(
     ]
     if not uncertain:
         text = "every completion is too certain to distinguish seeds"
-        return CheckResult("seeds", None, text)
+        return Check("seeds", None, text)
     same, copied = _equal_tokens(hot, repeated), _equal_tokens(hot, reseeded)
     same_count = sum(same[i] for i in uncertain)
     copied_count = sum(copied[i] for i in uncertain)
@@ -220,8 +220,8 @@ async def check_seeds(
     )
     if 2 * same_count < len(uncertain) or copied_count:
         fix = "seed each request's random numbers with its own seed"
-        return CheckResult("seeds", False, text, fix)
-    return CheckResult("seeds", True, text)
+        return Check("seeds", False, text, fix)
+    return Check("seeds", True, text)
 
 
 def _equal_tokens(a: GeneratedBatch, b: GeneratedBatch) -> list[bool]:
@@ -229,7 +229,7 @@ def _equal_tokens(a: GeneratedBatch, b: GeneratedBatch) -> list[bool]:
     return [x.token_ids.tolist() == y.token_ids.tolist() for x, y in pairs]
 
 
-def check_greedy(scorer: PolicyScorer, batch: TokenBatch, temperature: CheckResult) -> CheckResult:
+def check_greedy(scorer: PolicyScorer, batch: TokenBatch, temperature: Check) -> Check:
     """Check that temperature 0 takes the likeliest token.
 
     temperature: the passed check, to which this one adds.
@@ -237,13 +237,11 @@ def check_greedy(scorer: PolicyScorer, batch: TokenBatch, temperature: CheckResu
     share, _ = topk_share(scorer, batch, 1)
     text = f"temperature 0 takes the trainer's likeliest token in {share:.0%}"
     if not share >= 0.9:  # rounding decides between two that are equally likely
-        return CheckResult("temperature", False, text, "take the argmax at temperature 0")
-    return replace(temperature, measured=f"{temperature.measured}; {text}")
+        return Check("temperature", False, text, "take the argmax at temperature 0")
+    return replace(temperature, found=f"{temperature.found}; {text}")
 
 
-def check_topk_request(
-    scorer: PolicyScorer, batch: TokenBatch, support: CheckResult
-) -> CheckResult:
+def check_topk_request(scorer: PolicyScorer, batch: TokenBatch, support: Check) -> Check:
     """Check that requests with top_k sample inside it, and return log-probabilities after top_k.
 
     support: the passed check of the whole vocabulary, to which this one adds.
@@ -255,7 +253,7 @@ def check_topk_request(
     )
     if not share >= 0.9:
         fix = "pass top_k and top_p to the engine, or refuse them"
-        return CheckResult("support", False, text, fix)
+        return Check("support", False, text, fix)
     assert batch.logp_old is not None
     gap = (batch.logp_rollout - batch.logp_old)[batch.trainable]
     is_visible = not mass.abs().mean() <= 0.01
@@ -266,13 +264,13 @@ def check_topk_request(
             "vocabulary"
         )
         fix = f"return them after top-k and top-p, {PROCESSED}"
-        return CheckResult("support", False, text, fix)
-    return replace(support, measured=f"{support.measured}; {text}")
+        return Check("support", False, text, fix)
+    return replace(support, found=f"{support.found}; {text}")
 
 
 def check_route_shapes(
     pair: EngineAndScorer, batches: Sequence[GeneratedBatch]
-) -> dict[str, CheckResult]:
+) -> dict[str, Check]:
     """Check rows, ranges and repetitions of the engine's routes.
 
     Return results only if routes are not needed or wrong.
@@ -283,24 +281,24 @@ def check_route_shapes(
         return _routes_not_needed("replay.source=reprefill needs none of its own")
     if not pair.engine.caps.returns_routes:
         fix = "start the engine so that it returns them, or set replay.source=reprefill"
-        return {"routes": CheckResult("routes", False, "the engine returns none", fix)}
+        return {"routes": Check("routes", False, "the engine returns none", fix)}
     fix = "return one row per token that was fed, of every MoE layer, as the router chose them"
     for batch in batches:
         for i, (prompt, done) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
             if done.routing is None:
-                return {"routes": CheckResult("routes", False, f"request {i} has none", fix)}
+                return {"routes": Check("routes", False, f"request {i} has none", fix)}
             try:
                 check_completion(done, prompt, pair.route_spec, f"request {i}")
             except UsageError as error:
-                return {"routes": CheckResult("routes", False, str(error), fix)}
+                return {"routes": Check("routes", False, str(error), fix)}
     return {}
 
 
-def _routes_not_needed(reason: str) -> dict[str, CheckResult]:
-    return {name: CheckResult(name, None, reason) for name in ("routes", "layers")}
+def _routes_not_needed(reason: str) -> dict[str, Check]:
+    return {name: Check(name, None, reason) for name in ("routes", "layers")}
 
 
-def check_route_agreement(pair: EngineAndScorer, batch: TokenBatch) -> dict[str, CheckResult]:
+def check_route_agreement(pair: EngineAndScorer, batch: TokenBatch) -> dict[str, Check]:
     """Check that the engine's routes belong to these tokens and layers. batch: scored."""
     assert batch.routing is not None
     assert batch.routing_native is not None
@@ -311,17 +309,17 @@ def check_route_agreement(pair: EngineAndScorer, batch: TokenBatch) -> dict[str,
     except MisalignedRoutesError as error:
         if not error.layers_wrong:
             fix = "row i is of the token that was fed i-th"
-            return {"routes": CheckResult("routes", False, str(error), fix)}
+            return {"routes": Check("routes", False, str(error), fix)}
         fix = "return the model's MoE layers in their order"
         return {
-            "routes": CheckResult("routes", True, rows),
-            "layers": CheckResult("layers", False, str(error), fix),
+            "routes": Check("routes", True, rows),
+            "layers": Check("layers", False, str(error), fix),
         }
     differ = routing_disagreement(batch.routing_native, batch.routing)
     worst = float(differ.per_layer.max())
     routes = f"{rows}; {differ.routers:.2%} of routers differ from the trainer's"
     layers = f"{len(batch.routing.layers)} layers, in the worst {worst:.2%} differ"
     return {
-        "routes": CheckResult("routes", True, routes),
-        "layers": CheckResult("layers", True, layers),
+        "routes": Check("routes", True, routes),
+        "layers": Check("layers", True, layers),
     }

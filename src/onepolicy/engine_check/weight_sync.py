@@ -11,8 +11,8 @@ import torch
 
 from onepolicy.build.measure_components import EngineAndScorer
 from onepolicy.config import ModelConfig, TrainingError, UsageError
+from onepolicy.config.rules import Check
 from onepolicy.engine_check.checks import (
-    CheckResult,
     GeneratedBatch,
     generate_all,
     score_generated,
@@ -91,7 +91,7 @@ class _SyncGaps:
 
 async def check_weight_sync(
     pair: EngineAndScorer, rounded: RoundedModel, plain: GeneratedBatch
-) -> CheckResult:
+) -> Check:
     """Push the same weights, other weights and the first weights, and check the engine each time.
 
     The same weights must change nothing. Other weights must be used, also behind a cached prefix.
@@ -102,15 +102,15 @@ async def check_weight_sync(
     try:
         gaps = await _measure_sync(pair, rounded, plain)
     except (UsageError, TrainingError) as error:
-        return CheckResult(name, False, str(error), fix)
+        return Check(name, False, str(error), fix)
     if gaps.fault is not None:
         text = f"{gaps.fault} (expected: at most {number(gaps.limit)})"
-        return CheckResult(name, False, text, fix)
+        return Check(name, False, text, fix)
     text = (
         "the same weights move nothing; others are followed, cached or not: "
         f"{number(gaps.pushed)} nats off, {number(gaps.old)} from the ones before"
     )
-    return CheckResult(name, True, text)
+    return Check(name, True, text)
 
 
 async def _measure_sync(

@@ -26,7 +26,7 @@ from onepolicy.train.rescore import (
 )
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
-from onepolicy.verdict.rules import HARMLESS_KL
+from onepolicy.verdict.declared import HARMLESS_KL
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
 
 

@@ -38,8 +38,8 @@ from onepolicy.train.pack import pack
 from onepolicy.train.rescore import gap_of, k3_of, variant_scorer
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose_batch
-from onepolicy.verdict.declared import declared_of
-from onepolicy.verdict.rules import FEW_ROWS, HARMLESS_KL, Verdict, verdict
+from onepolicy.verdict.declared import HARMLESS_KL, declared_of
+from onepolicy.verdict.rules import FEW_ROWS, Verdict, verdict
 from onepolicy.verdict.scored_tokens import EXPLAINED, Finding
 
 Say = Callable[[str], None]

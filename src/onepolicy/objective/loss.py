@@ -120,7 +120,7 @@ def _surrogate(
     # A ratio of a whole sample is over all its trainable slots. Otherwise a gate would change the
     # very ratio that it gates.
     mask = batch.trainable
-    if config.ratio_level == "token" and config.surrogate != "gmpo":
+    if config.level == "token" and not config.loss.whole_samples:
         mask = batch.keep
     return surrogate(
         config,

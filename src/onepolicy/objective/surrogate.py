@@ -1,11 +1,13 @@
 """Policy-gradient surrogates per slot. Pure torch, no loop over samples.
 
+A surrogate is a function of LossInputs and the settings that its row in config/surrogates.py names.
 Ratios and means of a whole sample are computed with sums over segments.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,10 +15,11 @@ from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig
 from onepolicy.config.objective import KLConfig
+from onepolicy.config.surrogates import SURROGATES
 
 # A |log ratio| beyond this counts as this, with gradient 0. So exp does not overflow, and the
 # branch of torch.where that is not taken gives no NaN gradient.
-LOG_RATIO_LIMIT = 20.0
+LOSS_LOG_RATIO_LIMIT = 20.0
 
 
 def kl_estimate(
@@ -27,9 +30,9 @@ def kl_estimate(
     """Return the KL estimate [T] of each slot, in nats (Schulman 2020).
 
     With d = logp - logp_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. On samples of the policy
-    k1 and k3 are unbiased for KL(policy || reference). |d| is bounded by LOG_RATIO_LIMIT.
+    k1 and k3 are unbiased for KL(policy || reference). |d| is bounded by LOSS_LOG_RATIO_LIMIT.
     """
-    d = (logp - logp_ref).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    d = (logp - logp_ref).clamp(-LOSS_LOG_RATIO_LIMIT, LOSS_LOG_RATIO_LIMIT)
     match config.estimator:
         case "k1":
             return d
@@ -56,7 +59,34 @@ def kl_loss(
     estimate = kl_estimate(logp_new, logp_ref, config)
     if logp_sampled is None:
         return estimate
-    return (logp_new - logp_sampled).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * estimate
+    return (logp_new - logp_sampled).clamp(
+        -LOSS_LOG_RATIO_LIMIT, LOSS_LOG_RATIO_LIMIT
+    ).exp() * estimate
+
+
+class LossInputs(NamedTuple):
+    """What a surrogate is computed from. [T] fields are 0 or False outside the mask."""
+
+    log_ratio: Tensor  # [T], log r at the config's ratio level; carries the graph of logp_new
+    logp_new: Tensor  # [T], carries the graph
+    advantage: Tensor  # [T]
+    mask: Tensor  # [T] bool, slots with a finite log r
+    segment: Tensor  # [T] int64, sample of each slot; samples are whole
+    samples: int
+
+    @property
+    def ratio(self) -> Tensor:
+        """[T], r = new / behaviour policy, carries the graph."""
+        return self.log_ratio.exp()
+
+    def per_sample(self, values: Tensor, *, mean: bool) -> Tensor:
+        """Return [T]: the sum or mean over the masked slots of each slot's sample."""
+        zeros = values.new_zeros(self.samples)
+        total = zeros.index_add(0, self.segment, torch.where(self.mask, values, 0.0))
+        if mean:
+            counts = zeros.index_add(0, self.segment, self.mask.to(values.dtype))
+            total = total / counts.clamp(min=1)
+        return total[self.segment]
 
 
 class Surrogate(NamedTuple):
@@ -86,64 +116,28 @@ def surrogate(
     usable = mask & logp_behaviour.isfinite()
     logp_new = torch.where(usable, logp_new, 0.0)
     logp_behaviour = torch.where(usable, logp_behaviour, 0.0)
-    log_ratio = (logp_new - logp_behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if config.surrogate == "gmpo":
-        return gmpo(
-            log_ratio,
-            advantage,
-            mask=usable,
-            segment=segment,
-            samples=samples,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-        )
-    ratio = _at_ratio_level(log_ratio, usable, segment, samples, config).exp()
-    return _ratio_surrogate(config, ratio, logp_new, advantage)
+    log_ratio = (logp_new - logp_behaviour).clamp(-LOSS_LOG_RATIO_LIMIT, LOSS_LOG_RATIO_LIMIT)
+    inputs = LossInputs(log_ratio, logp_new, advantage, usable, segment, samples)
+    inputs = inputs._replace(log_ratio=_at_ratio_level(inputs, config.level))
+    settings = {name: getattr(config, name) for name in config.loss.reads}
+    return FUNCTIONS[config.surrogate](inputs, **settings)
 
 
-def _ratio_surrogate(
-    config: ObjectiveConfig, ratio: Tensor, logp_new: Tensor, advantage: Tensor
-) -> Surrogate:
-    bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    match config.surrogate:
-        case "ppo":
-            return ppo(ratio, advantage, dual_clip=config.dual_clip, **bounds)
-        case "cispo":
-            return cispo(ratio, logp_new, advantage, **bounds)
-        case "sapo":
-            taus = {"tau_positive": config.tau_positive, "tau_negative": config.tau_negative}
-            return sapo(ratio, advantage, **taus)
-        case "topr":
-            return topr(ratio, logp_new, advantage)
-        case "pg":
-            never = torch.zeros_like(advantage, dtype=torch.bool)
-            return Surrogate(-advantage * logp_new, ratio.detach(), never, never)
-        case _:
-            raise AssertionError(f"gmpo has no ratio: {config.surrogate}")
-
-
-def _at_ratio_level(
-    log_ratio: Tensor, usable: Tensor, segment: Tensor, samples: int, config: ObjectiveConfig
-) -> Tensor:
-    """Return [T]: the log ratio of each slot at `config.ratio_level`."""
-    if config.ratio_level == "token":
+def _at_ratio_level(inputs: LossInputs, level: str) -> Tensor:
+    """Return [T]: the log ratio of each slot at this level. inputs: at level token."""
+    log_ratio = inputs.log_ratio
+    if level == "token":
         return log_ratio
-    mean = config.ratio_level != "trajectory"
-    of_sample = _per_sample(log_ratio, usable, segment, samples, mean=mean)
-    of_sample = of_sample.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if config.ratio_level == "sequence-token":
+    of_sample = inputs.per_sample(log_ratio, mean=level != "trajectory")
+    of_sample = of_sample.clamp(-LOSS_LOG_RATIO_LIMIT, LOSS_LOG_RATIO_LIMIT)
+    if level == "sequence-token":
         # the value of the sequence, the gradient of the token
         return of_sample.detach() + log_ratio - log_ratio.detach()
     return of_sample
 
 
 def ppo(
-    ratio: Tensor,  # [T], carries the graph
-    advantage: Tensor,  # [T]
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
+    inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> Surrogate:
     """Compute -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
@@ -152,6 +146,7 @@ def ppo(
     of a sample's ratios it is GSPO (2507.18071 eq. 5). With dual_clip = c the loss is
     -max(min(...), c A) where A < 0 (1912.09729 eq. 5).
     """
+    ratio, advantage = inputs.ratio, inputs.advantage
     low, high = 1 - clip_low, 1 + clip_high
     loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     r = ratio.detach()
@@ -162,74 +157,64 @@ def ppo(
     return Surrogate(loss, r, (r < low) & (advantage < 0), clipped_high)
 
 
-def cispo(
-    ratio: Tensor, logp_new: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float
-) -> Surrogate:
+def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Surrogate:
     """Compute -sg(clip(r)) A log pi (MiniMax-M1, 2506.13585 eq. 4; sg: stop gradient).
 
     A clipped slot keeps a gradient, of the size of the bound.
     """
-    r = ratio.detach()
+    r = inputs.ratio.detach()
     low, high = 1 - clip_low, 1 + clip_high
-    return Surrogate(-r.clamp(low, high) * advantage * logp_new, r, r < low, r > high)
+    loss = -r.clamp(low, high) * inputs.advantage * inputs.logp_new
+    return Surrogate(loss, r, r < low, r > high)
 
 
-def sapo(
-    ratio: Tensor, advantage: Tensor, *, tau_positive: float, tau_negative: float
-) -> Surrogate:
+def pg(inputs: LossInputs) -> Surrogate:
+    """Compute -A log pi."""
+    never = torch.zeros_like(inputs.mask)
+    return Surrogate(-inputs.advantage * inputs.logp_new, inputs.ratio.detach(), never, never)
+
+
+def sapo(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> Surrogate:
     """Compute -(4 / tau) sigmoid(tau (r - 1)) A (SAPO, 2511.20347).
 
     With s the sigmoid, the gradient's weight is 4 s (1 - s) r, which is 1 at r = 1.
     """
+    ratio, advantage = inputs.ratio, inputs.advantage
     tau = torch.where(advantage > 0, tau_positive, tau_negative).to(ratio.dtype)
     loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
-    never = torch.zeros_like(advantage, dtype=torch.bool)
+    never = torch.zeros_like(inputs.mask)
     return Surrogate(loss, ratio.detach(), never, never)
 
 
-def topr(ratio: Tensor, logp_new: Tensor, advantage: Tensor) -> Surrogate:
+def topr(inputs: LossInputs) -> Surrogate:
     """Compute -sg(w) A log pi (tapered off-policy REINFORCE, 2503.14286; sg: stop gradient).
 
     w = 1 where A >= 0, and min(r, 1) where A < 0.
     """
-    r = ratio.detach()
+    r, advantage = inputs.ratio.detach(), inputs.advantage
     high = (r > 1) & (advantage < 0)
     weight = torch.where(advantage < 0, r.clamp(max=1), 1.0)
-    return Surrogate(-weight * advantage * logp_new, r, torch.zeros_like(high), high)
+    return Surrogate(-weight * advantage * inputs.logp_new, r, torch.zeros_like(high), high)
 
 
-def gmpo(
-    log_ratio: Tensor,  # [T], carries the graph
-    advantage: Tensor,  # [T], one value per sample; 0 where rejected
-    *,
-    mask: Tensor,
-    segment: Tensor,
-    samples: int,
-    clip_low: float,
-    clip_high: float,
-) -> Surrogate:
+def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Surrogate:
     """Compute -exp(mean over the sample of the clipped log r) A for every slot.
 
     GMPO, 2507.20673 eq. 4. A slot's log r is clipped pessimistically to
-    [log(1 - clip_low), log(1 + clip_high)]: from above where A > 0, from below where A < 0. A
-    rejected slot is part of the mean. It is clipped by the sign of its sample's advantage.
+    [log(1 - clip_low), log(1 + clip_high)]: from above where A > 0, from below where A < 0. A has
+    one value per sample, 0 where rejected. A rejected slot is part of the mean. It is clipped by
+    the sign of its sample's advantage.
     """
     low, high = math.log(max(1 - clip_low, 1e-9)), math.log(1 + clip_high)
-    total = _per_sample(advantage, mask, segment, samples, mean=False)
+    total = inputs.per_sample(inputs.advantage, mean=False)
     positive, negative = total > 0, total < 0
+    log_ratio = inputs.log_ratio
     bounded = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
-    mean = _per_sample(bounded, mask, segment, samples, mean=True)
+    mean = inputs.per_sample(bounded, mean=True)
     log_r = log_ratio.detach()
-    loss = -mean.exp() * advantage
+    loss = -mean.exp() * inputs.advantage
     return Surrogate(loss, log_r.exp(), (log_r < low) & negative, (log_r > high) & positive)
 
 
-def _per_sample(
-    values: Tensor, mask: Tensor, segment: Tensor, samples: int, *, mean: bool
-) -> Tensor:
-    """Return [T]: the sum or mean over the masked slots of each slot's sample."""
-    zeros = values.new_zeros(samples)
-    total = zeros.index_add(0, segment, torch.where(mask, values, 0.0))
-    if mean:
-        total = total / zeros.index_add(0, segment, mask.to(values.dtype)).clamp(min=1)
-    return total[segment]
+FUNCTIONS: dict[str, Callable[..., Surrogate]] = {name: globals()[name] for name in SURROGATES}
+"""The function of each row, which has its name."""

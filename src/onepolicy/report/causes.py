@@ -22,7 +22,8 @@ from onepolicy.report.figure import (
     markers,
 )
 from onepolicy.report.words import Tree
-from onepolicy.verdict.rules import HARMLESS_KL, SMALL
+from onepolicy.verdict.declared import HARMLESS_KL
+from onepolicy.verdict.rules import SMALL
 
 SCORINGS = {"without_replay": ("without replay", TRAINER), "with_replay": ("with replay", REPLAY)}
 QUANTITIES = {  # name in JSON -> (label, is a share)

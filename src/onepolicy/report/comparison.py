@@ -21,7 +21,8 @@ from onepolicy.report.block_bootstrap import Interval, interval
 from onepolicy.report.comparison_figure import picture
 from onepolicy.report.page import plain, render
 from onepolicy.report.words import ARROW
-from onepolicy.verdict.rules import HARMLESS_KL, QUIET_KL, SMALL
+from onepolicy.verdict.declared import HARMLESS_KL
+from onepolicy.verdict.rules import QUIET_KL, SMALL
 
 FOOTER = "An arm has one colour in all panels."
 HEADER = (

@@ -22,7 +22,8 @@ from onepolicy.report.figure import (
     line,
     markers,
 )
-from onepolicy.verdict.rules import HARMLESS_KL, QUIET_KL
+from onepolicy.verdict.declared import HARMLESS_KL
+from onepolicy.verdict.rules import QUIET_KL
 
 FIRST = LineStyle("@arm-first", "solid", "circle", "")
 OTHER = LineStyle("@arm-other", "solid", "circle", "")

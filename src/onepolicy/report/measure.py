@@ -33,7 +33,8 @@ from onepolicy.report.png import write_figures
 from onepolicy.report.routing import Series, routing_figures_of
 from onepolicy.report.turns import Curve, by_turn
 from onepolicy.report.words import RAN, ROLLOUTS_OWN, WHOLE, WOULD, Tree
-from onepolicy.verdict.rules import HARMLESS_KL, SMALL
+from onepolicy.verdict.declared import HARMLESS_KL
+from onepolicy.verdict.rules import SMALL
 
 SCORINGS = {  # name in the files -> (label, line style)
     "without_replay": ("without replay", TRAINER),

@@ -28,7 +28,16 @@ docs/detectors.md has the largest k3 of sound worlds beside them.
 CEILING_OF_AGE = 0.1
 """Rise of the ceiling with each declared update of age [nats a token]."""
 TOO_FAR = 1.0
-"""k3 above which no correction is recommended whatever is declared: two policies, not one."""
+"""k3 above which the sides may be unrelated [nats a token].
+
+No correction is recommended then, whatever is declared: two policies, not one.
+"""
+HARMLESS_KL = 1e-4
+"""k3 below which a gap is too small to matter [nats a token].
+
+Rows of sound runs differ threefold there, so parts are not compared. No cause is looked for, and no
+ratio of two such gaps is shown.
+"""
 FORMATS: dict[str, Format] = {"int8": "int8", "fp8": "fp8", "fp8-weight": "fp8", "nf4": "4bit"}
 """rollout.quant.format and train.lora.base -> the format of the verdict."""
 FEW_BITS = 5

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.notation import number
+from onepolicy.verdict.declared import HARMLESS_KL, TOO_FAR
 from onepolicy.verdict.engine_faults import places, temperature
 from onepolicy.verdict.row_faults import (
     CHANCE,
@@ -29,10 +30,6 @@ from onepolicy.verdict.run_faults import partly_old, shifted_runs
 from onepolicy.verdict.scale_faults import multiplied
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, VISIBLE, Finding, Pairs, logit
 
-HARMLESS_K3 = 1e-4
-"""Nats a token: below this k3, rows of sound runs differ threefold, so parts are not compared."""
-TOO_FAR = 1.0
-"""Nats a token: above this k3 two sides may be unrelated."""
 FEWEST_SLOTS = 6
 """Fewest tokens of a row that is judged."""
 FEWEST_ROWS = 12
@@ -92,7 +89,7 @@ def local(pairs: Pairs) -> Finding | None:
     moved = shifted_runs(pairs)
     if moved is not None:
         return moved
-    if _k3(pairs) < HARMLESS_K3:
+    if _k3(pairs) < HARMLESS_KL:
         return copies(pairs)
     detectors = (copies, partly_old, unrelated, swapped_rows, strange_rows, odd_rows)
     for detect in (*detectors, unrelated_tails, first_places):
@@ -303,7 +300,7 @@ def first_places(pairs: Pairs) -> Finding | None:
 
 def unlike_parts(pairs: Pairs) -> list[str]:
     """Return marks of rows, places and stretches that are farther apart for no known cause."""
-    if rows_of(pairs)[1] < FEWEST_ROWS or _k3(pairs) < HARMLESS_K3:
+    if rows_of(pairs)[1] < FEWEST_ROWS or _k3(pairs) < HARMLESS_KL:
         return []
     out = []
     rows = followed(pairs)

@@ -15,15 +15,10 @@ from onepolicy.correct.predict import NOMINAL_KL, predict
 from onepolicy.correct.presets import preset
 from onepolicy.notation import counted, number, with_error
 from onepolicy.verdict.bug_signatures import Diagnosis
-from onepolicy.verdict.declared import TOO_FAR, UNDECLARED, Declared
+from onepolicy.verdict.declared import HARMLESS_KL, TOO_FAR, UNDECLARED, Declared
 from onepolicy.verdict.scored_tokens import FEWEST
 
 Action = Literal["nothing", "replay", "correct", "bug", "unclear"]
-HARMLESS_KL = 1e-4
-"""k3 below which a gap is too small to matter [nats a token].
-
-No cause is looked for, and no ratio of two such gaps is shown.
-"""
 QUIET_KL = NOMINAL_KL
 """k3 below which a gap needs nothing, if F(2) is below QUIET_F2 too."""
 QUIET_F2 = 1e-3

@@ -226,7 +226,7 @@ def test_an_engine_without_seeds_is_not_asked_for_them(sound):
     engine.caps = dataclasses.replace(engine.caps, seeded=False)
     found = asyncio.run(check_seeds(dataclasses.replace(sound[0], engine=engine), [[1]], None))
     assert (found.name, found.passed) == ("seeds", None)
-    assert "does not draw random numbers from seeds" in found.measured
+    assert "does not draw random numbers from seeds" in found.found
 
 
 def slow(*parameters):
@@ -264,7 +264,7 @@ def names(value):
 def test_an_output_fault_fails_its_own_check_alone(sound, kind, name, words):
     found = checked(sound, kind)
     assert [n for n in NAMES if found[n].passed is False] == [name], found
-    assert words in found[name].measured
+    assert words in found[name].found
     assert found[name].fix
 
 
@@ -272,7 +272,7 @@ def test_an_output_fault_fails_its_own_check_alone(sound, kind, name, words):
 def test_a_fault_of_the_weights_fails_the_sync_alone(sound, kind, words):
     found = checked(sound, kind, live=True)
     assert [n for n in NAMES if found[n].passed is False] == ["weight sync"], found
-    assert words in found["weight sync"].measured
+    assert words in found["weight sync"].found
 
 
 START = [(Faulty, None), (after(shifted_logp), "one token apart"), (after(nan_logp), "NaN")]

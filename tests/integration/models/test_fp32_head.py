@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from onepolicy.build.components import build_components
 from onepolicy.config import HFEngineConfig, ModelConfig, RolloutConfig, UsageError, resolve
-from onepolicy.config.idle import idle_settings
 from onepolicy.models.fp32_head import Fp32Head, install_fp32_head, load_weights
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import compute_outcomes
@@ -180,17 +179,6 @@ def test_a_model_that_rounds_its_logits_is_refused(monkeypatch):
     words = r"rollout\.engine\.lm_head: .* returns logits in torch.bfloat16"
     with pytest.raises(UsageError, match=words):
         HFEngine(model, BF16, return_routes=False, max_len=32)
-
-
-def test_a_head_that_is_float32_anyway_is_idle():
-    tree = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
-    engine = ["rollout.engine.dtype=float32", "rollout.engine.lm_head=float32"]
-    for overrides, field in (
-        (engine, "rollout.engine.lm_head"),
-        ([*engine, "rollout.engine.kind=vllm"], "rollout.engine.lm_head"),
-        (["model.lm_head=float32"], "model.lm_head"),
-    ):
-        assert [each.setting for each in idle_settings(resolve(tree, overrides))] == [field]
 
 
 def test_a_float32_engine_with_a_float32_head_gives_the_same_numbers():

@@ -238,25 +238,6 @@ def test_activation_checkpointing_computes_the_same(nf4_run, train):
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-5)
 
 
-REFUSED = [
-    ("train.lora.sync=native", "use train.lora.sync = merged"),
-    ("train.ranks=2", "set train.ranks to 0, or leave it out"),
-    ("cluster.kind=ray", "was not run under cluster.kind = ray"),
-    *(
-        (f"train.lora.sync=native rollout.engine.kind={kind}", "would add A and B to the weights")
-        for kind in ("vllm-server", "sglang")
-    ),
-]
-
-
-def test_refusals(recipe, tmp_path, capsys, subtests):
-    for words, message in REFUSED:
-        command = ["train", str(recipe), f"out={tmp_path}/run", *QLORA, *words.split(" ")]
-        with subtests.test(words):
-            assert main(command) == 2
-            assert message in " ".join(capsys.readouterr().err.split())
-
-
 def test_without_bitsandbytes_it_says_what_to_install(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     monkeypatch.delitem(sys.modules, "onepolicy.models.nf4")

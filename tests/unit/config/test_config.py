@@ -67,74 +67,10 @@ def test_switching_a_variant_drops_the_old_knobs():
     assert resolve(soft, ["replay.mode=off"]).replay.mode == "off"
 
 
-MINIBATCHES = "objective.num_minibatches=2"
-REUSE = "train.reuse_scoring_forward=true"
-JSONL = ("task.kind=jsonl", "task.path=a", "task.held_out_path=b")
-REFUSED = [  # overrides, words of the message
-    ("optim.lrr=1", "optim.lrr", "did you mean optim.lr"),
-    ("rollout.engine.max_num_seq=1", "did you mean rollout.engine.max_num_seqs?"),
-    (["correction.preset=off", "correction.cap=3"], "correction.cap", "unknown setting"),
-    (["correction.preset=off", "correction.weight.high=3"], "bound a weight, but level = none"),
-    ("correction.preset=tsi", "none is called 'tsi'; there are recompute, "),
-    ("correction.preset=[1]", "correction.preset: Input should be a valid string"),
-    ("objective.preset=[1]", "objective.preset: Input should be a valid string"),
-    ("correction.preset=pg-tis", "pg-tis multiplies", "twice", "objective.surrogate = pg"),
-    (["correction.preset=ppo-is", "objective.preset=reinforce"], "ppo-is makes the rollout", "pg-"),
-    (["correction.preset=ppo-is", "replay.mode=r2", MINIBATCHES], "r2 replays the routes of the"),
-    ("correction.preset=score-centering", "score-centering multiplies", "would count twice"),
-    (["task.kind=chain", "task.name=chain_sum"], "task", "name", "unknown setting"),
-    ("task.kind=nonsense", "task", "nonsense", "chain", "gym", "jsonl"),
-    ("steps=many", "steps", "many"),
-    ("steps=0", "steps", "0"),
-    ("steps.x=3", "steps", "not a section"),
-    ("steps", "a.b=value"),
-    ("rollout.sampling.top_p=0.9", "top_p=0.9", "eval.top_p"),
-    ("rollout.sampling.top_k=5", "top_k=5"),
-    ("rollout.group_size=1", "rollout.group_size"),
-    ("objective.num_minibatches=3", "objective.num_minibatches", "3", "8"),
-    ([REUSE, MINIBATCHES], "train.reuse_scoring_forward"),
-    ([REUSE, "train.activation_checkpointing=true"], "activation_checkpointing"),
-    (["train.autocast=bfloat16", "model.dtype=bfloat16"], "train.autocast"),
-    ("eval.greedy=false", "eval.k: 0", "eval.greedy=true", "eval.every=0"),
-    ("replay=off", "replay: 'off'", "did you mean replay.mode=off?"),
-    ("replay.mode=r4", "replay", "r4", "'off', 'r2', 'r3', 'soft', 'weights'"),
-    ("replay.mode=soft", "replay.ratio: required, but not set; add it to the recipe or give"),
-    (["replay.mode=soft", "replay.ratio=1.5"], "replay.ratio", "1.5"),
-    ("replay.ratio=0.5", "replay.ratio: unknown setting with mode=r3", "missing"),
-    (["replay.mode=off", "replay.source=reprefill"], "replay.source: unknown", "mode=off"),
-    (["replay.mode=r2", MINIBATCHES, REUSE], "train.reuse_scoring_forward", "replay.mode = r2"),
-    ("correction=off", "correction: 'off'", "did you mean correction.preset=off?"),
-    ("optim=3", "optim: 3 is a value, but this is a section; its settings: betas"),
-    ("optim.betas=[1.5, 2.0]", "optim.betas.0", "1.5", "optim.betas.1", "2.0", "less than 1"),
-    ("optim.betas=[-0.1, 0.9]", "optim.betas.0", "-0.1"),
-    ("optim.lr=inf", "optim.lr", "finite"),
-    ("rollout.sampling.temperature=inf", "rollout.sampling.temperature", "finite"),
-    ("optim.weight_decay=nan", "optim.weight_decay", "finite"),
-    ("seed=-1", "seed", "-1"),
-    ("task.seed=-1", "task.seed", "-1"),
-    ("task.kind=gymnasium", "task.id: required", "give task.id=...", "task.returns: required"),
-    ([*REACT, "task.max_turn=3"], "unknown setting with kind=react", "mean task.max_turns?"),
-    ([*REACT, "task.max_turns=0"], "task.max_turns: ", "(value 0)"),
-    ([*REACT, "task.problems.nome=a"], "task.problems.nome", "kind=gym", "task.problems.name?"),
-    ([*REACT, "task.tools=[]"], "task.tools: ", "at least 1"),
-    ([*REACT, "task.tools=calculator"], "'calculator' is no list; write task.tools=[...]"),
-    ([*REACT, 'task.tools=["calculator"]'], "task.tools.0: ", 'mean { kind = "calculator" }?'),
-    ([*REACT, 'task.tools=[{kind="search"}]'], "task.tools.0.corpus: required, but not set"),
-    ("seed=9223372036854775808", "seed", "9223372036854775808"),
-    ("steps=" + 5000 * "1", "steps"),
-    ("steps=" + 5000 * "[", "steps"),
-    ([*JSONL, "task.held_out=64"], "task.held_out: 64", "held_out_path = b"),
-]
-
-
-def test_bad_settings_name_field_and_fix(subtests):
-    for overrides, *words in REFUSED:
-        if isinstance(overrides, str):
-            overrides = [overrides]
-        with subtests.test(overrides[-1][:50]):
-            with pytest.raises(UsageError) as error:
-                resolve(MINIMAL, overrides)
-            assert [word for word in words if word not in str(error.value)] == []
+def test_values_of_any_length_and_depth_are_refused():
+    for value in (5000 * "1", 5000 * "["):
+        with pytest.raises(UsageError, match=r"\Asteps: "):
+            resolve(MINIMAL, [f"steps={value}"])
 
 
 def test_a_refused_tool_is_not_also_a_missing_one():
@@ -171,19 +107,6 @@ def test_seed_bounds():
         assert resolve(MINIMAL, [f"seed={seed}"]).seed == seed
 
 
-def test_policy_of_impossible_settings(subtests):
-    for fields, words in (
-        ({"top_k": 8, "experts": 4}, "top_k: 8 is more than experts=4"),
-        ({"heads": 4, "kv_heads": 3}, "kv_heads: 3 does not divide heads=4"),
-        ({"heads": 2, "kv_heads": 4}, "kv_heads: 4 does not divide heads=2"),
-        ({"head_dim": 15}, "head_dim: 15 is odd"),
-        ({"seed": -1}, "seed"),
-        ({"steps": 4, "mistakes_from": 0.9}, "mistakes_from: 0.9 leaves none of 4 steps"),
-    ):
-        with subtests.test(words), pytest.raises(ValueError, match=words):
-            PolicyConfig.model_validate(fields)
-
-
 def test_required_setting_is_named():
     with pytest.raises(UsageError, match="steps: required"):
         resolve({k: v for k, v in MINIMAL.items() if k != "steps"})
@@ -206,9 +129,6 @@ def test_settings_of_several_turns():
     for several in (REACT, server):  # updates may interrupt a turn of a server
         run = resolve(MINIMAL, [*several, "replay.duplicate_routes=newest"])
         assert run.replay.duplicate_routes == "newest"
-    words = r"overlong_buffer: measures one response.*task\.kind = react has several"
-    with pytest.raises(UsageError, match=words):
-        resolve(MINIMAL, [*REACT, "objective.overlong_buffer=0.2"])
 
 
 @pytest.mark.process
@@ -260,11 +180,3 @@ def test_an_absurd_setting_is_refused_with_its_bound(subtests):
         words = rf"^{name}: Input should be less than or equal to {most}\b.* \(value "
         with subtests.test(name, value=value), pytest.raises(UsageError, match=words):
             resolve(MINIMAL, [f"{name}={value}"])
-
-
-def test_a_step_of_more_samples_than_end_is_refused():
-    group = "rollout.group_size=1024"
-    resolve(MINIMAL, ["rollout.prompts_per_step=4096", group])
-    words = r"rollout.prompts_per_step: 4097 prompts .* are 4,195,328 samples a step"
-    with pytest.raises(UsageError, match=words):
-        resolve(MINIMAL, ["rollout.prompts_per_step=4097", group])

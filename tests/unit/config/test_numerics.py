@@ -1,8 +1,6 @@
-"""`numerics = on-policy`: the settings that it brings, and those that it refuses."""
+"""`numerics = on-policy`: the settings that it brings. rule_messages.txt has what it refuses."""
 
-import pytest
-
-from onepolicy.config import UsageError, load, resolve
+from onepolicy.config import load, resolve
 from support.paths import ROOT
 
 FAST = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
@@ -42,19 +40,3 @@ def test_bypass_and_minibatches_are_accepted():
     """With the rollout as behaviour policy there is nothing to score."""
     more = ["objective.num_minibatches=2", "objective.clip_high=0.3"]
     assert not resolve(TREE, ["correction.preset=ppo-is", *more]).scores_old
-
-
-def test_settings_that_break_on_policy_numerics_are_refused(subtests):
-    half = ["model.dtype=bfloat16", "model.lm_head=float32"]
-    for overrides, words in (
-        (["rollout.engine.kind=vllm"], "kind: vllm, but .* use hf, or numerics = fast"),
-        (["rollout.engine.kind=sglang"], r"rollout\.engine\.kind: sglang"),
-        (["rollout.engine.dtype=bfloat16"], r"bfloat16 and model\.dtype: float32, .* leave"),
-        ([*half, "rollout.engine.lm_head=same"], r"same and model\.lm_head: float32"),
-        (["train.autocast=bfloat16"], r"train\.autocast: bfloat16, .* set it to off"),
-        (["replay.source=reprefill"], "reprefill is for engines that return no routes"),
-    ):
-        with subtests.test(overrides[-1]):
-            with pytest.raises(UsageError, match=words):
-                resolve(TREE, overrides)
-            resolve(TREE, [*overrides, "numerics=fast"])  # it is the mode that refuses it

@@ -9,6 +9,7 @@ import torch
 
 from onepolicy.config import ObjectiveConfig
 from onepolicy.config.objective import KLConfig, objective_presets
+from onepolicy.config.surrogates import SURROGATES
 from onepolicy.objective.surrogate import kl_estimate, kl_loss, surrogate
 
 PRESETS = list(objective_presets())
@@ -74,6 +75,34 @@ def test_a_slot_by_hand(subtests):
             assert (out.clipped_low.item(), out.clipped_high.item()) == (low, high)
             if settings.get("surrogate") != "pg":
                 assert out.ratio.item() == pytest.approx(ratio)
+
+
+def test_a_row_names_what_its_function_reads(subtests):
+    """Another value of a setting changes a loss somewhere if, and only if, the row names it."""
+    other = {"clip_low": 0.4, "clip_high": 0.1, "dual_clip": 2.0, "tau_positive": 3.0}
+    other |= {"tau_negative": 4.0, "ratio_level": "sequence"}
+    ratios, advantage, lengths = [0.3, 0.9, 1.2, 5.0] * 2, [1.0] * 4 + [-2.0] * 4, [4, 4]
+    for name, row in SURROGATES.items():
+        plain, _ = evaluate(ObjectiveConfig(surrogate=name), ratios, advantage, lengths=lengths)
+        named = set(row.reads)
+        if row.levels:
+            named.add("ratio_level")
+        for setting, value in other.items():
+            with subtests.test(name, setting=setting):
+                config = ObjectiveConfig(surrogate=name, **{setting: value})
+                out, _ = evaluate(config, ratios, advantage, lengths=lengths)
+                assert (not torch.equal(out.loss, plain.loss)) == (setting in named)
+
+
+def test_a_row_says_whether_its_ratio_has_a_gradient(subtests):
+    """Where it has none, a sample's ratio and its value with the slot's own gradient are one."""
+    for name, row in SURROGATES.items():
+        if row.levels:
+            levels = ("sequence", "sequence-token")
+            configs = [ObjectiveConfig(surrogate=name, ratio_level=level) for level in levels]
+            grads = [evaluate(each, [0.9, 1.2], [1, 3], lengths=[2])[1] for each in configs]
+            with subtests.test(name):
+                assert (grads[0] == pytest.approx(grads[1])) == row.detached
 
 
 def test_sapo_by_hand(subtests):

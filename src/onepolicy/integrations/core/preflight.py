@@ -5,17 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from onepolicy.config import UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedSetting:
-    """One requirement, the setting that does not meet it, and the change that would."""
-
-    name: str
-    met: bool
-    found: str
-    fix: str
+from onepolicy.config.rules import Check, require
 
 
 @dataclass(slots=True)
@@ -29,12 +19,12 @@ class Preflight:
     """
 
     trainer: str
-    checks: list[CheckedSetting] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def require(self, name: str, met: bool, *, found: str, fix: str) -> None:
         """Add a requirement. `found` and `fix` are shown if it is not met."""
-        self.checks.append(CheckedSetting(name, met, found, fix))
+        self.checks.append(Check(name, met, found, fix))
 
     def note(self, text: str) -> None:
         """Add a line that needs no change."""
@@ -42,12 +32,7 @@ class Preflight:
 
     def finish(self) -> None:
         """Raise UsageError that names every requirement that is not met."""
-        failed = [check for check in self.checks if not check.met]
-        if failed:
-            lines = [f"  {check.name}: {check.found}; {check.fix}" for check in failed]
-            raise UsageError(
-                "\n".join([f"{self.trainer} cannot run with onepolicy as set:", *lines])
-            )
+        require(self.checks, f"{self.trainer} cannot run with onepolicy as set:")
 
     def log_notes(self) -> None:
         """Log the notes, where a trainer shows no report."""
@@ -58,7 +43,7 @@ class Preflight:
         lines = [f"onepolicy in {self.trainer}"]
         for check in self.checks:
             line = f"  no  {check.name}: {check.found}"
-            if check.met:
+            if check.passed:
                 line = f"  ok  {check.name}"
             lines.append(line)
         return "\n".join([*lines, *(f"  note {text}" for text in self.notes)])

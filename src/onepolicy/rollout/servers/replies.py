@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import zlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,14 @@ for each token and layer where the routes are nested lists.
 """
 ENTRY_BYTES = 512  # of JSON for one token and its log-probability
 MIN_LOGP = -1e6  # nats; a lower value is a constant for a token that cannot be sampled
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """The adapters that a server takes. A vLLM server sends it as JSON."""
+
+    rank: int  # the largest
+    layers: list[str]  # last parts of the names of layers that may have one; SGLang: or "all"
 
 
 class MalformedReply(ValueError):

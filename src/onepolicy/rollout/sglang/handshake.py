@@ -15,7 +15,13 @@ from onepolicy.config import SGLangConfig, UsageError
 from onepolicy.errors import short_repr
 from onepolicy.interfaces import EngineCaps
 from onepolicy.rollout.servers.http import EngineClient
-from onepolicy.rollout.servers.replies import MalformedReply, get_count, get_field, make_printable
+from onepolicy.rollout.servers.replies import (
+    AdapterLimits,
+    MalformedReply,
+    get_count,
+    get_field,
+    make_printable,
+)
 
 DEFAULT_WEIGHTS_ID = "default"  # SGLang's name of its start-up weights
 INITIAL_VERSION = "first"  # our version of the start-up weights
@@ -104,14 +110,6 @@ async def read_weights_id(client: EngineClient) -> str:
         return weights_id
 
     return await client.get("/model_info", parse=parse)
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterLimits:
-    """The adapters that a server takes."""
-
-    rank: int  # the largest
-    layers: list[str]  # last parts of the names of layers that may have one, or "all"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,15 @@ from onepolicy.models.quant.size_report import SizeReport
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.payloads.vllm import parse_version, payload_format_of
 from onepolicy.rollout.servers.http import EngineClient
-from onepolicy.rollout.servers.replies import MalformedReply, get_field, make_printable
+from onepolicy.rollout.servers.replies import (
+    AdapterLimits,
+    MalformedReply,
+    get_field,
+    make_printable,
+)
 from onepolicy.rollout.vllm.compatibility import Deployment, check_route_compatibility
 from onepolicy.rollout.vllm.generate_api import ReplyParser
 from onepolicy.rollout.vllm.quant import PartTensors, part_sizes, quantization_method
-from onepolicy.rollout.vllm.served_adapter import AdapterLimits
 from onepolicy.rollout.vllm.start import check_vllm_version
 from onepolicy.rollout.vllm.worker import ServerDescription, model_shape
 

@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from onepolicy.rollout.servers.replies import AdapterLimits
 from onepolicy.sync.weight_files import WeightFiles
 
 ADAPTERS_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """vLLM's variable without which its server loads no adapters while it runs."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterLimits:
-    """The adapters that a server takes. Sent as JSON."""
-
-    rank: int  # the largest
-    layers: list[str]  # last parts of the names of layers that may have one
 
 
 def adapter_limits(lora_config: Any) -> dict[str, Any] | None:

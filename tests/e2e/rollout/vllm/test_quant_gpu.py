@@ -41,7 +41,7 @@ def test_a_quantised_engine_and_its_sync(quant, capsys):
     with capsys.disabled():
         print(
             "\n" + pair.engine.caps.sizes.describe(),
-            *(f"{check.name}: {check.measured}" for check in found),
+            *(f"{check.name}: {check.found}" for check in found),
             sep="\n",
         )
     assert [check.name for check in found if check.passed is False] == []

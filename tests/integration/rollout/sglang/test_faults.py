@@ -7,7 +7,7 @@ import base64
 import numpy as np
 import pytest
 
-from onepolicy.config import TrainingError, UsageError, resolve
+from onepolicy.config import TrainingError, UsageError
 from onepolicy.rollout.servers import http
 from onepolicy.types import Sampling
 from support.fake_sglang import VOCAB, FakeSGLang
@@ -239,16 +239,3 @@ def test_weights_that_others_gave_are_noticed(fake, models):
         asyncio.run(engine.load_weights(models[0][0].state_dict().items(), 1))
     with pytest.raises(TrainingError, match=others):
         play(engine, (PROMPT, Sampling(1.0, 3)))
-
-
-RUN = {"out": "x", "steps": 1, "task": {"kind": "chain"}, "optim": {"lr": 1e-4}}
-
-
-def test_contradictions_are_refused():
-    kind, model = "rollout.engine.kind=sglang", "model.path=x"
-    resolve(RUN, [kind, model])
-    with pytest.raises(ValueError, match="kind = sglang does not return"):
-        resolve(RUN, [kind, model, "replay.mode=weights"])
-    unrounded = ["rollout.engine.dtype=float32", "model.dtype=bfloat16"]
-    with pytest.raises(ValueError, match="reads the checkpoint unrounded"):
-        resolve(RUN, [kind, model, *unrounded])

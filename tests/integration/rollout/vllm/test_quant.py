@@ -2,7 +2,6 @@
 experts really are codes."""
 
 import asyncio
-import itertools
 import sys
 
 import pytest
@@ -44,31 +43,6 @@ def test_a_server_is_started_with_the_same_arguments():
     at = line.index("--quantization")
     assert line[at : at + 2] == ["--quantization", "fp8_per_channel"]
     assert '"*.gate"' in line[line.index("--quantization-config") + 1]
-
-
-REFUSED = [
-    ("fp8-weight", "vLLM has no method of its own for fp8-weight; use fp8 or int8"),
-    ("simulated", "vLLM has no method of its own for simulated"),
-    ('{format="fp8", extra_modules=["lm_head"]}', r"quant\.extra_modules: with vLLM lm_head"),
-    ('{format="int8", activations="static"}', r"quant\.activations: static, but vLLM's int8"),
-    ("fp8 dtype=float32", r"rollout\.engine\.dtype: float32, but vLLM quantises"),
-]
-
-
-def test_formats_vllm_does_not_have_are_refused(subtests):
-    kinds = [f"rollout.engine.kind={kind}" for kind in ("vllm", "vllm-server")]
-    for kind, quant in itertools.product(kinds, ("fp8", "int8")):
-        assert resolve(MINIMAL, [kind, f"rollout.quant={quant}"]).rollout.quant is not None
-    for setting, message in REFUSED:
-        quant, _, dtype = setting.partition(" dtype=")
-        of_engine = [f"rollout.engine.dtype={dtype}"] if dtype else []
-        for kind in kinds:
-            refused = pytest.raises(UsageError, match=message)
-            with subtests.test(kind=kind, setting=setting), refused:
-                resolve(MINIMAL, [kind, f"rollout.quant={quant}", *of_engine])
-        serving = [f"quant={quant}", *(s.removeprefix("rollout.engine.") for s in of_engine)]
-        with subtests.test(setting=setting), pytest.raises(UsageError, match=message):
-            resolve_as(ServeConfig, {}, serving)
 
 
 def test_the_cpu_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):

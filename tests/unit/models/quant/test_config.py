@@ -1,8 +1,6 @@
 """`rollout.quant`: its settings in one line, and refusals of settings without effect."""
 
-import pytest
-
-from onepolicy.config import Fp8, Fp8Weight, Int8, RunConfig, Simulated, UsageError, resolve
+from onepolicy.config import Fp8, Fp8Weight, Int8, RunConfig, Simulated, resolve
 
 MINIMAL = {"out": "runs/x", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
 
@@ -28,19 +26,3 @@ def test_one_line(subtests):
             config = with_quant(overrides)
             assert config.rollout.quant == quant
             assert RunConfig.model_validate_json(config.model_dump_json()) == config
-
-
-def test_contradictions_are_refused(subtests):
-    for overrides, message in (
-        ("quant=int4", r"rollout\.quant.*'int8', 'fp8', 'fp8-weight', 'simulated'"),
-        ("quant.format=fp8 quant.activations=static", r"activations: unknown setting"),
-        ("quant=fp8 engine.kind=sglang", r"fp8 is not available with .*kind = sglang.*; use hf"),
-        (
-            'quant={format="int8",extra_modules=["lm_head"]} engine.lm_head=float32',
-            r"rollout\.quant\.extra_modules: lm_head contradicts rollout\.engine\.lm_head",
-        ),
-    ):
-        with subtests.test(overrides=overrides), pytest.raises(UsageError, match=message):
-            with_quant(overrides)
-    with pytest.raises(UsageError, match=r"rollout\.quant: int8, but with numerics = on-policy"):
-        resolve(MINIMAL, ["rollout.quant=int8", "numerics=on-policy"])

@@ -50,7 +50,7 @@ def test_each_row_is_refused_with_its_source_and_only_where_it_holds(subtests):
             words = rf"vllm 0\.\d+ with routes: .*{source}"
             with pytest.raises(UsageError, match=words) as refused:
                 check_route_compatibility(Deployment(**GOOD | bad))
-            assert row.reason in str(refused.value)
+            assert row.why in str(refused.value)
             check_route_compatibility(Deployment(**GOOD | good))
 
 

@@ -173,21 +173,6 @@ def test_bytes_that_are_no_message_or_were_changed_are_refused():
 
 
 BASE = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
-BFLOAT16 = "train.fsdp_param_dtype=bfloat16"
-CONTRADICTIONS = [
-    ([BFLOAT16], "train.fsdp_param_dtype: bfloat16 needs train.ranks"),
-    (["train.ranks=2", "train.device=cuda:1"], "train.device: cuda:1 is one device"),
-    (["train.ranks=2", "model.dtype=bfloat16"], "set train.fsdp_param_dtype = bfloat16"),
-    (["train.ranks=2", "rollout.engine.kind=vllm"], "use vllm-server or hf"),
-    (["train.ranks=2", "numerics=on-policy"], "train.ranks: invariant operators"),
-    (["train.ranks=2", BFLOAT16, "train.autocast=bfloat16"], "train.autocast: bfloat16, but"),
-]
-
-
-def test_contradictions_are_refused(subtests):
-    for settings, words in CONTRADICTIONS:
-        with subtests.test(words), pytest.raises(UsageError, match=words):
-            resolve(BASE, settings)
 
 
 def test_torchrun_sets_the_number_of_ranks(monkeypatch):
