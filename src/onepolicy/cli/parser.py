@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from onepolicy.config.base import Frozen
@@ -37,6 +37,7 @@ class Parser(argparse.ArgumentParser):
         self.settings: type[Frozen] | None = None
         self.ignored: tuple[str, ...] = ()  # settings without effect in this command
         self.examples: tuple[str, ...] = ()
+        self.more_help: Callable[[], str] | None = None  # text that only --help computes
 
     def set_help(
         self,
@@ -51,6 +52,13 @@ class Parser(argparse.ArgumentParser):
         self.epilog = f"examples:\n{shown}"
         if settings:
             self.epilog += f"\n{SETTINGS}"
+
+    def format_help(self) -> str:
+        """Return the help, with `more_help` at its end."""
+        text = super().format_help()
+        if self.more_help is None:
+            return text
+        return f"{text}\n{self.more_help()}\n"
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

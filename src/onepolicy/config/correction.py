@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import tomllib
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from onepolicy.config.base import Frozen, LargeCount
+from onepolicy.config.presets import merge, start_from, warn_translated
 
 Ratio = Literal["old/rollout", "new/rollout"]
 LossTerm = Literal["kl", "entropy", "value"]
@@ -30,8 +28,6 @@ STATISTICS: dict[str, tuple[float | None, float | None, float | None]] = {
     "trainer_prob": (0, None, 1),
 }
 HEAD_SIZE = 16
-PRESETS_FILE = Path(__file__).with_name("corrections.toml")
-PRESET_ALIASES = {"off": "recompute", "bypass": "ppo-is"}
 
 
 class Bounds(Frozen):
@@ -298,18 +294,10 @@ class CorrectionConfig(Frozen):
     def _start_from_preset(cls, data: Any) -> Any:
         if not isinstance(data, dict) or not isinstance(data.get("preset"), str):
             return data
-        name = PRESET_ALIASES.get(data["preset"], data["preset"])
-        if name not in correction_presets():
-            from onepolicy.config.spelling import did_you_mean
-
-            known = ", ".join(correction_presets()) + did_you_mean(name, correction_presets())
-            raise ValueError(f"correction.preset: none is called {name!r}; there are {known}")
-        merged = dict(correction_presets()[name].get("settings", {}))
-        for key, value in data.items():
-            base = merged.get(key)
-            both_tables = isinstance(base, dict) and isinstance(value, dict)
-            merged[key] = base | value if both_tables else value
-        return merged | {"preset": name}
+        name, settings = start_from(data["preset"])
+        if not cls.model_fields.keys() <= data.keys():  # a dump of settings has them all
+            warn_translated(name)
+        return merge(settings, data) | {"preset": name}
 
     @model_validator(mode="after")
     def _check_gates(self) -> Self:
@@ -379,9 +367,3 @@ class CorrectionConfig(Frozen):
                 f"correction.gates {gate.label}: a budget ranks the whole step; it needs "
                 "old/rollout"
             )
-
-
-@functools.cache
-def correction_presets() -> dict[str, dict[str, Any]]:
-    """Return the rows of corrections.toml: settings, source, and other frameworks' settings."""
-    return tomllib.loads(PRESETS_FILE.read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ import pytest
 
 from onepolicy.cli import main
 from onepolicy.config import ObjectiveConfig, RunConfig, UsageError, resolve
-from onepolicy.config.objective import objective_presets
+from onepolicy.config.presets import objective_presets
 from onepolicy.objective.presets import markdown_table
 from support.paths import ROOT
 
