@@ -19,7 +19,7 @@ from onepolicy.cli.measure import add_measure
 from onepolicy.cli.parser import SETTINGS, Parser
 from onepolicy.cli.plan import add_plan
 from onepolicy.cli.show_config import add_config
-from onepolicy.cli.streams import tolerant_streams
+from onepolicy.cli.streams import stdout_error, tolerant_streams
 from onepolicy.cli.train import add_train
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError, printable
 from onepolicy.console import print_text
@@ -53,17 +53,17 @@ PATH_ERRORS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    with tolerant_streams() as streams:
+    with tolerant_streams():
         try:
             arguments = parse_arguments(argv)
         except SystemExit as end:  # argparse printed help, or explained a mistake
-            error = streams.stdout_error()
+            error = stdout_error()
             if end.code or error is None:
                 raise
             return _report_lost_output(error)
         with report_sigterm(arguments):
             status = _run(arguments)
-        error = streams.stdout_error()
+        error = stdout_error()
         if error is None or status != 0:
             return status
         lost = _report_lost_output(error)

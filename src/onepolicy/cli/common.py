@@ -13,7 +13,6 @@ from onepolicy.cli.parser import Parser
 from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import Frozen, RunConfig, UsageError, printable
 from onepolicy.config.idle import Idle, describe_idle
-from onepolicy.config.renamed import rename_overrides
 from onepolicy.console import Console, print_text
 
 if TYPE_CHECKING:
@@ -71,8 +70,7 @@ def warn_idle(settings: Iterable[Idle], overrides: Sequence[str] | None = None) 
     """
     found = list(settings)
     if overrides is not None:
-        current, _ = rename_overrides(overrides, RunConfig.renamed)
-        names = [override.partition("=")[0] for override in current]
+        names = [override.partition("=")[0] for override in overrides]
         found = [each for each in found if is_set_by(each.setting, names)]
     if found:
         print_status(describe_idle(found))

@@ -9,13 +9,7 @@ from typing import Any, NoReturn
 
 from onepolicy.config.base import Frozen
 from onepolicy.config.load import VARIANT_KEYS
-from onepolicy.config.spelling import (
-    closest_name,
-    did_you_mean,
-    paths_of,
-    settings_with_name,
-    similar_settings,
-)
+from onepolicy.config.spelling import closest_name, did_you_mean, paths_of, similar_settings
 from onepolicy.errors import printable
 
 SAME_OPTION = 0.65
@@ -143,13 +137,7 @@ class Parser(argparse.ArgumentParser):
         assert self.settings is not None
         if name in paths:
             return [name]
-        found = settings_with_name(name, paths)
-        if not found:
-            renamed = self.settings.renamed.items()
-            found = [new for old, new in renamed if name in (old, old.rpartition(".")[2])]
-        if not found and self._similar_option(name) is None:
-            found = similar_settings(name, paths)
-        return found
+        return similar_settings(name, paths, alike=self._similar_option(name) is None)
 
     def _options(self) -> list[str]:
         return [each[2:] for each in self._option_string_actions if each.startswith("--")]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -36,8 +35,6 @@ class Frozen(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Old dotted path -> new dotted path (renamed.py)."""
 
     @classmethod
     def default_of(cls, name: str) -> Any:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from onepolicy.config.base import Frozen
-from onepolicy.config.renamed import rename_keys, rename_overrides, warn_renamed
 from onepolicy.config.run import RunConfig
 from onepolicy.errors import UsageError
 
@@ -62,15 +61,11 @@ def resolve(tree: Tree, overrides: Overrides = ()) -> RunConfig:
 def resolve_as(kind: type[Settings], tree: Tree, overrides: Overrides = ()) -> Settings:
     """Return the settings of this kind: the tree with the overrides on top.
 
-    Both may use old names of settings. Raises UsageError, one line a problem, for settings that are
-    missing, unknown, out of range or contradictory.
+    Raises UsageError, one line a problem, for settings that are missing, unknown, out of range or
+    contradictory.
     """
-    tree, old = rename_keys(tree, kind.renamed)
-    overrides, overridden = rename_overrides(overrides, kind.renamed)
     for override in overrides:
         tree = apply_override(tree, override)
-    tree, inside = rename_keys(tree, kind.renamed)  # of overrides that are whole sections
-    warn_renamed([*old, *overridden, *inside], kind.renamed)
     _check_texts(tree)
     try:
         return kind.model_validate(tree)

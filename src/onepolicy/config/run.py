@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -12,7 +12,6 @@ from onepolicy.config.correction import CorrectionConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.numerics import Numerics, dependent_defaults
 from onepolicy.config.objective import ObjectiveConfig
-from onepolicy.config.renamed import RUN_KEYS
 from onepolicy.config.replay import R2, R3, ReplayConfig, RolloutReplay, SoftReplay
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.rules import check_sections
@@ -58,8 +57,6 @@ def _usual_correction(checked: dict[str, Any]) -> CorrectionConfig:
 
 class RunConfig(Frozen):
     """Settings of a training run. eval, measure, plan and engine check read the same sections."""
-
-    renamed: ClassVar = RUN_KEYS
 
     out: str
     """Run folder, new or empty. If a recipe's own is taken, `onepolicy train` takes the first free

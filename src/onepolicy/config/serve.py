@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import Self
 
 from pydantic import model_validator
 
 from onepolicy.config.base import SmallCount
 from onepolicy.config.engine import VLLMEngineConfig, check_vllm_quant
 from onepolicy.config.quant import QuantConfig
-from onepolicy.config.renamed import SERVE_KEYS
 
 
 class ServeConfig(VLLMEngineConfig):
     """Settings of the vLLM server that `onepolicy engine serve` starts."""
-
-    renamed: ClassVar = SERVE_KEYS
 
     quant: QuantConfig = None
     """Quantisation of the weights, as rollout.quant of the runs that will use the server."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from onepolicy.config.output_paths import CONFIG
-from onepolicy.config.renamed import rename_keys
 from onepolicy.config.run import RunConfig
 from onepolicy.errors import UsageError
 
@@ -17,7 +15,7 @@ TRUST = "model.trust_remote_code"
 
 
 def read_stored_config(run: Path) -> RunConfig:
-    """Return the settings of a run folder, which may have old names.
+    """Return the settings of a run folder.
 
     Raises UsageError if there is no config.json, or if it is damaged.
     """
@@ -25,14 +23,12 @@ def read_stored_config(run: Path) -> RunConfig:
     if not path.is_file():
         raise UsageError(f"{run}: not a run folder (no {CONFIG}); give the folder of a run")
     try:
-        return RunConfig.model_validate_json(_with_new_names(path.read_bytes()))
+        return RunConfig.model_validate_json(path.read_bytes())
     except ValidationError as error:
         from onepolicy.config.errors import describe_errors
 
         problem = describe_errors(error)
-    except UsageError as error:
-        problem = str(error)
-    raise UsageError(f"{path}: not the settings of a run: {problem}")
+        raise UsageError(f"{path}: not the settings of a run: {problem}") from None
 
 
 def check_trust(config: RunConfig, run: Path, overrides: Sequence[str], command: str) -> None:
@@ -54,15 +50,3 @@ def settings_to_repeat(config: RunConfig) -> list[str]:
     if config.model.trust_remote_code:
         return [f"{TRUST}=true"]
     return []
-
-
-def _with_new_names(data: bytes) -> bytes:
-    """Return config.json with the new names of settings. The same bytes if it has no old ones."""
-    try:
-        tree = json.loads(data)
-    except (ValueError, RecursionError):
-        return data  # pydantic says what is wrong with it
-    if not isinstance(tree, dict):
-        return data
-    tree, old = rename_keys(tree, RunConfig.renamed)
-    return json.dumps(tree).encode() if old else data

@@ -52,8 +52,12 @@ def start_run(
         if sizes is not None:
             progress.note(sizes.describe())
             quant = sizes.as_json()
+        existed = folder.exists()
         run_folder.create_run_folder(folder, config, origin, components.learner.fingerprint, quant)
-        with run_folder.lock_run(folder):
+        with (
+            run_folder.removed_if_refused(folder, existed=existed),
+            run_folder.lock_run(folder),
+        ):
             loop = TrainingLoop(components, tokenizer, folder, origin, progress)
             return asyncio.run(loop.run())
 
