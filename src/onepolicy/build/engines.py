@@ -6,7 +6,17 @@ import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 
-from onepolicy.config import RolloutReplay, RunConfig, ServerEngineConfig, UsageError, WeightsReplay
+import torch
+
+from onepolicy.config import (
+    HFEngineConfig,
+    ModelConfig,
+    RolloutReplay,
+    RunConfig,
+    ServerEngineConfig,
+    UsageError,
+    WeightsReplay,
+)
 from onepolicy.interfaces import EngineCaps, RolloutEngine
 from onepolicy.rollout.spec import EngineSpec
 
@@ -36,12 +46,38 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
     return build(spec)
 
 
+def build_evaluator(
+    config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
+) -> RolloutEngine | None:
+    """Build an embedded engine without quantisation and pressure, if evaluations need one."""
+    rollout = config.rollout
+    quantised = rollout.quant is not None and not config.eval.quantised
+    if not config.eval.every or not (quantised or rollout.pressure is not None):
+        return None
+    return build_clean_engine(config, model, device, max_len)
+
+
+def build_clean_engine(
+    config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
+) -> RolloutEngine:
+    """Build an embedded engine with the settings of the run's engine.
+
+    Except rollout.quant and rollout.pressure.
+    """
+    engine = config.rollout.engine
+    clean = HFEngineConfig(
+        dtype=engine.dtype,
+        lm_head=engine.lm_head,
+        max_num_seqs=engine.max_num_seqs,
+        max_len=engine.max_len,
+    )
+    return build_engine(EngineSpec(model, clean, device, max_len))
+
+
 def check_engine_capabilities(config: RunConfig, caps: EngineCaps, top_logprobs: int) -> None:
     """Raise UsageError unless the engine returns everything that replay and correction need."""
     if top_logprobs > caps.top_logprobs:
-        from onepolicy.build.too_few_logprobs import describe_too_few
-
-        raise UsageError(describe_too_few(config, caps.top_logprobs, top_logprobs))
+        raise UsageError(_describe_too_few(config, caps.top_logprobs, top_logprobs))
     mode = config.replay.mode
     if not isinstance(config.replay, RolloutReplay) or config.replay.source == "reprefill":
         return
@@ -55,3 +91,21 @@ def check_engine_capabilities(config: RunConfig, caps: EngineCaps, top_logprobs:
             "replay.mode: weights needs the combine weights, which this engine does not return; "
             "use r3"
         )
+
+
+def _describe_too_few(config: RunConfig, returned: int, needed: int) -> str:
+    """Return the setting, why it cannot be, and a fix."""
+    correction = config.correction
+    most = f"but this engine returns those of at most {returned}"
+    if correction.centering == "support" and returned:
+        return (
+            f"correction.centering: support needs the log-probabilities of all {needed} tokens, "
+            f"{most}; use head"
+        )
+    fix = "choose one without centering"
+    if returned:
+        fix = f"set it to at most {returned}"
+    return (
+        f"correction.head_size: {correction.name} needs the log-probabilities of the {needed} "
+        f"likeliest tokens, {most}; {fix}"
+    )

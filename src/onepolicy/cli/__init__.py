@@ -37,17 +37,8 @@ exit codes:
        (train --restarts tries again)
   130  stopped by Ctrl-C
 """
-PATH_ERRORS = (
-    errno.EACCES,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-)
+PATH_ERRORS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+PATH_ERRNOS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)
 """Errors of the file system that a wrong path causes. They are mistakes in the command."""
 
 
@@ -98,7 +89,7 @@ def _report_os_error(error: OSError) -> int:
     if disk_failed:
         fix = "make room there (or mend the disk) and repeat the command"
     print_text(f"onepolicy: {path}: {error.strerror}; {fix}", stderr=True)
-    if error.errno in PATH_ERRORS:
+    if isinstance(error, PATH_ERRORS) or error.errno in PATH_ERRNOS:
         return 2
     return 1
 

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from onepolicy.cli.common import Commands, add_command, print_status
+from onepolicy.cli.common import Commands, add_command, check_train_extra, print_status
 from onepolicy.cli.plan_arms import plan_arms, plan_jobs, runs_in
-from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.output_paths import check_output_folder
 from onepolicy.config.replay import ROLLOUT_MODES

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from onepolicy.config.base import Frozen
-from onepolicy.config.load import VARIANT_KEYS
+from onepolicy.config.base import VARIANT_KEYS, Frozen
 from onepolicy.config.spelling import closest_name, did_you_mean, paths_of, similar_settings
 from onepolicy.errors import printable
 

@@ -17,7 +17,7 @@ from onepolicy.cli.parser import Parser
 from onepolicy.config.presets import offered_corrections
 from onepolicy.correct.equations import NAMED, show, translations
 from onepolicy.objective.presets import describe_presets
-from onepolicy.run.metric_names import METRICS
+from onepolicy.run.log import METRICS
 
 WRITTEN = (
     "Written by `python -m onepolicy.cli.reference docs/reference`; a test compares it with the "

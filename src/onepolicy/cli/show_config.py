@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from onepolicy.cli.common import Commands, add_command, warn_idle
-from onepolicy.cli.train_extra import check_train_extra
+from onepolicy.cli.common import Commands, add_command, check_train_extra, warn_idle
 from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.presets import names_by_question

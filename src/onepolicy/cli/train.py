@@ -14,13 +14,13 @@ from onepolicy.cli.common import (
     CHECKPOINTS,
     Commands,
     add_command,
+    check_train_extra,
     launcher_for,
     prepare_process,
     print_status,
     refuse_model_path,
     warn_idle,
 )
-from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import RunConfig, UsageError, load, resolve
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_input_files, check_task_files

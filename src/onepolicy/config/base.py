@@ -25,6 +25,10 @@ PositiveFloat = Annotated[float, Field(gt=0, le=LARGEST_FLOAT)]
 """Seconds, scales and the like."""
 
 
+VARIANT_KEYS = ("kind", "mode", "preset", "format")
+"""Settings that say which variant of a section the others belong to."""
+
+
 class Frozen(BaseModel):
     """A section of settings: immutable, without unknown fields, every field described."""
 

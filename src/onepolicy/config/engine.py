@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from onepolicy.config.address import check_urls
 from onepolicy.config.base import (
     LARGEST_FLOAT,
     LARGEST_INT,
@@ -14,7 +15,7 @@ from onepolicy.config.base import (
     SmallCount,
     Tokens,
 )
-from onepolicy.config.quant import Fp8, Int8, QuantFormat
+from onepolicy.config.quant import Fp8, Int8, QuantConfig, QuantFormat
 
 Dtype = Literal["float32", "bfloat16"]
 FILE, DNS = "file:", "dns:"  # marks of a url that names a list of servers
@@ -107,8 +108,6 @@ class ServerEngineConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_url(self) -> Self:
-        from onepolicy.config.address import check_urls
-
         check_urls(self.url)
         return self
 
@@ -189,3 +188,18 @@ EngineConfig = Annotated[
 ENGINE_KINDS = tuple(
     config.model_fields["kind"].default for config in get_args(get_args(EngineConfig)[0])
 )
+
+
+class ServeConfig(VLLMEngineConfig):
+    """Settings of the vLLM server that `onepolicy engine serve` starts."""
+
+    quant: QuantConfig = None
+    """Quantisation of the weights, as rollout.quant of the runs that will use the server."""
+    lora_rank: SmallCount | None = None
+    """Largest rank of adapters that runs with train.lora.sync = native may send. Unset: none."""
+
+    @model_validator(mode="after")
+    def _check_quant(self) -> Self:
+        if self.quant is not None:
+            check_vllm_quant(self.quant, self.dtype)
+        return self

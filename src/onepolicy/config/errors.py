@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
-from onepolicy.config.base import Frozen
-from onepolicy.config.load import VARIANT_KEYS
+from onepolicy.config.base import VARIANT_KEYS, Frozen
 from onepolicy.config.run import RunConfig
 from onepolicy.config.spelling import classes_of, did_you_mean, hint, paths_of
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from onepolicy.config.base import Frozen
+from onepolicy.config.base import VARIANT_KEYS, Frozen
 from onepolicy.config.run import RunConfig
 from onepolicy.errors import UsageError
 
@@ -17,8 +17,6 @@ Tree = dict[str, Any]
 Settings = TypeVar("Settings", bound=Frozen)
 Overrides = list[str] | tuple[str, ...]
 
-VARIANT_KEYS = ("kind", "mode", "preset", "format")
-"""Settings that say which variant of a section the others belong to."""
 TOML_ERRORS = (ValueError, RecursionError)
 """A TOMLDecodeError, a number of thousands of digits, brackets as deep."""
 

@@ -12,6 +12,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from onepolicy.config.spelling import did_you_mean
+
 Rows = dict[str, dict[str, Any]]
 LOG = logging.getLogger(__name__)
 ALIASES = {"off": "recompute", "bypass": "ppo-is"}
@@ -76,8 +78,6 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def describe_unknown(name: object) -> str:
     """Return `'tsi'; there are ...` for a name that no correction has."""
-    from onepolicy.config.spelling import did_you_mean
-
     offered = [each for names in offered_corrections().values() for each in names]
     return f"{name!r}; there are {', '.join(offered)}{did_you_mean(name, correction_presets())}"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -12,6 +14,8 @@ from onepolicy.config.run import RunConfig
 from onepolicy.errors import UsageError
 
 TRUST = "model.trust_remote_code"
+SECRET = re.compile(r"(?i)((api|access|private)_?key|secret|password|passwd|token|credentials?)$")
+"""Names of texts that are secrets, in a task's `env` and `params`."""
 
 
 def read_stored_config(run: Path) -> RunConfig:
@@ -50,3 +54,16 @@ def settings_to_repeat(config: RunConfig) -> list[str]:
     if config.model.trust_remote_code:
         return [f"{TRUST}=true"]
     return []
+
+
+def without_secrets(tree: Any) -> Any:
+    """Return settings without texts under names like `api_key`, which tasks may hold."""
+    if isinstance(tree, dict):
+        hidden = {name for name, value in tree.items() if isinstance(value, str)}
+        hidden = {name for name in hidden if SECRET.search(str(name))}
+        return {
+            name: "hidden" if name in hidden else without_secrets(v) for name, v in tree.items()
+        }
+    if isinstance(tree, list):
+        return [without_secrets(value) for value in tree]
+    return tree

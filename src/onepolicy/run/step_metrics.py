@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from onepolicy.divergence.attribution import k3_terms
+from onepolicy.divergence.breakdown import TURNS, turn_bins
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.divergence.routing import RoutingDisagreement, routing_disagreement
 from onepolicy.interfaces import Scorer
@@ -87,9 +89,6 @@ def _k3_by_bins(batch: TokenBatch, number: Tensor, k3: str, tokens: str) -> dict
 
     number: [n] int64, from 0, of each trainable slot.
     """
-    from onepolicy.divergence.attribution import k3_terms
-    from onepolicy.divergence.breakdown import TURNS, turn_bins
-
     mask = batch.trainable
     assert batch.logp_old is not None
     terms = k3_terms(batch.logp_old[mask], batch.logp_rollout[mask])

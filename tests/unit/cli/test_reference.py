@@ -3,7 +3,7 @@
 from onepolicy.cli.reference import pages
 from onepolicy.config.presets import offered_corrections
 from onepolicy.correct.equations import NAMED
-from onepolicy.run.metric_names import METRICS
+from onepolicy.run.log import METRICS
 from support.paths import ROOT
 
 FOLDER = ROOT / "docs" / "reference"

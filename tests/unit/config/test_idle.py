@@ -7,6 +7,7 @@ from itertools import product
 from onepolicy.cli import main
 from onepolicy.cli.common import is_set_by, warn_idle
 from onepolicy.config import HFEngineConfig, RunConfig, SGLangConfig, load, resolve
+from onepolicy.config.engine import ServeConfig
 from onepolicy.config.idle import (
     describe_idle,
     idle_engine_settings,
@@ -15,7 +16,6 @@ from onepolicy.config.idle import (
 )
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.presets import correction_presets, objective_presets
-from onepolicy.config.serve import ServeConfig
 from onepolicy.correct.presets import preset
 from support.paths import ROOT
 

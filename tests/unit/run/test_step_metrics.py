@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onepolicy.run.metric_names import is_known
+from onepolicy.run.log import is_known
 from onepolicy.run.step_metrics import gradient_metrics, metrics_per_staleness, metrics_per_turn
 from support.objective_batches import batch
 
