@@ -30,7 +30,7 @@ os.environ.update(OMP_NUM_THREADS=str(args.threads), OMP_WAIT_POLICY="passive")
 
 import torch  # noqa: E402
 
-from onepolicy.config.correction import correction_presets  # noqa: E402
+from onepolicy.config.presets import correction_presets  # noqa: E402
 from onepolicy.correct.current_policy import live_weights  # noqa: E402
 from onepolicy.correct.presets import preset  # noqa: E402
 from onepolicy.correct.report import report  # noqa: E402

@@ -54,7 +54,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 from onepolicy import bind_routers  # noqa: E402
 from onepolicy.build.components import build_components  # noqa: E402
 from onepolicy.config import ModelConfig, resolve  # noqa: E402
-from onepolicy.config.model_path import resolve_model  # noqa: E402
+from onepolicy.config.input_files import resolve_model  # noqa: E402
 from onepolicy.divergence.routing import routing_agreement  # noqa: E402
 from onepolicy.models.load import load_model  # noqa: E402
 from onepolicy.models.packed_attention import Packing  # noqa: E402

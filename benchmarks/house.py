@@ -1,4 +1,4 @@
-"""Measure the code's shape: files, lines, imports of a run, files of one step, circles.
+"""Measure the code's shape: files, lines, imports inside functions, files of one step, circles.
 
 python benchmarks/house.py            # the static counts, in a second
 python benchmarks/house.py --steps    # also the files that one local step runs (a minute)
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import subprocess
 import sys
 import tempfile
@@ -53,39 +52,6 @@ def _nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
         yield from _nodes(node, lazy)
 
 
-def lazy_imports(path: Path) -> int:
-    """Return how many statements of a file import from the package inside a function."""
-    functions = ast.FunctionDef | ast.AsyncFunctionDef
-    found = {
-        inner
-        for outer in ast.walk(ast.parse(path.read_text()))
-        if isinstance(outer, functions)
-        for inner in ast.walk(outer)
-        if isinstance(inner, ast.Import | ast.ImportFrom)
-    }
-    return sum("onepolicy" in ast.unparse(each) for each in found)
-
-
-def eager_graph(known: dict[str, Path]) -> dict[str, set[str]]:
-    """Return the modules that come with each module as it is loaded."""
-    return {name: imported(path, known, lazy=False) for name, path in known.items()}
-
-
-def closure(start: str, graph: dict[str, set[str]]) -> set[str]:
-    """Return all modules that come with `start`, its packages' __init__ included."""
-    seen: set[str] = set()
-    todo = [start]
-    while todo:
-        name = todo.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        parts = name.split(".")
-        todo += graph[name]
-        todo += [".".join(parts[:n]) for n in range(1, len(parts))]
-    return seen
-
-
 def circle(graph: dict[str, set[str]]) -> str:
     """Return a circle of modules that import each other, or nothing."""
     try:
@@ -112,32 +78,31 @@ def lines(paths: list[Path]) -> int:
 
 
 TRACE = """
-import sys, threading, json
-files = set()
+import sys, threading
+import onepolicy.run.loop, onepolicy.run.step
+executed = set()  # files of the functions that steps call
 def watch(frame, event, argument):
     if event == "call":
-        files.add(frame.f_code.co_filename)
-from onepolicy.run.step import StepRunner
-inner = StepRunner.rl_step
-async def traced(*arguments, **named):
+        executed.add(frame.f_code.co_filename)
+plain_step = onepolicy.run.step.StepRunner.rl_step
+async def traced_step(*arguments, **named):
     sys.setprofile(watch); threading.setprofile(watch)
     try:
-        return await inner(*arguments, **named)
+        return await plain_step(*arguments, **named)
     finally:
         sys.setprofile(None); threading.setprofile(None)
-StepRunner.rl_step = traced
-from onepolicy.cli import main
-code = main(sys.argv[1:])
-print("FILES", json.dumps(sorted(f for f in files if "/onepolicy/" in f)))
+onepolicy.run.step.StepRunner.rl_step = traced_step
 """
+"""Code of a process that trains afterwards: `executed` then has the files that its steps ran."""
 
 
 def step_files(settings: list[str]) -> list[Path]:
     """Return the package's files in which one step of the quickstart calls a function."""
+    run = "from onepolicy.cli import main; main(sys.argv[1:]); print('FILES', *sorted(executed))"
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["train", "recipes/quickstart.toml", f"out={folder}/run", "steps=2", *settings]
         done = subprocess.run(
-            [sys.executable, "-c", TRACE, *arguments],
+            [sys.executable, "-c", f"{TRACE}\n{run}", *arguments],
             cwd=ROOT.parent,
             capture_output=True,
             text=True,
@@ -146,9 +111,38 @@ def step_files(settings: list[str]) -> list[Path]:
     found = [line for line in done.stdout.splitlines() if line.startswith("FILES")]
     if not found:
         raise SystemExit(done.stdout + done.stderr)
-    return [
-        Path(name) for name in json.loads(found[0].removeprefix("FILES ")) if str(PACKAGE) in name
-    ]
+    return own_files(found[0].split()[1:])
+
+
+def own_files(names: list[str]) -> list[Path]:
+    """Return the files of the package among these."""
+    return [Path(name) for name in names if name.startswith(f"{PACKAGE}/")]
+
+
+def imports_inside_functions(known: dict[str, Path]) -> int:
+    """Count the statements inside functions that import modules of the package."""
+    count = 0
+    for path in known.values():
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        tree = ast.parse(path.read_text())
+        inside = {
+            statement
+            for function in ast.walk(tree)
+            if isinstance(function, functions)
+            for statement in ast.walk(function)
+            if isinstance(statement, ast.Import | ast.ImportFrom)
+        }
+        count += sum(_is_own(statement) for statement in inside)
+    return count
+
+
+def _is_own(statement: ast.AST) -> bool:
+    if isinstance(statement, ast.ImportFrom):
+        names = [statement.module or ""]
+    else:
+        assert isinstance(statement, ast.Import)
+        names = [alias.name for alias in statement.names]
+    return any(name.split(".")[0] == "onepolicy" for name in names)
 
 
 def main() -> None:
@@ -160,16 +154,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     known = modules()
-    eager = eager_graph(known)
     every = {name: imported(path, known, lazy=True) for name, path in known.items()}
     print(f"files {len(known)}, lines {lines(list(known.values())):,}")
-    for entry in ("run.train", "run.step"):
-        names = closure(f"onepolicy.{entry}", eager)
-        print(
-            f"import closure of {entry}: {len(names)} files, "
-            f"{lines([known[n] for n in names]):,} lines"
-        )
-    print(f"own imports inside functions: {sum(map(lazy_imports, known.values()))}")
+    print(f"own imports inside functions: {imports_inside_functions(known)}")
     print(f"folder circle: {circle(rooms(every))}")
     print(f"file circle, TYPE_CHECKING and lazy imports included: {circle(every)}")
     if arguments.steps:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from onepolicy.build.measure_components import MeasureComponents, build_measure_components
-from onepolicy.build.measure_settings import measure_config
+from onepolicy.build.measure import MeasureComponents, build_measure_components, measure_config
 from onepolicy.invariant.enable import enable_invariant
 from onepolicy.measure.engine_noise import sample, sample_again
 from onepolicy.objective.advantages import compute_outcomes

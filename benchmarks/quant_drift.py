@@ -23,7 +23,7 @@ from onepolicy.build.calibrate import CALIBRATION_FILE, calibrate, play_episodes
 from onepolicy.build.components import build_environment
 from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, RunConfig, load
-from onepolicy.config.model_path import resolve_model
+from onepolicy.config.input_files import resolve_model
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs.warmup.examples import warmup_examples
 from onepolicy.models.load import load_model, load_tokenizer

@@ -13,8 +13,7 @@ import argparse
 import asyncio
 
 from onepolicy.build.calibrate import calibrate
-from onepolicy.build.measure_components import build_measure_components
-from onepolicy.build.measure_settings import measure_config
+from onepolicy.build.measure import build_measure_components, measure_config
 from onepolicy.correct.predict import predict
 from onepolicy.measure.measure import score_rollouts
 from onepolicy.train.rescore import mismatch_of

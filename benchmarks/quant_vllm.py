@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from onepolicy.config import ModelConfig
-from onepolicy.config.model_path import resolve_model
+from onepolicy.config.input_files import resolve_model
 
 METHODS = [
     "fp8",

@@ -24,7 +24,7 @@ import torch
 
 from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, VLLMEngineConfig, VLLMServerConfig
-from onepolicy.config.model_path import resolve_model
+from onepolicy.config.input_files import resolve_model
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec

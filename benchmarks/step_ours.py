@@ -116,8 +116,8 @@ class Ours:
 
         from onepolicy.build.components import build_components
         from onepolicy.config import resolve
+        from onepolicy.config.input_files import resolve_model
         from onepolicy.config.model import ModelConfig
-        from onepolicy.config.model_path import resolve_model
         from onepolicy.run.step import StepRunner
         from onepolicy.sync.push import push_weights
 

@@ -33,7 +33,7 @@ from turn_task import (
     search,
 )
 
-from onepolicy.build.measure_components import build_engine_and_scorer
+from onepolicy.build.measure import build_engine_and_scorer
 from onepolicy.config import load
 from onepolicy.divergence.breakdown import TURNS, turn_bins, turn_name
 from onepolicy.divergence.routing import routing_disagreement

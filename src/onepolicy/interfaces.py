@@ -174,7 +174,7 @@ class MetricsSource(Protocol):
     """An object that adds metrics to the run's log."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call (run/metric_names.py)."""
+        """Return the metrics since the last call (run/metrics.toml)."""
         ...
 
 

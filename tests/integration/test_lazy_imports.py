@@ -1,9 +1,10 @@
-"""A plain local run imports only the modules that it uses."""
+"""A plain local run imports only the modules that it uses, and a step runs few files."""
 
 import json
 import subprocess
 import sys
 
+import house
 import pytest
 
 from support.paths import ROOT
@@ -11,7 +12,7 @@ from support.paths import ROOT
 pytestmark = pytest.mark.process
 RECIPE = ROOT / "recipes" / "quickstart.toml"
 BESIDE = """
-onepolicy.audit onepolicy.build.calibrate onepolicy.build.measure_components
+onepolicy.audit onepolicy.build.calibrate onepolicy.build.measure
 onepolicy.config.errors onepolicy.correct.equations onepolicy.diagnose onepolicy.envs.adapters
 onepolicy.envs.tools onepolicy.launch.ranks onepolicy.launch.ray onepolicy.models.quant
 onepolicy.objective.gae onepolicy.plan onepolicy.replay.axes onepolicy.replay.misalignment
@@ -20,12 +21,15 @@ onepolicy.rollout.sglang onepolicy.rollout.vllm onepolicy.run.async_rollouts
 onepolicy.run.recovery onepolicy.run.resume onepolicy.sync.broadcast onepolicy.train.critic
 onepolicy.train.current_policy onepolicy.train.restore onepolicy.train.sharded ray sglang vllm
 """
+MOST_FILES, MOST_LINES = 75, 14_000
+"""Of the package, in which a plain step calls a function (`python benchmarks/house.py --steps`)."""
 CODE = """
-import json, sys
+import json
 from onepolicy.cli import main
 for words in json.loads(sys.argv[1]):
     assert main(words) == 0
     print("LOADED", *sorted(sys.modules))
+    print("EXECUTED", *sorted(executed))
 """
 
 
@@ -36,16 +40,20 @@ def beside(modules):
 
 
 @pytest.mark.full
-def test_a_run_loads_nothing_beside_the_road_and_an_option_where_it_is_used(policy, tmp_path):
+def test_a_run_loads_and_runs_the_road_and_an_option_where_it_is_used(policy, tmp_path):
     """One step of the quickstart, then one with an option, in one process."""
     quick = ["train", str(RECIPE), f"model.path={policy}", "steps=1", "task.ops=2"]
     quick += ["rollout.prompts_per_step=2", "rollout.group_size=2", "eval.problems=2"]
     quick += ["rollout.engine.max_num_seqs=4"]
     option = ["rollout.max_staleness=0", "train.reuse_scoring_forward=false"]
     runs = [[*quick, f"out={tmp_path / 'a'}"], [*quick, *option, f"out={tmp_path / 'b'}"]]
-    command = [sys.executable, "-c", CODE, json.dumps(runs)]
+    command = [sys.executable, "-c", house.TRACE + CODE, json.dumps(runs)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     loaded = [beside(words[1:]) for words in lines if words[:1] == ["LOADED"]]
     assert loaded == [[], ["onepolicy.run.async_rollouts"]]
+    executed = next(words[1:] for words in lines if words[:1] == ["EXECUTED"])
+    files = house.own_files(executed)
+    assert len(files) <= MOST_FILES
+    assert house.lines(files) <= MOST_LINES

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepolicy.cli.train_extra import check_train_extra
+from onepolicy.cli.common import check_train_extra
 from onepolicy.config import UsageError, resolve
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import onepolicy as op
 import onepolicy.correct.slots as slots_module
-from onepolicy.config.correction import correction_presets
+from onepolicy.config.presets import correction_presets
 from onepolicy.types import RoutingTrace
 from support.paths import ROOT
 

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.build.engines import BuildEngine, build_engine, check_engine_capabilities
-from onepolicy.build.learner import build_learner
+from onepolicy.build.engines import (
+    BuildEngine,
+    build_engine,
+    build_evaluator,
+    check_engine_capabilities,
+)
+from onepolicy.build.learner import build_learner, build_reprefill
+from onepolicy.build.room import divide_gpu, fit_max_len
 from onepolicy.config import (
     DuplicateRoutes,
     HFEngineConfig,
@@ -26,8 +32,8 @@ from onepolicy.config import (
     VLLMEngineConfig,
     WeightsReplay,
 )
+from onepolicy.config.input_files import resolve_model
 from onepolicy.config.lora import LoraConfig
-from onepolicy.config.model_path import resolve_model
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.envs import make_environment
 from onepolicy.interfaces import Environment, Learner, RolloutEngine, WeightTarget
@@ -38,9 +44,12 @@ from onepolicy.models.load import (
     parse_device,
     read_config,
 )
+from onepolicy.models.product_check import check_float32_products
 from onepolicy.replay.checks import RouteSpec, refuse_router_loss, require_moe
 from onepolicy.replay.routers import Routers
+from onepolicy.rollout.hf.pressure import check_pressure
 from onepolicy.rollout.spec import EngineSpec
+from onepolicy.train.lora import check_start
 
 if TYPE_CHECKING:
     from onepolicy.train.learner import LocalLearner
@@ -71,8 +80,6 @@ def load_tokenizer_and_max_len(
             f"give at most {context}"
         )
     if parse_device(config.train.device).type != "cpu":
-        from onepolicy.build.room import fit_max_len
-
         max_len = fit_max_len(config, model, context - reserved, trains=trains)
     return load_tokenizer(model), max_len
 
@@ -146,8 +153,6 @@ def build_components(
         check_installed()
     model = model_to_load(config, weights)
     if config.train.lora is not None:
-        from onepolicy.build.adapter_checks import check_adapters
-
         check_adapters(config.train.lora, config, model)
     check_replayable(config, model)
     environment, tokenizer, max_len = build_environment(config, model, trains=True)
@@ -166,8 +171,6 @@ def build_components(
     )
     evaluator = None
     if config.eval.every:
-        from onepolicy.build.clean_engine import build_evaluator
-
         evaluator = build_evaluator(config, model, scorer.device, max_len)
     make = partial(Components, learner=learner, evaluator=evaluator)
     components = with_sampling(
@@ -186,8 +189,6 @@ def model_to_load(config: RunConfig, weights: Path | None) -> ModelConfig:
         return resolve_model(config.model)
     has_adapter = (weights / "adapter_config.json").is_file()
     if has_adapter or config.train.lora is not None:
-        from onepolicy.train.lora import check_start
-
         check_start(weights, config.train.lora)
         return resolve_model(config.model)
     return config.model.model_copy(update={"path": str(weights)})
@@ -208,8 +209,6 @@ def with_sampling(
     check_engine_capabilities(config, engine.caps, top_logprobs)
     reprefill = None
     if uses_reprefill(config):
-        from onepolicy.build.reprefill import build_reprefill
-
         reprefill = build_reprefill(config, model, scorer.device)
     return make(
         config=config,
@@ -269,13 +268,9 @@ def build_engine_for(
     )
     on_gpu = scorer.device.type != "cpu"
     if on_gpu:
-        from onepolicy.build.room import divide_gpu
-
         spec = divide_gpu(spec, config, trains=trains)
     engine = build(spec)
     if on_gpu:
-        from onepolicy.models.product_check import check_float32_products
-
         in_float32 = config.model.dtype == "float32" and config.train.autocast == "off"
         check_float32_products(scorer.device, needed=in_float32)
     if config.numerics == ON_POLICY:
@@ -294,12 +289,24 @@ def check_replayable(config: RunConfig, model: ModelConfig) -> None:
     """Raise UsageError if this model cannot be replayed, or not be put under pressure."""
     hf_config = read_config(model)
     if config.rollout.pressure is not None:
-        from onepolicy.rollout.hf.pressure import check_pressure
-
         check_pressure(config.rollout.pressure, hf_config)
     if config.replay.mode != "off":
         require_moe(hf_config, config.replay.mode)
     refuse_router_loss(hf_config)
+
+
+def check_adapters(lora: LoraConfig, config: RunConfig, model: ModelConfig) -> None:
+    """Raise UsageError for adapters that cannot be trained here, or that the engine cannot use."""
+    if lora.base == "nf4":
+        import onepolicy.models.nf4  # noqa: F401  # raises UsageError without bitsandbytes
+    if lora.sync == "native" and config.rollout.engine.kind in ("vllm", "vllm-server"):
+        from onepolicy.rollout.vllm.adapter import layer_names
+
+        layer_names(lora, model)
+    if lora.sync == "native" and config.rollout.engine.kind == "sglang":
+        from onepolicy.rollout.sglang.adapters import layer_names as sglang_layer_names
+
+        sglang_layer_names(lora, model)
 
 
 def check_quant_support(config: RunConfig) -> None:

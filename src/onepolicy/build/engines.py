@@ -6,7 +6,17 @@ import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 
-from onepolicy.config import RolloutReplay, RunConfig, ServerEngineConfig, UsageError, WeightsReplay
+import torch
+
+from onepolicy.config import (
+    HFEngineConfig,
+    ModelConfig,
+    RolloutReplay,
+    RunConfig,
+    ServerEngineConfig,
+    UsageError,
+    WeightsReplay,
+)
 from onepolicy.interfaces import EngineCaps, RolloutEngine
 from onepolicy.rollout.spec import EngineSpec
 
@@ -36,6 +46,34 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
     return build(spec)
 
 
+def build_evaluator(
+    config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
+) -> RolloutEngine | None:
+    """Build an embedded engine without quantisation and pressure, if evaluations need one."""
+    rollout = config.rollout
+    quantised = rollout.quant is not None and not config.eval.quantised
+    if not config.eval.every or not (quantised or rollout.pressure is not None):
+        return None
+    return build_clean_engine(config, model, device, max_len)
+
+
+def build_clean_engine(
+    config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
+) -> RolloutEngine:
+    """Build an embedded engine with the settings of the run's engine.
+
+    Except rollout.quant and rollout.pressure.
+    """
+    engine = config.rollout.engine
+    clean = HFEngineConfig(
+        dtype=engine.dtype,
+        lm_head=engine.lm_head,
+        max_num_seqs=engine.max_num_seqs,
+        max_len=engine.max_len,
+    )
+    return build_engine(EngineSpec(model, clean, device, max_len))
+
+
 def check_engine_capabilities(config: RunConfig, caps: EngineCaps, top_logprobs: int) -> None:
     """Raise UsageError unless the engine returns everything that replay and correction need."""
     if top_logprobs > caps.top_logprobs:
@@ -56,7 +94,7 @@ def check_engine_capabilities(config: RunConfig, caps: EngineCaps, top_logprobs:
 
 
 def _describe_too_few(config: RunConfig, returned: int, needed: int) -> str:
-    """Return why an engine returns too few log-probabilities for a correction, and a fix."""
+    """Return the setting, why it cannot be, and a fix."""
     correction = config.correction
     most = f"but this engine returns those of at most {returned}"
     if correction.centering == "support" and returned:

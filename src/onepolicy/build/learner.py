@@ -1,17 +1,20 @@
-"""The learner of a run in one process, its reference and its critic."""
+"""The learner of a run in one process: its reference, critic, adapter and recorder of routes."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
-from onepolicy.config import ModelConfig, RunConfig, UsageError
-from onepolicy.config.model_path import resolve_model
+from onepolicy.config import ModelConfig, RunConfig, UsageError, WeightsReplay
+from onepolicy.config.input_files import resolve_model
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.models import fp32_head
 from onepolicy.models.chunk_size import slots_per_chunk
+from onepolicy.models.empty import empty_model
 from onepolicy.models.load import (
     DTYPES,
     context_length,
@@ -19,15 +22,20 @@ from onepolicy.models.load import (
     parse_device,
     read_config,
 )
+from onepolicy.models.logits_chunks import install_logits_chunks
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
+from onepolicy.rollout.copies import load_engine_copy
+from onepolicy.sync.adapters import add_adapter
 from onepolicy.train.learner import LocalLearner
+from onepolicy.train.reprefill import Reprefill
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.update_parts import Reference, UpdatePart
 
 if TYPE_CHECKING:
     from onepolicy.train.critic import Critic
+    from onepolicy.train.lora import Adapter
     from onepolicy.train.sharded.fsdp import FSDPSharding
 
 
@@ -37,8 +45,6 @@ def build_learner(config: RunConfig, model: ModelConfig) -> LocalLearner:
     parts: list[UpdatePart] = []
     reference = adapter = None
     if config.train.lora is not None:
-        from onepolicy.build.lora import build_adapter
-
         adapter, parts = build_adapter(scorer)
     if not parts:  # else the model without its adapter is the reference
         reference = build_reference(config, scorer.vocab_size, scorer.device)
@@ -47,14 +53,31 @@ def build_learner(config: RunConfig, model: ModelConfig) -> LocalLearner:
     return LocalLearner(scorer, parts=parts, critic=critic, adapter=adapter)
 
 
+def build_adapter(scorer: PolicyScorer) -> tuple[Adapter, list[UpdatePart]]:
+    """Return the adapter inside this scorer's model, and the parts of the update it brings.
+
+    The reference of objective.kl is the model without its adapter, unless another one is named.
+    """
+    from onepolicy.train.lora import Adapter, FrozenReference
+
+    config = scorer.config
+    adapter = Adapter(scorer.model, adapter_name(config))
+    if config.objective.kl.coef and config.objective.kl.reference is None:
+        return adapter, [FrozenReference(adapter)]
+    return adapter, []
+
+
+def adapter_name(config: RunConfig) -> str:
+    """Return the name of a run's adapter in engines and replies: the name of its run folder."""
+    return f"lora-{Path(config.out).name}"
+
+
 def build_scorer(config: RunConfig, model: ModelConfig) -> PolicyScorer:
     """Build the policy of one process, without the parts that only an update needs."""
     torch.manual_seed(config.seed)  # for models whose code draws random numbers; ours do not
     set_num_threads(config)
     trained = load_training_model(model, parse_device(config.train.device))
     if config.train.lora is not None:
-        from onepolicy.sync.adapters import add_adapter
-
         add_adapter(trained, config.train.lora, model.path, config.seed)
     install_chunks(trained, config)
     return PolicyScorer(trained, config, routers=routers_of(trained, model))
@@ -137,16 +160,12 @@ def load_training_model(
     if sharding is None:
         loaded = load_model(model, DTYPES[model.dtype], device)
     else:
-        from onepolicy.models.empty import empty_model
-
         compute = sharding.compute
         host = torch.device("cpu")
         loaded = sharding.load(
             empty_model(model), lambda: load_model(model, DTYPES[model.dtype], host)
         )
     if model.lm_head == "float32":
-        from onepolicy.models import fp32_head
-
         fp32_head.install_fp32_head(loaded, DTYPES[model.dtype], field="model.lm_head")
     prepare_for_training(loaded, device, compute=compute)
     return loaded
@@ -158,8 +177,6 @@ def install_chunks(loaded: PreTrainedModel, config: RunConfig) -> None:
     longest = config.rollout.engine.max_len or context_length(loaded.config)
     most_slots = max(config.train.tokens_per_micro_batch, longest)
     if 0 < slots < most_slots and config.numerics != ON_POLICY:
-        from onepolicy.models.logits_chunks import install_logits_chunks
-
         install_logits_chunks(loaded, slots)
 
 
@@ -178,3 +195,12 @@ def build_critic(
     protect = "value" in config.correction.protect
     assert config.objective.critic is not None, "the settings set it with baseline = critic"
     return Critic(trained, config.objective.critic, config.optim, sharding, protect=protect)
+
+
+def build_reprefill(config: RunConfig, model: ModelConfig, device: torch.device) -> Reprefill:
+    """Build a second copy of the model, in the engine's dtype, that records routes."""
+    recording_model = load_engine_copy(model, config.rollout, device)
+    routers = bind_routers(recording_model)
+    scorer = PolicyScorer(recording_model.eval(), config, routers=routers)
+    combine = isinstance(config.replay, WeightsReplay)
+    return Reprefill(scorer, tokens=config.train.tokens_per_micro_batch, weights=combine)

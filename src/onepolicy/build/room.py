@@ -21,6 +21,7 @@ from onepolicy.models.load import DTYPES, context_length, parse_device, read_con
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
 from onepolicy.rollout.spec import EngineSpec
+from onepolicy.train.optimiser_memory import optimiser_memory, parameter_shapes, shard_sizes
 
 MARGIN = 0.1
 """Share of a GPU that is left to the CUDA context, kernels' workspaces and the allocator's gaps. A
@@ -60,7 +61,6 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 def read_sizes(model: ModelConfig) -> Sizes:
     """Read the sizes of a model without loading its weights."""
     from onepolicy.rollout.hf.engine import needs_static_batch
-    from onepolicy.train.optimiser_memory import parameter_shapes
 
     empty = empty_model(model)
     text = empty.config.get_text_config()
@@ -138,8 +138,6 @@ def learner_growth(
     """
     if not trains:
         return micro_batch
-    from onepolicy.train.optimiser_memory import optimiser_memory
-
     ranks = max(1, config.train.ranks)
     state = optimiser_memory(sizes.shapes, config, ranks, cpu=False, one_memory=False)
     parameters = _shard_bytes(config, sizes)
@@ -156,8 +154,6 @@ def learner_growth(
 
 def _shard_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Return the bytes of a rank's parameters."""
-    from onepolicy.train.optimiser_memory import shard_sizes
-
     shards = shard_sizes(sizes.shapes, max(1, config.train.ranks))
     return sum(shards) * DTYPES[config.model.dtype].itemsize
 

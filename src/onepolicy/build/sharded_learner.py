@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from onepolicy.build.learner import (
+    build_adapter,
     build_critic,
     build_reference,
     build_update_parts,
@@ -16,6 +17,7 @@ from onepolicy.build.learner import (
 from onepolicy.config import ModelConfig, RunConfig
 from onepolicy.models.empty import empty_model
 from onepolicy.models.load import DTYPES
+from onepolicy.sync.adapters import add_adapter
 from onepolicy.train.sharded.fsdp import FSDPSharding
 from onepolicy.train.sharded.learner import ShardedLearner
 from onepolicy.train.sharded.rank import RankLearner, RankScorer
@@ -42,8 +44,6 @@ def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> R
     sharding = FSDPSharding(ranks.mesh, _compute_dtype(config))
     trained = load_training_model(model, ranks.device, sharding)
     if config.train.lora is not None:
-        from onepolicy.sync.adapters import add_adapter
-
         add_adapter(trained, config.train.lora, model.path, config.seed)
     install_chunks(trained, config)
     scorer = RankScorer(trained, config, routers=routers_of(trained, model))
@@ -52,8 +52,6 @@ def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> R
     parts: list[UpdatePart] = []
     reference = adapter = None
     if config.train.lora is not None:
-        from onepolicy.build.lora import build_adapter
-
         adapter, parts = build_adapter(scorer)
     if not parts:
         reference = build_reference(config, scorer.vocab_size, ranks.device, sharding)

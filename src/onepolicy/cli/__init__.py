@@ -19,7 +19,7 @@ from onepolicy.cli.measure import add_measure
 from onepolicy.cli.parser import SETTINGS, Parser
 from onepolicy.cli.plan import add_plan
 from onepolicy.cli.show_config import add_config
-from onepolicy.cli.streams import tolerant_streams
+from onepolicy.cli.streams import stdout_error, tolerant_streams
 from onepolicy.cli.train import add_train
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError, printable
 from onepolicy.console import print_text
@@ -37,17 +37,8 @@ exit codes:
        (train --restarts tries again)
   130  stopped by Ctrl-C
 """
-PATH_ERRORS = (
-    errno.EACCES,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-)
+PATH_ERRORS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+PATH_ERRNOS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)
 """Errors of the file system that a wrong path causes. They are mistakes in the command."""
 RUST_PANIC = "pyo3_runtime"
 """Module of the class of a crash in tokenizers or safetensors. It cannot be imported."""
@@ -55,17 +46,17 @@ RUST_PANIC = "pyo3_runtime"
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    with tolerant_streams() as streams:
+    with tolerant_streams():
         try:
             arguments = parse_arguments(argv)
         except SystemExit as end:  # argparse printed help, or explained a mistake
-            error = streams.stdout_error()
+            error = stdout_error()
             if end.code or error is None:
                 raise
             return _report_lost_output(error)
         with report_sigterm(arguments):
             status = _run(arguments)
-        error = streams.stdout_error()
+        error = stdout_error()
         if error is None or status != 0:
             return status
         lost = _report_lost_output(error)
@@ -105,7 +96,7 @@ def _report_os_error(error: OSError) -> int:
     if disk_failed:
         fix = "make room there (or mend the disk) and repeat the command"
     print_text(f"onepolicy: {path}: {error.strerror}; {fix}", stderr=True)
-    if error.errno in PATH_ERRORS:
+    if isinstance(error, PATH_ERRORS) or error.errno in PATH_ERRNOS:
         return 2
     return 1
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onepolicy.cli.parser import Parser
-from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import Frozen, RunConfig, UsageError, printable
 from onepolicy.config.idle import Idle, describe_idle
-from onepolicy.config.renamed import rename_overrides
 from onepolicy.console import Console, escape_logs, print_text
 
 if TYPE_CHECKING:
@@ -24,6 +24,16 @@ Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 """The commands of a parser, to which each module adds its own."""
 RUN_ONLY = ("out", "steps")
 """Settings that only a training run uses."""
+TRAIN_EXTRA = (
+    "torch>=2.11",
+    "transformers>=5.19,<6",
+    "safetensors>=0.5",
+    "numpy>=1.26",
+    "pydantic>=2.11",
+    "rich>=13.9",
+    "tomlkit>=0.13",
+)
+"""The extra's requirements, as in pyproject.toml."""
 CHECKPOINTS, RUN_FILE = "checkpoints", "run.json"
 """Names in a run folder, as in run/run_folder.py, which loads torch."""
 
@@ -71,8 +81,7 @@ def warn_idle(settings: Iterable[Idle], overrides: Sequence[str] | None = None) 
     """
     found = list(settings)
     if overrides is not None:
-        current, _ = rename_overrides(overrides, RunConfig.renamed)
-        names = [override.partition("=")[0] for override in current]
+        names = [override.partition("=")[0] for override in overrides]
         found = [each for each in found if is_set_by(each.setting, names)]
     if found:
         print_status(describe_idle(found))
@@ -143,3 +152,44 @@ def launcher_for(config: RunConfig, progress: Progress) -> Iterator[Launcher]:
 
     with open_ray_launcher(config, progress) as launcher:
         yield launcher
+
+
+def check_train_extra(requirements: Sequence[str] = TRAIN_EXTRA) -> None:
+    """Raise UsageError if a package is missing or of a version that the commands do not run on.
+
+    Only releases are compared: 2.13.0a0+gitabc of a vendor's container counts as 2.13. Nothing is
+    imported.
+    """
+    problems = [found for found in map(_problem, requirements) if found is not None]
+    if problems:
+        raise UsageError(
+            f"this command needs {'; '.join(problems)}; pip install 'onepolicy[train]', in a "
+            "venv of its own if your trainer pins other versions. The library (import onepolicy) "
+            "and `onepolicy audit` run on what is installed"
+        )
+
+
+def _problem(requirement: str) -> str | None:
+    """Return `torch>=2.11 (2.6.0 is installed)`, None if the requirement is met."""
+    name = re.split("[<>]", requirement)[0]
+    try:
+        installed = version(name)
+    except PackageNotFoundError:
+        return f"{requirement} (not installed)"
+    bounds = re.findall(r"(>=|<)([\d.]+)", requirement)
+    if all(_meets(installed, operator, limit) for operator, limit in bounds):
+        return None
+    return f"{requirement} ({installed} is installed)"
+
+
+def _meets(installed: str, operator: str, limit: str) -> bool:
+    if operator == ">=":
+        return _release(installed) >= _release(limit)
+    return _release(installed) < _release(limit)
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """Return the numbers of a version, `2.13.0+cpu` -> (2, 13, 0)."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    assert found is not None, text
+    return tuple(int(part) for part in found[0].split("."))

@@ -9,12 +9,10 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from onepolicy.cli.common import Commands, add_command, print_status
+from onepolicy.cli.common import Commands, add_command, check_train_extra, print_status
 from onepolicy.cli.plan_arms import plan_arms, plan_jobs, runs_in
-from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.output_paths import check_output_folder
-from onepolicy.config.renamed import without_warnings
 from onepolicy.config.replay import ROLLOUT_MODES
 from onepolicy.console import Console, make_bars, print_text
 from onepolicy.files import write_text_atomically
@@ -103,10 +101,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
     _check_figures(arguments.png)
     out = Path(arguments.out or f"runs/compare-{Path(arguments.recipe).stem}")
     check_output_folder("--out", out)
-    with without_warnings():  # the processes that train write them
-        arms = plan_arms(arguments.recipe, arguments.overrides, _named(arguments), arguments.seeds)
-        jobs = plan_jobs([each.config for each in arms], arguments.jobs)
-        runs = runs_in(out, arms)
+    arms = plan_arms(arguments.recipe, arguments.overrides, _named(arguments), arguments.seeds)
+    jobs = plan_jobs([each.config for each in arms], arguments.jobs)
+    runs = runs_in(out, arms)
     check_train_extra()
     _play(arguments, out, runs, jobs)
     _show(arguments, runs, replay_labels({each.name: each.config for each in arms}), out)

@@ -20,8 +20,7 @@ from onepolicy.cli.common import (
 from onepolicy.config import RunConfig, UsageError, read_recipe, resolve
 from onepolicy.config.cluster import LocalCluster
 from onepolicy.config.idle import idle_settings
-from onepolicy.config.input_files import check_task_files
-from onepolicy.config.model_path import check_model_path
+from onepolicy.config.input_files import check_model_path, check_task_files
 from onepolicy.config.output_paths import CONFIG
 from onepolicy.config.stored_config import check_trust, read_stored_config
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import signal
 import sys
@@ -17,10 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from onepolicy.cli.common import CHECKPOINTS
 from onepolicy.config import UsageError, printable
 from onepolicy.config.output_paths import CONFIG
 from onepolicy.console import print_text
+from onepolicy.launch.restarts import newest_checkpoint
 from onepolicy.report.jsonl import read_jsonl
 
 INTERRUPTED = 130  # exit status of shells after Ctrl-C
@@ -34,46 +33,18 @@ def describe_stop(signal_name: str, run: Path | None) -> str:
     stopped = f"stopped by {signal_name}"
     if run is None:
         return stopped
-    try:
-        begun = (run / CONFIG).is_file()
-        saved = _newest_checkpoint(run)
-        done = _last_step(run)
-    except OSError:
-        return f"{stopped}; {run} cannot be read"
-    if not begun:
+    if not os.path.isfile(run / CONFIG):
         return f"{stopped} before the run folder {run} was made; nothing is lost"
     resume = f"`onepolicy train --resume {shlex.quote(str(run))}`"
-    if saved is None:
+    saved, done = newest_checkpoint(run), 0
+    if not saved:
         return f"{stopped}; {run} has no checkpoint yet: {resume} starts again where the run began"
-    return (
-        f"{stopped}; the last checkpoint of {run} is of step {saved}, "
-        f"{_describe_lost_steps(done - saved)}: {resume} continues"
-    )
-
-
-def _describe_lost_steps(lost: int) -> str:
-    if lost <= 0:
-        return "no finished step is lost"
-    if lost == 1:
-        return "1 finished step after it will be computed again"
-    return f"{lost} finished steps after it will be computed again"
-
-
-def _newest_checkpoint(run: Path) -> int | None:
-    """Return the step of the newest checkpoint, from folder names: torch may not be loaded yet."""
-    folder = run / CHECKPOINTS
-    if not folder.is_dir():
-        return None
-    matches = [re.fullmatch(r"step_([0-9]+)", name) for name in os.listdir(folder)]
-    return max((int(match[1]) for match in matches if match), default=None)
-
-
-def _last_step(run: Path) -> int:
-    try:
-        rows = read_jsonl(run / "metrics.jsonl")
-    except UsageError:  # no file yet, or a damaged one, which a resume will report
-        return 0
-    return max((row["step"] for row in rows), default=0)
+    with suppress(UsageError):  # no file yet, or a damaged one, which a resume will report
+        done = max((row["step"] for row in read_jsonl(run / "metrics.jsonl")), default=0)
+    again = ""
+    if done > saved:
+        again = f" and computes {done - saved} finished after it again"
+    return f"{stopped}; the last checkpoint of {run} is of step {saved}: {resume} continues{again}"
 
 
 def report_interrupt(arguments: argparse.Namespace | None) -> int:

@@ -20,9 +20,8 @@ from onepolicy.cli.common import (
 from onepolicy.cli.parser import Parser
 from onepolicy.config import RunConfig, UsageError, read_recipe
 from onepolicy.config.idle import idle_settings
-from onepolicy.config.input_files import check_task_files
+from onepolicy.config.input_files import check_model_path, check_task_files
 from onepolicy.config.measure import engine_overrides, measure_settings, task_settings
-from onepolicy.config.model_path import check_model_path
 from onepolicy.config.numerics import ON_POLICY, Numerics
 from onepolicy.config.output_paths import check_output_path
 from onepolicy.console import Console
@@ -126,7 +125,9 @@ def run_measure(arguments: argparse.Namespace) -> int:
     out: Path | None = None
     if arguments.out:
         out = Path(arguments.out)
-        _require_new(out)
+        check_output_path("--out", out)
+        if os.path.lexists(out):
+            raise UsageError(f"--out: {out} already exists; choose another folder")
     if arguments.png and out is None:
         raise UsageError(
             "--png: figures are written into the folder of the report; give --out FOLDER too"
@@ -248,17 +249,3 @@ def _show_bitwise(found: Bitwise, out: Path | None, console: Console) -> int:
     if written is not None:
         console.print_line(f"written: {written} (bits have no charts, so there is no report.html)")
     return int(not found.holds)
-
-
-def _require_new(out: Path) -> None:
-    """Raise UsageError if the folder exists or cannot be made."""
-    check_output_path("--out", out)
-    if os.path.lexists(out):
-        raise UsageError(f"--out: {out} already exists; choose another folder")
-    try:
-        out.mkdir(parents=True)
-        out.rmdir()
-    except OSError as error:
-        raise UsageError(
-            f"--out: {out} cannot be made ({error.strerror}); choose another folder"
-        ) from None

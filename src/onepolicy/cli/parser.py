@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from onepolicy.config.base import Frozen
-from onepolicy.config.load import VARIANT_KEYS
-from onepolicy.config.spelling import (
-    closest_name,
-    did_you_mean,
-    paths_of,
-    settings_with_name,
-    similar_settings,
-)
+from onepolicy.config.base import VARIANT_KEYS, Frozen
+from onepolicy.config.spelling import closest_name, did_you_mean, paths_of, similar_settings
 from onepolicy.errors import printable
 
 SAME_OPTION = 0.65
@@ -37,6 +30,7 @@ class Parser(argparse.ArgumentParser):
         self.settings: type[Frozen] | None = None
         self.ignored: tuple[str, ...] = ()  # settings without effect in this command
         self.examples: tuple[str, ...] = ()
+        self.more_help: Callable[[], str] | None = None  # text that only --help computes
 
     def set_help(
         self,
@@ -51,6 +45,13 @@ class Parser(argparse.ArgumentParser):
         self.epilog = f"examples:\n{shown}"
         if settings:
             self.epilog += f"\n{SETTINGS}"
+
+    def format_help(self) -> str:
+        """Return the help, with `more_help` at its end."""
+        text = super().format_help()
+        if self.more_help is None:
+            return text
+        return f"{text}\n{self.more_help()}\n"
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -135,13 +136,7 @@ class Parser(argparse.ArgumentParser):
         assert self.settings is not None
         if name in paths:
             return [name]
-        found = settings_with_name(name, paths)
-        if not found:
-            renamed = self.settings.renamed.items()
-            found = [new for old, new in renamed if name in (old, old.rpartition(".")[2])]
-        if not found and self._similar_option(name) is None:
-            found = similar_settings(name, paths)
-        return found
+        return similar_settings(name, paths, alike=self._similar_option(name) is None)
 
     def _options(self) -> list[str]:
         return [each[2:] for each in self._option_string_actions if each.startswith("--")]

@@ -135,7 +135,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) -> int:
-    from onepolicy.config.model_path import resolve_model
+    from onepolicy.config.input_files import resolve_model
     from onepolicy.plan.planner import Planner, best_option
     from onepolicy.plan.suggestions import memory_settings, suggestions, uneven_experts
     from onepolicy.plan.tables import plan_tree, render_plan

@@ -14,10 +14,10 @@ from pathlib import Path
 from onepolicy.audit.schema import COLUMNS, ColumnSpec
 from onepolicy.cli import build_parser
 from onepolicy.cli.parser import Parser
-from onepolicy.config.correction import correction_presets
-from onepolicy.correct.equations import show
+from onepolicy.config.presets import offered_corrections
+from onepolicy.correct.equations import NAMED, show, translations
 from onepolicy.objective.presets import describe_presets
-from onepolicy.run.metric_names import METRICS
+from onepolicy.run.log import METRICS
 
 WRITTEN = (
     "Written by `python -m onepolicy.cli.reference docs/reference`; a test compares it with the "
@@ -70,12 +70,17 @@ def metrics() -> str:
 
 
 def presets() -> str:
-    """Return every correction and objective with its equation and other trainers' flags."""
+    """Return every preset with its equation, and what other frameworks call it and others."""
     text = f"# Presets\n\n{WRITTEN}\n## Corrections\n"
-    for name in correction_presets():
-        title, _, rest = show(name).partition("\n")
-        text += f"\n### {name}\n\n{title.partition(': ')[2]}\n\n```\n{rest.strip()}\n```\n"
+    for question, names in offered_corrections().items():
+        text += f"\n### {question}\n"
+        for name in names:
+            title, _, rest = show(name).partition("\n")
+            text += f"\n#### {name}\n\n{title.partition(': ')[2]}\n\n```\n{rest.strip()}\n```\n"
     text += f"\n## Objectives\n\n```\n{describe_presets()}\n```\n"
+    text += "\n## From another framework\n\nAs `onepolicy config preset --from FRAMEWORK`.\n"
+    for framework, title in NAMED.items():
+        text += f"\n### {title}\n\n```toml\n{translations(framework)}\n```\n"
     return text
 
 

@@ -10,24 +10,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onepolicy.cli.claim import claim_run_folder
 from onepolicy.cli.common import (
     CHECKPOINTS,
     Commands,
     add_command,
+    check_train_extra,
     launcher_for,
     prepare_process,
     print_status,
     refuse_model_path,
     warn_idle,
 )
-from onepolicy.cli.train_extra import check_train_extra
 from onepolicy.config import RunConfig, UsageError, load, resolve
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_input_files, check_task_files
 from onepolicy.config.load import parse_value
-from onepolicy.config.output_paths import CONFIG, check_new_run_folder, check_resumable
-from onepolicy.config.renamed import without_warnings
+from onepolicy.config.output_paths import (
+    CONFIG,
+    check_new_run_folder,
+    check_resumable,
+    claim_run_folder,
+)
 from onepolicy.config.stored_config import (
     TRUST,
     TYPED_AGAIN,
@@ -207,8 +210,7 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
         typed = [each for each in overrides if each.partition("=")[0] in TYPED_AGAIN]
         resume = _resume_command(out, typed)
         return supervise(out, command, resume, restarts, print_status)
-    with without_warnings():  # the process that trains writes them
-        config = load(arguments.recipe, overrides)
+    config = load(arguments.recipe, overrides)
     with _free_run_folder(config, overrides) as config:
         out = Path(config.out)
         command = _start_command(arguments, overrides, out)

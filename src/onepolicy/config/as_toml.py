@@ -8,7 +8,7 @@ from typing import Any
 import tomlkit
 from pydantic import BaseModel
 
-from onepolicy.config.load import VARIANT_KEYS
+from onepolicy.config.base import VARIANT_KEYS
 
 COLUMNS = 100
 

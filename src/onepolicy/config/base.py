@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
 
@@ -36,6 +35,10 @@ class Broken:
     checks: list[Check] = field(default_factory=list)
 
 
+VARIANT_KEYS = ("kind", "mode", "preset", "format")
+"""Settings that say which variant of a section the others belong to."""
+
+
 class Frozen(BaseModel):
     """A section of settings: immutable, without unknown fields, every field described."""
 
@@ -46,8 +49,6 @@ class Frozen(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Old dotted path -> new dotted path (renamed.py)."""
     rules: ClassVar[tuple[Rule[Any], ...]] = ()
     """Which of its settings contradict each other, and which change nothing beside others."""
 

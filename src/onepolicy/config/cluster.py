@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from onepolicy.config.address import check_ray_address
 from onepolicy.config.base import LARGEST_FLOAT, LARGEST_INT, Frozen, PositiveFloat, SmallCount
 
 
@@ -59,8 +60,6 @@ class RayCluster(Frozen):
     @model_validator(mode="after")
     def _check_address(self) -> Self:
         if self.address is not None:
-            from onepolicy.config.address import check_ray_address
-
             check_ray_address(self.address)
         return self
 

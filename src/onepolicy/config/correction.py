@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from onepolicy.config.base import Frozen, LargeCount
+from onepolicy.config.presets import merge, start_from, warn_translated
 from onepolicy.config.rules import Rule
 
 Ratio = Literal["old/rollout", "new/rollout"]
@@ -52,8 +50,6 @@ if TYPE_CHECKING:
 else:
     StatisticName = Literal[tuple(STATISTICS)]
 HEAD_SIZE = 16
-PRESETS_FILE = Path(__file__).with_name("corrections.toml")
-PRESET_ALIASES = {"off": "recompute", "bypass": "ppo-is"}
 
 
 class Bounds(Frozen):
@@ -473,26 +469,7 @@ class CorrectionConfig(Frozen):
     def _start_from_preset(cls, data: Any) -> Any:
         if not isinstance(data, dict) or not isinstance(data.get("preset"), str):
             return data
-        name = PRESET_ALIASES.get(data["preset"], data["preset"])
-        if name not in correction_presets():
-            raise ValueError(f"correction.preset: none is called {name!r}; {known_presets(name)}")
-        merged = dict(correction_presets()[name].get("settings", {}))
-        for key, value in data.items():
-            base = merged.get(key)
-            both_tables = isinstance(base, dict) and isinstance(value, dict)
-            merged[key] = base | value if both_tables else value
-        return merged | {"preset": name}
-
-
-def known_presets(wrong: object) -> str:
-    """Return the names that a preset may be given by, and the one that `wrong` may have meant."""
-    from onepolicy.config.spelling import did_you_mean
-
-    names = [*correction_presets(), *PRESET_ALIASES]
-    return f"there are {', '.join(names)}{did_you_mean(wrong, names)}"
-
-
-@functools.cache
-def correction_presets() -> dict[str, dict[str, Any]]:
-    """Return the rows of corrections.toml: settings, source, and other frameworks' settings."""
-    return tomllib.loads(PRESETS_FILE.read_text(encoding="utf-8"))
+        name, settings = start_from(data["preset"])
+        if not cls.model_fields.keys() <= data.keys():  # a dump of settings has them all
+            warn_translated(name)
+        return merge(settings, data) | {"preset": name}

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, Self, get
 
 from pydantic import Field, model_validator
 
+from onepolicy.config.address import check_urls
 from onepolicy.config.base import (
     LARGEST_FLOAT,
     LARGEST_INT,
@@ -15,8 +16,8 @@ from onepolicy.config.base import (
     SmallCount,
     Tokens,
 )
-from onepolicy.config.quant import Int8, QuantFormat
-from onepolicy.config.rules import Rule
+from onepolicy.config.quant import Int8, QuantConfig, QuantFormat
+from onepolicy.config.rules import Rule, unused
 
 Dtype = Literal["float32", "bfloat16"]
 FILE, DNS = "file:", "dns:"  # marks of a url that names a list of servers
@@ -145,8 +146,6 @@ class ServerEngineConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_url(self) -> Self:
-        from onepolicy.config.address import check_urls
-
         check_urls(self.url)
         return self
 
@@ -253,3 +252,28 @@ EngineConfig = Annotated[
 ENGINE_KINDS = tuple(
     config.model_fields["kind"].default for config in get_args(get_args(EngineConfig)[0])
 )
+
+
+class ServeConfig(VLLMEngineConfig):
+    """Settings of the vLLM server that `onepolicy engine serve` starts."""
+
+    rules: ClassVar = (
+        *VLLM_QUANT_RULES,
+        *unused(
+            "lm_head",
+            lambda engine: engine.lm_head == engine.dtype == "float32",
+            "dtype = float32",
+        ),
+    )
+
+    quant: QuantConfig = None
+    """Quantisation of the weights, as rollout.quant of the runs that will use the server."""
+    lora_rank: SmallCount | None = None
+    """Largest rank of adapters that runs with train.lora.sync = native may send. Unset: none."""
+
+    @property
+    def vllm_quant(self) -> VLLMQuant | None:
+        """The format of the weights. None: unquantised."""
+        if self.quant is None:
+            return None
+        return VLLMQuant(self.quant, self.dtype, "", "")

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cache
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
-from onepolicy.config.base import Frozen
+from onepolicy.config.base import VARIANT_KEYS, Frozen
 from onepolicy.config.run import RunConfig
-from onepolicy.config.spelling import (
-    closest_name,
-    did_you_mean,
-    paths_of,
-    similar_settings,
-    suggestion_of,
-)
+from onepolicy.config.spelling import classes_of, did_you_mean, hint, paths_of
 
-Tree = dict[str, Any]
 Problem = Mapping[str, Any]
 Location = tuple[int | str, ...]
+
+
+class Place(NamedTuple):
+    """A place in the settings, which pydantic gives as keys and names of variants."""
+
+    path: str  # as a recipe has it
+    classes: list[type[Frozen]]  # of the section there, one for each variant; none for a value
+    variant: str  # ` with mode=off` if the last key was the name of a variant
+
+    def names(self) -> list[str]:
+        """Return the names of the settings that can stand here."""
+        if len(self.classes) == 1:
+            return list(self.classes[0].model_fields)
+        return [_tag(self.classes)] if self.classes else []
 
 
 def describe_errors(error: ValidationError, kind: type[Frozen] = RunConfig) -> str:
@@ -30,44 +36,42 @@ def describe_errors(error: ValidationError, kind: type[Frozen] = RunConfig) -> s
         for problem in error.errors()
         if problem["type"] != "default_factory_not_called"  # follows from another problem
     ]
+    places = [problem["loc"] for problem in problems]
     return "\n".join(
         _describe(problem, kind)
         for problem in problems
-        if not _follows_from_another(problem, problems)
+        if problem["type"] != "too_short" or not _refused_inside(problem["loc"], places)
     )
 
 
-def _follows_from_another(problem: Problem, problems: list[Any]) -> bool:
-    """Return whether a list only counts as too short because pydantic refused some entries."""
-    location = problem["loc"]
-    inside = [
-        other
-        for other in problems
-        if other["loc"][: len(location)] == location and other is not problem
-    ]
-    return problem["type"] == "too_short" and bool(inside)
+def _refused_inside(location: Location, places: list[Location]) -> bool:
+    """Return whether entries of a list were refused, so that it counts as too short."""
+    return any(len(each) > len(location) and each[: len(location)] == location for each in places)
 
 
 def _describe(problem: Problem, kind: type[Frozen]) -> str:
-    schema, location, value = _schema(kind), problem["loc"], problem["input"]
-    where = ".".join(_written(schema, location))
+    location, value, context = problem["loc"], problem["input"], problem.get("ctx", {})
+    place = _place(kind, location)
+    where = place.path
     match problem["type"]:
         case "extra_forbidden":
-            unknown = f"unknown setting{_variant(schema, location)} (value {value!r})"
-            return f"{where}: {unknown}{_suggestion(kind, location, where)}"
+            section = _place(kind, location[:-1])
+            suggestion = hint(where, section.names(), paths_of(kind))
+            return f"{where}: unknown setting{section.variant} (value {value!r}){suggestion}"
         case "union_tag_invalid":
-            return _wrong_variant(where, problem["ctx"])
+            name = context["discriminator"].strip("'")
+            return f"{where}.{name}: {_none_of(context['tag'], context['expected_tags'])}"
         case "union_tag_not_found":
-            name = _unquoted(problem["ctx"]["discriminator"])
+            name = context["discriminator"].strip("'")
             return f"{where}.{name}: required, but not set; give it first"
         case "literal_error" | "enum":
-            return f"{where}: {_none_of(value, problem['ctx']['expected'])}"
+            return f"{where}: {_none_of(value, context['expected'])}"
         case "missing":
-            fix = f"add it to the recipe{_override(location, where)}"
-            return f"{where}: required, but not set; {fix}"
+            in_list = any(isinstance(key, int) for key in location)  # overrides cannot reach there
+            override = "" if in_list else f" or give {where}=..."
+            return f"{where}: required, but not set; add it to the recipe{override}"
         case "model_type" | "model_attributes_type":
-            meant = _setting_of(schema, location, where, value)
-            return f"{where}: {value!r} is a value, but this is a section{meant}"
+            return f"{where}: {value!r} is a value, but this is a section{_meant(place, value)}"
         case "tuple_type" | "list_type":
             return f"{where}: {value!r} is no list; write {where}=[...]"
         case "value_error":
@@ -76,115 +80,48 @@ def _describe(problem: Problem, kind: type[Frozen]) -> str:
             return f"{where}: {problem['msg']} (value {value!r})"
 
 
-@cache
-def _schema(kind: type[Frozen]) -> Tree:
-    return kind.model_json_schema()
-
-
-def _override(location: Location, where: str) -> str:
-    if any(isinstance(key, int) for key in location):
-        return ""  # overrides cannot reach into lists
-    return f" or give {where}=..."
-
-
-def _variant(schema: Tree, location: Location) -> str:
-    """Return ` with mode=off` for a setting that this variant of its section does not have."""
-    section = _resolve(schema, _at(schema, location[:-2]))
-    if "discriminator" not in section:
-        return ""
-    return f" with {section['discriminator']['propertyName']}={location[-2]}"
-
-
-def _suggestion(kind: type[Frozen], location: Location, where: str) -> str:
-    """Return the setting that was probably meant, or all settings of this section.
-
-    First choice: the same name in another section. Then a similar one of this section or another.
-    """
-    known, paths = _fields_at(_schema(kind), location[:-1]), paths_of(kind)
-    section, _, name = where.rpartition(".")
-    close = closest_name(name, known)
-    elsewhere: list[str] = []
-    if where not in paths:  # else it is a setting of another variant
-        elsewhere = similar_settings(where, paths)
-    same = bool(elsewhere) and elsewhere[0].rpartition(".")[2] == name
-    if close is not None and not same:
-        return suggestion_of([f"{section}.{close}".removeprefix(".")])
-    if elsewhere:
-        return suggestion_of(elsewhere)
-    return f"; known here: {', '.join(sorted(known))}" if known else ""
-
-
-def _wrong_variant(where: str, context: Tree) -> str:
-    """Return the message for a section whose `kind`, `mode` or `format` names no variant."""
-    name = _unquoted(context["discriminator"])
-    return f"{where}.{name}: {_none_of(context['tag'], context['expected_tags'])}"
-
-
 def _none_of(value: Any, expected: str) -> str:
     """Return `VALUE is none of ...`. expected: as pydantic lists choices, `'a', 'b' or 'c'`."""
-    choices = [_unquoted(each) for each in expected.replace(" or ", ", ").split(", ")]
     listed = expected.replace(" or ", ", ")
+    choices = [each.strip("'") for each in listed.split(", ")]
     return f"{value!r} is none of {listed}{did_you_mean(value, choices)}"
 
 
-def _unquoted(text: str) -> str:
-    return text.strip("'")
-
-
-def _setting_of(schema: Tree, location: Location, where: str, value: Any) -> str:
+def _meant(place: Place, value: Any) -> str:
     """Return the setting that a value given to a whole section was probably meant for."""
-    known = _fields_at(schema, location)
-    name = "kind"
-    if len(known) == 1:
-        name = known[0]
-    elif "preset" in known:
-        name = "preset"
-    if name not in known:
-        return f"; its settings: {', '.join(sorted(known))}"
-    if isinstance(location[-1], int):
+    names = place.names()
+    name = next((each for each in ("preset", "kind") if each in names), "")
+    if len(names) == 1:
+        name = names[0]
+    if not name:
+        return f"; its settings: {', '.join(sorted(names))}"
+    if place.path.rpartition(".")[2].isdecimal():
         return f'; did you mean {{ {name} = "{value}" }}?'
-    return f"; did you mean {where}.{name}={value}?"
+    return f"; did you mean {place.path}.{name}={value}?"
 
 
-def _fields_at(schema: Tree, location: Location) -> list[str]:
-    """Return the names of settings of the section at this location."""
-    node = _resolve(schema, _at(schema, location))
-    if "properties" in node:
-        return list(node["properties"])
-    if "discriminator" in node:
-        return [node["discriminator"]["propertyName"]]
-    return []
-
-
-def _at(schema: Tree, location: Location) -> Tree:
-    return [schema, *(node for _, node in _walk(schema, location))][-1]
-
-
-def _written(schema: Tree, location: Location) -> list[str]:
-    """Return the path as a recipe has it, without the names of variants that pydantic adds."""
-    return [name for name, _ in _walk(schema, location) if name is not None]
-
-
-def _walk(schema: Tree, location: Location) -> Iterator[tuple[str | None, Tree]]:
-    """Yield every key of a location with the schema there. None: the name of a union's variant."""
-    node = schema
+def _place(kind: type[Frozen], location: Location) -> Place:
+    """Return the place of a location, without the names of variants that pydantic adds to it."""
+    classes, names, variant = [kind], [], ""
     for key in location:
-        node = _resolve(schema, node)
-        if "discriminator" in node:
-            node = {"$ref": node["discriminator"]["mapping"].get(key, "")}
-            yield None, node
-        elif isinstance(key, int):
-            node = node.get("items", {})
-            yield str(key), node
-        else:
-            node = node.get("properties", {}).get(key, {})
-            yield key, node
+        chosen = [each for each in classes if len(classes) > 1 and key in _tag_values(each)]
+        if chosen:
+            variant = f" with {_tag(classes)}={key}"
+            classes = chosen
+            continue
+        names.append(str(key))
+        variant = ""
+        if isinstance(key, str):
+            fields = [each.model_fields[key] for each in classes if key in each.model_fields]
+            found = [inner for field in fields for inner in classes_of(field.annotation)]
+            classes = list(dict.fromkeys(found))
+    return Place(".".join(names), classes, variant)
 
 
-def _resolve(schema: Tree, node: Tree) -> Tree:
-    """Return the schema that a node refers to. A setting that may be unset: its other type."""
-    types = [each for each in node.get("anyOf", []) if each != {"type": "null"}]
-    if types:
-        node = types[0]
-    name = node.get("$ref", "").removeprefix("#/$defs/")
-    return schema["$defs"].get(name, {}) if name else node
+def _tag(classes: list[type[Frozen]]) -> str:
+    """Return the setting that chooses among these variants of a section."""
+    return next(name for name in VARIANT_KEYS if name in classes[0].model_fields)
+
+
+def _tag_values(variant: type[Frozen]) -> tuple[Any, ...]:
+    return get_args(variant.model_fields[_tag([variant])].annotation)

@@ -1,14 +1,38 @@
-"""Files that settings name, checked before torch is loaded."""
+"""Models and files that settings name, checked before torch is loaded.
+
+The model `tiny` is the policy that `onepolicy make-policy` made.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from onepolicy.config.model_path import check_model_path
+from onepolicy.config.model import ModelConfig
+from onepolicy.config.policy import PolicyConfig, cached_policy_path
 from onepolicy.config.problems import check_held_out, read_prompts, read_task
 from onepolicy.config.run import RunConfig
 from onepolicy.config.task import JsonlTask, PromptsTask, ReActTask, SearchTool, TaskConfig
 from onepolicy.errors import UsageError
+
+FOREIGN = {
+    "adapter_config.json": "is an adapter of peft without its model; merge it: "
+    "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(MERGED), "
+    "and save the base's tokenizer there too",
+    "model_world_size_*_rank_*.pt": "is a sharded checkpoint of verl; merge it: "
+    "python -m verl.model_merger merge --backend fsdp --local_dir FOLDER --target_dir MERGED",
+    "actor/model_world_size_*_rank_*.pt": "is a step of verl; merge its folder actor: "
+    "python -m verl.model_merger merge --backend fsdp --local_dir actor --target_dir MERGED",
+    "common.pt": "is a checkpoint of Megatron-core; export it: "
+    "megatron.bridge.AutoBridge.from_hf_pretrained(BASE).export_ckpt(FOLDER, MERGED), "
+    "or tools/convert_torch_dist_to_hf.py of slime",
+    "latest_checkpointed_iteration.txt": "holds checkpoints of Megatron; export one: "
+    "megatron.bridge.AutoBridge.from_hf_pretrained(BASE).export_ckpt(FOLDER, MERGED), "
+    "or tools/convert_torch_dist_to_hf.py of slime",
+    "*.distcp": "is a distributed checkpoint of torch; let its trainer save the model by "
+    "save_pretrained",
+}
+"""Files by which a folder shows that a trainer wrote it for itself -> what to do."""
 
 
 def check_input_files(config: RunConfig, *, evaluates: bool) -> None:
@@ -46,3 +70,44 @@ def check_task_files(task: TaskConfig, evaluated: int = 0) -> None:
 def _check_problems(task: JsonlTask, evaluated: int, section: str) -> None:
     train, held_out = read_task(task, section)
     check_held_out(task, evaluated, len(held_out), len(train) + len(held_out), section)
+
+
+def resolve_model(model: ModelConfig) -> ModelConfig:
+    """Replace the path `tiny` by the policy's folder in the user's cache."""
+    if model.path != "tiny":
+        return model
+    return model.model_copy(update={"path": str(_tiny_policy())})
+
+
+def check_model_path(path: str) -> None:
+    """Raise UsageError for a folder that holds no model. A possible hub id passes."""
+    if path == "tiny":
+        _tiny_policy()
+        return
+    folder = Path(path)
+    if os.path.lexists(folder) and not (folder / "config.json").is_file():
+        for pattern, layout in FOREIGN.items():
+            if any(folder.glob(pattern)):
+                raise UsageError(f"model.path: {path} {layout}")
+        raise UsageError(
+            f"model.path: {path} has no config.json; give a folder saved by transformers' "
+            "save_pretrained"
+        )
+    if not folder.exists() and not _may_be_hub_id(path):
+        raise UsageError(
+            f"model.path: no folder {path}; give a saved model, a hub id (org/name) or `tiny`"
+        )
+
+
+def _tiny_policy() -> Path:
+    """Return the folder of the tiny policy. Raises UsageError if it has not been made."""
+    folder = cached_policy_path(PolicyConfig())
+    if not folder.is_dir():
+        raise UsageError(
+            "model.path: the tiny policy has not been made yet; run `onepolicy make-policy` once"
+        )
+    return folder
+
+
+def _may_be_hub_id(path: str) -> bool:
+    return not Path(path).is_absolute() and not path.startswith(".") and path.count("/") == 1

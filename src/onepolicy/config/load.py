@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from onepolicy.config.base import Broken, Frozen
-from onepolicy.config.renamed import rename_keys, rename_overrides, warn_renamed
+from onepolicy.config.base import VARIANT_KEYS, Broken, Frozen
 from onepolicy.config.rules import require
 from onepolicy.config.run import RunConfig
 from onepolicy.errors import UsageError
@@ -19,8 +18,6 @@ Tree = dict[str, Any]
 Settings = TypeVar("Settings", bound=Frozen)
 Overrides = list[str] | tuple[str, ...]
 
-VARIANT_KEYS = ("kind", "mode", "preset", "format")
-"""Settings that say which variant of a section the others belong to."""
 TOML_ERRORS = (ValueError, RecursionError)
 """A TOMLDecodeError, a number of thousands of digits, brackets as deep."""
 
@@ -63,15 +60,11 @@ def resolve(tree: Tree, overrides: Overrides = ()) -> RunConfig:
 def resolve_as(kind: type[Settings], tree: Tree, overrides: Overrides = ()) -> Settings:
     """Return the settings of this kind: the tree with the overrides on top.
 
-    Both may use old names of settings. Raises UsageError, one line a problem, for settings that are
-    missing, unknown, out of range or contradictory.
+    Raises UsageError, one line a problem, for settings that are missing, unknown, out of range or
+    contradictory.
     """
-    tree, old = rename_keys(tree, kind.renamed)
-    overrides, overridden = rename_overrides(overrides, kind.renamed)
     for override in overrides:
         tree = apply_override(tree, override)
-    tree, inside = rename_keys(tree, kind.renamed)  # of overrides that are whole sections
-    warn_renamed([*old, *overridden, *inside], kind.renamed)
     _check_texts(tree)
     broken = Broken()
     try:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import tomllib
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -18,10 +15,10 @@ from onepolicy.config.base import (
     SmallCount,
     Tokens,
 )
+from onepolicy.config.presets import objective_presets
 from onepolicy.config.rules import Rule
 from onepolicy.config.surrogates import LEVELS, SURROGATES, SurrogateName, SurrogateRow
 
-PRESETS_FILE = Path(__file__).with_name("objectives.toml")
 DEFAULT_CLIP = (0.2, 0.28)  # clip-higher, DAPO section 3.1
 
 
@@ -265,9 +262,3 @@ def _preset_settings(name: str) -> dict[str, Any]:
         raise ValueError(f"objective.preset: none is called {name!r}; there are {known}")
     settings: dict[str, Any] = objective_presets()[name]["settings"]
     return settings
-
-
-@functools.cache
-def objective_presets() -> dict[str, dict[str, Any]]:
-    """Return the rows of objectives.toml: settings, loss, source."""
-    return tomllib.loads(PRESETS_FILE.read_text(encoding="utf-8"))

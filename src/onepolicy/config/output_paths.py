@@ -1,9 +1,10 @@
-"""Paths that a command writes to, checked before anything is loaded."""
+"""Paths that a command writes to: checked before anything is loaded, and claimed by a run."""
 
 from __future__ import annotations
 
 import os
-import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from onepolicy.errors import UsageError
@@ -14,58 +15,28 @@ BEGUN = ".step"
 """In a run's folder: the step that its process began last."""
 NAME_BYTES = 255
 """Longest name on every usual file system of Linux."""
-PATH_BYTES = 4096 - 256
-"""Longest path of a run folder. Linux ends paths at 4096 bytes, and the longest name inside a run
-takes about 200."""
-HINT = "choose another place"
 
 
 def check_output_path(setting: str, path: Path) -> None:
     """Raise UsageError if nothing can be made at `path`. Its folders need not exist yet."""
-    if "\0" in str(path):
-        raise UsageError(f"{setting}: {str(path)!r} has a NUL character in it; {HINT}")
     try:
-        problem = _problem_of_path(path)
-    except UnicodeEncodeError:
-        raise UsageError(
-            f"{setting}: {str(path)!r} is no name of a file on this system; {HINT}"
-        ) from None
+        problem = _why_not_makable(Path(os.path.abspath(path)))
     except OSError as error:
-        raise UsageError(f"{setting}: {path} cannot be made: {error.strerror}; {HINT}") from None
+        problem = error.strerror
     if problem is not None:
-        raise UsageError(f"{setting}: {path} {problem}")
+        raise UsageError(f"{setting}: {path} cannot be made: {problem}; choose another place")
 
 
-def _problem_of_path(path: Path) -> str | None:
-    """Return the reason why nothing can be made at this path, with a hint, or None."""
-    absolute = Path(os.path.abspath(path))
-    if any(len(os.fsencode(name)) > NAME_BYTES for name in absolute.parts):
-        return f"has a name longer than {NAME_BYTES} bytes; choose a shorter one"
-    if len(os.fsencode(absolute)) > PATH_BYTES:
-        return f"is longer than {PATH_BYTES} bytes; choose a shorter one"
-    if absolute.is_symlink() and not absolute.exists():
-        return f"is a symbolic link to nothing; remove it, or {HINT}"
-    above = next(each for each in absolute.parents if os.path.lexists(each))
-    if not stat.S_ISDIR(os.stat(above).st_mode):
-        return f"cannot be made: {above} is a file, not a folder; {HINT}"
+def _why_not_makable(path: Path) -> str | None:
+    if any(len(os.fsencode(name)) > NAME_BYTES for name in path.parts):
+        return f"it has a name longer than {NAME_BYTES} bytes"
+    if path.is_symlink() and not path.exists():
+        return "it is a symbolic link to nothing"
+    above = next(each for each in path.parents if os.path.lexists(each))
+    if not above.is_dir():
+        return f"{above} is a file, not a folder"
     problem = _why_not_writable(above)
-    if problem is not None:
-        return f"cannot be made in {above}: {problem}; {HINT}"
-    return None
-
-
-def check_output_folder(setting: str, path: Path) -> None:
-    """Raise UsageError unless files can be put into the folder `path`, which may exist."""
-    check_output_path(setting, path)
-    if not os.path.lexists(path):
-        return
-    if not path.is_dir():
-        raise UsageError(f"{setting}: {path} is a file, not a folder; choose another")
-    problem = _why_not_writable(path)
-    if problem is not None:
-        raise UsageError(
-            f"{setting}: {path} cannot be written to: {problem}; choose another folder"
-        )
+    return problem and f"{above}: {problem}"
 
 
 def _why_not_writable(folder: Path) -> str | None:
@@ -77,24 +48,63 @@ def _why_not_writable(folder: Path) -> str | None:
     return "permission denied"
 
 
+def check_output_folder(setting: str, path: Path) -> None:
+    """Raise UsageError unless files can be put into the folder `path`, which may exist."""
+    check_output_path(setting, path)
+    if not os.path.lexists(path):
+        return
+    problem: str | None = "it is a file, not a folder"
+    if path.is_dir():
+        problem = _why_not_writable(path)
+    if problem is not None:
+        raise UsageError(f"{setting}: {path} cannot be written to: {problem}; choose another")
+
+
 def check_new_run_folder(out: Path) -> None:
     """Raise UsageError unless a run folder can be made at `out`, which may be an empty folder."""
-    check_output_path("out", out)
+    check_output_folder("out", out)
     try:
-        if not os.path.lexists(out):
-            return
-        if not out.is_dir():
-            raise UsageError(f"out: {out} is a file; choose another folder")
-        empty = not any(out.iterdir())
+        empty = not os.path.lexists(out) or not any(out.iterdir())
     except OSError as error:
-        raise UsageError(
-            f"out: {out} cannot be read: {error.strerror}; choose another folder"
-        ) from None
+        raise UsageError(f"out: {out} cannot be read: {error.strerror}; choose another") from None
     if not empty:
         raise UsageError(
             f"out: {out} is not empty; choose another folder, or continue it with `onepolicy train "
             f"--resume {out}`"
         )
+
+
+@contextmanager
+def claim_run_folder(out: Path) -> Iterator[Path]:
+    """Yield a new empty folder: `out`, or the first of out-2, out-3, ... that nobody has made.
+
+    Making it is the claim, so two starts never share one. The run is renamed over it. It is removed
+    if it stays empty.
+    """
+    number, free = 1, out
+    while not _make(free):
+        number += 1
+        free = out.with_name(f"{out.name}-{number}")
+    try:
+        yield free
+    finally:
+        with suppress(OSError):  # the run has taken its place
+            free.rmdir()
+
+
+def _make(folder: Path) -> bool:
+    """Make the folder and those above it. Return False if there is something already."""
+    check_output_path("out", folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise UsageError(
+            f"out: cannot make {folder}: {error.strerror}; choose another folder"
+        ) from None
+    return True
 
 
 def check_resumable(run: Path) -> None:

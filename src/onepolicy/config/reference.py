@@ -10,12 +10,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args, get_origin
 
-from onepolicy.config.base import LARGEST_FLOAT, LARGEST_INT, Frozen
-from onepolicy.config.load import VARIANT_KEYS
+from onepolicy.config.base import LARGEST_FLOAT, LARGEST_INT, VARIANT_KEYS, Frozen
+from onepolicy.config.engine import ServeConfig
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.config.renamed import RUN_KEYS, SERVE_KEYS
 from onepolicy.config.run import RunConfig
-from onepolicy.config.serve import ServeConfig
+from onepolicy.config.spelling import classes_of
 
 INTRODUCTION = """\
 # Settings
@@ -62,7 +61,6 @@ def settings_page() -> str:
     for title, kind, about in COMMANDS:
         parts.append(f"## {title}\n{about}\n")
         parts += _section_texts(Section("", [kind], None, is_list=False), known)
-    parts.append(_old_names())
     return "\n".join(parts)
 
 
@@ -100,13 +98,6 @@ def _inner_sections(section: Section) -> list[Section]:
                 path = f"{section.path}.{name}".removeprefix(".")
                 inner[path] = Section(path, classes, field.default, _is_list(field.annotation))
     return list(inner.values())
-
-
-def classes_of(annotation: Any) -> list[type[Frozen]]:
-    """Return the classes of settings in an annotation: several for a union, none for a value."""
-    if isinstance(annotation, type) and issubclass(annotation, Frozen):
-        return [annotation]
-    return [each for argument in get_args(annotation) for each in classes_of(argument)]
 
 
 def _is_list(annotation: Any) -> bool:
@@ -253,19 +244,6 @@ def _number(value: float) -> str:
 def _link(path: str) -> str:
     """Return a link to the section's heading, as GitHub names it."""
     return f"[{path}](#{path.replace('.', '')})"
-
-
-def _old_names() -> str:
-    """Return the table of settings that have a new name."""
-    lines = [
-        "## Old names",
-        "They still work, in recipes, on the command line and in run folders.\n",
-        "| old | new |",
-        "|---|---|",
-        *(f"| `{old}` | `{new}` |" for old, new in RUN_KEYS.items()),
-        *(f"| `{old}` of engine serve | `{new}` |" for old, new in SERVE_KEYS.items()),
-    ]
-    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

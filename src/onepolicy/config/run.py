@@ -13,7 +13,6 @@ from onepolicy.config.idle import IDLE
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.numerics import Numerics, dependent_defaults
 from onepolicy.config.objective import ObjectiveConfig
-from onepolicy.config.renamed import RUN_KEYS
 from onepolicy.config.replay import R2, R3, ReplayConfig, RolloutReplay, SoftReplay
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.run_rules import CONTRADICTIONS
@@ -60,7 +59,6 @@ def _usual_correction(checked: dict[str, Any]) -> CorrectionConfig:
 class RunConfig(Frozen):
     """Settings of a training run. eval, measure, plan and engine check read the same sections."""
 
-    renamed: ClassVar = RUN_KEYS
     rules: ClassVar = (*CONTRADICTIONS, *IDLE)
 
     out: str

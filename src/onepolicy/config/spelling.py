@@ -1,15 +1,13 @@
-"""Suggestions for a mistyped name: the nearest known name, and settings of other sections."""
+"""Suggestions for a mistyped name, and the names and paths of settings, read from their classes."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from onepolicy.config.base import Frozen
-
-Tree = dict[str, Any]
 
 SAME_SECTION = 0.6
 OTHER_SECTION = 0.75
@@ -30,65 +28,61 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return "" if name is None else f"; did you mean {name}?"
 
 
-def settings_with_name(path: str, paths: Iterable[str]) -> list[str]:
-    """Return the full paths of settings with this name in any section, the likeliest first.
+def hint(path: str, known: Iterable[str], paths: Iterable[str]) -> str:
+    """Return `; did you mean A? (or B, C)` for an unknown setting, or the names known in its place.
 
-    `lr` is optim.lr. Initials count too, so learning_rate is as well.
+    path: as it was typed. known: names of settings in its section. paths: all settings. First
+    choice: the same name in another section. Then a similar one of this section or another.
     """
-    paths = [each for each in paths if each != path]
-    same = [each for each in paths if _folded(each) == _folded(path)]
-    if same:
-        return same
-    last = _last(path)
+    known, (section, _, name) = sorted(known), path.rpartition(".")
+    close = closest_name(name, known)
+    found = [] if path in paths else similar_settings(path, paths)  # else one of another variant
+    if close is not None and not (found and _last(found[0]) == _folded(name)):
+        found = [f"{section}.{close}".removeprefix(".")]
+    if found:
+        more = f" (or {', '.join(found[1:])})" if found[1:] else ""
+        return f"; did you mean {found[0]}?{more}"
+    return f"; known here: {', '.join(known)}" if known else ""
+
+
+def similar_settings(path: str, paths: Iterable[str], *, alike: bool = True) -> list[str]:
+    """Return the settings with this name in any section, the likeliest first.
+
+    `lr` is optim.lr. Initials count too, so learning_rate is as well. alike: or else those whose
+    name looks alike.
+    """
+    paths, last = [each for each in paths if each != path], _last(path)
     initials = "".join(part[0] for part in last.split("_") if part)
-    named = [each for each in paths if _last(each) == last]
-    if not named and len(initials) > 1:
-        named = [each for each in paths if _last(each) == initials]
-    return _likeliest(path, named)
-
-
-def similar_settings(path: str, paths: Iterable[str]) -> list[str]:
-    """Return the settings with this name, or else those whose name looks alike."""
-    paths = [each for each in paths if each != path]
-    named = settings_with_name(path, paths)
-    if named:
-        return named
-    alike = closest_name(_last(path), {_last(each) for each in paths}, OTHER_SECTION)
-    return _likeliest(path, [each for each in paths if _last(each) == alike])
-
-
-def suggestion_of(paths: list[str]) -> str:
-    """Return `; did you mean A? (or B, C)`, or nothing."""
-    if not paths:
-        return ""
-    first, *others = paths
-    if others:
-        return f"; did you mean {first}? (or {', '.join(others)})"
-    return f"; did you mean {first}?"
+    found = [each for each in paths if _folded(each) == _folded(path)]
+    found = found or [each for each in paths if _last(each) == last]
+    if not found and len(initials) > 1:
+        found = [each for each in paths if _last(each) == initials]
+    if not found and alike:
+        close = closest_name(last, {_last(each) for each in paths}, OTHER_SECTION)
+        found = [each for each in paths if _last(each) == close]
+    section = path.split(".")[0]
+    inside = [each for each in found if "." in path and each.split(".")[0] == section]
+    return sorted(inside or found, key=lambda each: each.count("."))[:MOST_SUGGESTED]
 
 
 @cache
 def paths_of(kind: type[Frozen]) -> tuple[str, ...]:
     """Return the dotted path of every setting and section of this kind, in all variants."""
-    schema = kind.model_json_schema()
-    return tuple(dict.fromkeys(_paths(schema, schema, "")))
+    return tuple(dict.fromkeys(_paths(kind, "")))
 
 
-def _paths(schema: Tree, node: Tree, prefix: str) -> Iterator[str]:
-    for variant in [*node.get("anyOf", ()), *node.get("oneOf", ())]:
-        yield from _paths(schema, variant, prefix)
-    if "$ref" in node:
-        yield from _paths(schema, schema["$defs"][node["$ref"].removeprefix("#/$defs/")], prefix)
-    for name, child in node.get("properties", {}).items():
+def _paths(kind: type[Frozen], prefix: str) -> Iterator[str]:
+    for name, field in kind.model_fields.items():
         yield f"{prefix}{name}"
-        yield from _paths(schema, child, f"{prefix}{name}.")
+        for inner in classes_of(field.annotation):
+            yield from _paths(inner, f"{prefix}{name}.")
 
 
-def _likeliest(path: str, named: list[str]) -> list[str]:
-    """Return the settings of the section that was named, or else all, the shallowest first."""
-    section = path.rpartition(".")[0].split(".")[0]
-    inside = [each for each in named if section and each.split(".")[0] == section]
-    return sorted(inside or named, key=lambda each: each.count("."))[:MOST_SUGGESTED]
+def classes_of(annotation: Any) -> list[type[Frozen]]:
+    """Return the classes of settings in an annotation: several for a union, none for a value."""
+    if isinstance(annotation, type) and issubclass(annotation, Frozen):
+        return [annotation]
+    return [each for argument in get_args(annotation) for each in classes_of(argument)]
 
 
 def _last(path: str) -> str:

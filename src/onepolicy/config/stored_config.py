@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
@@ -13,7 +15,6 @@ from onepolicy.config.address import is_loopback
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.engine import ServerEngineConfig
 from onepolicy.config.output_paths import CONFIG
-from onepolicy.config.renamed import rename_keys
 from onepolicy.config.run import RunConfig
 from onepolicy.errors import UsageError
 
@@ -21,10 +22,12 @@ TRUST, URL = "model.trust_remote_code", "rollout.engine.url"
 ADDRESS = "cluster.address"
 TYPED_AGAIN = (TRUST, URL, ADDRESS)
 """Settings that a stored run cannot make alone (`check_trust`)."""
+SECRET = re.compile(r"(?i)((api|access|private)_?key|secret|password|passwd|token|credentials?)$")
+"""Names of texts that are secrets, in a task's `env` and `params`."""
 
 
 def read_stored_config(run: Path) -> RunConfig:
-    """Return the settings of a run folder, which may have old names.
+    """Return the settings of a run folder.
 
     Raises UsageError if there is no config.json, or if it is damaged.
     """
@@ -32,14 +35,12 @@ def read_stored_config(run: Path) -> RunConfig:
     if not path.is_file():
         raise UsageError(f"{run}: not a run folder (no {CONFIG}); give the folder of a run")
     try:
-        return RunConfig.model_validate_json(_with_new_names(path.read_bytes()))
+        return RunConfig.model_validate_json(path.read_bytes())
     except ValidationError as error:
         from onepolicy.config.errors import describe_errors
 
         problem = describe_errors(error)
-    except UsageError as error:
-        problem = str(error)
-    raise UsageError(f"{path}: not the settings of a run: {problem}")
+        raise UsageError(f"{path}: not the settings of a run: {problem}") from None
 
 
 def check_trust(config: RunConfig, run: Path, overrides: Sequence[str], command: str) -> None:
@@ -95,13 +96,14 @@ def _is_here(url: str | tuple[str, ...]) -> bool:
     return url.startswith(("http://", "https://")) and is_loopback(urlsplit(url).hostname or "")
 
 
-def _with_new_names(data: bytes) -> bytes:
-    """Return config.json with the new names of settings. The same bytes if it has no old ones."""
-    try:
-        tree = json.loads(data)
-    except (ValueError, RecursionError):
-        return data  # pydantic says what is wrong with it
-    if not isinstance(tree, dict):
-        return data
-    tree, old = rename_keys(tree, RunConfig.renamed)
-    return json.dumps(tree).encode() if old else data
+def without_secrets(tree: Any) -> Any:
+    """Return settings without texts under names like `api_key`, which tasks may hold."""
+    if isinstance(tree, dict):
+        hidden = {name for name, value in tree.items() if isinstance(value, str)}
+        hidden = {name for name in hidden if SECRET.search(str(name))}
+        return {
+            name: "hidden" if name in hidden else without_secrets(v) for name, v in tree.items()
+        }
+    if isinstance(tree, list):
+        return [without_secrets(value) for value in tree]
+    return tree

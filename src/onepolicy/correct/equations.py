@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from onepolicy.config.correction import (
-    STATISTICS,
-    CorrectionConfig,
-    Gate,
-    Weight,
+from onepolicy.config.correction import STATISTICS, CorrectionConfig, Gate, Weight
+from onepolicy.config.presets import (
     correction_presets,
+    objective_presets,
+    offered_corrections,
+    toml_lines,
 )
+from onepolicy.config.spelling import did_you_mean
 from onepolicy.correct.presets import preset
+from onepolicy.errors import UsageError
 
 FRAMEWORKS = {
     "verl": "verl 0.9.1",
@@ -20,6 +20,16 @@ FRAMEWORKS = {
     "openrlhf": "OpenRLHF 0.11.2",
     "nemo": "NeMo-RL",
 }
+"""Frameworks whose settings every row of corrections.toml gives."""
+NAMED = FRAMEWORKS | {"skyrl": "SkyRL", "prime-rl": "prime-rl", "areal": "AReaL"}
+"""Frameworks that `translations` knows."""
+WHERE = {
+    "verl": "corrections: algorithm.rollout_correction",
+    "miles": "mis: examples/train_infer_mismatch_helper/mis.py by --custom-tis-function-path",
+    "trl": "corrections: vllm_importance_sampling_correction, _mode, _clip_min, _clip_max",
+    "openrlhf": "is_correction_level, _mode, _gating, _threshold",
+}
+"""Where a framework has the settings that the translations name."""
 
 
 def equation(config: CorrectionConfig) -> list[str]:
@@ -110,22 +120,44 @@ def show(name: str) -> str:
     config = preset(name)
     assert config.preset is not None
     row = correction_presets()[config.preset]
-    settings = config.model_dump(exclude_defaults=True, exclude={"preset"})
-    lines = [
-        f"{config.preset}: {row['source']}",
-        "",
-        "[correction]",
-        f'preset = "{config.preset}"  # which is',
-    ]
-    lines += [f"# {key} = {_toml(value)}" for key, value in settings.items()] or [
-        "# nothing weighted or rejected"
-    ]
+    lines = [f"{config.preset}: {row['source']}", "", "[correction]"]
+    if "question" in row:
+        settings = toml_lines(config.model_dump(exclude_defaults=True, exclude={"preset"}))
+        lines.append(f'preset = "{config.preset}"  # which is')
+        lines += [f"# {line}" for line in settings] or ["# nothing weighted or rejected"]
+    else:
+        lines += toml_lines(row["settings"])
     lines += ["", *equation(config), ""]
     if config.live:
         lines += [f"evaluated in the loss, with surrogate: {config.surrogate}", ""]
     width = max(map(len, FRAMEWORKS.values()))
     lines += [f"{title:{width}}  {_foreign(row[key])}" for key, title in FRAMEWORKS.items()]
     return "\n".join(lines)
+
+
+def translations(framework: str) -> str:
+    """Return what a framework calls its corrections and objectives, each with our settings.
+
+    Raises UsageError for a framework that is not in NAMED.
+    """
+    framework = {"slime": "miles"}.get(framework, framework)
+    if framework not in NAMED:
+        known = [*NAMED, "slime"]
+        hint = did_you_mean(framework, known)
+        raise UsageError(f"--from: give one of {', '.join(known)}, not {framework!r}{hint}")
+    blocks = [f"# {NAMED[framework]} -> onepolicy"]
+    if framework in WHERE:
+        blocks[0] += f"\n# {WHERE[framework]}"
+    for section, rows in (("correction", correction_presets()), ("objective", objective_presets())):
+        for name, row in rows.items():
+            theirs = row.get(framework, "cannot")
+            if theirs.startswith("cannot"):
+                continue
+            ours = {"preset": name}
+            if section == "correction" and "question" not in row:
+                ours = row["settings"]
+            blocks.append("\n".join([f"# {theirs}", f"[{section}]", *toml_lines(ours)]))
+    return "\n\n".join(blocks)
 
 
 def _foreign(text: str) -> str:
@@ -138,40 +170,39 @@ def _foreign(text: str) -> str:
 
 
 def show_all() -> str:
-    """Return all presets with their sources, one a line."""
-    width = max(map(len, correction_presets()))
-    return "\n".join(
-        f"{name:{width}}  {row['source']}" for name, row in correction_presets().items()
-    )
+    """Return the presets to choose among with their sources, grouped by the question they answer.
+
+    A line that begins with a name is a preset.
+    """
+    width = max(len(name) for names in offered_corrections().values() for name in names)
+    groups = [
+        "\n".join([f"# {question}", *(f"{name:{width}}  {_source(name)}" for name in names)])
+        for question, names in offered_corrections().items()
+    ]
+    rest = "# Equations of other frameworks: onepolicy config preset --from FRAMEWORK"
+    return "\n\n".join([*groups, f"{rest}\n# FRAMEWORK: {', '.join(NAMED)}"])
 
 
-def _toml(value: Any) -> str:
-    match value:
-        case dict():
-            fields = ", ".join(f"{k} = {_toml(v)}" for k, v in value.items() if v is not None)
-            return f"{{ {fields} }}"
-        case list() | tuple():
-            return "[" + ", ".join(map(_toml, value)) + "]"
-        case str():
-            return f'"{value}"'
-        case _:
-            return f"{value}"
+def _source(name: str) -> str:
+    return str(correction_presets()[name]["source"])
 
 
 def markdown_table() -> str:
-    """Return the preset table of docs/corrections.md."""
-    lines = [
-        "| preset | correction | surrogate | same in verl | source |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, row in correction_presets().items():
-        config = preset(name)
-        parts = equation(config)[1:-1]
-        if config.surrogate == "ppo":
-            parts.append("r = new / rollout in the surrogate")
-        if config.centering != "none":
-            parts.append("minus the rollout's mean score")
-        formula = "; ".join(parts) or "no weights, no gates"
-        cells = [f"`{name}`", formula, config.surrogate, _foreign(row["verl"]), row["source"]]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
+    """Return the tables of presets of docs/corrections.md, one a question."""
+    head = "| preset | correction | surrogate | same in verl | source |\n" + "| --- " * 5 + "|"
+    return "\n\n".join(
+        "\n".join([f"**{question}**", "", head, *map(_markdown_row, names)])
+        for question, names in offered_corrections().items()
+    )
+
+
+def _markdown_row(name: str) -> str:
+    row, config = correction_presets()[name], preset(name)
+    parts = equation(config)[1:-1]
+    if config.surrogate == "ppo":
+        parts.append("r = new / rollout in the surrogate")
+    if config.centering != "none":
+        parts.append("minus the rollout's mean score")
+    formula = "; ".join(parts) or "no weights, no gates"
+    cells = [f"`{name}`", formula, config.surrogate, _foreign(row["verl"]), row["source"]]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

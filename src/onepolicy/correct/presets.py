@@ -6,12 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from onepolicy.config.correction import (
-    PRESET_ALIASES,
-    CorrectionConfig,
-    correction_presets,
-    known_presets,
-)
+from onepolicy.config.correction import CorrectionConfig
+from onepolicy.config.presets import ALIASES, correction_presets, describe_unknown
 from onepolicy.errors import UsageError
 
 
@@ -21,8 +17,8 @@ def preset(name: str, **override: Any) -> CorrectionConfig:
     For example `preset("tis", weight={"high": 3.0})`. Raises UsageError if no correction has the
     name or a setting is wrong.
     """
-    if not isinstance(name, str) or PRESET_ALIASES.get(name, name) not in correction_presets():
-        raise UsageError(f"preset: no correction is called {name!r}; {known_presets(name)}")
+    if not isinstance(name, str) or ALIASES.get(name, name) not in correction_presets():
+        raise UsageError(f"preset: no correction is called {describe_unknown(name)}")
     try:
         return CorrectionConfig.model_validate({"preset": name, **override})
     except ValidationError as error:

@@ -107,7 +107,7 @@ def mismatch(
 def compare_tokens(
     old: Tensor,  # [n] float64, trainer
     rollout: Tensor,  # [n] float64, rollout engine
-    samples: Tensor | None = None,  # [n] int64, sample of each token
+    samples: Tensor,  # [n] int64, sample of each token
     left: LeftOut | None = None,  # tokens that are not among the n
 ) -> Mismatch:
     """Compare the log-probabilities of n > 0 tokens."""

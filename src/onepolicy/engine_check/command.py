@@ -14,10 +14,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.build.components import load_tokenizer_and_max_len, uses_reprefill
-from onepolicy.build.measure_components import EngineAndScorer, build_engine_and_scorer
-from onepolicy.build.measure_settings import measure_config
+from onepolicy.build.measure import EngineAndScorer, build_engine_and_scorer, measure_config
 from onepolicy.config import ModelConfig, TrainingError, UsageError
-from onepolicy.config.model_path import resolve_model
+from onepolicy.config.input_files import resolve_model
 from onepolicy.config.replay import MIN_AGREEMENT
 from onepolicy.config.rules import Check
 from onepolicy.divergence.routing import routing_disagreement

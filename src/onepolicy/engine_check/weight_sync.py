@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onepolicy.build.measure_components import EngineAndScorer
+from onepolicy.build.measure import EngineAndScorer
 from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.rules import Check
 from onepolicy.engine_check.checks import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onepolicy.build.measure_components import MeasureComponents
+from onepolicy.build.measure import MeasureComponents
 from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.files import write_text_atomically
 from onepolicy.invariant.fingerprint import difference_reason

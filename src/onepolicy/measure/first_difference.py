@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepolicy.build.measure_components import MeasureComponents
+from onepolicy.build.measure import MeasureComponents
 from onepolicy.measure.engine_noise import common_prefix, sample
 from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
 from onepolicy.rollout.hf.engine import HFEngine

@@ -14,10 +14,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onepolicy.build.calibrate import calibrate
-from onepolicy.build.measure_components import MeasureComponents, build_measure_components
-from onepolicy.build.measure_settings import measure_config
+from onepolicy.build.measure import MeasureComponents, build_measure_components, measure_config
 from onepolicy.config import ModelConfig, RunConfig, UsageError
-from onepolicy.config.model_path import resolve_model
+from onepolicy.config.input_files import resolve_model
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.policy import PolicyConfig, cached_policy_path
 from onepolicy.measure.attribution import EngineWeights, attribute, explain, trainer_precision

@@ -141,7 +141,7 @@ def prediction(found: Measurement) -> dict[str, Any] | None:
 
 
 def numbers(found: Measurement) -> dict[str, dict[str, float]]:
-    """Return every metric of each scoring, by the names of run/metric_names.py."""
+    """Return every metric of each scoring, by the names of run/metrics.toml."""
     out = {
         scoring: mismatch_metrics(batch) | metrics_per_layer(batch)
         for scoring, batch in batches(found).items()

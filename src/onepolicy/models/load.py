@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.config.model_path import check_model_path
+from onepolicy.config.input_files import check_model_path
 from onepolicy.errors import short_repr
 from onepolicy.tokenizer_trial import try_tokenizer
 

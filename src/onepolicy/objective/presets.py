@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from onepolicy.config.objective import ObjectiveConfig, objective_presets
+from onepolicy.config.objective import ObjectiveConfig
+from onepolicy.config.presets import objective_presets
 from onepolicy.config.spelling import did_you_mean
 from onepolicy.errors import UsageError
 

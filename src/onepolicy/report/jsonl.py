@@ -9,8 +9,6 @@ from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import Sample, check_metrics, check_shape, check_step, parse_json
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
-RENAMED = {"time/probe": "time/counterfactual"}
-"""Metrics with a new name: old -> new. Old run folders have the old name."""
 FIX = "remove the line or restore the file"
 
 
@@ -48,14 +46,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return all rows of metrics.jsonl under today's names of metrics.
+    """Return all rows of metrics.jsonl.
 
     One row per step, in order. A value is a number or null (NaN, infinite).
     """
     path = folder / METRICS
-    rows = [
-        {RENAMED.get(name, name): value for name, value in row.items()} for row in read_jsonl(path)
-    ]
+    rows = read_jsonl(path)
     for number, row in enumerate(rows, start=1):
         where = f"{path}:{number}"
         check_metrics(row, where, FIX)

@@ -139,7 +139,7 @@ class AdapterCheck:
     # --- every sync -------------------------------------------------------------------------------
 
     async def after_push(self) -> dict[str, float]:
-        """Check the engine after a sync. Return what was measured (run/metric_names.py).
+        """Check the engine after a sync. Return what was measured (run/metrics.toml).
 
         Raises TrainingError if the engine samples with anything but this version of the adapter.
         """

@@ -10,10 +10,10 @@ from rich.progress import TaskProgressColumn, TimeRemainingColumn
 
 from onepolicy.build import components, engines
 from onepolicy.build.calibrate import calibrate
-from onepolicy.build.clean_engine import build_clean_engine
+from onepolicy.build.engines import build_clean_engine
 from onepolicy.build.learner import set_num_threads
 from onepolicy.config import ModelConfig, RunConfig
-from onepolicy.config.model_path import resolve_model
+from onepolicy.config.input_files import resolve_model
 from onepolicy.console import Console, make_bars, make_table
 from onepolicy.interfaces import Environment, RolloutEngine
 from onepolicy.models.load import parse_device

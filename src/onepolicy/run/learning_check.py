@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from onepolicy.config import RunConfig
 from onepolicy.notation import counted, number
 from onepolicy.objective.advantages import equal_up_to_rounding
+from onepolicy.run.log import read_metrics
 
 Row = dict[str, Any]
 
@@ -30,6 +31,8 @@ LOW_ENTROPY = 0.05
 """Entropy below which the samples of a group are mostly the same text [nats]."""
 EXCERPT = 200
 """Length of the quoted text of a sample [characters]."""
+PATIENCE = 3
+"""Steps without any signal at the start of a run, after which the run reports it [steps]."""
 MAX_SCANNED_LINES = 10_000
 """Lines of samples.jsonl that are searched for a sample of a step without a signal."""
 
@@ -282,3 +285,30 @@ def _same(low: float, high: float) -> bool:
     least = torch.tensor(low, dtype=torch.float64)
     most = torch.tensor(high, dtype=torch.float64)
     return bool(equal_up_to_rounding(least, most))
+
+
+# --- while a run goes on --------------------------------------------------------------------------
+
+
+class LearningMonitor:
+    """A check during the run. It reports once that the first steps had nothing to learn from."""
+
+    def __init__(self, config: RunConfig, run: Path, note: Callable[[str], None]) -> None:
+        self._config, self._run, self._note = config, run, note
+        self._rows: list[Row] = []
+        if (run / "metrics.jsonl").exists():
+            self._rows = read_metrics(run)
+        self._done = False
+
+    def after_step(self, step: int, metrics: Row) -> None:
+        """Check a training step, whose samples are written already."""
+        if self._done:
+            return
+        self._rows.append({"step": step, **metrics})
+        if sum("train/reward" in row for row in self._rows) < PATIENCE:
+            return
+        self._done = True
+        found = nothing_learnt(self._config, self._rows, self._run)
+        if found is not None and found["learnt"] == "nothing":
+            warning = f"warning, after step {step}: {found['verdict']}"
+            self._note("\n".join([warning, *found["why"], "The run goes on."]))

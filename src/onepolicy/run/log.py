@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +19,38 @@ from onepolicy.config import UsageError
 from onepolicy.files import replace_atomically
 from onepolicy.report.jsonl import METRICS as METRICS_FILE
 from onepolicy.report.jsonl import SAMPLES, read_metrics, read_samples
-from onepolicy.run.metric_names import is_known
 
 if TYPE_CHECKING:
-    from onepolicy.run.trackers import OpenTracker, Write
+    from onepolicy.run.trackers import OpenWriter, Writer
 
 Row = dict[str, Any]
+SCORED_TWICE = ("mismatch", "routing", "repeat")
+"""Areas that a batch scored without replay has too."""
+
+
+def _read_metrics_toml() -> dict[str, str]:
+    areas = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
+    found = {f"{area}/{name}": text for area in areas for name, text in areas[area].items()}
+    return found | {
+        f"counterfactual/{name}": f"{text}; same batch scored without replay"
+        for name, text in found.items()
+        if name.split("/")[0] in SCORED_TWICE and "staleness" not in name
+    }
+
+
+METRICS = _read_metrics_toml()
+"""Name of every column of metrics.jsonl -> its meaning and [unit]."""
+
+
+def is_known(name: str) -> bool:
+    """Return whether METRICS has this name.
+
+    METRICS lists `eval/avg@4` as `eval/avg@k` (layers and turns alike), a gate as GATE, and a tool
+    as TOOL.
+    """
+    name = re.sub(r"^correction/rejected/.+", "correction/rejected/GATE", name)
+    name = re.sub(r"^tools/(?!(malformed|unknown)$).+", "tools/TOOL", name)
+    return re.sub(r"@\d+$", "@k", name) in METRICS
 
 
 class RunLog:
@@ -32,23 +61,23 @@ class RunLog:
     rows (run/trackers.py).
     """
 
-    def __init__(self, folder: Path, trackers: Sequence[OpenTracker] = ()) -> None:
+    def __init__(self, folder: Path, trackers: Sequence[OpenWriter] = ()) -> None:
         self._folder, self._trackers = folder, trackers
         self._last_step = _last_step(folder)
         self._open_files = ExitStack()
         self._metrics: FileIO | None = None
         self._samples: FileIO | None = None
-        self._writers: list[Write] = []
+        self._writers: list[Writer] = []
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:  # closes the files if a later one cannot be opened
             self._metrics = opened.enter_context(_open_lines(self._folder / METRICS_FILE))
             self._samples = opened.enter_context(_open_lines(self._folder / SAMPLES))
-            self._writers = [
-                opened.enter_context(tracker(self._folder, self._last_step))
-                for tracker in self._trackers
-            ]
+            for open_writer in self._trackers:
+                writer = open_writer(self._folder, self._last_step)
+                opened.push(partial(_close, writer))
+                self._writers.append(writer)
             self._open_files = opened.pop_all()
         return self
 
@@ -72,14 +101,14 @@ class RunLog:
         unknown = [name for name in metrics if not is_known(name)]
         if unknown:
             raise ValueError(
-                f"{', '.join(unknown)}: not in run/metric_names.py; add the name with its meaning "
+                f"{', '.join(unknown)}: not in run/metrics.toml; add the name with its meaning "
                 "and unit"
             )
         values = {name: float(value) for name, value in metrics.items()}
         _append(self._metrics, {"step": step} | values)
         self._last_step = step
-        for write in self._writers:
-            write(step, values)
+        for writer in self._writers:
+            writer.write(step, values)
 
     def sync_to_disk(self) -> None:
         """Make sure that everything written survives a loss of power."""
@@ -93,6 +122,16 @@ class RunLog:
         assert self._samples is not None, "RunLog is used outside its with block"
         assert "step" in sample, "a sample names its step"
         _append(self._samples, dict(sample))
+
+
+def _close(
+    writer: Writer,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """Close a tracker at the end of an ExitStack."""
+    writer.close(failed=error is not None)
 
 
 def truncate_after(folder: Path, step: int) -> None:

@@ -115,7 +115,7 @@ class TrainingLoop:
             metrics = await self._evaluate(None, self.origin.step)
             with self._writing():
                 log.write(self.origin.step, metrics)
-        from onepolicy.run.learning_monitor import LearningMonitor
+        from onepolicy.run.learning_check import LearningMonitor
 
         monitor = LearningMonitor(self.config, self.folder, self.progress.note)
         async with self._prefetcher() as prefetcher:

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from onepolicy.build.components import build_components, model_to_load
+from onepolicy.build.room import settle_max_len
 from onepolicy.config import RunConfig, ServerEngineConfig, UsageError
 from onepolicy.config.stored_config import check_trust, read_stored_config
 from onepolicy.interfaces import Progress
@@ -67,8 +68,6 @@ def resume_run(
         check_log(config)
         note_pressure(config, progress)
         if parse_device(config.train.device).type == "cuda":
-            from onepolicy.build.room import settle_max_len
-
             model = model_to_load(config, origin.weights)
             config = settle_max_len(config, model, progress.note, resumes=True)
         if isinstance(config.rollout.engine, ServerEngineConfig):

@@ -23,7 +23,12 @@ from safetensors import SafetensorError
 import onepolicy
 from onepolicy.config import RunConfig, TrainingError, UsageError
 from onepolicy.config.json_shapes import RunInfo, read_json_object
-from onepolicy.config.output_paths import CONFIG, check_new_run_folder, not_writable_error
+from onepolicy.config.output_paths import (
+    BEGUN,
+    CONFIG,
+    check_new_run_folder,
+    not_writable_error,
+)
 from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.train import checkpoint
 
@@ -70,6 +75,23 @@ def create_run_folder(
         raise UsageError(
             f"out: cannot make {out}: {error.strerror}; choose another folder"
         ) from None
+
+
+@contextmanager
+def removed_if_refused(out: Path, *, existed: bool) -> Iterator[None]:
+    """Leave `out` as it was if a UsageError refuses the run before its first step.
+
+    existed: it was an empty folder before the run folder was renamed over it.
+    """
+    try:
+        yield
+    except UsageError:
+        folder = out.resolve()
+        if not (folder / BEGUN).exists():
+            shutil.rmtree(folder)
+            if existed:
+                folder.mkdir()
+        raise
 
 
 def _about(config: RunConfig, origin: RunOrigin, fingerprint: str) -> Json:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import TrainingError
+from onepolicy.divergence.attribution import k3_terms
+from onepolicy.divergence.breakdown import TURNS, turn_bins
 from onepolicy.divergence.logprob import Mismatch, compare_tokens
 from onepolicy.divergence.routing import RoutingDisagreement, routing_disagreement
 from onepolicy.interfaces import Scorer
@@ -98,9 +100,6 @@ def _k3_by_bins(batch: TokenBatch, number: Tensor, k3: str, tokens: str) -> dict
 
     number: [n] int64, from 0, of each trainable slot.
     """
-    from onepolicy.divergence.attribution import k3_terms
-    from onepolicy.divergence.breakdown import TURNS, turn_bins
-
     mask = batch.trainable
     assert batch.logp_old is not None
     terms = k3_terms(batch.logp_old[mask], batch.logp_rollout[mask])

@@ -1,29 +1,26 @@
 """Trackers that metrics go to beside the run's own files: TensorBoard, Weights & Biases, trackio.
 
-A tracker is opened with the run folder and the last step that it has, as a context manager that
-yields `write(step, values)`. W&B and trackio may fail, or their network may: a run names that once
-and goes on without them, for metrics.jsonl has every row.
+W&B and trackio may fail, or their network may: a run names that once and goes on without them, for
+metrics.jsonl has every row.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
+from typing import Protocol, TypeVar
 
 from onepolicy.config import RunConfig, UsageError
-from onepolicy.config.secrets import without_secrets
-from onepolicy.run.run_folder import RUN
+from onepolicy.config.stored_config import without_secrets
+from onepolicy.run.run_folder import read_about
 
+Values = Mapping[str, float]
 Note = Callable[[str], None]
-Write = Callable[[int, Mapping[str, float]], None]
-OpenTracker = Callable[[Path, int], AbstractContextManager[Write]]
+Result = TypeVar("Result")
 # setting of `log` -> the package that it needs, and onepolicy's extra that brings it
 PACKAGES = {
     "report": ("plotly", "report"),
@@ -33,6 +30,20 @@ PACKAGES = {
 }
 
 LONGEST_FINISH_S = 120.0  # W&B's own default is to wait for a lost network without end
+
+
+class Writer(Protocol):
+    """A tracker that is open."""
+
+    def write(self, step: int, values: Values) -> None:
+        """Add the row of a step."""
+
+    def close(self, failed: bool) -> None:
+        """End the log. failed: the run ends by an error."""
+
+
+OpenWriter = Callable[[Path, int], Writer]
+"""Opens the tracker of a run folder whose log ends at this step."""
 
 
 def check_log(config: RunConfig) -> None:
@@ -47,133 +58,103 @@ def check_log(config: RunConfig) -> None:
         _log_in_to_wandb()
 
 
-def trackers_of(config: RunConfig, note: Note) -> list[OpenTracker]:
+def trackers_of(config: RunConfig, note: Note) -> list[OpenWriter]:
     """Return the trackers that a run's settings name. note: prints a line for the user."""
-    found: list[OpenTracker] = []
+    found: list[OpenWriter] = []
     if config.log.tensorboard:
-        found.append(tensorboard)
+        found.append(TensorBoard)
     if config.log.wandb:
-        found.append(partial(_Apart, "wandb", partial(wandb_run, config), note))
+        found.append(lambda folder, _: Guarded("wandb", partial(Wandb, config, folder), note))
     if config.log.trackio:
-        found.append(partial(_Apart, "trackio", partial(trackio_run, config), note))
+        found.append(lambda folder, _: Guarded("trackio", partial(Trackio, config, folder), note))
     return found
 
 
-@contextmanager
-def tensorboard(folder: Path, last_step: int) -> Iterator[Write]:
-    """Open TensorBoard's log in the run folder. Steps that run again replace their old values."""
-    from torch.utils.tensorboard import SummaryWriter
+class TensorBoard:
+    """TensorBoard's log in the run folder. Steps that run again replace their old values."""
 
-    with SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1) as writer:
+    def __init__(self, folder: Path, last_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-        def write(step: int, values: Mapping[str, float]) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1)
 
-        yield write
+    def write(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
 
 
-@contextmanager
-def wandb_run(config: RunConfig, folder: Path, last_step: int) -> Iterator[Write]:
-    """Open a run of Weights & Biases, the same one after a resume.
+class Wandb:
+    """A run of Weights & Biases, the same one after a resume.
 
     W&B keeps its first value of a step, so steps that run again after a crash stay as they were.
     """
-    wandb = _wandb()
-    run = wandb.init(
-        project=config.log.wandb,
-        name=folder.name,
-        id=_run_id(folder),
-        resume="allow",
-        dir=folder,
-        config=without_secrets(config.model_dump(mode="json")),
-        settings=wandb.Settings(finish_timeout=LONGEST_FINISH_S),
-    )
-    with _finished(run.finish):
-        yield lambda step, values: run.log(dict(values), step=step)
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        wandb = _wandb()
+        self._run = wandb.init(
+            project=config.log.wandb,
+            name=folder.name,
+            id=read_about(folder)["id"],
+            resume="allow",
+            dir=folder,
+            config=without_secrets(config.model_dump(mode="json")),
+            settings=wandb.Settings(finish_timeout=LONGEST_FINISH_S),
+        )
+
+    def write(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(int(failed))
 
 
-@contextmanager
-def trackio_run(config: RunConfig, folder: Path, last_step: int) -> Iterator[Write]:
-    """Open a run of trackio, the same one after a resume.
+class Trackio:
+    """A run of trackio, the same one after a resume.
 
     trackio keeps every value of a step, so a step that runs again after a crash is there twice.
     """
-    import trackio
 
-    assert config.log.trackio is not None
-    name = f"{folder.name}-{_run_id(folder)}"
-    settings = without_secrets(config.model_dump(mode="json"))
-    trackio.init(project=config.log.trackio, name=name, config=settings, resume="allow")
-    try:
-        yield lambda step, values: trackio.log(dict(values), step=step)
-    finally:
-        trackio.finish()
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        import trackio
 
+        self._trackio = trackio
+        name = f"{folder.name}-{read_about(folder)['id']}"
+        settings = without_secrets(config.model_dump(mode="json"))
+        trackio.init(project=config.log.trackio, name=name, config=settings, resume="allow")
 
-@contextmanager
-def _finished(finish: Callable[[int], None]) -> Iterator[None]:
-    """Finish a run of W&B with exit code 1 if the block fails, else 0."""
-    try:
-        yield
-    except BaseException:
-        finish(1)
-        raise
-    finish(0)
+    def write(self, step: int, values: Values) -> None:
+        self._trackio.log(dict(values), step=step)
+
+    def close(self, failed: bool) -> None:
+        self._trackio.finish()
 
 
-class _Apart:
+class Guarded:
     """A tracker whose failure is noted once and does not end the run."""
 
-    def __init__(
-        self, name: str, tracker: OpenTracker, note: Note, folder: Path, last_step: int
-    ) -> None:
-        self._name, self._note, self._lost = name, note, False
-        self._tracker = tracker(folder, last_step)
-        self._write: Write | None = None
+    def __init__(self, setting: str, open_writer: Callable[[], Writer], note: Note) -> None:
+        self._setting, self._note = setting, note
+        self._writer: Writer | None = None
+        self._writer = self._call(open_writer)
 
-    def __enter__(self) -> Write:
-        with self._guarded():
-            self._write = self._tracker.__enter__()
-        return self.write
+    def write(self, step: int, values: Values) -> None:
+        if self._writer is not None:
+            self._call(partial(self._writer.write, step, values))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        if not self._lost:
-            assert self._write is not None
-            with self._guarded():
-                self._write(step, values)
+    def close(self, failed: bool) -> None:
+        if self._writer is not None:
+            self._call(partial(self._writer.close, failed))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._lost:
-            with self._guarded():
-                try:
-                    self._tracker.__exit__(kind, error, trace)
-                except BaseException as raised:
-                    if raised is not error:  # the run's own error goes on by itself
-                        raise
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _call(self, call: Callable[[], Result]) -> Result | None:
         try:
-            yield
+            return call()
         except Exception as error:  # a package may raise anything; metrics.jsonl has every row
-            self._lost = True
-            self._note(f"WARNING: log.{self._name}: {error!r}; the run goes on without it")
-
-
-def _run_id(folder: Path) -> str:
-    """Return what no other run has and a resumed run keeps: run.json's id.
-
-    Runs from before there was one have a digest of folder and file.
-    """
-    text = (folder / RUN).read_bytes()
-    known = json.loads(text).get("id")
-    return known or hashlib.sha256(str(folder.resolve()).encode() + text).hexdigest()[:8]
+            self._writer = None
+            self._note(f"WARNING: log.{self._setting}: {error!r}; the run goes on without it")
+            return None
 
 
 def _turned_off(setting: str) -> str:
@@ -196,7 +177,7 @@ def _log_in_to_wandb() -> None:
     if wandb.setup().settings.mode in ("offline", "disabled"):
         return
     try:
-        wandb.login(verify=False)  # a key is enough; without a network the run goes on, see _Apart
+        wandb.login(verify=False)  # a key is enough; without a network the run goes on, see Guarded
     except wandb.errors.Error as error:
         raise UsageError(
             f"log.wandb: {error}; run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline "

@@ -6,8 +6,10 @@ import asyncio
 from pathlib import Path
 
 from onepolicy.build.components import build_components
+from onepolicy.build.gpu_defaults import settle_gpu_settings
 from onepolicy.config import PromptsTask, RunConfig, UsageError
 from onepolicy.config.output_paths import check_new_run_folder
+from onepolicy.correct.predict import warning
 from onepolicy.interfaces import Progress
 from onepolicy.launch.launcher import (
     LOCAL_LAUNCHER,
@@ -16,7 +18,7 @@ from onepolicy.launch.launcher import (
     started_ranks,
 )
 from onepolicy.models.load import parse_device
-from onepolicy.run import run_folder
+from onepolicy.run import run_folder, trackers
 from onepolicy.run.loop import TrainingLoop
 from onepolicy.run.run_folder import FROM_SCRATCH, Json, RunOrigin
 
@@ -38,8 +40,6 @@ def start_run(
     _check_steps_left(config, origin)
     check_log(config)
     if parse_device(config.train.device).type == "cuda":
-        from onepolicy.build.gpu_defaults import settle_gpu_settings
-
         config = settle_gpu_settings(config, origin.weights, progress.note)
     _note_small_steps(config, progress)
     note_pressure(config, progress)
@@ -52,16 +52,18 @@ def start_run(
         if sizes is not None:
             progress.note(sizes.describe())
             quant = sizes.as_json()
+        existed = folder.exists()
         run_folder.create_run_folder(folder, config, origin, components.learner.fingerprint, quant)
-        with run_folder.lock_run(folder):
+        with (
+            run_folder.removed_if_refused(folder, existed=existed),
+            run_folder.lock_run(folder),
+        ):
             loop = TrainingLoop(components, tokenizer, folder, origin, progress)
             return asyncio.run(loop.run())
 
 
 def check_log(config: RunConfig) -> None:
     """Raise UsageError for a tracker or report that could not be written, before work starts."""
-    from onepolicy.run import trackers
-
     trackers.check_log(config)
 
 
@@ -77,8 +79,6 @@ def _note_small_steps(config: RunConfig, progress: Progress) -> None:
     """Report a correction that would make every step much smaller."""
     if config.correction.weight.level == "none" and not config.correction.rejects:
         return
-    from onepolicy.correct.predict import warning
-
     tokens, turns = config.longest_episode
     correction_warning = warning(config.correction, tokens, turns=turns)
     if correction_warning is not None:

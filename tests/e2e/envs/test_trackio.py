@@ -14,7 +14,7 @@ def test_trackio_gets_every_row_and_a_resumed_run_is_the_same(monkeypatch, tmp_p
     monkeypatch.setattr(utils, "TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
     (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "run.json").write_text('{"started": "2026-11-23T05:00:00"}')
+    (tmp_path / "one" / "run.json").write_text('{"parent": null, "id": "0123abcd"}')
     config = resolve(
         {
             "out": "runs/one",
@@ -33,6 +33,6 @@ def test_trackio_gets_every_row_and_a_resumed_run_is_the_same(monkeypatch, tmp_p
     from trackio.sqlite_storage import SQLiteStorage
 
     [name] = SQLiteStorage.get_runs("mismatch")
-    assert name.startswith("one-")
+    assert name == "one-0123abcd"
     rows = SQLiteStorage.get_logs("mismatch", name)
     assert [(row["step"], row["train/reward"]) for row in rows] == [(1, 0.25), (2, 0.5), (3, 0.75)]

@@ -12,8 +12,7 @@ import torch
 from onepolicy.audit.export import write_step
 from onepolicy.audit.run import audit
 from onepolicy.build import components
-from onepolicy.build.measure_components import build_measure_components
-from onepolicy.build.measure_settings import measure_config
+from onepolicy.build.measure import build_measure_components, measure_config
 from onepolicy.cli import main
 from onepolicy.measure.measure import _load_engine_model, score_rollouts
 from onepolicy.run import train as run_train

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onepolicy.cli import main
+from onepolicy.config import UsageError
 from onepolicy.rollout import copies
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import optim
@@ -165,6 +166,25 @@ def test_weights_of_a_checkpoint_cannot_be_overridden(fails, whole, tmp_path):
     for command in (fork, ["eval", str(whole)]):
         message = fails(arguments=[*command, "model.path=elsewhere"])
         assert "model.path=elsewhere: has no effect" in message
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_fork_that_is_refused_leaves_its_folder_as_it_was(
+    fails, whole, tmp_path, monkeypatch, existed
+):
+    """Here the engine's check refuses it, which runs after the run folder was made."""
+
+    async def refuse(*_, **__):
+        raise UsageError("the engine holds other weights")
+
+    monkeypatch.setattr("onepolicy.engine_check.checks.require_correct_logprobs", refuse)
+    out = tmp_path / "fork"
+    if existed:
+        out.mkdir()
+    fork = ["train", "--from", f"{whole}/2", f"out={out}", "steps=4"]
+    assert "the engine holds other weights" in fails(arguments=fork, out=out)
+    assert [path.name for path in tmp_path.iterdir()] == ["fork"] * existed
+    assert list(tmp_path.glob("fork/*")) == []
 
 
 def test_damaged_run_files(fails, run, subtests):

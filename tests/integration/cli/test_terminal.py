@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from onepolicy.cli import interrupts, main, streams
-from onepolicy.cli.claim import claim_run_folder
 from onepolicy.config import UsageError, resolve
 from onepolicy.config.address import check_host, check_port, check_ray_address, check_url
 from onepolicy.config.output_paths import (
@@ -24,6 +23,7 @@ from onepolicy.config.output_paths import (
     check_output_folder,
     check_output_path,
     check_resumable,
+    claim_run_folder,
 )
 from support.paths import ROOT
 
@@ -46,7 +46,7 @@ def python(code, **settings):
 
 @pytest.mark.process
 def test_every_encoding_can_print_every_result():
-    for encoding, out in (("ascii", "r\u00fcns/->"), ("utf-8", "r\u00fcns/\u2192")):
+    for encoding, out in (("ascii", "r\u00fcns/\u2192"), ("utf-8", "r\u00fcns/\u2192")):
         done = python(PRINTS, environment={"PYTHONIOENCODING": encoding}, stdout=subprocess.PIPE)
         assert (done.returncode, done.stderr) == (0, b"")
         assert tomllib.loads(done.stdout.decode(encoding))["out"] == out
@@ -64,14 +64,11 @@ def test_a_locale_without_utf8_is_named():
     assert b"PYTHONUTF8=1" in done.stderr
 
 
-def test_missing_characters_have_a_substitute_or_an_escape():
+def test_missing_characters_are_escaped_as_json_and_toml_read_them():
     with streams.tolerant_streams():
-        for text, plain in [
-            ("0.97 \u2192 1, 2.31\u00d7 1.5\u00d710\u207b\u2075", "0.97 -> 1, 2.31x 1.5x10^-5"),
-            ("\u2013 \u2212 \u2026 \u280b", "- - ... *"),
-            ('"\u00e9 \U0001f600 \ud800"', '"\\u00e9 \\ud83d\\ude00 \\ud800"'),
-        ]:
-            assert text.encode("ascii", streams.HANDLER) == plain.encode()
+        text = "0.97 \u2192 1, \u00e9 \U0001f600 \ud800"
+        plain = "0.97 \\u2192 1, \\u00e9 \\ud83d\\ude00 \\ud800"
+        assert text.encode("ascii", streams.HANDLER) == plain.encode()
 
 
 def with_closed(numbers, code):
@@ -82,21 +79,8 @@ def with_closed(numbers, code):
 
 @pytest.mark.process
 def test_closed_streams_are_nothing_to_a_command():
-    for numbers in ([1], [2], [0, 1, 2]):
+    for numbers in ([1], [2]):
         assert with_closed(numbers, PRINTS).returncode == 0, numbers
-
-
-@pytest.mark.process
-def test_a_file_does_not_get_the_output_of_a_closed_stream(tmp_path):
-    code = f"""
-import os
-from onepolicy.cli.streams import tolerant_streams
-with tolerant_streams():
-    file = open({str(tmp_path / "f")!r}, "w")
-    os.write(1, b"lost")
-"""
-    assert with_closed([1], code).returncode == 0
-    assert (tmp_path / "f").read_text() == ""
 
 
 @pytest.mark.process
@@ -114,9 +98,9 @@ def test_a_full_disk_is_seen_in_what_waits_in_the_buffer(monkeypatch):
     with open("/dev/full", "wb") as full:
         os.dup2(full.fileno(), 1)
     try:
-        with streams.tolerant_streams() as found:
+        with streams.tolerant_streams():
             print("few words")
-            assert found.stdout_error() == os.strerror(errno.ENOSPC)
+            assert streams.stdout_error() == os.strerror(errno.ENOSPC)
     finally:
         os.dup2(before, 1)
         os.close(before)
@@ -173,17 +157,15 @@ def test_a_path_that_cannot_be_made_is_refused(tmp_path):
     for path, why in [
         (tmp_path / ("a" * 256), "longer than 255 bytes"),
         (tmp_path / "new" / ("\u00e9" * 128) / "x", "longer than 255 bytes"),
-        (tmp_path.joinpath(*["a" * 200] * 20), "longer than 3840 bytes"),
         (tmp_path / "file" / "x" / "y", "file is a file, not a folder"),
         (tmp_path / "link", "a symbolic link to nothing"),
-        (Path("a\0b"), "NUL"),
     ]:
         for check in (check_output_path, check_output_folder):
             with pytest.raises(UsageError, match=f"^--out: .*{why}"):
                 check("--out", path)
     check_output_path("--out", tmp_path / ("a" * 255))
     check_output_path("--out", tmp_path / "new" / "newer")
-    with pytest.raises(UsageError, match=r"out: .*file is a file"):
+    with pytest.raises(UsageError, match=r"out: .*file cannot be written to: it is a file"):
         check_new_run_folder(tmp_path / "file")
 
 
@@ -213,7 +195,7 @@ for check, path in ((check_new_run_folder, new), (check_resumable, old)):
     if "No module named" in done.stderr or "Permission denied" in done.stderr:
         pytest.skip("this processor's Python is not readable by others")
     new, resumed = done.stdout.splitlines()
-    assert "new cannot be made in" in new
+    assert "new cannot be made: " in new
     assert "permission denied" in new
     assert f"{run}: cannot be written to: permission denied" in resumed
 
@@ -224,29 +206,26 @@ def test_a_read_only_file_system_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: argparse.Namespace(f_flag=os.ST_RDONLY))
     with pytest.raises(UsageError, match=r"cannot be written to: the file system is read-only"):
         check_resumable(tmp_path)
-    with pytest.raises(UsageError, match=r"new cannot be made in .*: the file system is read-only"):
+    with pytest.raises(UsageError, match=r"new cannot be made: .*: the file system is read-only"):
         check_new_run_folder(tmp_path / "new")
 
 
 def test_the_first_free_sibling(tmp_path):
-    out = tmp_path / "quickstart"
-    with claim_run_folder(out) as free:
-        assert free == out
-    assert not out.exists()
-    out.mkdir()
+    out = tmp_path / "runs" / "r"
     for _ in range(2):  # the claim ends with its context
         with claim_run_folder(out) as free:
             assert free == out
-    assert out.exists()  # somebody else has made it
+        assert not out.exists()
+    out.mkdir()
     (out / "config.json").write_text("")
-    (tmp_path / "quickstart-2").write_text("")
+    (tmp_path / "runs" / "r-2").write_text("")
     with claim_run_folder(out) as free:
-        assert free == tmp_path / "quickstart-3"
+        assert free.name == "r-3"
+    assert sorted(os.listdir(out.parent)) == ["r", "r-2"]
 
 
-@pytest.mark.process
 def test_simultaneous_starts_get_a_folder_each(tmp_path):
-    out = tmp_path / "runs" / "r"
+    out = tmp_path / "r"
     with (
         claim_run_folder(out) as first,
         claim_run_folder(out) as second,
@@ -259,23 +238,15 @@ def test_simultaneous_starts_get_a_folder_each(tmp_path):
         made.rename(second)  # as a run is put there
         with claim_run_folder(out) as fourth:
             assert fourth.name == "r-4"
-    assert os.listdir(out.parent) == ["r-2"]
-    code = (
-        "import os; from pathlib import Path\n"
-        "from onepolicy.cli.claim import claim_run_folder\n"
-        f"with claim_run_folder(Path({str(out)!r})): os._exit(9)"
-    )
-    assert python(code).returncode == 9
-    assert out.is_dir()
-    with claim_run_folder(out) as free:
-        assert free == out
+    assert os.listdir(tmp_path) == ["r-2"]
+    assert os.listdir(second) == ["config.json"]
 
 
 @pytest.mark.process
 def test_many_simultaneous_processes_share_no_folder(tmp_path):
     code = (
         "import sys; from pathlib import Path\n"
-        "from onepolicy.cli.claim import claim_run_folder\n"
+        "from onepolicy.config.output_paths import claim_run_folder\n"
         f"with claim_run_folder(Path({str(tmp_path / 'r')!r})) as out:\n"
         "    print(out.name, flush=True)\n"
         "    sys.stdin.read()"
@@ -426,12 +397,11 @@ def test_ctrl_c_reports_the_cost_of_a_resume(run):
     (run / "checkpoints" / "step_00004").mkdir(parents=True)
     (run / "checkpoints" / ".step_00005.writing").mkdir()
     assert interrupts.describe_stop("Ctrl-C", run) == (
-        f"stopped by Ctrl-C; the last checkpoint of {run} is of step 4, "
-        f"1 finished step after it will be computed "
-        f"again: {resume} continues"
+        f"stopped by Ctrl-C; the last checkpoint of {run} is of step 4: {resume} continues and "
+        "computes 1 finished after it again"
     )
     (run / "checkpoints" / "step_00005").mkdir()
-    assert "is of step 5, no finished step is lost" in interrupts.describe_stop("Ctrl-C", run)
+    assert interrupts.describe_stop("Ctrl-C", run).endswith(f"is of step 5: {resume} continues")
     assert interrupts.describe_stop("SIGTERM", run.parent / "new") == (
         f"stopped by SIGTERM before the run folder {run.parent / 'new'} was made; nothing is lost"
     )

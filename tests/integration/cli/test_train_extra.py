@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from onepolicy.cli.train_extra import TRAIN_EXTRA, check_train_extra
+from onepolicy.cli.common import TRAIN_EXTRA, check_train_extra
 from onepolicy.config import UsageError
 from support.cli_commands import run_commands
 from support.paths import ROOT
@@ -61,11 +61,11 @@ def test_a_missing_package_is_named():
 
 def test_releases_are_compared_as_numbers(monkeypatch, subtests):
     for installed in ("5.19.0", "5.19", "5.19.0a0+gitabc", "5.23.0"):  # the third is a vendor's
-        monkeypatch.setattr("onepolicy.cli.train_extra.version", lambda _, it=installed: it)
+        monkeypatch.setattr("onepolicy.cli.common.version", lambda _, it=installed: it)
         with subtests.test(installed=installed):
             check_train_extra(["transformers>=5.19,<6"])
     for installed in ("5.18.3", "6.0.0", "10.1"):
-        monkeypatch.setattr("onepolicy.cli.train_extra.version", lambda _, it=installed: it)
+        monkeypatch.setattr("onepolicy.cli.common.version", lambda _, it=installed: it)
         with (
             subtests.test(installed=installed),
             pytest.raises(UsageError, match=r"transformers>=5\.19,<6 .* is installed"),

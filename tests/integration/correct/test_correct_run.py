@@ -8,7 +8,7 @@ import pytest
 from onepolicy.build.engines import check_engine_capabilities
 from onepolicy.cli import main
 from onepolicy.config import UsageError, resolve
-from onepolicy.config.correction import correction_presets
+from onepolicy.config.presets import correction_presets
 from onepolicy.correct.presets import preset
 from onepolicy.interfaces import EngineCaps
 from support.metrics import rows

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from onepolicy.build.components import load_tokenizer_and_max_len
-from onepolicy.build.measure_components import build_engine_and_scorer
-from onepolicy.build.measure_settings import measure_config
+from onepolicy.build.measure import build_engine_and_scorer, measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError
 from onepolicy.engine_check.checks import require_correct_logprobs

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from onepolicy.audit.read_run import describe_bit_equality
 from onepolicy.build.components import SamplingComponents, build_components
-from onepolicy.build.measure_components import MeasureComponents
-from onepolicy.build.measure_settings import measure_config
+from onepolicy.build.measure import MeasureComponents, measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, load
 from onepolicy.invariant.fingerprint import short_digest

@@ -8,10 +8,9 @@ import json
 import pytest
 import torch
 
-from onepolicy.build.measure_components import build_measure_components
-from onepolicy.build.measure_settings import measure_config
+from onepolicy.build.measure import build_measure_components, measure_config
 from onepolicy.cli import main
-from onepolicy.config.model_path import resolve_model
+from onepolicy.config.input_files import resolve_model
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.measure.measure import measure_parts
 from onepolicy.measure.result import to_tree

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from onepolicy.cli import main
-from onepolicy.config.objective import objective_presets
+from onepolicy.config.presets import objective_presets
 from onepolicy.train import checkpoint
 from support.metrics import rows, timeless
 

@@ -24,7 +24,7 @@ from onepolicy.replay import RoutingError
 from onepolicy.replay.alignment import check_alignment, window_starts
 from onepolicy.replay.checks import constant_layers
 from onepolicy.rollout.collect import collect_rollouts
-from onepolicy.run.metric_names import is_known
+from onepolicy.run.log import is_known
 from onepolicy.run.step import StepRunner
 from onepolicy.run.step_metrics import (
     compare_scorings,

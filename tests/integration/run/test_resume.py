@@ -52,46 +52,6 @@ def test_a_resume_has_the_longest_sequence_that_was_fitted_at_the_start(train, m
     assert read_stored_config(run).rollout.engine.max_len == 64
 
 
-OLD_KEYS = {
-    ("rollout", "engine", "max_num_seqs"): "slots",
-    ("rollout", "engine", "enable_prefix_caching"): "prefix_reuse",
-    ("rollout", "min_group_size"): "min_survivors",
-    ("replay", "duplicate_routes"): "rows",
-    ("objective", "num_minibatches"): "mini_steps",
-    ("optim", "lr_decay"): "decay",
-    ("train", "fsdp_param_dtype"): "compute",
-}
-
-
-def with_old_names(run):
-    """Rewrite a run folder as it was before settings and metrics were renamed."""
-    settings = json.loads((run / "config.json").read_text())
-    for (*sections, name), old in OLD_KEYS.items():
-        section = settings
-        for each in sections:
-            section = section[each]
-        section[old] = section.pop(name)
-    (run / "config.json").write_text(json.dumps(settings))
-    metrics = (run / "metrics.jsonl").read_text()
-    assert "time/counterfactual" in metrics
-    (run / "metrics.jsonl").write_text(metrics.replace("time/counterfactual", "time/probe"))
-
-
-@pytest.mark.full
-def test_a_run_folder_from_before_the_renames_resumes_to_the_same_run(train, capsys):
-    settings = ["objective.num_minibatches=2", "optim.lr_decay=linear", "steps=4"]
-    whole = train("whole", *settings)
-    part = train("part", *settings, "checkpoint.every=2")
-    shutil.rmtree(part / "checkpoints" / "step_00004")
-    with_old_names(part)
-    capsys.readouterr()
-    assert main(["train", "--resume", str(part)]) == 0
-    assert "the old name still works" not in capsys.readouterr().err
-    assert_same_run(whole, part, 4)
-    assert "time/probe" not in (part / "metrics.jsonl").read_text()
-    assert main(["eval", str(part), "eval.problems=4"]) == 0
-
-
 def test_resumes_of_a_run_that_has_all_its_steps(train, capsys):
     """One that is finished, that another process trains, or that was killed before its summary."""
     run = train("run", "steps=2", "eval.every=0", "log.report=true")

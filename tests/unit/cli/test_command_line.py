@@ -57,7 +57,9 @@ def test_a_setting_with_dashes_is_shown_with_dashes(capsys, subtests):
 def test_settings_of_other_commands(capsys):
     assert "write out=runs/x for" in refused(capsys, "train", QUICKSTART, "--out", "runs/x")
     assert "write lr=1e-3 for" in refused(capsys, "make-policy", "--lr", "1e-3")
-    assert "write max_num_seqs=4 for" in refused(capsys, "engine", "serve", "tiny", "--slots", "4")
+    assert "write max_num_seqs=4 for" in refused(
+        capsys, *["engine", "serve", "x", "--max-num-seq", "4"]
+    )
 
 
 def test_an_option_that_is_no_setting_either(capsys):

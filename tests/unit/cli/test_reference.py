@@ -1,8 +1,9 @@
 """docs/reference has the command line, the metrics and the presets of this code."""
 
 from onepolicy.cli.reference import pages
-from onepolicy.config.correction import correction_presets
-from onepolicy.run.metric_names import METRICS
+from onepolicy.config.presets import offered_corrections
+from onepolicy.correct.equations import NAMED
+from onepolicy.run.log import METRICS
 from support.paths import ROOT
 
 FOLDER = ROOT / "docs" / "reference"
@@ -20,6 +21,8 @@ def test_the_pages_are_current():
 def test_nothing_is_left_out():
     text = pages()
     assert all(f"\n| `{name}` |" in text["metrics.md"] for name in METRICS)
-    assert all(f"\n### {name}\n" in text["presets.md"] for name in correction_presets())
+    offered = [name for names in offered_corrections().values() for name in names]
+    assert all(f"\n#### {name}\n" in text["presets.md"] for name in offered)
+    assert all(f"\n### {title}\n" in text["presets.md"] for title in NAMED.values())
     commands = ("train", "compare", "measure", "audit", "engine serve", "engine check", "plan")
     assert all(f"\n## onepolicy {name}\n" in text["command_line.md"] for name in commands)

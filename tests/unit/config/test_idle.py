@@ -9,11 +9,10 @@ from itertools import product
 from onepolicy.cli import main
 from onepolicy.cli.common import is_set_by, warn_idle
 from onepolicy.config import RunConfig, load, resolve
-from onepolicy.config.correction import correction_presets
 from onepolicy.config.idle import (
     idle_settings,
 )
-from onepolicy.config.objective import objective_presets
+from onepolicy.config.presets import correction_presets, objective_presets
 from onepolicy.correct.presets import preset
 from support.paths import ROOT
 

@@ -3,7 +3,7 @@
 import pytest
 
 from onepolicy.config import UsageError
-from onepolicy.config.model_path import check_model_path
+from onepolicy.config.input_files import check_model_path
 
 
 @pytest.mark.parametrize(

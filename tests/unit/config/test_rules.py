@@ -8,11 +8,11 @@ import shlex
 from pathlib import Path
 
 from onepolicy.config import Frozen, RunConfig, UsageError
+from onepolicy.config.engine import ServeConfig
 from onepolicy.config.idle import describe_idle, idle_settings
 from onepolicy.config.load import resolve_as
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.rules import Rule
-from onepolicy.config.serve import ServeConfig
 
 MESSAGES = Path(__file__).with_name("rule_messages.txt")
 MINIMAL = {"out": "runs/x", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}}

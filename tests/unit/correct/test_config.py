@@ -1,20 +1,30 @@
 """Corrections: presets can be changed, printed and read back."""
 
+import tomllib
+
 import pytest
 
 from onepolicy.cli import main
-from onepolicy.config import CorrectionConfig, UsageError
-from onepolicy.config.correction import PRESET_ALIASES, correction_presets
+from onepolicy.config import CorrectionConfig, ObjectiveConfig, UsageError, Weight, presets
+from onepolicy.config.presets import (
+    ALIASES,
+    correction_presets,
+    offered_corrections,
+    toml_lines,
+)
 from onepolicy.correct.equations import FRAMEWORKS, equation
 from onepolicy.correct.presets import preset
 
 TOKEN = {"weight": {"level": "token"}}
 
-WANTED = """
-    recompute vanilla-is tis ppo-is cis icepop seq-tis seq-mis trl-default geo-rs geo-rs-token-tis
-    seq-mask-tis k3-rs trm mis veto nemo-seq-error opsm ipo dppo-tv miles-moe miles-moe-bn
-    miles-moe-wide miles-moe-tis kpop flash-reinforce m2po pg-tis pg-seq-tis cispo-rollout
-    score-centering score-centering-tis k3-rs-token-tis
+OFFERED = """
+    recompute tis cis icepop mis m2po k3-rs geo-rs seq-tis seq-mis trl-default ppo-is pg-tis ipo
+    score-centering opsm
+"""
+TRANSLATED = """
+    vanilla-is geo-rs-token-tis seq-mask-tis k3-rs-token-tis trm miles-moe miles-moe-bn
+    miles-moe-wide miles-moe-tis veto nemo-seq-error dppo-tv kpop flash-reinforce pg-seq-tis
+    cispo-rollout score-centering-tis
 """
 
 
@@ -42,11 +52,65 @@ def test_every_preset_round_trips_and_prints_itself(capsys, subtests) -> None:
 
 
 def test_every_row_of_the_table_is_there(capsys) -> None:
-    assert set(correction_presets()) == set(WANTED.split())
-    assert set(PRESET_ALIASES.values()) <= set(correction_presets())
+    offered = [name for names in offered_corrections().values() for name in names]
+    assert offered == OFFERED.split()
+    assert set(correction_presets()) == {*offered, *TRANSLATED.split()}
+    assert set(ALIASES.values()) <= set(offered)
     assert main(["config", "preset"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(correction_presets())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line and line[0] != "#"]
+    assert [line.split()[0] for line in lines] == offered
+    with pytest.raises(SystemExit):
+        main(["config", "--help"])
+    text = capsys.readouterr().out
+    assert all(f"  {question}\n" in text for question in offered_corrections())
+
+
+def test_a_translated_name_works_and_says_once_what_to_write(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(presets, "WARNED", set())
+    config = preset("miles-moe-wide", weight={"low": 0.25})
+    assert preset("miles-moe-wide").weight == Weight(level="token", low=0.5, high=2.0)
+    assert config.weight == Weight(level="token", low=0.25, high=2.0)
+    assert (config.name, config.normalise) == ("miles-moe-wide (changed)", "batch")
+    written = """write preset = "cis", gates = [{ statistic = "ratio", aggregate = "mean", """
+    written += """scope = "sequence", low = 0.99, high = 1.001 }], normalise = "batch" instead"""
+    assert [record.message for record in caplog.records] == [
+        f"correction.preset: miles-moe-wide still works; {written}"
+    ]
+    preset("tis")
+    assert len(caplog.records) == 1
+
+
+def test_the_settings_to_write_for_a_translated_name_are_the_same_correction() -> None:
+    for name in TRANSLATED.split():
+        lines = toml_lines(correction_presets()[name]["settings"])
+        written = CorrectionConfig.model_validate(tomllib.loads("\n".join(lines)))
+        assert written.model_copy(update={"preset": name}) == preset(name), name
+
+
+def test_from_a_framework(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a trainer's settings are here. Each block is TOML of the correction or objective."""
+    assert main(["config", "preset", "--from", "verl"]) == 0
+    blocks = capsys.readouterr().out.rstrip("\n").split("\n\n")
+    assert blocks[0].startswith("# verl 0.9.1")
+    rows = [row for row in correction_presets().values() if not row["verl"].startswith("cannot")]
+    assert sum("[correction]" in block for block in blocks) == len(rows)
+    assert (
+        "# rollout_is=token rollout_is_threshold=2.0 rollout_rs=seq_mean_k3 "
+        "rollout_rs_threshold=0.01 (decoupled_k3_rs_token_tis)\n"
+        '[correction]\npreset = "k3-rs"\nweight = { level = "token", high = 2.0 }' in blocks
+    )
+    for block in blocks[1:]:
+        tree = tomllib.loads(block)
+        CorrectionConfig.model_validate(tree.get("correction", {}))
+        ObjectiveConfig.model_validate(tree.get("objective", {}))
+    for words, reason in (
+        (["preset", "--from"], "give one of verl, miles, trl"),
+        (["preset", "--from", "vrel"], "did you mean verl?"),
+        (["preset", "tis", "--from", "trl"], "leave 'tis' out"),
+        (["recipe.toml", "--from", "trl"], "goes with `config preset`"),
+    ):
+        assert main(["config", *words]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_printed_settings_are_the_preset() -> None:
@@ -67,7 +131,7 @@ def test_changing_a_preset() -> None:
     assert CorrectionConfig.model_validate(TOKEN).name == "custom"
     assert preset("bypass").name == "ppo-is"
     for name, more, words in (
-        ("tsi", {}, "'tsi'; there are recompute, vanilla-is"),
+        ("tsi", {}, "'tsi'; there are recompute, tis, cis"),
         ("tis", {"weigth": {"high": 3}}, "did you mean weight"),
         ("tis", {"weight": {"high": 0.5}}, "leave out 1"),
     ):

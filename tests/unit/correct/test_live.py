@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
-from onepolicy.config.correction import correction_presets
+from onepolicy.config.presets import correction_presets
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.correct.report import combine, report

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onepolicy.config import CorrectionConfig, UsageError, resolve
-from onepolicy.config.correction import correction_presets
+from onepolicy.config.presets import correction_presets
 from onepolicy.correct.predict import predict, warning
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import onepolicy.correct.slots as slots_module
 from onepolicy.config import CorrectionConfig, UsageError
-from onepolicy.config.correction import correction_presets
+from onepolicy.config.presets import correction_presets
 from onepolicy.correct.histogram import histogram, quantiles
 from onepolicy.correct.presets import preset
 from onepolicy.correct.report import combine

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, Gate, UsageError, Weight
-from onepolicy.config.correction import correction_presets
+from onepolicy.config.presets import correction_presets
 from onepolicy.correct.presets import preset
 from onepolicy.correct.slots import slots
 from onepolicy.correct.statistics import statistic

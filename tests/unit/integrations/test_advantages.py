@@ -7,7 +7,7 @@ import torch
 
 import onepolicy as op
 from onepolicy.config import UsageError
-from onepolicy.config.correction import correction_presets
+from onepolicy.config.presets import correction_presets
 from onepolicy.integrations.core.advantages import fixed_correction, weighted_advantages
 
 ROLLOUT = torch.log(torch.tensor([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]))

@@ -16,7 +16,7 @@ import torch
 
 import onepolicy as op
 from onepolicy.config import UsageError
-from onepolicy.config.correction import correction_presets
+from onepolicy.config.presets import correction_presets
 from onepolicy.integrations import prime_rl
 from onepolicy.integrations.core.advantages import needs_whole_step
 from support.contracts import value_of

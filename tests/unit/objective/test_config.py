@@ -4,7 +4,7 @@ import json
 
 from onepolicy.cli import main
 from onepolicy.config import ObjectiveConfig, RunConfig, resolve, surrogates
-from onepolicy.config.objective import objective_presets
+from onepolicy.config.presets import objective_presets
 from onepolicy.objective.presets import markdown_table
 from support.paths import ROOT
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onepolicy.config import ObjectiveConfig, UsageError, resolve
-from onepolicy.config.objective import objective_presets
+from onepolicy.config.presets import objective_presets
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.weights import reweight
 from onepolicy.objective.loss import loss_weights, policy_loss

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from onepolicy.config import ObjectiveConfig
-from onepolicy.config.objective import KLConfig, objective_presets
+from onepolicy.config.objective import KLConfig
+from onepolicy.config.presets import objective_presets
 from onepolicy.config.surrogates import SURROGATES
 from onepolicy.objective.surrogate import kl_estimate, kl_loss, surrogate
 

@@ -11,8 +11,7 @@ from onepolicy.config import resolve
 from onepolicy.report.html import write_report
 from onepolicy.report.terminal import summary_table
 from onepolicy.report.words import unlearnt
-from onepolicy.run.learning_check import EXCERPT, nothing_learnt
-from onepolicy.run.learning_monitor import PATIENCE, LearningMonitor
+from onepolicy.run.learning_check import EXCERPT, PATIENCE, LearningMonitor, nothing_learnt
 from onepolicy.run.progress import terminal_progress
 from onepolicy.run.summary import summarise
 from support.report_run import make_fixture_run

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onepolicy.config import UsageError
-from onepolicy.report.jsonl import RENAMED
-from onepolicy.run.log import RunLog, read_metrics, truncate_after
+from onepolicy.run.log import METRICS, RunLog, is_known, read_metrics, truncate_after
 from onepolicy.run.log_digest import digest_log, find_damage
-from onepolicy.run.metric_names import METRICS, is_known
 
 
 def lines(path):
@@ -45,12 +43,7 @@ def test_unknown_name_is_refused_and_nothing_is_written(tmp_path):
     assert not any(map(is_known, ("eval/pass@", "eval/pass@k4", "counterfactual/train/reward")))
 
 
-def test_a_metric_under_its_old_name_is_read_under_the_new_one(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/probe": 2.0}\n')
-    assert read_metrics(tmp_path) == [{"step": 1, "time/counterfactual": 2.0}]
-    assert set(RENAMED.values()) <= METRICS.keys()
-    assert not RENAMED.keys() & METRICS.keys()
-
+def test_every_metric_has_a_unit():
     for name, text in METRICS.items():
         assert "[" in text, name  # its unit
         assert name.count("/") >= 1

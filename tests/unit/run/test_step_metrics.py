@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onepolicy.config import TrainingError
-from onepolicy.run.metric_names import is_known
+from onepolicy.run.log import is_known
 from onepolicy.run.step_metrics import (
     gradient_metrics,
     metrics_per_staleness,

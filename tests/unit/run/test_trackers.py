@@ -12,7 +12,7 @@ import pytest
 from onepolicy.config import UsageError, resolve
 from onepolicy.run import trackers
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
-from onepolicy.run.trackers import check_log, tensorboard, trackers_of
+from onepolicy.run.trackers import TensorBoard, check_log, trackers_of
 
 
 def config(**log):
@@ -39,7 +39,7 @@ def wandb_variables(monkeypatch, tmp_path):
 def folder(tmp_path):
     """Return a run folder with the file that says which run it is."""
     (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "run.json").write_text('{"started": "2026-11-23T05:00:00"}')
+    (tmp_path / "one" / "run.json").write_text('{"parent": null, "id": "0123abcd"}')
     return tmp_path / "one"
 
 
@@ -52,12 +52,12 @@ def scalars(folder, tag):
 
 
 def test_tensorboard_drops_recomputed_steps(tmp_path):
-    with RunLog(tmp_path, [tensorboard]) as log:
+    with RunLog(tmp_path, [TensorBoard]) as log:
         for step in (1, 2, 3):
             log.write(step, {"train/reward": 0.1})
     assert scalars(tmp_path, "train/reward") == [(1, 0.1), (2, 0.1), (3, 0.1)]
     truncate_after(tmp_path, 1)
-    with RunLog(tmp_path, [tensorboard]) as log:
+    with RunLog(tmp_path, [TensorBoard]) as log:
         log.write(2, {"train/reward": 0.2})
     assert scalars(tmp_path, "train/reward") == [(1, 0.1), (2, 0.2)]
 
@@ -161,19 +161,20 @@ class Lost:
     """A tracker in place of W&B's. It raises in one of its calls."""
 
     def __init__(self, at, monkeypatch):
-        self.at, self.rows = at, []
-        monkeypatch.setattr(trackers, "wandb_run", lambda config, folder, last_step: self)
+        self.at, self.rows, self.failed = at, [], None
+        monkeypatch.setattr(trackers, "Wandb", self.open)
 
-    def __enter__(self):
-        self.fail("enter")
-        return self.write
+    def open(self, config, folder):
+        self.fail("open")
+        return self
 
     def write(self, step, values):
         self.fail(f"step {step}")
         self.rows.append(step)
 
-    def __exit__(self, *_):
-        self.fail("exit")
+    def close(self, failed):
+        self.failed = failed
+        self.fail("close")
 
     def fail(self, at):
         if at == self.at:
@@ -181,7 +182,7 @@ class Lost:
 
 
 @pytest.mark.parametrize(
-    ("at", "rows"), [("enter", []), ("step 2", [1]), ("exit", [1, 2, 3]), ("never", [1, 2, 3])]
+    ("at", "rows"), [("open", []), ("step 2", [1]), ("close", [1, 2, 3]), ("never", [1, 2, 3])]
 )
 def test_a_tracker_that_fails_is_noted_once_and_the_run_goes_on(tmp_path, monkeypatch, at, rows):
     lost, notes = Lost(at, monkeypatch), []
@@ -194,31 +195,28 @@ def test_a_tracker_that_fails_is_noted_once_and_the_run_goes_on(tmp_path, monkey
     assert all("log.wandb" in note and "the network is gone" in note for note in notes)
 
 
-@pytest.mark.parametrize("at", ["exit", "never"])
+@pytest.mark.parametrize("at", ["close", "never"])
 def test_the_runs_own_error_comes_before_a_trackers(folder, monkeypatch, at):
-    Lost(at, monkeypatch)
+    lost = Lost(at, monkeypatch)
     with pytest.raises(KeyError, match="the step failed"):
         fail_in_step_3(folder, config(wandb="p"))
+    assert lost.failed
 
 
 def test_runs_have_ids_of_their_own_and_texts_under_names_of_secrets_are_not_sent(
     tmp_path, monkeypatch
 ):
-    """Also runs from before run.json had an id, whose files may be equal."""
     opened = []
     trackio = SimpleNamespace(init=lambda **run: opened.append(run), finish=lambda: None)
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     params = {"api_key": "x", "max_tokens": 5, "env": [{"TOKEN": "y"}]}
     settings = SimpleNamespace(log=config(trackio="p").log, model_dump=lambda mode: params)
     folders = [tmp_path / "one", tmp_path / "other" / "one", tmp_path / "new"]
-    texts = ['{"started": "2026-11-23T05:00:00"}'] * 2 + ['{"id": "0123abcd"}']
-    for folder, text in zip(folders, texts, strict=True):
+    for number, folder in enumerate(folders):
         folder.mkdir(parents=True)
-        (folder / "run.json").write_text(text)
+        (folder / "run.json").write_text(json.dumps({"parent": None, "id": f"{number}123abcd"}))
         with RunLog(folder, trackers_of(settings, pytest.fail)):
             pass
-    first, second, third = (run["name"] for run in opened)
-    assert first != second
-    assert third == "new-0123abcd"
+    assert [run["name"] for run in opened] == ["one-0123abcd", "one-1123abcd", "new-2123abcd"]
     hidden = {"api_key": "hidden", "max_tokens": 5, "env": [{"TOKEN": "hidden"}]}
     assert opened[0]["config"] == hidden

@@ -42,7 +42,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return verl's loss with the current-policy correction applied, and its metrics.
 
-    A correction for the score-function loss (pg-tis, cispo-rollout, ..) gives -weight A log p; the
+    A correction for the score-function loss (pg-tis, ipo, ..) gives -weight A log p; the
     others go with verl's clipped PPO loss (ppo-is, opsm).
 
     Raises UsageError without a correction, and if rollout_is_weights correct the batch already.

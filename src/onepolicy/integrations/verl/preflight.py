@@ -113,7 +113,7 @@ def _check_correction(report: Preflight, config: Any, settings: Settings) -> Non
             "a correction for the loss",
             loss_mode != VENDOR,
             found=f"{LOSS_MODE}={loss_mode} without trainer.onepolicy.correction",
-            fix="name one (ppo-is, pg-tis, cispo-rollout, ..), or choose another loss",
+            fix="name one (ppo-is, pg-tis, ipo, ..), or choose another loss",
         )
         return
     correction = settings.correction

@@ -94,7 +94,7 @@ class StaticScale:
 def scale_staleness(layers: dict[str, StaticScale]) -> dict[str, float]:
     """Return metrics of how well calibrated scales fit the values since the last call.
 
-    run/metric_names.py explains them. Empty if there were no values.
+    run/metrics.toml explains them. Empty if there were no values.
     """
     seen = [layer for layer in layers.values() if layer.values]
     if not seen:

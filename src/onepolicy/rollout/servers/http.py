@@ -224,7 +224,7 @@ class EngineClient:
         return taken
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the run's metrics since the last call (run/metric_names.py)."""
+        """Return the run's metrics since the last call (run/metrics.toml)."""
         taken = self.take_counters()
         return {
             "rollout/requests": taken.requests,

@@ -253,7 +253,7 @@ class SGLangEngine:
         return await server_answers(self._client_without_retries)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the run's metrics since the last call (run/metric_names.py)."""
+        """Return the run's metrics since the last call (run/metrics.toml)."""
         resumed, self._resumed = self._resumed, 0
         return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
 

@@ -8,7 +8,7 @@ import torch
 import onepolicy as op
 import onepolicy.integrations.trl as op_trl
 from onepolicy.config import UsageError
-from onepolicy.config.correction import correction_presets
+from onepolicy.config.presets import correction_presets
 from onepolicy.integrations.trl.adapter import SAMPLED
 from support.trl.tiny import (
     ONE_STEP,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onepolicy.config.correction import correction_presets
+from onepolicy.config.presets import correction_presets
 from onepolicy.correct.presets import preset
 
 pytestmark = pytest.mark.verl

@@ -12,8 +12,7 @@ import os
 
 import pytest
 
-from onepolicy.build.measure_components import build_measure_components
-from onepolicy.build.measure_settings import measure_config
+from onepolicy.build.measure import build_measure_components, measure_config
 from onepolicy.measure.engine_noise import sample, sample_again
 from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.train.pack import pack

@@ -12,9 +12,8 @@ import os
 import pytest
 
 from onepolicy.build.components import load_tokenizer_and_max_len
-from onepolicy.build.measure_components import build_engine_and_scorer
-from onepolicy.build.measure_settings import measure_config
-from onepolicy.config.model_path import resolve_model
+from onepolicy.build.measure import build_engine_and_scorer, measure_config
+from onepolicy.config.input_files import resolve_model
 from onepolicy.engine_check.command import check_pair
 from onepolicy.sync.push import checked_push
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from onepolicy.build.measure_components import build_engine_and_scorer
+from onepolicy.build.measure import build_engine_and_scorer
 from onepolicy.config import Fp8, Int8, ModelConfig, UsageError, VLLMEngineConfig, resolve
+from onepolicy.config.engine import ServeConfig
 from onepolicy.config.load import resolve_as
-from onepolicy.config.serve import ServeConfig
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm import serve
 from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors, part_sizes
@@ -53,7 +53,7 @@ def test_the_cpu_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     options = {"max_len": 96, "vocab": 32, "return_routes": True, "cpu": True}
     with pytest.raises(UsageError, match=reason):
         serve.run_server(ServeConfig(quant=Fp8()), "/nowhere", **options)
-    scorer = "onepolicy.build.measure_components.build_scorer"
+    scorer = "onepolicy.build.measure.build_scorer"
     monkeypatch.setattr(scorer, lambda *a: pytest.fail("loaded a model first"))
     given = [f"out={tmp_path / 'run'}", "rollout.engine.kind=vllm", "rollout.quant=fp8"]
     given += ["train.device=cpu"]

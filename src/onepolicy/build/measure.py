@@ -1,9 +1,10 @@
-"""The objects of a measurement and of an engine check in this process: nothing that trains."""
+"""Settings and objects of `onepolicy measure` and `engine check`, which train nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,11 +19,29 @@ from onepolicy.build.components import (
 )
 from onepolicy.build.engines import build_engine
 from onepolicy.build.learner import build_scorer
-from onepolicy.config import ModelConfig, RunConfig
-from onepolicy.config.model_path import resolve_model
+from onepolicy.config import ModelConfig, RolloutReplay, RunConfig, UsageError, resolve
+from onepolicy.config.input_files import resolve_model
+from onepolicy.config.measure import measure_settings
 from onepolicy.interfaces import RolloutEngine
-from onepolicy.replay.checks import RouteSpec
+from onepolicy.models.load import read_config
+from onepolicy.replay.checks import RouteSpec, is_moe
+from onepolicy.rollout.hf.pressure import check_pressure
 from onepolicy.train.scorer import PolicyScorer
+
+
+def measure_config(tree: dict[str, Any], overrides: list[str], path: str | None) -> RunConfig:
+    """Return the settings of `measure_settings`, without replay if the model is dense."""
+    tree, config = measure_settings(tree, overrides, path)
+    if config.rollout.pressure is not None:
+        check_pressure(config.rollout.pressure, read_config(resolve_model(config.model)))
+    if not is_moe(read_config(resolve_model(config.model))):
+        return resolve(tree | {"replay": {"mode": "off"}}, overrides)
+    if not isinstance(config.replay, RolloutReplay):
+        raise UsageError(
+            f"replay.mode: {config.replay.mode}, but measure scores with the rollout's routes and "
+            "without; leave it out"
+        )
+    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
