@@ -122,8 +122,7 @@ class LocalLearner:
         batcher = self.scorer.batcher
         with self.scoring.minibatch(batch, measured, first=index == 0):
             for samples in batcher.updated(batch):
-                micro = batcher.micro_batch(batch, samples)
-                self._backward(micro, samples, slots, measured)
+                self._backward(batcher.micro_batch(batch, samples), samples, slots, measured)
         return self._optimizer_step(index)
 
     def _backward(
