@@ -119,7 +119,5 @@ def test_unplayable_environments_are_refused():
     with pytest.raises(UsageError, match="no worked episodes"):
         next(warmup_examples(TextArenaTask(game="GuessTheNumber-v0"), mistakes=0, seed=0))
     short = "{% if loop.index > 2 %}{{ raise_exception('no third message') }}{% endif %}"
-    with pytest.raises(
-        UsageError, match=r"roles user, assistant, user: TemplateError: no third"
-    ):
+    with pytest.raises(UsageError, match=r"roles user, assistant, user: TemplateError: no third"):
         environment(template=USER.replace("{% endfor %}", short + "{% endfor %}"))
