@@ -1,6 +1,6 @@
 """What each hand-made CPU kernel saves: the quickstart's step and the engine with and without it.
 
-    python benchmarks/cpu_kernels.py --list                  # kernels, their lines, their switches
+    python benchmarks/cpu_kernels.py list                    # kernels, their lines, their switches
     python benchmarks/cpu_kernels.py measure                 # 20 pairs of every kernel and workload
     python benchmarks/cpu_kernels.py measure --kernels rotary plain_layers+rotary --pairs 40
     python benchmarks/cpu_kernels.py report
@@ -162,9 +162,9 @@ def without(names: str) -> Iterator[None]:
         yield
 
 
-def build_step(dtype: str, folder: str) -> Run:
+def build_step(model: str, dtype: str, folder: str) -> Run:
     settings = ["optim.lr=1e-9", "optim.warmup_steps=0"]
-    options = Options("tiny", f"{PROMPT}+{NEW}", 10**6, 1, dtype, settings, SAMPLES // 8)
+    options = Options(model, f"{PROMPT}+{NEW}", 10**6, 1, dtype, settings, SAMPLES // 8)
     run = Ours(options, folder)
     return run.step
 
@@ -180,12 +180,12 @@ def build_engine(dtype: str, vocabulary: int, samples: int, new: int) -> Run:
     return engine_runner(engine, torch.randint(3, 32, (samples, PROMPT)), new)
 
 
-def build(workload: str, dtype: str, folder: str) -> Run:
+def build(workload: str, args: argparse.Namespace, folder: str) -> Run:
     if workload == "step":
-        return build_step(dtype, folder)
+        return build_step(args.model, args.dtype, folder)
     if workload == "engine":
-        return build_engine(dtype, 32, SAMPLES, NEW)
-    return build_engine(dtype, VOCABULARY, 16, 16)
+        return build_engine(args.dtype, 32, SAMPLES, NEW)
+    return build_engine(args.dtype, VOCABULARY, 16, 16)
 
 
 def seconds(run: Run, names: str) -> float:
@@ -196,15 +196,17 @@ def seconds(run: Run, names: str) -> float:
         return time.process_time() - begun
 
 
-def pairs(workload: str, names: str, dtype: str, *, first: int, last: int) -> Iterator[list[float]]:
-    """Yield CPU seconds [with, without] of the pairs first, first + 1, ... last - 1."""
+def pairs(
+    workload: str, names: str, args: argparse.Namespace, *, first: int
+) -> Iterator[list[float]]:
+    """Yield CPU seconds [with, without] of the pairs from `first` on."""
     with tempfile.TemporaryDirectory() as folder:
         runs = {}
         for removed in ("", names):
             with without(removed):
-                runs[removed] = build(workload, dtype, folder)
+                runs[removed] = build(workload, args, folder)
             seconds(runs[removed], removed)  # not counted: first calls compile and allocate
-        for number in range(first, last):
+        for number in range(first, args.pairs):
             order = ["", names] if number % 2 == 0 else [names, ""]
             found = {removed: seconds(runs[removed], removed) for removed in order}
             yield [found[""], found[names]]
@@ -235,8 +237,7 @@ def measure(args: argparse.Namespace) -> None:
         done = sum(row.items() >= about.items() for row in read(args.out))
         if done >= args.pairs:
             continue
-        span = {"first": done, "last": args.pairs}
-        for given, left_out in pairs(workload, names, args.dtype, **span):
+        for given, left_out in pairs(workload, names, args, first=done):
             append(args.out, about | {"with": given, "without": left_out})
             print(f"{workload} {names}: {given:.3f} s with, {left_out:.3f} s without", flush=True)
 
@@ -279,7 +280,7 @@ def report(args: argparse.Namespace) -> None:
     Console().print(table)
 
 
-def list_kernels() -> None:
+def list_kernels(_: argparse.Namespace) -> None:
     for name, kernel in KERNELS.items():
         print(f"{name} ({kernel.lines} lines; {', '.join(kernel.workloads)}): {kernel.switch}")
 
@@ -288,8 +289,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", nargs="?", choices=["measure", "report"])
-    parser.add_argument("--list", action="store_true")
+    commands = {"list": list_kernels, "measure": measure, "report": report}
+    parser.add_argument("command", choices=commands)
+    parser.add_argument("--model", default="tiny", help="policy folder (default: make-policy's)")
     parser.add_argument("--kernels", nargs="+", default=[*KERNELS, "+".join(KERNELS)])
     workloads = ["step", "engine", "vocabulary"]
     parser.add_argument("--workloads", nargs="+", default=workloads, choices=workloads)
@@ -297,12 +299,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("cpu_kernels.jsonl"))
     args = parser.parse_args()
-    if args.list or args.command is None:
-        list_kernels()
-    elif args.command == "measure":
-        measure(args)
-    else:
-        report(args)
+    commands[args.command](args)
 
 
 if __name__ == "__main__":

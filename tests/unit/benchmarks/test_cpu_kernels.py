@@ -31,7 +31,7 @@ def test_the_interval_of_a_median():
 def test_pairs_take_turns_and_a_measurement_goes_on(tmp_path, monkeypatch):
     calls = []
 
-    def build(workload, dtype, folder):
+    def build(workload, args, folder):
         return lambda: calls.append(experts.NAME)
 
     monkeypatch.setattr(cpu_kernels, "build", build)
