@@ -247,6 +247,9 @@ def test_servers_of_this_machine_and_what_is_typed_are_not_asked_about(tmp_path)
     for number, address in enumerate(("http://127.0.0.1:8000", "http://[::1]:8000")):
         run = tmp_path / str(number)
         check_trust(run_elsewhere(run, URL, f'"{address}"'), run, (), "eval")
+    for number, address in enumerate(("127.0.0.1:6379", "auto", "[::1]:6379")):
+        run = tmp_path / f"ray{number}"
+        check_trust(run_elsewhere(run, ADDRESS, f'"{address}"'), run, (), "train")
     config = run_elsewhere(tmp_path / "run", *ELSEWHERE[0])
     for typed in (f"{URL}=https://mine.example", 'rollout.engine={kind="hf"}'):
         check_trust(config, tmp_path / "run", [typed], "eval")

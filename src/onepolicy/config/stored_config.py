@@ -80,9 +80,12 @@ def _dangers(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
             "that is first",
             "another address",
         )
-    if isinstance(cluster, RayCluster) and cluster.address not in (None, "auto"):
+    address = "auto"
+    if isinstance(cluster, RayCluster):
+        address = cluster.address or "auto"
+    if address != "auto" and not _is_here(f"http://{address}"):
         yield (
-            *(ADDRESS, json.dumps(cluster.address)),
+            *(ADDRESS, json.dumps(address)),
             "join that Ray, show it Ray's token and exchange pickles with it; check whose cluster "
             "that is first",
             "another address",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from onepolicy.config import ModelConfig
+from onepolicy.models.foreign import on_meta
 from onepolicy.models.load import DTYPES, dequantisation_of, read_config
 
 
@@ -18,12 +18,7 @@ def empty_model(model: ModelConfig) -> PreTrainedModel:
     config = read_config(model)
     if dequantisation_of(model, config):
         del config.quantization_config
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(
-            config,
-            trust_remote_code=model.trust_remote_code,
-            dtype=DTYPES[model.dtype],
-        )
+    empty = on_meta(config, trust_remote_code=model.trust_remote_code, dtype=DTYPES[model.dtype])
     empty.config.architectures = [type(empty).__name__]
     empty.config.dtype = DTYPES[model.dtype]
     return empty

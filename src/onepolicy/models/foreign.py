@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from onepolicy.bounded import less_memory, size_of_data
 from onepolicy.config import ModelConfig, UsageError
@@ -26,16 +28,26 @@ def memory_of_settings(model: ModelConfig) -> AbstractContextManager[None]:
     return less_memory(CONFIG_MEMORY + MEMORY_PER_BYTE * _size_of(model, "*.json"))
 
 
-def refuse_large_shapes(model: ModelConfig, empty: PreTrainedModel) -> None:
+def on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Return the config's model on the meta device: names and shapes without weights."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+    return model
+
+
+def refuse_large_shapes(model: ModelConfig, config: PreTrainedConfig) -> None:
     """Raise UsageError if the config's tensors are far larger than the stored weights.
 
     transformers would fill them with random numbers before anyone sees that the shapes differ.
-    empty: the model without weights. Tensors that no checkpoint has (rotary frequencies, masks)
-    count too.
+    Tensors that no checkpoint has (rotary frequencies, masks) count too.
     """
     stored = _size_of(model, "*.safetensors")
     if stored == 0:
         return
+    plain = copy.deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    empty = on_meta(plain, trust_remote_code=model.trust_remote_code)
     tensors = {id(tensor): tensor for tensor in (*empty.parameters(), *empty.buffers())}
     numbers = sum(tensor.numel() for tensor in tensors.values())
     if numbers > MOST_NUMBERS + NUMBERS_PER_BYTE * stored:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,9 +23,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.input_files import check_model_path
 from onepolicy.errors import short_repr
-from onepolicy.tokenizer_trial import try_tokenizer
 
 MAX_LAYERS = 4096
+LONGEST = 2**24  # tokens, as of rollout.engine.max_len
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the setting's value
 
 
@@ -82,10 +79,10 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
 def context_length(config: PreTrainedConfig) -> int:
     """Return the largest number of tokens of a sequence. Raises UsageError if it is no number."""
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(length, int | float) or not 1 <= length < math.inf:
+    if not isinstance(length, int | float) or not 1 <= length <= LONGEST:
         raise UsageError(
             f"model.path: max_position_embeddings in config.json is {short_repr(length)}; write "
-            "the largest number of tokens of a sequence there"
+            f"the largest number of tokens of a sequence there, at most {LONGEST:,}"
         )
     return int(length)
 
@@ -96,6 +93,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         UsageError: it is missing or damaged, has no eos token, or is of another model.
     """
+    from onepolicy.tokenizer_trial import try_tokenizer
+
     for file in _tokenizer_files(model):
         try_tokenizer(file)
     with _foreign("the tokenizer", model):
@@ -129,6 +128,9 @@ def _tokenizer_files(model: ModelConfig) -> list[Path]:
     if folder.exists():  # tokenizer_config.json may name a file for this version of transformers
         files = folder.glob("tokenizer*.json")
         return [file for file in files if file.name != "tokenizer_config.json" and file.is_file()]
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
     with _foreign("the tokenizer", model, limited=False):
         try:
             return [Path(hf_hub_download(model.path, "tokenizer.json"))]
@@ -160,7 +162,10 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     _refuse_foreign_files(Path(model.path))
     config = read_config(model)
     quantisation = dequantisation_of(model, config)
-    _refuse_large_shapes(model)
+    from onepolicy.models.foreign import refuse_large_shapes
+
+    with _foreign("the weights", model):
+        refuse_large_shapes(model, config)
     with _foreign("the weights", model, limited=False):
         opened = AutoModelForCausalLM.from_pretrained(
             model.path,
@@ -188,15 +193,6 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
         loaded._weight_conversions = None
         cast_model(loaded, dtype)
     return loaded.to(device).eval()
-
-
-def _refuse_large_shapes(model: ModelConfig) -> None:
-    from onepolicy.models.empty import empty_model
-    from onepolicy.models.foreign import refuse_large_shapes
-
-    with _foreign("the weights", model):
-        empty = empty_model(model)
-    refuse_large_shapes(model, empty)
 
 
 def dequantisation_of(model: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:

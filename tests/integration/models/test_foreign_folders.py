@@ -12,6 +12,7 @@ from onepolicy.bounded import GIB, Limits
 from onepolicy.chat_templates import render_chat
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.models.load import context_length, load_model, load_tokenizer, read_config
+from support.engine_runs import engine_of
 from support.fake_vllm import make_checkpoints
 from support.scripted_engine import HERMES, make_tokenizer, tokenizer_of
 
@@ -63,6 +64,7 @@ CONFIGS = [
     ({"rope_scaling": {"rope_type": "x", "factor": "x"}}, "cannot read the"),
     ({"hidden_act": "os.system"}, "cannot read the weights"),
     ({"model_type": []}, "cannot read the config"),
+    ({"max_position_embeddings": 10**9}, "is 1000000000; .* at most 16,777,216"),
     ({"max_position_embeddings": 1e400}, "max_position_embeddings|cannot read the config"),
     ({"quantization_config": [1]}, "cannot read|quantization"),
     (b"[" * 100_000, "cannot read the config"),
@@ -73,6 +75,12 @@ CONFIGS = [
 def test_a_damaged_config_is_named(change, values, said):
     with pytest.raises(UsageError, match=said):
         read_all(change(values))
+
+
+def test_sequences_that_no_machine_has_room_for_are_named(change):
+    model = load_model(change({"max_position_embeddings": 2**24}), torch.float32, CPU)
+    with pytest.raises(UsageError, match="65,536 sequences of 16,777,216 tokens need more"):
+        engine_of(model, max_num_seqs=2**16, max_len=2**24)
 
 
 def test_a_billion_labels_pass_the_limit(change, monkeypatch):

@@ -333,13 +333,22 @@ def _make_batch(
             model, routers, max_num_seqs=config.max_num_seqs, combine_weights=combine_weights
         )
     device = next(model.parameters()).device
-    cache = KVCache(
-        config.max_num_seqs, max_len, device=device, dtype=_kv_cache_dtype(model, device)
-    )
-    return ContinuousBatch(
-        CachedForward(model, cache, routers, combine_weights=combine_weights),
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
+    try:
+        cache = KVCache(
+            config.max_num_seqs, max_len, device=device, dtype=_kv_cache_dtype(model, device)
+        )
+        return ContinuousBatch(
+            CachedForward(model, cache, routers, combine_weights=combine_weights),
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+    except RuntimeError as error:  # torch has no class for it on a CPU
+        if "allocate memory" not in str(error):
+            raise
+        raise UsageError(
+            f"rollout.engine.max_len: {config.max_num_seqs:,} sequences of {max_len:,} tokens need "
+            "more memory than this machine has; set fewer tokens, or fewer sequences "
+            "(rollout.engine.max_num_seqs)"
+        ) from error
 
 
 def needs_static_batch(model: PreTrainedModel) -> bool:
