@@ -15,7 +15,7 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.measure.measure import measure_parts
 from onepolicy.measure.result import to_tree
 from onepolicy.tiny.model import make_dense, make_model
-from onepolicy.verdict.rules import QUIET_KL
+from onepolicy.verdict.rules import HARMLESS_KL, QUIET_KL
 from support.models import make
 from support.planted_engine import SETTINGS, Planted
 
@@ -85,7 +85,7 @@ def test_few_sequences_forbid_a_correction(policy):
     few = ["rollout.prompts_per_step=3", "rollout.group_size=3"]
     found = measured(policy, "rollout.engine.dtype=float32", *few, crowded=0.2)
     assert found.verdict.action == "unclear", found.verdict.text()
-    assert "9 sequences are too few" in found.verdict.sentence
+    assert "9 sequences, too few" in found.verdict.sentence
 
 
 @pytest.mark.slow
@@ -253,7 +253,10 @@ def test_a_dense_model_has_no_routing_rows(dense, tmp_path):
     assert main(["measure", dense, *SETTINGS, *FEW, "--out", str(out)]) == 0
     tree = json.loads((out / "measure.json").read_text())
     names = [*SETTINGS_OF_BOTH_SIDES, "precision", "batch shape"]
-    assert [bar["name"] for bar in tree["waterfall"]["bars"]] == names
+    fall = tree["waterfall"]
+    assert [bar["name"] for bar in fall["bars"]] == names
+    assert fall["total"]["value"] < HARMLESS_KL
+    assert "no top-k or top-p was tried" in fall["bars"][2]["how"]
     assert "with_replay" not in tree["metrics"]
     assert not any(name.startswith("routing") for name in tree["metrics"]["without_replay"])
     assert 'id="fig-routers"' not in (out / "report.html").read_text()

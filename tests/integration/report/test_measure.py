@@ -303,7 +303,7 @@ def test_a_negligible_gap_has_no_percentages_and_no_intervals():
     metrics = {"without_replay": plain, "with_replay": {"mismatch/k3": 3e-5}}
     assert tiles(small | {"metrics": metrics})[1][2] == "both are too small to matter"
     plain["mismatch/k3"] = 1e-4
-    assert tiles(small | {"metrics": metrics})[1][2] == "3.3 times less"
+    assert tiles(small | {"metrics": metrics})[1][2] == "3.33 times less"
 
 
 def test_noise_is_compared_with_the_gap():
