@@ -39,7 +39,9 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
 def check_engine_capabilities(config: RunConfig, caps: EngineCaps, top_logprobs: int) -> None:
     """Raise UsageError unless the engine returns everything that replay and correction need."""
     if top_logprobs > caps.top_logprobs:
-        raise UsageError(_describe_too_few(config, caps.top_logprobs, top_logprobs))
+        from onepolicy.build.too_few_logprobs import describe_too_few
+
+        raise UsageError(describe_too_few(config, caps.top_logprobs, top_logprobs))
     mode = config.replay.mode
     if not isinstance(config.replay, RolloutReplay) or config.replay.source == "reprefill":
         return
@@ -53,21 +55,3 @@ def check_engine_capabilities(config: RunConfig, caps: EngineCaps, top_logprobs:
             "replay.mode: weights needs the combine weights, which this engine does not return; "
             "use r3"
         )
-
-
-def _describe_too_few(config: RunConfig, returned: int, needed: int) -> str:
-    """Return why an engine returns too few log-probabilities for a correction, and a fix."""
-    correction = config.correction
-    most = f"but this engine returns those of at most {returned}"
-    if correction.centering == "support" and returned:
-        return (
-            f"correction.centering: support needs the log-probabilities of all {needed} tokens, "
-            f"{most}; use head"
-        )
-    fix = "choose one without centering"
-    if returned:
-        fix = f"set it to at most {returned}"
-    return (
-        f"correction.head_size: {correction.name} needs the log-probabilities of the {needed} "
-        f"likeliest tokens, {most}; {fix}"
-    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from onepolicy.config.base import SmallCount
-from onepolicy.config.engine import VLLM_QUANT_RULES, VLLMEngineConfig, VLLMQuant
+from onepolicy.config.engine import VLLMEngineConfig
+from onepolicy.config.option_rules import vllm_quant_rules
 from onepolicy.config.quant import QuantConfig
 from onepolicy.config.renamed import SERVE_KEYS
 from onepolicy.config.rules import unused
@@ -16,7 +17,7 @@ class ServeConfig(VLLMEngineConfig):
 
     renamed: ClassVar = SERVE_KEYS
     rules: ClassVar = (
-        *VLLM_QUANT_RULES,
+        *vllm_quant_rules(lambda engine: engine.quant, lambda engine: engine.dtype, "", ""),
         *unused(
             "lm_head",
             lambda engine: engine.lm_head == engine.dtype == "float32",
@@ -28,10 +29,3 @@ class ServeConfig(VLLMEngineConfig):
     """Quantisation of the weights, as rollout.quant of the runs that will use the server."""
     lora_rank: SmallCount | None = None
     """Largest rank of adapters that runs with train.lora.sync = native may send. Unset: none."""
-
-    @property
-    def vllm_quant(self) -> VLLMQuant | None:
-        """The format of the weights. None: unquantised."""
-        if self.quant is None:
-            return None
-        return VLLMQuant(self.quant, self.dtype, "", "")
