@@ -16,9 +16,10 @@ from onepolicy.cli.common import (
 )
 from onepolicy.config import RunConfig, UsageError, read_recipe
 from onepolicy.config.address import check_host, check_port
-from onepolicy.config.engine import ENGINE_KINDS, ServeConfig
+from onepolicy.config.engine import ENGINE_KINDS
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.load import resolve_as
+from onepolicy.config.serve import ServeConfig
 from onepolicy.console import Console
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from onepolicy.config.base import Frozen, LargeCount
 from onepolicy.config.presets import merge, start_from, warn_translated
-from onepolicy.config.rules import Rule
+from onepolicy.config.rules import Rule, error
 
 Ratio = Literal["old/rollout", "new/rollout"]
 LossTerm = Literal["kl", "entropy", "value"]
@@ -87,33 +87,28 @@ class Bounds(Frozen):
 
 # Bounds may not reject everything, nothing, or engines that agree exactly.
 BOUNDS_RULES: tuple[Rule[Bounds], ...] = (
-    Rule(
-        "{setting}",
+    error(
+        "{setting}: low {low} is above high {high}, so nothing is inside; swap them",
         lambda bounds: not bounds.ordered,
-        "low {low} is above high {high}, so nothing is inside",
-        "swap them",
     ),
-    Rule(
-        "{setting}",
+    error(
+        "{setting}: low {low} bounds nothing, the value is never below {limits.least:g}; leave it "
+        "out",
         lambda bounds: _at_most(bounds.low, bounds.limits.least),
-        "low {low} bounds nothing, the value is never below {limits.least:g}",
-        "leave it out",
     ),
-    Rule(
-        "{setting}",
+    error(
+        "{setting}: high {high} bounds nothing, the value is never above {limits.most:g}; leave "
+        "it out",
         lambda bounds: _at_most(bounds.limits.most, bounds.high),
-        "high {high} bounds nothing, the value is never above {limits.most:g}",
-        "leave it out",
     ),
-    Rule(
-        "{setting}",
+    error(
+        "{setting}: bounds [{low}, {high}] leave out {limits.agree:g}, the value where both "
+        "engines agree; widen them",
         lambda bounds: (
             bounds.ordered
             and bounds.limits.agree is not None
             and not bounds.contains(bounds.limits.agree)
         ),
-        "bounds [{low}, {high}] leave out {limits.agree:g}, the value where both engines agree",
-        "widen them",
     ),
 )
 
@@ -123,17 +118,14 @@ def _at_most(value: float | None, limit: float | None) -> bool:
 
 
 WEIGHT_RULES: tuple[Rule[Weight], ...] = (
-    Rule(
-        "correction.weight",
+    error(
+        "correction.weight: low and high bound a weight, but level = none; set weight.level or a "
+        "preset, or leave them out",
         lambda weight: weight.level == "none" and weight.bounded,
-        "low and high bound a weight, but level = none",
-        "set weight.level or a preset, or leave them out",
     ),
-    Rule(
-        "correction.weight",
+    error(
+        "correction.weight: outside = zero rejects nothing without low or high; set a bound",
         lambda weight: weight.rejects and not weight.bounded,
-        "outside = zero rejects nothing without low or high",
-        "set a bound",
     ),
 )
 
@@ -167,36 +159,28 @@ class Weight(Bounds):
 
 
 GATE_RULES: tuple[Rule[Gate], ...] = (
-    Rule(
-        "{setting}",
+    error(
+        "{setting}: has neither low nor high, so it rejects nothing; set one",
         lambda gate: not gate.bounded,
-        "has neither low nor high, so it rejects nothing",
-        "set one",
     ),
-    Rule(
-        "{setting}",
+    error(
+        "{setting}: scope = {scope} does not go with aggregate = {aggregate}; a token has nothing "
+        "to aggregate (none, or budget over the step), a turn or sequence needs mean, sum, max or "
+        "min",
         lambda gate: (gate.scope == "token") != (gate.aggregate in ("none", "budget")),
-        "scope = {scope} does not go with aggregate = {aggregate}",
-        "a token has nothing to aggregate (none, or budget over the step), a turn or sequence "
-        "needs mean, sum, max or min",
     ),
-    Rule(
-        "{setting}",
+    error(
+        "{setting}: when = toward needs a signed statistic; use ratio or prob_diff",
         lambda gate: gate.when == "toward" and not STATISTICS[gate.statistic].signed,
-        "when = toward needs a signed statistic",
-        "use ratio or prob_diff",
     ),
-    Rule(
-        "{setting}",
+    error(
+        "{setting}: a budget is a bound `high` on the mean of a non-negative statistic; set high "
+        "alone, when = always, and such a statistic",
         lambda gate: gate.aggregate == "budget" and not gate.bounds_a_mean,
-        "a budget is a bound `high` on the mean of a non-negative statistic",
-        "set high alone, when = always, and such a statistic",
     ),
-    Rule(
-        "{setting}",
+    error(
+        "{setting}: a sum of {statistic} only counts tokens; use mean, max or min",
         lambda gate: gate.aggregate == "sum" and not STATISTICS[gate.statistic].sums,
-        "a sum of {statistic} only counts tokens",
-        "use mean, max or min",
     ),
 )
 
@@ -283,43 +267,33 @@ CORRECTION_RULES: tuple[Rule[CorrectionConfig], ...] = (
         ),
         "use old/rollout",
     ),
-    Rule(
-        "correction.protect",
+    error(
+        "correction.protect: {protect} names a term twice; name it once",
         lambda config: len(set(config.protect)) < len(config.protect),
-        "{protect} names a term twice",
-        "name it once",
     ),
-    Rule(
-        "correction.denominator",
+    error(
+        "correction.denominator: kept, but normalise = {normalise} is a factor on all weights "
+        "already; leave one of the two out",
         lambda config: config.normalise != "none" and config.denominator == "kept",
-        "kept, but normalise = {normalise} is a factor on all weights already",
-        "leave one of the two out",
     ),
-    Rule(
-        "correction.normalise",
+    error(
+        "correction.normalise: {normalise} needs every weight of the step before the loss runs, "
+        "but the new policy's ratio exists one micro-batch at a time; use old/rollout",
         lambda config: config.live and config.normalise != "none",
-        "{normalise} needs every weight of the step before the loss runs, but the new policy's "
-        "ratio exists one micro-batch at a time",
-        "use old/rollout",
     ),
-    Rule(
-        "correction.denominator",
+    error(
+        "correction.denominator: kept needs every weight of the step before the loss runs, but "
+        "the new policy's ratio exists one micro-batch at a time; use old/rollout",
         lambda config: config.live and config.denominator == "kept",
-        "kept needs every weight of the step before the loss runs, but the new policy's ratio "
-        "exists one micro-batch at a time",
-        "use old/rollout",
     ),
-    Rule(
-        "correction.centering",
+    error(
+        "correction.centering: is a term of the score-function loss; it needs ratio = new/rollout",
         lambda config: config.centering != "none" and not config.bypass,
-        "is a term of the score-function loss",
-        "it needs ratio = new/rollout",
     ),
-    Rule(
-        "correction.centering",
+    error(
+        "correction.centering: averages over the vocabulary of a slot, where weight.level "
+        "{weight.level} does not exist; use none or token",
         lambda config: config.centering != "none" and config.weight.level not in ("none", "token"),
-        "averages over the vocabulary of a slot, where weight.level {weight.level} does not exist",
-        "use none or token",
     ),
     Rule(
         "correction.gates",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -16,8 +15,6 @@ from onepolicy.config.base import (
     SmallCount,
     Tokens,
 )
-from onepolicy.config.quant import Int8, QuantConfig, QuantFormat
-from onepolicy.config.rules import Rule, unused
 
 Dtype = Literal["float32", "bfloat16"]
 FILE, DNS = "file:", "dns:"  # marks of a url that names a list of servers
@@ -25,7 +22,7 @@ LmHead = Literal["same", "float32"]
 
 
 class Abilities(NamedTuple):
-    """What every engine of a kind can do, whatever its settings. Rules ask this, not the kind."""
+    """Abilities of every engine of a kind, whatever its settings. Rules ask them, not the kind."""
 
     embedded: bool = False  # the trainer's own model: its kernels, its routers, unrounded weights
     in_process: bool = False  # runs in the process that builds it, which Ray can place
@@ -198,82 +195,9 @@ class SGLangConfig(ServerEngineConfig):
     """Tokens of its context length that the server does not give to a request."""
 
 
-class VLLMQuant(NamedTuple):
-    """A format of weights that a vLLM engine is asked for."""
-
-    quant: QuantFormat
-    dtype: str
-    section: str  # path of the setting `quant`, with a dot
-    engine: str  # path of the engine's settings, with a dot
-
-
-class QuantisedByVLLM(Protocol):
-    """A section with the format of a vLLM engine's weights, if there is one."""
-
-    @property
-    def vllm_quant(self) -> VLLMQuant | None: ...
-
-
-def _where(broken: Callable[[VLLMQuant], bool]) -> Callable[[QuantisedByVLLM], bool]:
-    return lambda section: section.vllm_quant is not None and broken(section.vllm_quant)
-
-
-VLLM_QUANT_RULES: tuple[Rule[QuantisedByVLLM], ...] = (
-    Rule(
-        "{vllm_quant.section}quant",
-        _where(lambda vllm: vllm.quant.format not in VLLM_FORMATS),
-        "vLLM has no method of its own for {vllm_quant.quant.format}",
-        "use fp8 or int8, or rollout.engine.kind = hf",
-    ),
-    Rule(
-        "{vllm_quant.section}quant.extra_modules",
-        _where(lambda vllm: bool(vllm.quant.extra_modules)),
-        "vLLM cannot quantise {vllm_quant.quant.extra_modules}",
-        "leave it out, or use rollout.engine.kind = hf",
-    ),
-    Rule(
-        "{vllm_quant.section}quant.activations",
-        _where(lambda vllm: isinstance(vllm.quant, Int8) and vllm.quant.activations == "static"),
-        "static, but vLLM's int8 leaves activations in bfloat16",
-        "leave it out, or use rollout.engine.kind = hf",
-    ),
-    Rule(
-        "{vllm_quant.engine}dtype",
-        _where(lambda vllm: vllm.dtype != "bfloat16"),
-        "{vllm_quant.dtype}, but vLLM quantises bfloat16 engines only",
-        "leave it out with {vllm_quant.section}quant",
-    ),
-)
-
-
 EngineConfig = Annotated[
     HFEngineConfig | VLLMEngineConfig | VLLMServerConfig | SGLangConfig, Field(discriminator="kind")
 ]
 ENGINE_KINDS = tuple(
     config.model_fields["kind"].default for config in get_args(get_args(EngineConfig)[0])
 )
-
-
-class ServeConfig(VLLMEngineConfig):
-    """Settings of the vLLM server that `onepolicy engine serve` starts."""
-
-    rules: ClassVar = (
-        *VLLM_QUANT_RULES,
-        *unused(
-            "lm_head",
-            lambda engine: engine.lm_head == engine.dtype == "float32",
-            "dtype = float32",
-        ),
-    )
-
-    quant: QuantConfig = None
-    """Quantisation of the weights, as rollout.quant of the runs that will use the server."""
-    lora_rank: SmallCount | None = None
-    """Largest rank of adapters that runs with train.lora.sync = native may send. Unset: none."""
-
-    @property
-    def vllm_quant(self) -> VLLMQuant | None:
-        """The format of the weights. None: unquantised."""
-        if self.quant is None:
-            return None
-        return VLLMQuant(self.quant, self.dtype, "", "")

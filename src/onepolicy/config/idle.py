@@ -5,17 +5,17 @@ A value that is a default or comes from a preset is never reported.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onepolicy.config.base import Frozen
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.correction import LOSS_TERMS, STATISTICS, CorrectionConfig
 from onepolicy.config.engine import ServerEngineConfig, SGLangConfig
 from onepolicy.config.objective import CriticConfig
+from onepolicy.config.option_rules import native_adapter, on_policy, reprefills
 from onepolicy.config.replay import R2, RolloutReplay
 from onepolicy.config.rules import Rule, unused, value_at, written
-from onepolicy.config.run_rules import Rules, native_adapter, on_policy, reprefills
-from onepolicy.config.sections import Sections
+from onepolicy.config.run import RunConfig
 from onepolicy.config.surrogates import BOUNDS
 from onepolicy.config.task import EpisodeTask
 
@@ -30,8 +30,11 @@ class Idle(NamedTuple):
 
 def idle_settings(config: Frozen) -> list[Idle]:
     """Return the settings that change nothing, each once, in the order of the rows."""
+    rules: tuple[Rule[Any], ...] = config.rules
+    if isinstance(config, RunConfig):
+        rules = IDLE
     found: dict[str, Idle] = {}
-    for rule in config.rules:
+    for rule in rules:
         if rule.kind == "idle" and rule.setting not in found and rule.when(config):
             value = value_at(config, rule.setting)
             found[rule.setting] = Idle(rule.setting, value, rule.reason(config))
@@ -44,7 +47,7 @@ def describe_idle(settings: list[Idle]) -> str:
     return f"no effect here: {'; '.join(listed)}"
 
 
-def _missing_terms(run: Sections) -> list[str]:
+def _missing_terms(run: RunConfig) -> list[str]:
     """Return the terms of the loss that do not see rejected slots, and that there are not."""
     there = {
         "kl": run.objective.kl.in_loss,
@@ -54,7 +57,7 @@ def _missing_terms(run: Sections) -> list[str]:
     return [each for each in LOSS_TERMS if each not in run.correction.protect and not there[each]]
 
 
-def _weights_are_1(run: Sections) -> bool:
+def _weights_are_1(run: RunConfig) -> bool:
     """Return whether the weight of every slot with a finite ratio is 1, normalised or not."""
     correction = run.correction
     ungated = not correction.gates or correction.normalise == "batch"
@@ -75,19 +78,19 @@ def _gates_on_old(correction: CorrectionConfig) -> list[str]:
     ]
 
 
-def _preset_on_old(run: Sections) -> bool:
+def _preset_on_old(run: RunConfig) -> bool:
     """Return whether a preset corrects the ratio old / rollout, which is 1 on-policy."""
     correction = run.correction
     corrects = _weighs_old(correction) or bool(_gates_on_old(correction))
     return on_policy(run) and correction.preset is not None and corrects
 
 
-def _one_update(run: Sections) -> bool:
+def _one_update(run: RunConfig) -> bool:
     """Return whether a batch has one update, with the weights that it was scored with."""
     return run.objective.num_minibatches == 1
 
 
-def _unread(setting: str) -> tuple[Rule[Sections], ...]:
+def _unread(setting: str) -> tuple[Rule[RunConfig], ...]:
     """Return the row of a bound where the surrogate does not read it."""
     return unused(
         f"objective.{setting}",
@@ -100,7 +103,7 @@ EXACT = "numerics = on-policy: old / rollout is exactly 1"
 OF_CRITIC = " ".join(f"objective.critic.{name}" for name in CriticConfig.model_fields)
 RATIO_BOUNDS = " ".join(f"objective.{name}" for name in BOUNDS)
 ONE_UPDATE = "objective.num_minibatches = 1: the only update of a batch has"
-IDLE: Rules = (
+IDLE: tuple[Rule[RunConfig], ...] = (
     *unused(
         "model.lm_head",
         lambda run: run.model.dtype == "float32" and run.train.autocast == "off",
@@ -132,7 +135,7 @@ IDLE: Rules = (
     ),
     *unused(
         "replay.missing",
-        reprefills,
+        lambda run: reprefills(run),
         "replay.source = reprefill records the routes of every sample",
     ),
     Rule(
@@ -237,7 +240,7 @@ IDLE: Rules = (
     ),
     *unused(
         "train.logits_chunk",
-        on_policy,
+        lambda run: on_policy(run),
         "numerics = on-policy makes the logits of a micro-batch at once",
     ),
     *unused(

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from onepolicy.config.base import LARGEST_INT, Frozen, PositiveFloat, SmallCount
-from onepolicy.config.rules import Rule, each_once
 
 Target = Literal["attention", "dense", "experts", "routers"]
 
 
-LORA_RULES: tuple[Rule[LoraConfig], ...] = (
-    Rule(
-        "train.lora.targets",
-        lambda lora: lora.targets is not None and not each_once(lora.targets),
-        "{targets} is empty or names a kind of weight twice",
-        "name each kind of weight once, or leave it out",
-    ),
-)
-
-
 class LoraConfig(Frozen):
     """Low-rank adapters (LoRA): W + B A alpha / rank, where only A and B are trained."""
-
-    rules: ClassVar = LORA_RULES
 
     rank: SmallCount = 16
     """Rank of every adapter. Experts: of each expert."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,7 +16,6 @@ from onepolicy.config.base import (
     Tokens,
 )
 from onepolicy.config.lora import LoraSetting
-from onepolicy.config.rules import Rule
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -61,32 +60,8 @@ class OptimConfig(Frozen):
     update ends the run."""
 
 
-TRAIN_RULES: tuple[Rule[TrainConfig], ...] = (
-    Rule(
-        "train.fsdp_param_dtype",
-        lambda train: train.fsdp_param_dtype == "bfloat16" and not train.ranks,
-        "bfloat16 needs train.ranks",
-        "set that as well, under torchrun to the number of its processes, or use train.autocast",
-    ),
-    Rule(
-        "train.autocast",
-        lambda train: train.fsdp_param_dtype == "bfloat16" == train.autocast,
-        "bfloat16, but train.fsdp_param_dtype = bfloat16 chooses the precision of the forward too",
-        "set one of them",
-    ),
-    Rule(
-        "train.device",
-        lambda train: train.ranks > 1 and ":" in train.device,
-        "{device} is one device, but each of train.ranks = {ranks} takes its own",
-        "use auto, cpu or cuda",
-    ),
-)
-
-
 class TrainConfig(Frozen):
     """Device, precision and memory of the trainer."""
-
-    rules: ClassVar = TRAIN_RULES
 
     device: str = "auto"
     """Torch device: cpu, cuda or cuda:N. auto: cuda if there is one, else cpu."""

@@ -16,24 +16,22 @@ from onepolicy.config.base import (
     Tokens,
 )
 from onepolicy.config.presets import objective_presets
-from onepolicy.config.rules import Rule
+from onepolicy.config.rules import Rule, error
 from onepolicy.config.surrogates import LEVELS, SURROGATES, SurrogateName, SurrogateRow
 
 DEFAULT_CLIP = (0.2, 0.28)  # clip-higher, DAPO section 3.1
 
 
 KL_RULES: tuple[Rule[KLConfig], ...] = (
-    Rule(
-        "objective.kl.importance",
+    error(
+        "objective.kl.importance: {importance}, but a reward has no gradient to correct; use "
+        "objective.kl.where = loss, or leave it out",
         lambda kl: kl.in_reward and kl.importance != "none",
-        "{importance}, but a reward has no gradient to correct",
-        "use objective.kl.where = loss, or leave it out",
     ),
-    Rule(
-        "objective.kl.estimator",
+    error(
+        "objective.kl.estimator: the gradient of k1 in the loss is that of log pi, zero on "
+        "average, so it only adds noise; use k2 or k3, set kl.importance, or kl.where = reward",
         lambda kl: kl.in_loss and kl.estimator == "k1" and kl.importance == "none",
-        "the gradient of k1 in the loss is that of log pi, zero on average, so it only adds noise",
-        "use k2 or k3, set kl.importance, or kl.where = reward",
     ),
 )
 
@@ -82,42 +80,39 @@ class CriticConfig(Frozen):
 
 
 OBJECTIVE_RULES: tuple[Rule[ObjectiveConfig], ...] = (
-    Rule(
-        "objective.normalise",
+    error(
+        "objective.normalise: std is of a group's rewards; with baseline = {baseline} use none or "
+        "global",
         lambda objective: objective.normalise == "std" and objective.baseline != "group",
-        "std is of a group's rewards",
-        "with baseline = {baseline} use none or global",
     ),
-    Rule(
-        "objective.dynamic_sampling",
+    error(
+        "objective.dynamic_sampling: {dynamic_sampling}, but with baseline = {baseline} equal "
+        "rewards carry a signal; set it to 0",
         lambda objective: objective.dynamic_sampling > 0 and not objective.compares_groups,
-        "{dynamic_sampling}, but with baseline = {baseline} equal rewards carry a signal",
-        "set it to 0",
     ),
-    Rule(
-        "objective.kl.where",
+    error(
+        "objective.kl.where: reward would be divided by the standard deviation of a group's "
+        "rewards; use normalise = none or global, or kl.where = loss",
         lambda objective: objective.kl.in_reward and objective.normalise == "std",
-        "reward would be divided by the standard deviation of a group's rewards",
-        "use normalise = none or global, or kl.where = loss",
     ),
-    Rule(
-        "objective.dual_clip",
+    error(
+        "objective.dual_clip: {dual_clip} is inside the clip range; set it above 1 + clip_high = "
+        "{highest_ratio:g}",
         lambda objective: (
             "dual_clip" in objective.loss.reads
             and objective.dual_clip is not None
             and objective.dual_clip <= objective.highest_ratio
         ),
-        "{dual_clip} is inside the clip range",
-        "set it above 1 + clip_high = {highest_ratio:g}",
     ),
-    Rule(
-        "objective.ratio_level",
+    error(
+        "objective.ratio_level: trajectory is a product of ratios, which leaves every clip range "
+        "on long responses; {surrogate} takes token, sequence or sequence-token",
         lambda objective: objective.level not in (objective.loss.levels or LEVELS),
-        "trajectory is a product of ratios, which leaves every clip range on long responses",
-        "{surrogate} takes token, sequence or sequence-token",
     ),
-    Rule(
-        "objective.surrogate",
+    error(
+        "objective.surrogate: {surrogate} has one advantage per sample, but baseline = critic, "
+        "kl.where = reward and gamma make it one per token; use a group baseline, kl.where = "
+        "loss, gamma = 1",
         lambda objective: (
             objective.loss.whole_samples
             and (
@@ -126,9 +121,6 @@ OBJECTIVE_RULES: tuple[Rule[ObjectiveConfig], ...] = (
                 or (objective.gamma != 1 and not objective.compares_groups)
             )
         ),
-        "{surrogate} has one advantage per sample, but baseline = critic, kl.where = reward and "
-        "gamma make it one per token",
-        "use a group baseline, kl.where = loss, gamma = 1",
     ),
 )
 

@@ -19,33 +19,25 @@ from onepolicy.config.base import (
     SmallCount,
     Tokens,
 )
-from onepolicy.config.rules import Rule, unused
+from onepolicy.config.rules import Rule, error, unused
 from onepolicy.config.task import ChainTask, TaskConfig
 
 POLICY_RULES: tuple[Rule[PolicyConfig], ...] = (
-    Rule(
-        "top_k",
+    error(
+        "top_k: {top_k} is more than experts={experts}; lower it or add experts",
         lambda policy: policy.top_k > policy.experts,
-        "{top_k} is more than experts={experts}",
-        "lower it or add experts",
     ),
-    Rule(
-        "kv_heads",
+    error(
+        "kv_heads: {kv_heads} does not divide heads={heads}; use a divisor of it",
         lambda policy: policy.heads % policy.kv_heads != 0,
-        "{kv_heads} does not divide heads={heads}",
-        "use a divisor of it",
     ),
-    Rule(
-        "head_dim",
+    error(
+        "head_dim: {head_dim} is odd, but rotary embeddings turn pairs; use an even number",
         lambda policy: policy.head_dim % 2 == 1,
-        "{head_dim} is odd, but rotary embeddings turn pairs",
-        "use an even number",
     ),
-    Rule(
-        "mistakes_from",
+    error(
+        "mistakes_from: {mistakes_from} leaves none of {steps} steps; lower it",
         lambda policy: policy.clean_steps == policy.steps,
-        "{mistakes_from} leaves none of {steps} steps",
-        "lower it",
     ),
     *unused("mistakes_from", lambda policy: not policy.mistakes, "mistakes = 0"),
 )

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from onepolicy.config.base import Frozen, Seed
-from onepolicy.config.rules import Rule, each_once
 
 PRESSED = "under artificial routing pressure"
 """Words that every line about a pressed engine has, on the terminal and in files."""
 
 
-PRESSURE_RULES: tuple[Rule[RoutingPressure], ...] = (
-    Rule(
-        "rollout.pressure.layers",
-        lambda it: it.layers is not None and not each_once(it.layers),
-        "{layers} is empty or names a layer twice",
-        "name each layer once, or leave it out for all",
-    ),
-    Rule(
-        "rollout.pressure.scale",
-        lambda it: it.kind == "runner-up" and it.scale > 1,
-        "{scale:g}, but with kind = runner-up it is the share of the tokens",
-        "set it to at most 1",
-    ),
-    Rule(
-        "rollout.pressure.weights",
-        lambda it: it.kind == "runner-up" and it.weights,
-        "{weights}, but kind = runner-up has no noisy weights",
-        "leave it out",
-    ),
-)
-
-
 class RoutingPressure(Frozen):
     """Other experts than the engine's routers would choose, for a study. Never for a real run."""
-
-    rules: ClassVar = PRESSURE_RULES
 
     kind: Literal["routing", "runner-up"] = "routing"
     """routing: noise on the weights with which the engine's routers choose experts. runner-up: for

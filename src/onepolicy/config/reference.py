@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args, get_origin
 
 from onepolicy.config.base import LARGEST_FLOAT, LARGEST_INT, VARIANT_KEYS, Frozen
-from onepolicy.config.engine import ServeConfig
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.run import RunConfig
+from onepolicy.config.serve import ServeConfig
 from onepolicy.config.spelling import classes_of
 
 INTRODUCTION = """\

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from onepolicy.config.base import Frozen
-from onepolicy.config.rules import Rule
 
 MIN_AGREEMENT = 0.8
 DuplicateRoutes = Literal["as-sampled", "as-cached", "newest"]
@@ -63,20 +62,8 @@ class SoftReplay(RolloutReplay):
     trainer selects itself."""
 
 
-WEIGHTS_RULES: tuple[Rule[WeightsReplay], ...] = (
-    Rule(
-        "replay.missing",
-        lambda replay: replay.missing == "native",
-        "native, but without routes there are no combine weights to replay",
-        "use replay.mode = r3, or missing = error",
-    ),
-)
-
-
 class WeightsReplay(RolloutReplay):
     """The rollout's experts and combine weights, with the gradient of the trainer's own weights."""
-
-    rules: ClassVar = WEIGHTS_RULES
 
     mode: Literal["weights"] = "weights"
     """The rollout's experts and combine weights, with the gradient of the trainer's own weights."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -14,19 +14,10 @@ from onepolicy.config.base import (
     SmallCount,
     Tokens,
 )
-from onepolicy.config.engine import (
-    VLLM_QUANT_RULES,
-    EngineConfig,
-    HFEngineConfig,
-    VLLMEngineConfig,
-    VLLMQuant,
-    VLLMServerConfig,
-)
+from onepolicy.config.engine import EngineConfig, HFEngineConfig
 from onepolicy.config.pressure import PressureConfig
 from onepolicy.config.quant import QuantConfig
-from onepolicy.config.rules import Rule
 
-LARGEST_STEP = 2**22  # samples
 SMALLEST_GROUP = 2
 
 
@@ -49,43 +40,8 @@ def _off(value: Any) -> Any:
     return value
 
 
-ROLLOUT_RULES: tuple[Rule[RolloutConfig], ...] = (
-    Rule(
-        "rollout.quant",
-        lambda rollout: rollout.quant is not None and not rollout.engine.can.quant,
-        "{quant.format} is not available with rollout.engine.kind = {engine.kind}",
-        "use hf or vllm, or leave it out",
-    ),
-    Rule(
-        "rollout.quant.extra_modules",
-        lambda rollout: (
-            rollout.quant is not None
-            and "lm_head" in rollout.quant.extra_modules
-            and rollout.engine.lm_head == "float32"
-        ),
-        "lm_head contradicts rollout.engine.lm_head = float32",
-        "leave one out",
-    ),
-    Rule(
-        "rollout.prompts_per_step",
-        lambda rollout: rollout.samples > LARGEST_STEP,
-        "{prompts_per_step} prompts of rollout.group_size {group_size} are {samples:,} samples a "
-        f"step, more than {LARGEST_STEP:,}",
-        "lower one of them",
-    ),
-    Rule(
-        "rollout.min_group_size",
-        lambda rollout: rollout.smallest_group > rollout.group_size,
-        "{min_group_size} of rollout.group_size {group_size} episodes can never be left",
-        "lower it",
-    ),
-)
-
-
 class RolloutConfig(Frozen):
     """Sampling for training."""
-
-    rules: ClassVar = (*ROLLOUT_RULES, *VLLM_QUANT_RULES)
 
     engine: EngineConfig = HFEngineConfig()
     """Engine that samples. Without a kind: hf."""
@@ -119,6 +75,11 @@ class RolloutConfig(Frozen):
         return bool(self.max_staleness)
 
     @property
+    def samples(self) -> int:
+        """Samples of a step."""
+        return self.prompts_per_step * self.group_size
+
+    @property
     def smallest_group(self) -> int:
         """Least episodes of a group that is trained on."""
         if self.min_group_size is not None:
@@ -132,33 +93,9 @@ class RolloutConfig(Frozen):
             data = {**data, "engine": {"kind": "hf"} | data["engine"]}
         return data
 
-    @property
-    def vllm_quant(self) -> VLLMQuant | None:
-        """The format of a vLLM engine's weights. None: unquantised, or another engine."""
-        if self.quant is None or not isinstance(self.engine, VLLMEngineConfig | VLLMServerConfig):
-            return None
-        return VLLMQuant(self.quant, self.engine.dtype, "rollout.", "rollout.engine.")
-
-    @property
-    def samples(self) -> int:
-        """Samples of a step."""
-        return self.prompts_per_step * self.group_size
-
-
-EVAL_RULES: tuple[Rule[EvalConfig], ...] = (
-    Rule(
-        "eval.k",
-        lambda evaluation: not evaluation.k and not evaluation.greedy,
-        "0 with eval.greedy=false leaves nothing to evaluate",
-        "set eval.k to 1 or more or eval.greedy=true (eval.every=0 turns evaluation off)",
-    ),
-)
-
 
 class EvalConfig(Frozen):
     """Evaluation on held-out problems."""
-
-    rules: ClassVar = EVAL_RULES
 
     every: int = Field(10, ge=0, le=LARGEST_INT)
     """Steps between evaluations, and one after the last step. 0: never."""

@@ -1,7 +1,7 @@
-"""A rule between settings, and a check with its reason and its fix. Rows of rules are data.
+"""A rule between settings, and a check with its reason and its fix. Rules are rows of tables.
 
-A section of settings names its own rows (`Frozen.rules`). Rows that span sections: run_rules.py
-(contradictions) and idle.py (settings that change nothing).
+The rows of a run: run_rules.py, option_rules.py (contradictions) and idle.py (settings that change
+nothing). Sections that are used without a run have rows of their own (`Frozen.rules`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Text = str | Callable[[Of], str]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was checked, the outcome, what was found, and the way out."""
+    """A check: its name, the outcome, what was found, and the way out."""
 
     name: str
     passed: bool | None  # None: it does not apply, or cannot be decided until another passes
@@ -41,9 +41,9 @@ def require(checks: Iterable[Check], heading: str = "") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[Of]):
-    """What must not be (error), or what changes nothing (idle), and why.
+    """Settings that must not be (error), or that change nothing (idle), and why.
 
-    The texts may name values of what the rule is about: `{rollout.engine.kind}`.
+    The texts may name values beside them: `{rollout.engine.kind}`.
     """
 
     setting: str  # dotted path
@@ -69,6 +69,14 @@ class Rule(Generic[Of]):
 def broken(rules: Iterable[Rule[Of]], of: Of) -> list[Check]:
     """Return a failed check for every error rule that is broken, in the order of the rows."""
     return [rule.check(of) for rule in rules if rule.kind == "error" and rule.when(of)]
+
+
+def error(text: str, when: Callable[[Of], bool]) -> Rule[Of]:
+    """Return the row of a contradiction from the text that is printed: `setting: why; fix`."""
+    setting, _, rest = text.partition(": ")
+    why, _, fix = rest.rpartition("; ")
+    assert fix, f"expected `setting: why; fix`, got {text!r}"
+    return Rule(setting, when, why, fix)
 
 
 def unused(settings: str, when: Callable[[Of], bool], why: Text[Of]) -> tuple[Rule[Of], ...]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field, model_validator
 
 from onepolicy.config.base import LARGEST_INT, Count, Frozen, Seed
 from onepolicy.config.cluster import ClusterConfig, LocalCluster
 from onepolicy.config.correction import CorrectionConfig
-from onepolicy.config.idle import IDLE
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.numerics import Numerics, dependent_defaults
 from onepolicy.config.objective import ObjectiveConfig
 from onepolicy.config.replay import R2, R3, ReplayConfig, RolloutReplay, SoftReplay
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
-from onepolicy.config.run_rules import CONTRADICTIONS
+from onepolicy.config.rules import Rule
 from onepolicy.config.task import EpisodeTask, TaskConfig
 
 
@@ -58,8 +57,6 @@ def _usual_correction(checked: dict[str, Any]) -> CorrectionConfig:
 
 class RunConfig(Frozen):
     """Settings of a training run. eval, measure, plan and engine check read the same sections."""
-
-    rules: ClassVar = (*CONTRADICTIONS, *IDLE)
 
     out: str
     """Run folder, new or empty. If a recipe's own is taken, `onepolicy train` takes the first free
@@ -111,6 +108,12 @@ class RunConfig(Frozen):
         if isinstance(replay, dict):
             data = {**data, "replay": {"mode": "r3"} | replay}
         return data
+
+    @classmethod
+    def all_rules(cls) -> tuple[Rule[Any], ...]:
+        from onepolicy.config.run_rules import CONTRADICTIONS
+
+        return CONTRADICTIONS
 
     @property
     def longest_episode(self) -> tuple[int, int]:

@@ -55,55 +55,22 @@ def statistic(name: str, slots: Slots) -> Tensor:
     return FUNCTIONS[name](slots)
 
 
-def ratio(slots: Slots) -> Tensor:
-    """Return log rho."""
-    return slots.log_ratio
-
-
-def k1(slots: Slots) -> Tensor:
-    """Return -log rho."""
-    return -slots.log_ratio
-
-
-def k2(slots: Slots) -> Tensor:
-    """Return (log rho)^2 / 2."""
-    return slots.log_ratio.square() / 2
-
-
-def k3(slots: Slots) -> Tensor:
-    """Return rho - 1 - log rho."""
-    return slots.log_ratio.expm1() - slots.log_ratio
-
-
-def exp_abs(slots: Slots) -> Tensor:
-    """Return exp |log rho|."""
-    return slots.log_ratio.abs().exp()
-
-
-def prob_diff(slots: Slots) -> Tensor:
+def _prob_diff(slots: Slots) -> Tensor:
     """Return p - q as q (rho - 1), which does not cancel."""
     return slots.logp_rollout.double().exp() * slots.log_ratio.expm1()
 
 
-def tv(slots: Slots) -> Tensor:
-    """Return |p - q|."""
-    return prob_diff(slots).abs()
-
-
-def trainer_prob(slots: Slots) -> Tensor:
-    """Return p."""
+def _trainer_prob(slots: Slots) -> Tensor:
     return torch.where(slots.log_ratio.isfinite(), slots.logp_trainer.double().exp(), torch.nan)
 
 
-def binary_kl(slots: Slots) -> Tensor:
-    """Return KL(Bernoulli(q) || Bernoulli(p))."""
+def _binary_kl_forward(slots: Slots) -> Tensor:
     return _binary_kl(slots, slots.logp_rollout, slots.logp_trainer)
 
 
-def binary_kl_sym(slots: Slots) -> Tensor:
-    """Return the larger of both directions of binary_kl."""
+def _binary_kl_sym(slots: Slots) -> Tensor:
     other = _binary_kl(slots, slots.logp_trainer, slots.logp_rollout)
-    return torch.maximum(binary_kl(slots), other)
+    return torch.maximum(_binary_kl_forward(slots), other)
 
 
 def _binary_kl(slots: Slots, logp: Tensor, logp_other: Tensor) -> Tensor:
@@ -120,8 +87,19 @@ def _binary_kl(slots: Slots, logp: Tensor, logp_other: Tensor) -> Tensor:
     return torch.where(slots.log_ratio.isfinite(), divergence, torch.nan)
 
 
-FUNCTIONS: dict[str, Callable[[Slots], Tensor]] = {name: globals()[name] for name in STATISTICS}
-"""The function of each row of config.correction.STATISTICS, which has its name."""
+FUNCTIONS: dict[str, Callable[[Slots], Tensor]] = {
+    "ratio": lambda slots: slots.log_ratio,
+    "k1": lambda slots: -slots.log_ratio,
+    "k2": lambda slots: slots.log_ratio.square() / 2,
+    "k3": lambda slots: slots.log_ratio.expm1() - slots.log_ratio,
+    "exp_abs": lambda slots: slots.log_ratio.abs().exp(),
+    "prob_diff": _prob_diff,
+    "tv": lambda slots: _prob_diff(slots).abs(),
+    "trainer_prob": _trainer_prob,
+    "binary_kl": _binary_kl_forward,
+    "binary_kl_sym": _binary_kl_sym,
+}
+assert FUNCTIONS.keys() == STATISTICS.keys()
 
 
 def unit_index(slots: Slots, scope: str) -> tuple[Tensor, int]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.config.engine import ServeConfig
 from onepolicy.config.input_files import resolve_model
+from onepolicy.config.serve import ServeConfig
 from onepolicy.models.load import context_length, read_config
 from onepolicy.replay.checks import is_moe
 from onepolicy.rollout.vllm.serve import run_server

@@ -1,7 +1,7 @@
 """Policy-gradient surrogates per slot. Pure torch, no loop over samples.
 
-A surrogate is a function of LossInputs and the settings that its row in config/surrogates.py names.
-Ratios and means of a whole sample are computed with sums over segments.
+A surrogate is a function of LossInputs and the settings that its row in config/surrogates.toml
+names. Ratios and means of a whole sample are computed with sums over segments.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def kl_loss(
 
 
 class LossInputs(NamedTuple):
-    """What a surrogate is computed from. [T] fields are 0 or False outside the mask."""
+    """The inputs of a surrogate. [T] fields are 0 or False outside the mask."""
 
     log_ratio: Tensor  # [T], log r at the config's ratio level; carries the graph of logp_new
     logp_new: Tensor  # [T], carries the graph

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from onepolicy.config import HFEngineConfig, QuantFormat, RunConfig, VLLMEngineConfig
-from onepolicy.config.engine import ServeConfig
 from onepolicy.config.quant import Fp8, Fp8Weight
+from onepolicy.config.serve import ServeConfig
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.plan.dims import Dims
 from onepolicy.plan.hardware import Cluster

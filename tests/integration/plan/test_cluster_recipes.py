@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from onepolicy.cli import main
 from onepolicy.config import load
-from onepolicy.config.engine import ServeConfig
+from onepolicy.config.serve import ServeConfig
 from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner, best_option

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onepolicy.config import R3, JsonlTask, RunConfig, UsageError, apply_override, load, resolve
-from onepolicy.config.engine import ServeConfig
 from onepolicy.config.policy import PolicyConfig
+from onepolicy.config.serve import ServeConfig
 from support.paths import ROOT
 
 RECIPES = ROOT / "recipes"

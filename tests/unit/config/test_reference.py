@@ -3,10 +3,10 @@
 import re
 
 from onepolicy.config.base import Frozen
-from onepolicy.config.engine import ServeConfig
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.reference import classes_of, settings_page, type_text
 from onepolicy.config.run import RunConfig
+from onepolicy.config.serve import ServeConfig
 from onepolicy.config.spelling import paths_of
 from support.paths import ROOT
 

@@ -24,7 +24,7 @@ class Preflight:
 
     def require(self, name: str, met: bool, *, found: str, fix: str) -> None:
         """Add a requirement. `found` and `fix` are shown if it is not met."""
-        self.checks.append(Check(name, met, found, fix))
+        self.checks.append(Check(name, bool(met), found, fix))
 
     def note(self, text: str) -> None:
         """Add a line that needs no change."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from onepolicy.config import UsageError
 from onepolicy.config.address import is_loopback
-from onepolicy.config.engine import ServeConfig
+from onepolicy.config.serve import ServeConfig
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.token import create_token_file, remove_token_file, token_from_env
 from onepolicy.rollout.vllm import quant as vllm_quant

@@ -10,8 +10,8 @@ from torch import nn
 
 from onepolicy.build.measure import build_engine_and_scorer
 from onepolicy.config import Fp8, Int8, ModelConfig, UsageError, VLLMEngineConfig, resolve
-from onepolicy.config.engine import ServeConfig
 from onepolicy.config.load import resolve_as
+from onepolicy.config.serve import ServeConfig
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm import serve
 from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors, part_sizes

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.config.engine import ServeConfig
+from onepolicy.config.serve import ServeConfig
 from onepolicy.launch.ray.connect import prepare_environment
 from onepolicy.rollout.servers import token
 from onepolicy.rollout.servers.http import EngineClient
