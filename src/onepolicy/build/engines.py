@@ -93,7 +93,7 @@ def check_engine_capabilities(config: RunConfig, caps: EngineCaps, top_logprobs:
         )
 
 
-def __describe_too_few(config: RunConfig, returned: int, needed: int) -> str:
+def _describe_too_few(config: RunConfig, returned: int, needed: int) -> str:
     """Return the setting, why it cannot be, and a fix."""
     correction = config.correction
     most = f"but this engine returns those of at most {returned}"
