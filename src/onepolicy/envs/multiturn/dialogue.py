@@ -54,7 +54,7 @@ class ParsedTurn:
 
 
 class TurnFormat:
-    """How turns and replies are written and read. Here: chat, whose replies are the user's."""
+    """The form of turns and replies. This one is chat: a reply is the user's message."""
 
     instructions = ""
     """Text before the first prompt."""
