@@ -52,9 +52,8 @@ def _check_sampling(rollout: RolloutConfig) -> None:
         raise ValueError(
             f"rollout.sampling: top_p={sampling.top_p} top_k={sampling.top_k} narrow the sampled "
             "distribution, but the trainer's softmax has full support, so every importance ratio "
-            "would be wrong; train with top_p=1 top_k=0 (0 is every token; the vocabulary's size, "
-            "which recipes do not know, is refused too; eval.top_p and eval.top_k may narrow "
-            "evaluation)"
+            "would be wrong; train with top_p=1 top_k=0 (not the vocabulary's size; eval.top_p "
+            "and eval.top_k may narrow evaluation)"
         )
 
 
