@@ -32,28 +32,19 @@ def number(value: float | None, *, share: bool = False) -> str:
 
 
 def with_error(value: float, error: float) -> str:
-    """Return a value and its standard error to the same place, the error with two digits.
-
-    Both are in one notation: 1.0500 +- 0.0020, (1.760 +- 0.046)e-3. Without an error that is a
-    number above 0 there is the value alone.
-    """
+    """Return 1.0500 +- 0.0020 or (1.760 +- 0.046)e-3; without an error above 0 the value alone."""
     if not math.isfinite(value) or not math.isfinite(error) or error <= 0:
         return number(value)
     size, exponent = max(abs(value), error), 0
     if not 1e-2 <= size < 1e5:
         exponent = math.floor(math.log10(size))
     value, error = value / 10**exponent, error / 10**exponent
-    decimals = min(9, max(0, 1 - math.floor(math.log10(error))))
+    decimals = min(9, max(0, 1 - math.floor(math.log10(error))))  # two digits of the error
     text = f"{value:,.{decimals}f} +- {error:,.{decimals}f}"
-    if exponent:
-        return f"({text})e{exponent}"
-    return text
+    return f"({text})e{exponent}" if exponent else text
 
 
 def counted(count: int, noun: str) -> str:
     """Return a number of things: 1 step, 12,300 steps, 2 batches."""
-    if count == 1:
-        return f"1 {noun}"
-    if noun.endswith("ch"):
-        noun += "e"
-    return f"{count:,} {noun}s"
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"1 {noun}" if count == 1 else f"{count:,} {noun}{ending}"

@@ -79,7 +79,8 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def describe_unknown(name: object) -> str:
     """Return `'tsi'; there are ...` for a name that no correction has."""
     offered = [each for names in offered_corrections().values() for each in names]
-    return f"{name!r}; there are {', '.join(offered)}{did_you_mean(name, correction_presets())}"
+    guess = did_you_mean(name, [*correction_presets(), *ALIASES])
+    return f"{name!r}; there are {', '.join([*offered, *ALIASES])}{guess}"
 
 
 def toml_lines(settings: dict[str, Any]) -> list[str]:

@@ -107,8 +107,7 @@ def unit_index(slots: Slots, scope: str) -> tuple[Tensor, int]:
     if slots.segment is None:
         raise UsageError(
             f"correction: a statistic of a whole {scope} needs the `segment` of each slot; give "
-            "[B, T] or a list, where rows are sequences, or with [T] segment=, its sequence ids "
-            "(torch.zeros(T, dtype=torch.int64) for one sequence)"
+            "[B, T] or a list of sequences, or with [T] segment= (torch.zeros(T).long() for one)"
         )
     if scope == "sequence":
         return slots.segment, slots.sequences

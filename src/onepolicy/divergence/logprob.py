@@ -34,9 +34,7 @@ class Mismatch:
     max_dlogp: float  # max |l|
     mean_dp: float  # mean |p_trainer - p_rollout|
     max_dp: float  # max |p_trainer - p_rollout|
-    pearson: (
-        float  # correlation of the probabilities; 1 if all are equal, nan if one side is constant
-    )
+    pearson: float  # of the probabilities; 1 if all are equal, nan if one side is constant
     ppl_ratio: float  # mean over samples of exp(mean(-l)), trainer / rollout
     # [n] float64, |l| ascending, for the binary search of `extreme`
     abs_log_ratio: Tensor = field(repr=False)
@@ -66,18 +64,8 @@ class Mismatch:
 
     def metrics(self, prefix: str = "mismatch") -> dict[str, float]:
         """Return the statistics by metric name, `prefix/k3` and so on."""
-        names = (
-            "k1",
-            "k3",
-            "chi2",
-            "ess",
-            "max_dp",
-            "mean_dp",
-            "max_dlogp",
-            "mean_dlogp",
-            "pearson",
-            "ppl_ratio",
-        )
+        names = ["k1", "k3", "chi2", "ess", "max_dp", "mean_dp", "max_dlogp", "mean_dlogp"]
+        names += ["pearson", "ppl_ratio"]
         numbers = {f"{prefix}/{name}": getattr(self, name) for name in names}
         numbers[f"{prefix}/differing"] = float(self.differing)
         taus = (1.25, 2, 5)
@@ -128,14 +116,10 @@ def compare_tokens(
         "ppl_ratio": _ppl_ratio(log_rho, samples),
     }
     values = torch.stack(list(numbers.values())).tolist()
+    found = dict(zip(numbers, values, strict=True))
     differing = int((old != rollout).sum())
-    return Mismatch(
-        len(log_rho),
-        differing,
-        **dict(zip(numbers, values, strict=True)),
-        abs_log_ratio=dlogp,
-        nonfinite=left or LeftOut(),
-    )
+    skipped = left or LeftOut()
+    return Mismatch(len(log_rho), differing, **found, abs_log_ratio=dlogp, nonfinite=skipped)
 
 
 def _masked(
