@@ -201,6 +201,12 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
 def _merged(model: ModelConfig, device: torch.device) -> PreTrainedModel:
     from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
 
+    adapter, seen = Path(model.path), set()
+    while (adapter / "adapter_config.json").is_file():
+        if adapter.resolve() in seen:
+            raise UsageError(f"model.path: {adapter} names itself as its base; name a model there")
+        seen.add(adapter.resolve())
+        adapter = Path(base_path(adapter))
     adapter = Path(model.path)
     base = model.model_copy(update={"path": base_path(adapter)})
     whole = load_model(base, torch.float32, device)

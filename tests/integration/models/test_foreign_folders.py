@@ -147,7 +147,7 @@ ADAPTERS = [
     (b"[]", "damaged: TypeError"),
     ({"r": 10**9}, "its rank is 1000000000, but no side of a stored matrix is above 1"),
     ({"r": 1, "rank_pattern": {"q_proj": 10**9}}, "its rank is 1000000000"),
-    ({"r": 1, "base_model_name_or_path": "{itself}"}, "recursion"),
+    ({"r": 1, "base_model_name_or_path": "{itself}"}, "names itself as its base"),
 ]
 
 
