@@ -20,6 +20,8 @@ Overrides = list[str] | tuple[str, ...]
 
 TOML_ERRORS = (ValueError, RecursionError)
 """A TOMLDecodeError, a number of thousands of digits, brackets as deep."""
+DEEPEST = 64
+"""Levels of sections and lists."""
 
 
 def load(recipe: str | Path | None, overrides: Overrides = ()) -> RunConfig:
@@ -90,8 +92,13 @@ def _check_texts(tree: Tree) -> None:
             )
 
 
-def _texts(node: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (path, text) for every text in a tree, names of settings included."""
+def _texts(node: Any, where: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield (path, text) for every text in a tree, names of settings included.
+
+    Raises UsageError for a tree that is deeper than what config.json can be read back with.
+    """
+    if depth > DEEPEST:
+        raise UsageError(f"{where[:80]}...: is nested more than {DEEPEST} levels deep")
     if isinstance(node, str):
         yield where, node
     elif isinstance(node, dict):
@@ -100,10 +107,10 @@ def _texts(node: Any, where: str = "") -> Iterator[tuple[str, str]]:
             if where:
                 inner = f"{where}.{key}"
             yield inner, str(key)
-            yield from _texts(child, inner)
+            yield from _texts(child, inner, depth + 1)
     elif isinstance(node, list | tuple):
         for number, child in enumerate(node):
-            yield from _texts(child, f"{where}.{number}")
+            yield from _texts(child, f"{where}.{number}", depth + 1)
 
 
 def apply_override(tree: Tree, override: str) -> Tree:

@@ -24,7 +24,7 @@ from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.input_files import check_model_path
 from onepolicy.errors import short_repr
 
-MAX_LAYERS = 4096
+MAX_LAYERS = 512
 LONGEST = 2**24  # tokens, as of rollout.engine.max_len
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the setting's value
 
@@ -71,9 +71,19 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
         if not 1 <= layers <= MAX_LAYERS:
             raise ValueError(f"num_hidden_layers is {layers}; expected 1 to {MAX_LAYERS}")
+        _check_experts(config.get_text_config())
         # A name of the hub there would fetch and run a kernel.
         config._attn_implementation = config._experts_implementation = None
     return config
+
+
+def _check_experts(config: PreTrainedConfig) -> None:
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    counts = [getattr(config, name, None) for name in names]
+    most = max((count for count in counts if isinstance(count, int)), default=0)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if most and isinstance(chosen, int) and not 1 <= chosen <= most:
+        raise ValueError(f"num_experts_per_tok is {chosen}; expected 1 to {most}")
 
 
 def context_length(config: PreTrainedConfig) -> int:
@@ -150,16 +160,9 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     opened: Any
     adapter = Path(model.path)
     if (adapter / "adapter_config.json").is_file():
-        from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
-
-        base = model.model_copy(update={"path": base_path(adapter)})
-        whole = load_model(base, torch.float32, device)
-        if NF4 in read_header(adapter):
-            from onepolicy.models.nf4 import restore_base
-
-            restore_base(whole, adapter)
-        return cast_model(merge_adapter(whole, adapter), dtype).eval()
-    _refuse_foreign_files(Path(model.path))
+        with _foreign("the adapter", model, limited=False):
+            return cast_model(_merged(model, device), dtype).eval()
+    files_of_index(Path(model.path))
     config = read_config(model)
     quantisation = dequantisation_of(model, config)
     from onepolicy.models.foreign import refuse_large_shapes
@@ -195,6 +198,25 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     return loaded.to(device).eval()
 
 
+def _merged(model: ModelConfig, device: torch.device) -> PreTrainedModel:
+    from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
+
+    adapter, seen = Path(model.path), set()
+    while (adapter / "adapter_config.json").is_file():
+        if adapter.resolve() in seen:
+            raise UsageError(f"model.path: {adapter} names itself as its base; name a model there")
+        seen.add(adapter.resolve())
+        adapter = Path(base_path(adapter))
+    adapter = Path(model.path)
+    base = model.model_copy(update={"path": base_path(adapter)})
+    whole = load_model(base, torch.float32, device)
+    if NF4 in read_header(adapter):
+        from onepolicy.models.nf4 import restore_base
+
+        restore_base(whole, adapter)
+    return merge_adapter(whole, adapter)
+
+
 def dequantisation_of(model: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the argument that dequantises stored weights, none for a checkpoint of plain ones."""
     stored = getattr(config, "quantization_config", None)
@@ -205,21 +227,22 @@ def dequantisation_of(model: ModelConfig, config: PreTrainedConfig) -> dict[str,
     return {"quantization_config": dequantisation(model.path, stored)}
 
 
-def _refuse_foreign_files(folder: Path) -> None:
-    """Raise UsageError for an index of weights that is not of this folder alone.
+def files_of_index(folder: Path) -> set[str]:
+    """Return the files that a folder's index of weights names, none without an index.
 
-    The index must name files of its folder only. If the folder has a single file of weights, which
-    transformers prefers, the index must name that.
+    Raises UsageError for an index that is damaged, or not of this folder alone. It must name files
+    of its folder only. If the folder has a single file of weights, which transformers prefers, it
+    must name that.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
-        return
+        return set()
     try:
-        files = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        files: set[str] = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"model.path: {index} is damaged: {error!r}") from None
     for file in files:
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
             raise UsageError(
                 f"model.path: {index} names {file!r}, which is not a file of this folder"
             )
@@ -229,6 +252,7 @@ def _refuse_foreign_files(folder: Path) -> None:
             "does not name, and transformers would load that one; move it or the index out of the "
             "folder"
         )
+    return files
 
 
 def cast_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -360,7 +360,7 @@ def base_path(folder: Path) -> str:
     """Return the path or hub id of the frozen weights of the adapter in `folder`."""
     try:
         path = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{folder / CONFIG}: damaged: {error!r}") from None
     if not isinstance(path, str):
         raise UsageError(f"{folder / CONFIG}: names no base_model_name_or_path; add it")
@@ -375,8 +375,16 @@ def read_header(folder: Path) -> dict[str, str]:
 
 def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Return a float32 model of the base with the adapter in `folder` merged into it."""
-    tuner = inject(model, PeftConfig.from_pretrained(str(folder)))
-    set_adapter(model, load_file(folder / WEIGHTS), str(folder))
+    config, tensors = PeftConfig.from_pretrained(str(folder)), load_file(folder / WEIGHTS)
+    rank = max(config.r, *config.rank_pattern.values(), 1)
+    stored = max((max(tensor.shape, default=0) for tensor in tensors.values()), default=0)
+    if rank > stored:
+        raise UsageError(
+            f"{folder / CONFIG}: its rank is {rank}, but no side of a stored matrix is above "
+            f"{stored}; restore the file that was changed"
+        )
+    tuner = inject(model, config)
+    set_adapter(model, tensors, str(folder))
     return merge(tuner)
 
 

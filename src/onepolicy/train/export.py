@@ -12,12 +12,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.config.json_shapes import parse_json
 from onepolicy.files import write_folder
+from onepolicy.models.load import files_of_index
 from onepolicy.train import checkpoint
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 NOT_EXPORTED = (checkpoint.STATE, INDEX, CONFIG)
+DAMAGED = "export another checkpoint"
 
 
 def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype) -> int:
@@ -28,15 +31,12 @@ def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype) -> int:
     of the weights. Raises UsageError if the checkpoint is damaged or has no whole model.
     """
     checkpoint.verify(folder)
-    index = folder / INDEX
-    if not index.is_file():
+    files = files_of_index(folder)
+    if not files:
         raise UsageError(f"{folder}: has no {INDEX}, so no whole model to export")
-    weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
     with write_folder(out) as writing:
-        size = sum(
-            _export_file(folder / name, writing / name, dtype)
-            for name in sorted(set(weight_map.values()))
-        )
+        size = sum(_export_file(folder / name, writing / name, dtype) for name in sorted(files))
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
         (writing / INDEX).write_text(text, encoding="utf-8")
         _export_config(folder / CONFIG, writing / CONFIG, dtype)
@@ -59,7 +59,9 @@ def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _export_config(source: Path, target: Path, dtype: torch.dtype) -> None:
-    config = json.loads(source.read_text(encoding="utf-8"))
+    config = parse_json(source.read_bytes(), str(source), DAMAGED)
+    if not isinstance(config, dict):
+        raise UsageError(f"{source}: not a JSON object; {DAMAGED}")
     config["dtype"] = str(dtype).removeprefix("torch.")
     target.write_text(json.dumps(config, indent=2), encoding="utf-8")
 

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers.integrations.hub_kernels as hub_kernels
+from safetensors.torch import save_file
 
 from onepolicy import chat_templates
 from onepolicy.bounded import GIB, Limits
@@ -52,12 +53,14 @@ def read_all(model):
 
 
 CONFIGS = [
-    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected 1 to 4096"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected 1 to 512"),
     (
         {"vocab_size": 10**8},
         r"makes tensors of .* the largest of shape \[100000000, 8\], but its files",
     ),
     ({"moe_intermediate_size": 10**6, "intermediate_size": 10**6}, "makes tensors of"),
+    ({"num_experts_per_tok": 10**6}, "num_experts_per_tok is 1000000; expected 1 to"),
+    ({"num_experts_per_tok": -1}, "num_experts_per_tok is -1"),
     ({"head_dim": 2**23}, "makes tensors of"),
     ({"head_dim": 2**62}, "cannot read the weights"),
     ({"num_attention_heads": 0}, "cannot read the weights"),
@@ -137,6 +140,27 @@ def test_a_config_fetches_no_kernel(change, monkeypatch, name):
     monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: pytest.fail("fetched"))
     model = change({"_attn_implementation": name, "attn_implementation": name})
     assert load_model(model, torch.float32, CPU).config._attn_implementation in ("sdpa", "eager")
+
+
+ADAPTERS = [
+    (b"[" * 100_000, "damaged: RecursionError"),
+    (b"[]", "damaged: TypeError"),
+    ({"r": 10**9}, "its rank is 1000000000, but no side of a stored matrix is above 1"),
+    ({"r": 1, "rank_pattern": {"q_proj": 10**9}}, "its rank is 1000000000"),
+    ({"r": 1, "base_model_name_or_path": "{itself}"}, "names itself as its base"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), ADAPTERS)
+def test_a_damaged_adapter_is_named(base, tmp_path, values, said):
+    save_file({"a": torch.ones(1, 1)}, tmp_path / "adapter_model.safetensors")
+    if isinstance(values, dict):
+        plain = {"peft_type": "LORA", "target_modules": ["q_proj"]}
+        tree = plain | {"base_model_name_or_path": str(base)} | values
+        values = json.dumps(tree).replace("{itself}", str(tmp_path)).encode()
+    (tmp_path / "adapter_config.json").write_bytes(values)
+    with pytest.raises(UsageError, match=said):
+        load_model(ModelConfig(path=str(tmp_path)), torch.float32, CPU)
 
 
 TEMPLATES = {

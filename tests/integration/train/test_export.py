@@ -67,6 +67,31 @@ def test_a_damaged_checkpoint_is_refused(saved, tmp_path, capsys):
     assert not (tmp_path / "p").exists()
 
 
+INDEX = "model.safetensors.index.json"
+STRANGE = [
+    (INDEX, b"[1]", "is damaged: TypeError"),
+    (INDEX, b"[" * 100_000, "is damaged: RecursionError"),
+    (INDEX, b'{"weight_map": {"a": "../x.safetensors"}}', "which is not a file of this folder"),
+    (INDEX, b'{"weight_map": {"a": ".."}}', "which is not a file of this folder"),
+    ("config.json", b"[1]", "config.json: not a JSON object"),
+    ("config.json", b"\xff\xfe", "config.json: not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "said"), STRANGE)
+def test_a_strangers_checkpoint_is_refused(saved, tmp_path, capsys, name, data, said):
+    """Its sizes are right, and as an older version wrote it, it has no checksums."""
+    copied = shutil.copytree(saved[1], tmp_path / "step_00001")
+    (copied / name).write_bytes(data)
+    state = json.loads((copied / "state.json").read_text())
+    state = {key: value for key, value in state.items() if not key.startswith("sha256")}
+    state["files"][name] = len(data)
+    (copied / "state.json").write_text(json.dumps(state))
+    assert main(["export", str(copied), "--out", str(tmp_path / "p")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "p").exists()
+
+
 @pytest.mark.parametrize(
     ("folder", "out", "problem"),
     [("missing", "p", "no such checkpoint or run folder"), (".", ".", "already exists")],

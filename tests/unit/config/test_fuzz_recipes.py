@@ -3,6 +3,8 @@ keeps."""
 
 from __future__ import annotations
 
+import datetime
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -53,3 +55,24 @@ def test_recipes(tmp_path: Path, inputs: int) -> None:
         return resolve({"out": "unused", "steps": 1} | tree, overrides)
 
     survives("recipe", inputs, make, read, check, UsageError)
+
+
+def deep() -> list:
+    tree: list = []
+    for _ in range(70):
+        tree = [tree]
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (math.nan, "finite number"),
+        (datetime.date(2026, 1, 1), "not a valid JSON value"),
+        (deep(), "nested more than 64 levels deep"),
+    ],
+)
+def test_parameters_are_what_config_json_can_hold(value: Any, said: str) -> None:
+    task = {"kind": "gym", "name": "chain_sum", "params": {"a": value}}
+    with pytest.raises(UsageError, match=rf"task\.params\.a.*{said}"):
+        resolve({"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": task})
