@@ -1,7 +1,7 @@
 """Policy-gradient surrogates per slot. Pure torch, no loop over samples.
 
-A surrogate is a function of LossInputs and the settings that its row in config/surrogates.toml names.
-Ratios and means of a whole sample are computed with sums over segments.
+A surrogate is a function of LossInputs and the settings that its row of config/surrogates.toml
+names. Ratios and means of a whole sample are computed with sums over segments.
 """
 
 from __future__ import annotations
