@@ -56,6 +56,7 @@ def _nf4(run: Sections) -> bool:
 
 
 def is_server(run: Sections) -> bool:
+    """Return whether the engine is a server of its own."""
     return not run.rollout.engine.can.in_process
 
 

@@ -1,6 +1,6 @@
 """Policy-gradient surrogates per slot. Pure torch, no loop over samples.
 
-A surrogate is a function of LossInputs and the settings that its row in config/surrogates.toml
+A surrogate is a function of LossInputs and the settings that its row of config/surrogates.toml
 names. Ratios and means of a whole sample are computed with sums over segments.
 """
 
