@@ -43,7 +43,7 @@ def describe_stop(signal_name: str, run: Path | None) -> str:
         done = max((row["step"] for row in read_jsonl(run / "metrics.jsonl")), default=0)
     again = ""
     if done > saved:
-        again = f" and computes {done - saved} finished after it again"
+        again = f"; finished steps that it computes again: {done - saved}"
     return f"{stopped}; the last checkpoint of {run} is of step {saved}: {resume} continues{again}"
 
 

@@ -88,9 +88,9 @@ def removed_if_refused(out: Path, *, existed: bool) -> Iterator[None]:
     except UsageError:
         folder = out.resolve()
         if not (folder / BEGUN).exists():
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # a rank may still write a checkpoint
             if existed:
-                folder.mkdir()
+                folder.mkdir(exist_ok=True)
         raise
 
 

@@ -397,8 +397,8 @@ def test_ctrl_c_reports_the_cost_of_a_resume(run):
     (run / "checkpoints" / "step_00004").mkdir(parents=True)
     (run / "checkpoints" / ".step_00005.writing").mkdir()
     assert interrupts.describe_stop("Ctrl-C", run) == (
-        f"stopped by Ctrl-C; the last checkpoint of {run} is of step 4: {resume} continues and "
-        "computes 1 finished after it again"
+        f"stopped by Ctrl-C; the last checkpoint of {run} is of step 4: {resume} continues; "
+        "finished steps that it computes again: 1"
     )
     (run / "checkpoints" / "step_00005").mkdir()
     assert interrupts.describe_stop("Ctrl-C", run).endswith(f"is of step 5: {resume} continues")

@@ -180,9 +180,8 @@ def test_ctrl_c_in_a_run_names_its_folder_and_checkpoint(copy, capsys, monkeypat
     monkeypatch.setattr("signal.signal", lambda *a: None)
     assert main(commands(copy)["resume"]) == 130
     said = capsys.readouterr().err
-    words = f"of {copy} is of step 2, 1 finished step after it will be computed again"
-    assert f"the last checkpoint {words}" in said
-    assert f"`onepolicy train --resume {copy}` continues" in said
+    words = f"is of step 2: `onepolicy train --resume {copy}` continues; finished steps that it "
+    assert f"the last checkpoint of {copy} {words}computes again: 1" in said
 
 
 def test_a_run_with_an_unprintable_name_is_whole(recipe, tmp_path, monkeypatch):
@@ -192,5 +191,5 @@ def test_a_run_with_an_unprintable_name_is_whole(recipe, tmp_path, monkeypatch):
     torch.set_num_threads(1)
     assert main(["train", str(recipe), f"out={tmp_path / 'out'}", "steps=1", "eval.every=0"]) == 0
     written.flush()
-    assert b"->" in written.buffer.getvalue()
+    assert b"\\u2192" in written.buffer.getvalue()
     assert (tmp_path / "out" / "summary.json").exists()
