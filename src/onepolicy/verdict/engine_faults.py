@@ -84,10 +84,10 @@ def weights_and_sampling(pairs: Pairs) -> list[Finding]:
         parts = [stale[1]]
     elif pairs.version is not None and bool((pairs.version < pairs.version.max()).any()):
         parts.append(pairs.newest())
-    if stale is None:
-        parts += [pairs.under(other) for other in (pairs.previous, pairs.base) if other is not None]
     findings = []
     fits = [fit for fit in map(temperature, parts) if fit is not None]
+    if stale is None:
+        fits += _fits_under_other_weights(pairs)
     if fits:
         best = max(fits, key=lambda fit: fit.explained)
         stale = stale or _stale(pairs, best)
@@ -100,6 +100,25 @@ def weights_and_sampling(pairs: Pairs) -> list[Finding]:
     if stale is not None:
         findings.insert(0, stale[0])
     return findings
+
+
+def _fits_under_other_weights(pairs: Pairs) -> list[Fit]:
+    """Return the temperatures between the engine and other weights that explain the gap.
+
+    They leave less unexplained than the trainer's own weights do: else the engine has those.
+    """
+    found = []
+    for other in (pairs.previous, pairs.base):
+        if other is None:
+            continue
+        part = pairs.under(other)
+        fit = temperature(part)
+        if fit is None:
+            continue
+        left = (part.old - part.rollout - fit.expected(part)).abs()
+        if left.mean() < pairs.gap.mean():
+            found.append(fit)
+    return found
 
 
 def _stale(pairs: Pairs, beside: Fit | None = None) -> tuple[Finding, Pairs] | None:

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -81,6 +81,7 @@ SEED, MASKED, NEWEST = st.integers(0, 10**6), st.floats(0, 0.9), st.floats(0.01,
 
 @given(SEED, st.floats(0, 1.0), st.floats(0, 4), MASKED, NEWEST, st.floats(0, 0.5))
 @settings(max_examples=40, deadline=None)
+@example(2838, 0, 0, 0.75, 1, 0.5)  # the engine is equal to the bit, the last weights are not
 def test_plain_mismatch_and_all_fields_of_a_clean_run_accuse_it_of_nothing(
     seed, noise, spread, masked, newest, drift
 ) -> None:
