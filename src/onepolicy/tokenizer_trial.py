@@ -27,10 +27,29 @@ TOKENS_PER_BYTE = 16
 """Tokens of the trial's text, and characters that these are decoded to, for each of its bytes."""
 
 
-def try_tokenizer(file: Path) -> None:
-    """Raise UsageError if tokenizer.json crashes, takes much, or makes short texts long."""
-    stat = file.stat()
-    _try_once(str(file), stat.st_mtime_ns, stat.st_size)
+def try_tokenizers(model: str) -> None:
+    """Raise UsageError if a tokenizer.json crashes, takes much, or makes short texts long.
+
+    model: a folder or a hub id. In a folder all files count that transformers may take for it.
+    """
+    if Path(model).exists():
+        found = [file for file in Path(model).glob("tokenizer*.json") if file.is_file()]
+    else:
+        found = _from_hub(model)
+    for file in found:
+        if file.name != "tokenizer_config.json":
+            stat = file.stat()
+            _try_once(str(file), stat.st_mtime_ns, stat.st_size)
+
+
+def _from_hub(model: str) -> list[Path]:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return [Path(hf_hub_download(model, "tokenizer.json"))]
+    except EntryNotFoundError:
+        return []
 
 
 @lru_cache(64)  # a command loads its tokenizer several times

@@ -28,6 +28,16 @@ def memory_of_settings(model: ModelConfig) -> AbstractContextManager[None]:
     return less_memory(CONFIG_MEMORY + MEMORY_PER_BYTE * _size_of(model, "*.json"))
 
 
+def check_experts(config: PreTrainedConfig) -> None:
+    """Raise ValueError if a token would get more experts than there are, or none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    counts = [getattr(config, name, None) for name in names]
+    most = max((count for count in counts if isinstance(count, int)), default=0)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if most and isinstance(chosen, int) and not 1 <= chosen <= most:
+        raise ValueError(f"num_experts_per_tok is {chosen}; expected 1 to {most}")
+
+
 def on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """Return the config's model on the meta device: names and shapes without weights."""
     with torch.device("meta"):

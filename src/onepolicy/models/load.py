@@ -64,6 +64,8 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         from onepolicy.models.hub import check_reachable
 
         check_reachable(model.path)
+    from onepolicy.models.foreign import check_experts
+
     with _foreign("the config", model):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
@@ -71,19 +73,10 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
         if not 1 <= layers <= MAX_LAYERS:
             raise ValueError(f"num_hidden_layers is {layers}; expected 1 to {MAX_LAYERS}")
-        _check_experts(config.get_text_config())
+        check_experts(config.get_text_config())
         # A name of the hub there would fetch and run a kernel.
         config._attn_implementation = config._experts_implementation = None
     return config
-
-
-def _check_experts(config: PreTrainedConfig) -> None:
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    counts = [getattr(config, name, None) for name in names]
-    most = max((count for count in counts if isinstance(count, int)), default=0)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    if most and isinstance(chosen, int) and not 1 <= chosen <= most:
-        raise ValueError(f"num_experts_per_tok is {chosen}; expected 1 to {most}")
 
 
 def context_length(config: PreTrainedConfig) -> int:
@@ -103,10 +96,10 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         UsageError: it is missing or damaged, has no eos token, or is of another model.
     """
-    from onepolicy.tokenizer_trial import try_tokenizer
+    from onepolicy.tokenizer_trial import try_tokenizers
 
-    for file in _tokenizer_files(model):
-        try_tokenizer(file)
+    with _foreign("the tokenizer", model, limited=False):
+        try_tokenizers(model.path)
     with _foreign("the tokenizer", model):
         tokenizer = AutoTokenizer.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
@@ -130,22 +123,6 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"model's vocab_size is {size}; use the tokenizer the model was trained with"
         )
     return tokenizer
-
-
-def _tokenizer_files(model: ModelConfig) -> list[Path]:
-    """Return the files that transformers may hand to the library `tokenizers`."""
-    folder = Path(model.path)
-    if folder.exists():  # tokenizer_config.json may name a file for this version of transformers
-        files = folder.glob("tokenizer*.json")
-        return [file for file in files if file.name != "tokenizer_config.json" and file.is_file()]
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    with _foreign("the tokenizer", model, limited=False):
-        try:
-            return [Path(hf_hub_download(model.path, "tokenizer.json"))]
-        except EntryNotFoundError:
-            return []
 
 
 def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
