@@ -40,7 +40,7 @@ SHORT = [
     "eval.every=2",
     "eval.problems=16",
 ]
-AGENT = ["steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval=off"]
+AGENT = ["steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.every=0"]
 TOKENS = [
     "max_len=256",
     "mistakes=0.5",
@@ -63,7 +63,7 @@ def jobs(work: Path) -> dict[str, list[str]]:
     """
     quick, agent = "recipes/quickstart.toml", f"model.path={output(work, 'policy')}"
     own = "train.reuse_scoring_forward=false"
-    turns = ["rollout.engine.max_len=256", 'task.problems={kind="gym", name="products"}']
+    reinforce = ["objective.preset=reinforce++-baseline", "objective.num_minibatches=2"]
     train = {
         "quickstart": [quick, *SHORT],
         "minibatches": [quick, *SHORT, own, "objective.num_minibatches=2", "correction.preset=tis"],
@@ -75,7 +75,7 @@ def jobs(work: Path) -> dict[str, list[str]]:
         "int8": [quick, *SHORT, own, 'rollout.quant={format="int8"}'],
         "two ranks": [quick, *SHORT, own, "train.ranks=2"],
         "agent": ["recipes/agent_products.toml", *AGENT, agent],
-        "reinforce++": ["recipes/agent_reinforce.toml", *AGENT, agent, *turns],
+        "reinforce++": ["recipes/agent_products.toml", *AGENT, agent, *reinforce],
     }
     found = {"policy": ["make-policy", "steps=30", "layers=2", "tokens_per_step=1024", *TOKENS]}
     found |= {name: ["train", *arguments] for name, arguments in train.items()}
@@ -131,7 +131,8 @@ def run(source: Path, arguments: list[str], out: Path) -> int:
         written_to = [f"out={out}"]
     command = [sys.executable, "-m", "onepolicy", *arguments, *written_to]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
+    verdicts = (0, 1) if arguments[0] in ("audit", "measure") else (0,)  # 1: a bug is named
+    if done.returncode not in verdicts:
         raise SystemExit(f"{' '.join(arguments)}\n{done.stderr[-2000:]}")
     return done.returncode
 
