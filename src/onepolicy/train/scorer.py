@@ -144,7 +144,7 @@ class PolicyScorer:
         if replay and mode.routes is not None:
             routes = getattr(micro, mode.routes)
             if routes is None:
-                raise RoutingError(f"replay is on, but the batch has no {mode.routes}")
+                raise RoutingError("replay is on, but the batch has no routes; they were dropped")
             if micro.shared is not None:
                 routes = routes.at(micro.shared.slots)
             # no check here: `check_scored_routes` checks the whole batch
