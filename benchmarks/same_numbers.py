@@ -6,7 +6,7 @@
     python benchmarks/same_numbers.py --compare runs/before.json runs/after.json
 
 Each job runs the command line of a source tree and keeps: every metric of every step but times and
-memory, the samples' texts, a SHA-256 of every tensor file, the numbers of measure.json, and the
+memory, the samples' texts, a SHA-256 of every stored tensor, the numbers of measure.json, and the
 report on each dump of conformance/. Numbers are kept as text, so equal means equal to the bit.
 Takes ten minutes on one core. Exit status of --compare: 0 if nothing differs.
 """
@@ -24,7 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import track
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAIN = ROOT / "benchmarks/evidence/policies/one-of-8"
@@ -142,7 +144,9 @@ def collect(out: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(out.rglob("*")):
         place = str(path.relative_to(out))
         if path.suffix == ".safetensors":
-            yield place, hashlib.sha256(path.read_bytes()).hexdigest()
+            for name, tensor in sorted(load_file(path).items()):
+                data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                yield f"{place} {name}", hashlib.sha256(data).hexdigest()
         elif path.name in ("metrics.jsonl", "samples.jsonl"):
             for number, line in enumerate(path.read_text().splitlines()):
                 yield from leaves(json.loads(line), f"{place} row {number}", out.parent)

@@ -329,7 +329,7 @@ def _serve() -> None:
 
 
 def _end_with_parent(alive: int) -> None:
-    """Let the kernel end this process and what it starts as soon as the pipe `alive` is closed.
+    """Let the kernel end this process and its children as soon as the pipe `alive` is closed.
 
     It does so where Python does not get to run, and whichever of the parent's threads ends:
     PR_SET_PDEATHSIG is bound to one thread.

@@ -40,7 +40,7 @@ def print_text(text: object, *, stderr: bool = False) -> None:
 
 
 def escape_logs() -> None:
-    """Escape what libraries log and warn of in this process, which may quote a stranger's file."""
+    """Escape the logs and warnings of libraries, which may quote a stranger's file."""
     logging.setLogRecordFactory(_PrintableRecord)
     warnings.formatwarning = _format_warning
 

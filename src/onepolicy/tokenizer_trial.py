@@ -71,7 +71,10 @@ def trial(file: str) -> Generator[Message | None, None, None]:
     yield None
     tokenizer = Tokenizer.from_file(file)
     for part in (tokenizer.normalizer, tokenizer.decoder):
-        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MOST_GROWTH:
+        if part is None:
+            continue
+        growth = _growth(json.loads(part.__getstate__()))
+        if growth > MOST_GROWTH:
             raise UsageError(f"its rules of replacement make a text {growth:,.0f} times longer")
     size = len(TEXT.encode())
     ids = tokenizer.encode(TEXT).ids

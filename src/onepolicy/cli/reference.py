@@ -70,7 +70,7 @@ def metrics() -> str:
 
 
 def presets() -> str:
-    """Return every preset with its equation, and what other frameworks call it and others."""
+    """Return every preset with its equation, and the settings of other frameworks for each."""
     text = f"# Presets\n\n{WRITTEN}\n## Corrections\n"
     for question, names in offered_corrections().items():
         text += f"\n### {question}\n"

@@ -25,7 +25,7 @@ class Limits(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """A statistic of gates: what rules and docs ask of it. correct/statistics.py computes it."""
+    """A statistic of gates, as rules and docs see it. correct/statistics.py computes it."""
 
     limits: Limits
     formula: str
@@ -71,7 +71,7 @@ class Bounds(Frozen):
 
     @property
     def limits(self) -> Limits:
-        """Values that what is bounded can take."""
+        """Values that the bounded quantity can take."""
         raise NotImplementedError
 
     @property

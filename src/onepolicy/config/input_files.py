@@ -32,7 +32,7 @@ FOREIGN = {
     "*.distcp": "is a distributed checkpoint of torch; let its trainer save the model by "
     "save_pretrained",
 }
-"""Files by which a folder shows that a trainer wrote it for itself -> what to do."""
+"""Files by which a folder shows that a trainer wrote it for itself -> the way out."""
 
 
 def check_input_files(config: RunConfig, *, evaluates: bool) -> None:

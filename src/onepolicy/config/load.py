@@ -95,7 +95,7 @@ def _check_texts(tree: Tree) -> None:
 def _texts(node: Any, where: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield (path, text) for every text in a tree, names of settings included.
 
-    Raises UsageError for a tree that is deeper than what config.json can be read back with.
+    Raises UsageError for a tree too deep to be read back from config.json.
     """
     if depth > DEEPEST:
         raise UsageError(f"{where[:80]}...: is nested more than {DEEPEST} levels deep")

@@ -1,4 +1,4 @@
-"""`numerics = "on-policy"`: the defaults that it changes (run_rules.py: what contradicts it)."""
+"""`numerics = "on-policy"`: the defaults that it changes (run_rules.py has its rules)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Published corrections and objectives by name: the rows of corrections.toml and objectives.toml.
 
 A row of corrections.toml with a `question` is a preset to choose. The others are equations of other
-frameworks: their names are taken too, with one line on stderr that says what to write instead.
+frameworks: their names are taken too, with one line on stderr that names the replacement.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def toml_lines(settings: dict[str, Any]) -> list[str]:
 
 
 def warn_translated(name: str) -> None:
-    """Say once in a process what to write instead of a preset that is not one to choose."""
+    """Say once in a process how to write a preset that is not one to choose."""
     row = correction_presets()[name]
     if "question" not in row and name not in WARNED:
         WARNED.add(name)

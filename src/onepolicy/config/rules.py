@@ -19,7 +19,7 @@ Text = str | Callable[[Of], str]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check: its name, the outcome, what was found, and the way out."""
+    """A check: its name, the outcome, the finding, and the way out."""
 
     name: str
     passed: bool | None  # None: it does not apply, or cannot be decided until another passes

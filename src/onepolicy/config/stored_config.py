@@ -64,7 +64,7 @@ def settings_to_repeat(config: RunConfig) -> list[str]:
 
 
 def _dangers(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (setting, value as typed, danger, way out) of what a command must say itself."""
+    """Yield (setting, value as typed, danger, way out) of settings that must be typed again."""
     if config.model.trust_remote_code:
         yield (
             *(TRUST, "true"),

@@ -136,7 +136,7 @@ def show(name: str) -> str:
 
 
 def translations(framework: str) -> str:
-    """Return what a framework calls its corrections and objectives, each with our settings.
+    """Return a framework's names of corrections and objectives, each with our settings.
 
     Raises UsageError for a framework that is not in NAMED.
     """

@@ -1,4 +1,4 @@
-"""Parts of an update beside the policy's own loss, and what an update measures."""
+"""Parts of an update beside the policy's own loss, and an update's measurements."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ class ShardedLearner:
 
 
 def _add_answers(measured: Measured, answers: Sequence[Message]) -> None:
-    """Add what all ranks measured in a minibatch, as `RankLearner._train_on` returns it."""
+    """Add the measurements of all ranks in a minibatch, from `RankLearner._train_on`."""
     corrections = []
     for answer in answers:
         measured.sums.update(answer.header["sums"])
