@@ -26,10 +26,24 @@ MOST_GROWTH = 2**12
 TOKENS_PER_BYTE = 16
 """Tokens of the trial's text, and characters that these are decoded to, for each of its bytes."""
 
+PLAIN_SIZE = 2**20
+PLAIN = {
+    "truncation": (None,),
+    "padding": (None,),
+    "normalizer": (None,),
+    "pre_tokenizer": (
+        {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
+        {"type": "WhitespaceSplit"},
+    ),
+    "decoder": (None, {"type": "Fuse"}),
+}
+"""Parts of tokenizers such as `onepolicy make-policy` writes: words of a list, nothing replaced."""
+
 
 def try_tokenizers(model: str) -> None:
     """Raise UsageError if a tokenizer.json crashes, takes much, or makes short texts long.
 
+    A small file with none but harmless parts needs no trial, which takes a third of a second.
     model: a folder or a hub id. In a folder all files count that transformers may take for it.
     """
     if Path(model).exists():
@@ -54,6 +68,8 @@ def _from_hub(model: str) -> list[Path]:
 
 @lru_cache(64)  # a command loads its tokenizer several times
 def _try_once(file: str, mtime: int, size: int) -> None:
+    if size <= PLAIN_SIZE and _is_plain(Path(file)):
+        return
     limits = Limits(GIB + MEMORY_PER_BYTE * size, SECONDS + size / BYTES_PER_SECOND)
     try:
         for _ in bounded.stream("onepolicy.tokenizer_trial:trial", {"file": file}, limits):
@@ -62,6 +78,22 @@ def _try_once(file: str, mtime: int, size: int) -> None:
         raise UsageError(
             f"model.path: {file}: {error}; use the tokenizer that the model was trained with"
         ) from None
+
+
+def _is_plain(file: Path) -> bool:
+    """Return whether a tokenizer looks words up in a list and does nothing else."""
+    try:
+        tree = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    match tree:
+        case {"model": {"type": "WordLevel"}, **parts}:
+            after = parts.get("post_processor")
+            adds_nothing = after is None
+            if isinstance(after, dict):
+                adds_nothing = after.get("special_tokens") == {}
+            return adds_nothing and all(parts.get(name) in known for name, known in PLAIN.items())
+    return False
 
 
 def trial(file: str) -> Generator[Message | None, None, None]:

@@ -105,12 +105,15 @@ def shared_prefixes(batch: TokenBatch) -> list[int]:
 
 
 def _equal_routes(one: RoutingTrace, other: RoutingTrace) -> Tensor:
-    """Return which rows [T] bool of two traces are equal."""
+    """Return which rows [T] bool of two traces are equal.
+
+    Rows that both lack are: the trainer routes them itself, whatever their ids hold.
+    """
     equal = one.valid == other.valid
     for a, b in ((one.ids, other.ids), (one.weights, other.weights)):
         if a is None or b is None:
             continue
         if a.dtype == torch.uint16:  # it has no comparison
             a, b = a.view(torch.int16), b.view(torch.int16)
-        equal = equal & (a == b).flatten(1).all(1)
+        equal = equal & ((a == b).flatten(1).all(1) | ~one.valid)
     return equal
