@@ -240,7 +240,10 @@ def check_temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> 
         text = f"{measured}; worst request {number(float(worst))}, expected at most {number(limit)}"
         return Check(name, False, text, "pass the temperature to the engine")
     mean, error = _mean_surplus(warm)
-    if not abs(mean) <= 6 * error + 0.02:  # also if the entropy is NaN
+    if not math.isfinite(mean):
+        text = f"{measured}; the trainer's entropy is not finite"
+        return Check(name, False, text, "look at the trainer's logits")
+    if abs(mean) > 6 * error + 0.02:
         excess = with_error(mean, error)
         text = f"the tokens are {excess} nats likelier than draws at {HOT_TEMPERATURE}"
         return Check(name, False, text, "sample at the temperature that is asked for")

@@ -179,13 +179,13 @@ def test_a_folder_of_other_settings_is_refused(compare, recipe, tmp_path):
         (folder / "config.json").write_text(config.model_dump_json())
         rows = [{"step": step, "train/reward": 0.5} for step in (1, 2)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "summary.json").write_text("{}")
+        (folder / "summary.json").write_text(json.dumps({"steps": 2}))
     status, _, err = compare("optim.lr=1e-5")
     assert status == 2
     assert "holds a run with other settings than arm off now has (optim)" in err
     shutil.move(tmp_path / "arms", tmp_path / "moved")
-    status, out, _ = compare("--out", str(tmp_path / "moved"))
-    assert status == 0
+    status, out, err = compare("--out", str(tmp_path / "moved"))
+    assert status == 0, err
     assert "No step has a k3 in both arms, off and r3." in out
     assert "0.50 without replay, 0.50 with replay" in out
 

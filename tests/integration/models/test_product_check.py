@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onepolicy.build import room
+from onepolicy.build import components
 from onepolicy.build.components import build_engine_for
 from onepolicy.config import ModelConfig, UsageError, resolve
-from onepolicy.models import product_check
 from onepolicy.models.product_check import LARGEST_ERROR, check_float32_products, product_errors
 
 CPU = torch.device("cpu")
@@ -59,9 +58,9 @@ def test_the_replacement_is_gone_after_the_test_above():
 def test_only_a_trainer_of_float32_on_a_gpu_needs_them(monkeypatch):
     """The check comes after the engine: that is what may have replaced them."""
     calls = []
-    monkeypatch.setattr(room, "divide_gpu", lambda spec, *_, **__: spec)
+    monkeypatch.setattr(components, "divide_gpu", lambda spec, *_, **__: spec)
     monkeypatch.setattr(
-        product_check,
+        components,
         "check_float32_products",
         lambda device, *, needed: calls.append((device.type, needed)),
     )

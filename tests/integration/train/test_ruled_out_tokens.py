@@ -135,7 +135,7 @@ def test_the_test_of_draws_fails_on_a_nan_entropy():
     spoiled = drawn.replace(entropy=drawn.entropy * math.nan)
     broken = check_temperature(learner.scorer, spoiled, limit=1.0)
     assert broken.passed is False
-    assert "nan" in broken.found
+    assert "entropy is not finite" in broken.found
 
 
 def test_the_tests_of_temperature_and_support_fail_on_a_nan_trainer():
