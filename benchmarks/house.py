@@ -98,11 +98,15 @@ onepolicy.run.step.StepRunner.rl_step = traced_step
 
 def step_files(settings: list[str]) -> list[Path]:
     """Return the package's files in which one step of the quickstart calls a function."""
-    run = "from onepolicy.cli import main; main(sys.argv[1:]); print('FILES', *sorted(executed))"
+    run = (
+        "from onepolicy.cli import main\n"
+        "if main(sys.argv[1:]) == 0: print('FILES', *sorted(executed))"
+    )
+    policy = ["model.path=benchmarks/evidence/policies/one-of-8", "task.ops=4"]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["train", "recipes/quickstart.toml", f"out={folder}/run", "steps=2", *settings]
+        arguments = ["train", "recipes/quickstart.toml", f"out={folder}/run", "steps=2"]
         done = subprocess.run(
-            [sys.executable, "-c", f"{TRACE}\n{run}", *arguments],
+            [sys.executable, "-c", f"{TRACE}\n{run}", *arguments, *policy, *settings],
             cwd=ROOT.parent,
             capture_output=True,
             text=True,
