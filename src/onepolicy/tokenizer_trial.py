@@ -26,18 +26,16 @@ MOST_GROWTH = 2**12
 TOKENS_PER_BYTE = 16
 """Tokens of the trial's text, and characters that these are decoded to, for each of its bytes."""
 
-PLAIN_SIZE = 2**20
+PLAIN_SIZE, LONGEST_WORD = 2**20, 256
+CHARACTERS = {"type": "Split", "behavior": "Isolated", "invert": False}
 PLAIN = {
     "truncation": (None,),
     "padding": (None,),
     "normalizer": (None,),
-    "pre_tokenizer": (
-        {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
-        {"type": "WhitespaceSplit"},
-    ),
+    "pre_tokenizer": (CHARACTERS | {"pattern": {"Regex": r"[\s\S]"}},),
     "decoder": (None, {"type": "Fuse"}),
 }
-"""Parts of tokenizers such as `onepolicy make-policy` writes: words of a list, nothing replaced."""
+"""Parts of tokenizers as `onepolicy make-policy` writes them: words of a list, none replaced."""
 
 
 def try_tokenizers(model: str) -> None:
@@ -81,18 +79,22 @@ def _try_once(file: str, mtime: int, size: int) -> None:
 
 
 def _is_plain(file: Path) -> bool:
-    """Return whether a tokenizer looks words up in a list and does nothing else."""
+    """Return whether a tokenizer looks short words up in a list and does nothing else."""
     try:
         tree = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
         return False
     match tree:
-        case {"model": {"type": "WordLevel"}, **parts}:
-            after = parts.get("post_processor")
-            adds_nothing = after is None
-            if isinstance(after, dict):
-                adds_nothing = after.get("special_tokens") == {}
-            return adds_nothing and all(parts.get(name) in known for name, known in PLAIN.items())
+        case {
+            "model": {"type": "WordLevel", "vocab": dict(vocabulary)},
+            "added_tokens": list(tokens),
+            "post_processor": {"special_tokens": {**inserted}},
+            **parts,
+        }:
+            words = [*vocabulary, *(str(token) for token in tokens)]
+            has_long = max(map(len, words), default=0) > LONGEST_WORD
+            is_known = all(parts.get(name) in known for name, known in PLAIN.items())
+            return is_known and not inserted and not has_long
     return False
 
 

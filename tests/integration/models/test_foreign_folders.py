@@ -112,6 +112,7 @@ REPLACE = {"type": "Replace", "pattern": {"String": "q"}, "content": "qq"}
 BATCH = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
 PADDING = BATCH | {"pad_token": "0", "strategy": {"Fixed": 10**6}}
 WHITESPACE = {"type": "Split", "behavior": "Isolated", "invert": False}
+LONG_WORD = {"type": "WordLevel", "vocab": {"x" * 5000: 0}, "unk_token": "x" * 5000}
 TOKENIZERS = [
     ({"normalizer": {"type": "Prepend", "prepend": "1" * 10**6}}, "makes .* tokens of"),
     ({"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 20}}, "make a text 1,048,576"),
@@ -120,6 +121,7 @@ TOKENIZERS = [
     ({"padding": PADDING | {"strategy": {"Fixed": 10**12}}}, "memory that it may take"),
     ({"pre_tokenizer": WHITESPACE | {"pattern": {"Regex": r"(.*)*(.*)*(.*)*\d\z"}}}, "died"),
     ({"pre_tokenizer": WHITESPACE | {"pattern": {"Regex": "("}}}, "cannot be read"),
+    ({"model": LONG_WORD, "added_tokens": []}, "decodes .* bytes to"),
 ]
 
 
