@@ -174,11 +174,6 @@ class RoutingTrace:
         object.__setattr__(trace, "origin", origin)
         return trace
 
-    @property
-    def reprefilled(self) -> bool:
-        """True if a re-prefill, and not the engine, recorded any row."""
-        return any(span.source == "reprefill" for span in self.spans)
-
     def to(self, device: torch.device | str) -> RoutingTrace:
         moved = self._map_tensors(lambda tensor: tensor.to(device))
         return moved.with_origin(self.origin)
@@ -339,8 +334,9 @@ class Sample:
                     f"Sample.{name} has {length} slots; {slots + 1} tokens have {slots}"
                 )
         self._check_top_tokens(slots)
-        if not torch.isfinite(self.logp_rollout[self.trainable]).all():
-            raise ValueError("Sample.logp_rollout is not finite on a trainable slot")
+        logp = self.logp_rollout[self.trainable]
+        if not (logp.isfinite() & (logp <= MAX_LOGP)).all():
+            raise ValueError("Sample.logp_rollout is no log-probability on a trainable slot")
         if self.routing is not None and len(self.routing) != slots:
             raise ValueError(
                 f"Sample.routing has {len(self.routing)} rows; {slots + 1} tokens have {slots} "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +23,8 @@ def check_output_path(setting: str, path: Path) -> None:
     """Raise UsageError if nothing can be made at `path`. Its folders need not exist yet."""
     try:
         problem = _why_not_makable(Path(os.path.abspath(path)))
+    except UnicodeEncodeError:
+        problem = "its name has characters that this system's names of files lack"
     except OSError as error:
         problem = error.strerror
     if problem is not None:
@@ -76,35 +80,56 @@ def check_new_run_folder(out: Path) -> None:
 
 @contextmanager
 def claim_run_folder(out: Path) -> Iterator[Path]:
-    """Yield a new empty folder: `out`, or the first of out-2, out-3, ... that nobody has made.
+    """Yield `out` if it is free, else the first of out-2, out-3, ... that is.
 
-    Making it is the claim, so two starts never share one. The run is renamed over it. It is removed
-    if it stays empty.
+    A free folder is empty or new, and no other process claims it. The claim is a lock on the
+    folder, which ends with the process. The run is renamed over the folder. One that was made for
+    the claim is removed if it stays empty.
     """
-    number, free = 1, out
-    while not _make(free):
+    if not out.name:  # "." has no siblings by its name
+        out = Path(os.path.abspath(out))
+    number, free, claim = 1, out, _claim(out)
+    while claim is None:
         number += 1
         free = out.with_name(f"{out.name}-{number}")
+        claim = _claim(free)
+    lock, made = claim
     try:
         yield free
     finally:
-        with suppress(OSError):  # the run has taken its place
-            free.rmdir()
+        if made:
+            with suppress(OSError):  # the run has taken its place
+                free.rmdir()
+        os.close(lock)
 
 
-def _make(folder: Path) -> bool:
-    """Make the folder and those above it. Return False if there is something already."""
+def _claim(folder: Path) -> tuple[int, bool] | None:
+    """Return the descriptor of the lock, and whether the folder was made for it.
+
+    None: another process uses the folder. Raises UsageError if the folder cannot be made.
+    """
     check_output_path("out", folder)
+    made = not os.path.lexists(folder)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-    except FileExistsError:
-        return False
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError):
+        return None  # a file, or another start has removed or replaced the folder meanwhile
     except OSError as error:
+        if not made:
+            return None  # this process may not look into it
         raise UsageError(
             f"out: cannot make {folder}: {error.strerror}; choose another folder"
         ) from None
-    return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not any(folder.iterdir()) and os.path.samestat(os.fstat(lock), folder.stat()):
+            return lock, made
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS) and not os.listdir(lock):
+            return lock, made  # a file system without locks for folders
+    os.close(lock)
+    return None
 
 
 def check_resumable(run: Path) -> None:

@@ -41,8 +41,8 @@ SAMPLING: Rules = (
     error(
         "rollout.sampling: top_p={rollout.sampling.top_p} top_k={rollout.sampling.top_k} narrow "
         "the sampled distribution, but the trainer's softmax has full support, so every "
-        "importance ratio would be wrong; train with top_p=1 top_k=0 (not the "
-        "vocabulary's size; eval.top_p and eval.top_k may narrow evaluation)",
+        "importance ratio would be wrong; train with top_p=1 top_k=0, not the "
+        "vocabulary's size (eval.top_p and eval.top_k may narrow evaluation)",
         lambda run: run.rollout.sampling.top_p < 1 or run.rollout.sampling.top_k > 0,
     ),
     error(

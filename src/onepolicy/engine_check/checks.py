@@ -243,7 +243,7 @@ def check_temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> 
     if not math.isfinite(mean):
         text = f"{measured}; the trainer's entropy is not finite"
         return Check(name, False, text, "look at the trainer's logits")
-    if abs(mean) > 6 * error + 0.02:
+    if not abs(mean) <= 6 * error + 0.02:  # also if the error of a single token is NaN
         excess = with_error(mean, error)
         text = f"the tokens are {excess} nats likelier than draws at {HOT_TEMPERATURE}"
         return Check(name, False, text, "sample at the temperature that is asked for")

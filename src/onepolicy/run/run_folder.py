@@ -51,10 +51,11 @@ FROM_SCRATCH = RunOrigin()
 
 def create_run_folder(
     out: Path, config: RunConfig, origin: RunOrigin, fingerprint: str, quant: Json | None = None
-) -> None:
-    """Write the folder under a temporary name and rename it to `out`.
+) -> Path:
+    """Write the folder under a temporary name and rename it to `out`, or to the end of its links.
 
-    quant: sizes of the engine's quantised weights. Raises UsageError if it cannot be made.
+    quant: sizes of the engine's quantised weights. Return the folder that was made. Raises
+    UsageError if it cannot be made.
     """
     check_new_run_folder(out)
     target = out
@@ -75,18 +76,18 @@ def create_run_folder(
         raise UsageError(
             f"out: cannot make {out}: {error.strerror}; choose another folder"
         ) from None
+    return target
 
 
 @contextmanager
-def removed_if_refused(out: Path, *, existed: bool) -> Iterator[None]:
-    """Leave `out` as it was if a UsageError refuses the run before its first step.
+def removed_if_refused(folder: Path, *, existed: bool) -> Iterator[None]:
+    """Leave the place as it was if a UsageError refuses the run before its first step.
 
-    existed: it was an empty folder before the run folder was renamed over it.
+    folder: as `create_run_folder` made it. existed: an empty folder was there before.
     """
     try:
         yield
     except UsageError:
-        folder = out.resolve()
         if not (folder / BEGUN).exists():
             shutil.rmtree(folder, ignore_errors=True)  # a rank may still write a checkpoint
             if existed:

@@ -53,9 +53,11 @@ def start_run(
             progress.note(sizes.describe())
             quant = sizes.as_json()
         existed = folder.exists()
-        run_folder.create_run_folder(folder, config, origin, components.learner.fingerprint, quant)
+        made = run_folder.create_run_folder(
+            folder, config, origin, components.learner.fingerprint, quant
+        )
         with (
-            run_folder.removed_if_refused(folder, existed=existed),
+            run_folder.removed_if_refused(made, existed=existed),
             run_folder.lock_run(folder),
         ):
             loop = TrainingLoop(components, tokenizer, folder, origin, progress)

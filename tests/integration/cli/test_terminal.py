@@ -151,7 +151,7 @@ def _reads_text(call):
     )
 
 
-def test_a_path_that_cannot_be_made_is_refused(tmp_path):
+def test_a_path_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     for path, why in [
@@ -163,6 +163,10 @@ def test_a_path_that_cannot_be_made_is_refused(tmp_path):
         for check in (check_output_path, check_output_folder):
             with pytest.raises(UsageError, match=f"^--out: .*{why}"):
                 check("--out", path)
+    monkeypatch.setattr(os, "fsencode", lambda name: str(name).encode("ascii"))
+    with pytest.raises(UsageError, match="characters that this system's names of files lack"):
+        check_output_path("--out", tmp_path / "\u65e5")
+    monkeypatch.undo()
     check_output_path("--out", tmp_path / ("a" * 255))
     check_output_path("--out", tmp_path / "new" / "newer")
     with pytest.raises(UsageError, match=r"out: .*file cannot be written to: it is a file"):
@@ -222,6 +226,20 @@ def test_the_first_free_sibling(tmp_path):
     with claim_run_folder(out) as free:
         assert free.name == "r-3"
     assert sorted(os.listdir(out.parent)) == ["r", "r-2"]
+
+
+def test_an_empty_folder_is_free_and_stays(tmp_path, monkeypatch):
+    """It may be a mount, or the folder of a start that was killed."""
+    out = tmp_path / "r"
+    out.mkdir()
+    (tmp_path / "link").symlink_to(out)
+    for name in ("r", "link"):
+        with claim_run_folder(tmp_path / name) as free, claim_run_folder(out) as second:
+            assert (free.name, second.name) == (name, "r-2")
+    assert sorted(os.listdir(tmp_path)) == ["link", "r"]
+    monkeypatch.chdir(out)
+    with claim_run_folder(Path()) as free, claim_run_folder(Path()) as second:
+        assert (free, second) == (out, tmp_path / "r-2")
 
 
 def test_simultaneous_starts_get_a_folder_each(tmp_path):

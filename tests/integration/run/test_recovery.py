@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onepolicy.cli import main
-from onepolicy.config import TrainingError, resolve
+from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.rollout.collect import gather_or_cancel
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.run import async_rollouts, recovery, resume, run_folder
@@ -276,6 +276,22 @@ def test_a_resume_waits_for_a_lost_server(tmp_path, monkeypatch):
             resume.resume_run(tmp_path / "run", progress)
     assert len(notes) == 1
     assert notes[0].endswith("Waiting up to 300 s for it")
+
+
+def test_a_refused_run_removes_the_folder_that_it_made_and_no_other(tmp_path):
+    config = run_of("http://127.0.0.1:1")
+    there, link = tmp_path / "there", tmp_path / "link"
+    there.mkdir()
+    link.symlink_to(there)
+    made = run_folder.create_run_folder(link, config, run_folder.FROM_SCRATCH, "{}")
+    assert (made, (there / "run.json").exists()) == (there, True)
+    link.unlink()  # the name of the run leads elsewhere meanwhile
+    link.symlink_to(tmp_path)
+    refused = run_folder.removed_if_refused(made, existed=True)
+    with pytest.raises(UsageError, match="refused"), refused:
+        raise UsageError("refused")
+    assert sorted(tmp_path.iterdir()) == [link, there]
+    assert not any(there.iterdir())
 
 
 def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys):

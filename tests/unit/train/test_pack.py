@@ -41,6 +41,16 @@ def test_layout_by_hand():
     assert len(batch.routing) == 5
 
 
+@pytest.mark.parametrize("value", [2.0, torch.nan, -torch.inf])
+def test_a_sample_refuses_a_value_that_is_no_log_probability(value):
+    sound = sample(4)
+    logp = sound.logp_rollout.index_fill(0, torch.tensor([2]), value)
+    with pytest.raises(ValueError, match="no log-probability on a trainable slot"):
+        dataclasses.replace(sound, logp_rollout=logp)
+    elsewhere = sound.logp_rollout.index_fill(0, torch.tensor([0]), value)
+    dataclasses.replace(sound, logp_rollout=elsewhere)  # a prompt's slot may hold anything
+
+
 def test_top_logprobs_follow_their_slots():
     """They are 0 where not trainable, and chosen samples keep theirs."""
 
