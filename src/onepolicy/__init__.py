@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # the names of _PUBLIC, for type checkers and editors
     from onepolicy.replay.checks import RoutingError
     from onepolicy.replay.padding import pad_routes, routes_of_generate, unpad_routes
     from onepolicy.replay.routers import Routers, bind_routers
+    from onepolicy.support.checks import SupportError
+    from onepolicy.support.score import log_probs
+    from onepolicy.support.trace import SupportTrace
     from onepolicy.types import RoutingTrace, Sample
     from onepolicy.verdict.bug_signatures import diagnose
 
@@ -55,6 +58,9 @@ _PUBLIC = {
     "unpad_routes": "onepolicy.replay.padding",
     "Routers": "onepolicy.replay.routers",
     "bind_routers": "onepolicy.replay.routers",
+    "SupportError": "onepolicy.support.checks",
+    "log_probs": "onepolicy.support.score",
+    "SupportTrace": "onepolicy.support.trace",
     "RoutingTrace": "onepolicy.types",
     "Sample": "onepolicy.types",
 }
@@ -65,6 +71,8 @@ __all__ = [
     "RoutingTrace",
     "RunConfig",
     "Sample",
+    "SupportError",
+    "SupportTrace",
     "UsageError",
     "__version__",
     "bind_routers",
@@ -73,6 +81,7 @@ __all__ = [
     "diagnose",
     "finish",
     "live_weights",
+    "log_probs",
     "mismatch",
     "pad_routes",
     "partials",

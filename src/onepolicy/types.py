@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.errors import UsageError
+from onepolicy.support.trace import SupportTrace
 
 FinishReason = Literal["stop", "length", "aborted", "turns", "time"]
 MAX_LOGP = 1e-3
@@ -267,19 +268,18 @@ def _equal_bits(one: Tensor | None, another: Tensor | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling parameters of one request.
-
-    Training needs full support (top_p = 1, top_k = 0); evaluation may narrow it.
-    """
+    """The sampling parameters of one request."""
 
     temperature: float  # > 0; 0 = greedy (evaluation only)
     max_tokens: int
     top_p: float = 1.0
     top_k: int = 0  # 0 = whole vocabulary
+    min_p: float = 0.0  # least probability as a share of the likeliest token's; before both
     stop: tuple[int, ...] = ()  # token ids that end a completion (kept as its last token)
     top_logprobs: int = 0  # most likely tokens whose log-probabilities are returned at each step
     routes_from: int = 0  # first slot whose route is needed; an engine may return earlier ones too
     initial_prompt_len: int = 0  # tokens of the episode's first prompt; 0 = the whole prompt
+    support: bool = False  # return the tokens that each token was drawn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +296,7 @@ class Completion:
     top_logp: Tensor | None = None  # [n, k] float32, like `logp`; -inf where sampling is narrowed
     fingerprint: str | None = None  # of the code that computed `logp`; None: not known
     adapter: str | None = None  # name of the LoRA adapter that sampled it; `version` is its version
+    support: SupportTrace | None = None  # of the n sampled tokens, if asked for
 
 
 def merge_fingerprints(fingerprints: list[frozenset[str]]) -> frozenset[str]:
@@ -324,6 +325,7 @@ class Sample:
     top_ids: Tensor | None = None  # [T, k] int32, most likely tokens; 0 where not trainable
     top_logp_rollout: Tensor | None = None  # [T, k] float32, NaN where not trainable
     fingerprints: frozenset[str] = frozenset()  # of logp_rollout; empty: not known of all of it
+    support: SupportTrace | None = None  # of T slots; missing where not trainable
 
     def __post_init__(self) -> None:
         slots = len(self.tokens) - 1
@@ -337,11 +339,12 @@ class Sample:
         logp = self.logp_rollout[self.trainable]
         if not (logp.isfinite() & (logp <= MAX_LOGP)).all():
             raise ValueError("Sample.logp_rollout is no log-probability on a trainable slot")
-        if self.routing is not None and len(self.routing) != slots:
-            raise ValueError(
-                f"Sample.routing has {len(self.routing)} rows; {slots + 1} tokens have {slots} "
-                "slots"
-            )
+        for name in ("routing", "support"):
+            trace = getattr(self, name)
+            if trace is not None and len(trace) != slots:
+                raise ValueError(
+                    f"Sample.{name} has {len(trace)} rows; {slots + 1} tokens have {slots} slots"
+                )
 
     def _check_top_tokens(self, slots: int) -> None:
         if self.top_ids is None and self.top_logp_rollout is None:
@@ -409,6 +412,7 @@ class TokenBatch:
     top_logp_rollout: Tensor | None = None  # [T, k] float32, 0 where not trainable
     episode: Tensor | None = None  # [S] int64, index in the group; None: one sample an episode
     routing: RoutingTrace | None = None
+    support: SupportTrace | None = None  # log-probabilities are over these tokens, if given
     # The fields from here on are filled by score(), by the correction and by the objective.
     routing_native: RoutingTrace | None = None  # the trainer's own choice on the same slots
     routers_differing: Tensor | None = None  # [T, L] uint8, experts of routing not in native
@@ -420,7 +424,9 @@ class TokenBatch:
     logp_ref: Tensor | None = None  # [T] float32, reference model
     value: Tensor | None = None  # [T] float32, critic before the update
     value_target: Tensor | None = None  # [T] float32, return the critic is trained on
-    entropy: Tensor | None = None  # [T] float32, of the trainer's distribution
+    entropy: Tensor | None = None  # [T] float32, of the distribution that `logp_old` is of
+    entropy_vocabulary: Tensor | None = None  # [T] float32, if `entropy` is that over `support`
+    support_overlap: Tensor | None = None  # [T] float32 (support/checks.py)
     advantage: Tensor | None = None  # [T] float32
     weight: Tensor | None = None  # [T] float32, detached
     keep: Tensor | None = None  # [T] bool, trainable and not rejected
@@ -448,9 +454,10 @@ class TokenBatch:
         moved = {name: value.to(device) for name, value in self._tensor_fields()}
         return self.replace(**moved)
 
-    def _tensor_fields(self) -> list[tuple[str, Tensor | RoutingTrace]]:
+    def _tensor_fields(self) -> list[tuple[str, Tensor | RoutingTrace | SupportTrace]]:
         fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        return [(name, value) for name, value in fields if isinstance(value, Tensor | RoutingTrace)]
+        kinds = Tensor | RoutingTrace | SupportTrace
+        return [(name, value) for name, value in fields if isinstance(value, kinds)]
 
     def slots_of(self, samples: list[int]) -> Tensor:
         """Return the slots [n] int64 of these samples, in this order."""
@@ -462,7 +469,7 @@ class TokenBatch:
         slots, chosen = self.slots_of(samples), torch.tensor(samples)
         selected: dict[str, object] = {}
         for name, value in self._tensor_fields():
-            if isinstance(value, RoutingTrace):
+            if isinstance(value, RoutingTrace | SupportTrace):
                 selected[name] = value.at(slots)
             elif name in _FIELDS_PER_SAMPLE:
                 selected[name] = value[chosen]

@@ -15,6 +15,7 @@ from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.support.trace import SupportTrace
 from onepolicy.train.forward import forward
 from onepolicy.train.pack import pack
 from onepolicy.types import Completion, Group, Sample, TokenBatch
@@ -66,6 +67,9 @@ def batch_of(requests: Sequence[tuple], completions: Sequence[Completion]) -> To
         logp[trainable] = done.logp
         places = trainable.int() - 1
         temperature, routes = sampling.temperature, done.routing
+        support = done.support
+        if support is not None:
+            support = SupportTrace.concat([SupportTrace.missing(len(prompt) - 1), support])
         samples.append(
             Sample(
                 tokens,
@@ -78,6 +82,7 @@ def batch_of(requests: Sequence[tuple], completions: Sequence[Completion]) -> To
                 done.finish,
                 routes,
                 outcome=0.0,
+                support=support,
             )
         )
     return pack([Group(0, tuple(samples))])

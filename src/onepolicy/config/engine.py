@@ -27,6 +27,7 @@ class Abilities(NamedTuple):
     embedded: bool = False  # the trainer's own model: its kernels, its routers, unrounded weights
     in_process: bool = False  # runs in the process that builds it, which Ray can place
     combine_weights: bool = False  # returns the weights of the experts it chose
+    supports: bool = False  # returns the tokens that top_k, top_p and min_p left
     updates_while_sampling: bool = True  # takes weights between two tokens of a request
     shares_process_groups: bool = True  # stands torch's process groups of train.ranks
     adapters_under_ray: bool = False  # was run with train.lora under Ray
@@ -46,6 +47,7 @@ class HFEngineConfig(Frozen):
         embedded=True,
         in_process=True,
         combine_weights=True,
+        supports=True,
         adapters_under_ray=True,
         adapters=ALL_ADAPTERS,
         quant=ALL_FORMATS,

@@ -249,7 +249,7 @@ IDLE: tuple[Rule[RunConfig], ...] = (
         "cluster.address is unset: the Ray that is started has a token",
     ),
     *unused(
-        "eval.temperature eval.top_p eval.top_k",
+        "eval.temperature eval.top_p eval.top_k eval.min_p",
         lambda run: not run.eval.k,
         "eval.k = 0 samples nothing",
     ),

@@ -29,9 +29,18 @@ class SamplingConfig(Frozen):
     max_tokens: Tokens = 1024
     """Most tokens of a response, or of a turn in episodes of several."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Only 1, the whole distribution, can be trained on. eval.top_p may be less."""
+    """Sample from the smallest set of likeliest tokens with this probability. The engine returns
+    the sets, and the trainer scores over them (docs/supports.md). 1: all tokens."""
     top_k: int = Field(0, ge=0, le=LARGEST_INT)
-    """Only 0, all tokens, can be trained on. eval.top_k may be more."""
+    """Sample from this many likeliest tokens, as top_p. 0: all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample from the tokens with at least this share of the likeliest one's probability. It is
+    applied before top_k and top_p. 0: all."""
+
+    @property
+    def narrows(self) -> bool:
+        """True if tokens are left out, so that log-probabilities are over the tokens kept."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 def _off(value: Any) -> Any:
@@ -111,6 +120,8 @@ class EvalConfig(Frozen):
     """Nucleus of the k completions. 1: the whole distribution."""
     top_k: int = Field(0, ge=0, le=LARGEST_INT)
     """Likeliest tokens that the k completions are drawn from. 0: all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Least share of the likeliest token's probability, for the k completions. 0: all."""
     max_tokens: Tokens | None = None
     """Most tokens of a response. Unset: rollout.sampling.max_tokens."""
     quantised: bool = False

@@ -39,11 +39,18 @@ def _gpus_per_replica(run: Sections) -> float | None:
 
 SAMPLING: Rules = (
     error(
-        "rollout.sampling: top_p={rollout.sampling.top_p} top_k={rollout.sampling.top_k} narrow "
-        "the sampled distribution, but the trainer's softmax has full support, so every "
-        "importance ratio would be wrong; train with top_p=1 top_k=0, not the "
-        "vocabulary's size (eval.top_p and eval.top_k may narrow evaluation)",
-        lambda run: run.rollout.sampling.top_p < 1 or run.rollout.sampling.top_k > 0,
+        "rollout.sampling: top_p={rollout.sampling.top_p} top_k={rollout.sampling.top_k} "
+        "min_p={rollout.sampling.min_p} leave tokens out, but rollout.engine.kind = "
+        "{rollout.engine.kind} does not return which, so every importance ratio would be wrong; "
+        "use kind = hf, or train with top_p=1 top_k=0 min_p=0 (eval.top_p, eval.top_k and "
+        "eval.min_p may narrow evaluation)",
+        lambda run: run.rollout.sampling.narrows and not run.rollout.engine.can.supports,
+    ),
+    error(
+        "correction.centering: {correction.centering} takes the rollout's mean score over its "
+        "likeliest tokens, which rollout.sampling.top_p, top_k or min_p cut; use another "
+        "correction, or the whole vocabulary",
+        lambda run: run.rollout.sampling.narrows and run.correction.centering != "none",
     ),
     error(
         "rollout.group_size: GRPO compares siblings, so a group of 1 never has an advantage; use "

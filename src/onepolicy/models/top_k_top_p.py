@@ -1,4 +1,4 @@
-"""Top-k and top-p: restrict a distribution to its likeliest tokens."""
+"""Top-k, top-p and min-p: restrict a distribution to its likeliest tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 
 WHOLE_VOCABULARY = 1 << 62  # top_k of a row that keeps the whole vocabulary
+
+
+def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Set logits [B, V] to -inf where p is below `min_p` [B, 1] times the likeliest token's p."""
+    least = logits.amax(-1, keepdim=True) + min_p.log()  # log 0 = -inf: a row without min-p
+    return logits.masked_fill(logits < least, float("-inf"))
 
 
 def apply_top_k_top_p(

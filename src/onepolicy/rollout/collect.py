@@ -22,6 +22,8 @@ from onepolicy.interfaces import (
     RolloutEngine,
 )
 from onepolicy.replay.checks import RouteSpec, check_completion, fill_missing_routes
+from onepolicy.support.checks import check_supports
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import MAX_LOGP, Completion, Group, Sample, Sampling
 
 T = TypeVar("T")
@@ -59,6 +61,17 @@ def check_sampled_tokens(completion: Completion, name: str) -> None:
         )
 
 
+def check_support(completion: Completion, name: str) -> None:
+    """Raise SupportError unless every sampled token has a set that it is in.
+
+    name: of the sample, for the error.
+    """
+    support = completion.support
+    if support is None:
+        support = SupportTrace.missing(len(completion.token_ids))
+    check_supports(support, completion.token_ids, name=name)
+
+
 async def play_episode(
     engine: RolloutEngine,
     environment: Environment,
@@ -94,6 +107,8 @@ async def play_episode(
         completion = await engine.generate(tokens, turn_sampling, seed=seeds(turn - 1))
         turn_name = f"{name}, turn {turn - 1}"
         check_sampled_tokens(completion, turn_name)
+        if sampling.support:
+            check_support(completion, turn_name)
         held = None
         if isinstance(engine, NamedEngine):
             held = engine.adapter
@@ -219,8 +234,12 @@ async def collect_rollouts(
     sampling = Sampling(
         config.sampling.temperature,
         config.sampling.max_tokens,
+        config.sampling.top_p,
+        config.sampling.top_k,
+        config.sampling.min_p,
         stop=stop,
         top_logprobs=top_logprobs,
+        support=config.sampling.narrows,
     )
     player = _GroupPlayer(engine, environment, config, sampling, step, seed, route_spec, advance)
     num_groups = config.prompts_per_step

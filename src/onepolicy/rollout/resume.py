@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import Completion, FinishReason, RoutingTrace
 
 
@@ -32,6 +33,9 @@ class PartialCompletion(Protocol):
     @property
     def top_logp(self) -> Tensor | None: ...  # [n, k] float32
 
+    @property
+    def support(self) -> SupportTrace | None: ...
+
 
 def join_partial_completions(
     parts: Sequence[PartialCompletion], finish: FinishReason, first_slot: int
@@ -41,6 +45,7 @@ def join_partial_completions(
     first_slot: of the first part's routes. The last token of a part is fed by the next part, so
     the parts' rows follow each other without a gap.
     """
+    sampled = [part for part in parts if len(part.token_ids)]
     traces = [part.routing for part in parts if part.routing is not None]
     routing = None
     if traces:
@@ -54,6 +59,7 @@ def join_partial_completions(
         first_slot,
         top_ids=_concat_top([part.top_ids for part in parts]),
         top_logp=_concat_top([part.top_logp for part in parts]),
+        support=SupportTrace.concat_if_given([part.support for part in sampled]),
     )
 
 

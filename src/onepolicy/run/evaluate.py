@@ -36,7 +36,8 @@ async def evaluate(
     """
     problems = environment.held_out(config.problems)
     greedy = Sampling(0.0, max_tokens, stop=stop)
-    sampled = Sampling(config.temperature, max_tokens, config.top_p, config.top_k, stop)
+    narrowed = config.top_p, config.top_k, config.min_p
+    sampled = Sampling(config.temperature, max_tokens, *narrowed, stop=stop)
 
     async def play(problem: Problem, sampling: Sampling, member: int) -> tuple[Sample, ...]:
         seeds = functools.partial(request_seed, seed, problem.id, -1, member)

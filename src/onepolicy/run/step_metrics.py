@@ -26,6 +26,11 @@ def mismatch_metrics(batch: TokenBatch) -> dict[str, float]:
     found = compare_sides(batch, batch.logp_old, batch.logp_rollout)
     metrics = found.metrics() | metrics_per_turn(batch)
     metrics["train/entropy"] = float(batch.entropy[batch.trainable].mean())
+    if batch.support is not None and batch.entropy_vocabulary is not None:
+        of_vocabulary = batch.entropy_vocabulary[batch.trainable]
+        metrics["train/entropy_vocabulary"] = float(of_vocabulary.mean())
+        sizes = batch.support.sizes[batch.trainable]
+        metrics["rollout/support_size"] = float(sizes.double().mean())
     disagreement = _disagreement(batch)
     if disagreement is not None:
         metrics |= disagreement.metrics()

@@ -12,18 +12,21 @@ from onepolicy.config.replay import MIN_AGREEMENT, ReplayConfig
 from onepolicy.divergence.routing import router_differences
 from onepolicy.replay.alignment import check_alignment, check_captured
 from onepolicy.replay.checks import MisalignedRoutesError
+from onepolicy.support.checks import SupportError, check_supports
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import TokenBatch
 
 LOG = logging.getLogger(__name__)
 
 
-def check_batch(batch: TokenBatch, vocab: int) -> None:
+def check_batch(batch: TokenBatch, vocab: int, *, narrows: bool = False) -> None:
     """Check a step's batch against the model, before its first forward.
 
     Everything else that a batch holds is right by the types that it is made of: a Sample has a
     finite log-probability and a route for each of its slots. But nothing else knows the model's
     vocabulary, and on a GPU a wrong token id ends the process. Raises TrainingError for token ids
-    outside 0..vocab-1, and for an outcome that is no number.
+    outside 0..vocab-1, for an outcome that is no number, and for a sampled token that is not in its
+    support or lacks one. narrows: the run samples with top_p, top_k or min_p.
     """
     outside = f"but the model's tokens are 0..{vocab - 1}"
     for name in ("input_ids", "target_ids"):
@@ -31,6 +34,13 @@ def check_batch(batch: TokenBatch, vocab: int) -> None:
         _check_slots(batch, name, ids, (ids >= 0) & (ids < vocab), outside)
     outcome = batch.outcome[batch.segment]
     _check_slots(batch, "outcome", outcome, outcome.isfinite(), "no number")
+    support = batch.support
+    if support is None and narrows:
+        support = SupportTrace.missing(batch.num_slots)
+    if support is not None:
+        check_supports(support, batch.target_ids, batch.trainable, name="batch")
+        if int(support.ids.max()) >= vocab or int(support.ids.min()) < 0:
+            raise SupportError(f"batch: a support has token {int(support.ids.max())}, {outside}")
 
 
 def _check_slots(

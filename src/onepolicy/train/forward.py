@@ -1,4 +1,8 @@
-"""The forward of one packed micro-batch: log-probabilities and entropy of its trainable slots."""
+"""The forward of one packed micro-batch: log-probabilities and entropy of its trainable slots.
+
+A batch with `support` was sampled by top-k, top-p or min-p. Its log-probabilities are those of the
+softmax over the tokens that the engine kept, as the engine's are.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from transformers import PreTrainedModel
 from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.models.chunk_size import logits_chunk
 from onepolicy.models.packed_attention import Packing
+from onepolicy.support.checks import overlap_of
+from onepolicy.support.score import over_support, support_scores
 from onepolicy.types import TokenBatch
 
 # Text for the numerics contract, which must be equal to the engine's.
@@ -23,9 +29,12 @@ class Scored(NamedTuple):
     """Scores of a micro-batch's slots."""
 
     logp: Tensor  # [T] float32, 0 where not trainable; carries the graph
-    entropy: Tensor  # [T] float32, 0 where not trainable; carries the graph if asked for
+    # [T] float32 over the whole vocabulary, 0 where not trainable; carries the graph if asked for
+    entropy: Tensor
+    entropy_support: Tensor | None = None  # [T] float32, over batch.support, if it has one
+    support_overlap: Tensor | None = None  # [T] float32, see `support.checks.overlap_of`
     # [T, k] float32, log-probabilities of batch.top_ids, as `logp`; None if the batch has none
-    top: Tensor | None
+    top: Tensor | None = None
     # [T, k] int32, float32: the model's likeliest tokens and their log-probabilities, if asked for
     trainer_top: tuple[Tensor, Tensor] | None = None
     row_of: Tensor | None = None  # [T] int64, row that computed each slot; None: a row each
@@ -61,10 +70,14 @@ def forward(
         slots, packing = layout
     options = {"entropy_graph": entropy_graph, "trainer_top": trainer_top}
     chunk = logits_chunk(model)
-    if not chunk or len(slots) <= chunk or is_invariant(model):
-        logps = torch.log_softmax(
-            tempered_logits(model, batch, slots, packing=packing, autocast=autocast), -1
-        )
+    invariant = is_invariant(model)
+    if not chunk or len(slots) <= chunk or invariant:
+        tempered = tempered_logits(model, batch, slots, packing=packing, autocast=autocast)
+        if batch.support is not None:
+            scores = _score_over_support(tempered, batch, slots, invariant=invariant, **options)
+            return _scatter(scores, batch, slots)
+        logps = torch.log_softmax(tempered, -1)
+        del tempered
         return _scatter(_score_rows(logps, batch, slots, **options), batch, slots)
 
     from onepolicy.models.logits_chunks import map_logits
@@ -73,6 +86,8 @@ def forward(
         own = slots[rows]
         tempered = _tempered(logits, batch, own)
         del logits  # one table less at a time
+        if batch.support is not None:
+            return _score_over_support(tempered, batch, own, invariant=False, **options)
         logps = torch.log_softmax(tempered, -1)
         del tempered
         return _score_rows(logps, batch, own, **options)
@@ -105,6 +120,41 @@ def _score_rows(
     return logp, entropy, top, ids.int(), best
 
 
+def _score_over_support(
+    tempered: Tensor,  # [m, V] float32
+    batch: TokenBatch,
+    slots: Tensor,  # [m] int64, of these rows
+    *,
+    invariant: bool,
+    entropy_graph: bool,
+    trainer_top: bool,
+) -> tuple[Tensor, ...]:
+    """Return the fields of Scored for these slots as `_score_rows` does, over their sets.
+
+    With invariant operators the softmax is over the engine's own table, which has its bits.
+    """
+    assert batch.support is not None
+    support, targets = batch.support.at(slots), batch.target_ids[slots]
+    over_set = None
+    if invariant or batch.top_ids is not None:
+        over_set = torch.log_softmax(over_support(tempered, support), -1)
+    scores = support_scores(tempered, targets, support)
+    logp = scores.logp
+    if over_set is not None:
+        logp = over_set.gather(-1, targets[:, None])[:, 0]
+    with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
+        logps = torch.log_softmax(tempered, -1)
+        entropy = entropy_of(logps)
+    found = logp, entropy, scores.entropy.detach(), overlap_of(logps.detach(), support)
+    if batch.top_ids is None or over_set is None:
+        return found
+    top = over_set.gather(-1, batch.top_ids[slots].long())
+    if not trainer_top:
+        return *found, top
+    best, ids = over_set.detach().topk(batch.top_ids.shape[1], -1)
+    return *found, top, ids.int(), best
+
+
 def _scatter(scores: tuple[Tensor, ...], batch: TokenBatch, slots: Tensor) -> Scored:
     """Return the scores of `_score_rows` at their slots, 0 elsewhere."""
     all_slots = []
@@ -112,13 +162,16 @@ def _scatter(scores: tuple[Tensor, ...], batch: TokenBatch, slots: Tensor) -> Sc
         zeros = rows.new_zeros(batch.num_slots, *rows.shape[1:])
         all_slots.append(zeros.index_copy(0, slots, rows))
     logp, entropy, *tops = all_slots
+    of_set: list[Tensor | None] = [None, None]
+    if batch.support is not None:
+        of_set, tops = tops[:2], tops[2:]
     top = top_of_model = None
     if tops:
         top = tops[0]
     if len(tops) > 1:
         top_of_model = tops[1], tops[2]
     row_of = None if batch.shared is None else batch.shared.row_of
-    return Scored(logp, entropy, top, top_of_model, row_of)
+    return Scored(logp, entropy, *of_set, top, top_of_model, row_of)
 
 
 def entropy_of(logps: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class LocalLearner:
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields that the update needs from models: see `interfaces.Learner.score`."""
-        check_batch(batch, self.scorer.vocab_size)
+        check_batch(batch, self.scorer.vocab_size, narrows=self.config.rollout.sampling.narrows)
         return self._fill_scores(batch)
 
     def _fill_scores(self, batch: TokenBatch) -> TokenBatch:

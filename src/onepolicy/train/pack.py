@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import Group, RoutingTrace, Sample, TokenBatch, merge_fingerprints
 
 
@@ -39,6 +40,7 @@ def pack(groups: list[Group]) -> TokenBatch:
         top_logp_rollout=_cat_top([_top_logp(s) for s in samples]),
         episode=torch.tensor([e for group in groups for e in group.episodes]),
         routing=_cat_routes(samples),
+        support=SupportTrace.concat_if_given([s.support for s in samples]),
         fingerprints=merge_fingerprints([s.fingerprints for s in samples]),
     )
 

@@ -19,6 +19,7 @@ from onepolicy.invariant.numerics_contract import numerics_contract_of
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.routers import Routers
+from onepolicy.support.checks import check_overlap
 from onepolicy.sync.sent_tensors import sent_tensors
 from onepolicy.train.batcher import Batcher
 from onepolicy.train.checks import check_routes
@@ -94,7 +95,7 @@ class PolicyScorer:
         scored = self.score_unchecked(batch, replay=replay)
         if not replay:
             return scored
-        return self.check_scored_routes(scored)
+        return self.check_scored(scored)
 
     def score_unchecked(
         self, batch: TokenBatch, *, replay: bool, keep_graph: KeepGraph | None = None
@@ -147,14 +148,20 @@ class PolicyScorer:
                 raise RoutingError("replay is on, but the batch has no routes; they were dropped")
             if micro.shared is not None:
                 routes = routes.at(micro.shared.slots)
-            # no check here: `check_scored_routes` checks the whole batch
+            # no check here: `check_scored` checks the whole batch
             return self.routers.replay(routes, native=native, check=False, **mode.settings)
         if native:
             return self.routers.record()
         return nullcontext()
 
-    def check_scored_routes(self, scored: TokenBatch) -> TokenBatch:
-        """Fill `routers_differing`. Raises RoutingError if routes are not those of their tokens."""
+    def check_scored(self, scored: TokenBatch) -> TokenBatch:
+        """Fill `routers_differing`.
+
+        Raises RoutingError or SupportError if routes or supports are not those of their tokens.
+        """
+        if scored.support_overlap is not None:
+            slots = scored.trainable.nonzero()[:, 0]
+            check_overlap(scored.support_overlap, scored.segment, slots)
         pressed = self.config.rollout.pressure is not None
         return check_routes(scored, self.config.replay, self.version, pressed=pressed)
 
@@ -189,7 +196,7 @@ class ScoreBuffer:
     def __init__(self, batch: TokenBatch) -> None:
         self.batch = batch
         self.logp, self.entropy = torch.zeros(batch.num_slots), torch.zeros(batch.num_slots)
-        self.top: dict[str, Tensor] = {}  # [T, k] each of TOP_FIELDS, if the batch has top_ids
+        self.rows: dict[str, Tensor] = {}  # of other fields of the batch that a forward fills
         self.native: Tensor | None = None  # [T, L, K], experts that the trainer would choose
         self.gate_mass: Tensor | None = None  # [T, L], of the replayed experts
 
@@ -202,11 +209,16 @@ class ScoreBuffer:
         """
         slots = self.batch.slots_of(samples)
         self.logp[slots] = scored.logp.detach().cpu()
-        self.entropy[slots] = scored.entropy.detach().cpu()
+        entropy = scored.entropy
+        if scored.entropy_support is not None:
+            entropy = scored.entropy_support
+            self._add_rows("entropy_vocabulary", slots, scored.entropy)
+            self._add_rows("support_overlap", slots, scored.support_overlap)
+        self.entropy[slots] = entropy.detach().cpu()
         if scored.top is not None and scored.trainer_top is not None:
             fields = zip(TOP_FIELDS, (scored.top, *scored.trainer_top), strict=True)
             for name, rows in fields:
-                self._add_top(name, slots, rows.detach().cpu())
+                self._add_rows(name, slots, rows)
         computed = slice(None) if scored.row_of is None else scored.row_of.cpu()
         if isinstance(handle, ReplayHandle):
             self._add_native(slots, index_ids(handle.native().ids.cpu(), computed))
@@ -214,11 +226,13 @@ class ScoreBuffer:
         elif handle is not None:
             self._add_native(slots, index_ids(handle.trace().ids.cpu(), computed))
 
-    def _add_top(self, name: str, slots: Tensor, rows: Tensor) -> None:
-        if name not in self.top:
-            shape = self.batch.num_slots, rows.shape[1]
-            self.top[name] = torch.zeros(shape, dtype=rows.dtype)
-        self.top[name][slots] = rows
+    def _add_rows(self, name: str, slots: Tensor, rows: Tensor | None) -> None:
+        if rows is None:
+            return
+        if name not in self.rows:
+            shape = self.batch.num_slots, *rows.shape[1:]
+            self.rows[name] = torch.zeros(shape, dtype=rows.dtype)
+        self.rows[name][slots] = rows.detach().cpu()
 
     def _add_native(self, slots: Tensor, ids: Tensor) -> None:
         if self.native is None:
@@ -231,7 +245,7 @@ class ScoreBuffer:
         self.gate_mass[slots] = mass
 
     def fill_batch(self, routers: Routers | None) -> TokenBatch:
-        """Return the batch with logp_old, entropy, routing_native, gate_mass and TOP_FIELDS."""
+        """Return the batch with everything that forwards fill."""
         trace = None
         if self.native is not None and routers is not None:
             valid = torch.ones(len(self.native), dtype=torch.bool)
@@ -242,5 +256,5 @@ class ScoreBuffer:
             routing_native=trace,
             routers_differing=None,  # until the routes are checked
             gate_mass=self.gate_mass,
-            **self.top,
+            **self.rows,
         )

@@ -43,7 +43,7 @@ class ScoringFirst:
             self._graphs[tuple(samples)] = scored, self._replaced(handle)
 
         scored = scorer.score_unchecked(batch, replay=True, keep_graph=keep_graph)
-        return scorer.check_scored_routes(scored)
+        return scorer.check_scored(scored)
 
     @contextmanager
     def minibatch(self, batch: TokenBatch, measured: Measured, *, first: bool) -> Iterator[None]:
@@ -105,7 +105,7 @@ class BypassScoring(ScoringFirst):
         yield
         self._buffer = None
         scored = buffer.fill_batch(self.scorer.routers)
-        measured.scored = self.scorer.check_scored_routes(scored)
+        measured.scored = self.scorer.check_scored(scored)
 
     @contextmanager
     def update_forward(

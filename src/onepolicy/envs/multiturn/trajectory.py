@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import DuplicateRoutes
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import (
     Completion,
     FinishReason,
@@ -43,6 +44,7 @@ class Trajectory:
         self._logp = [float("nan")] * len(self.tokens)
         self._version = [OBSERVED] * len(self.tokens)
         self._tops: dict[int, tuple[Tensor, Tensor]] = {}  # token -> [k] top_ids, [k] top_logp
+        self._sets: dict[int, Tensor] = {}  # token -> ids that it was drawn from
         self._routes = RouteBuffer(duplicate_routes)
         self._fingerprints: list[frozenset[str]] = []  # of each completion
         self.turns = 0
@@ -69,6 +71,9 @@ class Trajectory:
         if completion.top_ids is not None and completion.top_logp is not None:
             tops = zip(completion.top_ids.cpu(), completion.top_logp.cpu(), strict=True)
             self._tops |= zip(range(length, length + new), tops, strict=True)
+        if completion.support is not None:
+            sets = completion.support.to("cpu").split()
+            self._sets |= zip(range(length, length + new), sets, strict=True)
         self.tokens += completion.token_ids.tolist()
         self._turn += [self.turns - 1] * new
         self._logp += completion.logp.tolist()
@@ -97,6 +102,7 @@ class Trajectory:
         for kept in (self.tokens, self._turn, self._logp, self._version):
             del kept[length:]
         self._tops = {token: top for token, top in self._tops.items() if token < length}
+        self._sets = {token: ids for token, ids in self._sets.items() if token < length}
         self._routes.truncate(length)
         self.turns = max(self._turn) + 1
         self.finish = "stop"
@@ -146,7 +152,15 @@ class Trajectory:
             top_ids=self._stack_tops(0, 0, length),
             top_logp_rollout=self._stack_tops(1, float("nan"), length),
             fingerprints=merge_fingerprints(self._fingerprints),
+            support=self._join_sets(length),
         )
+
+    def _join_sets(self, length: int) -> SupportTrace | None:
+        """Return the sets of all slots, empty where an observed token is predicted."""
+        if not self._sets:
+            return None
+        empty = torch.empty(0, dtype=torch.int32)
+        return SupportTrace.join([self._sets.get(i, empty) for i in range(1, length)])
 
     def _stack_tops(self, column: int, fill: float, length: int) -> Tensor | None:
         """Return [length - 1, k]: top_ids (column 0) or top_logp (column 1) of every slot.

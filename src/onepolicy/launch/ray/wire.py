@@ -13,8 +13,15 @@ from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.replay.checks import RoutingError
+from onepolicy.support.trace import SupportTrace
 from onepolicy.sync.messages import validate_message
-from onepolicy.train.sharded.wire import Message, TraceHeader, trace_from_tensors
+from onepolicy.train.sharded.wire import (
+    Message,
+    TraceHeader,
+    support_from_tensors,
+    support_tensors,
+    trace_from_tensors,
+)
 from onepolicy.types import (
     Completion,
     FinishReason,
@@ -127,6 +134,9 @@ def _completion_parts(
     """Split a completion into its header and its tensors by name."""
     header = {name: getattr(completion, name) for name in COMPLETION_FIELDS}
     tensors = {name: getattr(completion, name) for name in COMPLETION_TENSORS}
+    if completion.support is not None:
+        tensors |= support_tensors(completion.support, "support")
+        header["support"] = True
     trace = completion.routing
     if trace is not None:
         tensors |= {f"trace.{name}": getattr(trace, name) for name in TRACE_TENSORS}
@@ -142,6 +152,7 @@ class CompletionHeader(TypedDict):
     finish: FinishReason
     first_slot: int
     fingerprint: str | None
+    support: NotRequired[bool]
     trace: NotRequired[TraceHeader]
     spans: NotRequired[list[tuple[int, int, RouteSource, int]]]
 
@@ -178,7 +189,20 @@ def _decode_reply(
     parts: dict[str, Any] = {name: tensors.get(f"{number}.{name}") for name in COMPLETION_TENSORS}
     _check_completion_tensors(number, parts)
     fields = {name: header[name] for name in COMPLETION_FIELDS}
-    return Completion(**parts, **fields, routing=_decode_trace(number, header, tensors))
+    support = None
+    if header.get("support"):
+        support = _decode_support(number, tensors, len(parts["token_ids"]))
+    routing = _decode_trace(number, header, tensors)
+    return Completion(**parts, **fields, routing=routing, support=support)
+
+
+def _decode_support(number: str, tensors: dict[str, Tensor], tokens: int) -> SupportTrace:
+    support = support_from_tensors(tensors, f"{number}.support")
+    ends = support.offsets
+    fits = len(support) == tokens and ends[0] == 0 and ends[-1] == len(support.ids)
+    if not fits or (ends.diff() < 0).any():
+        raise TrainingError(f"answer {number} is malformed: its support does not fit its tokens")
+    return support
 
 
 def _check_completion_tensors(number: str, parts: dict[str, Tensor | None]) -> None:

@@ -244,6 +244,8 @@ class ContinuousBatch:
         self.logp.view(-1).index_copy_(0, state.flat, sampled.logp)
         for i, request in state.top_requests:
             request.add_top_logprobs(sampled.top_ids, sampled.top_logp, i)
+        for i, request in state.support_requests:
+            request.add_support(sampled.support, i)
         self._ended += state.ended_rows(sampled.tokens, self.rows.length)
 
     def _compact_rows(self) -> None:
@@ -280,6 +282,7 @@ class ContinuousBatch:
             request.sampling.routes_from,
             top_ids=top_ids,
             top_logp=top_logp,
+            support=request.join_support(),
         )
         self.rows.release_row(row)
         return request, completion
@@ -316,6 +319,7 @@ class _DecodeState:
         self.equal_lengths = bool((lengths == lengths[0]).all())
         self.sampling = BatchSampling.from_requests([r.sampling for r in requests], device)
         self.top_requests = [(i, r) for i, r in enumerate(requests) if r.sampling.top_logprobs]
+        self.support_requests = [(i, r) for i, r in enumerate(requests) if r.sampling.support]
         self._limits = np.array([r.limit for r in requests])
         self._stops: Tensor | None = None  # [B, most stop tokens], filled with -1
         width = max(len(r.sampling.stop) for r in requests)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_top_k_top_p
+from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_min_p, apply_top_k_top_p
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import Sampling
 
 # part of the numerics contract with the trainer
@@ -33,7 +34,9 @@ class BatchSampling:
     greedy: Tensor | None  # [B] bool
     top_k: Tensor | None  # [B, 1] int64, WHOLE_VOCABULARY where a row keeps all
     top_p: Tensor | None  # [B, 1] float32
+    min_p: Tensor | None = None  # [B, 1] float32
     top_logprobs: int = 0  # the largest of any row
+    support: Tensor | None = None  # [B] bool, rows that return the tokens they are drawn from
 
     @classmethod
     def from_requests(cls, rows: Sequence[Sampling], device: torch.device) -> BatchSampling:
@@ -47,21 +50,28 @@ class BatchSampling:
         greedy = None
         if any(row.temperature == 0 for row in rows):
             greedy = torch.tensor([row.temperature == 0 for row in rows], device=device)
-        temperature, top_k, top_p = zip(*map(_effective_parameters, rows), strict=True)
+        support = None
+        if any(row.support for row in rows):
+            support = torch.tensor([row.support for row in rows], device=device)
+        columns = zip(*map(_effective_parameters, rows), strict=True)
+        temperature, top_k, top_p, min_p = map(list, columns)
         return cls(
-            column(list(temperature), 1.0, torch.float32),
+            column(temperature, 1.0, torch.float32),
             greedy,
-            column(list(top_k), WHOLE_VOCABULARY, torch.int64),
-            column(list(top_p), 1.0, torch.float32),
+            column(top_k, WHOLE_VOCABULARY, torch.int64),
+            column(top_p, 1.0, torch.float32),
+            column(min_p, 0.0, torch.float32),
             max(row.top_logprobs for row in rows),
+            support,
         )
 
 
-def _effective_parameters(sampling: Sampling) -> tuple[float, int, float]:
-    """Return temperature, top_k and top_p. A greedy row is neither tempered nor narrowed."""
+def _effective_parameters(sampling: Sampling) -> tuple[float, int, float, float]:
+    """Return temperature, top_k, top_p and min_p. A greedy row has neither."""
     if sampling.temperature == 0:
-        return 1.0, WHOLE_VOCABULARY, 1.0
-    return sampling.temperature, sampling.top_k or WHOLE_VOCABULARY, sampling.top_p
+        return 1.0, WHOLE_VOCABULARY, 1.0, 0.0
+    top_k = sampling.top_k or WHOLE_VOCABULARY
+    return sampling.temperature, top_k, sampling.top_p, sampling.min_p
 
 
 class Sampled(NamedTuple):
@@ -71,6 +81,7 @@ class Sampled(NamedTuple):
     logp: Tensor  # [B] float32
     top_ids: Tensor | None  # [B, k] int64, most likely first; None if k is 0
     top_logp: Tensor | None  # [B, k] float32
+    support: tuple[Tensor, ...] = ()  # [B] CPU, int32 ids each was drawn from, if one asks for it
 
 
 def uniform_numbers(seed: int, count: int, num_drawn: int = 0) -> np.ndarray:
@@ -87,6 +98,8 @@ def sample_tokens(logits: Tensor, uniform: Tensor, rows: BatchSampling) -> Sampl
     tempered = logits
     if rows.temperature is not None:
         tempered = logits / rows.temperature
+    if rows.min_p is not None:
+        tempered = apply_min_p(tempered, rows.min_p)
     if rows.top_k is not None or rows.top_p is not None:
         tempered = apply_top_k_top_p(tempered, top_k=rows.top_k, top_p=rows.top_p)
     logp = torch.log_softmax(tempered, -1)
@@ -97,7 +110,11 @@ def sample_tokens(logits: Tensor, uniform: Tensor, rows: BatchSampling) -> Sampl
     top_ids: Tensor | None = None
     if rows.top_logprobs:
         top_logp, top_ids = logp.topk(rows.top_logprobs, -1)
-    return Sampled(tokens[:, 0], logp.gather(-1, tokens)[:, 0], top_ids, top_logp)
+    support: tuple[Tensor, ...] = ()
+    if rows.support is not None:
+        kept = tempered.isfinite() & rows.support[:, None]
+        support = SupportTrace.from_mask(kept).to("cpu").split()
+    return Sampled(tokens[:, 0], logp.gather(-1, tokens)[:, 0], top_ids, top_logp, support)
 
 
 def _invert_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
@@ -149,5 +166,7 @@ def check_sampling(sampling: Sampling) -> None:
         raise UsageError(f"top_p: {sampling.top_p} is not in (0, 1]; 1 keeps the whole vocabulary")
     if sampling.top_k < 0:
         raise UsageError(f"top_k: {sampling.top_k} is negative; 0 keeps the whole vocabulary")
+    if not 0 <= sampling.min_p < 1:
+        raise UsageError(f"min_p: {sampling.min_p} is not in [0, 1); 0 keeps the whole vocabulary")
     if sampling.top_logprobs < 0:
         raise UsageError(f"top_logprobs: {sampling.top_logprobs} is negative; 0 asks for none")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import EngineCaps
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import Completion, FinishReason, Sampling
 
 
@@ -37,6 +38,9 @@ class SequenceRequest:
     """Ids and log-probabilities [k] of the most likely tokens for every sampled token, if asked
     for."""
 
+    sets: list[Tensor] = field(default_factory=list)
+    """Ids of the tokens that each sampled token was drawn from, if asked for."""
+
     @property
     def limit(self) -> int:
         """Most tokens of the prompt and the completion together."""
@@ -46,6 +50,17 @@ class SequenceRequest:
         if last_token in self.sampling.stop:
             return "stop"
         return "length"
+
+    def add_support(self, sets: tuple[Tensor, ...], row: int) -> None:
+        """Store the set of the step that was just sampled in `row`, if this request asks for it."""
+        if self.sampling.support:
+            self.sets.append(sets[row])
+
+    def join_support(self) -> SupportTrace | None:
+        """Return the sets of the sampled tokens, None if not asked for."""
+        if not self.sampling.support:
+            return None
+        return SupportTrace.join(self.sets)
 
     def add_top_logprobs(self, ids: Tensor | None, logp: Tensor | None, row: int) -> None:
         """Store the most likely tokens of the step that was just sampled in `row`.

@@ -131,6 +131,7 @@ class StaticBatch:
         self._logp.append(sampled.logp)
         for i in self._running:
             self._requests[i].add_top_logprobs(sampled.top_ids, sampled.top_logp, i)
+            self._requests[i].add_support(sampled.support, i)
 
     def _store_routes(self, recorder: RouteRecorder, shape: torch.Size) -> None:
         """Store the routes of the last forward. shape: [B, fed], of its token ids."""
@@ -162,6 +163,7 @@ class StaticBatch:
             request.sampling.routes_from,
             top_ids=top_ids,
             top_logp=top_logp,
+            support=request.join_support(),
         )
 
     def _sampled(self, i: int) -> tuple[Tensor, Tensor]:

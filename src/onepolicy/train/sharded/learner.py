@@ -193,7 +193,7 @@ class ShardedLearner:
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields that the update needs from models: see `interfaces.Learner.score`."""
-        check_batch(batch, self.scorer.vocab_size)
+        check_batch(batch, self.scorer.vocab_size, narrows=self.config.rollout.sampling.narrows)
         return self.dispatcher.score(batch, "score")
 
     def step(self, batch: TokenBatch) -> Update:
@@ -216,6 +216,8 @@ class ShardedLearner:
         """Return the batch without the fields that an update does not read."""
         unread = {
             "entropy",
+            "entropy_vocabulary",
+            "support_overlap",
             "routers_differing",
             "trainer_top_ids",
             "trainer_top_logp",

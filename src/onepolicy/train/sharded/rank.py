@@ -37,6 +37,8 @@ SCORED = (
     "entropy",
     "gate_mass",
     "routers_differing",
+    "entropy_vocabulary",
+    "support_overlap",
     "top_logp_old",
     "trainer_top_ids",
     "trainer_top_logp",
@@ -71,9 +73,9 @@ class RankScorer(PolicyScorer):
         self.batcher: RankBatcher = RankBatcher(model, config, self.device)
         self.samples: list[int] = []  # places of the batch's samples in the whole batch
 
-    def check_scored_routes(self, scored: TokenBatch) -> TokenBatch:
+    def check_scored(self, scored: TokenBatch) -> TokenBatch:
         try:
-            return super().check_scored_routes(scored)
+            return super().check_scored(scored)
         except MisalignedRoutesError as error:
             places = ", ".join(map(str, self.samples))
             raise MisalignedRoutesError(

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import RouteSpan, RoutingTrace, TokenBatch
 
 HEADER = "header"
@@ -62,6 +63,7 @@ def batch_message(header: dict[str, Any], batch: TokenBatch) -> Message:
     """Return a message with this header and the batch."""
     tensors: dict[str, Tensor] = {}
     traces: dict[str, Any] = {}
+    supports: list[str] = []
     for each in dataclasses.fields(batch):
         value = getattr(batch, each.name)
         if isinstance(value, RoutingTrace):
@@ -70,9 +72,30 @@ def batch_message(header: dict[str, Any], batch: TokenBatch) -> Message:
             tensors |= {
                 f"{each.name}.{name}": part for name, part in parts.items() if part is not None
             }
+        elif isinstance(value, SupportTrace):
+            supports.append(each.name)
+            tensors |= support_tensors(value, each.name)
         elif isinstance(value, Tensor):  # other fields (fingerprints) stay with the driver
             tensors[each.name] = value
-    return Message(header | {"traces": traces}, tensors)
+    return Message(header | {"traces": traces, "supports": supports}, tensors)
+
+
+def support_tensors(support: SupportTrace, name: str) -> dict[str, Tensor]:
+    """Return the tensors of a support with this name, for a message."""
+    parts = {"ids": support.ids, "offsets": support.offsets, "logp": support.logp}
+    return {f"{name}.{part}": value for part, value in parts.items() if value is not None}
+
+
+def support_from_tensors(tensors: Mapping[str, Tensor], name: str) -> SupportTrace:
+    """Return the support with this name. Raises TrainingError if it is malformed."""
+    try:
+        return SupportTrace(
+            tensors[f"{name}.ids"], tensors[f"{name}.offsets"], tensors.get(f"{name}.logp")
+        )
+    except KeyError as error:
+        raise TrainingError(f"a support is malformed: no tensor {error}") from None
+    except ValueError as error:
+        raise TrainingError(f"a support is malformed: {error}") from None
 
 
 class TraceHeader(TypedDict):
@@ -90,6 +113,8 @@ def batch_from_message(message: Message) -> TokenBatch:
     }
     for name, about in message.header["traces"].items():
         values[name] = trace_from_tensors(message.tensors, name, about)
+    for name in message.header["supports"]:
+        values[name] = support_from_tensors(message.tensors, name)
     return TokenBatch(**values)
 
 

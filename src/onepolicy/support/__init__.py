@@ -1,0 +1,1 @@
+"""Sampling supports: the tokens that each sampled token was drawn from."""

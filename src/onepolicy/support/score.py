@@ -1,0 +1,172 @@
+"""Log-probabilities over the support: the distribution that top-k, top-p and min-p left.
+
+An engine that samples with top-p draws from the kept tokens, and its log-probabilities are those of
+the softmax over them. The trainer's are comparable if its softmax is over the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepolicy.errors import UsageError
+from onepolicy.support.checks import check_supports
+from onepolicy.support.trace import SupportTrace
+from onepolicy.types import describe_argument
+
+
+class SupportScores(NamedTuple):
+    """Scores of m slots over their sets. NaN where the set lacks the token or was not captured."""
+
+    logp: Tensor  # [m] float32, of the sampled token; carries the graph
+    entropy: Tensor  # [m] float32, nats; carries the graph
+    log_total: Tensor  # [m] float32, logsumexp of the set's logits, without a graph
+
+
+def log_probs(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    support: SupportTrace | None = None,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return the log-probabilities of sampled tokens, over the tokens that they were drawn from.
+
+    Their gradient reaches the logits of the set and no others. The softmax is computed in float32,
+    without a table of [T, V] beside the logits.
+
+    Args:
+        logits: [T, V] floating; row t predicts `tokens[t]`.
+        tokens: [T] integer.
+        support: the sets that the engine drew from. None: the whole vocabulary.
+        temperature: of sampling, a number or [T].
+        mask: [T] bool, slots to score. Others may lack a set and return 0. None: all.
+
+    Returns:
+        [T] float32, with the graph of the logits.
+
+    Raises:
+        UsageError: the arguments do not fit together.
+        SupportError: a slot to score has no set, or a set without its own token. Neither is filled
+            in: over the whole vocabulary, every ratio would be wrong.
+    """
+    slots = _check_arguments(logits, tokens, mask)
+    tokens = tokens.long()
+    rows, own = logits, tokens
+    if slots is not None:
+        rows, own = logits[slots], tokens[slots]
+    tempered = rows.float() / _temperature_of(temperature, len(logits), slots)
+    if support is None:
+        found = torch.log_softmax(tempered, -1).gather(-1, own[:, None])[:, 0]
+    else:
+        _check_support(support, logits, tokens, mask)
+        if slots is not None:
+            support = support.at(slots)
+        found = support_scores(tempered, own, support).logp
+    if slots is None:
+        return found
+    return found.new_zeros(len(logits)).index_copy(0, slots, found)
+
+
+def support_scores(tempered: Tensor, tokens: Tensor, support: SupportTrace) -> SupportScores:
+    """Score slots over their sets.
+
+    tempered: [m, V] float32, logits over the temperature. tokens: [m] int64, the sampled ones.
+    """
+    slots, width = support.slot_of, tempered.shape[-1]
+    kept = tempered.reshape(-1).index_select(0, slots * width + support.ids)
+    sizes = support.sizes
+    # Without a set the maximum would be -inf, and -inf - -inf is not a number.
+    top = _reduce(kept.detach(), "max", sizes).nan_to_num(neginf=0.0)
+    total = _reduce((kept - top[slots]).exp(), "sum", sizes)
+    log_total = total.log() + top
+    sampled = support.ids == tokens[slots]
+    of_token = _reduce(torch.where(sampled, kept, 0.0), "sum", sizes)
+    known = _reduce(sampled.float(), "sum", sizes) == 1
+    logp = torch.where(known, of_token - log_total, math.nan)
+    of_kept = kept - log_total[slots]
+    # A token that the head rules out adds 0, as p log p tends to 0.
+    terms = torch.where(of_kept.isneginf(), 0.0, of_kept.exp() * of_kept.clamp(min=-1e4))
+    entropy = torch.where(known, -_reduce(terms, "sum", sizes), math.nan)
+    return SupportScores(logp, entropy, log_total.detach())
+
+
+def over_support(tempered: Tensor, support: SupportTrace) -> Tensor:
+    """Return the logits with -inf outside of the sets, as the engine's sampler has them.
+
+    The on-policy mode needs it: a softmax over this table has the bits of the engine's.
+    tempered: [m, V].
+    """
+    kept = torch.zeros_like(tempered, dtype=torch.bool)
+    kept[support.slot_of, support.ids.long()] = True
+    return tempered.masked_fill(~kept, -math.inf)
+
+
+def _reduce(values: Tensor, how: str, sizes: Tensor) -> Tensor:
+    """Return the sum or maximum of each slot's values, in a fixed order on every device."""
+    found: Tensor = torch.segment_reduce(values, how, lengths=sizes, unsafe=True)
+    return found
+
+
+def _check_arguments(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return the slots [m] to score, None for all. Raises UsageError."""
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise UsageError(
+            f"log_probs: logits is {describe_argument(logits)}, expected floating [T, V]; for a "
+            "batch [B, T, V] flatten the first two dimensions of every argument"
+        )
+    if tokens.shape != logits.shape[:1] or tokens.is_floating_point():
+        raise UsageError(
+            f"log_probs: tokens is {describe_argument(tokens)}, expected integers "
+            f"[{len(logits)}], one for each row of logits"
+        )
+    if mask is None:
+        return None
+    if mask.shape != tokens.shape or mask.dtype != torch.bool:
+        raise UsageError(
+            f"log_probs: mask is {describe_argument(mask)}, expected bool [{len(logits)}]"
+        )
+    return mask.nonzero()[:, 0]
+
+
+def _check_support(
+    support: SupportTrace, logits: Tensor, tokens: Tensor, mask: Tensor | None
+) -> None:
+    if len(support) != len(logits):
+        raise UsageError(
+            f"log_probs: support has {len(support)} slots, logits {len(logits)}; the set of row t "
+            "is the one that tokens[t] was drawn from"
+        )
+    if support.ids.device != logits.device:
+        raise UsageError(
+            f"log_probs: support is on {support.ids.device}, logits on {logits.device}; use "
+            "support.to(logits.device)"
+        )
+    if len(support.ids) and int(support.ids.max()) >= logits.shape[1]:
+        raise UsageError(
+            f"log_probs: support has token {int(support.ids.max())}, but logits are of "
+            f"{logits.shape[1]} tokens; it belongs to another vocabulary"
+        )
+    check_supports(support, tokens, mask, name="log_probs")
+
+
+def _temperature_of(temperature: float | Tensor, rows: int, slots: Tensor | None) -> float | Tensor:
+    if not isinstance(temperature, Tensor):
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise UsageError(
+                f"log_probs: temperature is {temperature}, expected a number above 0; greedy "
+                "tokens have no log-probability to train on"
+            )
+        return temperature
+    if temperature.dim() == 0:
+        return temperature
+    if temperature.shape != (rows,):
+        raise UsageError(
+            f"log_probs: temperature is {describe_argument(temperature)}, expected a number or "
+            f"[{rows}]"
+        )
+    return (temperature if slots is None else temperature[slots])[:, None]

@@ -1,0 +1,256 @@
+"""The noun of this room: which tokens top-k, top-p or min-p left for each slot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepolicy.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SupportTrace:
+    """The tokens that each slot's token was drawn from, in compressed rows.
+
+    Slot t has the ids `ids[offsets[t] : offsets[t + 1]]`. A set has its sampled token, so it is
+    never empty: an empty one was not captured. Two traces are equal if all their tensors are.
+    Raises UsageError if the fields do not fit together.
+    """
+
+    ids: Tensor  # [n] int32, the sets of all slots, one after the other, each ascending
+    offsets: Tensor  # [T + 1] int64
+    logp: Tensor | None = None  # [n] float32, the engine's log-probabilities over the set
+
+    def __post_init__(self) -> None:
+        kinds = {"ids": torch.int32, "offsets": torch.int64}
+        for name, dtype in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, Tensor) or value.dtype != dtype or value.dim() != 1:
+                raise UsageError(
+                    f"SupportTrace.{name} is {_describe(value)}, expected {dtype} of one "
+                    "dimension; SupportTrace.from_sets makes a trace from lists of token ids"
+                )
+        if not len(self.offsets):
+            raise UsageError("SupportTrace.offsets is empty; T slots have T + 1 offsets")
+        if self.logp is not None and self.logp.shape != self.ids.shape:
+            raise UsageError(
+                f"SupportTrace.logp is {_describe(self.logp)}, but there are {len(self.ids)} ids"
+            )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SupportTrace):
+            return NotImplemented
+        same = torch.equal(self.offsets, other.offsets) and torch.equal(self.ids, other.ids)
+        if self.logp is None or other.logp is None:
+            return same and self.logp is other.logp
+        return same and torch.equal(self.logp, other.logp)
+
+    def __hash__(self) -> int:
+        return hash((len(self), len(self.ids)))
+
+    @property
+    def sizes(self) -> Tensor:
+        """[T] int64: tokens of each set, 0 where it was not captured."""
+        return self.offsets.diff()
+
+    @property
+    def captured(self) -> Tensor:
+        """[T] bool."""
+        return self.sizes > 0
+
+    @property
+    def slot_of(self) -> Tensor:
+        """[n] int64: the slot of each id."""
+        slots = torch.arange(len(self), device=self.ids.device)
+        return slots.repeat_interleave(self.sizes, output_size=len(self.ids))
+
+    def to(self, device: torch.device | str) -> SupportTrace:
+        moved = {name: value.to(device) for name, value in self._tensors()}
+        return dataclasses.replace(self, **moved)
+
+    def _tensors(self) -> list[tuple[str, Any]]:
+        fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return [(name, value) for name, value in fields if value is not None]
+
+    def at(self, slots: Tensor | slice) -> SupportTrace:
+        """Return the sets of `slots` (index [m] int64 or slice), in this order."""
+        if isinstance(slots, slice):
+            slots = torch.arange(len(self), device=self.ids.device)[slots]
+        sizes = self.sizes[slots]
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        first = self.offsets[slots] - offsets[:-1]
+        total = int(offsets[-1])
+        index = torch.arange(total, device=self.ids.device)
+        index += first.repeat_interleave(sizes, output_size=total)
+        logp = None if self.logp is None else self.logp[index]
+        return SupportTrace(self.ids[index], offsets, logp)
+
+    def contains(self, tokens: Tensor) -> Tensor:
+        """Return [T] bool: whether the slot's set has its token. tokens: [T] integer."""
+        slots = self.slot_of
+        found = torch.zeros(len(self), dtype=torch.bool, device=self.ids.device)
+        return found.index_put((slots[self.ids == tokens[slots]],), found.new_ones(()))
+
+    def split(self) -> tuple[Tensor, ...]:
+        """Return the ids of every slot, views of `ids`."""
+        return self.ids.split(self.sizes.tolist())
+
+    def as_sets(self) -> list[list[int]]:
+        """Return the ids of every slot, an empty list where the set was not captured."""
+        return [part.tolist() for part in self.split()]
+
+    @classmethod
+    def missing(cls, slots: int) -> SupportTrace:
+        """Return the trace of slots whose sets were not captured."""
+        return cls(torch.empty(0, dtype=torch.int32), torch.zeros(slots + 1, dtype=torch.int64))
+
+    @classmethod
+    def join(cls, parts: Sequence[Tensor]) -> SupportTrace:
+        """Return the trace of one set a slot: [size] int32, ascending. `split` backwards."""
+        sizes = torch.tensor([0, *map(len, parts)])
+        return cls(torch.cat([*parts, torch.empty(0, dtype=torch.int32)]), sizes.cumsum(0))
+
+    @classmethod
+    def concat(cls, traces: Sequence[SupportTrace]) -> SupportTrace:
+        """Return the slots of all traces, one trace after the other.
+
+        Values stay if every trace with a captured set has them. Raises UsageError for no trace.
+        """
+        if not traces:
+            raise UsageError("SupportTrace.concat: no traces; give at least one")
+        sizes = torch.cat([trace.sizes for trace in traces])
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        filled = [trace for trace in traces if len(trace.ids)]
+        values = [trace.logp for trace in filled if trace.logp is not None]
+        logp = torch.cat(values) if values and len(values) == len(filled) else None
+        return cls(torch.cat([trace.ids for trace in traces]), offsets, logp)
+
+    @classmethod
+    def concat_if_given(cls, traces: Sequence[SupportTrace | None]) -> SupportTrace | None:
+        """Return `concat` of traces that are all given, None if none is."""
+        given = [trace for trace in traces if trace is not None]
+        if not given:
+            return None
+        if len(given) < len(traces):
+            raise UsageError(
+                f"{len(traces) - len(given)} of {len(traces)} parts have no support while others "
+                "have; a set is never made up"
+            )
+        return cls.concat(given)
+
+    @classmethod
+    def from_sets(
+        cls, sets: Iterable[Sequence[int]], logp: Iterable[Sequence[float]] | None = None
+    ) -> SupportTrace:
+        """Make a trace from the ids of every slot, in any order. An empty one: not captured.
+
+        logp: the engine's log-probabilities of the same ids. Raises UsageError.
+        """
+        rows = [torch.as_tensor(list(each), dtype=torch.int64) for each in sets]
+        values = None
+        if logp is not None:
+            values = [torch.as_tensor(list(each), dtype=torch.float32) for each in logp]
+            for slot, (ids, own) in enumerate(zip(rows, values, strict=True)):
+                if ids.shape != own.shape:
+                    raise UsageError(
+                        f"slot {slot} has {len(ids)} token ids and {len(own)} log-probabilities"
+                    )
+        counts = torch.tensor([len(ids) for ids in rows], dtype=torch.int64)
+        empty = torch.empty(0)
+        joined = None if values is None else torch.cat([*values, empty])
+        return cls.from_counts(torch.cat([*rows, empty.long()]), counts, logp=joined)
+
+    @classmethod
+    def from_counts(
+        cls, ids: Tensor, counts: Tensor, *, logp: Tensor | None = None
+    ) -> SupportTrace:
+        """Make a trace from joined ids and the number of ids of every slot (prime-rl, vLLM).
+
+        ids: [n] integer, in any order within a slot. counts: [T] integer, 0: not captured.
+        Raises UsageError for ids that are negative or twice in a set.
+        """
+        if int(counts.sum()) != len(ids) or (counts < 0).any():
+            raise UsageError(
+                f"SupportTrace: {len(ids)} ids, but the counts of {len(counts)} slots add up to "
+                f"{int(counts.sum())}"
+            )
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) > torch.iinfo(torch.int32).max):
+            raise UsageError(
+                f"SupportTrace: token ids {int(ids.min())} to {int(ids.max())}; a token id is 0 "
+                "or more and fits 32 bits (fill with from_padded)"
+            )
+        counts = counts.long()
+        slots = torch.arange(len(counts), device=ids.device)
+        slots = slots.repeat_interleave(counts, output_size=len(ids))
+        order = (slots << 32 | ids.long()).argsort()  # ids within a slot
+        ids, slots = ids[order], slots[order]
+        twice = (ids[1:] == ids[:-1]) & (slots[1:] == slots[:-1])
+        if twice.any():
+            place = int(twice.nonzero()[0, 0])
+            raise UsageError(
+                f"SupportTrace: slot {int(slots[place])} has token {int(ids[place])} twice; a set "
+                "has each token once"
+            )
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        values = None if logp is None else logp[order].float()
+        return cls(ids.int(), offsets, values)
+
+    @classmethod
+    def from_padded(
+        cls, ids: Tensor, *, fill: int = -1, logp: Tensor | None = None
+    ) -> SupportTrace:
+        """Make a trace from dense rows (SkyRL). A row of only `fill` was not captured.
+
+        ids: [T, K] integer, `fill` where a set has fewer. logp: [T, K] of the same tokens.
+        """
+        kept = ids != fill
+        values = None if logp is None else logp[kept]
+        return cls.from_counts(ids[kept], kept.sum(-1), logp=values)
+
+    @classmethod
+    def from_logp(cls, ids: Tensor, logp: Tensor) -> SupportTrace:
+        """Make a trace from an engine's likeliest tokens after top-k, top-p and min-p.
+
+        ids: [T, K] integer. logp: [T, K] float, -inf outside the support: vLLM's
+        `logprobs_mode="processed_logprobs"`. Raises UsageError where K may have cut a set: the
+        probabilities of a whole set add up to 1.
+        """
+        kept = logp.isfinite()
+        trace = cls.from_counts(ids[kept], kept.sum(-1), logp=logp[kept])
+        total = logp.double().exp().masked_fill(~kept, 0.0).sum(-1)
+        short = kept.any(-1) & ((total - 1).abs() > TOTAL_TOLERANCE)
+        if short.any():
+            slot = int(short.nonzero()[0, 0])
+            raise UsageError(
+                f"SupportTrace: the {int(kept[slot].sum())} tokens of slot {slot} have a "
+                f"probability of {float(total[slot]):.6f} together, so this is not the whole set: "
+                "ask the engine for more log-probabilities (top_k and a few more for ties), after "
+                "top_k and top_p"
+            )
+        return trace
+
+    @classmethod
+    def from_mask(cls, kept: Tensor, logp: Tensor | None = None) -> SupportTrace:
+        """Make a trace from a mask over the vocabulary. kept: [T, V] bool. logp: [T, V]."""
+        sizes = kept.sum(-1)
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        values = None if logp is None else logp[kept]
+        return cls(kept.nonzero()[:, 1].int(), offsets, values)
+
+
+TOTAL_TOLERANCE = 1e-4
+"""Largest distance from 1 of the probabilities of a whole set: bfloat16 never, float32 3e-7."""
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return type(value).__name__
