@@ -3,6 +3,7 @@ checkpoints, requests, and transformers' results for them."""
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import sys
 import tempfile
@@ -18,8 +19,10 @@ from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec, check_completion
 from onepolicy.replay.routers import bind_routers
+from onepolicy.rollout.hf.sampler import BatchSampling, sample_tokens
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.engine import VLLMEngine
+from onepolicy.support.score import log_probs
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.types import Sampling
 from support import metrics
@@ -264,3 +267,29 @@ def check_follows(engine, model, temperature=1.0, count=6):
         agreeing.append(agreement(done.routing.ids, routes))
     assert min(agreeing) > 0.97
     return list(zip(requests, played, strict=True))
+
+
+def check_supports_of(play, model):
+    """Check that sets and log-probabilities over them are those of transformers' own logits.
+
+    play: returns the completions of requests (prompt, sampling, seed).
+    """
+    kinds = [{"top_k": 5}, {"top_k": 20, "top_p": 0.8}, {"top_k": 12, "min_p": 0.05}]
+    requests = [
+        (path, Sampling(0.7, 12, support=True, **kinds[i % 3]), i)
+        for i, path in enumerate(prompts(9))
+    ]
+    asked_both = dataclasses.replace(requests[0][1], top_logprobs=2)
+    requests.append((requests[0][0], asked_both, 0))
+    completions = play(requests)
+    for (path, sampling, _), done in zip(requests, completions, strict=True):
+        tempered = stock(model, path, done.token_ids)[0] / sampling.temperature
+        rows = BatchSampling.from_requests([sampling] * len(tempered), tempered.device)
+        sets = sample_tokens(tempered * sampling.temperature, torch.zeros(len(tempered)), rows)
+        assert done.support.as_sets() == [ids.tolist() for ids in sets.support]
+        logp = log_probs(tempered, done.token_ids, support=done.support)
+        torch.testing.assert_close(done.logp, logp, atol=5e-4, rtol=0)
+        assert done.top_ids is None or done.top_ids.shape == (12, 2)
+    assert completions[0].support == completions[-1].support
+    assert completions[0].top_ids is None
+    assert completions[-1].top_ids is not None

@@ -22,6 +22,7 @@ from onepolicy.config.sections import Sections
 from onepolicy.config.task import EpisodeTask
 
 LARGEST_STEP = 2**22  # samples
+MOST_RETURNED = 1000  # top_k of engines that return it as log-probabilities, in every reply
 
 
 def _tensor_parallel(run: Sections) -> int:
@@ -45,6 +46,15 @@ SAMPLING: Rules = (
         "use kind = hf, or train with top_p=1 top_k=0 min_p=0 (eval.top_p, eval.top_k and "
         "eval.min_p may narrow evaluation)",
         lambda run: run.rollout.sampling.narrows and not run.rollout.engine.can.supports,
+    ),
+    error(
+        "rollout.sampling.top_k: 0, but {rollout.engine.kind} returns the tokens that top_p and "
+        "min_p left among a number of likeliest ones; set it too, to 1000 or less",
+        lambda run: (
+            run.rollout.sampling.narrows
+            and run.rollout.engine.can.supports == "top_k"
+            and not 0 < run.rollout.sampling.top_k <= MOST_RETURNED
+        ),
     ),
     error(
         "correction.centering: {correction.centering} takes the rollout's mean score over its "

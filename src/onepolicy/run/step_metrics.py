@@ -30,7 +30,7 @@ def mismatch_metrics(batch: TokenBatch) -> dict[str, float]:
         of_vocabulary = batch.entropy_vocabulary[batch.trainable]
         metrics["train/entropy_vocabulary"] = float(of_vocabulary.mean())
         sizes = batch.support.sizes[batch.trainable]
-        metrics["rollout/support_size"] = float(sizes.double().mean())
+        metrics["train/support_size"] = float(sizes.double().mean())
     disagreement = _disagreement(batch)
     if disagreement is not None:
         metrics |= disagreement.metrics()

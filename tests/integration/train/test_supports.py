@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_rollout_and_trainer_agree(narrowed):
     recorded = batch.support.at(slots).as_sets()
     assert sum(map(list.__ne__, own, recorded)) <= 1  # a token at the border
     torch.testing.assert_close(found.logp[mask], batch.logp_rollout[mask], atol=2e-5, rtol=0)
-    assert (whole.logp[mask] - batch.logp_rollout[mask]).mean() < -0.01
+    assert (whole.logp[mask] - batch.logp_rollout[mask]).mean() < -1e-3
     assert (found.support_overlap[mask] > 0.999).all()
     assert (found.entropy_support[mask] <= found.entropy[mask] + 1e-5).all()
     assert (batch.support.sizes[mask] < 64).any()
@@ -98,10 +99,11 @@ def test_rollout_and_trainer_agree(narrowed):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("narrowed", NARROWED.values(), ids=NARROWED)
-def test_on_policy_numerics_are_equal_to_the_bit(family, dtype, narrowed):
+def test_on_policy_numerics_are_equal_to_the_bit(family, dtype):
+    """Requests of every kind sample in one batch of the engine."""
     engine, trained, routers = pair(family, dtype)
-    requests = requests_of(narrowed)
+    kinds = itertools.cycle(map(requests_of, NARROWED.values()))
+    requests = [next(kinds)[number] for number in range(8)]
     batch = batch_of(requests, run(engine, requests))
     assert differing(trained, routers, batch, [[0, 3, 5], [1, 2], [7, 4, 6]]) == (0, 0)
     assert differing(trained, routers, batch.replace(support=None), [range(8)])[0] > 0

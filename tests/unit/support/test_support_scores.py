@@ -104,7 +104,7 @@ def test_a_set_without_its_token_or_without_tokens_is_never_filled_in():
     logits, tokens, kept = drawn(6, 9, 3)
     support = SupportTrace.from_mask(kept)
     holes = SupportTrace.concat([support.at(slice(0, 5)), SupportTrace.missing(1)])
-    with pytest.raises(SupportError, match="1 of 6 sampled tokens have no support, .* slot 5"):
+    with pytest.raises(SupportError, match=r"1 of 6 sampled tokens have no support, .* slot 5"):
         log_probs(logits, tokens, support=holes)
     other = tokens.clone()
     other[2] = int((~kept[2]).nonzero()[0, 0])
@@ -142,7 +142,9 @@ def test_a_sample_of_unlikely_sets_stops():
     segment = torch.tensor([0, 0, 1, 1, 1])
     slots = torch.tensor([0, 1, 2, 3, 4])
     check_overlap(torch.tensor([1.0, 0.1, 1.0, 1.0, math.nan]), segment, slots)
-    with pytest.raises(SupportError, match="supports of 1 samples, the first is sample 1, have 40%"):
+    with pytest.raises(
+        SupportError, match="supports of 1 samples, the first is sample 1, have 40%"
+    ):
         check_overlap(torch.tensor([1.0, 1.0, 0.1, 1.0, 0.1]), segment, slots)
 
 

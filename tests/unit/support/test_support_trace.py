@@ -1,4 +1,4 @@
-"""SupportTrace: every way to make one gives the sets, and every cut of it keeps them."""
+"""SupportTrace: every way to make one gives its sets, and every cut of it keeps them."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def padded(sets):
 
 @given(SETS, st.data())
 def test_all_forms_are_one(sets, data):
-    """Lists, ids with counts, padded rows and masks give the same trace, and it splits and joins."""
+    """Lists, ids with counts, padded rows and masks give one trace, which splits and joins."""
     trace = SupportTrace.from_sets(sets)
     assert trace.as_sets() == [sorted(each) for each in sets]
     joined = torch.tensor([token for each in sets for token in each], dtype=torch.int64)
@@ -56,10 +56,10 @@ def test_an_engine_that_returns_log_probabilities():
     trace = SupportTrace.from_logp(torch.tensor([[4, 2, 9, 1], [8, 6, 5, 1]]), logp)
     assert trace.as_sets() == [[2, 4, 9], [6, 8]]
     assert trace.logp.exp().tolist() == pytest.approx([0.3, 0.5, 0.2, 0.1, 0.9])
-    with pytest.raises(UsageError, match=r"3 tokens of slot 0 have a probability of 0.9\d+ together"):
-        SupportTrace.from_logp(
-            torch.tensor([[4, 2, 9]]), torch.tensor([[0.5, 0.3, 0.1]]).log()
-        )
+    with pytest.raises(
+        UsageError, match=r"3 tokens of slot 0 have a probability of 0.9\d+ together"
+    ):
+        SupportTrace.from_logp(torch.tensor([[4, 2, 9]]), torch.tensor([[0.5, 0.3, 0.1]]).log())
 
 
 def test_parts_without_a_set_are_not_filled_in():

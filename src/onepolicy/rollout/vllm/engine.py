@@ -27,6 +27,7 @@ from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import BatchRunner, SequenceRequest, check_request
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.adapter import LoadedAdapter, adapter_of
+from onepolicy.rollout.vllm.generate_api import requested_logprobs, top_and_support
 from onepolicy.rollout.vllm.memory import GPU_SHARE
 from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors, part_sizes
 from onepolicy.rollout.vllm.start import start_llm_engine
@@ -114,7 +115,12 @@ class VLLMEngine:
             self.caps = dataclasses.replace(self.caps, sizes=sizes)
         self.loaded = LoadedAdapter(self.llm)
         batch = _VLLMBatch(
-            self.llm, self.loaded, route_spec, payload_format, int(text.num_hidden_layers)
+            self.llm,
+            self.loaded,
+            route_spec,
+            payload_format,
+            depth=int(text.num_hidden_layers),
+            vocab=self._vocab,
         )
         loaded = time.perf_counter()
         batch.warm_up([i % self._vocab for i in range(min(8, max_len - 1))])
@@ -197,9 +203,11 @@ class _VLLMBatch:
         loaded: LoadedAdapter,
         route_spec: RouteSpec | None,
         payload_format: RoutePayloadFormat | None,
+        *,
         depth: int,
+        vocab: int,
     ) -> None:
-        self._llm, self._route_spec, self._depth = llm, route_spec, depth
+        self._llm, self._route_spec, self._depth, self._vocab = llm, route_spec, depth, vocab
         self._payload_format, self._loaded = payload_format, loaded
         self._running: dict[str, SequenceRequest] = {}
         self._numbers = itertools.count()
@@ -217,7 +225,7 @@ class _VLLMBatch:
             request = waiting.popleft()
             name = str(next(self._numbers))
             prompt = {"type": "token", "prompt_token_ids": request.prompt.tolist()}
-            params = _sampling_params(request.sampling, request.seed)
+            params = _sampling_params(request.sampling, request.seed, self._vocab)
             self._llm.add_request(name, prompt, params, lora_request=self._loaded.request)
             self._running[name] = request
 
@@ -238,7 +246,7 @@ class _VLLMBatch:
 
         Raises UsageError if its routes are all zeros or not of the model's layers.
         """
-        params = _sampling_params(Sampling(temperature=1.0, max_tokens=1), seed=0)
+        params = _sampling_params(Sampling(temperature=1.0, max_tokens=1), 0, self._vocab)
         self._llm.add_request("warm-up", {"type": "token", "prompt_token_ids": prompt}, params)
         while self._llm.has_unfinished_requests():
             for output in self._llm.step():
@@ -263,7 +271,8 @@ class _VLLMBatch:
         result = output.outputs[0]
         assert result.finish_reason in ("stop", "length")
         tokens = torch.tensor(result.token_ids, dtype=torch.int32)
-        logp, top_ids, top_logp = _logprobs(result, request.sampling.top_logprobs)
+        wanted = requested_logprobs(request.sampling, self._vocab)
+        logp, top_ids, top_logp = _logprobs(result, wanted)
         return Completion(
             tokens,
             logp,
@@ -271,9 +280,8 @@ class _VLLMBatch:
             result.finish_reason,
             self._routing(output, len(request.prompt), version, request.sampling.routes_from),
             request.sampling.routes_from,
-            top_ids=top_ids,
-            top_logp=top_logp,
             adapter=adapter_of(output),
+            **top_and_support(top_ids, top_logp, request.sampling),
         )
 
     def _routing(
@@ -319,7 +327,7 @@ def check_temperature(sampling: Sampling) -> None:
         )
 
 
-def _sampling_params(sampling: Sampling, seed: int) -> Any:
+def _sampling_params(sampling: Sampling, seed: int, vocab: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -327,11 +335,12 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop),
         ignore_eos=True,  # only our stop tokens end a sequence
         seed=seed,
-        logprobs=sampling.top_logprobs,  # of the most likely tokens, beside the sampled one's
+        logprobs=requested_logprobs(sampling, vocab),  # beside the sampled token's own
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -28,23 +28,39 @@ from onepolicy.rollout.servers.replies import (
     max_reply_bytes,
     top_tokens_tensors,
 )
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import MAX_LOGP, Completion, FinishReason, RoutingTrace, Sampling
 
 NO_LOGP = -9999.0  # vLLM's value for a missing log-probability, and for minus infinity
 TOKEN_PREFIX = "token_id:"
 MAX_ID_DIGITS = 10  # of a token id
 MAX_EXPERT_ID_BYTES = 4
+TIES = 16
+"""Tokens asked for beside top_k, which keeps all that tie with its last one."""
+
+
+def requested_logprobs(sampling: Sampling, vocab: int) -> int:
+    """Return how many likeliest tokens a request asks for with their log-probabilities.
+
+    vLLM's are those after top_p, top_k and min_p, so enough of them are the support.
+    """
+    wanted = sampling.top_logprobs
+    if sampling.support:
+        assert sampling.top_k, "a rule of the settings bounds the support"
+        wanted = max(wanted, min(sampling.top_k + TIES, vocab))
+    return wanted
 
 
 def sampling_params(sampling: Sampling, seed: int, *, first: int, vocab: int) -> dict[str, Any]:
     """Return vLLM's sampling_params. first: first slot whose routes are returned."""
-    logprobs = sampling.top_logprobs
+    logprobs = requested_logprobs(sampling, vocab)
     if logprobs:
         logprobs = min(logprobs + 1, vocab)  # the sampled token takes one of them
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "max_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop),
         "ignore_eos": True,  # only our stop tokens end a sequence
@@ -86,7 +102,8 @@ class ReplyParser:
             raise MalformedReply(f"expected one choice, got {len(choices)}")
         choice = choices[0]
         tokens = get_token_ids(choice, "token_ids", vocab=self.vocab)
-        logp, top_ids, top_logp = _logprobs(choice, tokens, self.vocab, sampling.top_logprobs)
+        wanted = requested_logprobs(sampling, self.vocab)
+        logp, top_ids, top_logp = _logprobs(choice, tokens, self.vocab, wanted)
         finish = _finish_reason(get_field(choice, "finish_reason", str), tokens, sampling)
         usage = get_field(reply, "usage", dict)
         _check_token_counts(usage, prompt, len(tokens))
@@ -110,8 +127,7 @@ class ReplyParser:
             finish,
             routing,
             first,
-            top_ids=top_ids,
-            top_logp=top_logp,
+            **top_and_support(top_ids, top_logp, sampling),
         )
 
     def max_reply_bytes(self, *, prompt: int, sampling: Sampling) -> int:
@@ -120,7 +136,8 @@ class ReplyParser:
         if self.route_spec is not None:
             rows = prompt + sampling.max_tokens
             routes = rows * self.depth * self.route_spec.top_k * MAX_EXPERT_ID_BYTES
-        per_token = 3 + sampling.top_logprobs  # the token, its own entry and the top tokens
+        wanted = requested_logprobs(sampling, self.vocab)
+        per_token = 3 + wanted  # the token, its own entry and the top tokens
         return max_reply_bytes(
             tokens=sampling.max_tokens, path=prompt, per_token=per_token, routes=routes
         )
@@ -191,6 +208,23 @@ def check_reply_routes(trace: RoutingTrace, route_spec: RouteSpec) -> None:
         )
     except UsageError as error:
         raise MalformedReply(str(error)) from error
+
+
+def top_and_support(ids: Tensor | None, logp: Tensor | None, sampling: Sampling) -> dict[str, Any]:
+    """Return top_ids, top_logp and support of a Completion, None for each that is not asked for.
+
+    ids, logp: [n, k] of the likeliest tokens, most likely first; None if k is 0. Raises UsageError
+    if there are too few of them to be the whole support.
+    """
+    found: dict[str, Any] = {}
+    if ids is None or logp is None:
+        return found
+    if sampling.support:
+        found["support"] = SupportTrace.from_logp(ids, logp)
+    k = sampling.top_logprobs
+    if k:
+        found |= {"top_ids": ids[:, :k].contiguous(), "top_logp": logp[:, :k].contiguous()}
+    return found
 
 
 def _logprobs(

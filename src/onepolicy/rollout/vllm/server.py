@@ -45,7 +45,11 @@ from onepolicy.rollout.servers.start_up import (
 )
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.engine import check_temperature
-from onepolicy.rollout.vllm.generate_api import resumed_seed, sampling_params
+from onepolicy.rollout.vllm.generate_api import (
+    requested_logprobs,
+    resumed_seed,
+    sampling_params,
+)
 from onepolicy.rollout.vllm.handshake import (
     INITIAL_WEIGHTS_ID,
     VLLMServerInfo,
@@ -178,6 +182,13 @@ class VLLMServer:
         check_sampling(sampling)
         check_temperature(sampling)
         vocab = self._connected_info.reply_parser.vocab
+        wanted = requested_logprobs(sampling, vocab)
+        if wanted > max(self.caps.top_logprobs, sampling.top_logprobs):
+            raise UsageError(
+                f"rollout.sampling.top_k: {sampling.top_k} and ties are up to {wanted} "
+                f"log-probabilities, but the server returns at most {self.caps.top_logprobs}; "
+                "lower it, or start the server with a larger --max-logprobs"
+            )
         prompt = check_request(
             prompt_ids, sampling, self.caps, version=self.version, vocab=vocab
         ).tolist()

@@ -24,6 +24,7 @@ from support.vllm_engines import (
     FakeLearner,
     cached_requests,
     check_follows,
+    check_supports_of,
     followed,
     picked,
     play,
@@ -81,6 +82,10 @@ def test_narrowed_and_greedy_sampling_return_their_logp(engine, models):
     assert torch.equal(logits.argmax(-1), greedy.token_ids.long())
     likeliest = torch.log_softmax(logits, -1).amax(-1)
     torch.testing.assert_close(greedy.logp, likeliest, atol=2e-4, rtol=0)
+
+
+def test_supports_are_the_trainers_own_sets(engine, models):
+    check_supports_of(functools.partial(play, engine), models[0])
 
 
 def test_tokens_follow_from_the_seed_alone(engine):

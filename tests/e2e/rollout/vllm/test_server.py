@@ -2,6 +2,7 @@
 engine serve`."""
 
 import asyncio
+import functools
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ from support.vllm_engines import (
     alone,
     cached_requests,
     check_follows,
+    check_supports_of,
     connect,
     followed,
     picked,
@@ -79,6 +81,10 @@ def test_a_fresh_server_answers_as_the_engine_in_this_process(remote, engine):
 
 def test_probabilities_and_routes_belong_to_their_tokens(remote, models):
     check_follows(remote, models[0], 0.5, count=8)
+
+
+def test_supports_are_the_trainers_own_sets(remote, models):
+    check_supports_of(functools.partial(alone, remote), models[0])
 
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
