@@ -198,6 +198,7 @@ class FakeSGLang(Updates, Adapters):
         shown = logp if self.tempered else torch.log_softmax(logits, -1)
         out.logp.append([float(shown[token]), token, None])
         out.narrowed.append(float(narrowed[token]))
+        out.kept.append(narrowed.isfinite().nonzero()[:, 0].tolist())
         likeliest = zip(*shown.topk(top), strict=True)
         out.top.append([[float(value), int(i), None] for value, i in likeliest])
         return token
@@ -226,6 +227,7 @@ class FakeSGLang(Updates, Adapters):
         }
         if body["return_sampling_mask"]:
             meta["output_token_sampling_logprobs"] = out.narrowed
+            meta["output_token_sampling_mask"] = out.kept
         asked, info = body.get("return_routed_experts"), SERVER_INFO | self.info
         if asked and info["enable_return_routed_experts"]:
             rows = np.stack(out.rows)[first : len(path) - 1]
@@ -266,4 +268,5 @@ class FakeSGLang(Updates, Adapters):
 class _Out:
     def __init__(self):
         self.adapter, self.retractions = None, 0
-        self.logp, self.narrowed, self.top, self.versions, self.rows = [], [], [], [], []
+        self.logp, self.narrowed, self.kept, self.top = [], [], [], []
+        self.versions, self.rows = [], []

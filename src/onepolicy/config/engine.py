@@ -183,6 +183,8 @@ class VLLMServerConfig(ServerEngineConfig):
 class SGLangConfig(ServerEngineConfig):
     """A SGLang server (0.5.23) in a process of its own. docs/engines.md says how to start it."""
 
+    can: ClassVar = Abilities(supports="top_k")
+
     kind: Literal["sglang"] = "sglang"
     """A SGLang server (0.5.23) in a process of its own. docs/engines.md says how to start it."""
     url: str | tuple[str, ...] = "http://127.0.0.1:30000"

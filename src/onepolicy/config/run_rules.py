@@ -57,6 +57,11 @@ SAMPLING: Rules = (
         ),
     ),
     error(
+        "rollout.sampling.min_p: {rollout.sampling.min_p}, but SGLang returns the tokens that "
+        "top_k and top_p leave; leave it out",
+        lambda run: bool(run.rollout.sampling.min_p) and run.rollout.engine.kind == "sglang",
+    ),
+    error(
         "correction.centering: {correction.centering} takes the rollout's mean score over its "
         "likeliest tokens, which rollout.sampling.top_p, top_k or min_p cut; use another "
         "correction, or the whole vocabulary",

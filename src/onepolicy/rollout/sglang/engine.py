@@ -331,6 +331,11 @@ class SGLangEngine:
                 f"temperature: SGLang takes {sampling.temperature} for 0; use 0 (greedy) or at "
                 f"least {MIN_TEMPERATURE}"
             )
+        if sampling.min_p:
+            raise UsageError(
+                "min_p: SGLang returns the tokens that top_k and top_p leave, not those of min_p; "
+                "leave it out"
+            )
         if not uses_top_k_or_top_p(sampling):
             return
         limit = 0

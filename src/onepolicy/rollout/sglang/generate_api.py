@@ -31,6 +31,7 @@ from onepolicy.rollout.servers.replies import (
     max_reply_bytes,
     top_tokens_tensors,
 )
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import MAX_LOGP, RouteSource, RouteSpan, RoutingTrace, Sampling
 
 MAX_RETRACTIONS = 10**6  # of one request
@@ -131,6 +132,7 @@ class SGLangReply:
     top_ids: Tensor | None  # [n, k] int32
     top_logp: Tensor | None  # [n, k] float32
     routing: RoutingTrace | None  # rows of path + tokens from request.first_row on
+    support: SupportTrace | None = None  # if the request asks for it
 
 
 def parse_reply(
@@ -161,6 +163,7 @@ def parse_reply(
         top_ids,
         top_logp,
         routing,
+        _support(meta, len(tokens), request.sampling, model.vocab),
     )
 
 
@@ -202,6 +205,23 @@ def _logp(meta: dict, tokens: list[int], request: SGLangRequest) -> Tensor:
         if len(values) != len(tokens):
             raise MalformedReply(f"{len(values)} {name} for {len(tokens)} tokens")
     return logprob_tensor(values, name)
+
+
+def _support(meta: dict, n: int, sampling: Sampling, vocab: int) -> SupportTrace | None:
+    """Return the tokens that top_k and top_p left for each of n tokens, None if not asked for."""
+    if not sampling.support:
+        return None
+    name = "output_token_sampling_mask"
+    if not n:
+        return SupportTrace.missing(0)
+    masks = get_field(meta, name, list)
+    if len(masks) != n:
+        raise MalformedReply(f"{len(masks)} {name} for {n} tokens")
+    sets = [get_token_ids({name: mask}, name, vocab=vocab) for mask in masks]
+    try:
+        return SupportTrace.from_sets(sets)
+    except UsageError as error:
+        raise MalformedReply(f"{name}: {error}") from error
 
 
 def _top_tokens(meta: dict, n: int, k: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:

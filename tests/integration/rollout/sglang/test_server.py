@@ -108,6 +108,11 @@ def test_narrowed_sampling_returns_the_narrowed_logp(steady):
     kept = expected.topk(3)
     narrowed = expected[few.token_ids[0]] - kept.values.logsumexp(0)
     assert torch.allclose(few.logp[0], narrowed, atol=1e-5)
+    assert few.support is None
+    (recorded,) = play(engine, (PROMPT, Sampling(1.0, 1, top_k=3, support=True)))
+    assert recorded.support.as_sets() == [sorted(kept.indices.tolist())]
+    with pytest.raises(UsageError, match="min_p: SGLang"):
+        play(engine, (PROMPT, Sampling(1.0, 1, top_k=3, min_p=0.1)))
     assert (nucleus.token_ids[0], nucleus.logp[0]) == (kept.indices[0], 0)
     assert torch.allclose(greedy.logp[0], kept.values[0], atol=1e-6)  # of the whole distribution
     with pytest.raises(UsageError, match="top_logprobs: SGLang"):
