@@ -34,6 +34,14 @@ def short_repr(value: Any) -> str:
     return _SHORT.repr(value)[:200]
 
 
+def describe_argument(value: object) -> str:
+    """Return a tensor's dtype and shape, or the type of anything else, for an error message."""
+    dtype = str(getattr(value, "dtype", ""))
+    if not dtype.startswith("torch."):  # which is not imported here
+        return type(value).__name__
+    return f"{dtype.removeprefix('torch.')} {list(value.shape)}"  # type: ignore[attr-defined]
+
+
 class _PrintableError(Exception):
     """An error whose message may quote untrusted text. Only its line breaks reach a terminal."""
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from onepolicy.errors import UsageError
-from onepolicy.types import describe_argument
+from onepolicy.errors import UsageError, describe_argument
 
 Layout = Tensor | Sequence[Tensor]
 """[T] packed, [B, T] padded on either side, or one [T_i] per sequence."""

@@ -26,13 +26,6 @@ MAX_LOGP = 1e-3
 RouteSource = Literal["decode", "prefill", "cache", "reprefill"]
 
 
-def describe_argument(value: object) -> str:
-    """Return a tensor's dtype and shape, or the type of anything else, for an error message."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return type(value).__name__
-
-
 def id_dtype(num_experts: int) -> torch.dtype:
     """Return the smallest unsigned dtype that holds expert ids 0..num_experts-1."""
     if num_experts <= 256:

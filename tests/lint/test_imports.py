@@ -32,6 +32,7 @@ divergence correct objective
 nonfinite
 interfaces layout
 types
+support
 console
 config files chat_templates tokenizer_trial
 bounded npy

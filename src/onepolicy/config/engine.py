@@ -27,9 +27,7 @@ class Abilities(NamedTuple):
     embedded: bool = False  # the trainer's own model: its kernels, its routers, unrounded weights
     in_process: bool = False  # runs in the process that builds it, which Ray can place
     combine_weights: bool = False  # returns the weights of the experts it chose
-    supports: Literal["all", "top_k", ""] = ""
-    """Returns the tokens that top_k, top_p and min_p left: always, or if top_k bounds their number.
-    """
+    any_support: bool = False  # returns the tokens that top_p or min_p left without a top_k, too
     updates_while_sampling: bool = True  # takes weights between two tokens of a request
     shares_process_groups: bool = True  # stands torch's process groups of train.ranks
     adapters_under_ray: bool = False  # was run with train.lora under Ray
@@ -49,7 +47,7 @@ class HFEngineConfig(Frozen):
         embedded=True,
         in_process=True,
         combine_weights=True,
-        supports="all",
+        any_support=True,
         adapters_under_ray=True,
         adapters=ALL_ADAPTERS,
         quant=ALL_FORMATS,
@@ -74,7 +72,6 @@ class VLLMEngineConfig(Frozen):
 
     can: ClassVar = Abilities(
         in_process=True,
-        supports="top_k",
         updates_while_sampling=False,
         shares_process_groups=False,
         quant=VLLM_FORMATS,
@@ -171,7 +168,7 @@ class ServerEngineConfig(Frozen):
 class VLLMServerConfig(ServerEngineConfig):
     """A vLLM server in a process of its own, started by `onepolicy engine serve`."""
 
-    can: ClassVar = Abilities(quant=VLLM_FORMATS, supports="top_k")
+    can: ClassVar = Abilities(quant=VLLM_FORMATS)
 
     kind: Literal["vllm-server"] = "vllm-server"
     """A vLLM server in a process of its own, started by `onepolicy engine serve`."""
@@ -182,8 +179,6 @@ class VLLMServerConfig(ServerEngineConfig):
 
 class SGLangConfig(ServerEngineConfig):
     """A SGLang server (0.5.23) in a process of its own. docs/engines.md says how to start it."""
-
-    can: ClassVar = Abilities(supports="top_k")
 
     kind: Literal["sglang"] = "sglang"
     """A SGLang server (0.5.23) in a process of its own. docs/engines.md says how to start it."""

@@ -40,19 +40,11 @@ def _gpus_per_replica(run: Sections) -> float | None:
 
 SAMPLING: Rules = (
     error(
-        "rollout.sampling: top_p={rollout.sampling.top_p} top_k={rollout.sampling.top_k} "
-        "min_p={rollout.sampling.min_p} leave tokens out, but rollout.engine.kind = "
-        "{rollout.engine.kind} does not return which, so every importance ratio would be wrong; "
-        "use kind = hf, or train with top_p=1 top_k=0 min_p=0 (eval.top_p, eval.top_k and "
-        "eval.min_p may narrow evaluation)",
-        lambda run: run.rollout.sampling.narrows and not run.rollout.engine.can.supports,
-    ),
-    error(
-        "rollout.sampling.top_k: 0, but {rollout.engine.kind} returns the tokens that top_p and "
-        "min_p left among a number of likeliest ones; set it too, to 1000 or less",
+        "rollout.sampling.top_k: {rollout.sampling.top_k}, but {rollout.engine.kind} returns the tokens that top_p and "
+        "min_p left among a number of likeliest ones; set it too, from 1 to 1000",
         lambda run: (
             run.rollout.sampling.narrows
-            and run.rollout.engine.can.supports == "top_k"
+            and not run.rollout.engine.can.any_support
             and not 0 < run.rollout.sampling.top_k <= MOST_RETURNED
         ),
     ),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.types import RoutingTrace, describe_argument
+from onepolicy.errors import describe_argument
+from onepolicy.types import RoutingTrace
 
 MAX_ROWS = 2**18
 """Routers that are compared as sets at a time, each in K * K bytes."""

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.errors import describe_argument
 from onepolicy.replay.contexts import RouteRecorder
-from onepolicy.types import RoutingTrace, TraceOrigin, describe_argument
+from onepolicy.types import RoutingTrace, TraceOrigin
 
 
 def pad_routes(traces: Sequence[RoutingTrace], attention_mask: Tensor) -> RoutingTrace:

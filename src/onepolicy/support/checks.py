@@ -1,4 +1,4 @@
-"""What a support must be, and whose it is: its token is in it, and its tokens are the likeliest."""
+"""Checks of supports: the token is in its own, whose tokens are the likeliest."""
 
 from __future__ import annotations
 

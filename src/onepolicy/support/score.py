@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onepolicy.errors import UsageError
+from onepolicy.errors import UsageError, describe_argument
 from onepolicy.support.checks import check_supports
 from onepolicy.support.trace import SupportTrace
-from onepolicy.types import describe_argument
 
 
 class SupportScores(NamedTuple):

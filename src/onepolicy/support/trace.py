@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.errors import UsageError
+from onepolicy.errors import UsageError, describe_argument
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,14 +32,15 @@ class SupportTrace:
             value = getattr(self, name)
             if not isinstance(value, Tensor) or value.dtype != dtype or value.dim() != 1:
                 raise UsageError(
-                    f"SupportTrace.{name} is {_describe(value)}, expected {dtype} of one "
+                    f"SupportTrace.{name} is {describe_argument(value)}, expected {dtype} of one "
                     "dimension; SupportTrace.from_sets makes a trace from lists of token ids"
                 )
         if not len(self.offsets):
             raise UsageError("SupportTrace.offsets is empty; T slots have T + 1 offsets")
         if self.logp is not None and self.logp.shape != self.ids.shape:
             raise UsageError(
-                f"SupportTrace.logp is {_describe(self.logp)}, but there are {len(self.ids)} ids"
+                f"SupportTrace.logp is {describe_argument(self.logp)}, but there are "
+                f"{len(self.ids)} ids"
             )
 
     def __len__(self) -> int:
@@ -248,9 +249,3 @@ class SupportTrace:
 
 TOTAL_TOLERANCE = 1e-4
 """Largest distance from 1 of the probabilities of a whole set: bfloat16 never, float32 3e-7."""
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)}"
-    return type(value).__name__

@@ -84,7 +84,7 @@ def test_parts_without_a_set_are_not_filled_in():
         (lambda: SupportTrace([[1]], torch.tensor([0, 1])), "ids is list, expected torch.int32"),
         (
             lambda: SupportTrace(torch.tensor([1], dtype=torch.int32), torch.tensor([0.0, 1.0])),
-            "offsets is torch.float32",
+            "offsets is float32",
         ),
         (lambda: SupportTrace.concat([]), "no traces"),
     ],

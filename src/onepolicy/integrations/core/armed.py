@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from onepolicy.config import UsageError
+from onepolicy.errors import describe_argument
 from onepolicy.integrations.core.layout import fit, packed
 from onepolicy.integrations.core.payload import missing_routes
 from onepolicy.replay.checks import RoutingError
@@ -29,7 +30,7 @@ from onepolicy.replay.padding import pad_routes, unpad_routes
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.replay.sample_checks import OnMismatch
 from onepolicy.replay.topk_hook import in_backward
-from onepolicy.types import RoutingTrace, describe_argument
+from onepolicy.types import RoutingTrace
 
 Trace = RoutingTrace | None
 

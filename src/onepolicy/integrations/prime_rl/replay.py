@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
+from onepolicy.errors import describe_argument
 from onepolicy.integrations.core.layout import sample_starts
 from onepolicy.replay.checks import refuse_router_loss
 from onepolicy.replay.routers import Routers, bind_routers
-from onepolicy.types import TraceOrigin, describe_argument
+from onepolicy.types import TraceOrigin
 
 ROUTES = "routed_experts"
 _bound: weakref.WeakKeyDictionary[Any, Routers] = weakref.WeakKeyDictionary()

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.errors import describe_argument
 from onepolicy.integrations.core.layout import contiguous_slice, packed
 from onepolicy.integrations.core.payload import missing_routes, to_trace
 from onepolicy.replay.padding import pad_routes, unpad_routes
 from onepolicy.replay.routers import Routers
-from onepolicy.types import RoutingTrace, describe_argument
+from onepolicy.types import RoutingTrace
 
 ROUTES = "routed_experts"
 """verl's field of the rollout's routes, [tokens, layers, K] int16."""

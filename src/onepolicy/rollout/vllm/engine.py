@@ -114,14 +114,7 @@ class VLLMEngine:
             sizes = part_sizes(quant, (PartTensors(**each) for each in tensors), config.dtype)
             self.caps = dataclasses.replace(self.caps, sizes=sizes)
         self.loaded = LoadedAdapter(self.llm)
-        batch = _VLLMBatch(
-            self.llm,
-            self.loaded,
-            route_spec,
-            payload_format,
-            depth=int(text.num_hidden_layers),
-            vocab=self._vocab,
-        )
+        batch = _VLLMBatch(self.llm, self.loaded, route_spec, payload_format, text)
         loaded = time.perf_counter()
         batch.warm_up([i % self._vocab for i in range(min(8, max_len - 1))])
         self._runner = BatchRunner(batch)
@@ -203,11 +196,10 @@ class _VLLMBatch:
         loaded: LoadedAdapter,
         route_spec: RouteSpec | None,
         payload_format: RoutePayloadFormat | None,
-        *,
-        depth: int,
-        vocab: int,
+        text: PreTrainedConfig,
     ) -> None:
-        self._llm, self._route_spec, self._depth, self._vocab = llm, route_spec, depth, vocab
+        self._llm, self._route_spec = llm, route_spec
+        self._depth, self._vocab = int(text.num_hidden_layers), int(text.vocab_size)
         self._payload_format, self._loaded = payload_format, loaded
         self._running: dict[str, SequenceRequest] = {}
         self._numbers = itertools.count()

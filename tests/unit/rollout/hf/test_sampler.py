@@ -89,8 +89,20 @@ def test_frequencies():
 
 def test_unneeded_parameters_cost_nothing():
     rows = BatchSampling.from_requests([Sampling(1.0, 1)] * 2, CPU)
-    assert (rows.temperature, rows.greedy, rows.top_k, rows.top_p) == (None,) * 4
-    assert sample_tokens(P[None].log(), torch.zeros(1).double(), rows)[2:] == (None, None)
+    unused = rows.temperature, rows.greedy, rows.top_k, rows.top_p, rows.min_p, rows.support
+    assert unused == (None,) * 6
+    assert sample_tokens(P[None].log(), torch.zeros(1).double(), rows)[2:] == (None, None, ())
+
+
+def test_supports_of_the_rows_that_ask():
+    """By hand, P = 0.1, 0.4, 0.2, 0.3: min-p keeps what has 0.16, before top-p."""
+    kinds = [{"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.4}, {"min_p": 0.4, "top_p": 0.7}, {}]
+    asked = [Sampling(1.0, 1, support=True, **kind) for kind in kinds]
+    rows = BatchSampling.from_requests([*asked, Sampling(1.0, 1, top_k=1)], CPU)
+    new = sample_tokens(P.log().expand(6, -1), torch.zeros(6).double(), rows)
+    sets = [ids.tolist() for ids in new.support]
+    assert sets == [[1, 3], [1, 2, 3], [1, 2, 3], [1, 3], [0, 1, 2, 3], []]
+    assert new.logp[3].exp() == pytest.approx(4 / 7 if new.tokens[3] == 1 else 3 / 7)
 
 
 def test_top_logprobs_are_of_the_distribution_sampled_from():
