@@ -6,19 +6,14 @@ import argparse
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from onepolicy.cli.parser import Parser
-from onepolicy.config import Frozen, RunConfig, UsageError, printable
+from onepolicy.config import Frozen, UsageError
 from onepolicy.config.idle import Idle, describe_idle
-from onepolicy.console import Console, escape_logs, print_text
-
-if TYPE_CHECKING:
-    from onepolicy.interfaces import Progress
-    from onepolicy.launch.launcher import Launcher
+from onepolicy.console import escape_logs, print_status, print_text
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 """The commands of a parser, to which each module adds its own."""
@@ -69,11 +64,6 @@ def refuse_model_path(overrides: list[str], command: str) -> None:
             )
 
 
-def print_status(text: str) -> None:
-    """Print the current action on stderr at once. stdout is for results only."""
-    print_text(f"onepolicy: {printable(text)}", stderr=True)
-
-
 def warn_idle(settings: Iterable[Idle], overrides: Sequence[str] | None = None) -> None:
     """Write one line on stderr for settings that change nothing, if there are any.
 
@@ -90,22 +80,6 @@ def warn_idle(settings: Iterable[Idle], overrides: Sequence[str] | None = None) 
 def is_set_by(setting: str, names: Sequence[str]) -> bool:
     """Return whether overrides with these names set a setting, or a section that it is in."""
     return any(setting == name or setting.startswith(f"{name}.") for name in names)
-
-
-@contextmanager
-def status_printer(command: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows each stage of a command on stderr.
-
-    In a terminal the stage is beside a spinner, otherwise it is a line.
-    """
-    from rich.text import Text
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: print_status(f"{command}: {text}")
-        return
-    with console.status(command) as status:
-        yield lambda text: status.update(Text(text))
 
 
 class _StderrHandler(logging.Handler):
@@ -138,20 +112,6 @@ def prepare_process(threads: int | None) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # onepolicy shows its own
-
-
-@contextmanager
-def launcher_for(config: RunConfig, progress: Progress) -> Iterator[Launcher]:
-    """Yield the launcher that starts the processes of a run."""
-    if config.cluster.kind == "local":
-        from onepolicy.launch.launcher import LOCAL_LAUNCHER
-
-        yield LOCAL_LAUNCHER
-        return
-    from onepolicy.launch.ray.connect import open_ray_launcher
-
-    with open_ray_launcher(config, progress) as launcher:
-        yield launcher
 
 
 def check_train_extra(requirements: Sequence[str] = TRAIN_EXTRA) -> None:

@@ -8,16 +8,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from onepolicy.cli.common import (
     CHECKPOINTS,
     Commands,
     add_command,
     check_train_extra,
-    launcher_for,
     prepare_process,
-    print_status,
     refuse_model_path,
     warn_idle,
 )
@@ -38,8 +35,9 @@ from onepolicy.config.stored_config import (
     read_stored_config,
     settings_to_repeat,
 )
-from onepolicy.console import Console, print_text
+from onepolicy.console import print_status, print_text
 from onepolicy.launch.agent import end_with_agent, needs_agent, run_on_ranks
+from onepolicy.launch.restarts import supervise
 
 RESUME_SETTINGS = (
     TRUST,
@@ -150,17 +148,25 @@ def _start(arguments: argparse.Namespace, overrides: list[str]) -> int:
         if needs_agent(config):
             return _run_on_ranks(_start_command(arguments, overrides, arguments.folder), config)
         print_text(f"run folder: {config.out}")
-        prepare_process(config.train.threads)
-        print_status(f"loading {config.model.path}")
-        from onepolicy.run import train as run
-        from onepolicy.run.progress import terminal_progress
+        return _run_here(config, config.train.threads, config.model.path)
 
-        with (
-            terminal_progress(config.steps) as progress,
-            launcher_for(config, progress) as launcher,
-        ):
-            summary = run.start_run(config, progress, launcher=launcher)
-    return _print_summary(summary)
+
+def _run_here(
+    config: RunConfig,
+    threads: int | None,
+    loaded: str,
+    *,
+    fork: Path | None = None,
+    resumed: Path | None = None,
+    **counts: int | None,
+) -> int:
+    """Load torch, train to the end and print the summary. Arguments: of `run_to_end`."""
+    prepare_process(threads)
+    print_status(f"loading {loaded}")
+    from onepolicy.run.train_command import run_to_end
+
+    run_to_end(config, fork=fork, resumed=resumed, **counts)
+    return 0
 
 
 def _run_on_ranks(command: list[str], config: RunConfig, count: int | None = None) -> int:
@@ -195,8 +201,6 @@ def _out_override(overrides: list[str]) -> Path | None:
 
 def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Run the command in a child process, and resume the run whenever that process dies."""
-    from onepolicy.launch.restarts import supervise
-
     restarts = arguments.restarts
     _check_restarts(restarts)
     if arguments.resume:
@@ -253,17 +257,8 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
     steps, ranks = counts.get("steps"), counts.get("train.ranks")
     if needs_agent(config, ranks):
         return _run_on_ranks(["train", "--resume", arguments.resume, *overrides], config, ranks)
-    prepare_process(config.train.threads)
-    print_status(f"loading the newest checkpoint of {path}")
-    from onepolicy.run import resume
-    from onepolicy.run.progress import terminal_progress
-
-    with (
-        terminal_progress(steps or config.steps) as progress,
-        launcher_for(config, progress) as launcher,
-    ):
-        summary = resume.resume_run(path, progress, steps, ranks, launcher, config)
-    return _print_summary(summary)
+    loaded = f"the newest checkpoint of {path}"
+    return _run_here(config, config.train.threads, loaded, resumed=path, steps=steps, ranks=ranks)
 
 
 def _resume_changes(overrides: list[str], path: Path) -> tuple[dict[str, int], list[str]]:
@@ -309,19 +304,7 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _check_task(config)
     if needs_agent(config):
         return _run_on_ranks(["train", "--from", arguments.fork, *overrides], config)
-    prepare_process(None)
-    print_status(f"loading a checkpoint of {source}")
-    from onepolicy.run import resume
-    from onepolicy.run import train as run
-    from onepolicy.run.progress import terminal_progress
-
-    origin = resume.fork_origin(source)
-    with (
-        terminal_progress(config.steps, origin.step) as progress,
-        launcher_for(config, progress) as launcher,
-    ):
-        summary = run.start_run(config, progress, origin, launcher)
-    return _print_summary(summary)
+    return _run_here(config, None, f"a checkpoint of {source}", fork=source)
 
 
 def _fork_out(overrides: list[str]) -> Path:
@@ -354,10 +337,3 @@ def _forked_config(parent: RunConfig, overrides: list[str]) -> RunConfig:
     if resolve(without_correction).correction == parent.correction:
         tree = without_correction
     return resolve(tree, overrides)
-
-
-def _print_summary(summary: dict[str, Any]) -> int:
-    from onepolicy.report.terminal import summary_table
-
-    Console().print(summary_table(summary))
-    return 0

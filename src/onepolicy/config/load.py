@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from onepolicy.config.base import VARIANT_KEYS, Broken, Frozen
+from onepolicy.config.errors import describe_errors
 from onepolicy.config.rules import require
 from onepolicy.config.run import RunConfig
 from onepolicy.errors import UsageError
@@ -72,8 +73,6 @@ def resolve_as(kind: type[Settings], tree: Tree, overrides: Overrides = ()) -> S
     try:
         settings = kind.model_validate(tree, context=broken)
     except ValidationError as error:
-        from onepolicy.config.errors import describe_errors
-
         lines = [describe_errors(error, kind), *map(str, broken.checks)]
         raise UsageError("\n".join(lines)) from None
     require(broken.checks)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.models.chunk_size import logits_chunk
+from onepolicy.models.logits_chunks import map_logits
 from onepolicy.models.packed_attention import Packing
 from onepolicy.types import TokenBatch
 
@@ -66,8 +67,6 @@ def forward(
             tempered_logits(model, batch, slots, packing=packing, autocast=autocast), -1
         )
         return _scatter(_score_rows(logps, batch, slots, **options), batch, slots)
-
-    from onepolicy.models.logits_chunks import map_logits
 
     def score_chunk(logits: Tensor, rows: slice) -> tuple[Tensor, ...]:
         own = slots[rows]

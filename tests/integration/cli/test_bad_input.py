@@ -177,7 +177,7 @@ def test_a_fork_that_is_refused_leaves_its_folder_as_it_was(
     async def refuse(*_, **__):
         raise UsageError("the engine holds other weights")
 
-    monkeypatch.setattr("onepolicy.engine_check.checks.require_correct_logprobs", refuse)
+    monkeypatch.setattr("onepolicy.run.loop.require_correct_logprobs", refuse)
     out = tmp_path / "fork"
     if existed:
         out.mkdir()

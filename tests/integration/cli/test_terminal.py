@@ -303,7 +303,7 @@ def test_a_starting_run_holds_its_folder(tmp_path, tmp_path_factory, monkeypatch
         raise UsageError("enough")
 
     monkeypatch.setattr(
-        "onepolicy.launch.restarts.supervise" if restarts else "onepolicy.run.train.start_run",
+        "onepolicy.cli.train.supervise" if restarts else "onepolicy.run.train.start_run",
         start,
     )
     assert main(["train", str(recipe), f"model.path={model}", *restarts]) == 2

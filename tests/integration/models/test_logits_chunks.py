@@ -139,7 +139,7 @@ def test_one_chunk_is_the_whole_to_the_bit(monkeypatch):
     def never(*_, **__):
         raise AssertionError("all slots fit one chunk, so nothing is computed again")
 
-    monkeypatch.setattr(logits_chunks, "map_logits", never)
+    monkeypatch.setattr(scoring, "map_logits", never)
     model, batch = small(tied=True), batch_at([0.8] * 8, top=3)
     for chunk in (TRAINABLE, TRAINABLE + 1):
         check_bits(model, batch, chunk, entropy_graph=True, trainer_top=True)

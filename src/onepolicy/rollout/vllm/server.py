@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -52,6 +52,7 @@ from onepolicy.rollout.vllm.handshake import (
     handshake,
     read_weights_id,
 )
+from onepolicy.rollout.vllm.server_adapters import ServerAdapters, read_adapter
 from onepolicy.rollout.vllm.weight_update import (
     broadcast_adapter,
     broadcast_weights,
@@ -62,9 +63,6 @@ from onepolicy.rollout.vllm.weight_update import (
 from onepolicy.sync.canary import inexact_dtype
 from onepolicy.sync.weight_files import WeightFiles, num_files
 from onepolicy.types import Completion, Sampling
-
-if TYPE_CHECKING:
-    from onepolicy.rollout.vllm.server_adapters import ServerAdapters
 
 INCOMPLETE = "incomplete"  # suffix of the id of weights of which only some may be loaded
 ABORT_INTERVAL_S = 0.1  # while requests on a paused server end
@@ -125,8 +123,6 @@ class VLLMServer:
         self.adapter: str | None = None  # that it samples with, without the version
         self._adapters: ServerAdapters | None = None
         if lora is not None:
-            from onepolicy.rollout.vllm.server_adapters import ServerAdapters
-
             self._adapters = ServerAdapters(lora, model, config.one_url)
         self.client, self._client_without_retries = make_clients(config, server="the vLLM server")
         self.config, self._text = config, hf_config.get_text_config()
@@ -271,8 +267,6 @@ class VLLMServer:
     async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
         """Load A and B of the adapter as `version` in place of the last one."""
         assert self._adapters is not None
-        from onepolicy.rollout.vllm.server_adapters import read_adapter
-
         tensors, settings = read_adapter(adapter)
         async with self._update(version):
             if self._files is not None:
