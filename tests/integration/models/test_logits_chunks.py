@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onepolicy.invariant.enable import enable_invariant
-from onepolicy.models import logits_chunks
 from onepolicy.models.chunk_size import MARK, logits_chunk, slots_per_chunk
 from onepolicy.models.fp32_head import Fp32Head
 from onepolicy.models.logits_chunks import install_logits_chunks, map_logits

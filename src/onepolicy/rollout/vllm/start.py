@@ -14,10 +14,8 @@ from torch import nn
 
 from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMEngineConfig
 from onepolicy.config.lora import LoraConfig
-from onepolicy.models.load import read_config
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat, parse_version, payload_format_of
 from onepolicy.rollout.vllm import quant as vllm_quant
-from onepolicy.rollout.vllm.adapter import cpu_experts, lora_args
 from onepolicy.rollout.vllm.compatibility import (
     CPU,
     Deployment,
@@ -93,6 +91,8 @@ def start_llm_engine(
             _unbind_threads()
             _check_cpu_experts(path, config.tensor_parallel_size, trust_remote_code)
     if lora is not None:
+        from onepolicy.rollout.vllm.adapter import cpu_experts, lora_args  # not in a server
+
         arguments |= lora_args(lora, ModelConfig(path=path, trust_remote_code=trust_remote_code))
         if cpu:
             experts = cpu_experts()
@@ -195,6 +195,8 @@ def engine_args(
 
 def _check_cpu_experts(path: str, size: int, trust_remote_code: bool) -> None:
     """Raise UsageError for experts that vLLM 0.30's CPU kernel pads, which it cannot load again."""
+    from onepolicy.models.load import read_config  # not in a server
+
     model = ModelConfig(path=path, trust_remote_code=trust_remote_code)
     rows = getattr(read_config(model).get_text_config(), "moe_intermediate_size", None)
     if rows is not None and rows % (CPU_EXPERT_ROWS * size):
