@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import GymnasiumTask, TextArenaTask
+from onepolicy.config import GymnasiumTask, TextArenaTask, UsageError
 from onepolicy.envs.multiturn.dialogue import ParsedTurn, TurnFormat
 from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment, PathOptions
 from onepolicy.envs.tasks.reasoning_gym import LIBRARY_ERRORS
@@ -117,11 +117,21 @@ class SeededEnvironment(MultiTurnEnvironment):
             raise EpisodeError(f"{self._name} failed: {error!r}") from error
 
 
-def is_repeatable(game: Game, other: Game, seeds: Iterable[int]) -> bool:
+def is_repeatable(game: Game, seeds: int) -> bool:
     """Return whether equal seeds and moves give equal episodes, in one game and in another."""
+    other = type(game)(game.config)
     return all(
         _play_trial(game, seed) == _play_trial(other, seed) == _play_trial(game, seed)
-        for seed in seeds
+        for seed in range(seeds)
+    )
+
+
+def chance_error(setting: str, name: str) -> UsageError:
+    """Return the error for a game that is not repeatable."""
+    return UsageError(
+        f"{setting}: two episodes of {name} from one seed with the same moves differ, so the "
+        "siblings of a group would not play one problem; take another, or parameters that leave "
+        "all chance to the seed"
     )
 
 
