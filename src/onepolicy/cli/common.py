@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from onepolicy.cli.parser import Parser
 from onepolicy.config import Frozen, UsageError
@@ -131,25 +133,11 @@ def check_train_extra(requirements: Sequence[str] = TRAIN_EXTRA) -> None:
 
 def _problem(requirement: str) -> str | None:
     """Return `torch>=2.11 (2.6.0 is installed)`, None if the requirement is met."""
-    name = re.split("[<>]", requirement)[0]
+    wanted = Requirement(requirement)
     try:
-        installed = version(name)
+        installed = version(wanted.name)
     except PackageNotFoundError:
         return f"{requirement} (not installed)"
-    bounds = re.findall(r"(>=|<)([\d.]+)", requirement)
-    if all(_meets(installed, operator, limit) for operator, limit in bounds):
+    if wanted.specifier.contains(Version(installed).base_version):
         return None
     return f"{requirement} ({installed} is installed)"
-
-
-def _meets(installed: str, operator: str, limit: str) -> bool:
-    if operator == ">=":
-        return _release(installed) >= _release(limit)
-    return _release(installed) < _release(limit)
-
-
-def _release(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version, `2.13.0+cpu` -> (2, 13, 0)."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    assert found is not None, text
-    return tuple(int(part) for part in found[0].split("."))

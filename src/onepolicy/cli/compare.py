@@ -10,13 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from onepolicy.cli.common import Commands, add_command, check_train_extra
-from onepolicy.cli.plan_arms import plan_arms, plan_jobs, runs_in
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.output_paths import check_output_folder
 from onepolicy.config.replay import ROLLOUT_MODES
 from onepolicy.console import Console, make_bars, print_status
 from onepolicy.files import write_text_atomically
 from onepolicy.launch.arms import Arm, lock_arms, play_arms
+from onepolicy.launch.plan_arms import plan_arms, plan_jobs, runs_in
 from onepolicy.notation import counted
 
 DEFAULT_ARMS = (

@@ -20,7 +20,7 @@ from onepolicy.cli.common import (
 )
 from onepolicy.config import RunConfig, UsageError, load, resolve
 from onepolicy.config.idle import idle_settings
-from onepolicy.config.input_files import check_input_files, check_task_files
+from onepolicy.config.input_files import check_input_files, check_run_task
 from onepolicy.config.load import parse_value
 from onepolicy.config.output_paths import (
     CONFIG,
@@ -143,7 +143,7 @@ def _start(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if not needs_agent(config):
         warn_idle(idle_settings(config))
     with _free_run_folder(config, overrides) as config:
-        check_input_files(config, evaluates=config.eval.every > 0)
+        check_input_files(config)
         arguments.folder = Path(config.out)
         if needs_agent(config):
             return _run_on_ranks(_start_command(arguments, overrides, arguments.folder), config)
@@ -202,7 +202,12 @@ def _out_override(overrides: list[str]) -> Path | None:
 def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Run the command in a child process, and resume the run whenever that process dies."""
     restarts = arguments.restarts
-    _check_restarts(restarts)
+    if restarts < 0:
+        raise UsageError(f"--restarts: {restarts}; give 0 or more")
+    if "WORLD_SIZE" in os.environ:
+        raise UsageError(
+            f"--restarts: {restarts}; torchrun starts its processes again itself (--max-restarts)"
+        )
     if arguments.resume:
         out = Path(arguments.resume)
         check_resumable(out)
@@ -212,13 +217,13 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
         out = _fork_out(overrides)
         command = ["train", "--from", arguments.fork, *overrides]
         typed = [each for each in overrides if each.partition("=")[0] in TYPED_AGAIN]
-        resume = _resume_command(out, typed)
+        resume = ["train", "--resume", str(out), *typed]
         return supervise(out, command, resume, restarts, print_status)
     config = load(arguments.recipe, overrides)
     with _free_run_folder(config, overrides) as config:
         out = Path(config.out)
         command = _start_command(arguments, overrides, out)
-        resume = _resume_command(out, settings_to_repeat(config))
+        resume = ["train", "--resume", str(out), *settings_to_repeat(config)]
         return supervise(out, command, resume, restarts, print_status)
 
 
@@ -228,19 +233,6 @@ def _start_command(arguments: argparse.Namespace, overrides: list[str], out: Pat
     if _out_override(overrides) is None:  # without it, every start would choose a new folder
         command.append(f"out={json.dumps(str(out), ensure_ascii=False)}")
     return command
-
-
-def _check_restarts(restarts: int) -> None:
-    if restarts < 0:
-        raise UsageError(f"--restarts: {restarts}; give 0 or more")
-    if "WORLD_SIZE" in os.environ:
-        raise UsageError(
-            f"--restarts: {restarts}; torchrun starts its processes again itself (--max-restarts)"
-        )
-
-
-def _resume_command(out: Path, settings: list[str]) -> list[str]:
-    return ["train", "--resume", str(out), *settings]
 
 
 def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -253,7 +245,7 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if settings:
         config = resolve(config.model_dump(), settings)
     check_trust(config, path, overrides, f"train --resume {path}")
-    _check_task(config)
+    check_run_task(config)
     steps, ranks = counts.get("steps"), counts.get("train.ranks")
     if needs_agent(config, ranks):
         return _run_on_ranks(["train", "--resume", arguments.resume, *overrides], config, ranks)
@@ -284,13 +276,6 @@ def _resume_changes(overrides: list[str], path: Path) -> tuple[dict[str, int], l
     return counts, settings
 
 
-def _check_task(config: RunConfig) -> None:
-    evaluated = 0
-    if config.eval.every:
-        evaluated = config.eval.problems
-    check_task_files(config.task, evaluated)
-
-
 def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     source = Path(arguments.fork)
     arguments.folder = _fork_out(overrides)
@@ -301,7 +286,7 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check_trust(config, parent, overrides, f"train --from {source}")
     if not needs_agent(config):
         warn_idle(idle_settings(config))
-    _check_task(config)
+    check_run_task(config)
     if needs_agent(config):
         return _run_on_ranks(["train", "--from", arguments.fork, *overrides], config)
     return _run_here(config, None, f"a checkpoint of {source}", fork=source)

@@ -13,6 +13,7 @@ from onepolicy.config.base import VARIANT_KEYS, Broken, Frozen
 from onepolicy.config.errors import describe_errors
 from onepolicy.config.rules import require
 from onepolicy.config.run import RunConfig
+from onepolicy.config.run_rules import CONTRADICTIONS
 from onepolicy.errors import UsageError
 
 Tree = dict[str, Any]
@@ -23,6 +24,8 @@ TOML_ERRORS = (ValueError, RecursionError)
 """A TOMLDecodeError, a number of thousands of digits, brackets as deep."""
 DEEPEST = 64
 """Levels of sections and lists."""
+
+RunConfig.rules = CONTRADICTIONS  # they read a RunConfig, so run.py cannot import them
 
 
 def load(recipe: str | Path | None, overrides: Overrides = ()) -> RunConfig:

@@ -191,7 +191,7 @@ def test_damaged_run_files(fails, run, subtests):
     for name, text, words in [
         ("run.json", "{}", "lacks parent; copy it from a run of the same kind, or start anew"),
         ("config.json", "", "not the settings of a run"),
-        ("samples.jsonl", '{"prompt": "x"}\n', "no integer `step`"),
+        ("samples.jsonl", '{"prompt": "x"}\n', "lacks step"),
     ]:
         before = (run / name).read_text()
         (run / name).write_text(text)
