@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Unpack
@@ -20,7 +21,7 @@ Step = tuple[str, float, bool]
 """(text, reward, whether the episode is over)."""
 
 
-class Game:
+class Game(ABC):
     """A game in words. Its steps run in the event loop, so they must be quick."""
 
     errors: tuple[type[Exception], ...] = LIBRARY_ERRORS
@@ -29,20 +30,20 @@ class Game:
     def __init__(self, config: Any) -> None:
         self.config = config
 
+    @abstractmethod
     def reset(self, seed: int) -> str:
         """Start an episode and return its first text."""
-        raise NotImplementedError
 
-    def step(self, move: Any) -> Step:
-        raise NotImplementedError
+    @abstractmethod
+    def step(self, move: Any) -> Step: ...
 
+    @abstractmethod
     def take_turn(self, turn: ParsedTurn, events: list[str]) -> tuple[list[str], float, bool]:
         """Play a turn and append its events. Returns (replies, reward, whether it is over)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def trial_moves(self, seed: int) -> Iterable[Any]:
         """Return moves of the episodes that are compared before a run, after `reset`."""
-        raise NotImplementedError
 
 
 class SeededProblems:

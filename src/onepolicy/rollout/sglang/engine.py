@@ -233,11 +233,7 @@ class SGLangEngine:
 
     async def reset_cache(self) -> None:
         """Drop every cached prefix."""
-        running = self._request_gate().running
-        if running:
-            raise RuntimeError(
-                f"reset_cache while {running} requests are running; await them first"
-            )
+        assert not self._request_gate().running, "await all requests first"
         await self._flush_cache()
 
     async def _flush_cache(self) -> None:
@@ -260,8 +256,7 @@ class SGLangEngine:
 
     @property
     def _connected_info(self) -> SGLangServerInfo:
-        if self.server_info is None:
-            raise RuntimeError("SGLangEngine: await connect() first")
+        assert self.server_info is not None, "await connect() first"
         return self.server_info
 
     async def _set_weights_id(self, weights_id: WeightsId) -> None:

@@ -323,11 +323,7 @@ class VLLMServer:
 
     async def reset_cache(self) -> None:
         """Drop every cached prefix."""
-        running = self._request_gate().running
-        if running:
-            raise RuntimeError(
-                f"reset_cache while {running} requests are running; await them first"
-            )
+        assert not self._request_gate().running, "await all requests first"
         await self.confirm_weights()
         await self._reset_prefix_cache()
 
@@ -371,8 +367,7 @@ class VLLMServer:
 
     @property
     def _connected_info(self) -> VLLMServerInfo:
-        if self._server_info is None:
-            raise RuntimeError("VLLMServer: await connect() first")
+        assert self._server_info is not None, "await connect() first"
         return self._server_info
 
     async def _sample(
