@@ -13,7 +13,8 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import rich.console
@@ -37,6 +38,11 @@ def print_text(text: object, *, stderr: bool = False) -> None:
     if stderr:
         stream = sys.stderr
     print(printable(str(text), keep="\n"), file=stream, flush=True)
+
+
+def print_status(text: str) -> None:
+    """Print the current action on stderr at once. stdout is for results only."""
+    print_text(f"onepolicy: {printable(text)}", stderr=True)
 
 
 def escape_logs() -> None:
@@ -100,6 +106,20 @@ class Console(rich.console.Console):
                 yield segment
             else:
                 yield Segment(printable(segment.text, keep="\n"), segment.style)
+
+
+@contextmanager
+def status_printer(command: str) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows each stage of a command on stderr.
+
+    In a terminal the stage is beside a spinner, otherwise it is a line.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: print_status(f"{command}: {text}")
+        return
+    with console.status(command) as status:
+        yield lambda text: status.update(Text(text))
 
 
 def make_table(*header: str, **options: Any) -> Table:

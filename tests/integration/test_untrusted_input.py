@@ -14,10 +14,10 @@ import torch
 
 from onepolicy.audit.read import read_dump
 from onepolicy.cli import main
-from onepolicy.cli.plan_arms import PlannedArm, runs_in
 from onepolicy.config import ModelConfig, UsageError, VLLMServerConfig, resolve
 from onepolicy.config.serve import ServeConfig
 from onepolicy.config.stored_config import check_trust, settings_to_repeat
+from onepolicy.launch.plan_arms import PlannedArm, runs_in
 from onepolicy.models.load import load_model
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.vllm import serve

@@ -10,7 +10,6 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text
 
-from onepolicy.cli.common import print_status, status_printer
 from onepolicy.cli.interrupts import describe_stop
 from onepolicy.console import (
     SHOWN,
@@ -18,7 +17,9 @@ from onepolicy.console import (
     escape_logs,
     make_bars,
     make_table,
+    print_status,
     print_text,
+    status_printer,
 )
 from onepolicy.run.progress import TerminalProgress
 

@@ -14,6 +14,8 @@ from onepolicy.audit.accumulator import DumpAccumulator, SampledRow
 from onepolicy.audit.schema import Array
 from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.notation import counted, number
+from onepolicy.replay.alignment import check_alignment
+from onepolicy.replay.checks import RoutingError
 from onepolicy.types import RoutingTrace
 from onepolicy.verdict.bug_signatures import (
     LOOKED_FOR_BY,
@@ -256,9 +258,6 @@ def _route_error(accumulated: DumpAccumulator, onset: int | None) -> str:
     rows = accumulated.routes_sample.rows(onset)
     if not rows:
         return ""
-    from onepolicy.replay.alignment import check_alignment  # loads transformers
-    from onepolicy.replay.checks import RoutingError
-
     rollout = np.concatenate([row.columns["routes_rollout"] for row in rows])
     trainer = np.concatenate([row.columns["routes_trainer"] for row in rows])
     bounds = np.concatenate([[0], np.cumsum([len(row.columns["routes_rollout"]) for row in rows])])

@@ -45,10 +45,15 @@ from onepolicy.models.load import (
     read_config,
 )
 from onepolicy.models.product_check import check_float32_products
+from onepolicy.models.quant.quantise import check_kernels
 from onepolicy.replay.checks import RouteSpec, refuse_router_loss, require_moe
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.pressure import check_pressure
+from onepolicy.rollout.sglang.adapters import layer_names as sglang_layer_names
 from onepolicy.rollout.spec import EngineSpec
+from onepolicy.rollout.vllm.adapter import layer_names
+from onepolicy.rollout.vllm.quant import check_quant_device
+from onepolicy.train.eight_bit_adamw import check_installed
 from onepolicy.train.lora import check_start
 
 if TYPE_CHECKING:
@@ -148,8 +153,6 @@ def build_components(
     engine_builder: factory of the engine that samples; None: `build_engine`.
     """
     if config.optim.state == "8bit":
-        from onepolicy.train.eight_bit_adamw import check_installed
-
         check_installed()
     model = model_to_load(config, weights)
     if config.train.lora is not None:
@@ -300,12 +303,8 @@ def check_adapters(lora: LoraConfig, config: RunConfig, model: ModelConfig) -> N
     if lora.base == "nf4":
         import onepolicy.models.nf4  # noqa: F401  # raises UsageError without bitsandbytes
     if lora.sync == "native" and config.rollout.engine.kind in ("vllm", "vllm-server"):
-        from onepolicy.rollout.vllm.adapter import layer_names
-
         layer_names(lora, model)
     if lora.sync == "native" and config.rollout.engine.kind == "sglang":
-        from onepolicy.rollout.sglang.adapters import layer_names as sglang_layer_names
-
         sglang_layer_names(lora, model)
 
 
@@ -315,12 +314,8 @@ def check_quant_support(config: RunConfig) -> None:
     if quant is None:
         return
     if isinstance(config.rollout.engine, HFEngineConfig):
-        from onepolicy.models.quant.quantise import check_kernels
-
         check_kernels(quant, device)
     if isinstance(config.rollout.engine, VLLMEngineConfig):
-        from onepolicy.rollout.vllm.quant import check_quant_device
-
         check_quant_device(quant, cpu=device.type == "cpu")
 
 

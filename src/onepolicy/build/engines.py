@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from onepolicy.build.engine_fleet import build_fleet
 from onepolicy.config import (
     HFEngineConfig,
     ModelConfig,
@@ -39,8 +40,6 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
             "models; use rollout.engine.kind = hf, which merges it"
         )
     if isinstance(spec.config, ServerEngineConfig) and spec.config.has_several:
-        from onepolicy.build.engine_fleet import build_fleet
-
         return build_fleet(spec)
     build: BuildEngine = pkgutil.resolve_name(ENGINES[spec.config.kind])
     return build(spec)

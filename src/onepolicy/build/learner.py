@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from onepolicy.config import ModelConfig, RunConfig, UsageError, WeightsReplay
 from onepolicy.config.input_files import resolve_model
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.invariant.enable import enable_invariant
 from onepolicy.models import fp32_head
 from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.empty import empty_model
@@ -28,14 +29,15 @@ from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.sync.adapters import add_adapter
+from onepolicy.train.critic import Critic
+from onepolicy.train.current_policy import CurrentPolicyCorrection
 from onepolicy.train.learner import LocalLearner
+from onepolicy.train.lora import Adapter, FrozenReference
 from onepolicy.train.reprefill import Reprefill
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.update_parts import Reference, UpdatePart
 
 if TYPE_CHECKING:
-    from onepolicy.train.critic import Critic
-    from onepolicy.train.lora import Adapter
     from onepolicy.train.sharded.fsdp import FSDPSharding
 
 
@@ -58,8 +60,6 @@ def build_adapter(scorer: PolicyScorer) -> tuple[Adapter, list[UpdatePart]]:
 
     The reference of objective.kl is the model without its adapter, unless another one is named.
     """
-    from onepolicy.train.lora import Adapter, FrozenReference
-
     config = scorer.config
     adapter = Adapter(scorer.model, adapter_name(config))
     if config.objective.kl.coef and config.objective.kl.reference is None:
@@ -98,8 +98,6 @@ def build_update_parts(
     if reference is not None:
         parts.append(Reference(reference))
     if config.correction.live_part is not None:
-        from onepolicy.train.current_policy import CurrentPolicyCorrection
-
         parts.append(CurrentPolicyCorrection(config.correction, config.correction.live_part))
     if critic is not None:
         parts.append(critic)
@@ -146,8 +144,6 @@ def build_reference(
     reference = load_training_model(model_config, device, sharding).requires_grad_(False)
     install_chunks(reference, config)
     if config.numerics == ON_POLICY:
-        from onepolicy.invariant.enable import enable_invariant
-
         enable_invariant(reference)  # equal weights then have a KL of exactly 0
     return reference
 
@@ -189,8 +185,6 @@ def build_critic(
     """Build a critic that starts from the policy's weights, if the objective has one."""
     if not config.objective.has_critic:
         return None
-    from onepolicy.train.critic import Critic
-
     trained = load_training_model(model.model_copy(update={"lm_head": "same"}), device)
     protect = "value" in config.correction.protect
     assert config.objective.critic is not None, "the settings set it with baseline = critic"

@@ -20,7 +20,9 @@ from onepolicy.models.empty import empty_model
 from onepolicy.models.load import DTYPES, context_length, parse_device, read_config
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
+from onepolicy.rollout.hf.engine import needs_static_batch
 from onepolicy.rollout.spec import EngineSpec
+from onepolicy.train.dry_run import DryRunModel, MicroBatchShape, gather_dtype
 from onepolicy.train.optimiser_memory import optimiser_memory, parameter_shapes, shard_sizes
 
 MARGIN = 0.1
@@ -60,8 +62,6 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 def read_sizes(model: ModelConfig) -> Sizes:
     """Read the sizes of a model without loading its weights."""
-    from onepolicy.rollout.hf.engine import needs_static_batch
-
     empty = empty_model(model)
     text = empty.config.get_text_config()
     route_bytes = 0
@@ -98,8 +98,6 @@ def micro_batch_bytes(
     logits = LOGITS_BYTES * min(slots, chunk) * vocab
     if not trains:
         return logits
-    from onepolicy.train.dry_run import DryRunModel, MicroBatchShape, gather_dtype
-
     lengths = (min(slots, longest),) * max(1, slots // longest)
     try:
         dry = DryRunModel(

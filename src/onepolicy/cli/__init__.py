@@ -25,6 +25,11 @@ from onepolicy.config import ServiceUnavailable, TrainingError, UsageError, prin
 from onepolicy.console import print_text
 from onepolicy.files import DISK_FULL
 
+COMMANDS = (
+    *(add_train, add_compare, add_eval, add_make_policy, add_measure),
+    *(add_audit, add_engine, add_plan, add_export, add_config),
+)
+"""Functions that add the commands, in the order of the help."""
 RESULT_IN_FILES = ("train", "compare", "make-policy", "export")
 """Commands whose exit status does not depend on stdout: their results are files."""
 EXIT_CODES = """\
@@ -137,14 +142,6 @@ def build_parser() -> Parser:
     commands = top.add_subparsers(
         title="commands", required=True, metavar="COMMAND", dest="command"
     )
-    add_train(commands)
-    add_compare(commands)
-    add_eval(commands)
-    add_make_policy(commands)
-    add_measure(commands)
-    add_audit(commands)
-    add_engine(commands)
-    add_plan(commands)
-    add_export(commands)
-    add_config(commands)
+    for add in COMMANDS:
+        add(commands)
     return top

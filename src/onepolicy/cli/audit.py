@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from onepolicy.cli.common import Commands, add_command, print_status
+from onepolicy.cli.common import Commands, add_command
 from onepolicy.config import UsageError
 from onepolicy.config.base import LARGEST_FLOAT
 from onepolicy.config.output_paths import check_output_folder
-from onepolicy.console import Console
+from onepolicy.console import Console, print_status
 from onepolicy.nonfinite import Nonfinite
 from onepolicy.verdict.declared import Format
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from onepolicy.cli.parser import Parser
-from onepolicy.config import Frozen, RunConfig, UsageError, printable
+from onepolicy.config import Frozen, UsageError
 from onepolicy.config.idle import Idle, describe_idle
-from onepolicy.console import Console, escape_logs, print_text
-
-if TYPE_CHECKING:
-    from onepolicy.interfaces import Progress
-    from onepolicy.launch.launcher import Launcher
+from onepolicy.console import escape_logs, print_status, print_text
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 """The commands of a parser, to which each module adds its own."""
@@ -69,11 +66,6 @@ def refuse_model_path(overrides: list[str], command: str) -> None:
             )
 
 
-def print_status(text: str) -> None:
-    """Print the current action on stderr at once. stdout is for results only."""
-    print_text(f"onepolicy: {printable(text)}", stderr=True)
-
-
 def warn_idle(settings: Iterable[Idle], overrides: Sequence[str] | None = None) -> None:
     """Write one line on stderr for settings that change nothing, if there are any.
 
@@ -90,22 +82,6 @@ def warn_idle(settings: Iterable[Idle], overrides: Sequence[str] | None = None) 
 def is_set_by(setting: str, names: Sequence[str]) -> bool:
     """Return whether overrides with these names set a setting, or a section that it is in."""
     return any(setting == name or setting.startswith(f"{name}.") for name in names)
-
-
-@contextmanager
-def status_printer(command: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows each stage of a command on stderr.
-
-    In a terminal the stage is beside a spinner, otherwise it is a line.
-    """
-    from rich.text import Text
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: print_status(f"{command}: {text}")
-        return
-    with console.status(command) as status:
-        yield lambda text: status.update(Text(text))
 
 
 class _StderrHandler(logging.Handler):
@@ -140,20 +116,6 @@ def prepare_process(threads: int | None) -> None:
     transformers.utils.logging.disable_progress_bar()  # onepolicy shows its own
 
 
-@contextmanager
-def launcher_for(config: RunConfig, progress: Progress) -> Iterator[Launcher]:
-    """Yield the launcher that starts the processes of a run."""
-    if config.cluster.kind == "local":
-        from onepolicy.launch.launcher import LOCAL_LAUNCHER
-
-        yield LOCAL_LAUNCHER
-        return
-    from onepolicy.launch.ray.connect import open_ray_launcher
-
-    with open_ray_launcher(config, progress) as launcher:
-        yield launcher
-
-
 def check_train_extra(requirements: Sequence[str] = TRAIN_EXTRA) -> None:
     """Raise UsageError if a package is missing or of a version that the commands do not run on.
 
@@ -171,25 +133,11 @@ def check_train_extra(requirements: Sequence[str] = TRAIN_EXTRA) -> None:
 
 def _problem(requirement: str) -> str | None:
     """Return `torch>=2.11 (2.6.0 is installed)`, None if the requirement is met."""
-    name = re.split("[<>]", requirement)[0]
+    wanted = Requirement(requirement)
     try:
-        installed = version(name)
+        installed = version(wanted.name)
     except PackageNotFoundError:
         return f"{requirement} (not installed)"
-    bounds = re.findall(r"(>=|<)([\d.]+)", requirement)
-    if all(_meets(installed, operator, limit) for operator, limit in bounds):
+    if wanted.specifier.contains(Version(installed).base_version):
         return None
     return f"{requirement} ({installed} is installed)"
-
-
-def _meets(installed: str, operator: str, limit: str) -> bool:
-    if operator == ">=":
-        return _release(installed) >= _release(limit)
-    return _release(installed) < _release(limit)
-
-
-def _release(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version, `2.13.0+cpu` -> (2, 13, 0)."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    assert found is not None, text
-    return tuple(int(part) for part in found[0].split("."))

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from onepolicy.cli.common import Commands, add_command, check_train_extra, print_status
-from onepolicy.cli.plan_arms import plan_arms, plan_jobs, runs_in
+from onepolicy.cli.common import Commands, add_command, check_train_extra
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.output_paths import check_output_folder
 from onepolicy.config.replay import ROLLOUT_MODES
-from onepolicy.console import Console, make_bars, print_text
+from onepolicy.console import Console, make_bars, print_status
 from onepolicy.files import write_text_atomically
 from onepolicy.launch.arms import Arm, lock_arms, play_arms
+from onepolicy.launch.plan_arms import plan_arms, plan_jobs, runs_in
 from onepolicy.notation import counted
 
 DEFAULT_ARMS = (
@@ -106,7 +106,11 @@ def run_compare(arguments: argparse.Namespace) -> int:
     runs = runs_in(out, arms)
     check_train_extra()
     _play(arguments, out, runs, jobs)
-    _show(arguments, runs, replay_labels({each.name: each.config for each in arms}), out)
+    from onepolicy.report.comparison import show_comparison
+
+    labels = replay_labels({each.name: each.config for each in arms})
+    shown = [(run.name, run.seed, run.folder, labels.get(run.name, "")) for run in runs]
+    show_comparison(shown, out, recipe=Path(arguments.recipe).stem, png=arguments.png)
     return 0
 
 
@@ -203,49 +207,3 @@ def _watch(recipe: Path, runs: Sequence[Arm], jobs: int) -> None:
                 print_status(f"{run.label}: {done} of {counted(run.steps, 'step')}")
 
         play_arms(recipe, runs, jobs, watch)
-
-
-def _show(
-    arguments: argparse.Namespace, arms: Sequence[Arm], labels: Mapping[str, str], out: Path
-) -> None:
-    """Print the comparison, then draw it."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    from onepolicy.report.arm_run import ArmRun
-    from onepolicy.report.comparison import (
-        CAPTION,
-        HEADER,
-        caution,
-        contrasts,
-        headline,
-        rows_of_table,
-        sentences_of,
-        warnings_of,
-        write_comparison,
-    )
-
-    runs = [
-        ArmRun.read(each.name, each.seed, each.folder, labels.get(each.name, "")) for each in arms
-    ]
-    found = contrasts(runs)
-    console = Console()
-    rows = rows_of_table(runs)
-    table = Table(box=SIMPLE_HEAD, padding=0)
-    table.add_column(HEADER[0], overflow="fold")  # a long name goes on in the next line
-    for at, name in enumerate(HEADER[1:], 1):
-        table.add_column(name, min_width=max(map(len, [*name.split(), *(row[at] for row in rows)])))
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
-    console.print_line(f"{CAPTION}.", style="dim")
-    console.print()
-    for text in warnings_of(runs):
-        console.print_line(text, style="bold red")
-    for text in (headline(runs) + ".", *sentences_of(found)):
-        console.print_line(text)
-    console.print_line(caution(runs))
-    recipe = Path(arguments.recipe).stem
-    write_comparison(out, runs, found, recipe=recipe, png=arguments.png)
-    print_text(f"picture: {out / 'comparison.html'}")

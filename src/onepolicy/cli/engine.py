@@ -11,7 +11,6 @@ from onepolicy.cli.common import (
     Commands,
     add_command,
     prepare_process,
-    print_status,
     warn_idle,
 )
 from onepolicy.config import RunConfig, UsageError, read_recipe
@@ -20,7 +19,7 @@ from onepolicy.config.engine import ENGINE_KINDS
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.load import resolve_as
 from onepolicy.config.serve import ServeConfig
-from onepolicy.console import Console
+from onepolicy.console import Console, print_status
 
 
 def add_engine(commands: Commands) -> None:
@@ -133,12 +132,9 @@ def run_check(arguments: argparse.Namespace) -> int:
         overrides.append(f"rollout.engine.url={arguments.url}")
     prepare_process(tree.get("train", {}).get("threads"))
     print_status(f"loading {arguments.model}")
-    from onepolicy.engine_check.command import run_engine_check
-    from onepolicy.report.terminal import checks_table
+    from onepolicy.engine_check.command import check_and_show
 
-    checks = run_engine_check(tree, [*overrides, *arguments.overrides])
-    Console().print(checks_table([(c.name, c.passed, c.found, c.fix) for c in checks]))
-    return int(any(check.passed is False for check in checks))
+    return check_and_show(tree, [*overrides, *arguments.overrides])
 
 
 def _model_settings(model: str) -> tuple[dict[str, Any], list[str]]:

@@ -13,7 +13,6 @@ from onepolicy.cli.common import (
     Commands,
     add_command,
     prepare_process,
-    print_status,
     refuse_model_path,
     warn_idle,
 )
@@ -23,6 +22,7 @@ from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_model_path, check_task_files
 from onepolicy.config.output_paths import CONFIG
 from onepolicy.config.stored_config import check_trust, read_stored_config
+from onepolicy.console import print_status
 
 
 def add_eval(commands: Commands) -> None:

@@ -5,17 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onepolicy.cli.common import (
-    CHECKPOINTS,
-    Commands,
-    add_command,
-    prepare_process,
-    print_status,
-)
+from onepolicy.cli.common import Commands, add_command, prepare_process
 from onepolicy.config import UsageError
 from onepolicy.config.output_paths import check_output_path
-from onepolicy.console import print_text
-from onepolicy.notation import number
+from onepolicy.console import print_status
 
 
 def add_export(commands: Commands) -> None:
@@ -58,42 +51,6 @@ def run_export(arguments: argparse.Namespace) -> None:
     if out.exists():
         raise UsageError(f"--out: {out} already exists; name a new folder")
     prepare_process(None)
-    import torch
+    from onepolicy.run.export_command import export
 
-    from onepolicy.train.checkpoint import latest_checkpoint
-
-    if (folder / CHECKPOINTS).is_dir():
-        folder = latest_checkpoint(folder)
-    is_adapter = (folder / "adapter_config.json").is_file()
-    if arguments.adapter or is_adapter:
-        size = _export_lora(folder, out, arguments)
-    else:
-        from onepolicy.train.export import export_checkpoint
-
-        print_status(f"exporting {folder} in {arguments.dtype}")
-        size = export_checkpoint(folder, out, getattr(torch, arguments.dtype))
-    print_status(f"{size / 1e9:.3f} GB of weights written")
-    print_text(out)
-
-
-def _export_lora(folder: Path, out: Path, arguments: argparse.Namespace) -> int:
-    """Write an adapter, alone or merged into its base. Return the bytes of the weights."""
-    from onepolicy.models.load import DTYPES
-    from onepolicy.models.lora import NF4, read_header
-    from onepolicy.train.adapter_export import export_adapter, export_merged
-
-    if arguments.adapter:
-        print_status(f"exporting the adapter of {folder}")
-        size = export_adapter(folder, out)
-        if NF4 in read_header(folder):
-            print_status("it was trained on its base in nf4, and is another policy on any other")
-        return size
-    print_status(f"merging the adapter of {folder} into its base in {arguments.dtype}")
-    size, loss = export_merged(folder, out, DTYPES[arguments.dtype])
-    if NF4 in read_header(folder):
-        print_status("its base was in nf4: the model written holds what that dequantises to")
-    print_status(
-        f"the adapter moves the log-probabilities of a fixed batch by {number(loss.effect)} nats; "
-        f"merged into {arguments.dtype} it moves them {number(loss.lost)} nats otherwise"
-    )
-    return size
+    export(folder, out, arguments.dtype, adapter=arguments.adapter)

@@ -9,7 +9,6 @@ import argparse
 import os
 import shlex
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -66,9 +65,7 @@ def report_sigterm(arguments: argparse.Namespace) -> Iterator[None]:
     Does nothing under torchrun: Python would run the handler only after the main thread has left a
     collective of NCCL.
     """
-    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not is_default or "WORLD_SIZE" in os.environ or not in_main_thread:
+    if "WORLD_SIZE" in os.environ or threading.current_thread() is not threading.main_thread():
         yield
         return
     owner = os.getpid()
@@ -76,16 +73,13 @@ def report_sigterm(arguments: argparse.Namespace) -> Iterator[None]:
     def end(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() == owner:  # a process forked from this one prints nothing
-            message = describe_stop("SIGTERM", getattr(arguments, "folder", None))
-            encoding = sys.stderr.encoding or "utf-8"
+            message = printable(describe_stop("SIGTERM", getattr(arguments, "folder", None)))
             with suppress(OSError):  # os.write, because the signal may have interrupted a print
-                line = f"onepolicy: {printable(message)}\n"
-                os.write(2, line.encode(encoding, "backslashreplace"))
+                os.write(2, f"onepolicy: {message}\n".encode(errors="backslashreplace"))
         os.kill(os.getpid(), number)
 
-    signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is end:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, before)

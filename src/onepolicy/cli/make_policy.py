@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onepolicy.cli.common import Commands, add_command, prepare_process, print_status, warn_idle
+from onepolicy.cli.common import Commands, add_command, prepare_process, warn_idle
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_task_files
 from onepolicy.config.load import resolve_as
 from onepolicy.config.output_paths import check_output_path
 from onepolicy.config.policy import PolicyConfig
+from onepolicy.console import print_status
 
 
 def add_make_policy(commands: Commands) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from onepolicy.cli.common import (
     RUN_ONLY,
     Commands,
     add_command,
     prepare_process,
-    print_status,
-    status_printer,
     warn_idle,
 )
 from onepolicy.cli.parser import Parser
@@ -24,11 +21,7 @@ from onepolicy.config.input_files import check_model_path, check_task_files
 from onepolicy.config.measure import engine_overrides, measure_settings, task_settings
 from onepolicy.config.numerics import ON_POLICY, Numerics
 from onepolicy.config.output_paths import check_output_path
-from onepolicy.console import Console
-
-if TYPE_CHECKING:
-    from onepolicy.measure.bitwise import Bitwise
-    from onepolicy.measure.result import Measurement
+from onepolicy.console import print_status
 
 
 def add_measure(commands: Commands) -> None:
@@ -145,7 +138,19 @@ def run_measure(arguments: argparse.Namespace) -> int:
         check_model_path(config.model.path)
     check_task_files(config.task)
     prepare_process(config.train.threads)
-    return _measure(arguments, tree, overrides, config.model.path, out)
+    from onepolicy.measure.command import measure_and_show
+
+    return measure_and_show(
+        tree,
+        overrides,
+        loaded="the tiny policy" if arguments.tiny else config.model.path,
+        out=out,
+        png=arguments.png,
+        tiny=arguments.tiny,
+        engine_model=arguments.engine_model,
+        dense=arguments.dense,
+        top=arguments.top,
+    )
 
 
 def _model_and_overrides(arguments: argparse.Namespace) -> tuple[str | None, list[str]]:
@@ -189,63 +194,3 @@ def _recipe_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.prompts:
         tree["task"] = task_settings(arguments.prompts)
     return tree
-
-
-def _measure(
-    arguments: argparse.Namespace,
-    tree: dict[str, Any],
-    overrides: list[str],
-    model_path: str,
-    out: Path | None,
-) -> int:
-    from onepolicy.measure import measure
-    from onepolicy.measure.bitwise import Bitwise
-
-    console = Console()
-    with status_printer("measure") as show_status:
-        loaded = model_path
-        if arguments.tiny:
-            loaded = "the tiny policy"
-        show_status(f"loading {loaded}")
-        found = measure.measure_model(
-            tree,
-            overrides,
-            tiny=arguments.tiny,
-            engine_model=arguments.engine_model,
-            dense=arguments.dense,
-            top=arguments.top,
-            say=show_status,
-        )
-    if isinstance(found, Bitwise):
-        return _show_bitwise(found, out, console)
-    return _show_measurement(found, out, console, png=arguments.png)
-
-
-def _show_measurement(found: Measurement, out: Path | None, console: Console, *, png: bool) -> int:
-    from onepolicy.measure import result
-    from onepolicy.report.measure import summary, write_report
-
-    written: Path | None = None
-    if out is not None:
-        result.write(found, out)
-        written = write_report(out, png=png)
-    for part in summary(result.to_tree(found)):
-        console.print(part)
-    if written is not None:
-        console.print_line(f"written: {written}")
-    return 0
-
-
-def _show_bitwise(found: Bitwise, out: Path | None, console: Console) -> int:
-    """Print the comparison. Return 1 if any bit differs or could differ, else 0."""
-    from onepolicy.measure.bitwise import write
-    from onepolicy.report.bitwise import summary
-
-    written: Path | None = None
-    if out is not None:
-        written = write(found, out)
-    for part in summary(dataclasses.asdict(found) | {"holds": found.holds}):
-        console.print(part)
-    if written is not None:
-        console.print_line(f"written: {written} (bits have no charts, so there is no report.html)")
-    return int(not found.holds)

@@ -56,9 +56,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        if args is None:
-            args = sys.argv[1:]
-        words = list(args)
+        words = list(sys.argv[1:] if args is None else args)
         self._refuse_unknown_command(words)
         self._refuse_dashes(words)
         return super().parse_known_args(words, namespace)
@@ -115,28 +113,24 @@ class Parser(argparse.ArgumentParser):
             return not any(known.startswith(name) for known in self._option_string_actions)
         return name[:2] not in self._option_string_actions
 
-    def _meant_setting(self, name: str) -> str | None:
+    def _meant_setting(self, option: str) -> str | None:
         """Return the setting that an option of this name was probably meant for.
 
         For a section it is the setting that names the variant, as in rollout.engine.kind.
         """
         if self.settings is None:
             return None
+        name = option.replace("-", "_")
         paths = [each for each in paths_of(self.settings) if each not in self.ignored]
-        found = self._similar_settings(name.replace("-", "_"), paths)
+        found = [name]
+        if name not in paths:
+            found = similar_settings(name, paths, alike=self._similar_option(option) is None)
         if not found:
             return None
-        inside = [each for each in paths if each.startswith(f"{found[0]}.")]
-        if not inside:
+        if not any(each.startswith(f"{found[0]}.") for each in paths):
             return found[0]
         variants = [f"{found[0]}.{each}" for each in (*VARIANT_KEYS, "path")]
-        return next((each for each in variants if each in inside), None)
-
-    def _similar_settings(self, name: str, paths: list[str]) -> list[str]:
-        assert self.settings is not None
-        if name in paths:
-            return [name]
-        return similar_settings(name, paths, alike=self._similar_option(name) is None)
+        return next((each for each in variants if each in paths), None)
 
     def _options(self) -> list[str]:
         return [each[2:] for each in self._option_string_actions if each.startswith("--")]

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from onepolicy.cli.common import Commands, add_command, prepare_process, print_status, warn_idle
+from onepolicy.cli.common import Commands, add_command, prepare_process, warn_idle
 from onepolicy.cli.parser import Parser
 from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.output_paths import check_output_path
-from onepolicy.console import Console
-from onepolicy.files import write_text_atomically
-
-if TYPE_CHECKING:
-    from onepolicy.plan.hardware import Cluster
+from onepolicy.console import print_status
+from onepolicy.plan.hardware import parse_cluster
 
 RECIPE = "recipes/cluster/deepseek_v3_264gpu.toml"
 DESCRIPTION = """\
@@ -119,8 +114,6 @@ def _count(text: str) -> int:
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan. Return 0 if a split fits, else 1."""
     print_status(f"reading {arguments.recipe}")
-    from onepolicy.plan.hardware import parse_cluster
-
     cluster = parse_cluster(arguments.cluster, arguments.constant)
     config = load(arguments.recipe, arguments.overrides)
     warn_idle(idle_settings(config))
@@ -131,56 +124,15 @@ def run_plan(arguments: argparse.Namespace) -> int:
         if arguments.json.is_dir():
             raise UsageError(f"--json: {arguments.json} is a folder; name a file")
     prepare_process(1)
-    return _plan(arguments, config, cluster)
+    from onepolicy.plan.command import plan_and_show
 
-
-def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) -> int:
-    from onepolicy.config.input_files import resolve_model
-    from onepolicy.plan.planner import Planner, best_option
-    from onepolicy.plan.suggestions import memory_settings, suggestions, uneven_experts
-    from onepolicy.plan.tables import plan_tree, render_plan
-    from onepolicy.plan.times import communication_volume
-
-    console = Console()
-    if arguments.sync:
-        _check_sync(config)
-    with console.status("running the model without memory"):
-        planner = Planner(
-            config,
-            resolve_model(config.model),
-            cluster,
-            prompt=arguments.prompt_tokens,
-            response=arguments.response_tokens,
-            sync_method=arguments.sync,
-        )
-        splits = planner.possible_splits(
-            arguments.learners, arguments.tensor_parallel, arguments.engines
-        )
-        options = [planner.evaluate_split(split) for split in splits]
-        chosen = best_option(options)
-        explain = memory_settings if chosen.fits else suggestions
-        lines = [*explain(planner, chosen), *uneven_experts(planner, chosen)]
-    traffic = communication_volume(planner.dims, config, planner.work, chosen.split.learners)
-    if arguments.json is not None:
-        tree = plan_tree(planner, chosen, options, lines, traffic)
-        write_text_atomically(arguments.json, json.dumps(tree, indent=1) + "\n")
-    planner.settings_of(chosen.split.learners, print_status)
-    for part in render_plan(
-        planner, chosen, options, lines, traffic, constants=arguments.constants
-    ):
-        console.print(part)
-    if arguments.json is not None:
-        console.print_line(f"written: {arguments.json}")
-    return int(not chosen.fits)
-
-
-def _check_sync(config: RunConfig) -> None:
-    """Raise UsageError if no server gets the weights, so that --sync has no effect."""
-    from onepolicy.plan.step_work import in_process, replicated
-
-    if in_process(config):
-        raise UsageError(
-            "--sync: the engine is in the learner's process, so weights are copied; leave it out"
-        )
-    if replicated(config):
-        raise UsageError("--sync: is for a server; give cluster.sync=stream or cluster.sync=disk")
+    return plan_and_show(
+        config,
+        cluster,
+        prompt=arguments.prompt_tokens,
+        response=arguments.response_tokens,
+        sync_method=arguments.sync,
+        splits=(arguments.learners, arguments.tensor_parallel, arguments.engines),
+        json_file=arguments.json,
+        constants=arguments.constants,
+    )

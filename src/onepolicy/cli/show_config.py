@@ -9,6 +9,8 @@ from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.presets import names_by_question
 from onepolicy.console import print_text
+from onepolicy.correct.equations import show, show_all, translations
+from onepolicy.objective.presets import describe_presets
 
 
 def add_config(commands: Commands) -> None:
@@ -67,9 +69,6 @@ def _settings(recipe: str, overrides: list[str]) -> str:
 
 
 def _presets(kind: str, framework: str | None, *name: str) -> str:
-    from onepolicy.correct.equations import show, show_all, translations
-    from onepolicy.objective.presets import describe_presets
-
     if framework is not None:
         if name:
             raise UsageError(f"--from: lists all of {framework}; leave {name[0]!r} out")

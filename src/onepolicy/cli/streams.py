@@ -6,37 +6,30 @@ command prints after its work is done, so a failed print must not undo the work.
 
 from __future__ import annotations
 
-import codecs
 import errno
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TextIO
-
-HANDLER = "onepolicy.escape"
 
 
 @contextmanager
 def tolerant_streams() -> Iterator[None]:
     """Replace stdout and stderr by streams that accept every text, and restore them afterwards."""
-    codecs.register_error(HANDLER, _escape)
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _tolerant(sys.stdout, 1), _tolerant(sys.stderr, 2)
+    sys.stdout, sys.stderr = map(_tolerant, before)
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(ValueError):  # the stream is closed
-                stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         sys.stdout, sys.stderr = before
 
 
 def stdout_error() -> str | None:
     """Return the error of stdout, if any. A reader that stopped reading (`| head`) is none."""
-    with suppress(ValueError):
-        sys.stdout.flush()
+    sys.stdout.flush()
     file = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     error = getattr(file, "error", None)
     if error is None or error.errno == errno.EPIPE:
@@ -44,21 +37,15 @@ def stdout_error() -> str | None:
     return str(error.strerror)
 
 
-def _tolerant(stream: TextIO | None, number: int) -> TextIO:
+def _tolerant(stream: TextIO) -> TextIO:
     """Return the stream that a command prints to. One that a test put there stays."""
-    if stream is None:  # closed before the start; the null device takes its place
-        return open(os.devnull, "w", encoding="utf-8")
-    if not isinstance(stream, TextIOWrapper):
+    if not isinstance(stream, TextIOWrapper) or stream not in (sys.__stdout__, sys.__stderr__):
         return stream
-    if stream not in (sys.__stdout__, sys.__stderr__):
-        stream.reconfigure(errors=HANDLER)
-        return stream
-    with suppress(OSError):
-        stream.flush()
+    stream.flush()
     return TextIOWrapper(
-        BufferedWriter(_TolerantFile(number, "w", closefd=False)),
+        BufferedWriter(_TolerantFile(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
-        errors=HANDLER,
+        errors="backslashreplace",
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
@@ -78,11 +65,3 @@ class _TolerantFile(FileIO):
             except OSError as error:
                 self.error = error
         return len(memoryview(data))  # type: ignore[arg-type]
-
-
-def _escape(error: UnicodeError) -> tuple[str, int]:
-    r"""Return the characters that an encoding lacks as JSON and TOML read them: \u2192."""
-    assert isinstance(error, UnicodeEncodeError)
-    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
-    pairs = zip(units[::2], units[1::2], strict=True)
-    return "".join(f"\\u{high:02x}{low:02x}" for high, low in pairs), error.end

@@ -8,22 +8,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from onepolicy.cli.common import (
     CHECKPOINTS,
     Commands,
     add_command,
     check_train_extra,
-    launcher_for,
     prepare_process,
-    print_status,
     refuse_model_path,
     warn_idle,
 )
 from onepolicy.config import RunConfig, UsageError, load, resolve
 from onepolicy.config.idle import idle_settings
-from onepolicy.config.input_files import check_input_files, check_task_files
+from onepolicy.config.input_files import check_input_files, check_run_task
 from onepolicy.config.load import parse_value
 from onepolicy.config.output_paths import (
     CONFIG,
@@ -38,8 +35,9 @@ from onepolicy.config.stored_config import (
     read_stored_config,
     settings_to_repeat,
 )
-from onepolicy.console import Console, print_text
+from onepolicy.console import print_status, print_text
 from onepolicy.launch.agent import end_with_agent, needs_agent, run_on_ranks
+from onepolicy.launch.restarts import supervise
 
 RESUME_SETTINGS = (
     TRUST,
@@ -145,22 +143,30 @@ def _start(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if not needs_agent(config):
         warn_idle(idle_settings(config))
     with _free_run_folder(config, overrides) as config:
-        check_input_files(config, evaluates=config.eval.every > 0)
+        check_input_files(config)
         arguments.folder = Path(config.out)
         if needs_agent(config):
             return _run_on_ranks(_start_command(arguments, overrides, arguments.folder), config)
         print_text(f"run folder: {config.out}")
-        prepare_process(config.train.threads)
-        print_status(f"loading {config.model.path}")
-        from onepolicy.run import train as run
-        from onepolicy.run.progress import terminal_progress
+        return _run_here(config, config.train.threads, config.model.path)
 
-        with (
-            terminal_progress(config.steps) as progress,
-            launcher_for(config, progress) as launcher,
-        ):
-            summary = run.start_run(config, progress, launcher=launcher)
-    return _print_summary(summary)
+
+def _run_here(
+    config: RunConfig,
+    threads: int | None,
+    loaded: str,
+    *,
+    fork: Path | None = None,
+    resumed: Path | None = None,
+    **counts: int | None,
+) -> int:
+    """Load torch, train to the end and print the summary. Arguments: of `run_to_end`."""
+    prepare_process(threads)
+    print_status(f"loading {loaded}")
+    from onepolicy.run.train_command import run_to_end
+
+    run_to_end(config, fork=fork, resumed=resumed, **counts)
+    return 0
 
 
 def _run_on_ranks(command: list[str], config: RunConfig, count: int | None = None) -> int:
@@ -195,10 +201,13 @@ def _out_override(overrides: list[str]) -> Path | None:
 
 def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Run the command in a child process, and resume the run whenever that process dies."""
-    from onepolicy.launch.restarts import supervise
-
     restarts = arguments.restarts
-    _check_restarts(restarts)
+    if restarts < 0:
+        raise UsageError(f"--restarts: {restarts}; give 0 or more")
+    if "WORLD_SIZE" in os.environ:
+        raise UsageError(
+            f"--restarts: {restarts}; torchrun starts its processes again itself (--max-restarts)"
+        )
     if arguments.resume:
         out = Path(arguments.resume)
         check_resumable(out)
@@ -208,13 +217,13 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
         out = _fork_out(overrides)
         command = ["train", "--from", arguments.fork, *overrides]
         typed = [each for each in overrides if each.partition("=")[0] in TYPED_AGAIN]
-        resume = _resume_command(out, typed)
+        resume = ["train", "--resume", str(out), *typed]
         return supervise(out, command, resume, restarts, print_status)
     config = load(arguments.recipe, overrides)
     with _free_run_folder(config, overrides) as config:
         out = Path(config.out)
         command = _start_command(arguments, overrides, out)
-        resume = _resume_command(out, settings_to_repeat(config))
+        resume = ["train", "--resume", str(out), *settings_to_repeat(config)]
         return supervise(out, command, resume, restarts, print_status)
 
 
@@ -224,19 +233,6 @@ def _start_command(arguments: argparse.Namespace, overrides: list[str], out: Pat
     if _out_override(overrides) is None:  # without it, every start would choose a new folder
         command.append(f"out={json.dumps(str(out), ensure_ascii=False)}")
     return command
-
-
-def _check_restarts(restarts: int) -> None:
-    if restarts < 0:
-        raise UsageError(f"--restarts: {restarts}; give 0 or more")
-    if "WORLD_SIZE" in os.environ:
-        raise UsageError(
-            f"--restarts: {restarts}; torchrun starts its processes again itself (--max-restarts)"
-        )
-
-
-def _resume_command(out: Path, settings: list[str]) -> list[str]:
-    return ["train", "--resume", str(out), *settings]
 
 
 def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -249,21 +245,12 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if settings:
         config = resolve(config.model_dump(), settings)
     check_trust(config, path, overrides, f"train --resume {path}")
-    _check_task(config)
+    check_run_task(config)
     steps, ranks = counts.get("steps"), counts.get("train.ranks")
     if needs_agent(config, ranks):
         return _run_on_ranks(["train", "--resume", arguments.resume, *overrides], config, ranks)
-    prepare_process(config.train.threads)
-    print_status(f"loading the newest checkpoint of {path}")
-    from onepolicy.run import resume
-    from onepolicy.run.progress import terminal_progress
-
-    with (
-        terminal_progress(steps or config.steps) as progress,
-        launcher_for(config, progress) as launcher,
-    ):
-        summary = resume.resume_run(path, progress, steps, ranks, launcher, config)
-    return _print_summary(summary)
+    loaded = f"the newest checkpoint of {path}"
+    return _run_here(config, config.train.threads, loaded, resumed=path, steps=steps, ranks=ranks)
 
 
 def _resume_changes(overrides: list[str], path: Path) -> tuple[dict[str, int], list[str]]:
@@ -289,13 +276,6 @@ def _resume_changes(overrides: list[str], path: Path) -> tuple[dict[str, int], l
     return counts, settings
 
 
-def _check_task(config: RunConfig) -> None:
-    evaluated = 0
-    if config.eval.every:
-        evaluated = config.eval.problems
-    check_task_files(config.task, evaluated)
-
-
 def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     source = Path(arguments.fork)
     arguments.folder = _fork_out(overrides)
@@ -306,22 +286,10 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check_trust(config, parent, overrides, f"train --from {source}")
     if not needs_agent(config):
         warn_idle(idle_settings(config))
-    _check_task(config)
+    check_run_task(config)
     if needs_agent(config):
         return _run_on_ranks(["train", "--from", arguments.fork, *overrides], config)
-    prepare_process(None)
-    print_status(f"loading a checkpoint of {source}")
-    from onepolicy.run import resume
-    from onepolicy.run import train as run
-    from onepolicy.run.progress import terminal_progress
-
-    origin = resume.fork_origin(source)
-    with (
-        terminal_progress(config.steps, origin.step) as progress,
-        launcher_for(config, progress) as launcher,
-    ):
-        summary = run.start_run(config, progress, origin, launcher)
-    return _print_summary(summary)
+    return _run_here(config, None, f"a checkpoint of {source}", fork=source)
 
 
 def _fork_out(overrides: list[str]) -> Path:
@@ -354,10 +322,3 @@ def _forked_config(parent: RunConfig, overrides: list[str]) -> RunConfig:
     if resolve(without_correction).correction == parent.correction:
         tree = without_correction
     return resolve(tree, overrides)
-
-
-def _print_summary(summary: dict[str, Any]) -> int:
-    from onepolicy.report.terminal import summary_table
-
-    Console().print(summary_table(summary))
-    return 0

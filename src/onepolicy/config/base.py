@@ -53,11 +53,6 @@ class Frozen(BaseModel):
     """Which of its settings contradict each other, and which change nothing beside others."""
 
     @classmethod
-    def all_rules(cls) -> tuple[Rule[Any], ...]:
-        """Return the rules that a section is checked by."""
-        return cls.rules
-
-    @classmethod
     def default_of(cls, name: str) -> Any:
         """Return the default value of a field."""
         return cls.model_fields[name].default
@@ -72,7 +67,7 @@ class Frozen(BaseModel):
 
         A caller who wants those of all sections together gives a `Broken` as context.
         """
-        failed = broken(self.all_rules(), self)
+        failed = broken(self.rules, self)
         if isinstance(info.context, Broken):
             info.context.checks.extend(failed)
         elif failed:

@@ -35,16 +35,15 @@ FOREIGN = {
 """Files by which a folder shows that a trainer wrote it for itself -> the way out."""
 
 
-def check_input_files(config: RunConfig, *, evaluates: bool) -> None:
-    """Raise UsageError for a model folder, a data file or a line that is missing or wrong.
-
-    evaluates: the run needs eval.problems held-out problems.
-    """
+def check_input_files(config: RunConfig) -> None:
+    """Raise UsageError for a model folder, a data file or a line that is missing or wrong."""
     check_model_path(config.model.path)
-    evaluated = 0
-    if evaluates:
-        evaluated = config.eval.problems
-    check_task_files(config.task, evaluated)
+    check_run_task(config)
+
+
+def check_run_task(config: RunConfig) -> None:
+    """Raise UsageError for a data file of a run, as `check_task_files`."""
+    check_task_files(config.task, config.eval.every and config.eval.problems)
 
 
 def check_task_files(task: TaskConfig, evaluated: int = 0) -> None:

@@ -37,6 +37,12 @@ class Shape(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
+class Row(Shape):
+    """A line of a step."""
+
+    step: Count
+
+
 class Point(Shape):
     """A metric at a step."""
 
@@ -140,10 +146,9 @@ class Settings(Shape):
     optim: dict[str, Any] = {}
 
 
-class Sample(Shape):
+class Sample(Row):
     """A line of samples.jsonl."""
 
-    step: Count
     problem: int | Text | None = None
     prompt: Text | None = None
     response: Text | None = None
@@ -205,23 +210,10 @@ def check_metrics(row: JsonObject, where: str, hint: str) -> None:
     for name, value in row.items():
         if name == "step" or value is None:
             pass
-        elif type(value) not in (int, float):
-            raise UsageError(f"{where}: {name} is {_shown(value)}, not a number or null; {hint}")
-        elif not abs(value) <= LARGEST_NUMBER:  # NaN neither
+        elif type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:  # NaN neither
             raise UsageError(f"{where}: {name} is {_shown(value)}, which no metric is; {hint}")
         if "@" in name and not name.startswith("tools/") and not re.search("@[0-9]{1,15}$", name):
             raise UsageError(f"{where}: {_shown(name)} is no name of a metric; {hint}")
-
-
-def check_step(row: JsonObject, where: str, hint: str) -> None:
-    """Raise UsageError unless the row has the number of a step."""
-    if "step" not in row:
-        raise UsageError(f"{where}: no integer `step`; {hint}")
-    step = row["step"]
-    if type(step) is not int:
-        raise UsageError(f"{where}: no integer `step`, it is {_shown(step)}; {hint}")
-    if not 0 <= step <= LARGEST_COUNT:
-        raise UsageError(f"{where}: step is {_shown(step)}, which no step is; {hint}")
 
 
 def _shown(value: Any) -> str:

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from onepolicy.config.base import VARIANT_KEYS, Broken, Frozen
+from onepolicy.config.errors import describe_errors
 from onepolicy.config.rules import require
 from onepolicy.config.run import RunConfig
+from onepolicy.config.run_rules import CONTRADICTIONS
 from onepolicy.errors import UsageError
 
 Tree = dict[str, Any]
@@ -22,6 +24,8 @@ TOML_ERRORS = (ValueError, RecursionError)
 """A TOMLDecodeError, a number of thousands of digits, brackets as deep."""
 DEEPEST = 64
 """Levels of sections and lists."""
+
+RunConfig.rules = CONTRADICTIONS  # they read a RunConfig, so run.py cannot import them
 
 
 def load(recipe: str | Path | None, overrides: Overrides = ()) -> RunConfig:
@@ -72,8 +76,6 @@ def resolve_as(kind: type[Settings], tree: Tree, overrides: Overrides = ()) -> S
     try:
         settings = kind.model_validate(tree, context=broken)
     except ValidationError as error:
-        from onepolicy.config.errors import describe_errors
-
         lines = [describe_errors(error, kind), *map(str, broken.checks)]
         raise UsageError("\n".join(lines)) from None
     require(broken.checks)

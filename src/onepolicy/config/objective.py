@@ -17,6 +17,7 @@ from onepolicy.config.base import (
 )
 from onepolicy.config.presets import objective_presets
 from onepolicy.config.rules import Rule, error
+from onepolicy.config.spelling import did_you_mean
 from onepolicy.config.surrogates import LEVELS, SURROGATES, SurrogateName, SurrogateRow
 
 DEFAULT_CLIP = (0.2, 0.28)  # clip-higher, DAPO section 3.1
@@ -248,8 +249,6 @@ class ObjectiveConfig(Frozen):
 def _preset_settings(name: str) -> dict[str, Any]:
     """Return the settings of a row of objectives.toml. Raises ValueError for an unknown name."""
     if name not in objective_presets():
-        from onepolicy.config.spelling import did_you_mean
-
         known = ", ".join(objective_presets()) + did_you_mean(name, objective_presets())
         raise ValueError(f"objective.preset: none is called {name!r}; there are {known}")
     settings: dict[str, Any] = objective_presets()[name]["settings"]

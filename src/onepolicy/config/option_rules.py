@@ -17,50 +17,50 @@ from onepolicy.config.pressure import RoutingPressure
 from onepolicy.config.quant import Int8, QuantFormat
 from onepolicy.config.replay import RolloutReplay
 from onepolicy.config.rules import Of, Rule, each_once, error
-from onepolicy.config.sections import Sections
+from onepolicy.config.run import RunConfig
 
-Rules = tuple[Rule[Sections], ...]
+Rules = tuple[Rule[RunConfig], ...]
 
 
-def on_policy(run: Sections) -> bool:
+def on_policy(run: RunConfig) -> bool:
     """Return whether engine and trainer are equal to the bit."""
     return run.numerics == ON_POLICY
 
 
-def under_ray(run: Sections) -> bool:
+def under_ray(run: RunConfig) -> bool:
     """Return whether Ray places the run's processes."""
     return isinstance(run.cluster, RayCluster)
 
 
-def reprefills(run: Sections) -> bool:
+def reprefills(run: RunConfig) -> bool:
     """Return whether a second copy of the model records the routes."""
     return isinstance(run.replay, RolloutReplay) and run.replay.source == "reprefill"
 
 
-def native_adapter(run: Sections) -> bool:
+def native_adapter(run: RunConfig) -> bool:
     """Return whether the engine is sent A and B of an adapter."""
     return run.train.lora is not None and run.train.lora.sync == "native"
 
 
-def _pressed(run: Sections) -> bool:
+def _pressed(run: RunConfig) -> bool:
     return run.rollout.pressure is not None
 
 
-def _runner_up(run: Sections, test: Callable[[RoutingPressure], bool]) -> bool:
+def _runner_up(run: RunConfig, test: Callable[[RoutingPressure], bool]) -> bool:
     pressure = run.rollout.pressure
     return pressure is not None and pressure.kind == "runner-up" and test(pressure)
 
 
-def _nf4(run: Sections) -> bool:
+def _nf4(run: RunConfig) -> bool:
     return run.train.lora is not None and run.train.lora.base == "nf4"
 
 
-def is_server(run: Sections) -> bool:
+def is_server(run: RunConfig) -> bool:
     """Return whether the engine is a server of its own."""
     return not run.rollout.engine.can.in_process
 
 
-def _foreign_targets(lora: LoraConfig | None, run: Sections) -> str:
+def _foreign_targets(lora: LoraConfig | None, run: RunConfig) -> str:
     """Return the targets whose A and B the engine cannot compute with."""
     if lora is None or lora.targets is None:
         return ""
@@ -69,7 +69,7 @@ def _foreign_targets(lora: LoraConfig | None, run: Sections) -> str:
     )
 
 
-def _same_as_model(name: str) -> Rule[Sections]:
+def _same_as_model(name: str) -> Rule[RunConfig]:
     """Return the rule that engine and model have the same value of this setting."""
     return error(
         f"rollout.engine.{name}: {{rollout.engine.{name}}} and model.{name}: {{model.{name}}}, but "
@@ -150,7 +150,7 @@ def vllm_quant_rules(
     )
 
 
-def _vllm_quant(run: Sections) -> QuantFormat | None:
+def _vllm_quant(run: RunConfig) -> QuantFormat | None:
     if isinstance(run.rollout.engine, VLLMEngineConfig | VLLMServerConfig):
         return run.rollout.quant
     return None

@@ -14,7 +14,6 @@ from onepolicy.config.numerics import Numerics, dependent_defaults
 from onepolicy.config.objective import ObjectiveConfig
 from onepolicy.config.replay import R2, R3, ReplayConfig, RolloutReplay, SoftReplay
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
-from onepolicy.config.rules import Rule
 from onepolicy.config.task import EpisodeTask, TaskConfig
 
 
@@ -56,7 +55,10 @@ def _usual_correction(checked: dict[str, Any]) -> CorrectionConfig:
 
 
 class RunConfig(Frozen):
-    """Settings of a training run. eval, measure, plan and engine check read the same sections."""
+    """Settings of a training run. eval, measure, plan and engine check read the same sections.
+
+    Its rules are those of run_rules.py (load.py).
+    """
 
     out: str
     """Run folder, new or empty. If a recipe's own is taken, `onepolicy train` takes the first free
@@ -108,12 +110,6 @@ class RunConfig(Frozen):
         if isinstance(replay, dict):
             data = {**data, "replay": {"mode": "r3"} | replay}
         return data
-
-    @classmethod
-    def all_rules(cls) -> tuple[Rule[Any], ...]:
-        from onepolicy.config.run_rules import CONTRADICTIONS
-
-        return CONTRADICTIONS
 
     @property
     def longest_episode(self) -> tuple[int, int]:

@@ -18,21 +18,21 @@ from onepolicy.config.option_rules import (
 from onepolicy.config.quant import Int8
 from onepolicy.config.replay import R2, WeightsReplay
 from onepolicy.config.rules import error
-from onepolicy.config.sections import Sections
+from onepolicy.config.run import RunConfig
 from onepolicy.config.task import EpisodeTask
 
 LARGEST_STEP = 2**22  # samples
 MOST_RETURNED = 1000  # top_k of engines that return it as log-probabilities, in every reply
 
 
-def _tensor_parallel(run: Sections) -> int:
+def _tensor_parallel(run: RunConfig) -> int:
     engine = run.rollout.engine
     if isinstance(engine, VLLMEngineConfig):
         return engine.tensor_parallel_size
     return 1
 
 
-def _gpus_per_replica(run: Sections) -> float | None:
+def _gpus_per_replica(run: RunConfig) -> float | None:
     if isinstance(run.cluster, RayCluster):
         return run.cluster.gpus_per_replica
     return None

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from onepolicy.config.address import is_loopback
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.engine import ServerEngineConfig
+from onepolicy.config.errors import describe_errors
 from onepolicy.config.output_paths import CONFIG
 from onepolicy.config.run import RunConfig
 from onepolicy.errors import UsageError
@@ -37,8 +38,6 @@ def read_stored_config(run: Path) -> RunConfig:
     try:
         return RunConfig.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        from onepolicy.config.errors import describe_errors
-
         problem = describe_errors(error)
         raise UsageError(f"{path}: not the settings of a run: {problem}") from None
 

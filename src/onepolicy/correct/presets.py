@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from onepolicy.config.correction import CorrectionConfig
+from onepolicy.config.errors import describe_errors
 from onepolicy.config.presets import ALIASES, correction_presets, describe_unknown
 from onepolicy.errors import UsageError
 
@@ -22,8 +23,6 @@ def preset(name: str, **override: Any) -> CorrectionConfig:
     try:
         return CorrectionConfig.model_validate({"preset": name, **override})
     except ValidationError as error:
-        from onepolicy.config.errors import describe_errors
-
         raise UsageError(f"preset {name!r}: {describe_errors(error, CorrectionConfig)}") from None
 
 

@@ -19,6 +19,7 @@ from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.input_files import resolve_model
 from onepolicy.config.replay import MIN_AGREEMENT
 from onepolicy.config.rules import Check
+from onepolicy.console import Console
 from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.engine_check.checks import (
     HOT_TEMPERATURE,
@@ -34,6 +35,7 @@ from onepolicy.engine_check.checks import (
 from onepolicy.engine_check.weight_sync import RoundedModel, check_weight_sync
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import MisalignedRoutesError, check_completion
+from onepolicy.report.terminal import checks_table
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Completion, Sampling, TokenBatch
 
@@ -51,6 +53,13 @@ MAX_TOKENS, LONGEST_PROMPT = 48, 160
 """Tokens of a completion; of a prompt: enough to fill a block of a prefix cache."""
 NARROW = 3
 """top_k of the requests that ask for a narrowed support."""
+
+
+def check_and_show(tree: dict[str, Any], overrides: list[str]) -> int:
+    """Print a table of the checks. Return 0 if every check that applies passes, else 1."""
+    checks = run_engine_check(tree, overrides)
+    Console().print(checks_table([(c.name, c.passed, c.found, c.fix) for c in checks]))
+    return int(any(check.passed is False for check in checks))
 
 
 def run_engine_check(tree: dict[str, Any], overrides: list[str]) -> list[Check]:

@@ -23,11 +23,11 @@ SINGLE_TURN = {
 """task.kind of one question and one response -> class(config, section)."""
 MULTI_TURN = {
     "react": "onepolicy.envs.multiturn.react:ReAct",
-    "gymnasium": "onepolicy.envs.adapters.gymnasium:Gymnasium",
-    "textarena": "onepolicy.envs.adapters.textarena:TextArena",
+    "gymnasium": "onepolicy.envs.adapters.gymnasium:build",
+    "textarena": "onepolicy.envs.adapters.textarena:build",
     "verifiers": "onepolicy.envs.adapters.verifiers:Verifiers",
 }
-"""task.kind of several turns -> class(config, [task,] tokenizer, max_len=, duplicate_routes=)."""
+"""task.kind of several turns -> builder(config, [task,] tokenizer, max_len=, duplicate_routes=)."""
 
 
 def make_environment(

@@ -13,6 +13,7 @@ from onepolicy.config.input_files import resolve_model
 from onepolicy.config.serve import ServeConfig
 from onepolicy.models.load import context_length, read_config
 from onepolicy.replay.checks import is_moe
+from onepolicy.rollout.vllm.adapter import server_args
 from onepolicy.rollout.vllm.serve import run_server
 
 
@@ -79,6 +80,4 @@ def _adapter_settings(config: ServeConfig, rank: int, model: ModelConfig) -> dic
             f"{name}, but adapters were never run with tensor_parallel_size = "
             f"{config.tensor_parallel_size}; leave lora_rank out, and use train.lora.sync = merged"
         )
-    from onepolicy.rollout.vllm.adapter import server_args
-
     return server_args(rank, model)

@@ -28,6 +28,7 @@ from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
 from onepolicy.console import print_text
 from onepolicy.launch.agent import RENDEZVOUS_ENV
 from onepolicy.models.load import parse_device
+from onepolicy.sync.group import join_store
 from onepolicy.sync.messages import validate_message
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.ranks import (
@@ -191,6 +192,11 @@ def run_launched_rank() -> int:
     rank_info = RankInfo.from_environment()
     assert rank_info is not None
     return run_rank(rank_info, open_rendezvous(rank_info, JOIN_TIMEOUT_S))
+
+
+def run_placed_rank(rank: int, world_size: int, store: tuple[str, int]) -> None:
+    """Run a rank that a launcher has placed. store: host and port of the ranks' store."""
+    run_rank(RankInfo(rank, world_size, 0), join_store(*store, JOIN_TIMEOUT_S))
 
 
 def run_rank(rank_info: RankInfo, store: dist.Store) -> int:

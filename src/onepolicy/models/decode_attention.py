@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from onepolicy.models.attention_arguments import no_mask, refuse_unsupported_arguments
 from onepolicy.models.embedding_bag_matmul import weighted_rows
+from onepolicy.models.flash import attend_cache
 from onepolicy.models.packed_attention import takes_flash
 
 # Fewest positions per row of the keys' table. On the CPU a cache row's length is a multiple of it.
@@ -192,8 +193,6 @@ def kv_cache_attention(
     q = query[0].transpose(0, 1)  # [T, heads, D]
     bounds, stops = kv_cache_step.bounds, kv_cache_step.stops
     if bounds is not None and stops is not None and takes_flash(query, value, of_cache=True):
-        from onepolicy.models.flash import attend_cache
-
         spans = bounds, stops, kv_cache_step.longest
         out = attend_cache(q, key, value, *spans, scale=scale, window=sliding_window, sinks=s_aux)
         return out[None].to(query.dtype), None

@@ -20,6 +20,7 @@ from torch.nn.functional import embedding_bag
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from onepolicy.models import linear
+from onepolicy.models.experts_autocast import run_in_dtype
 from onepolicy.models.linear import matmul_into, transposed_matmul
 
 NAME = "onepolicy_grouped"
@@ -42,8 +43,6 @@ def grouped_experts(
     device = hidden.device.type
     has_autocast = device != "cpu" and torch.amp.is_autocast_available(device)
     if has_autocast and torch.is_autocast_enabled(device):
-        from onepolicy.models.experts_autocast import run_in_dtype
-
         dtype = torch.get_autocast_dtype(device)
         return run_in_dtype(module, hidden, top_k_index, top_k_weights, dtype)
     if device != "cpu" or module.has_bias or module._is_expert_parallel or not module.has_gate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from httpx2 import TransportError  # of huggingface_hub's HTTP client
 from huggingface_hub import (
     get_hf_file_metadata,
     hf_hub_url,
@@ -21,6 +20,8 @@ def check_reachable(path: str) -> None:
     This takes one attempt. transformers would make five more with growing pauses, 40 s in all, and
     print each.
     """
+    from httpx2 import TransportError  # of huggingface_hub 2, which brings it
+
     if is_offline_mode():
         return
     if isinstance(try_to_load_from_cache(path, CONFIG_NAME), str):

@@ -23,6 +23,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.input_files import check_model_path
 from onepolicy.errors import short_repr
+from onepolicy.models.foreign import check_experts, memory_of_settings, refuse_large_shapes
+from onepolicy.models.hub import check_reachable
+from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
+from onepolicy.models.stored_format import dequantisation
+from onepolicy.tokenizer_trial import try_tokenizers
 
 MAX_LAYERS = 512
 LONGEST = 2**24  # tokens, as of rollout.engine.max_len
@@ -61,11 +66,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     """Return the model's config. Raises UsageError for a folder or hub id that has none."""
     check_model_path(model.path)
     if not Path(model.path).exists():
-        from onepolicy.models.hub import check_reachable
-
         check_reachable(model.path)
-    from onepolicy.models.foreign import check_experts
-
     with _foreign("the config", model):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
@@ -96,8 +97,6 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         UsageError: it is missing or damaged, has no eos token, or is of another model.
     """
-    from onepolicy.tokenizer_trial import try_tokenizers
-
     with _foreign("the tokenizer", model, limited=False):
         try_tokenizers(model.path)
     with _foreign("the tokenizer", model):
@@ -142,8 +141,6 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     files_of_index(Path(model.path))
     config = read_config(model)
     quantisation = dequantisation_of(model, config)
-    from onepolicy.models.foreign import refuse_large_shapes
-
     with _foreign("the weights", model):
         refuse_large_shapes(model, config)
     with _foreign("the weights", model, limited=False):
@@ -176,8 +173,6 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _merged(model: ModelConfig, device: torch.device) -> PreTrainedModel:
-    from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
-
     adapter, seen = Path(model.path), set()
     while (adapter / "adapter_config.json").is_file():
         if adapter.resolve() in seen:
@@ -199,8 +194,6 @@ def dequantisation_of(model: ModelConfig, config: PreTrainedConfig) -> dict[str,
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return {}
-    from onepolicy.models.stored_format import dequantisation
-
     return {"quantization_config": dequantisation(model.path, stored)}
 
 
@@ -266,8 +259,6 @@ def _foreign(part: str, model: ModelConfig, *, limited: bool = True) -> Iterator
     """
     limit: AbstractContextManager[None] = nullcontext()
     if limited:
-        from onepolicy.models.foreign import memory_of_settings
-
         limit = memory_of_settings(model)
     try:
         with limit:

@@ -14,6 +14,8 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -24,6 +26,11 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
+    from peft import LoraModel
+    from peft.tuners.lora.layer import LoraLayer
 
 ADAPTER = "default"  # peft's name of the adapter inside the model
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -37,14 +44,16 @@ STORED = re.compile(r"\.parametrizations\.(\w+)\.original$")
 NF4 = "nf4"
 """In the header of an adapter's file: the weights of its base in nf4, and the others' dtype."""
 
-try:
-    from peft import LoraConfig as PeftConfig
-    from peft import LoraModel
-    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
-except ImportError:
-    raise UsageError(
-        "train.lora: peft is not installed; run pip install 'onepolicy[lora]', or leave it out"
-    ) from None
+
+def load_peft() -> ModuleType:
+    """Return the module peft. Raises UsageError if it is not installed: it is an extra."""
+    try:
+        import peft
+    except ImportError:
+        raise UsageError(
+            "train.lora: peft is not installed; run pip install 'onepolicy[lora]', or leave it out"
+        ) from None
+    return peft
 
 
 def inject(model: PreTrainedModel, config: PeftConfig) -> LoraModel:
@@ -52,7 +61,7 @@ def inject(model: PreTrainedModel, config: PeftConfig) -> LoraModel:
 
     Raises UsageError if peft adapts other weights than `config` names.
     """
-    tuner = LoraModel(model, config, ADAPTER)
+    tuner: LoraModel = load_peft().LoraModel(model, config, ADAPTER)
     for name, parameter in model.named_parameters():
         is_adapter = _is_adapter(name)
         parameter.requires_grad_(is_adapter)
@@ -69,14 +78,15 @@ def peft_config(
     modules: linear layers. parameters: weights that are no linear layer's. base: path or hub id of
     the frozen weights.
     """
-    return PeftConfig(
+    settings: PeftConfig = load_peft().LoraConfig(
         r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # a float serves as well
+        lora_alpha=alpha,  # a float serves as well
         target_modules=modules,
         target_parameters=parameters or None,
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
     )
+    return settings
 
 
 def _is_adapter(name: str) -> bool:
@@ -85,11 +95,11 @@ def _is_adapter(name: str) -> bool:
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Return peft's layer of every adapted weight, by the weight's name in the plain model."""
-    found = {}
+    found, layers = {}, load_peft().tuners.lora.layer
     for path, module in model.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, layers.LoraLayer):
             parameter = "weight"
-            if isinstance(module, ParamWrapper):
+            if isinstance(module, layers.ParamWrapper):
                 parameter = module.parameter_name
             found[f"{path.replace(WRAPPED, '')}.{parameter}"] = module
     return found
@@ -375,7 +385,8 @@ def read_header(folder: Path) -> dict[str, str]:
 
 def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Return a float32 model of the base with the adapter in `folder` merged into it."""
-    config, tensors = PeftConfig.from_pretrained(str(folder)), load_file(folder / WEIGHTS)
+    config = load_peft().LoraConfig.from_pretrained(str(folder))
+    tensors = load_file(folder / WEIGHTS)
     rank = max(config.r, *config.rank_pattern.values(), 1)
     stored = max((max(tensor.shape, default=0) for tensor in tensors.values()), default=0)
     if rank > stored:

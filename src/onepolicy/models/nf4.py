@@ -26,6 +26,7 @@ from onepolicy.models.linear import linear
 
 try:
     from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 except ImportError:
     raise UsageError(
         "train.lora.base: nf4 needs bitsandbytes, which is not installed; run pip install "
@@ -86,7 +87,7 @@ def store(model: nn.Module, names: Collection[str]) -> None:
     """Store weights of a model with adapters in nf4. names: in the plain model."""
     found = set()
     for path, module in list(model.named_modules()):
-        if isinstance(module, lora.LoraLayer):
+        if isinstance(module, LoraLayer):
             continue
         plain = path.replace(lora.WRAPPED, "")
         for parameter, _ in list(module.named_parameters(recurse=False)):
@@ -95,7 +96,7 @@ def store(model: nn.Module, names: Collection[str]) -> None:
                 found.add(f"{plain}.{parameter}")
     assert found == set(names), "names are those of the plain model's parameters"
     for name, layer in lora.adapted_layers(model).items():
-        if name in names and isinstance(layer, lora.ParamWrapper):
+        if name in names and isinstance(layer, ParamWrapper):
             layer.__class__ = Nf4Wrapper
 
 
@@ -143,7 +144,7 @@ class _Multiply(torch.autograd.Function):
         return linear(grad, weight.T).to(ctx.dtype), None, None
 
 
-class Nf4Wrapper(lora.ParamWrapper):
+class Nf4Wrapper(ParamWrapper):
     """peft's layer around a weight that is no linear layer's to it, and is in nf4.
 
     peft 0.21.2 cannot take its adapter off such a weight after a forward: the next one has it

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from onepolicy.models import flash
 from onepolicy.models.attention_arguments import refuse_unsupported_arguments
+from onepolicy.models.sink_attention import attend_with_sinks
 
 NAME = "onepolicy_packed"
 UNSUPPORTED = ("softcap", "position_bias", "block_mask")
@@ -129,8 +131,6 @@ def packed_attention(
     refuse_unsupported_arguments(module, "packed attention", extra, UNSUPPORTED, dropout=dropout)
 
     if takes_flash(query, value):
-        from onepolicy.models import flash
-
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
         spans = packing.bounds, packing.longest
         out = flash.attend_spans(q, k, v, *spans, scale=scaling, window=sliding_window, sinks=s_aux)
@@ -147,8 +147,6 @@ def takes_flash(query: Tensor, value: Tensor, *, of_cache: bool = False) -> bool
     """
     if query.device.type != "cuda":
         return False
-    from onepolicy.models import flash
-
     return (flash.takes_cache if of_cache else flash.takes)(query, value)
 
 
@@ -208,8 +206,6 @@ def causal_attention(
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-    from onepolicy.models.sink_attention import attend_with_sinks
-
     mask = causal_mask(width, window, q.device)[start : start + q.shape[2]]
     return attend_with_sinks(q, k, v, mask, sinks, scaling=scaling)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
-from onepolicy.models import experts, linear, packed_attention
+from onepolicy.models import experts, linear, packed_attention, rms_norm, rotary
 from onepolicy.models.packed_attention import Packing
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -56,8 +56,6 @@ def prepare_for_training(
         if getattr(model, "set_experts_implementation", None) is not None:
             model.set_experts_implementation(experts.NAME)
         linear.use_onednn_linear(model, device)
-        from onepolicy.models import rms_norm, rotary
-
         rms_norm.use_few_passes(model, fused=device.type != "cpu")
         rotary.use_few_passes(model)
         together = _packed_logits(model, _samples(model, device))

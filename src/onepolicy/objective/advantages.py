@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig, UsageError
+from onepolicy.objective.gae import gae
 from onepolicy.objective.surrogate import kl_estimate
 from onepolicy.types import Group, TokenBatch
 
@@ -188,8 +189,6 @@ def _group_advantage(batch: TokenBatch, kl: Tensor | None, config: ObjectiveConf
 
 def _advantage_over_time(reward: Tensor, batch: TokenBatch, config: ObjectiveConfig) -> Tensor:
     """Return [T] float32: GAE with a critic, else the return to go. reward: [T] float32."""
-    from onepolicy.objective.gae import gae
-
     value, lam = torch.zeros_like(reward), 1.0  # with these GAE is the return to go
     if config.baseline == "critic":
         assert batch.value is not None, "score() fills value"

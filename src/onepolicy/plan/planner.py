@@ -14,6 +14,7 @@ from onepolicy.build.gpu_defaults import with_gpu_precision
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.models.chunk_size import logits_chunk
+from onepolicy.plan.adapters import with_adapters
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
 from onepolicy.plan.engine_memory import EngineMemory, EngineWeights, engine_memory, engine_weights
 from onepolicy.plan.hardware import Cluster
@@ -163,8 +164,6 @@ class Planner:
         dry = self._plain_model(settled)
         self.dims: Dims = read_dims(dry.model, config.model.path)
         if config.train.lora is not None:
-            from onepolicy.plan.adapters import with_adapters
-
             self.dims = with_adapters(self.dims, dry.model, config.train.lora)
             dry.add_adapters(config.train.lora)
         self._models[_model_key(settled)] = dry

@@ -17,6 +17,8 @@ from onepolicy.config import UsageError
 from onepolicy.config.replay import MIN_AGREEMENT
 from onepolicy.divergence.routing import column_agreement, routing_agreement
 from onepolicy.replay.checks import MisalignedRoutesError, constant_layers
+from onepolicy.replay.evidence import new_rows
+from onepolicy.replay.misalignment import cause_of_layers, cause_of_sample
 from onepolicy.types import RoutingTrace, index_ids
 
 WINDOW = 16  # rows per window
@@ -130,8 +132,6 @@ def check_captured(
 
 
 def _repeats(captured: RoutingTrace) -> bool:
-    from onepolicy.replay.evidence import new_rows
-
     return not bool(new_rows(captured, _one_sample(captured)).all())
 
 
@@ -197,8 +197,6 @@ def _check_layers(
     where = f"layer {replayed.layers[first]} agree in {agreement[first]:.0%}"
     if len(agreement) > 1:
         where += f" ({len(bad)} of {len(agreement)} layers are below {least:.0%})"
-    from onepolicy.replay.misalignment import cause_of_layers
-
     cause, layers_wrong = cause_of_layers(replayed, native, bad.tolist(), float(agreement.mean()))
     raise MisalignedRoutesError(message(where, least, cause), layers_wrong=layers_wrong)
 
@@ -272,8 +270,6 @@ def _refuse_sample(
     least: float,
 ) -> NoReturn:
     """Raise for a window of this sample. bounds [S + 1]: first row of every sample."""
-    from onepolicy.replay.misalignment import cause_of_sample
-
     cause = cause_of_sample(replayed, native, bounds, sample)
     raise MisalignedRoutesError(message(where, least, cause), layers_wrong=False)
 

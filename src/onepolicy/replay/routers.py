@@ -10,12 +10,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onepolicy.config import UsageError
+from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import (
     RoutingError,
     check_devices,
@@ -27,12 +28,9 @@ from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.layers import Router, decoder_layer, find_routers
 from onepolicy.replay.private_names import check_private_names, is_dtensor, is_fsdp_module
 from onepolicy.replay.recompute import check_checkpoints
+from onepolicy.replay.sample_checks import OnMismatch, SampleChecks
 from onepolicy.replay.topk_hook import override_attribute
 from onepolicy.types import RoutingTrace
-
-if TYPE_CHECKING:
-    from onepolicy.replay.axes import Axis
-    from onepolicy.replay.sample_checks import OnMismatch, SampleChecks
 
 
 class BoundRouters:
@@ -64,8 +62,6 @@ class BoundRouters:
         Raises:
             UsageError: as of `axes.trace_from`.
         """
-        from onepolicy.replay.axes import trace_from
-
         return trace_from(
             ids,
             layers=self.layers,
@@ -101,9 +97,6 @@ class Routers(BoundRouters):
 
     @cached_property
     def _checks(self) -> SampleChecks:
-        # Not at the top: a training run checks its routes itself, in its scoring.
-        from onepolicy.replay.sample_checks import SampleChecks
-
         return SampleChecks()
 
     @property

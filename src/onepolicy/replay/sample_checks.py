@@ -29,6 +29,7 @@ from onepolicy.replay.evidence import (
     chernoff,
     new_rows,
 )
+from onepolicy.replay.misalignment import cause_of_layers, cause_of_repeat, cause_of_sample
 from onepolicy.types import RoutingTrace, id_dtype, index_ids
 
 OnMismatch = Literal["stop", "drop"]
@@ -191,8 +192,6 @@ class PlannedCheck:
         if not wrong:
             return
         self._check_captured(handle)
-        from onepolicy.replay.misalignment import cause_of_layers
-
         where = f"layer {trace.layers[wrong[0]]} agree in {mean[wrong[0]]:.0%}"
         if len(mean) > 1:
             where += f" ({len(wrong)} of {len(mean)} layers are below {MIN_AGREEMENT:.0%})"
@@ -201,12 +200,6 @@ class PlannedCheck:
         raise MisalignedRoutesError(message(where, MIN_AGREEMENT, cause), layers_wrong=layers_wrong)
 
     def _refuse(self, handle: ReplayHandle, wrong: WrongRows) -> None:
-        from onepolicy.replay.misalignment import (
-            cause_of_layers,
-            cause_of_repeat,
-            cause_of_sample,
-        )
-
         trace, native = handle.trace, self._native(handle)
         start, stop = self.bounds[wrong.sample : wrong.sample + 2].tolist()
         where = f"sample {wrong.sample} of the batch, rows {wrong.first - start} to "

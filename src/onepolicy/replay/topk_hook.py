@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
+from onepolicy.replay.modes import combine_weights_position, replace_combine_weights, soften
 from onepolicy.replay.private_names import current_graph_task_id
 from onepolicy.replay.recompute import called_by_checkpoint
 from onepolicy.replay.scores import LayerComparison, better_experts, gate_mass
@@ -114,8 +115,6 @@ class TopkRecorder(TopkHook):
         if not in_backward():
             self.seen.append(ids)
             if self.keep_weights:
-                from onepolicy.replay.modes import combine_weights_position
-
                 position = combine_weights_position(out, self.router.top_k, self._where)
                 self.weights.append(out[position].detach())
         return out
@@ -258,8 +257,6 @@ class TopkReplayer(TopkHook):
         self._check_one_selection(self._selected)
         self._needs_native = False
         if self._weights is not None:
-            from onepolicy.replay.modes import replace_combine_weights
-
             out = replace_combine_weights(
                 out, self._weights, self._valid, self.router.top_k, self._where
             )
@@ -417,8 +414,6 @@ class TopkReplayer(TopkHook):
         if probabilities is None:
             probabilities = scores.detach().softmax(-1)
         native = self._native_selection[2]
-        from onepolicy.replay.modes import soften
-
         self._target, replaced = soften(self._target, native, probabilities, ratio=self._soft)
         if self._valid is not None:
             replaced = replaced[self._valid]

@@ -13,13 +13,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
+from onepolicy.console import Console, print_text
 from onepolicy.files import write_text_atomically
 from onepolicy.notation import DASH, counted, number
 from onepolicy.report.arm_run import ArmRun
 from onepolicy.report.block_bootstrap import Interval, interval
 from onepolicy.report.comparison_figure import picture
 from onepolicy.report.page import plain, render
+from onepolicy.report.png import write_figures
 from onepolicy.report.words import ARROW
 from onepolicy.verdict.declared import HARMLESS_KL
 from onepolicy.verdict.rules import QUIET_KL, SMALL
@@ -272,6 +277,31 @@ def headline(runs: Sequence[ArmRun]) -> str:
     return f"k3: {text}"
 
 
+def show_comparison(
+    arms: Sequence[tuple[str, int, Path, str]], out: Path, *, recipe: str, png: bool
+) -> None:
+    """Print the comparison, then draw it. arms: name, seed, folder and label of each run."""
+    runs = [ArmRun.read(*each) for each in arms]
+    found, rows = contrasts(runs), rows_of_table(runs)
+    console = Console()
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    table.add_column(HEADER[0], overflow="fold")  # a long name goes on in the next line
+    for at, name in enumerate(HEADER[1:], 1):
+        table.add_column(name, min_width=max(map(len, [*name.split(), *(row[at] for row in rows)])))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    console.print_line(f"{CAPTION}.", style="dim")
+    console.print()
+    for text in warnings_of(runs):
+        console.print_line(text, style="bold red")
+    for text in (headline(runs) + ".", *sentences_of(found)):
+        console.print_line(text)
+    console.print_line(caution(runs))
+    write_comparison(out, runs, found, recipe=recipe, png=png)
+    print_text(f"picture: {out / 'comparison.html'}")
+
+
 def write_comparison(
     out: Path, runs: Sequence[ArmRun], found: Sequence[Contrast], *, recipe: str, png: bool
 ) -> None:
@@ -280,8 +310,6 @@ def write_comparison(
     recipe: its name. found: contrasts(runs). png: OUT/curves.png and its data too.
     Raises UsageError if plotly, jinja2 or the browser of a PNG is missing.
     """
-    from onepolicy.report.png import write_figures
-
     sentences, title = [*warnings_of(runs), *sentences_of(found)], headline(runs)
     figure = picture(runs, title)
     tree = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.config import UsageError
-from onepolicy.config.json_shapes import Sample, check_metrics, check_shape, check_step, parse_json
+from onepolicy.config.json_shapes import Row, Sample, check_metrics, check_shape, parse_json
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 FIX = "remove the line or restore the file"
@@ -38,10 +38,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             if number == len(lines) and not ended:  # half written
                 break
             raise UsageError(f"{where}: not a JSON object ({line[:60]!r}); {FIX}") from None
-        if not isinstance(row, dict):
-            raise UsageError(f"{where}: not a JSON object ({line[:60]!r}); {FIX}")
-        check_step(row, where, FIX)
-        rows.append(row)
+        rows.append(check_shape(row, Row, where, FIX))
     return rows
 
 

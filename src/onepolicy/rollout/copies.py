@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, ModelConfig, QuantFormat, RolloutConfig
 from onepolicy.config.engine import LmHead
+from onepolicy.models import fp32_head
 from onepolicy.models.load import DTYPES, cast_model, load_model
 from onepolicy.models.prepare import prepare_for_training
+from onepolicy.models.quant.quantise import QuantisedModel, quantise
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
-
-if TYPE_CHECKING:
-    from onepolicy.models.quant.quantise import QuantisedModel
+from onepolicy.rollout.vllm.quant import hf_equivalent
 
 
 def load_engine_copy(
@@ -45,8 +43,6 @@ def load_engine_copy(
         _quantise_like_engine(copy, quant, is_hf=is_hf)
     dtype = DTYPES[engine.dtype]
     if lm_head == "float32":
-        from onepolicy.models import fp32_head
-
         fp32_head.install_fp32_head(copy, dtype, field="rollout.engine.lm_head", copy=True)
     cast_model(copy, dtype)
     prepare_for_training(copy, device)
@@ -57,8 +53,6 @@ def _quantise_like_engine(model: PreTrainedModel, quant: QuantFormat, *, is_hf: 
     if is_hf:
         quantise_policy(model, quant)
         return
-    from onepolicy.rollout.vllm.quant import hf_equivalent
-
     equivalent, experts_only = hf_equivalent(quant)
     quantise_policy(model, equivalent, experts_only=experts_only)
 
@@ -89,8 +83,6 @@ def quantise_policy(
     model: PreTrainedModel, quant: QuantFormat, *, experts_only: bool = False
 ) -> QuantisedModel:
     """Quantise the model, except its routers unless `quant` names them."""
-    from onepolicy.models.quant.quantise import quantise
-
     routers: list[str] = []
     if is_moe(model.config):
         routers = [router.path for router in find_routers(model)]

@@ -8,6 +8,7 @@ from onepolicy.build.components import Components
 from onepolicy.config import RolloutReplay, RunConfig
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.interfaces import Scorer
+from onepolicy.invariant.require_equal import require_equal
 from onepolicy.run.result import StepResult, StepTimer
 from onepolicy.run.step_metrics import counterfactual_metrics, metrics_per_layer, repeat_metrics
 from onepolicy.types import Group
@@ -51,8 +52,6 @@ class RequireEqual(Hook):
         self.after_update(result, step)
 
     def after_update(self, result: StepResult, step: int) -> None:
-        from onepolicy.invariant.require_equal import require_equal
-
         when = f"step {step + 1}"
         require_equal(result.batch, result.groups, self._fingerprint, when=when)
 

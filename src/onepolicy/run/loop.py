@@ -6,28 +6,35 @@ import asyncio
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
+from onepolicy.build.calibrate import calibrate
 from onepolicy.build.components import Components
 from onepolicy.config import RolloutReplay
 from onepolicy.config.output_paths import BEGUN
+from onepolicy.engine_check.checks import require_correct_logprobs
 from onepolicy.envs.multiturn.tokenization import decode_tokens
 from onepolicy.files import write_text_atomically
 from onepolicy.interfaces import PressedEngine, Progress, RolloutEngine
 from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.run import run_folder
+from onepolicy.run.adapter_start import start_adapter
+from onepolicy.run.async_rollouts import RolloutPrefetcher
+from onepolicy.run.evaluate import evaluate, num_eval_episodes
 from onepolicy.run.hooks import is_counterfactual_step
+from onepolicy.run.learning_check import LearningMonitor
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
+from onepolicy.run.log_digest import digest_log
+from onepolicy.run.probe_file import save_counterfactual
 from onepolicy.run.result import StepResult
 from onepolicy.run.run_folder import Json, RunOrigin
 from onepolicy.run.step import StepRunner
+from onepolicy.run.summary import write_summary
+from onepolicy.run.trackers import trackers_of
 from onepolicy.sync.push import checked_push, push_weights
 from onepolicy.train import checkpoint
-
-if TYPE_CHECKING:
-    from onepolicy.run.async_rollouts import RolloutPrefetcher
+from onepolicy.verdict.bug_signatures import diagnose_batch
 
 
 class TrainingLoop:
@@ -51,15 +58,11 @@ class TrainingLoop:
         self._restore()
         self._clean_folder()
         await self._start_engine()
-        from onepolicy.run.trackers import trackers_of  # their packages may be missing
-
         with RunLog(self.folder, trackers_of(self.config, self.progress.note)) as log:
             await self._run_steps(log)
         with self._writing():
             self.learner.finish_saving()
             checkpoint.prune(self.folder, self.config.checkpoint.keep)
-            from onepolicy.run.summary import write_summary  # with the report, at the end only
-
             return write_summary(self.config, self.folder, self.origin.parent)
 
     # --- start ------------------------------------------------------------------------------------
@@ -82,20 +85,14 @@ class TrainingLoop:
 
     async def _start_engine(self) -> None:
         """Calibrate the engine, push the first weights, and check its log-probabilities."""
-        from onepolicy.engine_check.checks import require_correct_logprobs  # needed here only
-
         components, engine = self.components, self.components.engine
         advance = self.progress.phase("engine warm-up and sync check", 1)
         if self.config.rollout.quant is not None:
-            from onepolicy.build.calibrate import calibrate
-
             await calibrate(
                 self.config, engine, components.environment, components.stop, self.folder
             )
         with _without_pressure(engine):
             if self.config.train.lora is not None:
-                from onepolicy.run.adapter_start import start_adapter
-
                 await start_adapter(components, self.progress.note)
             else:
                 await checked_push(self.learner, engine, vocab=self.learner.scorer.vocab_size)
@@ -115,8 +112,6 @@ class TrainingLoop:
             metrics = await self._evaluate(None, self.origin.step)
             with self._writing():
                 log.write(self.origin.step, metrics)
-        from onepolicy.run.learning_check import LearningMonitor
-
         monitor = LearningMonitor(self.config, self.folder, self.progress.note)
         async with self._prefetcher() as prefetcher:
             for step in range(self.origin.step, self.config.steps):
@@ -139,8 +134,6 @@ class TrainingLoop:
         """Return the prefetcher of an asynchronous run. None if rollout.max_staleness is unset."""
         if self.config.rollout.max_staleness is None:
             return nullcontext()
-        from onepolicy.run.async_rollouts import RolloutPrefetcher
-
         return RolloutPrefetcher(self.runner, self.origin.step)
 
     async def _run_step(self, prefetcher: RolloutPrefetcher | None, step: int) -> StepResult:
@@ -160,8 +153,6 @@ class TrainingLoop:
         replayed = isinstance(self.config.replay, RolloutReplay)
         if self.config.rollout.pressure is not None and not replayed:
             return
-        from onepolicy.verdict.bug_signatures import diagnose_batch
-
         found = diagnose_batch(result.batch)
         if found.bug:
             self.progress.note(
@@ -181,8 +172,6 @@ class TrainingLoop:
 
         prefetcher: plays the episodes of `step` (from 0) and of later steps at the same time.
         """
-        from onepolicy.run.evaluate import evaluate, num_eval_episodes  # not if eval.every = 0
-
         components, config = self.components, self.config
         engine = components.engine
         if components.evaluator is not None:
@@ -218,8 +207,6 @@ class TrainingLoop:
         log.write(done, result.metrics)
         write_samples(log, result, self.tokenizer, done, self.config.log.samples_per_step)
         if is_counterfactual_step(self.config, step):
-            from onepolicy.run.probe_file import save_counterfactual  # in some steps only
-
             path = self.folder / run_folder.PROBES / f"step_{done:05d}.safetensors"
             fingerprint = self.learner.fingerprint
             save_counterfactual(path, result.batch, result.without_replay, fingerprint)
@@ -235,8 +222,6 @@ class TrainingLoop:
             checkpoint.prune(self.folder, self.config.checkpoint.keep)
 
     def _save_checkpoint(self, step: int) -> None:
-        from onepolicy.run.log_digest import digest_log  # in some steps only
-
         extra = {"parent": self.origin.parent, "log": digest_log(self.folder)}
         checkpoint.save(self.folder, self.learner, self.tokenizer, step=step, extra=extra)
 

@@ -25,6 +25,7 @@ from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.run import run_folder
 from onepolicy.run.log_digest import find_damage
 from onepolicy.run.loop import TrainingLoop
+from onepolicy.run.recovery import wait_for_server
 from onepolicy.run.run_folder import PROBES, RUN, SUMMARY, Json, RunOrigin, read_about, read_parent
 from onepolicy.run.summary import has_summary, write_summary
 from onepolicy.run.train import check_log, note_pressure
@@ -71,8 +72,6 @@ def resume_run(
             model = model_to_load(config, origin.weights)
             config = settle_max_len(config, model, progress.note, resumes=True)
         if isinstance(config.rollout.engine, ServerEngineConfig):
-            from onepolicy.run.recovery import wait_for_server
-
             asyncio.run(wait_for_server(config, progress.note))
         with started_ranks(config, launcher.launch_ranks) as ranks:
             components, tokenizer = build_components(

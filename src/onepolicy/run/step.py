@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from onepolicy.build.components import Components
 from onepolicy.config import RunConfig
@@ -22,15 +22,14 @@ from onepolicy.correct.weights import Average, weigh
 from onepolicy.interfaces import MetricsSource, RemoteEngine, SleepingSampler
 from onepolicy.objective.advantages import compute_advantages, compute_outcomes, has_signal
 from onepolicy.rollout.collect import collect_rollouts
+from onepolicy.run.adapter_check import check_adapter
 from onepolicy.run.hooks import Hook, build_hooks
+from onepolicy.run.recovery import Recovering
 from onepolicy.run.result import Rollouts, StepResult, StepTimer
 from onepolicy.run.step_metrics import gradient_metrics, mismatch_metrics
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample, TokenBatch
-
-if TYPE_CHECKING:
-    from onepolicy.run.recovery import Recovering
 
 T = TypeVar("T")
 
@@ -42,8 +41,6 @@ class StepRunner:
         self.components, self.hooks = components, build_hooks(components)
         self._recovering: Recovering | None = None
         if isinstance(components.engine, RemoteEngine):  # replicas recover by themselves
-            from onepolicy.run.recovery import Recovering
-
             self._recovering = Recovering(components)
 
     async def rl_step(self, step: int, *, advance: Callable[[], None] = lambda: None) -> StepResult:
@@ -162,8 +159,6 @@ async def push_and_check(components: Components) -> dict[str, float]:
     metrics = {"sync/gib": given / 2**30}
     if components.config.train.lora is None:
         return metrics
-    from onepolicy.run.adapter_check import check_adapter
-
     return metrics | await check_adapter(components)
 
 

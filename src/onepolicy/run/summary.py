@@ -9,6 +9,7 @@ from typing import Any
 
 from onepolicy.config import RunConfig
 from onepolicy.files import write_text_atomically
+from onepolicy.report.html import write_report
 from onepolicy.run.learning_check import GROUPED, nothing_learnt
 from onepolicy.run.log import read_metrics
 from onepolicy.run.run_folder import SUMMARY
@@ -44,8 +45,6 @@ def write_summary(config: RunConfig, run: Path, parent: Row | None) -> Row:
     summary = summarise(config, read_metrics(run), run, parent)
     write_text_atomically(run / SUMMARY, json.dumps(summary, indent=1))
     if config.log.report:
-        from onepolicy.report.html import write_report  # plotly is an extra
-
         summary["report"] = str(write_report(run))
         write_text_atomically(run / SUMMARY, json.dumps(summary, indent=1))
     return summary

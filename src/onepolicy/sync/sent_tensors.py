@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.models.load import DTYPES
+from onepolicy.models.lora import merged_tensors
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
 
@@ -27,8 +28,6 @@ def sent_tensors(model: PreTrainedModel, dtype: str | None) -> Iterator[tuple[st
     """
     tensors: Iterable[tuple[str, Tensor]] = model.state_dict().items()
     if getattr(model, "peft_config", None):
-        from onepolicy.models.lora import merged_tensors  # with train.lora only
-
         tensors = merged_tensors(model)
     routers: tuple[str, ...] = ()
     kept = {*(model._keep_in_fp32_modules_strict or ()), *ENGINES_KEEP}

@@ -60,7 +60,7 @@ def export_merged(folder: Path, out: Path, dtype: torch.dtype) -> tuple[int, Mer
     """
     checkpoint.verify(folder)
     model = _load_base(folder)
-    tuner = lora.inject(model, lora.PeftConfig.from_pretrained(str(folder)))
+    tuner = lora.inject(model, lora.load_peft().LoraConfig.from_pretrained(str(folder)))
     lora.set_adapter(model, load_file(folder / lora.WEIGHTS), str(folder))
     loss = _merge_loss(model, dtype)
     merged = lora.merge(tuner)

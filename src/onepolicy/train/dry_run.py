@@ -33,8 +33,18 @@ from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.invariant import mode
 from onepolicy.invariant.switch import TILE
-from onepolicy.models import chunk_size, experts, fp32_head, linear, logits_chunks, packed_attention
+from onepolicy.models import (
+    chunk_size,
+    experts,
+    fp32_head,
+    linear,
+    logits_chunks,
+    packed_attention,
+    rms_norm,
+    rotary,
+)
 from onepolicy.models.packed_attention import Packing
+from onepolicy.sync.adapters import add_adapter
 from onepolicy.train.activation_checkpointing import RANDOM_SETTINGS
 from onepolicy.train.fake_kernels import kernel_stand_ins, patched
 from onepolicy.train.forward import SlotLayout, forward
@@ -189,8 +199,6 @@ class DryRunModel:
                 with kernel_stand_ins(cpu=cpu):
                     mode.install_invariant(self.model)
         if not invariant:
-            from onepolicy.models import rms_norm, rotary
-
             rms_norm.use_few_passes(self.model, fused=not cpu)  # not fake: it compares bits
             rotary.use_few_passes(self.model)
         self._layer_list = decoder_layers(self.model)
@@ -200,8 +208,6 @@ class DryRunModel:
 
     def add_adapters(self, config: LoraConfig) -> None:
         """Put adapters on the model and freeze its own weights, before the first dry run."""
-        from onepolicy.sync.adapters import add_adapter
-
         # A module of fake tensors cannot be moved, and is where it should be.
         with self.fake, patched(nn.Module, "to", lambda module, *_, **__: module):
             plain = config.model_copy(update={"base": "same"})  # nf4 has no fake tensors

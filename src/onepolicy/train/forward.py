@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.models.chunk_size import logits_chunk
+from onepolicy.models.logits_chunks import map_logits
 from onepolicy.models.packed_attention import Packing
 from onepolicy.support.checks import overlap_of
 from onepolicy.support.score import over_support, support_scores
@@ -79,8 +80,6 @@ def forward(
         logps = torch.log_softmax(tempered, -1)
         del tempered
         return _scatter(_score_rows(logps, batch, slots, **options), batch, slots)
-
-    from onepolicy.models.logits_chunks import map_logits
 
     def score_chunk(logits: Tensor, rows: slice) -> tuple[Tensor, ...]:
         own = slots[rows]

@@ -24,6 +24,7 @@ from onepolicy.objective.loss import loss_weights, policy_loss
 from onepolicy.replay.routers import Routers
 from onepolicy.sync.sent_tensors import sent_tensors
 from onepolicy.train import checkpoint, pack
+from onepolicy.train.activation_checkpointing import checkpoint_activations
 from onepolicy.train.checks import check_batch
 from onepolicy.train.optim import (
     clip_gradients,
@@ -32,6 +33,7 @@ from onepolicy.train.optim import (
     norm_metrics,
 )
 from onepolicy.train.optimizers import adamw
+from onepolicy.train.restore import restore_optimizer
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.scoring import BypassScoring, ScoringFirst
 from onepolicy.train.update_parts import Measured, MicroBatch, UpdatePart
@@ -68,8 +70,6 @@ class LocalLearner:
         if not self.config.scores_old:
             self.scoring = BypassScoring(scorer)
         if self.config.train.activation_checkpointing:
-            from onepolicy.train.activation_checkpointing import checkpoint_activations
-
             checkpoint_activations(self.model)
 
     # --- scoring ----------------------------------------------------------------------------------
@@ -219,8 +219,6 @@ class LocalLearner:
 
     def restore(self, folder: Path) -> None:
         """Restore a checkpoint, except for the policy's weights. An adapter is restored."""
-        from onepolicy.train.restore import restore_optimizer
-
         if self.adapter is not None:
             self.adapter.load(folder)
         restore_optimizer(folder, self)

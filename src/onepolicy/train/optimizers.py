@@ -6,19 +6,17 @@ import torch
 from torch import nn
 
 from onepolicy.config.model import OptimConfig
+from onepolicy.train.eight_bit_adamw import EightBitAdamW
 from onepolicy.train.optim import MasterAdamW
+from onepolicy.train.streamed_adamw import HostAdamW
 
 
 def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> MasterAdamW:
     """Return the AdamW whose state rests where the settings say."""
     kind: type[MasterAdamW] = MasterAdamW
     if config.state == "host":
-        from onepolicy.train.streamed_adamw import HostAdamW
-
         kind = HostAdamW
     elif config.state == "8bit":
-        from onepolicy.train.eight_bit_adamw import EightBitAdamW
-
         kind = EightBitAdamW
     return kind(
         model.parameters(),

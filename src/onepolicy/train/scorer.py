@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from onepolicy.config import R2, RolloutReplay, RunConfig, SoftReplay, WeightsReplay
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.replay import ReplayConfig
+from onepolicy.invariant.enable import enable_invariant
 from onepolicy.invariant.fingerprint import compute_fingerprint
 from onepolicy.invariant.numerics_contract import numerics_contract_of
 from onepolicy.replay.checks import RoutingError
@@ -69,8 +70,6 @@ class PolicyScorer:
         self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None
     ) -> None:
         if config.numerics == ON_POLICY:
-            from onepolicy.invariant.enable import enable_invariant
-
             enable_invariant(model)
         self.model, self.config, self.routers = model, config, routers
         self.device = next(model.parameters()).device

@@ -177,7 +177,7 @@ def test_a_fork_that_is_refused_leaves_its_folder_as_it_was(
     async def refuse(*_, **__):
         raise UsageError("the engine holds other weights")
 
-    monkeypatch.setattr("onepolicy.engine_check.checks.require_correct_logprobs", refuse)
+    monkeypatch.setattr("onepolicy.run.loop.require_correct_logprobs", refuse)
     out = tmp_path / "fork"
     if existed:
         out.mkdir()
@@ -191,7 +191,7 @@ def test_damaged_run_files(fails, run, subtests):
     for name, text, words in [
         ("run.json", "{}", "lacks parent; copy it from a run of the same kind, or start anew"),
         ("config.json", "", "not the settings of a run"),
-        ("samples.jsonl", '{"prompt": "x"}\n', "no integer `step`"),
+        ("samples.jsonl", '{"prompt": "x"}\n', "lacks step"),
     ]:
         before = (run / name).read_text()
         (run / name).write_text(text)

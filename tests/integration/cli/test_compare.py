@@ -10,9 +10,9 @@ import pytest
 
 from onepolicy.cli import main
 from onepolicy.cli.compare import DEFAULT_ARMS, replay_labels
-from onepolicy.cli.plan_arms import plan_arms, plan_jobs
 from onepolicy.config import load
 from onepolicy.launch.arms import Arm, lock_arms
+from onepolicy.launch.plan_arms import plan_arms, plan_jobs
 from onepolicy.run.log import read_metrics
 
 
@@ -242,7 +242,7 @@ def test_steps_and_jobs_are_those_of_the_arms(recipe):
 
 
 def test_default_number_of_jobs(recipe, monkeypatch):
-    monkeypatch.setattr("onepolicy.cli.plan_arms._cores", lambda: 8)
+    monkeypatch.setattr("onepolicy.launch.plan_arms._cores", lambda: 8)
 
     def jobs(*words):
         return plan_jobs([load(recipe, [*words])], None)
@@ -253,5 +253,5 @@ def test_default_number_of_jobs(recipe, monkeypatch):
     assert jobs("train.device=cpu", "rollout.engine.kind=vllm") == 1
     assert jobs("train.device=cpu", "rollout.engine.kind=vllm-server") == 1
     assert jobs("train.device=cpu", "train.threads=64") == 1
-    monkeypatch.setattr("onepolicy.cli.plan_arms.os.path.exists", lambda path: True)
+    monkeypatch.setattr("onepolicy.launch.plan_arms.os.path.exists", lambda path: True)
     assert jobs("train.device=auto") == 1

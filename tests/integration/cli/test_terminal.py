@@ -46,10 +46,11 @@ def python(code, **settings):
 
 @pytest.mark.process
 def test_every_encoding_can_print_every_result():
-    for encoding, out in (("ascii", "r\u00fcns/\u2192"), ("utf-8", "r\u00fcns/\u2192")):
-        done = python(PRINTS, environment={"PYTHONIOENCODING": encoding}, stdout=subprocess.PIPE)
-        assert (done.returncode, done.stderr) == (0, b"")
-        assert tomllib.loads(done.stdout.decode(encoding))["out"] == out
+    done = python(PRINTS, environment={"PYTHONIOENCODING": "ascii"}, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb'out = "r\xfcns/\u2192"' in done.stdout
+    done = python(PRINTS, environment={"PYTHONIOENCODING": "utf-8"}, stdout=subprocess.PIPE)
+    assert tomllib.loads(done.stdout.decode())["out"] == "r\u00fcns/\u2192"
 
 
 @pytest.mark.process
@@ -62,25 +63,6 @@ def test_a_locale_without_utf8_is_named():
     assert done.returncode == 2
     assert b"out: 'r\\udcc3\\udcbcns' cannot be read as text" in done.stderr
     assert b"PYTHONUTF8=1" in done.stderr
-
-
-def test_missing_characters_are_escaped_as_json_and_toml_read_them():
-    with streams.tolerant_streams():
-        text = "0.97 \u2192 1, \u00e9 \U0001f600 \ud800"
-        plain = "0.97 \\u2192 1, \\u00e9 \\ud83d\\ude00 \\ud800"
-        assert text.encode("ascii", streams.HANDLER) == plain.encode()
-
-
-def with_closed(numbers, code):
-    """Run the code with these streams closed."""
-    again = f"os.execv({sys.executable!r}, [{sys.executable!r}, '-c', {code!r}])"
-    return python(f"import os; list(map(os.close, {numbers})); {again}", stdout=subprocess.PIPE)
-
-
-@pytest.mark.process
-def test_closed_streams_are_nothing_to_a_command():
-    for numbers in ([1], [2]):
-        assert with_closed(numbers, PRINTS).returncode == 0, numbers
 
 
 @pytest.mark.process
@@ -303,7 +285,7 @@ def test_a_starting_run_holds_its_folder(tmp_path, tmp_path_factory, monkeypatch
         raise UsageError("enough")
 
     monkeypatch.setattr(
-        "onepolicy.launch.restarts.supervise" if restarts else "onepolicy.run.train.start_run",
+        "onepolicy.cli.train.supervise" if restarts else "onepolicy.run.train.start_run",
         start,
     )
     assert main(["train", str(recipe), f"model.path={model}", *restarts]) == 2

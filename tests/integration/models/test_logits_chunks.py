@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onepolicy.invariant.enable import enable_invariant
-from onepolicy.models import logits_chunks
 from onepolicy.models.chunk_size import MARK, logits_chunk, slots_per_chunk
 from onepolicy.models.fp32_head import Fp32Head
 from onepolicy.models.logits_chunks import install_logits_chunks, map_logits
@@ -139,7 +138,7 @@ def test_one_chunk_is_the_whole_to_the_bit(monkeypatch):
     def never(*_, **__):
         raise AssertionError("all slots fit one chunk, so nothing is computed again")
 
-    monkeypatch.setattr(logits_chunks, "map_logits", never)
+    monkeypatch.setattr(scoring, "map_logits", never)
     model, batch = small(tied=True), batch_at([0.8] * 8, top=3)
     for chunk in (TRAINABLE, TRAINABLE + 1):
         check_bits(model, batch, chunk, entropy_graph=True, trainer_top=True)

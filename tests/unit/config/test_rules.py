@@ -51,7 +51,7 @@ def test_every_text_is_as_written(subtests):
 
 def every_rule(section: type[Frozen] = Frozen) -> dict[int, Rule]:
     """Return the rules of all sections, by identity."""
-    found = {id(rule): rule for rule in section.all_rules()}
+    found = {id(rule): rule for rule in section.rules}
     for inner in section.__subclasses__():
         found |= every_rule(inner)
     return found

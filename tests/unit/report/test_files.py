@@ -64,10 +64,10 @@ def test_no_such_folder(tmp_path):
 
 
 ROWS = [
-    ("samples.jsonl", '{"prompt": "x"}', "no integer `step`"),
-    ("metrics.jsonl", '{"train/reward": 1}', "no integer `step`"),
-    ("metrics.jsonl", '{"step": true}', "no integer `step`"),
-    ("metrics.jsonl", '{"step": 2, "train/reward": "1"}', "train/reward is '1', not a number"),
+    ("samples.jsonl", '{"prompt": "x"}', "lacks step"),
+    ("metrics.jsonl", '{"train/reward": 1}', "lacks step"),
+    ("metrics.jsonl", '{"step": true}', "step is True, but should be a valid integer"),
+    ("metrics.jsonl", '{"step": 2, "train/reward": "1"}', "train/reward is '1', which no metric"),
     ("metrics.jsonl", 100_000 * "[", "not a JSON object"),
 ]
 SUMMARIES = [

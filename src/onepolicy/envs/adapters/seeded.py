@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import GymnasiumTask, TextArenaTask
+from onepolicy.config import GymnasiumTask, TextArenaTask, UsageError
 from onepolicy.envs.multiturn.dialogue import ParsedTurn, TurnFormat
 from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment, PathOptions
 from onepolicy.envs.tasks.reasoning_gym import LIBRARY_ERRORS
@@ -20,7 +21,7 @@ Step = tuple[str, float, bool]
 """(text, reward, whether the episode is over)."""
 
 
-class Game:
+class Game(ABC):
     """A game in words. Its steps run in the event loop, so they must be quick."""
 
     errors: tuple[type[Exception], ...] = LIBRARY_ERRORS
@@ -29,20 +30,20 @@ class Game:
     def __init__(self, config: Any) -> None:
         self.config = config
 
+    @abstractmethod
     def reset(self, seed: int) -> str:
         """Start an episode and return its first text."""
-        raise NotImplementedError
 
-    def step(self, move: Any) -> Step:
-        raise NotImplementedError
+    @abstractmethod
+    def step(self, move: Any) -> Step: ...
 
+    @abstractmethod
     def take_turn(self, turn: ParsedTurn, events: list[str]) -> tuple[list[str], float, bool]:
         """Play a turn and append its events. Returns (replies, reward, whether it is over)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def trial_moves(self, seed: int) -> Iterable[Any]:
         """Return moves of the episodes that are compared before a run, after `reset`."""
-        raise NotImplementedError
 
 
 class SeededProblems:
@@ -117,11 +118,21 @@ class SeededEnvironment(MultiTurnEnvironment):
             raise EpisodeError(f"{self._name} failed: {error!r}") from error
 
 
-def is_repeatable(game: Game, other: Game, seeds: Iterable[int]) -> bool:
+def is_repeatable(game: Game, seeds: int) -> bool:
     """Return whether equal seeds and moves give equal episodes, in one game and in another."""
+    other = type(game)(game.config)
     return all(
         _play_trial(game, seed) == _play_trial(other, seed) == _play_trial(game, seed)
-        for seed in seeds
+        for seed in range(seeds)
+    )
+
+
+def chance_error(setting: str, name: str) -> UsageError:
+    """Return the error for a game that is not repeatable."""
+    return UsageError(
+        f"{setting}: two episodes of {name} from one seed with the same moves differ, so the "
+        "siblings of a group would not play one problem; take another, or parameters that leave "
+        "all chance to the seed"
     )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import TextArenaTask, UsageError
 from onepolicy.config.spelling import did_you_mean
-from onepolicy.envs.adapters.seeded import Game, SeededEnvironment, Step, is_repeatable
+from onepolicy.envs.adapters import seeded
 from onepolicy.envs.multiturn.dialogue import ParsedTurn, TurnFormat
 from onepolicy.envs.multiturn.episode import PathOptions
 from onepolicy.envs.tasks.reasoning_gym import LIBRARY_ERRORS
@@ -39,21 +39,19 @@ class GlobalRandomState:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Make global random numbers come from this stream. Do not await inside."""
-        outer = random.getstate(), np.random.get_state()
-        self._set_global(self._state)
+        self._swap()
         try:
             yield
         finally:
-            self._state = random.getstate(), np.random.get_state()
-            self._set_global(outer)
+            self._swap()
 
-    @staticmethod
-    def _set_global(state: tuple) -> None:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
+    def _swap(self) -> None:
+        other, self._state = self._state, (random.getstate(), np.random.get_state())
+        random.setstate(other[0])
+        np.random.set_state(other[1])
 
 
-class TextArenaGame(Game):
+class TextArenaGame(seeded.Game):
     """One game at a time, without textarena's wrappers, which show the whole history every turn."""
 
     def __init__(self, config: TextArenaTask) -> None:
@@ -70,7 +68,7 @@ class TextArenaGame(Game):
             self.env.reset(num_players=1, seed=seed)
         return self.config.instructions + self._new_messages()
 
-    def step(self, move: str) -> Step:
+    def step(self, move: str) -> seeded.Step:
         with self._random.installed():
             over, _ = self.env.step(move)
         text, reward = self._new_messages(), 0.0
@@ -97,17 +95,12 @@ class TextArenaGame(Game):
         )
 
 
-class TextArena(SeededEnvironment):
-    """One game of textarena, played from many seeds."""
-
-    def __init__(
-        self,
-        config: TextArenaTask,
-        tokenizer: PreTrainedTokenizerBase,
-        **path: Unpack[PathOptions],
-    ) -> None:
-        game = build_checked_game(config)
-        super().__init__(config, config.game, game, tokenizer, TurnFormat(), **path)
+def build(
+    config: TextArenaTask, tokenizer: PreTrainedTokenizerBase, **path: Unpack[PathOptions]
+) -> seeded.SeededEnvironment:
+    """Build one game of textarena, played from many seeds."""
+    game = build_checked_game(config)
+    return seeded.SeededEnvironment(config, config.game, game, tokenizer, TurnFormat(), **path)
 
 
 def build_checked_game(config: TextArenaTask) -> TextArenaGame:
@@ -122,7 +115,7 @@ def build_checked_game(config: TextArenaTask) -> TextArenaGame:
         game = TextArenaGame(config)
         game.reset(0)
         single = isinstance(game.env.state, SinglePlayerState)
-        repeatable = single and is_repeatable(game, TextArenaGame(config), range(TRIAL_SEEDS))
+        repeatable = single and seeded.is_repeatable(game, TRIAL_SEEDS)
     except (*LIBRARY_ERRORS, ImportError, OSError) as error:
         raise UsageError(
             f"task.game: {config.game} with {config.params!r} cannot be played by one player here: "
@@ -131,10 +124,7 @@ def build_checked_game(config: TextArenaTask) -> TextArenaGame:
     if not single:
         raise UsageError(f"task.game: {config.game} is for several players; take a game for one")
     if not repeatable:
-        raise UsageError(
-            f"task.game: two games of {config.game} from one seed with the same moves differ, so "
-            "the siblings of a group would not play one problem; take another game"
-        )
+        raise seeded.chance_error("task.game", config.game)
     return game
 
 

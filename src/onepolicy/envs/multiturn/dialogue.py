@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from onepolicy.chat_templates import render_chat
 from onepolicy.config import UsageError
 from onepolicy.envs.multiturn.tokenization import encode_text
 
@@ -91,8 +92,6 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """Return the messages as text. prompt: end with the beginning of the policy's turn."""
-        from onepolicy.chat_templates import render_chat
-
         return render_chat(self.tokenizer, messages, tools=self.schemas, prompt=prompt)
 
     def render_to_turn_end(self, messages: Sequence[Message]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import NotRequired, Protocol, TypedDict, Unpack
 
@@ -41,7 +42,7 @@ class PathOptions(TypedDict):
     duplicate_routes: NotRequired[DuplicateRoutes]  # see `RouteBuffer.merge`
 
 
-class MultiTurnEnvironment:
+class MultiTurnEnvironment(ABC):
     """An environment whose episodes have several turns. A subclass implements `play_episode`."""
 
     def __init__(
@@ -61,9 +62,9 @@ class MultiTurnEnvironment:
         self.max_len = path["max_len"]
         self.duplicate_routes: DuplicateRoutes = path.get("duplicate_routes", "as-sampled")
 
+    @abstractmethod
     async def play_episode(self, problem: Problem, episode: Episode) -> float:
         """Play the episode to its end and return its reward."""
-        raise NotImplementedError
 
     def initial_prompt(self, problem: Problem) -> InitialPrompt:
         return problem.prompt

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from onepolicy.chat_templates import render_chat
 from onepolicy.config import UsageError
 from onepolicy.interfaces import Problem
 
@@ -20,8 +21,6 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """
     if tokenizer.chat_template is None:
         return tokenizer.encode(prompt, add_special_tokens=False)
-    from onepolicy.chat_templates import render_chat
-
     text = render_chat(tokenizer, [{"role": "user", "content": prompt}], prompt=True)
     # The template has already written the special tokens.
     return tokenizer.encode(text, add_special_tokens=False)

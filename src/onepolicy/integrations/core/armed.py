@@ -12,6 +12,7 @@ Outside `batch()` the model is untouched.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -210,7 +211,7 @@ class ArmedBatch:
         return fit(trace, tokens)
 
 
-class _Layout:
+class _Layout(ABC):
     """The samples of one forward and the order of their tokens."""
 
     lengths: list[int]
@@ -219,13 +220,13 @@ class _Layout:
     def samples(self) -> int:
         return len(self.lengths)
 
+    @abstractmethod
     def trace(self, traces: Sequence[RoutingTrace]) -> RoutingTrace:
         """Return the trace of the forward, from its samples' traces."""
-        raise NotImplementedError
 
+    @abstractmethod
     def split(self, trace: RoutingTrace) -> Sequence[RoutingTrace]:
         """Return each sample's rows of the forward's trace."""
-        raise NotImplementedError
 
 
 class _Padded(_Layout):

@@ -6,9 +6,21 @@ and extends four of its classes once they are imported. It loads nothing by itse
 
 from __future__ import annotations
 
+import pkgutil
+from functools import partial
 from types import ModuleType
 
 from onepolicy.integrations.core.on_import import after_import
+
+EXTENSIONS = {
+    "openrlhf.trainer.ppo_utils.experience_maker": (
+        "onepolicy.integrations.openrlhf.experience:extend"
+    ),
+    "openrlhf.trainer.ppo_trainer": "onepolicy.integrations.openrlhf.experience:extend_trainer",
+    "openrlhf.models.loss": "onepolicy.integrations.openrlhf.loss:extend",
+    "openrlhf.trainer.ray.ppo_actor": "onepolicy.integrations.openrlhf.loss:extend_actor",
+}
+"""Module of OpenRLHF -> function that extends it once it is imported."""
 
 
 def setup() -> None:
@@ -17,31 +29,9 @@ def setup() -> None:
     Give it to Ray as `worker_process_setup_hook` of the job's runtime environment, and the settings
     as its environment variable ONEPOLICY.
     """
-    after_import("openrlhf.trainer.ppo_utils.experience_maker", _extend_experience_maker)
-    after_import("openrlhf.trainer.ppo_trainer", _extend_trainer)
-    after_import("openrlhf.models.loss", _extend_loss)
-    after_import("openrlhf.trainer.ray.ppo_actor", _extend_actor)
+    for name, extend in EXTENSIONS.items():
+        after_import(name, partial(_extend, extend))
 
 
-def _extend_experience_maker(module: ModuleType) -> None:
-    from onepolicy.integrations.openrlhf.experience import extend
-
-    extend(module)
-
-
-def _extend_trainer(module: ModuleType) -> None:
-    from onepolicy.integrations.openrlhf.experience import extend_trainer
-
-    extend_trainer(module)
-
-
-def _extend_loss(module: ModuleType) -> None:
-    from onepolicy.integrations.openrlhf.loss import extend
-
-    extend(module)
-
-
-def _extend_actor(module: ModuleType) -> None:
-    from onepolicy.integrations.openrlhf.loss import extend_actor
-
-    extend_actor(module)
+def _extend(extend: str, module: ModuleType) -> None:
+    pkgutil.resolve_name(extend)(module)

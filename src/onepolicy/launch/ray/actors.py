@@ -166,7 +166,7 @@ class _RunActors:
         )
 
     def _engine_settings(self, spec: EngineSpec) -> dict[str, Any]:
-        """Return the settings that `replica_actor.build_engine` reads."""
+        """Return the settings that `replica.build_engine` reads."""
         gpus = self.cluster.gpus_per_replica
         routes, quant = spec.route_spec, spec.quant
         return {
@@ -189,12 +189,12 @@ class _RunActors:
 
 
 def sizes_from_json(quant: QuantFormat, parts: list[dict[str, Any]], method: str) -> SizeReport:
-    """Rebuild the sizes that `replica_actor.describe_engine` put into JSON."""
+    """Rebuild the sizes that `Replica.describe` put into JSON."""
     return SizeReport(quant, [PartSize(**part) for part in parts], method)
 
 
 def contract_from_json(fields: dict[str, Any]) -> NumericsContract:
-    """Rebuild the contract that `replica_actor.describe_engine` put into JSON."""
+    """Rebuild the contract that `Replica.describe` put into JSON."""
     modules = tuple((name, text) for name, text in fields["modules"])
     return NumericsContract(**{**fields, "modules": modules})
 

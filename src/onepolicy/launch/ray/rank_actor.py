@@ -43,7 +43,6 @@ class RankProcess:
 
         store: host and port of the store that the ranks share.
         """
-        from onepolicy.launch.ranks import JOIN_TIMEOUT_S, RankInfo, run_rank
-        from onepolicy.sync.group import join_store
+        from onepolicy.launch.ranks import run_placed_rank
 
-        run_rank(RankInfo(rank, world_size, 0), join_store(*store, JOIN_TIMEOUT_S))
+        run_placed_rank(rank, world_size, store)

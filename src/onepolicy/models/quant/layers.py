@@ -8,6 +8,7 @@ the values of `_scaled_mm`, but save no time. GPUs multiply both (`formats.py`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -289,7 +290,7 @@ class E4M3Weight:
         return self.codes.nbytes + self.scale.nbytes
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(nn.Module, ABC):
     """A replacement for nn.Linear. The bias stays a parameter; the weight is kept as codes."""
 
     def __init__(self, plain: nn.Linear) -> None:
@@ -298,12 +299,12 @@ class QuantLinear(nn.Module):
         self.bias = plain.bias
         self.set_weight(plain.weight.detach())
 
-    def set_weight(self, weight: Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def set_weight(self, weight: Tensor) -> None: ...
 
+    @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
         """Return x @ weight.T in floating point. x [N, in] -> [N, out]."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.multiply(x.reshape(-1, self.in_features))
@@ -312,8 +313,8 @@ class QuantLinear(nn.Module):
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     @property
-    def nbytes(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def nbytes(self) -> int: ...
 
 
 class Int8Linear(QuantLinear):

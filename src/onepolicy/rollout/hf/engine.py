@@ -20,17 +20,22 @@ from onepolicy.interfaces import (
     StaticScales,
     WeightSizes,
 )
+from onepolicy.invariant.enable import enable_invariant
 from onepolicy.invariant.fingerprint import compute_fingerprint
 from onepolicy.invariant.numerics_contract import numerics_contract_of
-from onepolicy.models import decode_experts, linear, rms_norm
+from onepolicy.models import decode_experts, fp32_head, linear, rms_norm
 from onepolicy.models.load import DTYPES, cast_model
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.copies import load_engine_model, quantise_policy
+from onepolicy.rollout.hf.adapter import HeldAdapter
 from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
 from onepolicy.rollout.hf.forward import CachedForward
 from onepolicy.rollout.hf.kv_cache import KVCache
+from onepolicy.rollout.hf.plain_layers import use_plain_layers
+from onepolicy.rollout.hf.pressure import Pressure
 from onepolicy.rollout.hf.sampler import LOGP_METHOD, check_sampling
 from onepolicy.rollout.hf.scheduler import BatchRunner, InterruptibleBatch, check_request
+from onepolicy.rollout.hf.static_batch import StaticBatch
 from onepolicy.rollout.resume import join_partial_completions
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.canary import inexact_dtype
@@ -40,8 +45,6 @@ if TYPE_CHECKING:
     from onepolicy.config.lora import LoraConfig
     from onepolicy.models.fp32_head import Fp32Head
     from onepolicy.models.quant.quantise import QuantisedModel, QuantisedWeight
-    from onepolicy.rollout.hf.adapter import HeldAdapter
-    from onepolicy.rollout.hf.pressure import Pressure
 
 KV_CACHE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # rotary frequencies that depend on the longest sequence of the batch
@@ -285,8 +288,6 @@ class HFEngine:
 
 
 def _install_fp32_head(model: PreTrainedModel, dtype: torch.dtype) -> Fp32Head:
-    from onepolicy.models import fp32_head
-
     return fp32_head.install_fp32_head(
         model.eval(), dtype, field="rollout.engine.lm_head", copy=True
     )
@@ -295,16 +296,12 @@ def _install_fp32_head(model: PreTrainedModel, dtype: torch.dtype) -> Fp32Head:
 def _install_adapter(model: PreTrainedModel, settings: LoraConfig | None) -> HeldAdapter | None:
     if settings is None:
         return None
-    from onepolicy.rollout.hf.adapter import HeldAdapter
-
     return HeldAdapter(model, settings)
 
 
 def _install_pressure(model: PreTrainedModel, settings: RoutingPressure | None) -> Pressure | None:
     if settings is None:
         return None
-    from onepolicy.rollout.hf.pressure import Pressure
-
     pressure = Pressure(model, settings)
     pressure.refresh(0)
     return pressure
@@ -327,8 +324,6 @@ def _make_batch(
 ) -> InterruptibleBatch:
     """Return a batch over the KV cache, or over the model's native cache if it holds more."""
     if needs_static_batch(model):
-        from onepolicy.rollout.hf.static_batch import StaticBatch
-
         return StaticBatch(
             model, routers, max_num_seqs=config.max_num_seqs, combine_weights=combine_weights
         )
@@ -369,8 +364,6 @@ def needs_static_batch(model: PreTrainedModel) -> bool:
 
 
 def _enable_on_policy_numerics(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
-    from onepolicy.invariant.enable import enable_invariant
-
     if not isinstance(batch, ContinuousBatch):
         raise UsageError(
             f"numerics: {type(model).__name__} decodes with its native cache, which on-policy "
@@ -391,8 +384,6 @@ def _choose_layers(
 
 def _decode_by_functions(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
     if isinstance(batch, ContinuousBatch) and batch.cache.device.type == "cpu":
-        from onepolicy.rollout.hf.plain_layers import use_plain_layers
-
         use_plain_layers(model, batch.cache)
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.models import decode_attention
 from onepolicy.models.decode_attention import KVCacheStep
+from onepolicy.models.flash import fits_model
 from onepolicy.replay.contexts import RouteRecorder
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.kv_cache import KVCache
@@ -101,8 +102,6 @@ class CachedForward:
         """Return the bound on scores of a prefill, for a kernel that keeps them."""
         if self.cache.device.type == "cpu" or is_invariant(self.model):
             return MAX_SCORES
-        from onepolicy.models.flash import fits_model
-
         config = self.model.config.get_text_config()
         if fits_model(config, self.cache.device, self.cache.dtype):
             return NO_SCORES

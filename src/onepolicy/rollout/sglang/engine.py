@@ -8,7 +8,6 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig
 
@@ -29,6 +28,7 @@ from onepolicy.rollout.servers.start_up import (
     server_answers,
 )
 from onepolicy.rollout.sglang import weights as sync
+from onepolicy.rollout.sglang.adapters import SGLangAdapters
 from onepolicy.rollout.sglang.generate_api import (
     ModelShape,
     SGLangReply,
@@ -47,9 +47,6 @@ from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.canary import inexact_dtype
 from onepolicy.sync.weight_files import WeightFiles, num_files
 from onepolicy.types import Completion, FinishReason, Sampling
-
-if TYPE_CHECKING:
-    from onepolicy.rollout.sglang.adapters import SGLangAdapters
 
 MIN_TEMPERATURE = 1e-6  # SGLang samples greedily below it
 FLUSH_TIMEOUT_S = 10  # for the server to clean up requests that have ended
@@ -110,8 +107,6 @@ class SGLangEngine:
         self.adapter: str | None = None  # that it samples with, without the version
         self._adapters: SGLangAdapters | None = None
         if lora is not None:
-            from onepolicy.rollout.sglang.adapters import SGLangAdapters
-
             self._adapters = SGLangAdapters(lora, model, config)
         self.config = config
         self.client, self._client_without_retries = make_clients(config, server="the SGLang server")
@@ -238,11 +233,7 @@ class SGLangEngine:
 
     async def reset_cache(self) -> None:
         """Drop every cached prefix."""
-        running = self._request_gate().running
-        if running:
-            raise RuntimeError(
-                f"reset_cache while {running} requests are running; await them first"
-            )
+        assert not self._request_gate().running, "await all requests first"
         await self._flush_cache()
 
     async def _flush_cache(self) -> None:
@@ -265,8 +256,7 @@ class SGLangEngine:
 
     @property
     def _connected_info(self) -> SGLangServerInfo:
-        if self.server_info is None:
-            raise RuntimeError("SGLangEngine: await connect() first")
+        assert self.server_info is not None, "await connect() first"
         return self.server_info
 
     async def _set_weights_id(self, weights_id: WeightsId) -> None:

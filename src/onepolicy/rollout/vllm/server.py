@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -56,6 +56,7 @@ from onepolicy.rollout.vllm.handshake import (
     handshake,
     read_weights_id,
 )
+from onepolicy.rollout.vllm.server_adapters import ServerAdapters, read_adapter
 from onepolicy.rollout.vllm.weight_update import (
     broadcast_adapter,
     broadcast_weights,
@@ -66,9 +67,6 @@ from onepolicy.rollout.vllm.weight_update import (
 from onepolicy.sync.canary import inexact_dtype
 from onepolicy.sync.weight_files import WeightFiles, num_files
 from onepolicy.types import Completion, Sampling
-
-if TYPE_CHECKING:
-    from onepolicy.rollout.vllm.server_adapters import ServerAdapters
 
 INCOMPLETE = "incomplete"  # suffix of the id of weights of which only some may be loaded
 ABORT_INTERVAL_S = 0.1  # while requests on a paused server end
@@ -129,8 +127,6 @@ class VLLMServer:
         self.adapter: str | None = None  # that it samples with, without the version
         self._adapters: ServerAdapters | None = None
         if lora is not None:
-            from onepolicy.rollout.vllm.server_adapters import ServerAdapters
-
             self._adapters = ServerAdapters(lora, model, config.one_url)
         self.client, self._client_without_retries = make_clients(config, server="the vLLM server")
         self.config, self._text = config, hf_config.get_text_config()
@@ -282,8 +278,6 @@ class VLLMServer:
     async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
         """Load A and B of the adapter as `version` in place of the last one."""
         assert self._adapters is not None
-        from onepolicy.rollout.vllm.server_adapters import read_adapter
-
         tensors, settings = read_adapter(adapter)
         async with self._update(version):
             if self._files is not None:
@@ -340,11 +334,7 @@ class VLLMServer:
 
     async def reset_cache(self) -> None:
         """Drop every cached prefix."""
-        running = self._request_gate().running
-        if running:
-            raise RuntimeError(
-                f"reset_cache while {running} requests are running; await them first"
-            )
+        assert not self._request_gate().running, "await all requests first"
         await self.confirm_weights()
         await self._reset_prefix_cache()
 
@@ -388,8 +378,7 @@ class VLLMServer:
 
     @property
     def _connected_info(self) -> VLLMServerInfo:
-        if self._server_info is None:
-            raise RuntimeError("VLLMServer: await connect() first")
+        assert self._server_info is not None, "await connect() first"
         return self._server_info
 
     async def _sample(

@@ -9,6 +9,8 @@ from torch import nn
 
 from onepolicy.config import TrainingError
 from onepolicy.interfaces import NamedWeights
+from onepolicy.sync.broadcast import ReceiverLost, Sender
+from onepolicy.sync.group import start_in_daemon_thread
 
 
 def reload_weights(worker: Any, weights: NamedWeights) -> None:
@@ -29,9 +31,6 @@ async def send_to_workers(llm: Any, weights: NamedWeights, version: int, workers
 
     Raises TrainingError, with the first cause, if one of them has not loaded all weights.
     """
-    from onepolicy.sync.broadcast import ReceiverLost, Sender
-    from onepolicy.sync.group import start_in_daemon_thread
-
     with Sender(receivers=workers) as sender:
 
         def load() -> None:

@@ -27,6 +27,7 @@ from onepolicy.train.batcher import Batcher, MicroBatches
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded import shards
+from onepolicy.train.sharded.adapter import sum_gradients
 from onepolicy.train.sharded.fsdp import gather_full_tensor
 from onepolicy.train.sharded.wire import Message, batch_from_message
 from onepolicy.train.update_parts import Measured
@@ -137,8 +138,6 @@ class RankLearner(LocalLearner):
 
     def _optimizer_step(self, minibatch: int) -> float:
         if self.adapter is not None:
-            from onepolicy.train.sharded.adapter import sum_gradients
-
             sum_gradients(self.model)
         return super()._optimizer_step(minibatch)
 

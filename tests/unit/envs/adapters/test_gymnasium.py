@@ -11,8 +11,8 @@ from gymnasium import spaces
 
 from onepolicy.config import GymnasiumTask, UsageError
 from onepolicy.envs import make_environment
-from onepolicy.envs.adapters.gymnasium import (
-    TextEnvironment,
+from onepolicy.envs.adapters.gymnasium import TextEnvironment
+from onepolicy.envs.adapters.gymnasium_text import (
     TextFormError,
     describe_actions,
     describe_ansi,

@@ -18,7 +18,7 @@ from onepolicy.config import TrainingError, UsageError  # noqa: E402
 from onepolicy.config.cluster import RayCluster  # noqa: E402
 from onepolicy.interfaces import EngineCaps  # noqa: E402
 from onepolicy.launch.ray import remote_engine as remote  # noqa: E402
-from onepolicy.launch.ray import replica_actor  # noqa: E402
+from onepolicy.launch.ray import replica, replica_actor  # noqa: E402
 from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
 from onepolicy.launch.ray.wire import GenerateRequest, decode_replies, encode_requests  # noqa: E402
 from onepolicy.rollout.fleet.replicas import Replicas  # noqa: E402
@@ -39,7 +39,7 @@ def engines(monkeypatch):
         built.append(Engine())
         return built[-1]
 
-    monkeypatch.setattr(replica_actor, "build_engine", build)
+    monkeypatch.setattr(replica, "build_engine", build)
     monkeypatch.setattr(remote, "REBUILD_INTERVAL_S", 0.01)
     monkeypatch.setattr(remote.ray, "kill", lambda actor, no_restart=True: actor.die())
     return built
@@ -88,7 +88,7 @@ class BreaksOff:
         pass
 
     async def send_to(self, receive):
-        await self.actor.process._engine.load_weights([], 4)
+        await self.actor.process._replica.engine.load_weights([], 4)
 
 
 def in_event_loop(test):
@@ -121,7 +121,7 @@ def asked(engine, numbers, max_tokens=3):
 @in_event_loop
 async def test_requests_interrupted_by_a_failed_broadcast_continue(written, monkeypatch):
     stopping = Stopping()
-    monkeypatch.setattr(replica_actor, "build_engine", lambda _: stopping)
+    monkeypatch.setattr(replica, "build_engine", lambda _: stopping)
     actor, engine = await built()
     running = asyncio.ensure_future(asked(engine, range(3)))
     await until(lambda: len(stopping.started) == 3)
@@ -267,7 +267,7 @@ async def test_every_request_is_answered_despite_cancellations_and_losses(
     async def trial(seed):
         chance = random.Random(seed)
         actor = Actor(restarts=99, chance=chance if lossy else None)
-        actor.process._engine = Engine()
+        await actor.process.build("{}", 0)
         engine, kept = opened(actor, **patient), {}
         for number in range(12):
             sampling = Sampling(1.0, chance.randrange(1, 9))

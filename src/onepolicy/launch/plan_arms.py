@@ -73,7 +73,7 @@ def _check_arms(recipe: str, overrides: Sequence[str], named: Mapping[str, Seque
     for name, settings in named.items():
         try:
             config = load(recipe, [*overrides, *settings])
-            check_input_files(config, evaluates=config.eval.every > 0)
+            check_input_files(config)
         except UsageError as error:
             raise UsageError(f"arm {name}: {error}") from None
         same = next((other for other, known in configs.items() if known == config), None)

@@ -1,0 +1,70 @@
+"""`onepolicy plan` once torch is loaded: plan, write and print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from onepolicy.config import RunConfig, UsageError
+from onepolicy.config.input_files import resolve_model
+from onepolicy.console import Console, print_status
+from onepolicy.files import write_text_atomically
+from onepolicy.plan.hardware import Cluster
+from onepolicy.plan.planner import Planner, best_option
+from onepolicy.plan.step_work import in_process, replicated
+from onepolicy.plan.suggestions import memory_settings, suggestions, uneven_experts
+from onepolicy.plan.tables import plan_tree, render_plan
+from onepolicy.plan.times import communication_volume
+
+
+def plan_and_show(
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    prompt: int | None,
+    response: int | None,
+    sync_method: str | None,
+    splits: tuple[int | None, int | None, int | None],
+    json_file: Path | None,
+    constants: bool,
+) -> int:
+    """Print the plan. Return 0 if a split fits, else 1.
+
+    splits: of `Planner.possible_splits`. json_file: everything as JSON. constants: print these too.
+    """
+    console = Console()
+    if sync_method:
+        _check_sync(config)
+    with console.status("running the model without memory"):
+        planner = Planner(
+            config,
+            resolve_model(config.model),
+            cluster,
+            prompt=prompt,
+            response=response,
+            sync_method=sync_method,
+        )
+        options = [planner.evaluate_split(split) for split in planner.possible_splits(*splits)]
+        chosen = best_option(options)
+        explain = memory_settings if chosen.fits else suggestions
+        lines = [*explain(planner, chosen), *uneven_experts(planner, chosen)]
+    traffic = communication_volume(planner.dims, config, planner.work, chosen.split.learners)
+    if json_file is not None:
+        tree = plan_tree(planner, chosen, options, lines, traffic)
+        write_text_atomically(json_file, json.dumps(tree, indent=1) + "\n")
+    planner.settings_of(chosen.split.learners, print_status)
+    for part in render_plan(planner, chosen, options, lines, traffic, constants=constants):
+        console.print(part)
+    if json_file is not None:
+        console.print_line(f"written: {json_file}")
+    return int(not chosen.fits)
+
+
+def _check_sync(config: RunConfig) -> None:
+    """Raise UsageError if no server gets the weights, so that --sync has no effect."""
+    if in_process(config):
+        raise UsageError(
+            "--sync: the engine is in the learner's process, so weights are copied; leave it out"
+        )
+    if replicated(config):
+        raise UsageError("--sync: is for a server; give cluster.sync=stream or cluster.sync=disk")
