@@ -162,7 +162,9 @@ def report(config: CorrectionConfig, total: Sums) -> dict[str, float]:
         numbers[f"ratio_q{name}"] = value
     for name, value in zip(names, quantiles(total.weight_counts, QUANTILES), strict=True):
         numbers[f"weight_q{name}"] = scale * value
-    labels = [gate.label for gate in config.gates] + ["weight"] * config.weight.rejects
+    labels = [gate.label for gate in config.gates]
+    if config.weight.outside == "zero":
+        labels.append("weight")
     for label, rejected in zip(labels, total.rejected, strict=True):
         numbers[f"rejected/{label}"] = rejected / n
     values = torch.stack(list(numbers.values())).tolist()

@@ -157,12 +157,12 @@ def evaluate(config: CorrectionConfig, fields: Fields, *, average: Average = "sl
     edges = budget_edges(config, lambda: (part for _, part in batch.chunks()))
     new = fields.logp_trainer.new_zeros
     dtype = torch.float32
-    if config.scales:
+    if config.normalise != "none" or config.denominator == "kept":  # `Sums.scale` follows
         dtype = torch.float64
     weight = new(len(fields.mask), dtype=dtype)
     keep = torch.zeros_like(fields.mask)
     passed = keep
-    if config.weight.rejects:
+    if config.weight.outside == "zero":
         passed = torch.zeros_like(fields.mask)
     total = None
     for place, part in batch.chunks():
@@ -255,14 +255,14 @@ def _evaluate(
     for passes in gates:
         passed = passed & passes
     keep = passed
-    if bounds.rejects:
+    if bounds.outside == "zero":
         gates.append(inside(raw, bounds.low, bounds.high, log=True))
         keep = passed & gates[-1]
     weight, clipped = _bounded(raw, keep, bounds)
     averaged, mass = weight, None
     if config.normalise == "batch":
         before = known
-        if bounds.rejects:
+        if bounds.outside == "zero":
             before = known & gates[-1]
         averaged, mass = _bounded(raw, before, bounds)[0], known.double()
         if bounds.level in ("sequence", "geometric"):
@@ -284,7 +284,7 @@ def _evaluate(
 def _bounded(raw: Tensor, keep: Tensor, bounds: Weight) -> tuple[Tensor, Tensor]:
     """Return the weights [n] within their bounds, 0 where not kept, and where they were moved."""
     weight = torch.where(keep, raw, -torch.inf).exp_()
-    if bounds.rejects or not bounds.bounded:
+    if bounds.outside == "zero" or (bounds.low is None and bounds.high is None):
         return weight, torch.zeros_like(keep)
     inner = weight.clamp(bounds.low, bounds.high)
     return torch.where(keep, inner, 0.0), keep & (inner != weight)

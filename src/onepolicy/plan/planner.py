@@ -276,7 +276,7 @@ class Planner:
         # With one rank and one micro-batch per update, the dry run is the update itself.
         exact = ranks == per_update == 1
         graphs = 1
-        if config.reuses_scoring_forward(micro_batches):
+        if micro_batches <= config.most_reused_forwards:
             graphs = micro_batches
         return learner_memory(
             self.dims,

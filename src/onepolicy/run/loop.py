@@ -18,11 +18,10 @@ from onepolicy.files import write_text_atomically
 from onepolicy.interfaces import PressedEngine, Progress, RolloutEngine
 from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.run import run_folder
-from onepolicy.run.hooks import is_counterfactual_step
+from onepolicy.run.hooks import build_hooks, is_counterfactual_step
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
-from onepolicy.run.result import StepResult
 from onepolicy.run.run_folder import Json, RunOrigin
-from onepolicy.run.step import StepRunner
+from onepolicy.run.step import StepResult, StepRunner
 from onepolicy.sync.push import checked_push, push_weights
 from onepolicy.train import checkpoint
 
@@ -43,7 +42,7 @@ class TrainingLoop:
     ) -> None:
         self.components, self.tokenizer = components, tokenizer
         self.config, self.learner = components.config, components.learner
-        self.runner = StepRunner(components)
+        self.runner = StepRunner(components, build_hooks(components))
         self.folder, self.origin, self.progress = folder, origin, progress
 
     async def run(self) -> Json:
