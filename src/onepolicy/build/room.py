@@ -60,7 +60,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 def read_sizes(model: ModelConfig) -> Sizes:
     """Read the sizes of a model without loading its weights."""
-    from onepolicy.rollout.hf.engine import needs_static_batch
+    from onepolicy.rollout.hf.prepare import needs_static_batch
 
     empty = empty_model(model)
     text = empty.config.get_text_config()

@@ -13,7 +13,6 @@ import torch
 from onepolicy.build.gpu_defaults import with_gpu_precision
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.models.chunk_size import logits_chunk
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
 from onepolicy.plan.engine_memory import EngineMemory, EngineWeights, engine_memory, engine_weights
 from onepolicy.plan.hardware import Cluster
@@ -42,6 +41,7 @@ from onepolicy.train.dry_run import (
     MicroBatchShape,
     compute_dtype,
 )
+from onepolicy.train.forward import logits_chunk
 from onepolicy.train.optimiser_memory import OptimiserMemory
 
 

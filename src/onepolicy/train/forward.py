@@ -11,12 +11,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.invariant.switch import TILE, is_invariant
-from onepolicy.models.chunk_size import logits_chunk
+from onepolicy.models.chunk_size import MARK
 from onepolicy.models.packed_attention import Packing
 from onepolicy.types import TokenBatch
 
 # Text for the numerics contract, which must be equal to the engine's.
 LOGP = "log_softmax of float32 logits / temperature, then gather"
+
+
+def logits_chunk(model: PreTrainedModel) -> int:
+    """Return the slots of a chunk of this model's logits, 0 for no chunks."""
+    return getattr(model, MARK, 0)
 
 
 class Scored(NamedTuple):
