@@ -19,9 +19,9 @@ from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.config.presets import correction_presets
 from onepolicy.correct.presets import preset
 from onepolicy.correct.report import combine, histogram, quantiles
+from onepolicy.correct.reweight import Applied, finish, partials, reweight
 from onepolicy.correct.slots import slots
 from onepolicy.correct.statistics import combine_units, unit_sums
-from onepolicy.correct.weights import Applied, finish, partials, reweight
 
 
 def sequence_gate(statistic="ratio", aggregate="mean", **more):
