@@ -42,6 +42,7 @@ from onepolicy.build.components import build_components
 from onepolicy.config import load
 from onepolicy.interfaces import NamedWeights, RolloutEngine
 from onepolicy.run.async_rollouts import RolloutPrefetcher
+from onepolicy.run.hooks import build_hooks
 from onepolicy.run.log import read_metrics
 from onepolicy.run.step import StepRunner
 from onepolicy.types import Completion, Sampling
@@ -212,7 +213,7 @@ async def elsewhere(seconds: float, rounds: int) -> dict[str, list[Row]]:
         for most in (None, 1, 2):
             rollout = config.rollout.model_copy(update={"max_staleness": most})
             mine = dataclasses.replace(parts, config=config.model_copy(update={"rollout": rollout}))
-            runner = StepRunner(mine)
+            runner = StepRunner(mine, build_hooks(mine))
             name = "one after the other" if most is None else f"max_staleness = {most}"
             async with (
                 nullcontext() if most is None else RolloutPrefetcher(runner, step) as prefetcher

@@ -34,7 +34,7 @@ from onepolicy.config.presets import correction_presets  # noqa: E402
 from onepolicy.correct.current_policy import live_weights  # noqa: E402
 from onepolicy.correct.presets import preset  # noqa: E402
 from onepolicy.correct.report import report  # noqa: E402
-from onepolicy.correct.weights import reweight  # noqa: E402
+from onepolicy.correct.reweight import reweight  # noqa: E402
 from onepolicy.train.dry_run import PeakMemory  # noqa: E402
 
 SEQUENCES, VOCABULARY, CHUNK = 512, 1000, 8192

@@ -81,7 +81,7 @@ KERNELS = {
         ("rollout/hf/plain_layers.py",),
         ("step", "engine"),
         {"rollout.hf.plain_layers.use_plain_layers": nothing},
-        "rollout/hf/engine.py _decode_by_functions",
+        "rollout/hf/prepare.py _decode_by_functions",
     ),
     "rotary": Kernel(
         ("models/rotary.py",),
@@ -138,7 +138,7 @@ KERNELS = {
         "models/decode_attention.py kv_cache_attention; invariant/attention.py reads so too",
     ),
     "shared_prompts": Kernel(
-        ("models/shared_packing.py", "train/shared_prompts.py"),
+        ("train/shared_prompts.py",),
         ("step",),
         {"train.shared_prompts.can_share": never},
         "train/scorer.py; train.share_prompts=false turns it off too",

@@ -81,11 +81,16 @@ TRACE = """
 import sys, threading
 import onepolicy.run.loop, onepolicy.run.step
 executed = set()  # files of the functions that steps call
+callers = set()  # frames that wait for a step: to go on is an event of theirs, and no call of it
 def watch(frame, event, argument):
-    if event == "call":
+    if event == "call" and frame not in callers:
         executed.add(frame.f_code.co_filename)
 plain_step = onepolicy.run.step.StepRunner.rl_step
 async def traced_step(*arguments, **named):
+    frame = sys._getframe()
+    while frame is not None:
+        callers.add(frame)
+        frame = frame.f_back
     sys.setprofile(watch); threading.setprofile(watch)
     try:
         return await plain_step(*arguments, **named)

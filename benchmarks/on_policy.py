@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from onepolicy.build.components import build_components
 from onepolicy.config import resolve
+from onepolicy.run.hooks import build_hooks
 from onepolicy.run.step import StepRunner
 from onepolicy.sync.push import push_weights
 
@@ -48,7 +49,7 @@ def runner_of(numerics: str, dtype: str, args: argparse.Namespace) -> StepRunner
     }
     parts, _ = build_components(resolve(settings))
     asyncio.run(push_weights(parts.learner, parts.engine))
-    return StepRunner(parts)
+    return StepRunner(parts, build_hooks(parts))
 
 
 def step(runner: StepRunner, number: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ from onepolicy.build.components import Components, build_components
 from onepolicy.config import resolve
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs.warmup.examples import task_alphabet
+from onepolicy.run.hooks import build_hooks
 from onepolicy.run.step import StepRunner
 from onepolicy.tiny.model import make_tokenizer
 
@@ -43,7 +44,7 @@ def main() -> None:
             quant: build(Path(folder), quant, options.steps, options.length)
             for quant in options.formats
         }
-        runners = {quant: StepRunner(parts) for quant, parts in runs.items()}
+        runners = {quant: StepRunner(parts, build_hooks(parts)) for quant, parts in runs.items()}
         rows = {quant: [] for quant in runs}
         for step in range(options.steps + 1):
             for quant, runner in runners.items():

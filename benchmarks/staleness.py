@@ -46,8 +46,7 @@ from onepolicy.report.figure import (
 from onepolicy.report.png import write_figures
 from onepolicy.run.evaluate import evaluate
 from onepolicy.run.hooks import build_hooks
-from onepolicy.run.result import StepTimer
-from onepolicy.run.step import sample_rollouts, train_on_rollouts
+from onepolicy.run.step import StepTimer, sample_rollouts, train_on_rollouts
 from onepolicy.run.step_metrics import mismatch_metrics
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack

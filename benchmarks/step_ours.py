@@ -118,6 +118,7 @@ class Ours:
         from onepolicy.config import resolve
         from onepolicy.config.input_files import resolve_model
         from onepolicy.config.model import ModelConfig
+        from onepolicy.run.hooks import build_hooks
         from onepolicy.run.step import StepRunner
         from onepolicy.sync.push import push_weights
 
@@ -132,7 +133,7 @@ class Ours:
             environment = FixedLengths(self.parts.environment, prompt)
             self.parts = dataclasses.replace(self.parts, stop=(), environment=environment)
         asyncio.run(push_weights(self.parts.learner, self.parts.engine))
-        self.runner = StepRunner(self.parts)
+        self.runner = StepRunner(self.parts, build_hooks(self.parts))
         self.done = 0
 
     def step(self) -> Step:

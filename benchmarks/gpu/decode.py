@@ -24,7 +24,8 @@ from transformers import DeepseekV3Config, PreTrainedModel
 
 from onepolicy.config import Fp8, HFEngineConfig, Int8
 from onepolicy.models import flash
-from onepolicy.rollout.hf.engine import EngineStream, HFEngine
+from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.rollout.hf.prepare import EngineStream
 from onepolicy.types import Sampling
 from support.models import CONFIGS
 

@@ -19,7 +19,7 @@ from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.sync.broadcast import BUCKET_BYTES
 from onepolicy.sync.buckets import flatten_tensors, split_into_buckets, unflatten_bucket
 from onepolicy.sync.checksum import ChecksumAccumulator
-from onepolicy.sync.sent_tensors import sent_tensors
+from onepolicy.sync.push import SentTensors
 
 TARGET = 50.0  # GB/s
 
@@ -30,7 +30,7 @@ def main(bench: Bench) -> None:
     config = moe(bench, num_hidden_layers=bench.size(4, 2), tie_word_embeddings=False)
     model = make(config, bench, torch.float32)
     names = CheckpointNames(config, trust_remote_code=False)
-    cast = dict(sent_tensors(model, "bfloat16"))
+    cast = dict(SentTensors(model).cast("bfloat16"))
     converted = dict(names.stream_to_checkpoint(cast.items()))
     size = sum(tensor.nbytes for tensor in cast.values())
     flat = torch.empty(size, dtype=torch.uint8, device=bench.device)
@@ -39,14 +39,14 @@ def main(bench: Bench) -> None:
     sent = [(flatten_tensors(list(b.values()), cpu=False), b) for b in buckets]
 
     def whole() -> None:
-        stream = names.stream_to_checkpoint(sent_tensors(model, "bfloat16"))
+        stream = names.stream_to_checkpoint(SentTensors(model).cast("bfloat16"))
         for bucket in split_into_buckets(stream, BUCKET_BYTES):
             check(bucket.items())
             receive([(flatten_tensors(list(bucket.values()), cpu=False), bucket)])
 
     cases: dict[str, Callable[[], object]] = {
         "one flat copy": lambda: other.copy_(flat),
-        "cast": lambda: dict(sent_tensors(model, "bfloat16")),
+        "cast": lambda: dict(SentTensors(model).cast("bfloat16")),
         "convert": lambda: dict(names.stream_to_checkpoint(cast.items())),
         "checksum": lambda: check(converted.items()),
         "buckets": lambda: [flatten_tensors(list(b.values()), cpu=False) for b in buckets],

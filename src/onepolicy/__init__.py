@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # the names of _PUBLIC, for type checkers and editors
     from onepolicy.correct.predict import predict
     from onepolicy.correct.presets import preset
     from onepolicy.correct.report import combine
+    from onepolicy.correct.reweight import finish, partials, reweight
     from onepolicy.correct.slots import slots
-    from onepolicy.correct.weights import finish, partials, reweight
     from onepolicy.divergence.logprob import mismatch
     from onepolicy.divergence.routing import routing_disagreement
     from onepolicy.replay.alignment import check_alignment
@@ -44,10 +44,10 @@ _PUBLIC = {
     "predict": "onepolicy.correct.predict",
     "preset": "onepolicy.correct.presets",
     "combine": "onepolicy.correct.report",
+    "finish": "onepolicy.correct.reweight",
+    "partials": "onepolicy.correct.reweight",
+    "reweight": "onepolicy.correct.reweight",
     "slots": "onepolicy.correct.slots",
-    "finish": "onepolicy.correct.weights",
-    "partials": "onepolicy.correct.weights",
-    "reweight": "onepolicy.correct.weights",
     "mismatch": "onepolicy.divergence.logprob",
     "routing_disagreement": "onepolicy.divergence.routing",
     "check_alignment": "onepolicy.replay.alignment",

@@ -11,7 +11,7 @@ import torch
 from onepolicy.build.learner import build_learner
 from onepolicy.build.sharded_learner import build_sharded_learner
 from onepolicy.config import resolve
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.reweight import reweight
 from onepolicy.launch.agent import environment, on_loopback, rank_variables
 from onepolicy.launch.ranks import joined_ranks
 from onepolicy.objective.advantages import compute_advantages

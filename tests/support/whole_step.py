@@ -27,8 +27,7 @@ from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.run.hooks import build_hooks
-from onepolicy.run.result import StepResult, StepTimer
-from onepolicy.run.step import sample_rollouts, train_on_rollouts
+from onepolicy.run.step import StepResult, StepTimer, sample_rollouts, train_on_rollouts
 from onepolicy.sync.push import push_weights
 from onepolicy.train.critic import Critic
 from onepolicy.train.learner import LocalLearner
@@ -145,14 +144,17 @@ def build(models: Models, config: RunConfig, stop: tuple[int, ...] = (1,)) -> Co
     route_spec = None
     if learner.routers is not None:
         route_spec = route_spec_of(config, learner.routers)
+    engine = build_engine(models, config)
     return Components(
         config=config,
-        engine=build_engine(models, config),
+        engine=engine,
+        samplers=(engine,),
         environment=Letters(),
         stop=stop,
         route_spec=route_spec,
         top_logprobs=config.correction.top_logprobs(VOCAB),
         learner=learner,
+        correction=config.correction.fixed_part,
     )
 
 

@@ -16,7 +16,7 @@ from onepolicy.audit.read import BY_SIZE, ReadLimits, read_dump
 from onepolicy.audit.schema import Array, Block
 from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.config import UsageError
-from onepolicy.correct.histogram import BINS, histogram
+from onepolicy.correct.report import BINS, histogram
 from onepolicy.divergence.attribution import k3_terms
 from onepolicy.divergence.routing import differing_experts
 from onepolicy.nonfinite import LeftOut, Nonfinite

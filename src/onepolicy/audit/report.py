@@ -22,7 +22,7 @@ from onepolicy.audit.figures import audit_figures, extreme_curve
 from onepolicy.audit.schema import VERSION
 from onepolicy.config import UsageError
 from onepolicy.console import Console
-from onepolicy.correct.histogram import quantiles
+from onepolicy.correct.report import quantiles
 from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.notation import counted, number
 from onepolicy.report.figure import Figure

@@ -22,6 +22,7 @@ from onepolicy.build.engines import (
 from onepolicy.build.learner import build_learner, build_reprefill
 from onepolicy.build.room import divide_gpu, fit_max_len
 from onepolicy.config import (
+    CorrectionConfig,
     DuplicateRoutes,
     HFEngineConfig,
     ModelConfig,
@@ -121,14 +122,8 @@ class SamplingComponents:
     stop: tuple[int, ...]  # token ids that end a completion
     route_spec: RouteSpec | None  # expected form of the engine's routes; None for a dense model
     reprefill: Reprefill | None = None  # records routes for an engine that returns none
+    samplers: tuple[WeightTarget, ...]  # engine and reprefill: their weights follow the trainer's
     top_logprobs: int = 0  # most likely tokens whose log-probabilities the correction needs
-
-    @property
-    def samplers(self) -> list[WeightTarget]:
-        """The objects whose weights must follow the trainer's."""
-        if self.reprefill is None:
-            return [self.engine]
-        return [self.engine, self.reprefill]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +131,7 @@ class Components(SamplingComponents):
     """The objects of a run, built once."""
 
     learner: Learner
+    correction: CorrectionConfig  # the part that is evaluated before the update
     evaluator: RolloutEngine | None = None
     """A clean engine that gets the learner's weights before each evaluation."""
 
@@ -175,7 +171,12 @@ def build_components(
     evaluator = None
     if config.eval.every:
         evaluator = build_evaluator(config, model, scorer.device, max_len)
-    make = partial(Components, learner=learner, evaluator=evaluator)
+    make = partial(
+        Components,
+        learner=learner,
+        correction=config.correction.fixed_part,
+        evaluator=evaluator,
+    )
     components = with_sampling(
         make, config, model, environment, tokenizer, engine, route_spec, scorer
     )
@@ -211,8 +212,10 @@ def with_sampling(
     top_logprobs = config.correction.top_logprobs(scorer.vocab_size)
     check_engine_capabilities(config, engine.caps, top_logprobs)
     reprefill = None
+    samplers: tuple[WeightTarget, ...] = (engine,)
     if uses_reprefill(config):
         reprefill = build_reprefill(config, model, scorer.device)
+        samplers = engine, reprefill
     return make(
         config=config,
         engine=engine,
@@ -220,6 +223,7 @@ def with_sampling(
         stop=(tokenizer.eos_token_id,),
         route_spec=route_spec,
         reprefill=reprefill,
+        samplers=samplers,
         top_logprobs=top_logprobs,
     )
 

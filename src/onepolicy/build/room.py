@@ -20,7 +20,7 @@ from onepolicy.models.empty import empty_model
 from onepolicy.models.load import DTYPES, context_length, parse_device, read_config
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
-from onepolicy.rollout.hf.engine import needs_static_batch
+from onepolicy.rollout.hf.prepare import needs_static_batch
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.train.dry_run import DryRunModel, MicroBatchShape, gather_dtype
 from onepolicy.train.optimiser_memory import optimiser_memory, parameter_shapes, shard_sizes

@@ -125,7 +125,7 @@ WEIGHT_RULES: tuple[Rule[Weight], ...] = (
     ),
     error(
         "correction.weight: outside = zero rejects nothing without low or high; set a bound",
-        lambda weight: weight.rejects and not weight.bounded,
+        lambda weight: weight.outside == "zero" and not weight.bounded,
     ),
 )
 
@@ -152,10 +152,6 @@ class Weight(Bounds):
     @property
     def limits(self) -> Limits:
         return STATISTICS["ratio"].limits
-
-    @property
-    def rejects(self) -> bool:
-        return self.outside == "zero"
 
 
 GATE_RULES: tuple[Rule[Gate], ...] = (
@@ -372,7 +368,7 @@ class CorrectionConfig(Frozen):
     @property
     def rejects(self) -> bool:
         """True if some slots may be rejected although their ratio is finite."""
-        return bool(self.gates) or self.weight.rejects
+        return bool(self.gates) or self.weight.outside == "zero"
 
     @property
     def scales(self) -> bool:

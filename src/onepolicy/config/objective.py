@@ -18,7 +18,7 @@ from onepolicy.config.base import (
 from onepolicy.config.presets import objective_presets
 from onepolicy.config.rules import Rule, error
 from onepolicy.config.spelling import did_you_mean
-from onepolicy.config.surrogates import LEVELS, SURROGATES, SurrogateName, SurrogateRow
+from onepolicy.config.surrogates import SURROGATES, SurrogateName, SurrogateRow
 
 DEFAULT_CLIP = (0.2, 0.28)  # clip-higher, DAPO section 3.1
 
@@ -108,7 +108,9 @@ OBJECTIVE_RULES: tuple[Rule[ObjectiveConfig], ...] = (
     error(
         "objective.ratio_level: trajectory is a product of ratios, which leaves every clip range "
         "on long responses; {surrogate} takes token, sequence or sequence-token",
-        lambda objective: objective.level not in (objective.loss.levels or LEVELS),
+        lambda objective: (
+            bool(objective.loss.levels) and objective.ratio_level not in objective.loss.levels
+        ),
     ),
     error(
         "objective.surrogate: {surrogate} has one advantage per sample, but baseline = critic, "
@@ -206,13 +208,6 @@ class ObjectiveConfig(Frozen):
     def loss(self) -> SurrogateRow:
         """The row of the surrogate."""
         return SURROGATES[self.surrogate]
-
-    @property
-    def level(self) -> str:
-        """Level of the ratio that the surrogate takes: token where it reads no ratio_level."""
-        if not self.loss.levels:
-            return "token"
-        return self.ratio_level
 
     @property
     def highest_ratio(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -146,10 +147,14 @@ class RunConfig(Frozen):
             and not objective.entropy_coef
         )
 
-    def reuses_scoring_forward(self, micro_batches: int) -> bool:
-        """Return whether the update uses the graphs of this many scoring forwards."""
+    @property
+    def most_reused_forwards(self) -> float:
+        """Most scoring forwards of a step whose graphs the update uses; it uses all or none."""
         wanted = self.train.reuse_scoring_forward
-        if wanted is None:  # the one graph takes the memory that the update's own would take
-            exact = self.objective.num_minibatches == 1 and not isinstance(self.replay, R2)
-            wanted = exact and micro_batches == 1 and not self.train.activation_checkpointing
-        return wanted and self.scores_old
+        if not self.scores_old or wanted is False:
+            return 0
+        if wanted:
+            return math.inf
+        exact = self.objective.num_minibatches == 1 and not isinstance(self.replay, R2)
+        # the one graph takes the memory that the update's own would take
+        return int(exact and not self.train.activation_checkpointing)

@@ -40,8 +40,9 @@ def _gpus_per_replica(run: RunConfig) -> float | None:
 
 SAMPLING: Rules = (
     error(
-        "rollout.sampling.top_k: {rollout.sampling.top_k}, but {rollout.engine.kind} returns the tokens that top_p and "
-        "min_p left among a number of likeliest ones; set it too, from 1 to 1000",
+        "rollout.sampling.top_k: {rollout.sampling.top_k}, but {rollout.engine.kind} returns the "
+        "tokens that top_p and min_p left among a number of likeliest ones; set it too, from 1 to "
+        "1000",
         lambda run: (
             run.rollout.sampling.narrows
             and not run.rollout.engine.can.any_support

@@ -124,7 +124,7 @@ def centered_score(
 def _weight_of(rho: Tensor, weight: Weight) -> Tensor:
     if weight.level == "none":
         return torch.ones_like(rho)
-    if weight.rejects:
+    if weight.outside == "zero":
         return torch.where(inside(rho, weight.low, weight.high), rho, 0.0)
     if weight.bounded:
         return rho.clamp(weight.low, weight.high)

@@ -44,7 +44,7 @@ def equation(config: CorrectionConfig) -> list[str]:
     elif config.normalise == "batch":
         lines.append("w_t <- w_t / mean of w before the gates")
     total, count = "sum of slots", "N"
-    if config.gates or config.weight.rejects:
+    if config.gates or config.weight.outside == "zero":
         total = "sum of kept slots"
     if config.denominator == "kept":
         count = "N_kept"

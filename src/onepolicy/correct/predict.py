@@ -145,13 +145,13 @@ def _on_total(
     if weight.level == "geometric":
         power = 1 / length
     low, high = (edge / power for edge in _log_bounds(weight.low, weight.high))
-    if weighted and weight.rejects:
+    if weighted and weight.outside == "zero":
         keep_band = _meet([band, (low, high)])
     keeps = _mass(logr, kl, length, keep_band, 0.0)
     if not weighted:
         return keeps, keeps
     weighs = _mass(logr, kl, length, _meet([keep_band, (low, high)]), power)
-    if weight.rejects:
+    if weight.outside == "zero":
         return keeps, weighs
     if weight.low is not None:
         below = _meet([band, (-math.inf, low)])

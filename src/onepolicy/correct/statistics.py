@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.config.correction import STATISTICS, CorrectionConfig, Gate
-from onepolicy.correct.slots import WEIGHT_LOG_RATIO_LIMIT, Slots
+from onepolicy.correct.slots import Slots
 
 PROBABILITY_MARGIN = 1e-6
 """Distance that a binary KL keeps its probabilities from 0 and 1, so that its logarithms are finite
@@ -125,7 +125,7 @@ def unit_sums(config: CorrectionConfig, slots: Slots) -> Units:
     `sequences` and `turns` given, merge with `combine_units` and pass the result to `partials`.
     """
     units: Units = {}
-    for key, name, scope in needed(config):
+    for key, name, scope in _needed(config):
         if key not in units:
             index, count = unit_index(slots, scope)
             units[key] = _sums(statistic(name, slots), index, count)
@@ -161,7 +161,7 @@ def _combine_two(one: Units, other: Units) -> Units:
     }
 
 
-def needed(config: CorrectionConfig) -> list[tuple[str, str, str]]:
+def _needed(config: CorrectionConfig) -> list[tuple[str, str, str]]:
     """Return (key, statistic, scope) of the weight and of the gates that span several slots."""
     needed = []
     if config.weight.level not in ("none", "token"):
@@ -208,21 +208,6 @@ def value_of(gate: Gate, slots: Slots, units: Units) -> Tensor:
     per_unit = units[f"{gate.statistic}/{gate.scope}"].aggregate(gate.aggregate)
     index, _ = unit_index(slots, gate.scope)
     return per_unit[index]
-
-
-def weight_log_ratio(config: CorrectionConfig, slots: Slots, units: Units) -> Tensor:
-    """Return [n] float64: the log of the weight before its bounds, clamped."""
-    match config.weight.level:
-        case "none":
-            return 0 * slots.log_ratio  # NaN stays NaN
-        case "token":
-            return slots.log_ratio
-        case level:
-            scope = weight_scope(level)
-            how = {"geometric": "mean"}.get(level, "sum")
-            values = units[f"ratio/{scope}"].aggregate(how)
-            values = values.clamp(-WEIGHT_LOG_RATIO_LIMIT, WEIGHT_LOG_RATIO_LIMIT)
-            return values[unit_index(slots, scope)[0]]
 
 
 def inside(values: Tensor, low: float | None, high: float | None, *, log: bool = False) -> Tensor:

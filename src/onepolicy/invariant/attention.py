@@ -19,14 +19,19 @@ from onepolicy.invariant.ops import TERMS, batched_matmul, fixed_shapes
 from onepolicy.invariant.strict import invariant_operator
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import decode_attention, packed_attention
-from onepolicy.models.attention_arguments import no_mask, refuse_unsupported_arguments
 from onepolicy.models.decode_attention import (
     KVCacheStep,
     reads_as_table,
     table_scores,
     table_values,
 )
-from onepolicy.models.packed_attention import Packing, attend_packed, causal_mask
+from onepolicy.models.packed_attention import (
+    Packing,
+    attend_packed,
+    causal_mask,
+    no_mask,
+    refuse_unsupported_arguments,
+)
 
 NAME = "onepolicy_invariant"
 UNSUPPORTED = {*decode_attention.UNSUPPORTED, *packed_attention.UNSUPPORTED}

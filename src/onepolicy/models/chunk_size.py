@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
-
 MARK = "_onepolicy_logits_chunk"  # attribute of a model whose logits are computed in chunks
 LARGEST_CHUNK = 2**28  # float32 logits of a chunk: 1 GiB
 MULTIPLE = 64  # of the slots of a chunk that is chosen here
@@ -14,8 +12,3 @@ def slots_per_chunk(setting: int | None, vocabulary: int) -> int:
     if setting is None:
         return max(MULTIPLE, LARGEST_CHUNK // vocabulary // MULTIPLE * MULTIPLE)
     return setting
-
-
-def logits_chunk(model: PreTrainedModel) -> int:
-    """Return the slots of a chunk of this model's logits, 0 for no chunks."""
-    return getattr(model, MARK, 0)

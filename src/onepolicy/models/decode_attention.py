@@ -18,10 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from onepolicy.models.attention_arguments import no_mask, refuse_unsupported_arguments
 from onepolicy.models.embedding_bag_matmul import weighted_rows
 from onepolicy.models.flash import attend_cache
-from onepolicy.models.packed_attention import takes_flash
+from onepolicy.models.packed_attention import (
+    no_mask,
+    refuse_unsupported_arguments,
+    takes_flash,
+)
 
 # Fewest positions per row of the keys' table. On the CPU a cache row's length is a multiple of it.
 KEY_BLOCK = 64

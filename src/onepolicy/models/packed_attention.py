@@ -10,7 +10,7 @@ be silently wrong.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from onepolicy.models import flash
-from onepolicy.models.attention_arguments import refuse_unsupported_arguments
 from onepolicy.models.sink_attention import attend_with_sinks
 
 NAME = "onepolicy_packed"
@@ -232,3 +231,29 @@ def causal_mask(width: int, window: int | None, device: torch.device) -> Tensor:
 
 # No mask function: transformers then makes no mask, and reads no positions on the host to do so.
 AttentionInterface.register(NAME, packed_attention)
+
+
+def refuse_unsupported_arguments(
+    module: nn.Module,
+    function: str,
+    arguments: Mapping[str, Any],
+    unsupported: Collection[str],
+    *,
+    dropout: float,
+    attention_mask: Tensor | None = None,
+) -> None:
+    """Raise ValueError if the model passes an argument that this attention function would ignore.
+
+    function: the attention function's name, for the message.
+    """
+    refused = [name for name in unsupported if arguments.get(name) is not None]
+    if dropout:
+        refused.append("dropout")
+    if attention_mask is not None:
+        refused.append("attention_mask")
+    if refused:
+        raise ValueError(f"{type(module).__name__}: {function} does not know {', '.join(refused)}")
+
+
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """Return no mask: the attention functions take an argument that decides which keys are seen."""

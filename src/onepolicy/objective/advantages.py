@@ -64,7 +64,7 @@ def compute_outcomes(
         buffer = config.overlong_buffer * max_tokens
         shaping = overlong_reward(lengths, max_tokens=max_tokens, buffer=buffer)
         rewards = rewards + config.overlong_penalty * shaping
-    if not config.kl.in_reward:
+    if not (config.kl.coef and config.kl.where == "reward"):
         group_index = torch.tensor([g for g, group in enumerate(groups) for _ in group.samples])
         episode = torch.tensor([e for group in groups for e in group.episodes])
         rewards = apply_group_baseline(rewards, group_index, config, episode=episode)
@@ -225,7 +225,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 def _reward_kl(batch: TokenBatch, config: ObjectiveConfig) -> Tensor | None:
     """Return [T]: kl.coef * KL estimate of each trainable slot; None unless kl.where = reward."""
-    if not config.kl.in_reward:
+    if not (config.kl.coef and config.kl.where == "reward"):
         return None
     assert batch.logp_old is not None
     assert batch.logp_ref is not None, "score() fills logp_ref"

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig, UsageError
 from onepolicy.config.correction import LOSS_TERMS, LossTerm
-from onepolicy.objective.surrogate import Surrogate, kl_loss, surrogate
+from onepolicy.config.surrogates import SURROGATES
+from onepolicy.objective.surrogate import Surrogate, kl_loss, ratio_level, surrogate
 from onepolicy.types import TokenBatch
 
 
@@ -101,7 +102,7 @@ def policy_loss(
     if score_baseline is not None:
         assert batch.advantage is not None
         loss = loss + (loss_weight * batch.advantage * score_baseline).sum()
-    if config.kl.in_loss:
+    if config.kl.coef and config.kl.where == "loss":
         kl = _kl(logp_new, batch, config, _seen_by("kl", protect, batch.trainable, keep))
         loss = loss + config.kl.coef * (loss_weight * kl).sum()
         sums["kl"] = kl.detach().sum()
@@ -120,7 +121,7 @@ def _surrogate(
     # A ratio of a whole sample is over all its trainable slots. Otherwise a gate would change the
     # very ratio that it gates.
     mask = batch.trainable
-    if config.level == "token" and not config.loss.whole_samples:
+    if ratio_level(config) == "token" and not SURROGATES[config.surrogate].whole_samples:
         mask = batch.keep
     return surrogate(
         config,

@@ -118,9 +118,16 @@ def surrogate(
     logp_behaviour = torch.where(usable, logp_behaviour, 0.0)
     log_ratio = (logp_new - logp_behaviour).clamp(-LOSS_LOG_RATIO_LIMIT, LOSS_LOG_RATIO_LIMIT)
     inputs = LossInputs(log_ratio, logp_new, advantage, usable, segment, samples)
-    inputs = inputs._replace(log_ratio=_at_ratio_level(inputs, config.level))
-    settings = {name: getattr(config, name) for name in config.loss.reads}
+    inputs = inputs._replace(log_ratio=_at_ratio_level(inputs, ratio_level(config)))
+    settings = {name: getattr(config, name) for name in SURROGATES[config.surrogate].reads}
     return FUNCTIONS[config.surrogate](inputs, **settings)
+
+
+def ratio_level(config: ObjectiveConfig) -> str:
+    """Return the level of the ratio that the surrogate takes: token if it reads no ratio_level."""
+    if not SURROGATES[config.surrogate].levels:
+        return "token"
+    return config.ratio_level
 
 
 def _at_ratio_level(inputs: LossInputs, level: str) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from onepolicy.build.gpu_defaults import with_gpu_precision
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.models.chunk_size import logits_chunk
 from onepolicy.plan.adapters import with_adapters
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
 from onepolicy.plan.engine_memory import EngineMemory, EngineWeights, engine_memory, engine_weights
@@ -43,6 +42,7 @@ from onepolicy.train.dry_run import (
     MicroBatchShape,
     compute_dtype,
 )
+from onepolicy.train.forward import logits_chunk
 from onepolicy.train.optimiser_memory import OptimiserMemory
 
 
@@ -275,7 +275,7 @@ class Planner:
         # With one rank and one micro-batch per update, the dry run is the update itself.
         exact = ranks == per_update == 1
         graphs = 1
-        if config.reuses_scoring_forward(micro_batches):
+        if micro_batches <= config.most_reused_forwards:
             graphs = micro_batches
         return learner_memory(
             self.dims,

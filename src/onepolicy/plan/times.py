@@ -285,7 +285,7 @@ def learning_time(
         score = score.plus(forward)
     # The update is a forward and a backward of twice its cost. Checkpointing adds a forward.
     # Reusing the scoring forward saves one.
-    reused = config.reuses_scoring_forward(micro_batches)
+    reused = micro_batches <= config.most_reused_forwards
     passes = 3 + train.activation_checkpointing - reused
     gathers = 1 + (not reused)
     summed = summed_bytes(dims, config, micro_batches) * (ranks - 1) / ranks / bandwidth

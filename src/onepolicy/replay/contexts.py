@@ -18,7 +18,7 @@ from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
 from onepolicy.replay.recompute import carry_into_recomputes
-from onepolicy.replay.scores import LayerComparison, Scratch
+from onepolicy.replay.selection import LayerComparison, Scratch
 from onepolicy.replay.topk_hook import (
     TopkRecorder,
     TopkReplayer,

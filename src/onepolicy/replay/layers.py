@@ -160,13 +160,6 @@ def decoder_index(path: str) -> int | None:
     return next((int(part) for part in path.split(".") if part.isdecimal()), None)
 
 
-def decoder_layer(model: nn.Module, router: Router) -> nn.Module:
-    """Return the decoder layer that contains a router."""
-    parts = router.path.split(".")
-    index = next(i for i, part in enumerate(parts) if part.isdecimal())
-    return model.get_submodule(".".join(parts[: index + 1]))
-
-
 def _int_attribute(module: nn.Module, name: str) -> int:
     """Return a module's `top_k`, `num_experts` or `num_group`, 0 if it has none."""
     path = _ATTRIBUTE_PATHS.get(type(module).__name__, {}).get(name)

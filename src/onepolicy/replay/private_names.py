@@ -21,8 +21,6 @@ Private names of transformers are not used: a router is recognised by what it ho
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -33,17 +31,19 @@ from torch.utils import checkpoint
 from onepolicy.config import UsageError
 
 _SHIM = "_checkpoint_without_reentrant_generator"
-_GENERATOR = f"{_SHIM}_impl"
-if not hasattr(checkpoint, _GENERATOR):  # before torch 2.15
-    _GENERATOR = _SHIM
-_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
-_GRAPH_TASK_ID: Any = getattr(torch._C, "_current_graph_task_id", None)
-_FUNCTION: Any = getattr(checkpoint, "CheckpointFunction", None)
+GENERATOR = f"{_SHIM}_impl"
+if not hasattr(checkpoint, GENERATOR):  # before torch 2.15
+    GENERATOR = _SHIM
+COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+
+current_graph_task_id: Any = getattr(torch._C, "_current_graph_task_id", None)
+"""Return the number of the backward that runs on this thread, -1 outside a backward."""
 
 CHECKPOINT_MODULE: ModuleType = checkpoint
-CHECKPOINT_FORWARD: Any = getattr(_FUNCTION, "forward", None)
+CHECKPOINT_FUNCTION: Any = getattr(checkpoint, "CheckpointFunction", None)
+CHECKPOINT_FORWARD: Any = getattr(CHECKPOINT_FUNCTION, "forward", None)
 """The forward of a reentrant checkpoint: (ctx, run function, ...)."""
-CHECKPOINT_GENERATOR: Any = getattr(checkpoint, _GENERATOR, None)
+CHECKPOINT_GENERATOR: Any = getattr(checkpoint, GENERATOR, None)
 """The body of any other checkpoint, a generator function: (run function, ...)."""
 
 
@@ -53,9 +53,9 @@ def check_private_names() -> None:
     A recompute would route natively, and gradients would be those of other experts.
     """
     names = {
-        "torch._C._current_graph_task_id": _GRAPH_TASK_ID,
+        "torch._C._current_graph_task_id": current_graph_task_id,
         "torch.utils.checkpoint.CheckpointFunction.forward": CHECKPOINT_FORWARD,
-        f"torch.utils.checkpoint.{_GENERATOR}": CHECKPOINT_GENERATOR,
+        f"torch.utils.checkpoint.{GENERATOR}": CHECKPOINT_GENERATOR,
     }
     missing = [name for name, value in names.items() if value is None]
     if missing:
@@ -64,23 +64,6 @@ def check_private_names() -> None:
             "recompute would silently use other experts than its forward; install a torch of "
             "docs/reference/versions.md"
         )
-
-
-def current_graph_task_id() -> int:
-    """Return the number of the backward that runs on this thread, -1 outside a backward."""
-    number: int = _GRAPH_TASK_ID()
-    return number
-
-
-def patch_checkpoints(forward: Callable[..., Any], generator: Callable[..., Any]) -> None:
-    """Replace the two functions by which torch makes every activation checkpoint.
-
-    The class is patched, so that code that imported the class by name is covered too.
-    """
-    _FUNCTION.forward = staticmethod(forward)
-    for module in (checkpoint, sys.modules.get(_COMPOSABLE)):
-        if module is not None:
-            setattr(module, _GENERATOR, generator)
 
 
 def is_fsdp_module(module: nn.Module) -> bool:

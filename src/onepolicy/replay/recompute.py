@@ -25,9 +25,11 @@ import torch
 from onepolicy.config import UsageError
 from onepolicy.replay.private_names import (
     CHECKPOINT_FORWARD,
+    CHECKPOINT_FUNCTION,
     CHECKPOINT_GENERATOR,
     CHECKPOINT_MODULE,
-    patch_checkpoints,
+    COMPOSABLE,
+    GENERATOR,
 )
 
 Replay = Callable[[], AbstractContextManager[None]]
@@ -120,6 +122,17 @@ def called_by_checkpoint() -> bool:
         if frame.f_globals.get("__name__") in names:
             return True
     return False
+
+
+def patch_checkpoints(forward: Callable[..., Any], generator: Callable[..., Any]) -> None:
+    """Replace the two functions by which torch makes every activation checkpoint.
+
+    The class is patched, so that code that imported the class by name is covered too.
+    """
+    CHECKPOINT_FUNCTION.forward = staticmethod(forward)
+    for module in (CHECKPOINT_MODULE, sys.modules.get(COMPOSABLE)):
+        if module is not None:
+            setattr(module, GENERATOR, generator)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from onepolicy.replay.checks import (
     refuse_router_loss,
 )
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
-from onepolicy.replay.layers import Router, decoder_layer, find_routers
+from onepolicy.replay.layers import Router, find_routers
 from onepolicy.replay.private_names import check_private_names, is_dtensor, is_fsdp_module
 from onepolicy.replay.recompute import check_checkpoints
 from onepolicy.replay.sample_checks import OnMismatch, SampleChecks
@@ -159,7 +159,7 @@ class Routers(BoundRouters):
         tape = RouteRecorder(self._routers, weights=weights)
         forwards = [(recorder.router.module, recorder.__call__) for recorder in tape.recorders]
         with (
-            tape.watching_batches(decoder_layer(self._model, self._routers[0])),
+            tape.watching_batches(_decoder_layer(self._model, self._routers[0])),
             override_attribute("forward", forwards),
         ):
             yield tape
@@ -337,6 +337,13 @@ def bind_routers(model: nn.Module) -> Routers:
     routers = find_routers(inner)
     refuse_unknown_sharding(inner, routers, wrapper=model)
     return Routers(inner, routers)
+
+
+def _decoder_layer(model: nn.Module, router: Router) -> nn.Module:
+    """Return the decoder layer that contains a router."""
+    parts = router.path.split(".")
+    index = next(i for i, part in enumerate(parts) if part.isdecimal())
+    return model.get_submodule(".".join(parts[: index + 1]))
 
 
 def _layer_stacks(model: Any, routers: Sequence[Router]) -> tuple[tuple[nn.ModuleList, int], ...]:

@@ -23,8 +23,15 @@ from onepolicy.replay.layers import Router
 from onepolicy.replay.modes import combine_weights_position, replace_combine_weights, soften
 from onepolicy.replay.private_names import current_graph_task_id
 from onepolicy.replay.recompute import called_by_checkpoint
-from onepolicy.replay.scores import LayerComparison, better_experts, gate_mass
-from onepolicy.replay.selection import answer, flat, groups_of, topk_operands
+from onepolicy.replay.selection import (
+    LayerComparison,
+    answer,
+    better_experts,
+    flat,
+    gate_mass,
+    groups_of,
+    topk_operands,
+)
 
 PROBABILITIES = (torch.softmax, Tensor.softmax, F.softmax, torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 _ABSENT = object()

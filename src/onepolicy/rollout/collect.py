@@ -163,7 +163,8 @@ class _GroupPlayer:
         groups = []
         for i, problem in enumerate(problems):
             episodes = [samples for samples in played[i * size : (i + 1) * size] if samples]
-            if len(episodes) < self.config.smallest_group:
+            complete = len(episodes) == size
+            if not complete and len(episodes) < self.config.smallest_group:
                 self.counts["rollout/groups_dropped"] += 1
                 continue
             samples = tuple(itertools.chain.from_iterable(episodes))

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import TrainingError
-from onepolicy.run.result import Rollouts, StepResult, StepTimer
 from onepolicy.run.step import (
+    Rollouts,
+    StepResult,
     StepRunner,
+    StepTimer,
     add_timings,
     push_and_check,
     sample_rollouts,

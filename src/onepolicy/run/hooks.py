@@ -9,26 +9,12 @@ from onepolicy.config import RolloutReplay, RunConfig
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.interfaces import Scorer
 from onepolicy.invariant.require_equal import require_equal
-from onepolicy.run.result import StepResult, StepTimer
+from onepolicy.run.step import Hook, StepResult, StepTimer
 from onepolicy.run.step_metrics import counterfactual_metrics, metrics_per_layer, repeat_metrics
 from onepolicy.types import Group
 
 if TYPE_CHECKING:
     from onepolicy.train.reprefill import Reprefill
-
-
-class Hook:
-    """A set of calls in `train_on_rollouts`. Every method does nothing here."""
-
-    def after_rollout(self, groups: list[Group], timer: StepTimer) -> list[Group]:
-        """Return the groups to train on."""
-        return groups
-
-    def before_update(self, result: StepResult, step: int, timer: StepTimer) -> None:
-        """Read `result.batch`, the scored batch of the update."""
-
-    def after_update(self, result: StepResult, step: int) -> None:
-        """Read `result.batch`, scored by the weights before the update."""
 
 
 class RecordRoutes(Hook):
@@ -97,6 +83,6 @@ def build_hooks(components: Components) -> list[Hook]:
         hooks.append(RecordRoutes(components.reprefill))
     if config.numerics == ON_POLICY:
         hooks.append(RequireEqual(learner.fingerprint))
-    if isinstance(config.replay, RolloutReplay):
+    if isinstance(config.replay, RolloutReplay) and config.log.counterfactual_every:
         hooks.append(Counterfactual(config, learner.scorer))
     return hooks

@@ -22,14 +22,13 @@ from onepolicy.run import run_folder
 from onepolicy.run.adapter_start import start_adapter
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.evaluate import evaluate, num_eval_episodes
-from onepolicy.run.hooks import is_counterfactual_step
+from onepolicy.run.hooks import build_hooks, is_counterfactual_step
 from onepolicy.run.learning_check import LearningMonitor
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
 from onepolicy.run.log_digest import digest_log
 from onepolicy.run.probe_file import save_counterfactual
-from onepolicy.run.result import StepResult
 from onepolicy.run.run_folder import Json, RunOrigin
-from onepolicy.run.step import StepRunner
+from onepolicy.run.step import StepResult, StepRunner
 from onepolicy.run.summary import write_summary
 from onepolicy.run.trackers import trackers_of
 from onepolicy.sync.push import checked_push, push_weights
@@ -50,7 +49,7 @@ class TrainingLoop:
     ) -> None:
         self.components, self.tokenizer = components, tokenizer
         self.config, self.learner = components.config, components.learner
-        self.runner = StepRunner(components)
+        self.runner = StepRunner(components, build_hooks(components))
         self.folder, self.origin, self.progress = folder, origin, progress
 
     async def run(self) -> Json:

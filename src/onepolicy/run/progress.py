@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
@@ -30,7 +31,7 @@ class TerminalProgress(RunProgress):
 
     def phase(self, name: str, total: int) -> Callable[[], None]:
         self.bars.reset(self.inner, total=total, description=name, visible=True)
-        return lambda: self.bars.advance(self.inner)
+        return partial(self.bars.advance, self.inner)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         texts = []

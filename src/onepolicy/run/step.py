@@ -5,27 +5,28 @@
     push_and_check      the engine loads the new weights
 
 `StepRunner.rl_step` runs the three one after the other. run/async_rollouts.py lets sampling and
-training overlap. run/hooks.py holds the optional parts of a step.
+training overlap. run/hooks.py has the optional parts of a step, each a `Hook`.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from onepolicy.build.components import Components
-from onepolicy.config import RunConfig
+from onepolicy.config import CorrectionConfig
 from onepolicy.correct.slots import Fields
 from onepolicy.correct.weights import Average, weigh
 from onepolicy.interfaces import MetricsSource, RemoteEngine, SleepingSampler
 from onepolicy.objective.advantages import compute_advantages, compute_outcomes, has_signal
 from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.run.adapter_check import check_adapter
-from onepolicy.run.hooks import Hook, build_hooks
 from onepolicy.run.recovery import Recovering
-from onepolicy.run.result import Rollouts, StepResult, StepTimer
 from onepolicy.run.step_metrics import gradient_metrics, mismatch_metrics
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
@@ -37,8 +38,9 @@ T = TypeVar("T")
 class StepRunner:
     """The runner of a run's steps: its objects, hooks and recovery, built once."""
 
-    def __init__(self, components: Components) -> None:
-        self.components, self.hooks = components, build_hooks(components)
+    def __init__(self, components: Components, hooks: Sequence[Hook]) -> None:
+        """Build the runner. hooks: of `hooks.build_hooks`."""
+        self.components, self.hooks = components, hooks
         self._recovering: Recovering | None = None
         if isinstance(components.engine, RemoteEngine):  # replicas recover by themselves
             self._recovering = Recovering(components)
@@ -117,7 +119,9 @@ def train_on_rollouts(
 
     # Advantage, weight and rejection of every slot.
     batch = compute_advantages(batch, config.objective)
-    batch, correction_metrics = apply_correction(batch, config)
+    batch, correction_metrics = apply_correction(
+        batch, components.correction, config.objective.reduction
+    )
     result = StepResult(groups, batch, metrics=rollouts.metrics | correction_metrics)
     for hook in hooks:
         hook.before_update(result, step, timer)
@@ -134,22 +138,24 @@ def train_on_rollouts(
     return result
 
 
-def apply_correction(batch: TokenBatch, config: RunConfig) -> tuple[TokenBatch, dict[str, float]]:
+def apply_correction(
+    batch: TokenBatch, correction: CorrectionConfig, reduction: str
+) -> tuple[TokenBatch, dict[str, float]]:
     """Set the weight and rejection of every slot. Return the batch and the correction's metrics.
 
-    The part of a correction that needs the policy being trained is evaluated in the loss
-    (train/current_policy.py).
+    correction: the `fixed_part`; the part that needs the policy being trained is evaluated in the
+    loss (train/current_policy.py). reduction: of the objective.
     """
     logp_old = batch.logp_old
     if logp_old is None:  # bypass: the correction has no part that needs it
         logp_old = batch.logp_rollout
     average: Average = "slots"
-    if config.objective.reduction == "sequence-mean-token-mean":
+    if reduction == "sequence-mean-token-mean":
         average = "sequences"
     fields = Fields(
         logp_old, batch.logp_rollout, batch.trainable, batch.segment, batch.turn, batch.advantage
     )
-    weight, keep, metrics = weigh(config.correction.fixed_part, fields, average=average)
+    weight, keep, metrics = weigh(correction, fields, average=average)
     return batch.replace(weight=weight, keep=keep), metrics
 
 
@@ -202,3 +208,57 @@ def _last_samples(group: Group) -> list[Sample]:
 def _num_turns(sample: Sample) -> int:
     """Return the number of model turns. Slots that belong to no turn have a negative number."""
     return len(sample.turn.unique()) - bool((sample.turn < 0).any())
+
+
+class Hook:
+    """A set of calls in `train_on_rollouts`. Every method does nothing here."""
+
+    def after_rollout(self, groups: list[Group], timer: StepTimer) -> list[Group]:
+        """Return the groups to train on."""
+        return groups
+
+    def before_update(self, result: StepResult, step: int, timer: StepTimer) -> None:
+        """Read `result.batch`, the scored batch of the update."""
+
+    def after_update(self, result: StepResult, step: int) -> None:
+        """Read `result.batch`, scored by the weights before the update."""
+
+
+# repr=False: asyncio prints results into error texts, and these are large.
+@dataclass(slots=True, repr=False)
+class Rollouts:
+    """The episodes of a step."""
+
+    groups: list[Group]
+    metrics: dict[str, float]  # of the episodes: failed, dropped, refilled
+
+
+@dataclass(slots=True, repr=False)
+class StepResult:
+    """The groups, the scored batch and the metrics of a step."""
+
+    groups: list[Group]
+    batch: TokenBatch
+    # the whole batch scored before the update, with and without replay, in counterfactual steps
+    with_replay: TokenBatch | None = None
+    without_replay: TokenBatch | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class StepTimer:
+    """Seconds of each named part of a step: `with timer("update"): ...`."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[part] = time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """Return time/PART of every part, and time/step since the timer was made."""
+        times = {f"time/{part}": seconds for part, seconds in self.seconds.items()}
+        return times | {"time/step": time.perf_counter() - self.start}

@@ -8,7 +8,12 @@ check without the fix in rollout/vllm/weights.py: after any reload its experts a
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
+from functools import cached_property
 from inspect import GEN_RUNNING, getgeneratorstate
+
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from onepolicy.config import TrainingError
 from onepolicy.interfaces import (
@@ -21,8 +26,59 @@ from onepolicy.interfaces import (
     WeightSource,
     WeightTarget,
 )
+from onepolicy.models.load import DTYPES
 from onepolicy.notation import number
+from onepolicy.replay.checks import is_moe
+from onepolicy.replay.layers import find_routers
 from onepolicy.sync.canary import allowed_change, canary_logp, canary_moved, is_allowed
+
+ENGINES_KEEP = ("A_log",)
+"""Names of tensors that engines hold in float32 though transformers does not: decays of Mamba."""
+
+
+class SentTensors:
+    """The tensors of a model as engines take them: cast before they are gathered or sent.
+
+    The trainer holds float32 and most engines bfloat16, so a cast at the source halves what
+    travels.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def cast(self, dtype: str | None) -> Generator[tuple[str, Tensor]]:
+        """Yield the model's tensors, cast to `dtype` where that is narrower. None: as they are.
+
+        Of a model with adapters they are base + adapter. Yielded as they are: routers, biases and
+        norms, and everything that the family wants in float32 (`cast_model`). Some engines hold
+        them in float32, and they are small. A shard stays a shard.
+        """
+        model = self._model
+        tensors: Iterable[tuple[str, Tensor]] = model.state_dict().items()
+        if getattr(model, "peft_config", None):
+            from onepolicy.models.lora import merged_tensors  # with train.lora only
+
+            tensors = merged_tensors(model)
+        if dtype is None:
+            yield from tensors
+            return
+        kept = {*(model._keep_in_fp32_modules_strict or ()), *ENGINES_KEEP}
+        for name, tensor in tensors:
+            whole = tensor.dim() < 2 or name.startswith(self._routers)
+            if whole or not kept.isdisjoint(name.split(".")):
+                yield name, tensor
+            elif tensor.is_floating_point() and tensor.itemsize > DTYPES[dtype].itemsize:
+                yield name, tensor.to(DTYPES[dtype])
+            else:
+                yield name, tensor
+
+    @cached_property
+    def _routers(self) -> tuple[str, ...]:
+        """Prefixes of the names of the routers' tensors."""
+        if not is_moe(self._model.config):
+            return ()
+        paths = [router.path for router in find_routers(self._model)]
+        return tuple(f"{path.removesuffix('.base_layer')}." for path in paths)
 
 
 async def push_weights(learner: WeightSource, *engines: WeightTarget) -> int:

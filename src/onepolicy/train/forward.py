@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.invariant.switch import TILE, is_invariant
-from onepolicy.models.chunk_size import logits_chunk
+from onepolicy.models.chunk_size import MARK
 from onepolicy.models.logits_chunks import map_logits
 from onepolicy.models.packed_attention import Packing
 from onepolicy.support.checks import overlap_of
@@ -24,6 +24,11 @@ from onepolicy.types import TokenBatch
 
 # Text for the numerics contract, which must be equal to the engine's.
 LOGP = "log_softmax of float32 logits / temperature, then gather"
+
+
+def logits_chunk(model: PreTrainedModel) -> int:
+    """Return the slots of a chunk of this model's logits, 0 for no chunks."""
+    return getattr(model, MARK, 0)
 
 
 class Scored(NamedTuple):
@@ -161,16 +166,16 @@ def _scatter(scores: tuple[Tensor, ...], batch: TokenBatch, slots: Tensor) -> Sc
         zeros = rows.new_zeros(batch.num_slots, *rows.shape[1:])
         all_slots.append(zeros.index_copy(0, slots, rows))
     logp, entropy, *tops = all_slots
-    of_set: list[Tensor | None] = [None, None]
+    entropy_support = overlap = None
     if batch.support is not None:
-        of_set, tops = tops[:2], tops[2:]
+        entropy_support, overlap, *tops = tops
     top = top_of_model = None
     if tops:
         top = tops[0]
     if len(tops) > 1:
         top_of_model = tops[1], tops[2]
     row_of = None if batch.shared is None else batch.shared.row_of
-    return Scored(logp, entropy, *of_set, top, top_of_model, row_of)
+    return Scored(logp, entropy, entropy_support, overlap, top, top_of_model, row_of)
 
 
 def entropy_of(logps: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from torch import Tensor
 from onepolicy.interfaces import Update
 from onepolicy.objective.loss import loss_weights, policy_loss
 from onepolicy.replay.routers import Routers
-from onepolicy.sync.sent_tensors import sent_tensors
 from onepolicy.train import checkpoint, pack
 from onepolicy.train.activation_checkpointing import checkpoint_activations
 from onepolicy.train.checks import check_batch
@@ -195,7 +194,12 @@ class LocalLearner:
         self, batch: TokenBatch, measured: Measured, norms: list[float]
     ) -> dict[str, float]:
         """Return the metrics of a step on this batch. norms: of its updates' gradients."""
-        metrics = measured.metrics(batch.num_trainable)
+        slots, sums = batch.num_trainable, measured.sums
+        metrics = {f"train/{name}": sums[name] / slots for name in sums if name != "kept"}
+        if measured.replaced:
+            metrics["train/soft_replaced"] = float(torch.stack(measured.replaced).mean())
+        if measured.seconds:
+            metrics["time/score_saved"] = measured.seconds
         for part in self.parts:
             metrics |= part.metrics(batch, measured)
         metrics |= norm_metrics(norms, self.config.optim.max_skipped)
@@ -204,7 +208,7 @@ class LocalLearner:
     # --- weights and checkpoints ------------------------------------------------------------------
 
     def named_weights(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
-        yield from sent_tensors(self.model, dtype)
+        return self.scorer.named_weights(dtype)
 
     def save(self, folder: Path, finish: Callable[[], None]) -> None:
         """Write everything that training continues from into `folder`, then call `finish`.

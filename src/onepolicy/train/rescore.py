@@ -21,7 +21,7 @@ from onepolicy.interfaces import Scorer
 from onepolicy.models.logits_chunks import whole_logits
 from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_top_k_top_p
 from onepolicy.replay.routers import bind_routers
-from onepolicy.train.batcher import micro_batches
+from onepolicy.train.pack import micro_batches
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 from onepolicy.verdict.rules import Gap

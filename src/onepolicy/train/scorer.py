@@ -21,10 +21,10 @@ from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.routers import Routers
 from onepolicy.support.checks import check_overlap
-from onepolicy.sync.sent_tensors import sent_tensors
-from onepolicy.train.batcher import Batcher
+from onepolicy.sync.push import SentTensors
 from onepolicy.train.checks import check_routes
 from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
+from onepolicy.train.pack import Batcher
 from onepolicy.types import RoutingTrace, TokenBatch, index_ids
 
 TOP_FIELDS = ("top_logp_old", "trainer_top_ids", "trainer_top_logp")  # of a TokenBatch
@@ -78,6 +78,7 @@ class PolicyScorer:
         self.version = 0  # steps that the weights were trained for
         self.replay_mode = ReplayMode.of(config.replay)
         self.batcher = Batcher(model, config, self.device)
+        self._sent = SentTensors(model)
 
     @property
     def vocab_size(self) -> int:
@@ -186,7 +187,7 @@ class PolicyScorer:
         return tempered_logits(self.model, micro, slots)
 
     def named_weights(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
-        yield from sent_tensors(self.model, dtype)
+        return self._sent.cast(dtype)
 
 
 class ScoreBuffer:

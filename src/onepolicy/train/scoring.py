@@ -27,6 +27,7 @@ class ScoringFirst:
 
     def __init__(self, scorer: PolicyScorer) -> None:
         self.scorer = scorer
+        self._most_graphs = scorer.config.most_reused_forwards
         self._graphs: dict[tuple[int, ...], tuple[Scored, list[Tensor]]] = {}
         """Scores and `Measured.replaced` of a forward, by the samples of its micro-batch."""
 
@@ -34,7 +35,7 @@ class ScoringFirst:
         """Fill the fields of the old policy, if it is scored before the update."""
         self._graphs.clear()
         scorer = self.scorer
-        if not scorer.config.reuses_scoring_forward(len(scorer.batcher.updated(batch))):
+        if len(scorer.batcher.updated(batch)) > self._most_graphs:
             return scorer.score(batch)
 
         def keep_graph(

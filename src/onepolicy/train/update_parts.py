@@ -41,15 +41,6 @@ class Measured:
             sums = combine([self.correction, sums])
         self.correction = sums
 
-    def metrics(self, slots: int) -> dict[str, float]:
-        """Return means over the step's trainable slots and over forwards, and the seconds."""
-        means = {f"train/{n}": value / slots for n, value in self.sums.items() if n != "kept"}
-        if self.replaced:
-            means["train/soft_replaced"] = float(torch.stack(self.replaced).mean())
-        if self.seconds:
-            means["time/score_saved"] = self.seconds
-        return means
-
 
 class UpdatePart:
     """A set of calls in an update. Every method does nothing here.

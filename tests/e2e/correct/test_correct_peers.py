@@ -19,7 +19,7 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.presets import preset
-from onepolicy.correct.weights import Applied, reweight
+from onepolicy.correct.reweight import Applied, reweight
 from onepolicy.divergence.logprob import mismatch
 from support.oracle.venv import PYTHON, SCRIPTS
 

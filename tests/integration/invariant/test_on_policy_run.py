@@ -22,6 +22,7 @@ from onepolicy.measure.bitwise import measure_bitwise
 from onepolicy.models import experts as fast_experts
 from onepolicy.report.bitwise import HELD, first_difference, summary
 from onepolicy.run import resume
+from onepolicy.run.hooks import build_hooks
 from onepolicy.run.step import StepRunner
 from support.metrics import rows
 
@@ -85,7 +86,8 @@ def test_every_step_is_exactly_on_policy(train):
 
 def test_the_reference_is_computed_as_the_policy_is(recipe):
     parts = parts_of(recipe, "objective.kl.coef=0.1")
-    assert asyncio.run(StepRunner(parts).rl_step(0)).metrics["train/kl"] == 0.0
+    runner = StepRunner(parts, build_hooks(parts))
+    assert asyncio.run(runner.rl_step(0)).metrics["train/kl"] == 0.0
 
 
 def test_an_audit_reports_missing_evidence(tmp_path):
@@ -135,7 +137,7 @@ def test_a_fault_of_one_layer_stops_the_run_and_is_located(parts, monkeypatch):
     monkeypatch.setattr(faulty, "forward", fast)
     words = r"step 1: \d+ of \d+ log-probabilities differ, first problem 0, sample"
     with pytest.raises(TrainingError, match=words):
-        asyncio.run(StepRunner(parts).rl_step(0))
+        asyncio.run(StepRunner(parts, build_hooks(parts)).rl_step(0))
     found, operator = measured(parts), "model.layers.1.mlp.experts (Qwen3MoeExperts)"
     assert not found.holds
     assert found.differing > 0

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onepolicy.invariant.enable import enable_invariant
-from onepolicy.models.chunk_size import MARK, logits_chunk, slots_per_chunk
+from onepolicy.models.chunk_size import MARK, slots_per_chunk
 from onepolicy.models.fp32_head import Fp32Head
 from onepolicy.models.logits_chunks import install_logits_chunks, map_logits
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.train import forward as scoring
+from onepolicy.train.forward import logits_chunk
 from onepolicy.train.rescore import change_logits
 from support.families import TABLE
 from support.learner_steps import batch_of

@@ -13,7 +13,7 @@ from onepolicy.models import lora
 from onepolicy.models.experts import NAME
 from onepolicy.models.load import load_model
 from onepolicy.sync.adapters import add_adapter
-from onepolicy.sync.sent_tensors import sent_tensors
+from onepolicy.sync.push import SentTensors
 from onepolicy.train.lora import Adapter, check_start
 from support.lora_models import (
     EVERYTHING,
@@ -45,7 +45,7 @@ def test_base_and_adapters_of_every_family(family, subtests):
         for layer in lora.adapted_layers(model).values():
             assert torch.equal(lora.delta(layer), layer.get_delta_weight(lora.ADAPTER))
     with subtests.test("base + adapter is the model"):
-        base.load_state_dict(dict(sent_tensors(model, None)))
+        base.load_state_dict(dict(SentTensors(model).cast(None)))
         torch.testing.assert_close(logits(base), on, rtol=1e-4, atol=1e-4)
 
 
@@ -66,7 +66,7 @@ def test_adapters_are_float32_in_a_bfloat16_model_and_merge_with_one_rounding():
     model = adapted(dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in lora.adapter_tensors(model).values()} == {torch.float32}
     base = make("qwen3_moe", dtype=torch.bfloat16).state_dict()
-    sent = dict(sent_tensors(model, "bfloat16"))
+    sent = dict(SentTensors(model).cast("bfloat16"))
     for name, layer in lora.adapted_layers(model).items():
         assert torch.equal(sent[name], (base[name].float() + lora.delta(layer)).bfloat16())
 

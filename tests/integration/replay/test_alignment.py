@@ -24,6 +24,7 @@ from onepolicy.replay import RoutingError
 from onepolicy.replay.alignment import check_alignment, window_starts
 from onepolicy.replay.checks import constant_layers
 from onepolicy.rollout.collect import collect_rollouts
+from onepolicy.run.hooks import build_hooks
 from onepolicy.run.log import is_known
 from onepolicy.run.step import StepRunner
 from onepolicy.run.step_metrics import (
@@ -239,7 +240,7 @@ def step_with(parts: Components, spoil: Callable[[Completion], Completion]):
     async def go():
         await push_weights(parts.learner, parts.engine)
         broken = dataclasses.replace(parts, engine=Broken(parts.engine, spoil))
-        return await StepRunner(broken).rl_step(0)
+        return await StepRunner(broken, build_hooks(broken)).rl_step(0)
 
     return asyncio.run(go())
 

@@ -14,8 +14,7 @@ from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.run import async_rollouts, recovery, resume, run_folder
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.recovery import wait_for_server
-from onepolicy.run.result import Rollouts
-from onepolicy.run.step import StepRunner
+from onepolicy.run.step import Rollouts, StepRunner
 from onepolicy.sync.attach import attach_engine
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
@@ -104,7 +103,7 @@ def clock(monkeypatch):
 def test_a_restarted_server_samples_the_same_batch(parts, fake):
     expected = asyncio.run(batch(parts.engine))
     fake.spoil[GENERATE] = lambda reply, number: down(fake, 20) or Reply(hang_up=True)
-    same(asyncio.run(StepRunner(parts).with_recovery(lambda: batch(parts.engine))), expected)
+    same(asyncio.run(StepRunner(parts, []).with_recovery(lambda: batch(parts.engine))), expected)
     assert fake.weights.endswith("-3")
     assert fake.probe is not None  # the next run can check its reload
 
@@ -121,7 +120,7 @@ def test_an_unnoticed_restart_is_found_before_the_batch_counts(parts, fake):
         times.append(1)
         return found + (await batch(parts.engine))[2:]
 
-    same(asyncio.run(StepRunner(parts).with_recovery(unseen)), expected)
+    same(asyncio.run(StepRunner(parts, []).with_recovery(unseen)), expected)
     assert len(times) == 2
 
 
@@ -129,7 +128,7 @@ def test_a_server_restarted_during_an_update_gets_the_new_weights(parts, fake):
     restart(fake)
     parts.learner.version = 4
     push = lambda: parts.engine.load_weights(parts.learner.named_weights(), 4)  # noqa: E731
-    asyncio.run(StepRunner(parts).with_recovery(push))
+    asyncio.run(StepRunner(parts, []).with_recovery(push))
     assert fake.weights.endswith("-4")
     assert parts.engine.version == 4
 
@@ -155,7 +154,7 @@ def test_episodes_of_later_steps_are_started_again(parts, fake, monkeypatch):
     async def main():
         expected = await batch(parts.engine)
         fake.spoil[GENERATE] = lambda reply, number: down(fake, 20) or Reply(hang_up=True)
-        async with RolloutPrefetcher(StepRunner(parts), 3) as prefetcher:
+        async with RolloutPrefetcher(StepRunner(parts, []), 3) as prefetcher:
 
             async def episodes():
                 prefetcher.schedule(3)
@@ -165,7 +164,7 @@ def test_episodes_of_later_steps_are_started_again(parts, fake, monkeypatch):
                 await prefetcher.cancel_all(3)
                 assert (began, sorted(ended), prefetcher.idle) == ([3, 4], [3, 4], True)
 
-            same((await StepRunner(parts).with_recovery(episodes, forget)).groups, expected)
+            same((await StepRunner(parts, []).with_recovery(episodes, forget)).groups, expected)
             assert began == [3, 4, 3, 4]
             same((await prefetcher.get(4)).groups, expected)
 
@@ -179,7 +178,7 @@ def test_a_server_that_stays_away_ends_the_run_in_time(parts, fake, clock):
     change_rollout(parts, {"recovery_timeout_s": 30.0})
     asked = len(fake.server.asked)
     with pytest.raises(EngineLost, match=r"/generate, 2 times; got RemoteProtocolError.*--resume"):
-        asyncio.run(StepRunner(parts).with_recovery(lambda: batch(parts.engine)))
+        asyncio.run(StepRunner(parts, []).with_recovery(lambda: batch(parts.engine)))
     assert 30 <= clock[0] < 40
     assert len(fake.server.asked) - asked > 20
 
@@ -203,17 +202,17 @@ def test_a_server_that_does_not_come_back_says_why(parts, fake, monkeypatch):
         raise EngineLost("gone")
 
     with pytest.raises(EngineLost, match=r"^gone\. It was not back .*illegal memory ac") as caught:
-        asyncio.run(StepRunner(parts).with_recovery(work))
+        asyncio.run(StepRunner(parts, []).with_recovery(work))
     assert caught.value.__cause__ is push_failed
 
 
 def test_without_patience_an_unnoticed_restart_ends_the_run(parts, fake):
     """An evaluation beside episodes in play makes no other request that would notice."""
     change_rollout(parts, {"recovery_timeout_s": 0.0})
-    assert len(asyncio.run(StepRunner(parts).with_recovery(lambda: batch(parts.engine)))) == 4
+    assert len(asyncio.run(StepRunner(parts, []).with_recovery(lambda: batch(parts.engine)))) == 4
     restart(fake)
     with pytest.raises(EngineLost, match="holds weights 'default'"):
-        asyncio.run(StepRunner(parts).with_recovery(lambda: batch(parts.engine)))
+        asyncio.run(StepRunner(parts, []).with_recovery(lambda: batch(parts.engine)))
 
 
 def test_a_server_lost_again_and_again_ends_the_run(parts, fake):
@@ -224,7 +223,7 @@ def test_a_server_lost_again_and_again_ends_the_run(parts, fake):
         raise EngineLost("gone")
 
     with pytest.raises(EngineLost, match="gone"):
-        asyncio.run(StepRunner(parts).with_recovery(work))
+        asyncio.run(StepRunner(parts, []).with_recovery(work))
     assert len(tries) == recovery.MAX_LOSSES + 1
 
 
@@ -233,7 +232,7 @@ def test_one_that_comes_back_as_another_is_refused(parts, fake):
     fake.told = {"dtype": "bfloat16"}
     words = r"is back, but this run cannot use it: .*runs bfloat16"
     with pytest.raises(TrainingError, match=words):
-        asyncio.run(StepRunner(parts).with_recovery(lambda: batch(parts.engine)))
+        asyncio.run(StepRunner(parts, []).with_recovery(lambda: batch(parts.engine)))
 
 
 def test_no_request_of_a_failed_batch_continues():

@@ -9,8 +9,7 @@ from onepolicy.config import HFEngineConfig
 from onepolicy.interfaces import EngineCaps
 from onepolicy.models.load import cast_model
 from onepolicy.rollout.hf.engine import HFEngine
-from onepolicy.sync.push import push_weights
-from onepolicy.sync.sent_tensors import sent_tensors
+from onepolicy.sync.push import SentTensors, push_weights
 from support.families import TABLE
 from support.models import make
 
@@ -27,7 +26,7 @@ class Learner:
         self.model = model
 
     def named_weights(self, dtype=None):
-        yield from sent_tensors(self.model, dtype)
+        yield from SentTensors(self.model).cast(dtype)
 
 
 class CountingEngine:
@@ -64,7 +63,7 @@ def test_a_push_to_a_bfloat16_engine_sends_half_the_bytes(family):
 def test_an_engine_gets_the_bits_that_it_would_cast_itself(family):
     """Some families keep more than routers in float32, and `cast_model` does."""
     model = TABLE[family].model()
-    sent = dict(sent_tensors(model, "bfloat16"))
+    sent = dict(SentTensors(model).cast("bfloat16"))
     for name, tensor in cast_model(model, torch.bfloat16).state_dict().items():
         if tensor.is_floating_point():
             assert torch.equal(sent[name].to(tensor.dtype), tensor), name
@@ -72,7 +71,7 @@ def test_an_engine_gets_the_bits_that_it_would_cast_itself(family):
 
 def test_a_bfloat16_learner_is_not_widened():
     model = make("qwen3_moe", dtype=torch.bfloat16)
-    assert all(tensor.dtype == torch.bfloat16 for _, tensor in sent_tensors(model, "float32"))
+    assert all(tensor.dtype == torch.bfloat16 for _, tensor in SentTensors(model).cast("float32"))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onepolicy.config import UsageError, resolve
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.reweight import reweight
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import compute_advantages
 from onepolicy.replay.checks import RoutingError

@@ -95,7 +95,8 @@ def test_a_step_of_adapters_equals_the_written_out_one():
         for name, layer in layers.items()
     }
     scored = compute_advantages(learner.score(batch), learner.config.objective)
-    scored, _ = apply_correction(scored, learner.config)
+    correction = learner.config.correction.fixed_part
+    scored, _ = apply_correction(scored, correction, learner.config.objective.reduction)
     gradients = {}
 
     def keep(*_, **__):

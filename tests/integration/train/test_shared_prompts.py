@@ -8,8 +8,7 @@ import torch
 
 from onepolicy.models.packed_attention import Packing, causal_mask, packed_attention
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.models.shared_packing import SharedPacking
-from onepolicy.train.shared_prompts import share_prompts
+from onepolicy.train.shared_prompts import SharedPacking, share_prompts
 from support.learner_steps import learner_of
 from support.models import MOE, VOCAB, make
 from support.siblings import distance, scored_and_gradients, siblings, with_routes_of, with_top_ids

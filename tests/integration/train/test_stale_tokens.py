@@ -13,8 +13,7 @@ from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.routers import bind_routers
 from onepolicy.run.hooks import build_hooks
-from onepolicy.run.result import StepTimer
-from onepolicy.run.step import sample_rollouts, train_on_rollouts
+from onepolicy.run.step import StepTimer, sample_rollouts, train_on_rollouts
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
 

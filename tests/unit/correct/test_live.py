@@ -11,7 +11,7 @@ from onepolicy.config.presets import correction_presets
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.correct.report import combine, report
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.reweight import reweight
 
 ON = torch.ones(9, dtype=torch.bool)
 LIVE = [name for name in correction_presets() if preset(name).live]

@@ -8,7 +8,7 @@ import torch
 import onepolicy.correct.slots as slots_module
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.presets import preset
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.reweight import reweight
 
 
 @pytest.mark.parametrize("name", ["mis", "trm", "m2po", "pg-tis"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.presets import preset
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.reweight import reweight
 
 MIS = {  # preset: settings of mis beside use_tis=true
     "vanilla-is": {"mode": "truncate", "tis": (None, 1e9)},

@@ -10,7 +10,7 @@ from onepolicy.config import CorrectionConfig, UsageError, resolve
 from onepolicy.config.presets import correction_presets
 from onepolicy.correct.predict import predict, warning
 from onepolicy.correct.presets import preset
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.reweight import reweight
 from onepolicy.interfaces import Progress
 
 

@@ -17,12 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 import onepolicy.correct.slots as slots_module
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.config.presets import correction_presets
-from onepolicy.correct.histogram import histogram, quantiles
 from onepolicy.correct.presets import preset
-from onepolicy.correct.report import combine
+from onepolicy.correct.report import combine, histogram, quantiles
+from onepolicy.correct.reweight import Applied, finish, partials, reweight
 from onepolicy.correct.slots import slots
 from onepolicy.correct.statistics import combine_units, unit_sums
-from onepolicy.correct.weights import Applied, finish, partials, reweight
 
 
 def sequence_gate(statistic="ratio", aggregate="mean", **more):

@@ -9,7 +9,7 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig
 from onepolicy.config.correction import Gate, Weight
 from onepolicy.correct.current_policy import live_weights
-from onepolicy.correct.weights import Applied, reweight
+from onepolicy.correct.reweight import Applied, reweight
 
 NAN = math.nan
 # path 0: turn 0 = (2, 3), turn 1 = (1/2, 1);  path 1, forked after its first turn: turn 1 = (1/4,

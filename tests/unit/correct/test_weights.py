@@ -10,9 +10,9 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig, Gate, UsageError, Weight
 from onepolicy.config.presets import correction_presets
 from onepolicy.correct.presets import preset
+from onepolicy.correct.reweight import Applied, reweight
 from onepolicy.correct.slots import slots
 from onepolicy.correct.statistics import statistic
-from onepolicy.correct.weights import Applied, reweight
 
 # B0: two sequences; the last two slots of the second are masked and hold garbage
 RHO = torch.tensor([1, 4, 1 / 4, 1, 2, 2, math.nan, 1e9], dtype=torch.float64)

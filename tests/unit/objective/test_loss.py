@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onepolicy.config import ObjectiveConfig, UsageError
 from onepolicy.correct.presets import preset
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.reweight import reweight
 from onepolicy.objective.advantages import compute_advantages, compute_outcomes
 from onepolicy.objective.loss import loss_weights, policy_loss
 from support.objective_batches import batch, group, random_batch

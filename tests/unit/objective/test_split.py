@@ -10,7 +10,7 @@ import torch
 from onepolicy.config import ObjectiveConfig, UsageError, resolve
 from onepolicy.config.presets import objective_presets
 from onepolicy.correct.current_policy import live_weights
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.reweight import reweight
 from onepolicy.objective.loss import loss_weights, policy_loss
 from support.objective_batches import batch, random_batch
 

@@ -21,7 +21,7 @@ from onepolicy.replay.checks import (
     constant_layers,
     fill_missing_routes,
 )
-from onepolicy.replay.scores import gate_mass
+from onepolicy.replay.selection import gate_mass
 from onepolicy.types import Completion, RoutingTrace, Sample, id_dtype
 
 LAYERS, E, K = (1, 2, 4, 5), 32, 4

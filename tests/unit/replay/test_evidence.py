@@ -16,7 +16,7 @@ from onepolicy.replay.evidence import (
     weigh,
 )
 from onepolicy.replay.sample_checks import BETWEEN, some_rows
-from onepolicy.replay.scores import Scratch, better_experts
+from onepolicy.replay.selection import Scratch, better_experts
 from onepolicy.types import RoutingTrace
 
 SAMPLES, ROWS, LAYERS, TOP_K, EXPERTS = 10, 80, 4, 2, 32

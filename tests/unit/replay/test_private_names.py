@@ -121,7 +121,7 @@ def test_the_one_file_has_a_row_for_each() -> None:
     own = own_names()
     used = {name for name in foreign_private_names(code, own) if name != "_C"}
     assert used == {"_current_graph_task_id", "_composable"}
-    for name in (*used, private_names._GENERATOR, private_names._SHIM):
+    for name in (*used, private_names.GENERATOR, private_names._SHIM):
         assert name in text
 
 
@@ -129,7 +129,7 @@ def test_a_torch_without_a_name_is_refused(monkeypatch, subtests) -> None:
     private_names.check_private_names()
     assert private_names.current_graph_task_id() == -1
     words = rf"torch {torch.__version__[:4]}.* has no torch\.\w+"
-    for name in ("_GRAPH_TASK_ID", "CHECKPOINT_FORWARD", "CHECKPOINT_GENERATOR"):
+    for name in ("current_graph_task_id", "CHECKPOINT_FORWARD", "CHECKPOINT_GENERATOR"):
         with subtests.test(name), monkeypatch.context() as patch:
             patch.setattr(private_names, name, None)
             with pytest.raises(UsageError, match=words):

@@ -11,8 +11,7 @@ from onepolicy.build import learner
 from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.run import async_rollouts
 from onepolicy.run.async_rollouts import RolloutPrefetcher, staleness_metrics
-from onepolicy.run.result import Rollouts
-from onepolicy.run.step import StepRunner
+from onepolicy.run.step import Rollouts, StepRunner
 from onepolicy.types import Group, Sample
 
 
@@ -52,7 +51,7 @@ def runner(max_staleness, steps=9):
         replay=None,
     )
     learner = SimpleNamespace(fingerprint="", scorer=None)
-    return StepRunner(SimpleNamespace(config=config, engine=None, learner=learner, reprefill=None))
+    return StepRunner(SimpleNamespace(config=config, engine=None, learner=learner), [])
 
 
 async def schedule(prefetcher, step):

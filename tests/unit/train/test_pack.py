@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import UsageError
-from onepolicy.train.batcher import micro_batches
-from onepolicy.train.pack import minibatches, pack
+from onepolicy.train.pack import micro_batches, minibatches, pack
 from onepolicy.types import Group, RoutingTrace, Sample
 
 

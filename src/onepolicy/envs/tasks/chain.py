@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from onepolicy.config import ChainTask
-from onepolicy.envs.tasks.grading import grade_exact
 from onepolicy.envs.tasks.seeding import Split, seeded_rng, split_of_text
+from onepolicy.envs.tasks.single_turn import grade_exact
 from onepolicy.interfaces import Problem
 
 ALPHABET = "0123456789+-*=;#"

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 
 from onepolicy.config import JsonlTask, PromptsTask, UsageError
 from onepolicy.config.problems import SHOWN, ProblemRow, check_held_out, read_prompts, read_task
-from onepolicy.envs.tasks.grading import MathGrader, grade_exact
+from onepolicy.envs.tasks.math_grader import MathGrader
 from onepolicy.envs.tasks.seeding import seeded_rng
+from onepolicy.envs.tasks.single_turn import grade_exact
 from onepolicy.envs.warmup.noise import add_character_noise
 from onepolicy.interfaces import Problem
 

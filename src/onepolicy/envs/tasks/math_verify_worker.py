@@ -1,4 +1,4 @@
-"""Worker process of grading.MathGrader: reads questions and writes replies, one JSON line each.
+"""Worker process of math_grader.MathGrader: reads questions and writes replies, one JSON line each.
 
 It imports only math-verify, and sympy, which math-verify imports.
 """

@@ -109,3 +109,21 @@ class SingleTurn:
                 f"{max_tokens} are sampled at most, so its reward would always be 0",
                 "raise rollout.sampling.max_tokens (or eval.max_tokens)",
             )
+
+
+def extract_answer(response: str, prefix: str) -> str | None:
+    """Return the stripped text after the last `prefix`, or None if the response lacks the prefix.
+
+    With an empty prefix, return the whole response, stripped.
+    """
+    if not prefix:
+        return response.strip()
+    _, found, rest = response.rpartition(prefix)
+    if not found:
+        return None
+    return rest.strip()
+
+
+def grade_exact(response: str, answer: str, prefix: str = "") -> float:
+    """Return 1 if the response's answer is this string, else 0."""
+    return float(extract_answer(response, prefix) == answer.strip())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.correct.presets import check_config, preset
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.reweight import reweight
 
 
 class WeightedAdvantages(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onepolicy.config import CorrectionConfig
 from onepolicy.correct.current_policy import live_weights
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.reweight import reweight
 from onepolicy.integrations.core.advantages import needs_whole_step, of_a_part, turns_of
 from onepolicy.integrations.core.first_step import FirstStep
 from onepolicy.integrations.core.preflight import Preflight

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.reweight import reweight
 from onepolicy.integrations.core.advantages import of_a_part, turns_of
 from onepolicy.integrations.core.dump import dump_row, write_rows
 from onepolicy.integrations.core.first_step import FirstStep

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from onepolicy.config import CorrectionConfig
-from onepolicy.correct.weights import reweight
+from onepolicy.correct.reweight import reweight
 from onepolicy.integrations.core.advantages import turns_of
 
 Average = Literal["slots", "sequences"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,22 +20,22 @@ from onepolicy.interfaces import (
     StaticScales,
     WeightSizes,
 )
-from onepolicy.invariant.enable import enable_invariant
 from onepolicy.invariant.fingerprint import compute_fingerprint
 from onepolicy.invariant.numerics_contract import numerics_contract_of
-from onepolicy.models import decode_experts, fp32_head, linear, rms_norm
+from onepolicy.models import decode_experts, linear, rms_norm
 from onepolicy.models.load import DTYPES, cast_model
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.copies import load_engine_model, quantise_policy
-from onepolicy.rollout.hf.adapter import HeldAdapter
-from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
-from onepolicy.rollout.hf.forward import CachedForward
-from onepolicy.rollout.hf.kv_cache import KVCache
-from onepolicy.rollout.hf.plain_layers import use_plain_layers
-from onepolicy.rollout.hf.pressure import Pressure
+from onepolicy.rollout.hf.prepare import (
+    EngineStream,
+    choose_layers,
+    install_adapter,
+    install_head,
+    install_pressure,
+    make_batch,
+)
 from onepolicy.rollout.hf.sampler import LOGP_METHOD, check_sampling
-from onepolicy.rollout.hf.scheduler import BatchRunner, InterruptibleBatch, check_request
-from onepolicy.rollout.hf.static_batch import StaticBatch
+from onepolicy.rollout.hf.scheduler import BatchRunner, check_request
 from onepolicy.rollout.resume import join_partial_completions
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.canary import inexact_dtype
@@ -45,11 +45,6 @@ if TYPE_CHECKING:
     from onepolicy.config.lora import LoraConfig
     from onepolicy.models.fp32_head import Fp32Head
     from onepolicy.models.quant.quantise import QuantisedModel, QuantisedWeight
-
-KV_CACHE_LAYERS = {"full_attention", "sliding_attention", "attention"}
-# rotary frequencies that depend on the longest sequence of the batch
-BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-FIRST_PRIORITY = -1  # of a decode step's short kernels over the learner's long ones
 
 
 def build(spec: EngineSpec) -> HFEngine:
@@ -115,7 +110,7 @@ class HFEngine:
             self.quantised = quantise_policy(model.eval(), quant)
         self._head: Fp32Head | None = None
         if config.lm_head == "float32":
-            self._head = _install_fp32_head(model, dtype)
+            self._head = install_head(model, dtype)
         self.model: PreTrainedModel = cast_model(model, dtype).eval().requires_grad_(False)
         self._vocab = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         device = next(model.parameters()).device
@@ -123,13 +118,13 @@ class HFEngine:
         linear.use_onednn_linear(model, device)
         if device.type != "cpu":
             rms_norm.use_few_passes(model, fused=True)
-        self._held = _install_adapter(model, lora)
-        self._pressure = _install_pressure(model, pressure)
+        self._held = install_adapter(model, lora)
+        self._pressure = install_pressure(model, pressure)
         routers: Routers | None = None
         if return_routes:
             routers = bind_routers(model)
-        self.batch = _make_batch(model, config, max_len, routers, combine_weights=combine_weights)
-        _choose_layers(model, self.batch, numerics, plain=quant is None and lora is None)
+        self.batch = make_batch(model, config, max_len, routers, combine_weights=combine_weights)
+        choose_layers(model, self.batch, numerics, plain=quant is None and lora is None)
         self.fingerprint = compute_fingerprint(device, numerics)
         sizes: WeightSizes | None = None
         if self.quantised is not None:
@@ -177,8 +172,9 @@ class HFEngine:
                 parts.append(part)
                 path += part.token_ids.tolist()
             if part.finish != "aborted":
-                completion = join_partial_completions(parts, part.finish, sampling.routes_from)
-                return replace(completion, fingerprint=self.fingerprint, adapter=self.adapter)
+                if len(parts) > 1:  # a weight update interrupted it
+                    part = join_partial_completions(parts, part.finish, sampling.routes_from)
+                return replace(part, fingerprint=self.fingerprint, adapter=self.adapter)
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load these tensors, cast to the engine's dtype.
@@ -287,141 +283,8 @@ class HFEngine:
             return self.quantised.metrics()
 
 
-def _install_fp32_head(model: PreTrainedModel, dtype: torch.dtype) -> Fp32Head:
-    return fp32_head.install_fp32_head(
-        model.eval(), dtype, field="rollout.engine.lm_head", copy=True
-    )
-
-
-def _install_adapter(model: PreTrainedModel, settings: LoraConfig | None) -> HeldAdapter | None:
-    if settings is None:
-        return None
-    return HeldAdapter(model, settings)
-
-
-def _install_pressure(model: PreTrainedModel, settings: RoutingPressure | None) -> Pressure | None:
-    if settings is None:
-        return None
-    pressure = Pressure(model, settings)
-    pressure.refresh(0)
-    return pressure
-
-
 def _check_shape(name: str, given: Sequence[int], expected: Sequence[int]) -> None:
     if tuple(given) != tuple(expected):
         raise UsageError(
             f"load_weights: {name!r} has shape {tuple(given)}, the engine's has {tuple(expected)}"
         )
-
-
-def _make_batch(
-    model: PreTrainedModel,
-    config: HFEngineConfig,
-    max_len: int,
-    routers: Routers | None,
-    *,
-    combine_weights: bool,
-) -> InterruptibleBatch:
-    """Return a batch over the KV cache, or over the model's native cache if it holds more."""
-    if needs_static_batch(model):
-        return StaticBatch(
-            model, routers, max_num_seqs=config.max_num_seqs, combine_weights=combine_weights
-        )
-    device = next(model.parameters()).device
-    try:
-        cache = KVCache(
-            config.max_num_seqs, max_len, device=device, dtype=_kv_cache_dtype(model, device)
-        )
-        return ContinuousBatch(
-            CachedForward(model, cache, routers, combine_weights=combine_weights),
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-    except RuntimeError as error:  # torch has no class for it on a CPU
-        if "allocate memory" not in str(error):
-            raise
-        raise UsageError(
-            f"rollout.engine.max_len: {config.max_num_seqs:,} sequences of {max_len:,} tokens need "
-            "more memory than this machine has; set fewer tokens, or fewer sequences "
-            "(rollout.engine.max_num_seqs)"
-        ) from error
-
-
-def needs_static_batch(model: PreTrainedModel) -> bool:
-    """Return whether the model carries more than attention keys and values between tokens.
-
-    Sliding attention counts as attention. Sparse attention keeps an index beside the keys.
-    """
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    rope = getattr(config, "rope_parameters", None) or {}
-    has_sparse_attention = getattr(config, "index_topk", None) is not None
-    return (
-        model._is_stateful
-        or not set(kinds) <= KV_CACHE_LAYERS
-        or rope.get("rope_type") in BATCH_DEPENDENT_ROPE
-        or has_sparse_attention
-    )
-
-
-def _enable_on_policy_numerics(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
-    if not isinstance(batch, ContinuousBatch):
-        raise UsageError(
-            f"numerics: {type(model).__name__} decodes with its native cache, which on-policy "
-            "numerics does not support; use numerics = fast"
-        )
-    enable_invariant(model)
-
-
-def _choose_layers(
-    model: PreTrainedModel, batch: InterruptibleBatch, numerics: Numerics, *, plain: bool
-) -> None:
-    """Select on-policy numerics, or else functions for layers that may be plain."""
-    if numerics == "on-policy":
-        _enable_on_policy_numerics(model, batch)
-    elif plain:
-        _decode_by_functions(model, batch)
-
-
-def _decode_by_functions(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
-    if isinstance(batch, ContinuousBatch) and batch.cache.device.type == "cpu":
-        use_plain_layers(model, batch.cache)
-
-
-def _kv_cache_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:
-    """Return the model's dtype, or float32 on the CPU.
-
-    float32 holds bfloat16 keys exactly and multiplies faster there. Latent attention (DeepSeek)
-    feeds cached values to bfloat16 layers, so it needs the model's dtype.
-    """
-    is_latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
-    if device.type == "cpu" and not is_latent:
-        return torch.float32
-    return next(model.parameters()).dtype
-
-
-class EngineStream:
-    """A CUDA stream of its own for an engine that samples while the learner works.
-
-    On the stream that all threads share, the read at the end of a decode step would wait for
-    everything that the learner has queued.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        """Make the stream. It begins after everything that is queued, as are the weights."""
-        self.device = device
-        self._stream = torch.cuda.Stream(device, priority=FIRST_PRIORITY)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-
-    @contextmanager
-    def steps(self) -> Iterator[None]:
-        """Queue the work of this context on the stream. No coroutine may run inside."""
-        with torch.cuda.stream(self._stream):
-            yield
-
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        """Let the work of this context, which replaces weights, come between two steps."""
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self._stream)
-        yield
-        self._stream.wait_stream(current)

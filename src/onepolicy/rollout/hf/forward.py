@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.invariant.switch import TILE, is_invariant
+from onepolicy.invariant.switch import is_invariant
 from onepolicy.models import decode_attention
 from onepolicy.models.decode_attention import KVCacheStep
 from onepolicy.models.flash import fits_model
@@ -46,6 +46,7 @@ class CachedForward:
         self.model, self.cache, self.routers = model, cache, routers
         self._combine_weights = combine_weights
         self._recorder: RouteRecorder | None = None
+        self.key_multiple = 1  # of the keys that a step reads; more with invariant operators
         model.set_attn_implementation(decode_attention.NAME)
         if routers is not None:
             cache.allocate_routes(len(routers.layers), routers.top_k, routers.num_experts)
@@ -68,8 +69,8 @@ class CachedForward:
 
         Return float32 logits [T, V], or [n, V] of the tokens `logits_at` [n].
         """
-        if is_invariant(self.model):
-            step.round_keys(TILE)
+        if self.key_multiple > 1:
+            step.round_keys(self.key_multiple)
         self.cache.set_step(step)
         logits_to_keep: int | Tensor = 0  # all
         if logits_at is not None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onepolicy.train.batcher import first_fit
-from onepolicy.train.pack import samples_of_groups
+from onepolicy.train.pack import first_fit, samples_of_groups
 from onepolicy.train.shared_prompts import shared_prefixes
 from onepolicy.types import RoutingTrace, TokenBatch
 

@@ -20,8 +20,8 @@ from onepolicy.config import R2, RunConfig, TrainingError
 from onepolicy.correct.report import Sums, combine
 from onepolicy.interfaces import Update
 from onepolicy.replay.routers import Routers
-from onepolicy.train.batcher import micro_batches
 from onepolicy.train.checks import check_batch
+from onepolicy.train.pack import micro_batches
 from onepolicy.train.sharded.divide import RankBatch, divide_batch
 from onepolicy.train.sharded.export import export_model
 from onepolicy.train.sharded.rank import (

@@ -22,9 +22,8 @@ from onepolicy.config import RunConfig
 from onepolicy.correct.report import Sums
 from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.replay.routers import Routers
-from onepolicy.sync.sent_tensors import sent_tensors
-from onepolicy.train.batcher import Batcher, MicroBatches
 from onepolicy.train.learner import LocalLearner
+from onepolicy.train.pack import Batcher, MicroBatches
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded import shards
 from onepolicy.train.sharded.adapter import sum_gradients
@@ -133,7 +132,7 @@ class RankLearner(LocalLearner):
 
     def named_weights(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
         """Yield the weights one at a time, cast and then gathered on every rank."""
-        for name, tensor in sent_tensors(self.model, dtype):
+        for name, tensor in self.scorer.named_weights(dtype):
             yield name, gather_full_tensor(tensor)
 
     def _optimizer_step(self, minibatch: int) -> float:

@@ -153,7 +153,7 @@ def test_a_server_that_restarts_within_a_run_gets_the_adapter_again(started, fol
     async def push():
         return await push_and_check(components)
 
-    assert_delivered(asyncio.run(StepRunner(components).with_recovery(push)))
+    assert_delivered(asyncio.run(StepRunner(components, []).with_recovery(push)))
     assert asyncio.run(loaded(components.engine)) == ["lora-faults@2"]
 
 

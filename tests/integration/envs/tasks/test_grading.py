@@ -8,9 +8,10 @@ from itertools import product
 import pytest
 
 from onepolicy.envs.tasks import grading
-from onepolicy.envs.tasks.grading import MathGrader, extract_answer, grade_exact
+from onepolicy.envs.tasks.math_grader import MathGrader
 from onepolicy.envs.tasks.math_verify_worker import MEMORY_BYTES
 from onepolicy.envs.tasks.reasoning_gym import safe_to_evaluate
+from onepolicy.envs.tasks.single_turn import extract_answer, grade_exact
 from support.waiting import LIMIT_S
 
 

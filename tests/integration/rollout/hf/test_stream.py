@@ -11,7 +11,7 @@ import torch
 
 from onepolicy.config import HFEngineConfig, ModelConfig
 from onepolicy.rollout.hf import engine as module
-from onepolicy.rollout.hf.engine import EngineStream
+from onepolicy.rollout.hf.prepare import EngineStream
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.types import Sampling
 from support.engine_runs import build, prompts, run

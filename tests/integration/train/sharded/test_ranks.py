@@ -26,7 +26,7 @@ from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.sync.push import push_weights
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
-from onepolicy.train.batcher import Batcher
+from onepolicy.train.pack import Batcher
 from onepolicy.train.sharded import learner as sharded
 from onepolicy.train.sharded import rank
 from onepolicy.train.sharded.export import export_model

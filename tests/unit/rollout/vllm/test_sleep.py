@@ -66,8 +66,7 @@ def test_a_step_sleeps_between_its_rollouts_and_its_update(monkeypatch, asleep):
     monkeypatch.setattr(step, "train_on_rollouts", update)
     monkeypatch.setattr(step, "push_and_check", push)
     monkeypatch.setattr(step, "add_timings", lambda *_: None)
-    monkeypatch.setattr(step, "build_hooks", lambda _: [])
-    asyncio.run(step.StepRunner(SimpleNamespace(engine=asleep)).rl_step(0))
+    asyncio.run(step.StepRunner(SimpleNamespace(engine=asleep), []).rl_step(0))
     assert log == ["rollouts", "clear for sleep", "sleep 1", "update", "push"]
 
 

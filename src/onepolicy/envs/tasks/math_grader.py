@@ -1,4 +1,4 @@
-"""Graders of response texts. A wrong or unreadable response earns 0 and never raises."""
+"""The grader of mathematical answers. A wrong or unreadable response earns 0 and never raises."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from onepolicy.config import UsageError
+from onepolicy.envs.tasks.single_turn import extract_answer
 
 LOG = logging.getLogger(__name__)
 WORKER = Path(__file__).with_name("math_verify_worker.py")
@@ -31,24 +32,6 @@ BARE_RELATION = re.compile(
 
 math-verify would read only its last number as the answer.
 """
-
-
-def extract_answer(response: str, prefix: str) -> str | None:
-    """Return the stripped text after the last `prefix`, or None if the response lacks the prefix.
-
-    With an empty prefix, return the whole response, stripped.
-    """
-    if not prefix:
-        return response.strip()
-    _, found, rest = response.rpartition(prefix)
-    if not found:
-        return None
-    return rest.strip()
-
-
-def grade_exact(response: str, answer: str, prefix: str = "") -> float:
-    """Return 1 if the response's answer is this string, else 0."""
-    return float(extract_answer(response, prefix) == answer.strip())
 
 
 class MathGrader:

@@ -1,0 +1,166 @@
+"""The correction as a library: arguments are checked, then `weights.py` computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, get_args, overload
+
+import torch
+from torch import Tensor
+
+from onepolicy.config import CorrectionConfig, UsageError
+from onepolicy.correct.presets import check_config
+from onepolicy.correct.report import Sums
+from onepolicy.correct.slots import Fields, Slots
+from onepolicy.correct.statistics import Units, unit_sums
+from onepolicy.correct.weights import (
+    Average,
+    Partial,
+    checked_report,
+    evaluate_part,
+    has_budget,
+    weigh,
+)
+from onepolicy.layout import Layout, restore_layout
+from onepolicy.nonfinite import LeftOut, Nonfinite
+
+Shape = TypeVar("Shape")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Applied(Generic[Shape]):
+    """Weights for the loss: sum(keep * weight * surrogate) / denominator."""
+
+    weight: Shape  # [T] float32, detached; 0 where not kept
+    keep: Shape  # [T] bool, the mask minus rejected slots
+    denominator: int  # slots of the original mask: rejecting some never makes the others louder
+    report: dict[str, float]
+    nonfinite: LeftOut  # slots rejected because a log-probability is not finite
+
+
+@overload
+def reweight(
+    logp_old: Tensor,
+    logp_rollout: Tensor,
+    mask: Tensor,
+    config: CorrectionConfig,
+    *,
+    segment: Tensor | None = None,
+    turn: Tensor | None = None,
+    advantage: Tensor | None = None,
+    average: Average = "slots",
+    nonfinite: Nonfinite = "skip",
+) -> Applied[Tensor]: ...
+@overload
+def reweight(
+    logp_old: Sequence[Tensor],
+    logp_rollout: Sequence[Tensor],
+    mask: Sequence[Tensor],
+    config: CorrectionConfig,
+    *,
+    turn: Sequence[Tensor] | None = None,
+    advantage: Sequence[Tensor] | None = None,
+    average: Average = "slots",
+    nonfinite: Nonfinite = "skip",
+) -> Applied[list[Tensor]]: ...
+@torch.no_grad()
+def reweight(
+    logp_old: Layout,  # [T] float32, trainer before the update; or [B, T], or a list of [T_i]
+    logp_rollout: Layout,  # the same, rollout engine
+    mask: Layout,  # bool, trainable slots; the other slots may hold anything
+    config: CorrectionConfig,
+    *,
+    segment: Layout | None = None,  # int64, sequence of each slot; [B, T] and lists need none
+    turn: Layout | None = None,  # int64, turn of each slot
+    advantage: Layout | None = None,  # float32, for gates that look at its sign
+    average: Average = "slots",
+    nonfinite: Nonfinite = "skip",  # reject slots whose values are not finite, or raise
+) -> Applied[Any]:
+    """Return weight and rejection of every slot's surrogate.
+
+    They come from rho = exp(logp_old - logp_rollout). The weight is rho of the slot, or of its turn
+    or sequence, within the weight's bounds. Gates reject slots on top (settings section
+    `correction`; presets are in config/corrections.toml). A slot whose log-ratio is not finite is
+    rejected with every unit it belongs to, and counted. `normalise` and `denominator = kept` are
+    factors on all weights, so the denominator stays the original count.
+
+    Raises UsageError if the mask is empty, if probabilities stand for their logarithms, if more
+    slots are not finite than the config's `max_nonfinite`, or any with `nonfinite` = "raise", or
+    if the config needs the policy that is being trained, which only the loss has (`live_weights`).
+    """
+    check_config("reweight", config)
+    if config.live:
+        raise UsageError(
+            f"reweight: correction {config.name} needs the ratio of the policy that is being "
+            "trained, which exists only in the loss; give reweight its `fixed_part` and call "
+            "live_weights with its `live_part` in the loss"
+        )
+    _check_average("reweight", average)
+    given = {"logp_old": logp_old, "logp_rollout": logp_rollout, "mask": mask}
+    flat = Fields.of("reweight", given, segment=segment, turn=turn, advantage=advantage)
+    count = int(flat.mask.sum())
+    if not count:
+        raise UsageError(
+            f"reweight: the mask selects none of {len(flat.mask)} slots; there is nothing to "
+            "train on"
+        )
+    left = flat.left_out("reweight", "logp_old", nonfinite, mask)
+    weight, keep, numbers = weigh(config, flat, average=average)
+    return Applied(restore_layout(weight, mask), restore_layout(keep, mask), count, numbers, left)
+
+
+@torch.no_grad()
+def partials(
+    config: CorrectionConfig,
+    slots: Slots,
+    units: Units | None = None,
+    *,
+    average: Average = "slots",
+) -> Partial:
+    """Return the weights of a part of the step that holds whole sequences.
+
+    With the `units` of the whole step (`combine_units`) a part may hold pieces of sequences. For
+    the step, `combine` the `sums` of all parts over micro-batches and ranks, then `finish` each
+    part with the result. Raises UsageError if the config has a budget gate, which ranks all slots
+    of the step.
+    """
+    check_config("partials", config)
+    _check_average("partials", average)
+    if not isinstance(slots, Slots):
+        raise UsageError(
+            f"partials: slots is {type(slots).__name__}; pass op.slots(logp_old, logp_rollout, "
+            "mask, segment=..)"
+        )
+    if has_budget(config):
+        raise UsageError(
+            "partials: a budget gate ranks all slots of the step against each other; use reweight"
+        )
+    if units is None:
+        units = unit_sums(config, slots)
+    return evaluate_part(config, slots, units, {}, average)
+
+
+@torch.no_grad()
+def finish(
+    config: CorrectionConfig, part: Partial, total: Sums
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Return weight [T] float32 and keep [T] bool of this part, and the report of the whole step.
+
+    `total` is `combine` of the sums of all parts of the step.
+    """
+    check_config("finish", config)
+    if not isinstance(part, Partial) or not isinstance(total, Sums):
+        raise UsageError(
+            f"finish: part is {type(part).__name__} and total {type(total).__name__}, expected the "
+            "result of op.partials and op.combine of the `sums` of all parts"
+        )
+    numbers = checked_report(config, total)
+    weight = (part.weight * total.scale(config)).float()
+    return part.slots.scatter(weight), part.slots.scatter(part.keep), numbers
+
+
+def _check_average(caller: str, average: object) -> None:
+    if average not in get_args(Average):
+        expected = " or ".join(map(repr, get_args(Average)))
+        raise UsageError(f"{caller}: average is {average!r}, expected {expected}")

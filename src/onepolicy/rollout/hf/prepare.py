@@ -1,0 +1,179 @@
+"""What an embedded engine is made of: its model's parts, its batch, its layers and its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from onepolicy.config import HFEngineConfig, RoutingPressure, UsageError
+from onepolicy.config.numerics import Numerics
+from onepolicy.invariant.switch import TILE
+from onepolicy.replay.routers import Routers
+from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
+from onepolicy.rollout.hf.forward import CachedForward
+from onepolicy.rollout.hf.kv_cache import KVCache
+from onepolicy.rollout.hf.scheduler import InterruptibleBatch
+
+if TYPE_CHECKING:
+    from onepolicy.config.lora import LoraConfig
+    from onepolicy.models.fp32_head import Fp32Head
+    from onepolicy.rollout.hf.adapter import HeldAdapter
+    from onepolicy.rollout.hf.pressure import Pressure
+
+KV_CACHE_LAYERS = {"full_attention", "sliding_attention", "attention"}
+# rotary frequencies that depend on the longest sequence of the batch
+BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+FIRST_PRIORITY = -1  # of a decode step's short kernels over the learner's long ones
+
+
+def install_head(model: PreTrainedModel, dtype: torch.dtype) -> Fp32Head:
+    """Give the model a float32 copy of its head (rollout.engine.lm_head)."""
+    from onepolicy.models import fp32_head
+
+    return fp32_head.install_fp32_head(
+        model.eval(), dtype, field="rollout.engine.lm_head", copy=True
+    )
+
+
+def install_adapter(model: PreTrainedModel, settings: LoraConfig | None) -> HeldAdapter | None:
+    """Let the model compute with an adapter of its own (train.lora.sync = native)."""
+    if settings is None:
+        return None
+    from onepolicy.rollout.hf.adapter import HeldAdapter
+
+    return HeldAdapter(model, settings)
+
+
+def install_pressure(model: PreTrainedModel, settings: RoutingPressure | None) -> Pressure | None:
+    """Put noise on the model's routers (rollout.pressure)."""
+    if settings is None:
+        return None
+    from onepolicy.rollout.hf.pressure import Pressure
+
+    pressure = Pressure(model, settings)
+    pressure.refresh(0)
+    return pressure
+
+
+def make_batch(
+    model: PreTrainedModel,
+    config: HFEngineConfig,
+    max_len: int,
+    routers: Routers | None,
+    *,
+    combine_weights: bool,
+) -> InterruptibleBatch:
+    """Return a batch over the KV cache, or over the model's native cache if it holds more."""
+    if needs_static_batch(model):
+        from onepolicy.rollout.hf.static_batch import StaticBatch
+
+        return StaticBatch(
+            model, routers, max_num_seqs=config.max_num_seqs, combine_weights=combine_weights
+        )
+    device = next(model.parameters()).device
+    try:
+        cache = KVCache(
+            config.max_num_seqs, max_len, device=device, dtype=_kv_cache_dtype(model, device)
+        )
+        return ContinuousBatch(
+            CachedForward(model, cache, routers, combine_weights=combine_weights),
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+    except RuntimeError as error:  # torch has no class for it on a CPU
+        if "allocate memory" not in str(error):
+            raise
+        raise UsageError(
+            f"rollout.engine.max_len: {config.max_num_seqs:,} sequences of {max_len:,} tokens need "
+            "more memory than this machine has; set fewer tokens, or fewer sequences "
+            "(rollout.engine.max_num_seqs)"
+        ) from error
+
+
+def needs_static_batch(model: PreTrainedModel) -> bool:
+    """Return whether the model carries more than attention keys and values between tokens.
+
+    Sliding attention counts as attention. Sparse attention keeps an index beside the keys.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    rope = getattr(config, "rope_parameters", None) or {}
+    has_sparse_attention = getattr(config, "index_topk", None) is not None
+    return (
+        model._is_stateful
+        or not set(kinds) <= KV_CACHE_LAYERS
+        or rope.get("rope_type") in BATCH_DEPENDENT_ROPE
+        or has_sparse_attention
+    )
+
+
+def _enable_on_policy_numerics(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
+    from onepolicy.invariant.enable import enable_invariant
+
+    if not isinstance(batch, ContinuousBatch):
+        raise UsageError(
+            f"numerics: {type(model).__name__} decodes with its native cache, which on-policy "
+            "numerics does not support; use numerics = fast"
+        )
+    enable_invariant(model)
+    batch.forward.key_multiple = TILE
+
+
+def choose_layers(
+    model: PreTrainedModel, batch: InterruptibleBatch, numerics: Numerics, *, plain: bool
+) -> None:
+    """Select on-policy numerics, or else functions for layers that may be plain."""
+    if numerics == "on-policy":
+        _enable_on_policy_numerics(model, batch)
+    elif plain:
+        _decode_by_functions(model, batch)
+
+
+def _decode_by_functions(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
+    if isinstance(batch, ContinuousBatch) and batch.cache.device.type == "cpu":
+        from onepolicy.rollout.hf.plain_layers import use_plain_layers
+
+        use_plain_layers(model, batch.cache)
+
+
+def _kv_cache_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:
+    """Return the model's dtype, or float32 on the CPU.
+
+    float32 holds bfloat16 keys exactly and multiplies faster there. Latent attention (DeepSeek)
+    feeds cached values to bfloat16 layers, so it needs the model's dtype.
+    """
+    is_latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+    if device.type == "cpu" and not is_latent:
+        return torch.float32
+    return next(model.parameters()).dtype
+
+
+class EngineStream:
+    """A CUDA stream of its own for an engine that samples while the learner works.
+
+    On the stream that all threads share, the read at the end of a decode step would wait for
+    everything that the learner has queued.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the stream. It begins after everything that is queued, as are the weights."""
+        self.device = device
+        self._stream = torch.cuda.Stream(device, priority=FIRST_PRIORITY)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def steps(self) -> Iterator[None]:
+        """Queue the work of this context on the stream. No coroutine may run inside."""
+        with torch.cuda.stream(self._stream):
+            yield
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Let the work of this context, which replaces weights, come between two steps."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._stream)
+        yield
+        self._stream.wait_stream(current)
