@@ -15,8 +15,10 @@ from onepolicy.correct.reweight import reweight
 from onepolicy.launch.agent import environment, on_loopback, rank_variables
 from onepolicy.launch.ranks import joined_ranks
 from onepolicy.objective.advantages import compute_advantages
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import RoutingTrace
 from support.learner_steps import BASE, batch_of
+from support.models import VOCAB
 from support.siblings import siblings, with_routes_of
 
 STEPS = 3
@@ -25,6 +27,7 @@ RECOMPUTE, LARGE = "train.activation_checkpointing=true", "train.tokens_per_micr
 CENTERED = ["correction.preset=score-centering", "objective.surrogate=pg"]
 KL_ENTROPY = ["objective.kl.coef=0.1", "objective.entropy_coef=0.01"]
 SCORED = ("logp_old", "entropy", "gate_mass", "logp_ref", "value", "top_logp_old")
+SCORED += ("entropy_vocabulary", "support_overlap")
 CASES = {
     "qwen3_moe": QWEN,
     "deepseek_v3": QWEN,
@@ -43,6 +46,7 @@ CASES = {
     "critic_kl_entropy": [*QWEN, "objective.preset=ppo", *KL_ENTROPY],
     "bypass": [*QWEN, "correction.preset=ppo-is", "objective.num_minibatches=2"],
     "centering": [*QWEN, *CENTERED],
+    "supports": [*QWEN, "rollout.sampling.top_p=0.9", "train.logits_chunk=3"],
 }
 SIBLINGS = {
     "r3": QWEN,
@@ -125,6 +129,10 @@ def batch_for(learner):
     if (top := config.correction.top_logprobs(64)) > 0:
         likely = torch.rand(batch.num_slots, 64, generator=generator).log_softmax(-1).topk(top)
         batch = batch.replace(top_ids=likely.indices.int(), top_logp_rollout=likely.values)
+    if config.rollout.sampling.narrows:
+        kept = torch.rand(batch.num_slots, VOCAB, generator=generator) < 0.6
+        kept[torch.arange(batch.num_slots), batch.target_ids] = True
+        batch = batch.replace(support=SupportTrace.from_mask(kept & batch.trainable[:, None]))
     return batch
 
 

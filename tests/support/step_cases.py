@@ -59,6 +59,7 @@ TRAINING = {
     "fp32-head": ["model.lm_head=float32", "rollout.engine.lm_head=float32"],
     "bfloat16": ["model.dtype=bfloat16", "rollout.engine.dtype=bfloat16"],
     "pressure": ["rollout.pressure={scale = 0.1, seed = 1}"],
+    "top-p": [f"rollout.sampling.{name}" for name in ("top_p=0.8", "top_k=30", "min_p=0.01")],
 }
 VARIANTS = MODES | CORRECTIONS | OBJECTIVES | QUANT | TRAINING
 
@@ -97,6 +98,7 @@ FAST = [
     "qwen3_moe r3 centering",
     "qwen3_moe r3 int8-static mis",
     "olmoe r3 fp8",
+    "qwen3_moe r3 tis top-p",
 ]
 """Every family, mode and kind of correction, and two formats: `make test`."""
 WHOLE = "qwen3_moe"
