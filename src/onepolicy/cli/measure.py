@@ -138,12 +138,14 @@ def run_measure(arguments: argparse.Namespace) -> int:
         check_model_path(config.model.path)
     check_task_files(config.task)
     prepare_process(config.train.threads)
+    if arguments.tiny:
+        loaded = "the tiny policy"
     from onepolicy.measure.command import measure_and_show
 
     return measure_and_show(
         tree,
         overrides,
-        loaded="the tiny policy" if arguments.tiny else config.model.path,
+        loaded=loaded or config.model.path,
         out=out,
         png=arguments.png,
         tiny=arguments.tiny,

@@ -56,7 +56,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        words = list(sys.argv[1:] if args is None else args)
+        if args is None:
+            args = sys.argv[1:]
+        words = list(args)
         self._refuse_unknown_command(words)
         self._refuse_dashes(words)
         return super().parse_known_args(words, namespace)
