@@ -19,7 +19,7 @@ onepolicy.objective.gae onepolicy.plan onepolicy.replay.axes onepolicy.replay.mi
 onepolicy.replay.padding onepolicy.rollout.fleet onepolicy.rollout.servers
 onepolicy.rollout.sglang onepolicy.rollout.vllm onepolicy.run.async_rollouts
 onepolicy.run.recovery onepolicy.run.resume onepolicy.sync.broadcast onepolicy.train.critic
-onepolicy.train.current_policy onepolicy.train.restore onepolicy.train.sharded ray sglang vllm
+onepolicy.train.sharded ray sglang vllm
 """
 MOST_FILES, MOST_LINES = 76, 14_500
 """Of the package, in which a plain step calls a function (`python benchmarks/house.py --steps`).

@@ -31,7 +31,7 @@ from onepolicy.sync.adapters import add_adapter
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.reprefill import Reprefill
 from onepolicy.train.scorer import PolicyScorer
-from onepolicy.train.update_parts import Reference, UpdatePart
+from onepolicy.train.update_parts import CurrentPolicyCorrection, Reference, UpdatePart
 
 if TYPE_CHECKING:
     from onepolicy.train.critic import Critic
@@ -98,8 +98,6 @@ def build_update_parts(
     if reference is not None:
         parts.append(Reference(reference))
     if config.correction.live_part is not None:
-        from onepolicy.train.current_policy import CurrentPolicyCorrection
-
         parts.append(CurrentPolicyCorrection(config.correction, config.correction.live_part))
     if critic is not None:
         parts.append(critic)

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.quantization_config import Mxfp4Config
 
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.input_files import check_model_path
@@ -199,7 +200,6 @@ def dequantisation_of(model: ModelConfig, config: PreTrainedConfig) -> dict[str,
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return {}
-    from onepolicy.models.stored_format import dequantisation
 
     return {"quantization_config": dequantisation(model.path, stored)}
 
@@ -282,3 +282,22 @@ def _foreign(part: str, model: ModelConfig, *, limited: bool = True) -> Iterator
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise UsageError(f"model.path: cannot read {part} of {model.path!r}: {reason}") from error
+
+
+def dequantisation(path: str, stored: Any) -> Mxfp4Config:
+    """Return the setting with which transformers dequantises the weights while it loads them.
+
+    stored: quantization_config of the model's config. MXFP4 (gpt-oss) is dequantised: otherwise it
+    depends on an installed package whether the experts are loaded packed, which no gradient
+    reaches. Raises UsageError for other formats, whose layers do not train.
+    """
+    fields = stored
+    if not isinstance(stored, dict):
+        fields = stored.to_dict()
+    method = str(fields.get("quant_method"))
+    if method != "mxfp4":
+        raise UsageError(
+            f"model.path: the weights of {path} are stored in {method}, which cannot be trained; "
+            "give a copy in bfloat16"
+        )
+    return Mxfp4Config(dequantize=True)

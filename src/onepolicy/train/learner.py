@@ -223,11 +223,9 @@ class LocalLearner:
 
     def restore(self, folder: Path) -> None:
         """Restore a checkpoint, except for the policy's weights. An adapter is restored."""
-        from onepolicy.train.restore import restore_optimizer
-
         if self.adapter is not None:
             self.adapter.load(folder)
-        restore_optimizer(folder, self)
+        checkpoint.restore_optimizer(folder, self)
 
     # --- properties -------------------------------------------------------------------------------
 

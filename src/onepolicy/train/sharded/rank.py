@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig
@@ -134,8 +134,6 @@ class RankLearner(LocalLearner):
 
     def _optimizer_step(self, minibatch: int) -> float:
         if self.adapter is not None:
-            from onepolicy.train.sharded.adapter import sum_gradients
-
             sum_gradients(self.model)
         return super()._optimizer_step(minibatch)
 
@@ -188,3 +186,25 @@ def reply_with_scores(scored: TokenBatch) -> Message:
     if scored.routing_native is not None:
         tensors[NATIVE] = scored.routing_native.ids
     return Message({}, tensors)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Add up the gradients of all trainable parameters over the ranks, in float32.
+
+    They are summed and not averaged, as FSDP2's are here, because the loss weight of a slot is that
+    of the whole minibatch. A parameter that no rank has a gradient of keeps none.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    present = torch.tensor([float(p.grad is not None) for p in trained], device=trained[0].device)
+    flat = [present]
+    for parameter in trained:
+        grad = parameter.grad
+        if grad is None:
+            grad = torch.zeros_like(parameter)
+        flat.append(grad.float().flatten())
+    summed = torch.cat(flat)
+    dist.all_reduce(summed)
+    counts, *gradients = summed.split([each.numel() for each in flat])
+    for parameter, count, grad in zip(trained, counts.tolist(), gradients, strict=True):
+        if count:
+            parameter.grad = grad.view_as(parameter).to(parameter.dtype)
