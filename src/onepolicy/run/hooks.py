@@ -49,13 +49,14 @@ class Counterfactual(Hook):
 
     def __init__(self, config: RunConfig, scorer: Scorer) -> None:
         self._config, self._scorer = config, scorer
+        self._scored = config.scores_old  # before the update
 
     def before_update(self, result: StepResult, step: int, timer: StepTimer) -> None:
         if not is_counterfactual_step(self._config, step):
             return
         with timer("counterfactual"):
             scored = result.batch
-            if not self._config.scores_old:
+            if not self._scored:
                 scored = self._scorer.score(result.batch)
             without_replay = self._scorer.score(result.batch, replay=False)
             result.metrics |= counterfactual_metrics(without_replay)
