@@ -44,9 +44,9 @@ from onepolicy.config import RunConfig, resolve
 from onepolicy.config.lora import LoraConfig
 from onepolicy.models.logits_chunks import install_logits_chunks
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.plan.adapters import with_adapters
 from onepolicy.plan.dims import read_dims
 from onepolicy.plan.learner_memory import learner_memory, policy_optimiser
+from onepolicy.plan.planner import with_adapters
 from onepolicy.replay.routers import bind_routers
 from onepolicy.sync.adapters import add_adapter
 from onepolicy.train import streamed_adamw

@@ -20,8 +20,7 @@ if TYPE_CHECKING:  # the names of _PUBLIC, for type checkers and editors
     from onepolicy.correct.predict import predict
     from onepolicy.correct.presets import preset
     from onepolicy.correct.report import combine
-    from onepolicy.correct.reweight import finish, partials, reweight
-    from onepolicy.correct.slots import slots
+    from onepolicy.correct.reweight import finish, partials, reweight, slots
     from onepolicy.divergence.logprob import mismatch
     from onepolicy.divergence.routing import routing_disagreement
     from onepolicy.replay.alignment import check_alignment
@@ -47,7 +46,7 @@ _PUBLIC = {
     "finish": "onepolicy.correct.reweight",
     "partials": "onepolicy.correct.reweight",
     "reweight": "onepolicy.correct.reweight",
-    "slots": "onepolicy.correct.slots",
+    "slots": "onepolicy.correct.reweight",
     "mismatch": "onepolicy.divergence.logprob",
     "routing_disagreement": "onepolicy.divergence.routing",
     "check_alignment": "onepolicy.replay.alignment",

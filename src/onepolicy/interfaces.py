@@ -42,17 +42,6 @@ class WeightSizes(Protocol):
     def as_json(self) -> dict[str, Any]: ...
 
 
-class StaticScales(Protocol):
-    """Activation scales that are measured once and kept (rollout.quant.activations = static)."""
-
-    def calibrate(self) -> None:
-        """Fix the scales at the largest values seen so far."""
-        ...
-
-    def scales(self) -> dict[str, Any]: ...
-    def use_scales(self, scales: dict[str, Any]) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class EngineCaps:
     """The capabilities of an engine, from which impossible settings are refused at start-up."""
@@ -155,17 +144,12 @@ class NamedEngine(Protocol):
 class AdapterEngine(NamedEngine, Protocol):
     """An engine that computes with A and B of an adapter, if its `caps.takes_adapter` says so."""
 
-    async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
-        """Load A and B as `version` in place of the last ones, and drop all caches."""
+    async def lacks_base(self) -> bool:
+        """Return whether it needs the frozen weights before an adapter, as a new server does."""
         ...
 
-
-@runtime_checkable
-class AdapterServer(AdapterEngine, Protocol):
-    """An AdapterEngine in another process, which gets the frozen weights first."""
-
-    async def lacks_base(self) -> bool:
-        """Return whether it needs the frozen weights before an adapter."""
+    async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
+        """Load A and B as `version` in place of the last ones, and drop all caches."""
         ...
 
 
@@ -183,14 +167,6 @@ class SleepingSampler(Protocol):
     """An engine that can free a GPU's memory between uses. It wakes by itself."""
 
     def sleep(self) -> None: ...
-
-
-@runtime_checkable
-class CalibratedEngine(Protocol):
-    """An engine whose activations may have static scales."""
-
-    @property
-    def static_scales(self) -> StaticScales | None: ...
 
 
 @runtime_checkable

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.files import write_text_atomically
-from onepolicy.interfaces import CalibratedEngine, Environment, RolloutEngine, StaticScales
+from onepolicy.interfaces import Environment, RolloutEngine
+from onepolicy.models.quant.quantise import QuantisedModel
 from onepolicy.rollout.collect import play_episode, request_seed
+from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.types import Sampling
 
 CALIBRATION_FILE = "calibration.json"
@@ -30,7 +32,7 @@ async def calibrate(
     values while the first CALIBRATION_EPISODES training problems are sampled with a scale per
     token; the run folder keeps them.
     """
-    if not isinstance(engine, CalibratedEngine) or engine.static_scales is None:
+    if not isinstance(engine, HFEngine) or engine.static_scales is None:
         return
     scales = engine.static_scales
     path = run and run / CALIBRATION_FILE
@@ -44,7 +46,7 @@ async def calibrate(
         write_text_atomically(path, json.dumps(scales.scales(), indent=1))
 
 
-def _load_scales(scales: StaticScales, path: Path) -> None:
+def _load_scales(scales: QuantisedModel, path: Path) -> None:
     try:
         scales.use_scales(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:

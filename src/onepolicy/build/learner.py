@@ -30,12 +30,11 @@ from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.sync.adapters import add_adapter
 from onepolicy.train.critic import Critic
-from onepolicy.train.current_policy import CurrentPolicyCorrection
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.lora import Adapter, FrozenReference
 from onepolicy.train.reprefill import Reprefill
 from onepolicy.train.scorer import PolicyScorer
-from onepolicy.train.update_parts import Reference, UpdatePart
+from onepolicy.train.update_parts import CurrentPolicyCorrection, Reference, UpdatePart
 
 if TYPE_CHECKING:
     from onepolicy.train.sharded.fsdp import FSDPSharding

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args, overload
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.correct.presets import check_config
 from onepolicy.correct.report import Sums
-from onepolicy.correct.slots import Fields, Slots
+from onepolicy.correct.slots import Extent, Fields, Slots, trainable_slots
 from onepolicy.correct.statistics import Units, unit_sums
 from onepolicy.correct.weights import (
     Average,
@@ -22,10 +24,11 @@ from onepolicy.correct.weights import (
     has_budget,
     weigh,
 )
-from onepolicy.layout import Layout, restore_layout
+from onepolicy.layout import Layout, flatten_arguments, restore_layout
 from onepolicy.nonfinite import LeftOut, Nonfinite
 
 Shape = TypeVar("Shape")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,3 +167,65 @@ def _check_average(caller: str, average: object) -> None:
     if average not in get_args(Average):
         expected = " or ".join(map(repr, get_args(Average)))
         raise UsageError(f"{caller}: average is {average!r}, expected {expected}")
+
+
+def slots(
+    logp_trainer: Tensor,  # [T], trainer: before the update, or the one being trained
+    logp_rollout: Tensor,  # [T], rollout engine
+    mask: Tensor,  # [T] bool, trainable slots; the other slots may hold anything
+    *,
+    segment: Tensor | None = None,  # [T] int64, sequence of each slot, from 0
+    turn: Tensor | None = None,  # [T] int64, turn of each slot
+    advantage: Tensor | None = None,  # [T]
+    sequences: int | None = None,  # in the whole batch, if these slots are only a chunk of it
+    turns: int | None = None,  # most turns of a sequence in the whole batch, likewise
+    nonfinite: Nonfinite = "skip",  # reject slots whose values are not finite, or raise
+) -> Slots:
+    """Return the trainable slots.
+
+    Without `sequences` the ids may be any numbers from 0 on; memory does not grow with them. Raises
+    UsageError if shapes differ, if an id is below 0 or not below the given number, or if a value is
+    not finite and `nonfinite` is "raise".
+    """
+    given = Fields(logp_trainer, logp_rollout, mask, segment, turn, advantage)
+    given.check()
+    if nonfinite != "skip":
+        given.left_out("slots", "logp_trainer", nonfinite, mask)
+    if sequences is None:
+        return trainable_slots(*given.numbered())
+    if turns is None:
+        turns = max(1, given.extent("turn"))
+    for name, limit in (("segment", sequences), ("turn", turns)):
+        largest = given.extent(name) - 1
+        if largest >= limit:
+            raise UsageError(
+                f"slots: the largest {name} is {largest}, but the argument {name}s is {limit}; "
+                "ids count from 0"
+            )
+    return trainable_slots(given, Extent(sequences, turns))
+
+
+def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorate a function of [T] fields so that it takes any layout.
+
+    Its first three arguments are the two log-probabilities and the mask. Its `segment` is optional
+    for [B, T] and lists, whose rows and items are the sequences. `nonfinite` is handed on as it is.
+    """
+    signature, name = inspect.signature(function), function.__name__
+
+    @functools.wraps(function)
+    def flat(*args: Any, **kwargs: Any) -> Result:
+        bound = signature.bind(*args, **{"segment": None, **kwargs}).arguments
+        options = {name: bound.pop(name) for name in ("nonfinite",) if name in bound}
+        given = flatten_arguments(name, bound)
+        fields = Fields.of(
+            name, {field: bound[field] for field in list(bound)[:3]}, segment=bound["segment"]
+        )
+        if fields.segment is None:
+            raise UsageError(
+                f"{name}: [T] fields need `segment`, the sequence that each slot belongs to"
+            )
+        numbered, _ = fields.numbered()
+        return function(**{**given, "segment": numbered.segment}, **options)
+
+    return flat

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +21,6 @@ it is far beyond any bound.
 
 CHUNK = 1 << 15
 """Slots in one chunk. It bounds the memory of a correction, whatever the size of the batch."""
-
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,43 +52,7 @@ class Slots:
         return values.new_zeros(self.size).index_copy_(0, self.where, values)
 
 
-def slots(
-    logp_trainer: Tensor,  # [T], trainer: before the update, or the one being trained
-    logp_rollout: Tensor,  # [T], rollout engine
-    mask: Tensor,  # [T] bool, trainable slots; the other slots may hold anything
-    *,
-    segment: Tensor | None = None,  # [T] int64, sequence of each slot, from 0
-    turn: Tensor | None = None,  # [T] int64, turn of each slot
-    advantage: Tensor | None = None,  # [T]
-    sequences: int | None = None,  # in the whole batch, if these slots are only a chunk of it
-    turns: int | None = None,  # most turns of a sequence in the whole batch, likewise
-    nonfinite: Nonfinite = "skip",  # reject slots whose values are not finite, or raise
-) -> Slots:
-    """Return the trainable slots.
-
-    Without `sequences` the ids may be any numbers from 0 on; memory does not grow with them. Raises
-    UsageError if shapes differ, if an id is below 0 or not below the given number, or if a value is
-    not finite and `nonfinite` is "raise".
-    """
-    given = Fields(logp_trainer, logp_rollout, mask, segment, turn, advantage)
-    given.check()
-    if nonfinite != "skip":
-        given.left_out("slots", "logp_trainer", nonfinite, mask)
-    if sequences is None:
-        return _slots(*given.numbered())
-    if turns is None:
-        turns = max(1, given.extent("turn"))
-    for name, limit in (("segment", sequences), ("turn", turns)):
-        largest = given.extent(name) - 1
-        if largest >= limit:
-            raise UsageError(
-                f"slots: the largest {name} is {largest}, but the argument {name}s is {limit}; "
-                "ids count from 0"
-            )
-    return _slots(given, _Extent(sequences, turns))
-
-
-class _Extent(NamedTuple):
+class Extent(NamedTuple):
     """Numbers of the whole batch, see `Slots`."""
 
     sequences: int
@@ -100,7 +60,8 @@ class _Extent(NamedTuple):
     units: int | None = None
 
 
-def _slots(given: Fields, most: _Extent) -> Slots:
+def trainable_slots(given: Fields, most: Extent) -> Slots:
+    """Return the slots of the mask. most: of the whole batch."""
     where = given.mask.nonzero()[:, 0]
     trainer, rollout = given.logp_trainer.detach()[where], given.logp_rollout.detach()[where]
     log_ratio = trainer.double() - rollout.double()
@@ -117,34 +78,8 @@ def _slots(given: Fields, most: _Extent) -> Slots:
     return Slots(where, size, log_ratio, trainer, rollout, segment, turn, advantage, *most)
 
 
-def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorate a function of [T] fields so that it takes any layout.
-
-    Its first three arguments are the two log-probabilities and the mask. Its `segment` is optional
-    for [B, T] and lists, whose rows and items are the sequences. `nonfinite` is handed on as it is.
-    """
-    signature, name = inspect.signature(function), function.__name__
-
-    @functools.wraps(function)
-    def flat(*args: Any, **kwargs: Any) -> Result:
-        bound = signature.bind(*args, **{"segment": None, **kwargs}).arguments
-        options = {name: bound.pop(name) for name in ("nonfinite",) if name in bound}
-        given = flatten_arguments(name, bound)
-        fields = Fields.of(
-            name, {field: bound[field] for field in list(bound)[:3]}, segment=bound["segment"]
-        )
-        if fields.segment is None:
-            raise UsageError(
-                f"{name}: [T] fields need `segment`, the sequence that each slot belongs to"
-            )
-        numbered, _ = fields.numbered()
-        return function(**{**given, "segment": numbered.segment}, **options)
-
-    return flat
-
-
 class Fields(NamedTuple):
-    """A batch as the caller gives it, see `slots`."""
+    """A batch as the caller gives it, see `reweight.slots`."""
 
     logp_trainer: Tensor  # [T]
     logp_rollout: Tensor  # [T]
@@ -226,16 +161,16 @@ class Fields(NamedTuple):
             ids, turns = _ranked(fields.turn, self.mask)
             fields = fields._replace(turn=ids)
         if fields.segment is None or fields.turn is None or sequences * turns <= limit:
-            return Numbered(fields, _Extent(sequences, turns))
+            return Numbered(fields, Extent(sequences, turns))
         ids, units = _ranked(fields.segment.long() * turns + fields.turn, self.mask)
-        return Numbered(fields._replace(turn=ids), _Extent(sequences, turns, units))
+        return Numbered(fields._replace(turn=ids), Extent(sequences, turns, units))
 
 
 class Numbered(NamedTuple):
     """A batch whose ids of sequences and turns are small enough to be indices."""
 
     fields: Fields
-    most: _Extent
+    most: Extent
 
     def chunks(self) -> Iterator[tuple[slice, Slots]]:
         """Yield slices of CHUNK slots and their trainable slots. A sequence may span several."""
@@ -243,7 +178,7 @@ class Numbered(NamedTuple):
         for place in _places(len(mask)):
             rest = [field if field is None else field[place] for field in more]
             part = Fields(trainer[place], rollout[place], mask[place], *rest)
-            yield place, _slots(part, self.most)
+            yield place, trainable_slots(part, self.most)
 
 
 def _ranked(ids: Tensor | None, mask: Tensor) -> tuple[Tensor, int]:

@@ -30,8 +30,8 @@ from onepolicy.models.prepare import prepare_for_training
 from onepolicy.notation import counted, number
 from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay.checks import RoutingError
+from onepolicy.run.hooks import compare_scorings, repeat_metrics
 from onepolicy.run.make_policy import random_dense, tiny_policy
-from onepolicy.run.step_metrics import compare_scorings, repeat_metrics
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import gap_of, k3_of, variant_scorer

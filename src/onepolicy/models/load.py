@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.quantization_config import Mxfp4Config
 
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.input_files import check_model_path
@@ -26,7 +27,6 @@ from onepolicy.errors import short_repr
 from onepolicy.models.foreign import check_experts, memory_of_settings, refuse_large_shapes
 from onepolicy.models.hub import check_reachable
 from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
-from onepolicy.models.stored_format import dequantisation
 from onepolicy.tokenizer_trial import try_tokenizers
 
 MAX_LAYERS = 512
@@ -273,3 +273,22 @@ def _foreign(part: str, model: ModelConfig, *, limited: bool = True) -> Iterator
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise UsageError(f"model.path: cannot read {part} of {model.path!r}: {reason}") from error
+
+
+def dequantisation(path: str, stored: Any) -> Mxfp4Config:
+    """Return the setting with which transformers dequantises the weights while it loads them.
+
+    stored: quantization_config of the model's config. MXFP4 (gpt-oss) is dequantised: otherwise it
+    depends on an installed package whether the experts are loaded packed, which no gradient
+    reaches. Raises UsageError for other formats, whose layers do not train.
+    """
+    fields = stored
+    if not isinstance(stored, dict):
+        fields = stored.to_dict()
+    method = str(fields.get("quant_method"))
+    if method != "mxfp4":
+        raise UsageError(
+            f"model.path: the weights of {path} are stored in {method}, which cannot be trained; "
+            "give a copy in bfloat16"
+        )
+    return Mxfp4Config(dequantize=True)

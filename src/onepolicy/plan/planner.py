@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from onepolicy.build.gpu_defaults import with_gpu_precision
 from onepolicy.config import ModelConfig, RunConfig, UsageError
+from onepolicy.config.lora import LoraConfig
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.plan.adapters import with_adapters
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
 from onepolicy.plan.engine_memory import EngineMemory, EngineWeights, engine_memory, engine_weights
 from onepolicy.plan.hardware import Cluster
@@ -36,6 +37,7 @@ from onepolicy.plan.times import (
     rollout_time,
     sync_seconds,
 )
+from onepolicy.sync.adapters import Targets
 from onepolicy.train.dry_run import (
     DryRunModel,
     MicroBatchMemory,
@@ -397,3 +399,23 @@ def best_option(options: list[PlanOption]) -> PlanOption:
     least = min(option.learner_used for option in near)
     small = [option for option in near if option.learner_used <= 1.1 * least]
     return min(small, key=lambda option: option.seconds)
+
+
+def with_adapters(dims: Dims, model: PreTrainedModel, config: LoraConfig) -> Dims:
+    """Return the dimensions with those of A and B. `model` may be made of fake tensors.
+
+    Raises UsageError for targets that the model does not have.
+    """
+    modules, parameters = Targets(model).choose(config.targets, type(model).__name__)
+    names = [*(f"{path}.weight" for path in modules), *parameters]
+    count = sum(_elements(tuple(model.get_parameter(name).shape), config.rank) for name in names)
+    four_bit = 0
+    if config.base == "nf4":
+        four_bit = sum(model.get_parameter(name).numel() for name in Targets(model).matrices)
+    return replace(dims, adapter=count, four_bit=four_bit)
+
+
+def _elements(shape: tuple[int, ...], rank: int) -> int:
+    """Return the elements of A and B of a weight [O, I], or of every expert of [E, O, I]."""
+    experts = shape[0] if len(shape) == 3 else 1
+    return experts * rank * (shape[-1] + shape[-2])

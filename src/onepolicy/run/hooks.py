@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from onepolicy.build.components import Components
 from onepolicy.config import RolloutReplay, RunConfig
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.interfaces import Scorer
 from onepolicy.invariant.require_equal import require_equal
 from onepolicy.run.step import Hook, StepResult, StepTimer
-from onepolicy.run.step_metrics import counterfactual_metrics, metrics_per_layer, repeat_metrics
-from onepolicy.types import Group
+from onepolicy.run.step_metrics import compare_sides, metrics_per_layer, mismatch_metrics
+from onepolicy.types import Group, TokenBatch
 
 if TYPE_CHECKING:
     from onepolicy.train.reprefill import Reprefill
@@ -47,13 +48,14 @@ class Counterfactual(Hook):
 
     def __init__(self, config: RunConfig, scorer: Scorer) -> None:
         self._config, self._scorer = config, scorer
+        self._scored = config.scores_old  # before the update
 
     def before_update(self, result: StepResult, step: int, timer: StepTimer) -> None:
         if not is_counterfactual_step(self._config, step):
             return
         with timer("counterfactual"):
             scored = result.batch
-            if not self._config.scores_old:
+            if not self._scored:
                 scored = self._scorer.score(result.batch)
             without_replay = self._scorer.score(result.batch, replay=False)
             result.metrics |= counterfactual_metrics(without_replay)
@@ -86,3 +88,43 @@ def build_hooks(components: Components) -> list[Hook]:
     if isinstance(config.replay, RolloutReplay) and config.log.counterfactual_every:
         hooks.append(Counterfactual(config, learner.scorer))
     return hooks
+
+
+def repeat_metrics(
+    scorer: Scorer, batch: TokenBatch, without_replay: TokenBatch
+) -> dict[str, float]:
+    """Return the trainer's mismatch with itself (R3 paper, section 3.3).
+
+    The same samples are scored a second time with the same weights, packed in the opposite order.
+    repeat/... is with replay, counterfactual/repeat/... without. `batch` and `without_replay` are
+    scored already. This runs two more scoring forwards.
+    """
+    order = list(range(batch.num_samples))[::-1]
+    reversed_batch = batch.select(order)
+    again = scorer.score(reversed_batch).select(order)
+    again_without_replay = scorer.score(reversed_batch, replay=False).select(order)
+    counterfactual = compare_scorings(without_replay, again_without_replay)
+    return compare_scorings(batch, again) | _prefixed(counterfactual)
+
+
+def compare_scorings(first: TokenBatch, second: TokenBatch) -> dict[str, float]:
+    """Return k3, max |log ratio| and differing routers of two scorings of the same slots."""
+    assert first.logp_old is not None
+    assert second.logp_old is not None
+    found = compare_sides(first, second.logp_old, first.logp_old)
+    metrics = {"repeat/k3": found.k3, "repeat/max_dlogp": found.max_dlogp}
+    if first.routing_native is not None and second.routing_native is not None:
+        disagreement = routing_disagreement(first.routing_native, second.routing_native)
+        metrics["repeat/routers"] = disagreement.routers
+    return metrics
+
+
+def counterfactual_metrics(without_replay: TokenBatch) -> dict[str, float]:
+    """Return counterfactual/..., the metrics of the batch scored without replay."""
+    metrics = mismatch_metrics(without_replay)
+    of_scoring = {name: value for name, value in metrics.items() if not name.startswith("train/")}
+    return _prefixed(of_scoring) | _prefixed(metrics_per_layer(without_replay))
+
+
+def _prefixed(metrics: dict[str, float]) -> dict[str, float]:
+    return {f"counterfactual/{name}": value for name, value in metrics.items()}

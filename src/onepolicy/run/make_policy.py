@@ -19,7 +19,7 @@ from onepolicy.config import EvalConfig, HFEngineConfig, ModelConfig, UsageError
 from onepolicy.config.policy import PolicyConfig, cached_policy_path
 from onepolicy.console import SHOWN, Console, make_bars
 from onepolicy.envs import make_environment
-from onepolicy.envs.multiturn.tokenization import TooManyTokens
+from onepolicy.envs.multiturn.prompt_checks import TooManyTokens
 from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
 from onepolicy.models.load import load_tokenizer
 from onepolicy.notation import counted

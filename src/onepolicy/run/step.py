@@ -144,7 +144,7 @@ def apply_correction(
     """Set the weight and rejection of every slot. Return the batch and the correction's metrics.
 
     correction: the `fixed_part`; the part that needs the policy being trained is evaluated in the
-    loss (train/current_policy.py). reduction: of the objective.
+    loss (train/update_parts.py). reduction: of the objective.
     """
     logp_old = batch.logp_old
     if logp_old is None:  # bypass: the correction has no part that needs it

@@ -1,4 +1,4 @@
-"""Metrics of a scored batch, and of the same batch scored without replay.
+"""Metrics of a scored batch.
 
 Everything here only reads the batch, so nothing can change training.
 """
@@ -15,7 +15,6 @@ from onepolicy.divergence.attribution import k3_terms
 from onepolicy.divergence.breakdown import TURNS, turn_bins
 from onepolicy.divergence.logprob import Mismatch, compare_tokens
 from onepolicy.divergence.routing import RoutingDisagreement, routing_disagreement
-from onepolicy.interfaces import Scorer
 from onepolicy.types import TokenBatch
 
 
@@ -153,43 +152,3 @@ def metrics_per_layer(batch: TokenBatch) -> dict[str, float]:
         mass = batch.gate_mass[batch.routing.valid].mean(0).tolist()
         metrics |= {f"replay/gate_mass@{i}": share for i, share in zip(layers, mass, strict=True)}
     return metrics
-
-
-def repeat_metrics(
-    scorer: Scorer, batch: TokenBatch, without_replay: TokenBatch
-) -> dict[str, float]:
-    """Return the trainer's mismatch with itself (R3 paper, section 3.3).
-
-    The same samples are scored a second time with the same weights, packed in the opposite order.
-    repeat/... is with replay, counterfactual/repeat/... without. `batch` and `without_replay` are
-    scored already. This runs two more scoring forwards.
-    """
-    order = list(range(batch.num_samples))[::-1]
-    reversed_batch = batch.select(order)
-    again = scorer.score(reversed_batch).select(order)
-    again_without_replay = scorer.score(reversed_batch, replay=False).select(order)
-    counterfactual = compare_scorings(without_replay, again_without_replay)
-    return compare_scorings(batch, again) | _prefixed(counterfactual)
-
-
-def compare_scorings(first: TokenBatch, second: TokenBatch) -> dict[str, float]:
-    """Return k3, max |log ratio| and differing routers of two scorings of the same slots."""
-    assert first.logp_old is not None
-    assert second.logp_old is not None
-    found = compare_sides(first, second.logp_old, first.logp_old)
-    metrics = {"repeat/k3": found.k3, "repeat/max_dlogp": found.max_dlogp}
-    if first.routing_native is not None and second.routing_native is not None:
-        disagreement = routing_disagreement(first.routing_native, second.routing_native)
-        metrics["repeat/routers"] = disagreement.routers
-    return metrics
-
-
-def counterfactual_metrics(without_replay: TokenBatch) -> dict[str, float]:
-    """Return counterfactual/..., the metrics of the batch scored without replay."""
-    metrics = mismatch_metrics(without_replay)
-    of_scoring = {name: value for name, value in metrics.items() if not name.startswith("train/")}
-    return _prefixed(of_scoring) | _prefixed(metrics_per_layer(without_replay))
-
-
-def _prefixed(metrics: dict[str, float]) -> dict[str, float]:
-    return {f"counterfactual/{name}": value for name, value in metrics.items()}

@@ -19,7 +19,6 @@ from onepolicy.config import TrainingError
 from onepolicy.interfaces import (
     AdapterEngine,
     AdapterLearner,
-    AdapterServer,
     NamedEngine,
     NamedWeights,
     RolloutEngine,
@@ -93,7 +92,7 @@ async def push_weights(learner: WeightSource, *engines: WeightTarget) -> int:
     for engine in engines:
         if adapter is not None and engine.caps.takes_adapter:
             assert isinstance(engine, AdapterEngine)
-            if isinstance(engine, AdapterServer) and await engine.lacks_base():
+            if await engine.lacks_base():
                 with adapter.off():
                     await _push_whole(learner, engine)
             await engine.load_adapter(adapter, learner.version)

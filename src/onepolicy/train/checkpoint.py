@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import CheckpointState, read_json_object
 from onepolicy.interfaces import Learner
-from onepolicy.train.state import CheckpointedLearner, optimizer_moments
+from onepolicy.train.optim import MASTER, MasterAdamW
+from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments, sharded_like
 
 if TYPE_CHECKING:
     from onepolicy.train.lora import Adapter
@@ -281,3 +283,48 @@ def _sync_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def restore_optimizer(folder: Path, learner: CheckpointedLearner) -> None:
+    """Restore optimiser moments, RNG and counters as they were when the checkpoint was written.
+
+    The critic's weights are restored too. The policy's weights are loaded elsewhere. A fork of a
+    run without a critic starts with a new one.
+    """
+    if (folder / SHARDS).is_dir():
+        from onepolicy.train.sharded import shards
+
+        shards.restore(folder, learner)
+    else:
+        _restore_files(folder, learner)
+    state = read_state(folder)
+    learner.version = state["step"]
+    learner.updates = state["updates"]
+    learner.skipped = state.get("skipped", 0)
+
+
+def _restore_files(folder: Path, learner: CheckpointedLearner) -> None:
+    tensors = load_file(folder / OPTIMIZER)
+    torch.set_rng_state(tensors.pop("rng"))
+    _restore_moments(tensors, learner.model, learner.optimizer, folder / OPTIMIZER)
+    critic = learner.critic
+    if critic is not None and (folder / CRITIC).is_file():
+        critic.load(load_file(folder / CRITIC), str(folder / CRITIC))
+        path = folder / CRITIC_OPTIMIZER
+        _restore_moments(load_file(path), critic.values, critic.optimizer, path)
+
+
+def _restore_moments(
+    tensors: dict[str, Tensor], model: nn.Module, optimizer: MasterAdamW, path: Path
+) -> None:
+    parameters = dict(model.named_parameters())
+    for full_name, value in tensors.items():
+        key, _, name = full_name.partition("/")
+        if name not in parameters:
+            raise UsageError(f"{path}: optimiser state for {name}, which the model does not have")
+        parameter = parameters[name]
+        if key == MASTER and parameter.dtype == torch.float32:  # a fork may change model.dtype
+            continue
+        if key != "step":
+            value = sharded_like(parameter, value)
+        optimizer.put_state(parameter, key, value)

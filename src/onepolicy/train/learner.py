@@ -32,7 +32,6 @@ from onepolicy.train.optim import (
     norm_metrics,
 )
 from onepolicy.train.optimizers import adamw
-from onepolicy.train.restore import restore_optimizer
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.scoring import BypassScoring, ScoringFirst
 from onepolicy.train.update_parts import Measured, MicroBatch, UpdatePart
@@ -225,7 +224,7 @@ class LocalLearner:
         """Restore a checkpoint, except for the policy's weights. An adapter is restored."""
         if self.adapter is not None:
             self.adapter.load(folder)
-        restore_optimizer(folder, self)
+        checkpoint.restore_optimizer(folder, self)
 
     # --- properties -------------------------------------------------------------------------------
 

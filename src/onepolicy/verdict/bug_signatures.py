@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.correct.slots import any_layout
+from onepolicy.correct.reweight import any_layout
 from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule
 from onepolicy.notation import number
 from onepolicy.types import TokenBatch

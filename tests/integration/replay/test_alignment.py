@@ -24,15 +24,10 @@ from onepolicy.replay import RoutingError
 from onepolicy.replay.alignment import check_alignment, window_starts
 from onepolicy.replay.checks import constant_layers
 from onepolicy.rollout.collect import collect_rollouts
-from onepolicy.run.hooks import build_hooks
+from onepolicy.run.hooks import build_hooks, compare_scorings, repeat_metrics
 from onepolicy.run.log import is_known
 from onepolicy.run.step import StepRunner
-from onepolicy.run.step_metrics import (
-    compare_scorings,
-    metrics_per_layer,
-    mismatch_metrics,
-    repeat_metrics,
-)
+from onepolicy.run.step_metrics import metrics_per_layer, mismatch_metrics
 from onepolicy.sync.push import push_weights
 from onepolicy.train.checks import _warn_of_collapse, check_routes
 from onepolicy.train.pack import pack

@@ -14,7 +14,7 @@ from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.routers import bind_routers
 from onepolicy.tiny.model import make_tokenizer
-from onepolicy.train import checkpoint, restore
+from onepolicy.train import checkpoint
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 from support.learner_steps import batch_of, learner_of, one_step
@@ -49,7 +49,7 @@ def test_the_step_after_a_restore_is_the_same_to_the_bit(saved):
     assert all(torch.equal(state[name], own[name]) for name in own)
     prepare_for_training(model, torch.device("cpu"))
     again = LocalLearner(PolicyScorer(model.eval(), learner.config, routers=bind_routers(model)))
-    restore.restore_optimizer(path, again)
+    checkpoint.restore_optimizer(path, again)
     assert again.version == learner.version == 1
     _, first, weights = one_step(learner, batch_of())
     _, second, restored = one_step(again, batch_of())
@@ -179,4 +179,4 @@ def test_wrong_model_is_refused(saved):
     other = make("qwen3_dense")
     learner = LocalLearner(PolicyScorer(other, saved[1].config, routers=None))
     with refused("which the model does not have"):
-        restore.restore_optimizer(saved[0], learner)
+        checkpoint.restore_optimizer(saved[0], learner)

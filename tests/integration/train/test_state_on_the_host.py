@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onepolicy.tiny.model import make_tokenizer
-from onepolicy.train import checkpoint, restore
+from onepolicy.train import checkpoint
 from support.learner_steps import batch_of, learner_of, one_step
 from support.paths import ROOT
 
@@ -34,7 +34,7 @@ def test_a_run_may_change_where_its_moments_are(before, after, tmp_path):
     path = checkpoint.save(tmp_path, learner, make_tokenizer("abc"), step=1, extra={})
     again = learner_of(settings, f"optim.state={after}")
     again.model.load_state_dict(learner.model.state_dict())
-    restore.restore_optimizer(path, again)
+    checkpoint.restore_optimizer(path, again)
     _, first, weights = one_step(learner, batch_of())
     _, second, restored = one_step(again, batch_of())
     assert first == second

@@ -19,8 +19,7 @@ from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.config.presets import correction_presets
 from onepolicy.correct.presets import preset
 from onepolicy.correct.report import combine, histogram, quantiles
-from onepolicy.correct.reweight import Applied, finish, partials, reweight
-from onepolicy.correct.slots import slots
+from onepolicy.correct.reweight import Applied, finish, partials, reweight, slots
 from onepolicy.correct.statistics import combine_units, unit_sums
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig, Gate, UsageError, Weight
 from onepolicy.config.presets import correction_presets
 from onepolicy.correct.presets import preset
-from onepolicy.correct.reweight import Applied, reweight
-from onepolicy.correct.slots import slots
+from onepolicy.correct.reweight import Applied, reweight, slots
 from onepolicy.correct.statistics import statistic
 
 # B0: two sequences; the last two slots of the second are masked and hold garbage

@@ -22,7 +22,7 @@ from onepolicy.config import UsageError
 from onepolicy.integrations import miles, slime
 from onepolicy.integrations.core.first_step import FirstStep
 from onepolicy.integrations.slime import correction as hooks
-from onepolicy.integrations.slime.metrics import over_ranks
+from onepolicy.integrations.slime.correction import over_ranks
 from support.contracts import value_of
 
 capability = pytest.mark.capability
@@ -353,7 +353,7 @@ RANKS = """
 import json, multiprocessing, sys
 import torch, torch.distributed as dist
 import onepolicy as op
-from onepolicy.integrations.slime.metrics import over_ranks
+from onepolicy.integrations.slime.correction import over_ranks
 folder = sys.argv[1]
 def run(rank, metrics, tokens):
     meet = f"file://{folder}/meet"

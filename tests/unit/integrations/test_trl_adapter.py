@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onepolicy.config import UsageError
-from onepolicy.integrations.trl import attach, logging, routed_vllm
+from onepolicy.integrations.trl import adapter, attach, routed_vllm
 from onepolicy.integrations.trl.own_model import SampledLogprobs
 
 PROMPT, COMPLETIONS = [5, 6], [[7, 8], [9]]
@@ -100,9 +100,9 @@ def test_the_log_adds_up_counts_of_ranks(monkeypatch):
     """Shares are means over ranks, counts are sums and extremes the largest."""
     names = ["replay/rows", "correction/slots", "correction/weight_max", "replay/native_rows"]
     ranks = [dict(zip(names, values, strict=True)) for values in ((20, 6, 1.5, 0), (27, 3, 2, 1))]
-    monkeypatch.setattr(logging, "gather_json", lambda accelerator, value: ranks)
+    monkeypatch.setattr(adapter, "gather_json", lambda accelerator, value: ranks)
     trainer = GRPOTrainer()
-    logging.TrlLog(trainer).add(ranks[0])
+    adapter.TrlLog(trainer).add(ranks[0])
     assert [trainer._metrics["train"][name] for name in names] == [[47], [9], [2], [0.5]]
 
 

@@ -5,8 +5,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from onepolicy.report import block_bootstrap
-from onepolicy.report.block_bootstrap import FEWEST_STEPS, LONGEST_BLOCK, interval
+from onepolicy.report import comparison
+from onepolicy.report.comparison import FEWEST_STEPS, LONGEST_BLOCK, interval
 
 
 def difference(means):
@@ -15,7 +15,7 @@ def difference(means):
 
 def test_tails_are_those_of_a_wider_student_t(monkeypatch, subtests):
     """The draws are evenly spaced from 0 to 1, so the interval ends at its tails."""
-    monkeypatch.setattr(block_bootstrap, "DRAWS", 50_001)
+    monkeypatch.setattr(comparison, "DRAWS", 50_001)
 
     def even(means):
         return np.linspace(0, 1, means.shape[1]) if means.ndim > 1 else 0.5
@@ -44,7 +44,7 @@ def test_every_step_is_drawn_equally_often():
 
 
 def test_intervals_hold_the_truth_19_times_in_20(monkeypatch, subtests):
-    monkeypatch.setattr(block_bootstrap, "DRAWS", 2000)
+    monkeypatch.setattr(comparison, "DRAWS", 2000)
     for steps in (FEWEST_STEPS, 60, 200):
         random, held, runs = np.random.default_rng(steps), 0, 200
         for _ in range(runs):

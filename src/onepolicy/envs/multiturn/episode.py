@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import DuplicateRoutes, EpisodeTask
 from onepolicy.envs.multiturn.dialogue import Dialogue, InitialPrompt, TurnFormat
-from onepolicy.envs.multiturn.tokenization import (
+from onepolicy.envs.multiturn.prompt_checks import (
     check_characters,
     check_prompt_length,
-    decode_tokens,
     unknown_characters,
 )
+from onepolicy.envs.multiturn.tokenization import decode_tokens
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import EpisodeError, Problem, SampleFn
 from onepolicy.types import FinishReason, Sample

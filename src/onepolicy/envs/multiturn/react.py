@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from onepolicy.config import ReActTask, UsageError
 from onepolicy.envs.multiturn.dialogue import ParsedTurn
 from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment, PathOptions
-from onepolicy.envs.multiturn.tokenization import ASCII, unknown_characters
+from onepolicy.envs.multiturn.prompt_checks import ASCII, unknown_characters
 from onepolicy.envs.multiturn.tool_formats import tool_format
 from onepolicy.envs.tasks.single_turn import Task
 from onepolicy.envs.tools import build_tools

@@ -8,14 +8,13 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.envs.multiturn.tokenization import (
+from onepolicy.envs.multiturn.prompt_checks import (
     TooManyTokens,
     check_characters,
     check_prompt_length,
-    decode_tokens,
-    encode_prompt,
     source_suffix,
 )
+from onepolicy.envs.multiturn.tokenization import decode_tokens, encode_prompt
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import MetricsSource, Problem, SampleFn
 from onepolicy.types import Sample

@@ -18,7 +18,7 @@ from onepolicy.config import (
     UsageError,
     VerifiersTask,
 )
-from onepolicy.envs.multiturn.tokenization import ASCII
+from onepolicy.envs.multiturn.prompt_checks import ASCII
 from onepolicy.envs.tasks import chain, jsonl, reasoning_gym
 from onepolicy.envs.tasks.jsonl import Jsonl, Prompts
 from onepolicy.envs.tasks.reasoning_gym import ReasoningGym

@@ -73,7 +73,9 @@ def find_routers(model: nn.Module) -> FoundRouters:
             "give the chunk that forward_step was handed"
         )
     classes = megatron_classes()
-    heads = [path for path, part in model.named_modules() if isinstance(part, classes[2])]
+    heads = [
+        path for path, part in model.named_modules() if isinstance(part, classes.prediction_heads)
+    ]
     routers = [
         _described(path, part)
         for path, part in model.named_modules()

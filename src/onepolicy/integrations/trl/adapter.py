@@ -16,6 +16,8 @@ from onepolicy.integrations.core.armed import ArmedReplay
 from onepolicy.integrations.core.dump import add_routes
 from onepolicy.integrations.core.first_step import FirstStep
 from onepolicy.integrations.core.metrics import (
+    COUNTS,
+    LARGEST,
     mismatch_metrics,
     replay_metrics,
     routing_metrics,
@@ -24,9 +26,9 @@ from onepolicy.integrations.trl.correction import (
     correct_generation,
     correct_micro_batch,
 )
-from onepolicy.integrations.trl.logging import TrlLog
 from onepolicy.integrations.trl.own_model import own_rollouts
 from onepolicy.integrations.trl.preflight import trl_scores
+from onepolicy.integrations.trl.ranks import gather_json
 from onepolicy.integrations.trl.route_book import RouteBook
 from onepolicy.integrations.trl.settings import TrlSettings
 from onepolicy.integrations.trl.vllm_routes import (
@@ -417,3 +419,24 @@ def _padded(logps: list[Any], completion_ids: Tensor) -> Tensor:
         known = [float("nan") if value is None else value for value in values]
         row[: len(known)] = torch.tensor(known)
     return padded.to(completion_ids.device)
+
+
+class TrlLog:
+    """The numbers that `trainer.log` averages and reports."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Add numbers of this process. All processes must call it as often."""
+        of_ranks: list[dict[str, float]] = gather_json(self._trainer.accelerator, metrics)
+        names = sorted({name for one in of_ranks for name in one})
+        for name in names:
+            values = [one[name] for one in of_ranks if name in one]
+            value = sum(values) / len(values)
+            last = name.rpartition("/")[2]
+            if last in LARGEST:
+                value = max(values)
+            elif last in COUNTS:
+                value = sum(values)
+            self._trainer._metrics["train"][name].append(value)

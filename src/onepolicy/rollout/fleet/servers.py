@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from onepolicy.config import UsageError
-from onepolicy.interfaces import AdapterServer, AdapterSource, NamedWeights, PersistentEngine
-from onepolicy.rollout.fleet.placement import Placement
+from onepolicy.interfaces import AdapterEngine, AdapterSource, NamedWeights, PersistentEngine
 from onepolicy.rollout.fleet.replicas import common_caps
 from onepolicy.rollout.fleet.shared_stream import SharedStream
 from onepolicy.rollout.servers.http import EngineClient, EngineLost, EngineUnreachable
@@ -202,7 +205,7 @@ class ServerFleet:
 
     async def _members_without_base(self) -> list[Member]:
         members = self._members
-        return [each for each in members if await _adapter_server(each).lacks_base()]
+        return [each for each in members if await _adapter_engine(each).lacks_base()]
 
     async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
         """Load A and B into all servers at once. They have the frozen weights."""
@@ -211,7 +214,7 @@ class ServerFleet:
         members = self._members
 
         async def load(_: int, member: Member) -> None:
-            await _adapter_server(member).load_adapter(adapter, version)
+            await _adapter_engine(member).load_adapter(adapter, version)
 
         await self._on_each(members, load)
         self._end_update(members)
@@ -308,11 +311,63 @@ class ServerFleet:
         return metrics | {"rollout/servers": len(self._members)}
 
 
-def _adapter_server(member: Member) -> AdapterServer:
-    assert isinstance(member.engine, AdapterServer), "caps.takes_adapter"
+def _adapter_engine(member: Member) -> AdapterEngine:
+    assert isinstance(member.engine, AdapterEngine), "caps.takes_adapter"
     return member.engine
 
 
 def _none_left(members: Sequence[Member]) -> str:
     urls = ", ".join(member.url for member in members)
     return f"rollout.engine.url: none of the servers is left: {urls}"
+
+
+SLACK = 0.25
+"""Share by which a server may have more requests than the mean (consistent hashing with bounded
+loads, Mirrokni et al. 2018)."""
+
+
+class Placement:
+    """The servers that episodes were sent to since their caches were emptied.
+
+    Siblings go to the server that hashing gives their prompt, and a later turn to the server that
+    has sampled the turn before it. A server with more requests than its share gives new episodes to
+    the next one in its prompt's order, and keeps later turns: their prefix is there only.
+    """
+
+    def __init__(self) -> None:
+        self._sampled: dict[bytes, str] = {}  # digest of a path -> server that has its cache
+        self._lengths: dict[bytes, set[int]] = {}  # digest of a first prompt -> lengths of paths
+
+    def choose(self, prompt: Sequence[int], first: int, loads: Mapping[str, int]) -> str:
+        """Return the name of a server.
+
+        first: tokens of the episode's first prompt. loads: requests that each server has.
+        """
+        begun = _digest(prompt[:first])
+        for length in sorted(self._lengths.get(begun, ()), reverse=True):
+            if length <= len(prompt):
+                server = self._sampled.get(_digest(prompt[:length]))
+                if server in loads:
+                    assert server is not None
+                    return server
+        limit = math.ceil((1 + SLACK) * (sum(loads.values()) + 1) / len(loads))
+        order = sorted(loads, key=lambda name: _digest_of_pair(begun, name), reverse=True)
+        return next(name for name in order if loads[name] < limit)
+
+    def note(self, path: Sequence[int], first: int, server: str) -> None:
+        """Remember that a server has sampled this path, prompt and completion."""
+        self._sampled[_digest(path)] = server
+        self._lengths.setdefault(_digest(path[:first]), set()).add(len(path))
+
+    def forget(self) -> None:
+        """Forget all paths, because the servers' caches are empty."""
+        self._sampled.clear()
+        self._lengths.clear()
+
+
+def _digest(tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2b(np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=16).digest()
+
+
+def _digest_of_pair(begun: bytes, name: str) -> bytes:
+    return hashlib.blake2b(begun + name.encode(), digest_size=8).digest()

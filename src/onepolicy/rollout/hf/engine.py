@@ -17,7 +17,6 @@ from onepolicy.interfaces import (
     AdapterSource,
     EngineCaps,
     NamedWeights,
-    StaticScales,
     WeightSizes,
 )
 from onepolicy.invariant.fingerprint import compute_fingerprint
@@ -224,6 +223,10 @@ class HFEngine:
         missing = [name for name, tensor in plain.items() if tensor.data_ptr() not in loaded]
         return missing + sorted(unset)
 
+    async def lacks_base(self) -> bool:
+        """Return False: it is built with the frozen weights."""
+        return False
+
     async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
         """Load A and B of every adapted weight (train.lora.sync = native)."""
         assert self._held is not None, "caps.takes_adapter"
@@ -269,7 +272,7 @@ class HFEngine:
         return self._pressure.lifted()
 
     @property
-    def static_scales(self) -> StaticScales | None:
+    def static_scales(self) -> QuantisedModel | None:
         """Activation scales to calibrate, if rollout.quant asks for static ones."""
         if self.quantised is None or not self.quantised.static:
             return None

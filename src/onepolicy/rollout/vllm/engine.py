@@ -155,6 +155,10 @@ class VLLMEngine:
         self._runner.clear_cache("load_weights")
         self.version = version
 
+    async def lacks_base(self) -> bool:
+        """Return False: it is built with the frozen weights."""
+        return False
+
     async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
         """Load A and B of the adapter as `version`, and drop all caches."""
         self._wake()

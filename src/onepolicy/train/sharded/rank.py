@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig
@@ -26,7 +26,6 @@ from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import Batcher, MicroBatches
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded import shards
-from onepolicy.train.sharded.adapter import sum_gradients
 from onepolicy.train.sharded.fsdp import gather_full_tensor
 from onepolicy.train.sharded.wire import Message, batch_from_message
 from onepolicy.train.update_parts import Measured
@@ -189,3 +188,25 @@ def reply_with_scores(scored: TokenBatch) -> Message:
     if scored.routing_native is not None:
         tensors[NATIVE] = scored.routing_native.ids
     return Message({}, tensors)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Add up the gradients of all trainable parameters over the ranks, in float32.
+
+    They are summed and not averaged, as FSDP2's are here, because the loss weight of a slot is that
+    of the whole minibatch. A parameter that no rank has a gradient of keeps none.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    present = torch.tensor([float(p.grad is not None) for p in trained], device=trained[0].device)
+    flat = [present]
+    for parameter in trained:
+        grad = parameter.grad
+        if grad is None:
+            grad = torch.zeros_like(parameter)
+        flat.append(grad.float().flatten())
+    summed = torch.cat(flat)
+    dist.all_reduce(summed)
+    counts, *gradients = summed.split([each.numel() for each in flat])
+    for parameter, count, grad in zip(trained, counts.tolist(), gradients, strict=True):
+        if count:
+            parameter.grad = grad.view_as(parameter).to(parameter.dtype)

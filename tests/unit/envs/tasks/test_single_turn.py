@@ -5,7 +5,8 @@ import pytest
 
 from onepolicy.config import ChainTask, GymTask, JsonlTask, UsageError
 from onepolicy.envs import make_environment
-from onepolicy.envs.multiturn.tokenization import check_prompt_length, decode_tokens, encode_prompt
+from onepolicy.envs.multiturn.prompt_checks import check_prompt_length
+from onepolicy.envs.multiturn.tokenization import decode_tokens, encode_prompt
 from onepolicy.envs.tasks.chain import ALPHABET, solution
 from onepolicy.envs.tasks.single_turn import SingleTurn
 from onepolicy.envs.warmup.examples import task_alphabet

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onepolicy.rollout.fleet.placement import Placement
+from onepolicy.rollout.fleet.servers import Placement
 
 SERVERS = ("http://a:1", "http://b:1", "http://c:1")
 IDLE = dict.fromkeys(SERVERS, 0)
