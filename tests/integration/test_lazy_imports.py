@@ -13,7 +13,7 @@ RECIPE = ROOT / "recipes" / "quickstart.toml"
 BESIDE = """
 onepolicy.audit onepolicy.build.sharded_learner onepolicy.envs.adapters onepolicy.envs.tools
 onepolicy.launch.ranks onepolicy.launch.ray.actors onepolicy.measure onepolicy.models.nf4
-onepolicy.plan onepolicy.rollout.vllm.engine onepolicy.train.sharded.rank
+onepolicy.plan.planner onepolicy.rollout.vllm.engine onepolicy.train.sharded.rank
 bitsandbytes kaleido peft pyarrow ray sglang torchao vllm
 """
 """Packages of extras that the run does not use, and what needs them or other processes."""

@@ -45,6 +45,7 @@ from onepolicy.models.load import (
     parse_device,
     read_config,
 )
+from onepolicy.models.lora import load_peft
 from onepolicy.models.product_check import check_float32_products
 from onepolicy.models.quant.quantise import check_kernels
 from onepolicy.replay.checks import RouteSpec, refuse_router_loss, require_moe
@@ -304,6 +305,7 @@ def check_replayable(config: RunConfig, model: ModelConfig) -> None:
 
 def check_adapters(lora: LoraConfig, config: RunConfig, model: ModelConfig) -> None:
     """Raise UsageError for adapters that cannot be trained here, or that the engine cannot use."""
+    load_peft()
     if lora.base == "nf4":
         import onepolicy.models.nf4  # noqa: F401  # raises UsageError without bitsandbytes
     if lora.sync == "native" and config.rollout.engine.kind in ("vllm", "vllm-server"):

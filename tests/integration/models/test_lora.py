@@ -1,13 +1,15 @@
 """Adapters in a model: their targets, base + adapter, files that peft loads, and gradients."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from peft import PeftModel
 from torch.nn.functional import linear
 
-from onepolicy.config import ModelConfig, UsageError
+from onepolicy.build.components import check_adapters
+from onepolicy.config import ModelConfig, UsageError, resolve
 from onepolicy.config.lora import LoraConfig
 from onepolicy.models import lora
 from onepolicy.models.experts import NAME
@@ -158,3 +160,11 @@ def test_factors_of_a_sum_multiply_to_the_sum_of_the_products(family):
         for name, layer in lora.adapted_layers(one).items():
             assert torch.allclose(lora.delta(layer), expected[name], atol=1e-6)
     assert max(float(each.abs().max()) for each in expected.values()) > 1e-3
+
+
+def test_without_peft_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    tree = {"out": "x", "steps": 1, "model": {"path": "x"}, "task": {"kind": "chain"}}
+    config = resolve(tree | {"train": {"lora": {}}})
+    with pytest.raises(UsageError, match=r"train\.lora: peft is not installed; run pip install"):
+        check_adapters(config.train.lora, config, config.model)
