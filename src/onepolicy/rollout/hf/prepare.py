@@ -1,4 +1,4 @@
-"""What an embedded engine is made of: its model's parts, its batch, its layers and its stream."""
+"""The parts of an embedded engine: head, adapter and noise of its model, batch, layers, stream."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from itertools import product
 
 import pytest
 
-from onepolicy.envs.tasks.math_grader import MAX_TIMEOUTS, MathGrader
+from onepolicy.envs.tasks import math_grader
+from onepolicy.envs.tasks.math_grader import MathGrader
 from onepolicy.envs.tasks.math_verify_worker import MEMORY_BYTES
 from onepolicy.envs.tasks.reasoning_gym import safe_to_evaluate
 from onepolicy.envs.tasks.single_turn import extract_answer, grade_exact
@@ -171,17 +172,17 @@ def test_a_step_waits_for_a_bounded_number_of_endless_responses(hopeless, caplog
     grader, asked = hopeless
     for _ in range(2):
         assert [grader.grade(f"9^{{9^{n}}}", "7") for n in range(512)] == [0.0] * 512
-        assert len(asked) == MAX_TIMEOUTS
+        assert len(asked) == math_grader.MAX_TIMEOUTS
         assert grader.grade("7", "7") == 1.0  # the reference itself needs no reading
         assert grader.take_metrics() == {
-            "rollout/grader_timeouts": MAX_TIMEOUTS,
-            "rollout/grader_skipped": 512 - MAX_TIMEOUTS,
+            "rollout/grader_timeouts": math_grader.MAX_TIMEOUTS,
+            "rollout/grader_skipped": 512 - math_grader.MAX_TIMEOUTS,
         }
         assert grader.take_metrics() == {}
         said = [each.message for each in caplog.records if "earn 0 unread" in each.message]
         assert said == [
-            f"{MAX_TIMEOUTS} responses of this step took the math grader longer than 5 s "
-            "each; the other responses earn 0 unread unless they are the reference itself "
+            f"{math_grader.MAX_TIMEOUTS} responses of this step took the math grader longer than "
+            "5 s each; the other responses earn 0 unread unless they are the reference itself "
             "(rollout/grader_skipped counts them)"
         ]
         asked.clear()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onepolicy.config import HFEngineConfig
-from onepolicy.rollout.hf import engine as engine_module
+from onepolicy.rollout.hf import prepare
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.hf.plain_layers import PlainLayer
 from onepolicy.types import Sampling
@@ -40,7 +40,7 @@ def sample(engine):
 def test_the_bits_and_routes_of_the_modules(model_type, dtype, monkeypatch):
     ours = engine_of(model_type, dtype)
     assert len(plain_layers(ours)) == ours.model.config.num_hidden_layers
-    monkeypatch.setattr(engine_module, "_decode_by_functions", lambda *_: None)
+    monkeypatch.setattr(prepare, "_decode_by_functions", lambda *_: None)
     theirs = engine_of(model_type, dtype)
     assert not plain_layers(theirs)
     for mine, other in zip(sample(ours), sample(theirs), strict=True):
