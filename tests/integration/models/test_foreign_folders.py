@@ -69,6 +69,7 @@ CONFIGS = [
     ({"model_type": []}, "cannot read the config"),
     ({"max_position_embeddings": 10**9}, "is 1000000000; .* at most 16,777,216"),
     ({"max_position_embeddings": 1e400}, "max_position_embeddings|cannot read the config"),
+    ({"num_labels": 10**5}, "has 100000 labels; expected at most 10000"),
     ({"quantization_config": [1]}, "cannot read|quantization"),
     (b"[" * 100_000, "cannot read the config"),
 ]
