@@ -23,6 +23,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
 from support.fuzz import CAMPAIGN
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -104,9 +104,7 @@ def _imports(task: TaskConfig) -> Iterator[tuple[str, str, str, str]]:
             "another task",
         )
     # MODULE:NAME. gymnasium's wrappers of older versions take such an id as a parameter.
-    if isinstance(task, GymnasiumTask) and any(
-        ":" in text for text in _texts([task.id, task.params])
-    ):
+    if isinstance(task, GymnasiumTask) and ":" in "".join(_texts([task.id, task.params])):
         yield (
             *(ID, json.dumps(task.id, ensure_ascii=False)),
             "import a module that its task.id or task.params names; read which that is first",
