@@ -69,7 +69,7 @@ class Arm:
         A run that has no checkpoint yet is resumed at its start. The process ends when its stdin
         is closed (cli/arm_process.py), so it does not outlive this one.
         """
-        train = [sys.executable, "-m", "onepolicy.cli.arm_process", "train"]
+        train = [sys.executable, "-P", "-m", "onepolicy.cli.arm_process", "train"]
         if (self.folder / CONFIG).exists():
             return [*train, f"--resume={self.folder}", *self.repeated]
         return [*train, str(recipe), *self.overrides]
