@@ -24,7 +24,7 @@ from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.input_files import check_model_path
 from onepolicy.errors import short_repr
 
-MAX_LAYERS, MAX_LABELS = 512, 10_000
+MAX_LAYERS = 512
 LONGEST = 2**24  # tokens, as of rollout.engine.max_len
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the setting's value
 
@@ -64,19 +64,16 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         from onepolicy.models.hub import check_reachable
 
         check_reachable(model.path)
-    from onepolicy.models.foreign import check_experts
+    from onepolicy.models.foreign import check_experts, check_labels
 
     with _foreign("the config", model):
+        check_labels(model)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
         )
         layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
         if not 1 <= layers <= MAX_LAYERS:
             raise ValueError(f"num_hidden_layers is {layers}; expected 1 to {MAX_LAYERS}")
-        # Each copy of the config would take seconds.
-        labels = getattr(config, "id2label", None) or ()
-        if len(labels) > MAX_LABELS:
-            raise ValueError(f"has {len(labels)} labels; expected at most {MAX_LABELS}")
         check_experts(config.get_text_config())
         # A name of the hub there would fetch and run a kernel.
         config._attn_implementation = config._experts_implementation = None
