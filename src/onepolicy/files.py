@@ -11,6 +11,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from onepolicy.errors import UsageError
+
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -27,6 +29,36 @@ def named_write_errors(path: Path) -> Iterator[None]:
         raise OSError(errno.EIO, str(error), str(path)) from error
 
 
+def refuse_links_out(folder: Path, whose: str) -> None:
+    """Raise UsageError for a symbolic link in a folder that leads out of it.
+
+    whose: the folder, as the error calls it.
+    """
+    inside = folder.resolve()
+    for above, folders, files in os.walk(folder):  # which follows no link
+        for path in (Path(above, name) for name in (*folders, *files)):
+            if path.is_symlink() and not _leads_into(inside, path):
+                raise UsageError(
+                    f"{path}: a link out of {whose} folder; put what it leads to in its place"
+                )
+
+
+def _leads_into(folder: Path, link: Path) -> bool:
+    try:
+        return link.resolve().is_relative_to(folder)
+    except (OSError, RuntimeError):  # links in a circle
+        return False
+
+
+def open_lock(path: Path) -> int:
+    """Return the descriptor of a file for a lock, which is made if it is not there.
+
+    Raises OSError, also for a symbolic link: another file is neither emptied nor made.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o666)
+
+
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, and rename it to `path` once the block has written it.
@@ -37,6 +69,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.writing")
     try:
         with named_write_errors(path):
+            temporary.unlink(missing_ok=True)  # a stranger's link there would be followed
             yield temporary
         os.replace(temporary, path)
     finally:

@@ -17,10 +17,12 @@ from onepolicy.cli import main
 from onepolicy.config import ModelConfig, UsageError, VLLMServerConfig, resolve
 from onepolicy.config.serve import ServeConfig
 from onepolicy.config.stored_config import check_trust, settings_to_repeat
+from onepolicy.launch import arms
 from onepolicy.launch.plan_arms import PlannedArm, runs_in
 from onepolicy.models.load import load_model
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.vllm import serve
+from onepolicy.run import run_folder
 from onepolicy.sync import weight_files
 from onepolicy.sync.signed_store import Invitation
 from onepolicy.sync.weight_files import INDEX, WeightFiles, read_weights
@@ -170,6 +172,25 @@ def test_a_token_is_in_no_message_setting_or_log(monkeypatch, caplog):
     assert SECRET not in " ".join(serve.command_line(settings, "127.0.0.1", 8000))
 
 
+def test_a_server_gets_no_cookie_back():
+    """They would be kept without end, and sent with every request."""
+    sent = []
+
+    def answer(request):
+        sent.append(request.headers.get("cookie"))
+        return Reply({}, headers={"Set-Cookie": f"c{len(sent)}={'x' * 3000}; Max-Age=9999"})
+
+    with Server({"GET /a": answer}) as server:
+
+        async def ask():
+            client = EngineClient(server.url, retries=0, server="the server")
+            for _ in range(2):
+                await client.get("/a")
+
+        asyncio.run(ask())
+    assert sent == [None, None]
+
+
 TRUST = "model.trust_remote_code"
 
 
@@ -266,3 +287,94 @@ def test_a_run_of_ones_own_repeats_what_its_start_said(trusting_run, tmp_path):
         (repeated,) = settings_to_repeat(config)
         assert repeated == f"{setting}={value}"
         assert resolve(config.model_dump(), [repeated]) == config
+
+
+GYMNASIUM = {"kind": "gymnasium", "returns": [0, 1], "id": "FrozenLake-v1"}
+VERIFIERS = {"kind": "verifiers", "env": {"taskset": {"id": "evil", "api_key": SECRET}}}
+IMPORTS = [
+    (GYMNASIUM | {"id": "evil.module:Env-v0"}, 'task.id="evil.module:Env-v0"'),
+    (
+        GYMNASIUM | {"id": "GymV26Environment-v0", "params": {"env_id": "evil:Env-v0"}},
+        'task.id="GymV26Environment-v0"',
+    ),
+    (VERIFIERS, "task.kind=verifiers"),
+]
+
+
+def run_of_task(folder, task):
+    """Make a run folder with this task. It has no checkpoint."""
+    config = resolve({"task": task, "steps": 1, "out": "run"}, ["model.path=tiny"])
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.json").write_text(config.model_dump_json())
+    return config
+
+
+@pytest.mark.parametrize(("task", "typed"), IMPORTS)
+@pytest.mark.parametrize(
+    "command", ["eval {run}", "train --resume {run}", "train --from {run} {out}"]
+)
+def test_a_strangers_task_imports_no_module_that_it_names(command, task, typed, tmp_path, capsys):
+    run, out = tmp_path / "run", f"out={tmp_path / 'new'}"
+    run_of_task(run, task)
+    words = command.format(run=run, out=out).split()
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    setting, _, value = typed.partition("=")
+    assert f"{run}: its config.json has {setting} = {value}, so `onepolicy {words[0]}" in told
+    assert f"add {typed} to the command" in told
+    assert SECRET not in told
+    assert main([*words, typed]) == 2
+    assert f"checkpoint of {run}" in capsys.readouterr().err  # it goes on to load one
+
+
+def test_a_task_of_an_installed_package_is_not_asked_about(tmp_path, capsys):
+    plain = GYMNASIUM | {"params": {"map_name": "8x8", "is_slippery": False}}
+    for number, task in enumerate((plain, {"kind": "textarena", "game": "Wordle-v0"})):
+        run = tmp_path / str(number)
+        check_trust(run_of_task(run, task), run, (), "eval")
+    assert main(["train", "--resume", str(tmp_path / "0"), "task.id=Other-v1"]) == 2
+    assert "task.id: a resumed run keeps its task" in capsys.readouterr().err
+
+
+def test_a_link_out_of_a_checkpoint_is_not_copied(tmp_path):
+    """`onepolicy export` would put what it leads to among the files to publish."""
+    saved = tmp_path / "step_00001"
+    saved.mkdir()
+    state = {"step": 1, "updates": 1, "files": {}}
+    (saved / checkpoint.STATE).write_text(json.dumps(state))
+    checkpoint.verify(saved)
+    (tmp_path / "secret").write_text("key")
+    (saved / "chat_template.jinja").symlink_to("../secret")
+    with pytest.raises(UsageError, match=r"chat_template\.jinja: a link out of this folder"):
+        checkpoint.verify(saved)
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", "metrics.jsonl", ".samples.jsonl.writing", "checkpoints", "probes", "a/b"]
+)
+def test_a_resume_follows_no_link_out_of_a_strangers_run(name, tmp_path, capsys):
+    """It would write, cut off or delete what the link leads to."""
+    run = tmp_path / "run"
+    run_of_task(run, {"kind": "chain"})
+    (run / "checkpoints").rmdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("precious")
+    if "." not in name:
+        elsewhere.unlink()
+        (elsewhere / "step_00001").mkdir(parents=True)
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(os.path.relpath(elsewhere, (run / name).parent))
+    assert main(["train", "--resume", str(run)]) == 2
+    told = capsys.readouterr().err
+    assert f"{run / name}: a link out of the run's folder" in told
+    assert elsewhere.is_dir() or elsewhere.read_text() == "precious"
+
+
+def test_a_lock_is_no_link(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".lock").symlink_to("victim")
+    with pytest.raises(UsageError, match="symbolic link"), run_folder.lock_run(tmp_path):
+        pass
+    with pytest.raises(UsageError, match="symbolic link"), arms.lock_arms(tmp_path):
+        pass
+    assert (tmp_path / "victim").read_text() == "precious"

@@ -80,6 +80,10 @@ def faults(source: str) -> list[str]:
                     for alias in node.names
                     if f"pickle.{alias.name}" in CALLS
                 ]
+        if isinstance(node, ast.List | ast.Tuple):
+            words = [each.value if isinstance(each, ast.Constant) else None for each in node.elts]
+            if "-m" in words and "-P" not in words[: words.index("-m")]:
+                found.append("starts Python without -P, on modules of the working folder too")
         if not isinstance(node, ast.Call):
             continue
         name = name_of(node.func)
@@ -194,6 +198,7 @@ def test_the_source_makes_no_forbidden_call():
     "source",
     [
         "import pickle\npickle.loads(data)",
+        "run([sys.executable, '-m', 'onepolicy', *words])",
         "from pickle import loads",
         "import torch\ntorch.load(path)",
         "torch.load(path, weights_only=False)",

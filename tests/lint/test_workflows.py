@@ -1,5 +1,6 @@
 """The GitHub workflows call the Makefile's targets, and nothing else runs the tests."""
 
+import importlib.metadata
 import re
 import tomllib
 
@@ -82,6 +83,23 @@ def test_builds_are_bound_by_the_pins():
     pinned = set(re.findall(r"^([\w-]+)==", pins, re.MULTILINE))
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     assert {*wanted, "editables", "setuptools", "trove-classifiers", "wheel"} <= pinned
+
+
+def test_what_is_installed_has_its_version_in_the_pins():
+    """The CUDA packages of torch depend on the machine, and so does its build (2.13.0+cpu)."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {tuple(line.split("==")) for line in lines if "==" in line}
+    pinned = {(plain_name(name), version) for name, version in pinned}
+    loose = re.compile("onepolicy|pip|setuptools|triton|nvidia-.*|cuda-.*")
+    found = {
+        (plain_name(each.name), each.version.partition("+")[0])
+        for each in importlib.metadata.distributions()
+    }
+    assert {each for each in found - pinned if not loose.fullmatch(each[0])} == set()
+
+
+def plain_name(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def test_together_they_call_every_test_of_the_makefile():

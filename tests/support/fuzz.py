@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import re
+import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 FAST, SLOW = 10**4, 10**5  # inputs for each target
@@ -133,25 +137,96 @@ def survives(
     read: Callable[[Any], Any],
     check: Callable[[Any], None],
     refused: type[Exception],
+    *,
+    between: tuple[float, float] = (0.0, 1.0),
 ) -> None:
     """Check that `read` takes every input with a result that `check` accepts, or raises `refused`,
-    and that each happens."""
+    and that each happens.
+
+    between: least and largest share of inputs that are taken, both excluded.
+    """
+    if CAMPAIGN in os.environ:
+        campaign = Campaign(target, **json.loads(os.environ[CAMPAIGN]))
+        campaign.run(make, read, check, refused)
+        return
     accepted = 0
     for number in range(inputs):
-        given = make(Damage(f"{target} {number}"))
-        try:
-            found = read(given)
-        except refused:
-            continue
-        except Exception as error:
-            error.add_note(f"input {number} of {target}: {given!r:.300}")
-            raise
-        accepted += 1
-        try:
-            check(found)
-        except AssertionError as error:
-            error.add_note(f"input {number} of {target}: {given!r:.2000}")
-            raise
-    assert 0 < accepted < inputs, (
+        accepted += _is_accepted(f"{target} {number}", make, read, check, refused)
+    low, high = (share * inputs for share in between)
+    assert low < accepted < high, (
         f"{target}: {accepted} of {inputs} inputs were accepted; the damage is no test"
     )
+
+
+def _is_accepted(
+    seed: str,
+    make: Callable[[Damage], Any],
+    read: Callable[[Any], Any],
+    check: Callable[[Any], None],
+    refused: type[Exception],
+) -> bool:
+    given = make(Damage(seed))
+    try:
+        check(read(given))
+    except refused:
+        return False
+    except Exception as error:
+        error.add_note(f"input {seed}: {given!r:.2000}")
+        raise
+    return True
+
+
+CAMPAIGN = "ONEPOLICY_FUZZ"
+"""The environment variable with which benchmarks/fuzz.py asks every target for other inputs."""
+KEPT = 20  # failures of a target
+SLOW_S = 5.0  # CPU seconds of an input that count as a failure
+
+
+class Campaign:
+    """Inputs of one seed, which go on where an earlier process stopped, and after failures.
+
+    `out` has a JSON file for each target: the counts, the slowest input, the first failures.
+    """
+
+    def __init__(self, target: str, out: str, seed: int, inputs: int) -> None:
+        self.target, self.seed, self.inputs = target, seed, inputs
+        self.path = Path(out) / (re.sub(r"\W+", "-", target) + ".json")
+        self.found: dict[str, Any] = {
+            **{"target": target, "seed": seed, "inputs": 0, "accepted": 0, "failed": 0},
+            **{"slowest_s": 0.0, "slowest": "", "failures": []},
+        }
+        if self.path.exists():
+            self.found = json.loads(self.path.read_text())
+            assert self.found["seed"] == seed, f"{self.path} has another seed"
+
+    def run(self, make: Any, read: Any, check: Any, refused: type[Exception]) -> None:
+        """Try so many further inputs."""
+        found, saved = self.found, time.monotonic()
+        for number in range(found["inputs"], found["inputs"] + self.inputs):
+            name = f"{self.seed} {self.target} {number}"
+            start = time.process_time()
+            try:
+                found["accepted"] += _is_accepted(name, make, read, check, refused)
+            except Exception as error:
+                self._keep(name, error)
+            taken = time.process_time() - start
+            found["inputs"] += 1
+            if taken > found["slowest_s"]:
+                found |= {"slowest_s": round(taken, 3), "slowest": name}
+            if taken > SLOW_S:
+                self._keep(name, TimeoutError(f"{taken:.1f} s"))
+            if time.monotonic() - saved > 20:
+                self._save()
+                saved = time.monotonic()
+        self._save()
+
+    def _keep(self, name: str, error: Exception) -> None:
+        self.found["failed"] += 1
+        if len(self.found["failures"]) < KEPT:
+            text = "".join(traceback.format_exception(error)[-4:])
+            self.found["failures"].append({"input": name, "error": text[-3000:]})
+
+    def _save(self) -> None:
+        written = self.path.with_suffix(".writing")
+        written.write_text(json.dumps(self.found, indent=1))
+        written.replace(self.path)

@@ -30,6 +30,7 @@ class Reply:
     hang_up: bool = False  # close the connection without an answer
     content_type: str = "application/json"
     encoding: str = ""  # of the body, which is bytes in it
+    headers: dict[str, str] = field(default_factory=dict)  # more of them
 
 
 class _Server(ThreadingHTTPServer):
@@ -123,6 +124,8 @@ class Server:
                     self.send_header("content-type", reply.content_type)
                     if reply.encoding:
                         self.send_header("content-encoding", reply.encoding)
+                    for name, value in reply.headers.items():
+                        self.send_header(name, value)
                     self.send_header("content-length", str(len(content)))
                     self.end_headers()
                     self.wfile.write(content[: len(content) - reply.cut])

@@ -76,3 +76,14 @@ def test_an_audit_on_a_full_disk_fails_with_a_reason(tmp_path, monkeypatch, caps
     words = "No space left on device; make room there (or mend the disk) and repeat the command"
     assert told == f"onepolicy: {out / 'audit.json'}: {words}"
     assert written(out / "audit.json") == []
+
+
+def test_a_write_follows_no_link_that_stands_in_its_temporary_place(tmp_path):
+    """A stranger's run folder may have one, to a file of the person who resumes the run."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / ".out.writing").symlink_to(victim)
+    write_text_atomically(tmp_path / "out", "new")
+    assert victim.read_text() == "precious"
+    assert (tmp_path / "out").read_text() == "new"
+    assert not (tmp_path / "out").is_symlink()

@@ -243,7 +243,9 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = read_stored_config(path)
     arguments.folder = path
     if settings:
-        config = resolve(config.model_dump(), settings)
+        stored, config = config, resolve(config.model_dump(), settings)
+        if config.task != stored.task:
+            raise UsageError("task.id: a resumed run keeps its task; leave it out")
     check_trust(config, path, overrides, f"train --resume {path}")
     check_run_task(config)
     steps, ranks = counts.get("steps"), counts.get("train.ranks")
@@ -262,7 +264,7 @@ def _resume_changes(overrides: list[str], path: Path) -> tuple[dict[str, int], l
     settings: list[str] = []
     for override in overrides:
         name, _, value = override.partition("=")
-        if name.startswith("cluster.") or name in RESUME_SETTINGS:
+        if name.startswith("cluster.") or name in RESUME_SETTINGS + TYPED_AGAIN:
             settings.append(override)
             continue
         is_count = name in RESUME_COUNTS and value.isascii() and value.isdigit()

@@ -17,11 +17,13 @@ from onepolicy.config.engine import ServerEngineConfig
 from onepolicy.config.errors import describe_errors
 from onepolicy.config.output_paths import CONFIG
 from onepolicy.config.run import RunConfig
+from onepolicy.config.task import GymnasiumTask, TaskConfig, VerifiersTask
 from onepolicy.errors import UsageError
 
 TRUST, URL = "model.trust_remote_code", "rollout.engine.url"
 ADDRESS = "cluster.address"
-TYPED_AGAIN = (TRUST, URL, ADDRESS)
+KIND, ID = "task.kind", "task.id"
+TYPED_AGAIN = (TRUST, URL, ADDRESS, KIND, ID)
 """Settings that a stored run cannot make alone (`check_trust`)."""
 SECRET = re.compile(r"(?i)((api|access|private)_?key|secret|password|passwd|token|credentials?)$")
 """Names of texts that are secrets, in a task's `env` and `params`."""
@@ -89,6 +91,36 @@ def _dangers(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
             "that is first",
             "another address",
         )
+    yield from _imports(config.task)
+
+
+def _imports(task: TaskConfig) -> Iterator[tuple[str, str, str, str]]:
+    """Yield as `_dangers` what imports a module by its name."""
+    if isinstance(task, VerifiersTask):
+        yield (
+            *(KIND, task.kind),
+            "import the packages that its task.env names; read which these are first",
+            "another task",
+        )
+    # MODULE:NAME. gymnasium's wrappers of older versions take such an id as a parameter.
+    if isinstance(task, GymnasiumTask) and ":" in "".join(_texts([task.id, task.params])):
+        yield (
+            *(ID, json.dumps(task.id, ensure_ascii=False)),
+            "import a module that its task.id or task.params names; read which that is first",
+            "another environment",
+        )
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """Yield the texts in a tree that are no names."""
+    children = tree
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict):
+        children = list(tree.values())
+    if isinstance(children, list):
+        for child in children:
+            yield from _texts(child)
 
 
 def _is_here(url: str | tuple[str, ...]) -> bool:

@@ -29,7 +29,9 @@ RENDEZVOUS_ENV = "ONEPOLICY_RENDEZVOUS"  # environment variable: URL of the rank
 AGENT_ENV = "ONEPOLICY_AGENT"  # environment variable: process of the agent
 GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-PROGRAM = ("-m", "onepolicy")  # Python's arguments before those of the command
+PROGRAM = ("-P", "-m", "onepolicy")
+"""Python's arguments before those of the command. -P: the working folder may hold a stranger's
+files, and none of them must stand in for a module."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PARENT_POLL_S = 0.5
 SHOW_CURSOR = "\x1b[?25h"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError
 from onepolicy.config.output_paths import CONFIG
+from onepolicy.files import open_lock
 from onepolicy.launch.restarts import describe_status
 
 SUMMARY, METRICS, CONSOLE = "summary.json", "metrics.jsonl", "console.txt"
@@ -68,7 +69,7 @@ class Arm:
         A run that has no checkpoint yet is resumed at its start. The process ends when its stdin
         is closed (cli/arm_process.py), so it does not outlive this one.
         """
-        train = [sys.executable, "-m", "onepolicy.cli.arm_process", "train"]
+        train = [sys.executable, "-P", "-m", "onepolicy.cli.arm_process", "train"]
         if (self.folder / CONFIG).exists():
             return [*train, f"--resume={self.folder}", *self.repeated]
         return [*train, str(recipe), *self.overrides]
@@ -78,16 +79,29 @@ class Arm:
 def lock_arms(folder: Path) -> Iterator[None]:
     """Make the folder of the runs and lock it. Raises UsageError if another process has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):  # else: no locks on this system
-                raise UsageError(
-                    f"{folder}: another `onepolicy compare` is at work in this folder; wait for it "
-                    "or stop it, or give another --out"
-                ) from None
+    try:
+        lock = open_lock(folder / ".lock")
+    except OSError as error:
+        raise UsageError(
+            f"{folder / '.lock'}: {error.strerror}; is it a symbolic link? Give another --out"
+        ) from None
+    try:
+        with suppress(OSError):  # no locks on this system
+            _take(lock, folder)
         yield
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int, folder: Path) -> None:
+    """Lock the folder. Raises UsageError if another process has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(
+            f"{folder}: another `onepolicy compare` is at work in this folder; wait for it or stop "
+            "it, or give another --out"
+        ) from None
 
 
 def play_arms(

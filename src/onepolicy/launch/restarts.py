@@ -111,7 +111,7 @@ def supervise(
             with suppress(OSError):
                 (out / BEGUN).unlink(missing_ok=True)
         command = resume if restart and has_folder else first
-        status = _run_command([sys.executable, "-m", "onepolicy", *command])
+        status = _run_command([sys.executable, "-P", "-m", "onepolicy", *command])
         if status == 0:
             return 0
         if status in FINAL_STATUSES:

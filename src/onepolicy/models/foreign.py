@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from onepolicy.bounded import less_memory, size_of_data
 from onepolicy.config import ModelConfig, UsageError
+from onepolicy.errors import short_repr
 
 CONFIG_MEMORY, MEMORY_PER_BYTE = 2**31, 64
 """Bytes that reading a config or tokenizer may take, and more for each byte of the folder's files.
 
-A config of a kilobyte can ask for a billion labels."""
+A config of a kilobyte can ask for a billion layers."""
+MAX_LABELS = 10_000
 MOST_NUMBERS, NUMBERS_PER_BYTE = 2**26, 2
 """Numbers that the tensors of a model may have, and more for each byte of its stored weights.
 
@@ -26,6 +29,23 @@ A byte holds two numbers of the smallest format (MXFP4)."""
 def memory_of_settings(model: ModelConfig) -> AbstractContextManager[None]:
     """Return a context in which reading a config or tokenizer takes little memory."""
     return less_memory(CONFIG_MEMORY + MEMORY_PER_BYTE * _size_of(model, "*.json"))
+
+
+def check_labels(model: ModelConfig) -> None:
+    """Raise ValueError if a folder's config asks for many labels. Transformers makes names for all.
+
+    It also copies them several times, which takes 10 s of a million.
+    """
+    file = Path(model.path) / "config.json"
+    if file.is_file():
+        json.loads(file.read_bytes(), object_hook=_check_labels)
+
+
+def _check_labels(fields: dict[str, Any]) -> dict[str, Any]:
+    count = fields.get("num_labels")
+    if isinstance(count, int | float) and count > MAX_LABELS:
+        raise ValueError(f"num_labels is {short_repr(count)}; expected at most {MAX_LABELS}")
+    return fields
 
 
 def check_experts(config: PreTrainedConfig) -> None:

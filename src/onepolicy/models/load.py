@@ -24,7 +24,12 @@ from transformers.utils.quantization_config import Mxfp4Config
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.input_files import check_model_path
 from onepolicy.errors import short_repr
-from onepolicy.models.foreign import check_experts, memory_of_settings, refuse_large_shapes
+from onepolicy.models.foreign import (
+    check_experts,
+    check_labels,
+    memory_of_settings,
+    refuse_large_shapes,
+)
 from onepolicy.models.hub import check_reachable
 from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
 from onepolicy.tokenizer_trial import try_tokenizers
@@ -68,6 +73,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     if not Path(model.path).exists():
         check_reachable(model.path)
     with _foreign("the config", model):
+        check_labels(model)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
         )

@@ -12,6 +12,7 @@ from onepolicy.build.components import build_components, model_to_load
 from onepolicy.build.room import settle_max_len
 from onepolicy.config import RunConfig, ServerEngineConfig, UsageError
 from onepolicy.config.stored_config import check_trust, read_stored_config
+from onepolicy.files import refuse_links_out
 from onepolicy.interfaces import Progress
 from onepolicy.invariant.fingerprint import fingerprint_differences
 from onepolicy.launch.launcher import (
@@ -55,6 +56,7 @@ def resume_run(
     config = apply_torchrun_ranks(config, count, resuming=True)
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
+    refuse_links_out(run, "the run's")
     with run_folder.lock_run(run):
         origin = resume_origin(run)
         all_steps_done = origin.step == config.steps

@@ -29,7 +29,7 @@ from onepolicy.config.output_paths import (
     check_new_run_folder,
     not_writable_error,
 )
-from onepolicy.files import DISK_FULL, write_text_atomically
+from onepolicy.files import DISK_FULL, open_lock, write_text_atomically
 from onepolicy.train import checkpoint
 
 Json = dict[str, Any]
@@ -143,7 +143,8 @@ def lock_run(run: Path) -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            lock = stack.enter_context((run / ".lock").open("w", encoding="utf-8"))
+            lock = open_lock(run / ".lock")
+            stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(

@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import CheckpointState, read_json_object
+from onepolicy.files import refuse_links_out
 from onepolicy.interfaces import Learner
 from onepolicy.train.optim import MASTER, MasterAdamW
 from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments, sharded_like
@@ -223,6 +224,7 @@ def verify(checkpoint: Path) -> dict[str, Any]:
     checksums: then only sizes are checked. Raises UsageError.
     """
     state = read_state(checkpoint)
+    refuse_links_out(checkpoint, "this")
     _check_listed(checkpoint, state)
     for name, size in state["files"].items():
         path = checkpoint / name

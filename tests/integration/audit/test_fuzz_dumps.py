@@ -110,6 +110,39 @@ def as_parquet(*more: str, kind: pa.DataType | None = None) -> bytes:
     return buffer.getvalue()
 
 
+def in_type(kind: pa.DataType, *, name: str = "logp_rollout", **options: Any) -> bytes:
+    """Return the plain columns, one of another type, in row groups of one row.
+
+    options: of the writer.
+    """
+    rows = [row[name] for row in ROWS]
+    columns = {name: pa.array([row[name] for row in ROWS]) for name in PLAIN}
+    try:
+        columns[name] = columns[name].cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        columns[name] = pa.array(_as(kind, rows), kind)
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer, row_group_size=1, **options)
+    return buffer.getvalue()
+
+
+def _as(kind: pa.DataType, rows: list[list[Any]]) -> list[Any]:
+    """Return the rows as values of the type, null where it has none for numbers."""
+    if pa.types.is_struct(kind):
+        return [{"a": row} for row in rows]
+    if pa.types.is_map(kind):
+        return [[(str(place), value) for place, value in enumerate(row)] for row in rows]
+    if pa.types.is_fixed_size_list(kind):
+        return [row[:2] for row in rows]
+    if not pa.types.is_list(kind):
+        return [None] * len(rows)
+    if pa.types.is_list(kind.value_type):
+        return [[row] for row in rows]
+    if pa.types.is_struct(kind.value_type):
+        return [[{"logp": value} for value in row] for row in rows]
+    return [[None] * len(row) for row in rows]
+
+
 def in_header(damage: Damage, good: bytes) -> bytes:
     """Return a safetensors file whose header has another kind, name, shape, place or a key twice.
 
@@ -183,6 +216,26 @@ PARQUETS = (
     *(as_parquet("length", "\x1b[2J"), as_parquet(kind=pa.list_(pa.float16()))),
     as_parquet(kind=pa.large_list(pa.float64())),
 )
+NUMBER = pa.float64()
+PARQUETS += tuple(
+    in_type(kind)
+    for kind in (
+        *(pa.list_(pa.decimal128(9, 3)), pa.list_(pa.list_(NUMBER)), pa.list_(pa.null())),
+        *(pa.struct([("a", pa.list_(NUMBER))]), pa.map_(pa.string(), NUMBER), pa.binary()),
+        *(pa.list_(pa.struct([("logp", NUMBER)])), pa.list_(NUMBER, 2), pa.null()),
+        *(pa.list_(pa.timestamp("ns")), pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+        *(pa.list_(pa.duration("s")), pa.list_(pa.date32()), pa.large_list(pa.float32())),
+    )
+)
+PARQUETS += tuple(
+    in_type(pa.list_(pa.int64()), name="tokens", **options)
+    for options in (
+        *({"compression": "zstd"}, {"compression": "gzip"}, {"compression": "lz4"}),
+        *({"use_dictionary": False}, {"data_page_version": "2.0"}, {"write_page_index": True}),
+        *({"store_schema": False}, {"use_byte_stream_split": False, "version": "1.0"}),
+    )
+)
+"""Types that no column has, row groups of one row, and other ways to write them."""
 PT = (as_pt(legacy=False), as_pt(legacy=True))
 
 

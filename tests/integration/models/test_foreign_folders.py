@@ -69,6 +69,8 @@ CONFIGS = [
     ({"model_type": []}, "cannot read the config"),
     ({"max_position_embeddings": 10**9}, "is 1000000000; .* at most 16,777,216"),
     ({"max_position_embeddings": 1e400}, "max_position_embeddings|cannot read the config"),
+    ({"num_labels": 10**5}, "num_labels is 100000; expected at most 10000"),
+    ({"text_config": {"num_labels": 10**400}}, r"num_labels is 1000.*; expected at most 10000"),
     ({"quantization_config": [1]}, "cannot read|quantization"),
     (b"[" * 100_000, "cannot read the config"),
 ]
@@ -86,10 +88,10 @@ def test_sequences_that_no_machine_has_room_for_are_named(change):
         engine_of(model, max_num_seqs=2**16, max_len=2**24)
 
 
-def test_a_billion_labels_pass_the_limit(change, monkeypatch):
+def test_a_billion_layers_pass_the_limit(change, monkeypatch):
     monkeypatch.setattr("onepolicy.models.foreign.CONFIG_MEMORY", 2**26)
     with pytest.raises(UsageError, match=r"the config of .* needs more memory than any model's"):
-        read_config(change({"num_labels": 10**9}))
+        read_config(change({"model_type": "qwen3", "num_hidden_layers": 10**9}))
     bytearray(2**28)  # the limit is gone
 
 

@@ -4,7 +4,6 @@ do not allow there."""
 
 import json
 import os
-import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -28,6 +27,7 @@ from onepolicy.run import resume
 from onepolicy.run.log import read_metrics, truncate_after
 from onepolicy.run.summary import summarise
 from onepolicy.train import checkpoint
+from support.fuzz import SLOW, survives
 from support.report_run import make_fixture_run
 
 STRANGE = (
@@ -132,15 +132,20 @@ def read_samples(run):
 
 
 CONFIG = None
-READERS = {
-    "metrics.jsonl": (read_rows, read_report),
-    "samples.jsonl": (read_report, read_samples),
-    "summary.json": (read_report,),
-    "run.json": (read_about, read_report),
-    "config.json": (read_stored_config, read_report),
-    "checkpoints/step_00012/state.json": (read_state, read_about),
-    "probes/step_00012.safetensors": (read_report, read_dump),
-}
+READERS = [
+    *(("metrics.jsonl", read_rows, 20), ("samples.jsonl", read_samples, 20)),
+    *(("summary.json", read_report, 7), ("run.json", read_about, 20)),
+    *(
+        ("config.json", read_stored_config, 20),
+        ("checkpoints/step_00012/state.json", read_state, 10),
+    ),
+    *(("checkpoints/step_00012/state.json", read_about, 10),),
+    ("probes/step_00012.safetensors", read_dump, 20),
+    *(("metrics.jsonl", read_report, 1), ("samples.jsonl", read_report, 1)),
+    *(("run.json", read_report, 1), ("config.json", read_report, 1)),
+    ("probes/step_00012.safetensors", read_report, 1),
+]
+"""File, reader, and how often it is tried. The report takes ten times as long as the others."""
 
 
 def other_bytes(rng, data):
@@ -202,40 +207,15 @@ def other_header(rng, data):
     return len(head).to_bytes(8, "little") + head + data[8 + size :]
 
 
-def damage(run, kept_in, count, seed):
-    """Return how many inputs were read, and how many refused. One that fails is kept in the folder
-    `kept_in`."""
-    global CONFIG
-    CONFIG = read_stored_config(run)
-    rng = random.Random(seed)
-    whole = {name: (run / name).read_bytes() for name in READERS}
-    names = list(READERS)
-    read = refused = 0
-    for name in names:
-        for reader in READERS[name]:
-            reader(run)  # undamaged
-    for number in range(count):
-        name = names[number % len(names)]
-        by_value = other_header if name.endswith(".safetensors") else other_value
-        mutate = by_value if rng.randrange(2) else other_bytes
-        (run / name).write_bytes(mutate(rng, whole[name]))
-        for reader in READERS[name]:
-            seldom = 3 if name == "summary.json" else 20
-            if reader is read_report and number % seldom:  # it takes ten times as long
-                continue
-            said = ""
-            try:
-                reader(run)
-            except UsageError as error:
-                said = str(error)
-            except Exception as error:
-                kept = kept_in / f"failed-{number}-{name.replace('/', '-')}"
-                kept.write_bytes((run / name).read_bytes())
-                raise AssertionError(f"{reader.__name__} of {kept}: {error!r}") from error
-            assert not said or str(run) in said
-            read, refused = read + (not said), refused + bool(said)
-        (run / name).write_bytes(whole[name])
-    return read, refused
+def damaged(damage, whole):
+    """Return a file, one of its readers, and other bytes for it."""
+    rng = damage.random
+    ((name, reader, _),) = rng.choices(READERS, [often for *_, often in READERS])
+    by_value = other_value
+    if name.endswith(".safetensors"):
+        by_value = other_header
+    change = rng.choice((by_value, other_bytes))
+    return name, reader, change(rng, whole[name])
 
 
 @pytest.fixture
@@ -265,15 +245,36 @@ def test_a_summary_without_a_number_is_read_or_refused(copy):
 
 
 @pytest.mark.full
-def test_five_thousand_damages(copy, tmp_path):
-    """They take seconds. Most of the damaged files are read and refused."""
-    read, refused = damage(copy, tmp_path, 5_000, seed=0)
-    assert read > 500
-    assert refused > 2000
+@pytest.mark.parametrize(
+    "inputs",
+    [pytest.param(5000, id="fast"), pytest.param(SLOW, id="slow", marks=pytest.mark.slow)],
+)
+def test_damages(copy, inputs):
+    """Most of the damaged files are read and refused."""
+    global CONFIG
+    CONFIG = read_stored_config(copy)
+    whole = {name: (copy / name).read_bytes() for name, *_ in READERS}
+    for _, reader, _ in READERS:
+        reader(copy)  # undamaged
 
+    def read(given):
+        name, reader, data = given
+        (copy / name).write_bytes(data)
+        try:
+            reader(copy)
+        except UsageError as error:
+            if str(copy) not in str(error):
+                raise AssertionError("it names no file") from error
+            raise
+        finally:
+            (copy / name).write_bytes(whole[name])
 
-@pytest.mark.slow
-def test_a_hundred_thousand_damages(copy, tmp_path):
-    read, refused = damage(copy, tmp_path, 100_000, seed=1)
-    assert read > 10_000
-    assert refused > 40_000
+    survives(
+        "run folder",
+        inputs,
+        lambda damage: damaged(damage, whole),
+        read,
+        lambda _: None,
+        UsageError,
+        between=(0.1, 0.6),
+    )

@@ -12,10 +12,12 @@ import copy
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
+from onepolicy import bounded
+from onepolicy.bounded import GIB, Limits, Message
 from onepolicy.config import GymTask, UsageError
 from onepolicy.config.spelling import did_you_mean
 from onepolicy.envs.tasks.seeding import Split, hash_key, seeded_rng, split_of_text
@@ -43,17 +45,18 @@ ALLOWED_NAMES = frozenset(
 ALLOWED_NODES = (ast.Expression, ast.Constant, ast.Load, ast.operator, ast.unaryop)
 MAX_EXPONENT = 64
 MAX_NESTED_POWERS = 2
+LONGEST_ANSWER = 10_000  # characters, several times the longest correct one
 PLAIN_WORDS = re.compile(r"[\w\s,.-]*")
 
 
 def safe_to_evaluate(answer: str) -> bool:
-    """Return whether evaluating `answer` can at most do quick arithmetic or build a list.
+    """Return whether evaluating `answer` can at most do arithmetic or build a list.
 
     Names are single letters and elementary functions. Attributes, subscripts, exponents above 64,
     more than two nested powers, factorials (sympy reads `!` as one) and arithmetic on lists or
-    strings are refused.
+    strings are refused. What is left may still take for ever, as sin(exp(exp(60))).
     """
-    if "!" in answer:
+    if "!" in answer or len(answer) > LONGEST_ANSWER:
         return False
     try:
         tree = ast.parse(answer.strip(), mode="eval")
@@ -121,7 +124,11 @@ EVALUATING_GRADERS = frozenset(
         "string_insertion",
     )
 )
-"""Data sets whose graders evaluate the response as Python or sympy source."""
+"""Data sets whose graders evaluate the response as Python or sympy source: in a child process."""
+GRADING = Limits(memory=GIB // 2, seconds=5)
+"""Of a response, which takes milliseconds."""
+MAX_STOPPED = 8
+"""Responses of one step that may pass these limits: each costs them and the start of a child."""
 HASH_ORDERED = frozenset(
     ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 )
@@ -153,6 +160,7 @@ class ReasoningGym:
         _check_config(config, section)
         self._datasets: dict[tuple[Split, int], Any] = {}  # the last generator of each split
         self._held_out: list[Problem] = []
+        self._stopped = self._skipped = 0  # responses since the last take_metrics
         try:
             self._entry("train", 0)
         except LIBRARY_ERRORS as error:
@@ -180,16 +188,37 @@ class ReasoningGym:
 
     def grade(self, problem: Problem, response: str) -> float:
         answer = extract_tagged_answer(response)
-        if (
-            self.config.name in EVALUATING_GRADERS
-            and answer != problem.answer
-            and not safe_to_evaluate(answer)
-        ):
-            return 0.0
+        if self.config.name in EVALUATING_GRADERS and answer != problem.answer:
+            return self._evaluated(problem, answer)
         try:
             return float(self._dataset("train", 0).score_answer(answer, problem.entry))
         except LIBRARY_ERRORS:  # the response is not of the form the library's grader reads
             return 0.0
+
+    def _evaluated(self, problem: Problem, answer: str) -> float:
+        """Return the score of a response that the library evaluates, 0 past the limits."""
+        if not safe_to_evaluate(answer):
+            return 0.0
+        if self._stopped >= MAX_STOPPED:
+            self._skipped += 1
+            return 0.0
+        question = {"name": self.config.name, "params": self.config.params}
+        question |= {"entry": problem.entry, "answer": answer}
+        try:
+            reply = bounded.ask("onepolicy.envs.tasks.reasoning_gym:score", question, GRADING)
+        except bounded.StoppedError:
+            self._stopped += 1
+            return 0.0
+        return float(reply.info["score"])
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the counts since the last call and reset them."""
+        counted = {
+            "rollout/grader_timeouts": self._stopped,
+            "rollout/grader_skipped": self._skipped,
+        }
+        self._stopped = self._skipped = 0
+        return {name: float(count) for name, count in counted.items() if count}
 
     def reference_response(self, problem: Problem) -> str | None:
         return None  # most data sets accept several forms
@@ -239,6 +268,22 @@ class ReasoningGym:
             )
             self._datasets = {**kept, (split, chunk): dataset}
         return self._datasets[split, chunk]
+
+
+def score() -> Generator[Message | None, dict[str, Any], None]:
+    """Score answers that are evaluated, as a task of bounded.py that is asked."""
+    import reasoning_gym
+
+    question = yield None
+    while True:
+        dataset = reasoning_gym.create_dataset(
+            question["name"], seed=0, size=1, **question["params"]
+        )
+        try:
+            found = float(dataset.score_answer(question["answer"], question["entry"]))
+        except LIBRARY_ERRORS:  # the response is not of the form the library's grader reads
+            found = 0.0
+        question = yield Message({"score": found})
 
 
 def extract_tagged_answer(response: str) -> str:

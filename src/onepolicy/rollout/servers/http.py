@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -413,6 +414,7 @@ class EngineClient:
 
         async with httpx2.AsyncClient(
             auth=self._authorize,
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # none is kept
             headers={"Accept-Encoding": "gzip"},  # the encoding that read_body can bound
             # reading the system's certificates takes a tenth of a second
             verify=self.url.startswith("https:"),

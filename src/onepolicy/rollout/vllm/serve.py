@@ -160,7 +160,7 @@ def command_line(settings: dict[str, Any], host: str, port: int) -> list[str]:
 
     settings: EngineArgs; None leaves one to vLLM.
     """
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--host", host, "--port", str(port)]
     for name, value in settings.items():
         command += _flag(name.replace("_", "-"), value)

@@ -7,7 +7,9 @@ from itertools import product
 
 import pytest
 
-from onepolicy.envs.tasks import math_grader
+from onepolicy.bounded import Limits, StoppedError
+from onepolicy.config import GymTask
+from onepolicy.envs.tasks import math_grader, reasoning_gym
 from onepolicy.envs.tasks.math_grader import MathGrader
 from onepolicy.envs.tasks.math_verify_worker import MEMORY_BYTES
 from onepolicy.envs.tasks.reasoning_gym import safe_to_evaluate
@@ -152,12 +154,41 @@ HARMFUL += [
     "99999999!",
 ]
 HARMFUL += ["[0]*99999999999", "'a'*99999999999", "1<<99999999999", "01+open('x')", "x.y"]
-HARMFUL += ["factorial(10**9)", "99999999!"]
+HARMFUL += ["factorial(10**9)", "99999999!", "[" + "1," * 10**6 + "]"]
 
 
 def test_what_is_safe_to_evaluate():
     assert [answer for answer in HARMLESS if not safe_to_evaluate(answer)] == []
     assert [answer for answer in HARMFUL if safe_to_evaluate(answer)] == []
+
+
+@pytest.mark.process
+def test_an_expression_that_passes_the_filter_ends_its_child_only(monkeypatch):
+    """sympy reduces the angle with e^60 digits; float() asks for an integer of 10^11 digits."""
+    monkeypatch.setattr(reasoning_gym, "GRADING", Limits(2**28, 1.0))
+    for name, answer in (("countdown", "sin(exp(exp(60)))"), ("puzzle24", "exp(99999999999)")):
+        task = reasoning_gym.ReasoningGym(GymTask(name=name))
+        problem = task.train_problem(0)
+        assert safe_to_evaluate(answer)
+        assert [task.grade(problem, answer) for _ in range(2)] == [0.0, 0.0]
+        assert task.take_metrics() == {"rollout/grader_timeouts": 2.0}
+        assert task.grade(problem, f"({problem.answer})") == 1.0
+        assert task.take_metrics() == {}
+
+
+def test_a_step_waits_for_few_endless_expressions(monkeypatch):
+    asked = []
+
+    def stop(*question):
+        asked.append(question)
+        raise StoppedError("took longer")
+
+    monkeypatch.setattr("onepolicy.bounded.ask", stop)
+    task = reasoning_gym.ReasoningGym(GymTask(name="countdown"))
+    problem = task.train_problem(0)
+    assert [task.grade(problem, "1+1") for _ in range(20)] == [0.0] * 20
+    assert len(asked) == 8
+    assert task.take_metrics() == {"rollout/grader_timeouts": 8, "rollout/grader_skipped": 12}
 
 
 @pytest.fixture
