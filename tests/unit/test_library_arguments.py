@@ -291,6 +291,6 @@ def test_every_public_name_is_in_a_docs_page() -> None:
 def test_a_mistyped_name_of_the_library_is_answered_with_the_nearest():
     with pytest.raises(AttributeError, match=r"'reweigth'; did you mean reweight\?"):
         _ = op.reweigth
-    with pytest.raises(AttributeError, match="no attribute 'zzz'$"):
+    with pytest.raises(AttributeError, match=r"no attribute 'zzz'$"):
         _ = op.zzz
     assert not hasattr(op, "reweigth")
