@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,9 @@ if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _PUBLIC:
-            raise AttributeError(f"module 'onepolicy' has no attribute {name!r}")
+            near = "".join(difflib.get_close_matches(name, _PUBLIC, n=1))
+            hint = f"; did you mean {near}?" if near else ""
+            raise AttributeError(f"module 'onepolicy' has no attribute {name!r}{hint}")
         return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 

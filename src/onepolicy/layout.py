@@ -131,14 +131,14 @@ def restore_layout(flat: Tensor, like: Layout) -> Layout:
     return list(flat.split([len(v) for v in like]))
 
 
-def slot_index(slot: int, like: Layout) -> tuple[int, ...]:
-    """Return the index of a flat slot in a layout: (t,), (row, t) or (item, t)."""
+def slot_index(slot: int, like: Layout) -> list[int]:
+    """Return the index of a flat slot in a layout: [t], [row, t] or [item, t]."""
     if isinstance(like, Tensor):
         if like.dim() == 1:
-            return (slot,)
-        return slot // like.shape[1], slot % like.shape[1]
+            return [slot]
+        return [slot // like.shape[1], slot % like.shape[1]]
     for number, item in enumerate(like):
         if slot < len(item):
-            return number, slot
+            return [number, slot]
         slot -= len(item)
     raise AssertionError(slot)

@@ -134,4 +134,7 @@ def above_zero(lowest: float, highest: float) -> str:
             "all values are between 0 and 1: probabilities instead of their logarithms? "
             "Take the logarithm"
         )
-    return "a log-probability is never above 0"
+    fault = "a log-probability is never above 0"
+    if lowest >= 0:
+        fault += "; negative log-likelihoods? Negate them"
+    return fault

@@ -205,7 +205,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (look(segment=BAD), "segment is -1"),
     (weigh(A, B, M, SEQ, segment=SEGMENT.float()), "segment is float32"),
     (look(segment=SEGMENT[1:]), r"segment has shape \[99\]"),
-    (look(), "need `segment`"),
+    (look(), r"need `segment`.*torch\.zeros\(T\)\.long\(\) for one"),
     (look(segment=SEGMENT, entropy=A[1:]), "entropy has shape"),
     # fields
     (weigh([], [], [], TIS), "logp_old is an empty list"),
@@ -286,3 +286,11 @@ def test_every_public_name_is_in_a_docs_page() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     named = [name for name in op.__all__ if f"op.{name}" in text]
     assert set(op.__all__) - set(named) <= {"__version__", "Sample"}
+
+
+def test_a_mistyped_name_of_the_library_is_answered_with_the_nearest():
+    with pytest.raises(AttributeError, match=r"'reweigth'; did you mean reweight\?"):
+        _ = op.reweigth
+    with pytest.raises(AttributeError, match=r"no attribute 'zzz'$"):
+        _ = op.zzz
+    assert not hasattr(op, "reweigth")

@@ -85,14 +85,17 @@ def test_probabilities_in_the_place_of_their_logarithms_are_refused(subtests):
         if name == "diagnose":  # this names it as the cause
             continue
         more = {} if name in everywhere else {"nonfinite": "raise"}
-        words = rf"{name}: logp_\w+ \((0, )?1,?\) is 0.25: all values are between 0 and 1: probab"
+        words = rf"{name}: logp_\w+ \[(0, )?1\] is 0.25: all values are between 0 and 1: probab"
         with subtests.test(name), pytest.raises(op.UsageError, match=words):
             call(**more)
     high = rollout.clone()
     high[0, 2] = 3.0
     for name, call in calls(-old, high, mask).items():  # -log p, say
         if name in everywhere:
-            with pytest.raises(op.UsageError, match=r"is 0\.5: a log-probability is never above 0"):
+            words = (
+                r"is 0\.5: a log-probability is never above 0; negative log-likelihoods\? Negate"
+            )
+            with pytest.raises(op.UsageError, match=words):
                 call()
     fine = [torch.tensor([[9.0, 1e-4, *[-1.0] * 7]]) for _ in range(2)]
     for name, call in calls(*fine, mask).items():

@@ -197,7 +197,10 @@ def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
             f"{path}: line {number} is not JSON ({reason}); was its writer killed?"
         ) from None
     if not isinstance(row, dict):
-        raise UsageError(f"{path}: line {number} holds {type(row).__name__}; expected an object")
+        raise UsageError(
+            f"{path}: line {number} holds {type(row).__name__}; expected an object: write one row "
+            "a line, not an array of all"
+        )
     return row
 
 

@@ -263,7 +263,8 @@ def select_columns(
 
     Raises UsageError if a required or a mapped column is missing, or some but not all of ROUTES.
     """
-    selected = {}
+    selected: dict[str, str] = {}
+    lacking: dict[str, str] = {}
     for ours, spec in COLUMNS.items():
         theirs = mapping.get(ours, ours)
         if theirs in available:
@@ -272,9 +273,14 @@ def select_columns(
             for names, layout in LAYOUTS:
                 if names <= set(available) and theirs == ours:
                     raise UsageError(f"{source}: is {layout} (docs/audit.md)")
-            has = ", ".join(sorted(map(str, available))) or "none"
-            fix = f"--columns {ours}=THEIRS names another"
-            raise UsageError(f"{source}: column {theirs} is missing; it has {has}; {fix}")
+            lacking[ours] = theirs
+    if lacking:
+        has = ", ".join(sorted(map(str, available))) or "none"
+        fix = " ".join(f"--columns {ours}=THEIRS" for ours in lacking)
+        names, verb = f"column {', '.join(lacking.values())} is", "names another"
+        if len(lacking) > 1:
+            names, verb = f"columns {', '.join(lacking.values())} are", "name others"
+        raise UsageError(f"{source}: {names} missing; it has {has}; {fix} {verb}")
     missing = [name for name in ROUTES if name not in selected]
     if missing and len(missing) < len(ROUTES):
         raise UsageError(

@@ -29,6 +29,14 @@ class Place(NamedTuple):
         return [_tag(self.classes)] if self.classes else []
 
 
+def _list_of(where: str, value: object) -> str:
+    """Return how to write a list. The shell has taken the quotes out of a text like [a, b]."""
+    if not (isinstance(value, str) and value.startswith("[") and value.endswith("]")):
+        return f"{where}=[...]"
+    names = ", ".join(f'"{name.strip()}"' for name in value[1:-1].split(","))
+    return f"'{where}=[{names}]' with both kinds of quotes, which the shell takes away"
+
+
 def describe_errors(error: ValidationError, kind: type[Frozen] = RunConfig) -> str:
     """Return one line per problem: field, value, fix."""
     problems = [
@@ -73,7 +81,7 @@ def _describe(problem: Problem, kind: type[Frozen]) -> str:
         case "model_type" | "model_attributes_type":
             return f"{where}: {value!r} is a value, but this is a section{_meant(place, value)}"
         case "tuple_type" | "list_type":
-            return f"{where}: {value!r} is no list; write {where}=[...]"
+            return f"{where}: {value!r} is no list; write {_list_of(where, value)}"
         case "value_error":
             return str(problem["msg"]).removeprefix("Value error, ")
         case _:

@@ -223,7 +223,8 @@ def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
         )
         if fields.segment is None:
             raise UsageError(
-                f"{name}: [T] fields need `segment`, the sequence that each slot belongs to"
+                f"{name}: [T] fields need `segment`, the sequence that each slot belongs to "
+                "(torch.zeros(T).long() for one)"
             )
         numbered, _ = fields.numbered()
         return function(**{**given, "segment": numbered.segment}, **options)

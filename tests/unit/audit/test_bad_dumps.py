@@ -194,10 +194,23 @@ def test_missing_empty_and_truncated(tmp_path) -> None:
     for table, fault in (
         (three, "column logp_trainer is missing; it has logp_rollout, mask, tokens"),
         (none, r"d\.parquet: empty"),
+        (
+            pa.table({"tokens": [[1]], "old_log_probs": [[-1.0]], "logp_rollout": [[-1.0]]}),
+            "columns mask, logp_trainer are missing; it has logp_rollout, old_log_probs, tokens; "
+            "--columns mask=THEIRS --columns logp_trainer=THEIRS name others",
+        ),
     ):
         pq.write_table(table, tmp_path / "d.parquet")
         with pytest.raises(UsageError, match=fault):
             audit(tmp_path / "d.parquet", {})
+
+
+def test_an_array_of_rows_is_no_jsonl(tmp_path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps([{"tokens": [1]}]))
+    words = "line 1 holds list; expected an object: write one row a line, not an array of all"
+    with pytest.raises(UsageError, match=words):
+        audit(path, {})
 
 
 def test_foreign_parquet_types(tmp_path) -> None:

@@ -1,5 +1,8 @@
 """docs/corrections.md holds the current preset table and predicted numbers."""
 
+import re
+
+from onepolicy.config.presets import correction_presets
 from onepolicy.correct.equations import markdown_table
 from onepolicy.correct.predict import predict
 from onepolicy.correct.presets import preset
@@ -22,3 +25,17 @@ def predicted_table() -> str:
 def test_the_page_is_current():
     for table in (markdown_table(), predicted_table()):
         assert table in PAGE, f"docs/corrections.md is not current; it should contain\n{table}"
+
+
+def test_pages_name_presets_that_one_can_choose():
+    """corrections.md lists the names of other frameworks, evidence.md has the arms of old runs."""
+    translated = {name for name, row in correction_presets().items() if "question" not in row}
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    found = {
+        f"{page.name}: {name}"
+        for page in pages
+        if page.name not in ("corrections.md", "evidence.md")
+        for name in re.findall(r"[`\"=]([\w-]+\*?)[`\" ]", page.read_text(encoding="utf-8"))
+        if name in translated or name.endswith("-centering*")
+    }
+    assert not found
