@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, RoutingPressure, UsageError
+from onepolicy.config.lora import LoraConfig
 from onepolicy.config.numerics import Numerics
+from onepolicy.invariant.enable import enable_invariant
 from onepolicy.invariant.switch import TILE
+from onepolicy.models import fp32_head
+from onepolicy.models.fp32_head import Fp32Head
 from onepolicy.replay.routers import Routers
+from onepolicy.rollout.hf.adapter import HeldAdapter
 from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
 from onepolicy.rollout.hf.forward import CachedForward
 from onepolicy.rollout.hf.kv_cache import KVCache
+from onepolicy.rollout.hf.plain_layers import use_plain_layers
+from onepolicy.rollout.hf.pressure import Pressure
 from onepolicy.rollout.hf.scheduler import InterruptibleBatch
-
-if TYPE_CHECKING:
-    from onepolicy.config.lora import LoraConfig
-    from onepolicy.models.fp32_head import Fp32Head
-    from onepolicy.rollout.hf.adapter import HeldAdapter
-    from onepolicy.rollout.hf.pressure import Pressure
+from onepolicy.rollout.hf.static_batch import StaticBatch
 
 KV_CACHE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # rotary frequencies that depend on the longest sequence of the batch
@@ -32,8 +33,6 @@ FIRST_PRIORITY = -1  # of a decode step's short kernels over the learner's long 
 
 def install_head(model: PreTrainedModel, dtype: torch.dtype) -> Fp32Head:
     """Give the model a float32 copy of its head (rollout.engine.lm_head)."""
-    from onepolicy.models import fp32_head
-
     return fp32_head.install_fp32_head(
         model.eval(), dtype, field="rollout.engine.lm_head", copy=True
     )
@@ -43,8 +42,6 @@ def install_adapter(model: PreTrainedModel, settings: LoraConfig | None) -> Held
     """Let the model compute with an adapter of its own (train.lora.sync = native)."""
     if settings is None:
         return None
-    from onepolicy.rollout.hf.adapter import HeldAdapter
-
     return HeldAdapter(model, settings)
 
 
@@ -52,8 +49,6 @@ def install_pressure(model: PreTrainedModel, settings: RoutingPressure | None) -
     """Put noise on the model's routers (rollout.pressure)."""
     if settings is None:
         return None
-    from onepolicy.rollout.hf.pressure import Pressure
-
     pressure = Pressure(model, settings)
     pressure.refresh(0)
     return pressure
@@ -69,8 +64,6 @@ def make_batch(
 ) -> InterruptibleBatch:
     """Return a batch over the KV cache, or over the model's native cache if it holds more."""
     if needs_static_batch(model):
-        from onepolicy.rollout.hf.static_batch import StaticBatch
-
         return StaticBatch(
             model, routers, max_num_seqs=config.max_num_seqs, combine_weights=combine_weights
         )
@@ -111,8 +104,6 @@ def needs_static_batch(model: PreTrainedModel) -> bool:
 
 
 def _enable_on_policy_numerics(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
-    from onepolicy.invariant.enable import enable_invariant
-
     if not isinstance(batch, ContinuousBatch):
         raise UsageError(
             f"numerics: {type(model).__name__} decodes with its native cache, which on-policy "
@@ -134,8 +125,6 @@ def choose_layers(
 
 def _decode_by_functions(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
     if isinstance(batch, ContinuousBatch) and batch.cache.device.type == "cpu":
-        from onepolicy.rollout.hf.plain_layers import use_plain_layers
-
         use_plain_layers(model, batch.cache)
 
 
