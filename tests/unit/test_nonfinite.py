@@ -92,7 +92,9 @@ def test_probabilities_in_the_place_of_their_logarithms_are_refused(subtests):
     high[0, 2] = 3.0
     for name, call in calls(-old, high, mask).items():  # -log p, say
         if name in everywhere:
-            words = r"is 0\.5: a log-probability is never above 0; negative log-likelihoods\? Negate"
+            words = (
+                r"is 0\.5: a log-probability is never above 0; negative log-likelihoods\? Negate"
+            )
             with pytest.raises(op.UsageError, match=words):
                 call()
     fine = [torch.tensor([[9.0, 1e-4, *[-1.0] * 7]]) for _ in range(2)]
