@@ -212,9 +212,11 @@ TRAINER: Rules = (
         lambda run: run.train.ranks > 0 and on_policy(run),
     ),
     error(
-        "model.dtype: the shards of train.ranks are float32; set train.fsdp_param_dtype = "
-        "bfloat16 instead, which gathers them rounded",
-        lambda run: run.train.ranks > 0 and run.model.dtype == "bfloat16",
+        "model.dtype: the shards of train.ranks that learn are float32; set "
+        "train.fsdp_param_dtype = bfloat16 instead, which gathers them rounded, or train.lora",
+        lambda run: (
+            run.train.ranks > 0 and run.model.dtype == "bfloat16" and run.train.lora is None
+        ),
     ),
     error(
         "rollout.engine.kind: {rollout.engine.kind} is a server of its own, which cluster.kind = "

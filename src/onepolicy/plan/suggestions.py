@@ -11,20 +11,58 @@ from onepolicy.notation import counted
 from onepolicy.plan.dims import format_count
 from onepolicy.plan.planner import Planner, PlanOption
 from onepolicy.plan.splits import ENGINE_SIZES, DeviceSplit
-from onepolicy.plan.step_work import in_process
+from onepolicy.plan.step_work import in_process, replicated
 from onepolicy.train.optimiser_memory import shard_sizes
 
 FEWEST_SEQUENCES = 4  # that an engine shall still sample at once
 MAX_DEVICES = 2**14  # the search for a number of devices ends here
 
 
+class _Changes:
+    """Changes to a recipe, one after another: its plan with all of them, and a line for each."""
+
+    def __init__(self, planner: Planner, split: DeviceSplit, config: RunConfig) -> None:
+        self.planner, self.split, self.config = planner, split, config
+        self.option = planner.evaluate_split(split, config)
+        self.lines: list[str] = []
+        self.settings: list[str] = []
+
+    def take(self, setting: str, config: RunConfig, option: PlanOption) -> None:
+        """Keep a change that was planned. setting: what makes it."""
+        as_well = "with " if self.lines else ""
+        self.lines.append(f"{as_well}{setting}: {_verdict(option)}")
+        self.settings.append(setting)
+        self.config, self.option = config, option
+
+
 def suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
-    """Return one line for each suggestion; none if the option fits."""
+    """Return one line for each suggestion; none if the option fits.
+
+    Host memory is that of these learners, so it is told once they fit.
+    """
+    if in_process(planner.config) and _needs_server(planner):
+        return [
+            "rollout.engine.kind=vllm-server rollout.engine.url=http://HOST:8000, a server on "
+            f"other devices: the engine's weights alone take {planner.weights.total / 1e9:.0f} GB, "
+            f"and the learner's device has {planner.room / 1e9:.0f}"
+        ]
     lines = []
     if not chosen.learner_fits:
         lines += _learner_suggestions(planner, chosen)
     if not chosen.engine_fits:
         lines += _engine_suggestions(planner, chosen)
+    if chosen.learner_fits:
+        lines += _host_suggestions(planner, chosen)
+    return lines
+
+
+def _needs_server(planner: Planner) -> bool:
+    """Return whether an engine beside the learner is too large, even quantised, for one device."""
+    return planner.cluster.count > 1 and planner.weights.total > 2 * planner.room
+
+
+def _host_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
+    lines = []
     if chosen.host_state + chosen.save.staged > chosen.host_room:
         needed, rests = chosen.host_state + chosen.save.staged, ""
         if chosen.host_state:
@@ -44,58 +82,88 @@ def suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
 
 
 def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
-    """Suggest settings of train until the learner fits with all of them, then more devices."""
-    split, lines = chosen.split, []
-    config = planner.settings_of(split.learners)
+    """Suggest settings until the learner fits with all of them, else adapters and more devices."""
+    split = chosen.split
+    changes = _Changes(planner, split, planner.settings_of(split.learners))
+    _change_train(changes)
+    before_state = list(changes.settings)
+    if not changes.option.learner_fits and changes.config.optim.state == "device":
+        _change_optimiser_state(changes)
+    all_weights = changes.config
+    for shrink in (_fewer_sequences, _smaller_micro_batch):
+        smaller = None
+        if not changes.option.learner_fits:
+            smaller = shrink(planner, split, changes.config)
+        if smaller is not None and _saves(planner, split, changes.config, smaller[2]):
+            changes.take(*smaller)
+    if changes.option.learner_fits:
+        return [*changes.lines, _to_type(planner, split, changes.settings)]
+    lines = changes.lines + _with_adapters(planner, split, all_weights, before_state)
+    return [*lines, _more_devices(changes)]
+
+
+def _more_devices(changes: _Changes) -> str:
+    """Return the line of the number of devices on which all weights fit."""
+    planner, split = changes.planner, changes.split
+    with_these = "all weights"
+    if changes.lines:
+        with_these = f"all weights, with {' '.join(changes.settings)},"
+    ranks = _enough_ranks(planner, split, changes.config)
+    if ranks is None:
+        reason = _unsharded_memory(planner, changes.config)
+        return f"{with_these} fit on no number of learner devices: {reason}"
+    if ranks < split.learners:
+        return f"{with_these} fit on {counted(ranks, 'device')} that learn: they divide the experts"
+    beside = ""
+    if not in_process(planner.config):
+        beside = f", beside the engine's {split.engines * split.tensor_parallel}"
+    return f"{with_these} fit on {counted(ranks, 'device')} that learn{beside}"
+
+
+def _change_train(changes: _Changes) -> None:
+    """Take settings of train until the learner fits."""
+    ranks = changes.split.learners
     for name, value in (
         ("reuse_scoring_forward", False),
         ("activation_checkpointing", True),
         ("fsdp_param_dtype", "bfloat16"),
         ("logits_chunk", None),
     ):
-        changed = _with_train_setting(config, name, value, ranks=split.learners)
-        if changed is None:
+        config = changes.config
+        changed = _with_train_setting(config, name, value, ranks=ranks)
+        if changed is None or changes.option.learner_fits:
             continue
-        option = planner.evaluate_split(split, changed)
+        option = changes.planner.evaluate_split(changes.split, changed)
         # What comes after it needs graphs to be freed, even where it saves nothing by itself.
-        if name == "reuse_scoring_forward" or _saves(planner, split, config, option):
-            lines.append(f"{_setting(name, value, split, config)}: {_verdict(option)}")
-            config = changed
-            if option.learner_fits:
-                return lines
-    if config.optim.state == "device":
-        for state in ("host", "8bit"):
-            changed = with_optimiser_state(config, state)
-            option = planner.evaluate_split(split, changed)
-            if option.learner_fits and option.host_fits:
-                return [*lines, f"optim.state={state}: {_verdict(option)}"]
-        if not planner.cluster.is_cpu:
-            config = with_optimiser_state(config, "host")
-            lines.append(f"optim.state=host: {_verdict(planner.evaluate_split(split, config))}")
-    for shrink in (_fewer_sequences, _smaller_micro_batch):
-        smaller = shrink(planner, split, config)
-        if smaller is None:
-            continue
-        setting, changed, option = smaller
-        if _saves(planner, split, config, option):
-            also = " as well" if lines else ""
-            lines.append(f"{setting}{also}: {_verdict(option)}")
-            config = changed
-            if option.learner_fits:
-                return lines
-    lora = _with_adapters(planner, split, config)
-    if lora is not None:
-        lines.append(lora)
-    ranks = _enough_ranks(planner, split, config)
-    with_these = " with these" if lines else ""
-    if ranks is None:
-        reason = _unsharded_memory(planner, config)
-        lines.append(f"no number of learner devices is enough{with_these}: {reason}")
-    elif ranks < split.learners:
-        lines.append(f"{counted(ranks, 'device')} that learn{with_these}, which divide the experts")
-    else:
-        lines.append(f"at least {counted(ranks, 'device')} that learn{with_these}")
-    return lines
+        if name == "reuse_scoring_forward" or _saves(
+            changes.planner, changes.split, config, option
+        ):
+            changes.take(_setting(name, value, changes.split, config), changed, option)
+
+
+def _change_optimiser_state(changes: _Changes) -> None:
+    """Take the state that fits, else the host's memory: on a CPU that is the same memory."""
+    tried = {}
+    for state in ("host", "8bit"):
+        changed = with_optimiser_state(changes.config, state)
+        tried[state] = changed, changes.planner.evaluate_split(changes.split, changed)
+        if tried[state][1].learner_fits and tried[state][1].host_fits:
+            changes.take(f"optim.state={state}", *tried[state])
+            return
+    if not changes.planner.cluster.is_cpu:
+        changes.take("optim.state=host", *tried["host"])
+
+
+def _to_type(planner: Planner, split: DeviceSplit, settings: list[str]) -> str:
+    """Return the line with all settings at once, which a user copies behind `onepolicy plan`."""
+    words = [word for setting in settings for word in setting.split() if "=" in word]
+    words = [word.rstrip(",") for word in words]
+    if split.learners > 1 and planner.config.train.ranks != split.learners:
+        words = [f"train.ranks={split.learners}", *words]
+        if not in_process(planner.config):
+            words.append(f"--tensor-parallel {split.tensor_parallel}")
+    left_out = [setting for setting in settings if "=" not in setting]
+    return ", ".join([f"type: {' '.join(dict.fromkeys(words))}", *left_out])
 
 
 def _saves(planner: Planner, split: DeviceSplit, config: RunConfig, option: PlanOption) -> bool:
@@ -125,53 +193,107 @@ def _fewer_sequences(
     return found
 
 
-def _with_adapters(planner: Planner, split: DeviceSplit, config: RunConfig) -> str | None:
-    """Return the line of LoRA in place of all weights; None if the recipe cannot have it.
+def _with_adapters(
+    planner: Planner, split: DeviceSplit, config: RunConfig, settings: list[str]
+) -> list[str]:
+    """Return the lines of LoRA in place of all weights; none if the recipe cannot have it.
 
-    If it does not fit, the learner's weights are 4-bit, and then the engine's beside it fp8.
+    If it does not fit, the next try has fewer bytes: of the adapters, the weights, the engine.
+    settings: by which the recipe was changed, optim.state apart, which is not for adapters.
     """
     if config.train.lora is not None or config.objective.has_critic:
-        return None
-    config, line = with_optimiser_state(config, "device"), ""
-    four_bit = LoraConfig(base="nf4")
-    tries: list[tuple[LoraConfig, Fp8 | None]] = [(LoraConfig(), None), (four_bit, None)]
-    if in_process(config) and config.rollout.quant is None:
-        tries.append((four_bit, Fp8()))
-    for lora, quant in tries:
-        settings, adapted = _adapted(config, lora, quant)
+        return []
+    config = with_optimiser_state(config, "device")
+    for lora, quant in _adapter_tries(planner, split, config):
+        added, adapted = _adapted(config, lora, quant, split.learners)
         made = planner.replanned(adapted)
-        option = made.evaluate_split(split, adapted)
+        changes = _Changes(made, _best_split(made, split, quant), adapted)
         for shrink in (_fewer_sequences, _smaller_micro_batch):
-            smaller = None if option.learner_fits else shrink(made, split, adapted)
-            if smaller is not None and _saves(made, split, adapted, smaller[2]):
-                setting, adapted, option = smaller
-                settings = f"{settings} {setting}"
-        line = f"or {settings}, adapters alone, with these but optim.state: {_verdict(option)}"
-        if option.learner_fits:
-            break
-        if split.learners > 1:
-            ranks = _enough_ranks(made, split, adapted)
-            if ranks is not None:
-                line = f"{line}; with {counted(ranks, 'device')} that learn it fits"
-            return line
-    return line
+            smaller = None
+            if not changes.option.learner_fits:
+                smaller = shrink(made, changes.split, changes.config)
+            if smaller is not None and _saves(made, changes.split, changes.config, smaller[2]):
+                changes.take(*smaller)
+        added += changes.settings
+        line = f"or adapters alone, {' '.join(added)}: {_verdict(changes.option)}"
+        if changes.option.learner_fits and changes.option.engine_fits:
+            return [line, _to_type(planner, changes.split, [*settings, *added])]
+    ranks = None
+    if split.learners > 1:
+        ranks = _enough_ranks(made, changes.split, changes.config)
+    if ranks is not None:
+        line = f"{line}; with {counted(ranks, 'device')} that learn it fits"
+    return [line]
 
 
-def _adapted(config: RunConfig, lora: LoraConfig, quant: Fp8 | None) -> tuple[str, RunConfig]:
-    """Return the settings that give a recipe adapters and a quantised engine, and the recipe."""
-    rollout = config.rollout.model_copy(update={"quant": quant or config.rollout.quant})
-    train = config.train.model_copy(update={"lora": lora})
-    adapted = config.model_copy(update={"train": train, "rollout": rollout})
-    settings = f"train.lora.rank={lora.rank}"
+def _adapter_tries(
+    planner: Planner, split: DeviceSplit, config: RunConfig
+) -> list[tuple[LoraConfig, Fp8 | None]]:
+    """Return adapters and formats of the engine to try, the largest first.
+
+    Frozen weights in 4 bits are not sharded. Every rank has all adapters, and those of experts are
+    many.
+    """
+    tries: list[tuple[LoraConfig, Fp8 | None]] = [(LoraConfig(), None)]
+    small = LoraConfig(base="nf4")
+    if split.learners > 1:
+        small = LoraConfig(targets=("attention",))
+    tries.append((small, None))
+    if config.rollout.quant is None and (in_process(config) or split.learners > 1):
+        tries.append((small, Fp8()))
+    return tries
+
+
+def _best_split(planner: Planner, split: DeviceSplit, quant: Fp8 | None) -> DeviceSplit:
+    """Return the split, or with a quantised server the one with the smallest learner.
+
+    The server then needs fewer devices, and the others learn.
+    """
+    if quant is None or in_process(planner.config) or replicated(planner.config):
+        return split
+    count, engines = planner.cluster.count, split.engines
+    others = [
+        DeviceSplit(count - engines * size, engines, size)
+        for size in ENGINE_SIZES
+        if engines * size < count
+    ]
+    options = [planner.evaluate_split(each) for each in [split, *others]]
+    return min(
+        (option for option in options if option.engine_fits),
+        key=lambda option: option.learner_used,
+        default=options[0],
+    ).split
+
+
+def _adapted(
+    config: RunConfig, lora: LoraConfig, quant: Fp8 | None, ranks: int
+) -> tuple[list[str], RunConfig]:
+    """Return the settings that give a recipe adapters and a quantised engine, and the recipe.
+
+    Frozen weights need no float32, so shards of them are bfloat16.
+    """
+    train = {"lora": lora}
+    settings, model = [f"train.lora.rank={lora.rank}"], config.model
     if lora.base == "nf4":
-        settings += " train.lora.base=nf4"
+        settings.append("train.lora.base=nf4")
+    if lora.targets is not None:
+        settings.append("""'train.lora.targets=["attention"]'""")
+    if ranks > 1 and config.model.dtype == "float32":
+        settings.append("model.dtype=bfloat16")
+        model = model.model_copy(update={"dtype": "bfloat16"})
+        if config.train.autocast != "off":
+            settings.append("train.autocast=off")
+        train |= {"autocast": "off", "fsdp_param_dtype": "same"}
+    rollout, evaluation = config.rollout, config.eval
     if quant is not None:
-        settings += f" rollout.quant={quant.format}"
-        if config.eval.every:  # else a third model, unquantised, evaluates
-            evaluation = config.eval.model_copy(update={"quantised": True})
-            adapted = adapted.model_copy(update={"eval": evaluation})
-            settings += " eval.quantised=true"
-    return settings, adapted
+        settings.append(f"rollout.quant={quant.format}")
+        rollout = rollout.model_copy(update={"quant": quant})
+        if evaluation.every:  # else a third model, unquantised, evaluates
+            settings.append("eval.quantised=true")
+            evaluation = evaluation.model_copy(update={"quantised": True})
+    changed = {"model": model, "rollout": rollout, "eval": evaluation}
+    changed["train"] = config.train.model_copy(update=train)
+    return settings, config.model_copy(update=changed)
 
 
 def memory_settings(planner: Planner, chosen: PlanOption) -> list[str]:

@@ -174,10 +174,22 @@ def _describe_split(split: DeviceSplit, shared: bool) -> str:
 
 def format_bytes(count: float) -> str:
     """Format bytes with a unit: 1.50 TB, 1.50 GB or 1.50 MB."""
+    unit, scale = _unit(count)
+    return f"{count / scale:.2f} {unit}"
+
+
+def format_used(used: float, room: float) -> str:
+    """Format bytes and the room for them in the room's unit: 1.50 of 72.00 GB, 71.7 of 72.0 GB."""
+    unit, scale = _unit(room)
+    digits = 2 if used < 10 * scale else 1
+    return f"{used / scale:.{digits}f} of {room / scale:.{digits}f} {unit}"
+
+
+def _unit(count: float) -> tuple[str, float]:
     for unit, scale in (("TB", 1e12), ("GB", 1e9)):
         if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count / 1e6:.2f} MB"
+            return unit, scale
+    return "MB", 1e6
 
 
 def _verdict_style(fits: bool) -> str:
@@ -211,7 +223,7 @@ def _add_memory_totals(table: Table, option: PlanOption) -> None:
     total = "total"
     if option.engine_on_learner:
         total = "total with the engine"
-    used = f"{format_bytes(option.learner_used)} of {format_bytes(option.learner_room)}"
+    used = format_used(option.learner_used, option.learner_room)
     engine_verdict = "fits" if option.engine_fits else "does not fit"
     engine_style = _verdict_style(option.engine_fits)
     if option.engine_on_learner and option.engine_fits:
@@ -226,10 +238,10 @@ def _add_memory_totals(table: Table, option: PlanOption) -> None:
     if start.device:
         table.add_row("  at the start, with a whole critic", format_bytes(start.device))
     if option.host_room < math.inf:
-        host = f"{format_bytes(start.host)} of {format_bytes(option.host_room)}"
+        host = format_used(start.host, option.host_room)
         table.add_row("host of rank 0 at the start", Text(host, _verdict_style(option.host_fits)))
     if option.host_state:
-        rests = f"{format_bytes(option.host_state)} of {format_bytes(option.host_room)}"
+        rests = format_used(option.host_state, option.host_room)
         style = _verdict_style(option.host_fits)
         table.add_row("AdamW's state in a node's memory", Text(rests, style))
 
@@ -314,7 +326,7 @@ def _checkpoint_table(option: PlanOption, config: RunConfig) -> Table:
     if save.staged:
         staged = format_bytes(save.staged)
         if option.host_room < math.inf:
-            staged += f" of {format_bytes(option.host_room)}"
+            staged = format_used(save.staged, option.host_room)
         style = _verdict_style(save.staged <= option.host_room)
         table.add_row("host memory of a node meanwhile", Text(staged, style))
     if not save.in_time:

@@ -18,6 +18,7 @@ from onepolicy.plan.planner import PlanOption
 from onepolicy.plan.splits import DeviceSplit, possible_splits
 from onepolicy.plan.step_work import StepWork
 from onepolicy.plan.suggestions import suggestions, uneven_experts
+from onepolicy.plan.tables import format_used
 from onepolicy.train import optimiser_memory
 from onepolicy.train.dry_run import MicroBatchMemory
 from support.paths import ROOT
@@ -606,3 +607,9 @@ def test_settings_that_cannot_be_planned_are_refused(capsys, monkeypatch, subtes
             plan = ["plan", "recipes/quickstart.toml", "--cluster", "1xcpu"]
             assert main([*plan, *arguments.split()]) == 2
             assert re.search(message, capsys.readouterr().err)
+
+
+def test_bytes_and_their_room_have_one_unit():
+    assert format_used(0.16e9, 8e9) == "0.16 of 8.00 GB"
+    assert format_used(782.5e9, 72e9) == "782.5 of 72.0 GB"
+    assert format_used(470.19e9, 2e12) == "0.47 of 2.00 TB"

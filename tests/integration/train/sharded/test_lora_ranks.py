@@ -232,6 +232,7 @@ def test_a_run_on_two_ranks_resumes_to_the_bit(train, two, tmp_path, monkeypatch
         "rollout.max_staleness=1",
         "train.activation_checkpointing=true",
         "train.fsdp_param_dtype=bfloat16",
+        "model.dtype=bfloat16",
         "objective.kl.coef=0.1",
         "rollout.quant=int8",
         "eval.every=1",
