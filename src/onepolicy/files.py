@@ -32,10 +32,13 @@ def named_write_errors(path: Path) -> Iterator[None]:
 def refuse_links_out(folder: Path, whose: str) -> None:
     """Raise UsageError for a symbolic link in a folder that leads out of it.
 
-    whose: the folder, as the error calls it.
+    whose: the folder, as the error calls it. The folder `wandb` is left out: its client links its
+    own logs, and starts a new folder for every process.
     """
     inside = folder.resolve()
     for above, folders, files in os.walk(folder):  # which follows no link
+        if Path(above) == folder and "wandb" in folders and not (folder / "wandb").is_symlink():
+            folders.remove("wandb")
         for path in (Path(above, name) for name in (*folders, *files)):
             if path.is_symlink() and not _leads_into(inside, path):
                 raise UsageError(

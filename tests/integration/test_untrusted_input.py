@@ -350,13 +350,24 @@ def test_a_link_out_of_a_checkpoint_is_not_copied(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [".lock", "metrics.jsonl", ".samples.jsonl.writing", "checkpoints", "probes", "a/b"]
+    "name",
+    [
+        ".lock",
+        "metrics.jsonl",
+        ".samples.jsonl.writing",
+        "checkpoints",
+        "probes",
+        "a/b",
+        "tensorboard/b",
+    ],
 )
 def test_a_resume_follows_no_link_out_of_a_strangers_run(name, tmp_path, capsys):
     """It would write, cut off or delete what the link leads to."""
     run = tmp_path / "run"
     run_of_task(run, {"kind": "chain"})
     (run / "checkpoints").rmdir()
+    (run / "wandb").mkdir()
+    (run / "wandb" / "debug-core.log").symlink_to(tmp_path)  # as its client does
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("precious")
     if "." not in name:

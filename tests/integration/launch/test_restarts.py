@@ -37,7 +37,7 @@ def run(monkeypatch, tmp_path):
         commands, waits, texts, left = [], [], [], list(ends)
 
         def end(command):
-            commands.append(command[3:])
+            commands.append(command[command.index("onepolicy") + 1 :])
             status, step = left.pop(0)
             if step is not None:
                 out.mkdir(exist_ok=True)

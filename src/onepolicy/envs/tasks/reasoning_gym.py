@@ -202,8 +202,12 @@ class ReasoningGym:
         if self._stopped >= MAX_STOPPED:
             self._skipped += 1
             return 0.0
-        question = {"name": self.config.name, "params": self.config.params}
-        question |= {"entry": problem.entry, "answer": answer}
+        question = {
+            "name": self.config.name,
+            "params": self.config.params,
+            "entry": problem.entry,
+            "answer": answer,
+        }
         try:
             reply = bounded.ask("onepolicy.envs.tasks.reasoning_gym:score", question, GRADING)
         except bounded.StoppedError:
