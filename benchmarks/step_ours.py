@@ -136,11 +136,16 @@ class Ours:
         self.runner = StepRunner(self.parts, build_hooks(self.parts))
         self.done = 0
 
+    def result(self) -> Any:
+        """Make the next step and return its StepResult."""
+        result = asyncio.run(self.runner.rl_step(self.done))
+        self.done += 1
+        return result
+
     def step(self) -> Step:
         begun = now()
-        result = asyncio.run(self.runner.rl_step(self.done))
+        result = self.result()
         wall, cpu = since(begun)
-        self.done += 1
         batch = result.batch
         sampled, tokens = int(batch.trainable.sum()), batch.num_slots + batch.num_samples
         parts = {part: result.metrics[f"time/{part}"] for part in PARTS}
