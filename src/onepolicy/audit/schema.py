@@ -277,10 +277,10 @@ def select_columns(
     if lacking:
         has = ", ".join(sorted(map(str, available))) or "none"
         fix = " ".join(f"--columns {ours}=THEIRS" for ours in lacking)
-        names, verb = f"column {', '.join(lacking.values())} is", "names another"
+        lacks, verb = f"column {', '.join(lacking.values())} is", "names another"
         if len(lacking) > 1:
-            names, verb = f"columns {', '.join(lacking.values())} are", "name others"
-        raise UsageError(f"{source}: {names} missing; it has {has}; {fix} {verb}")
+            lacks, verb = f"columns {', '.join(lacking.values())} are", "name others"
+        raise UsageError(f"{source}: {lacks} missing; it has {has}; {fix} {verb}")
     missing = [name for name in ROUTES if name not in selected]
     if missing and len(missing) < len(ROUTES):
         raise UsageError(

@@ -272,7 +272,7 @@ def _adapted(
 
     Frozen weights need no float32, so shards of them are bfloat16.
     """
-    train = {"lora": lora}
+    train: dict[str, object] = {"lora": lora}
     settings, model = [f"train.lora.rank={lora.rank}"], config.model
     if lora.base == "nf4":
         settings.append("train.lora.base=nf4")

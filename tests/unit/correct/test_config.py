@@ -87,6 +87,21 @@ def test_the_settings_to_write_for_a_translated_name_are_the_same_correction() -
         assert written.model_copy(update={"preset": name}) == preset(name), name
 
 
+@pytest.mark.parametrize(
+    ("framework", "theirs", "preset"),
+    [
+        ("skyrl", "# policy_loss_type=dppo, binary_tv, deltas 0.2", 'preset = "ipo"'),
+        ("prime-rl", "# its default loss, which adds kl_tau", 'preset = "ipo"'),
+        ("openrlhf", "# level=seq mode=mask gating=binary_kl threshold=[0,0.01]", "weight = "),
+    ],
+)
+def test_a_page_of_a_trainer_names_the_row_that_is_printed(
+    capsys: pytest.CaptureFixture[str], framework: str, theirs: str, preset: str
+) -> None:
+    assert main(["config", "preset", "--from", framework]) == 0
+    assert f"{theirs}\n[correction]\n{preset}" in capsys.readouterr().out
+
+
 def test_from_a_framework(capsys: pytest.CaptureFixture[str]) -> None:
     """What a trainer's settings are here. Each block is TOML of the correction or objective."""
     assert main(["config", "preset", "--from", "verl"]) == 0
