@@ -67,7 +67,7 @@ def bare(engine: VLLMEngine, prompts: list[list[int]], new: int) -> Callable[[],
             engine.llm.add_request(
                 f"bare {next(numbers)}",
                 prompt,
-                engine_module._sampling_params(Sampling(1.0, new), seed),
+                engine_module._sampling_params(Sampling(1.0, new), seed, engine._vocab),
             )
         while engine.llm.has_unfinished_requests():
             engine.llm.step()

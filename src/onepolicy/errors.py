@@ -36,10 +36,10 @@ def short_repr(value: Any) -> str:
 
 def describe_argument(value: object) -> str:
     """Return a tensor's dtype and shape, or the type of anything else, for an error message."""
-    dtype = str(getattr(value, "dtype", ""))
-    if not dtype.startswith("torch."):  # which is not imported here
+    dtype, shape = str(getattr(value, "dtype", "")), getattr(value, "shape", None)
+    if shape is None or not dtype.startswith("torch."):  # which is not imported here
         return type(value).__name__
-    return f"{dtype.removeprefix('torch.')} {list(value.shape)}"  # type: ignore[attr-defined]
+    return f"{dtype.removeprefix('torch.')} {list(shape)}"
 
 
 class _PrintableError(Exception):

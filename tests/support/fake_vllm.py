@@ -30,7 +30,8 @@ from support.waiting import LIMIT_S, until
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 3, 16, 4, 32
 SENT = {
-    *("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "ignore_eos", "seed"),
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop_token_ids", "ignore_eos"),
+    "seed",
     *("logprobs", "detokenize", "routed_experts_prompt_start"),
 }
 HF = Qwen3MoeConfig(
@@ -274,6 +275,8 @@ class FakeVLLM:
         logits[0] += bias
         raw = logits - np.log(np.exp(logits).sum())
         tempered = logits / (sampling["temperature"] or 1.0)
+        if sampling["min_p"]:
+            tempered[tempered < tempered.max() + np.log(sampling["min_p"])] = -np.inf
         if sampling["top_k"]:
             tempered[tempered < np.sort(tempered)[-sampling["top_k"]]] = -np.inf
         logp = tempered - np.log(np.exp(tempered).sum())

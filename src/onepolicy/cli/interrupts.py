@@ -65,7 +65,9 @@ def report_sigterm(arguments: argparse.Namespace) -> Iterator[None]:
     Does nothing under torchrun: Python would run the handler only after the main thread has left a
     collective of NCCL.
     """
-    if "WORLD_SIZE" in os.environ or threading.current_thread() is not threading.main_thread():
+    not_ours = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # ignored, or another's
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if "WORLD_SIZE" in os.environ or not_ours or not in_main_thread:
         yield
         return
     owner = os.getpid()

@@ -7,6 +7,7 @@ command prints after its work is done, so a failed print must not undo the work.
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,9 +38,14 @@ def stdout_error() -> str | None:
     return str(error.strerror)
 
 
-def _tolerant(stream: TextIO) -> TextIO:
+def _tolerant(stream: TextIO | None) -> TextIO:
     """Return the stream that a command prints to. One that a test put there stays."""
-    if not isinstance(stream, TextIOWrapper) or stream not in (sys.__stdout__, sys.__stderr__):
+    if stream is None:  # it was closed before the start
+        return open(os.devnull, "w")
+    if not isinstance(stream, TextIOWrapper):
+        return stream
+    if stream not in (sys.__stdout__, sys.__stderr__):
+        stream.reconfigure(errors="backslashreplace")
         return stream
     stream.flush()
     return TextIOWrapper(

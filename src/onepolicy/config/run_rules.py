@@ -55,6 +55,11 @@ SAMPLING: Rules = (
         lambda run: bool(run.rollout.sampling.min_p) and run.rollout.engine.kind == "sglang",
     ),
     error(
+        "eval.min_p: {eval.min_p}, but SGLang returns log-probabilities after top_k and top_p; "
+        "leave it out",
+        lambda run: bool(run.eval.min_p) and run.rollout.engine.kind == "sglang",
+    ),
+    error(
         "correction.centering: {correction.centering} takes the rollout's mean score over its "
         "likeliest tokens, which rollout.sampling.top_p, top_k or min_p cut; use another "
         "correction, or the whole vocabulary",

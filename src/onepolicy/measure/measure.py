@@ -32,6 +32,7 @@ from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay.checks import RoutingError
 from onepolicy.run.hooks import compare_scorings, repeat_metrics
 from onepolicy.run.make_policy import random_dense, tiny_policy
+from onepolicy.support.checks import SupportError
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import gap_of, k3_of, variant_scorer
@@ -238,7 +239,7 @@ async def score_rollouts(parts: MeasureComponents, say: Say = lambda text: None)
     if scorer.routers is not None:
         try:
             replayed = scorer.score(batch)
-        except RoutingError as error:
+        except (RoutingError, SupportError) as error:
             routes = str(error)
     top = None
     if parts.top_logprobs:

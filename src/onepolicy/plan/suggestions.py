@@ -375,7 +375,7 @@ def _setting(name: str, value: object, split: DeviceSplit, config: RunConfig) ->
     if name == "fsdp_param_dtype":
         text += f" with train.ranks={split.learners}"
         if config.train.autocast != "off":
-            text += " instead of train.autocast"
+            text += " and train.autocast=off"
     return text
 
 

@@ -8,17 +8,21 @@ from torch import Tensor
 from onepolicy.errors import TrainingError
 from onepolicy.support.trace import SupportTrace
 
-LEAST_OVERLAP = 0.5
-"""Least mean overlap of a sample's sets with the trainer's own sets of the same sizes.
+MOST_DISPLACED = 0.5
+"""Most mean probability of tokens that a set leaves out though they are likelier than one in it.
 
-Right sets differ at their border only, where probabilities are small: 0.98 and more with a router
-or a weight rounded to 4 bits. Sets of other slots have about the share of two unrelated sets.
+Top-k, top-p and min-p keep the likeliest tokens, so right sets have none but at their border, where
+engine and trainer round differently.
 """
-
-MOST_SEEN = 64
-"""Slots of a chunk of logits, of those with unlikely sets, whose sets are compared."""
+LEAST_SEEN = 16
+"""Compared slots of a sample, or of a batch, from which on their mean decides: one answer of one
+token may have changed between two versions of the weights."""
+COMPARED = 256
+"""Slots of a chunk of logits that are compared, in equal steps."""
 CLEAR_SHIFT = 0.99
 """Share of the neighbours' tokens in the sets from which on a shift is named as the cause."""
+CERTAIN = -1e-3
+"""Least log-probability of a set's only token: it was drawn from nothing else."""
 
 
 class SupportError(TrainingError):
@@ -71,7 +75,10 @@ def _whose(support: SupportTrace, tokens: Tensor, needed: Tensor) -> str:
             shares[shift] = float(found.float().mean())
     shift = max(shares, key=shares.__getitem__, default=0)
     if shares.get(shift, 0.0) < CLEAR_SHIFT:
-        return ". It belongs to another request, to another token, or to a row before sampling"
+        return (
+            ". It belongs to another request or token, or the engine's list was cut (more tokens "
+            "than it returns tie at top_k)"
+        )
     own = float(support.contains(tokens)[needed].float().mean())
     where = "before" if shift == 1 else "after"
     return (
@@ -80,44 +87,64 @@ def _whose(support: SupportTrace, tokens: Tensor, needed: Tensor) -> str:
     )
 
 
-def overlap_of(logps: Tensor, support: SupportTrace) -> Tensor:
-    """Return [m]: probability of each set over that of the trainer's likeliest tokens, as many.
+def check_certain(support: SupportTrace, logp_rollout: Tensor, mask: Tensor, *, name: str) -> None:
+    """Raise SupportError for a set of one token that the engine was not certain of.
 
-    Top-k, top-p and min-p all keep the likeliest tokens, so a right set has 1 but for its border,
-    whatever their values were. A set with half of the probability gets 1 unseen, and at most
-    MOST_SEEN of the others are compared: NaN for the rest. logps: [m, V] float32, of the whole
-    vocabulary.
+    logp_rollout: [T] float32. mask: [T] bool, sampled tokens.
     """
-    of_ids = logps[support.slot_of, support.ids.long()].exp()
-    mass = torch.segment_reduce(of_ids, "sum", lengths=support.sizes, unsafe=True)
-    found = torch.where(mass < LEAST_OVERLAP, torch.nan, 1.0)
-    seen = found.isnan().nonzero()[:, 0]
-    if not len(seen):
+    wrong = mask & (support.sizes == 1) & (logp_rollout < CERTAIN)
+    if wrong.any():
+        slot = int(wrong.nonzero()[0, 0])
+        raise SupportError(
+            f"{name}: {int(wrong.sum())} supports have their sampled token alone, but the engine "
+            f"gave it a log-probability of {float(logp_rollout[slot]):.4g}, the first in slot "
+            f"{slot}. The other tokens of the set were lost, or the values are of the whole "
+            "vocabulary (vLLM: logprobs_mode)"
+        )
+
+
+def displaced_mass(logps: Tensor, support: SupportTrace) -> Tensor:
+    """Return [m] float32: probability of tokens that a set leaves out and should not.
+
+    They are likelier than the least likely token of the set. At most COMPARED slots are looked at,
+    NaN for the rest. logps: [m, V] float32, of the trainer over the whole vocabulary.
+    """
+    found = torch.full((len(logps),), torch.nan, device=logps.device)
+    if not len(logps):
         return found
-    seen = seen[:: -(-len(seen) // MOST_SEEN)]
-    sizes = support.sizes[seen]
-    likeliest = logps[seen].topk(int(sizes.max()), -1).values.exp().cumsum(-1)
-    best = likeliest.gather(-1, (sizes - 1).clamp(min=0)[:, None])[:, 0]
-    return found.index_copy(0, seen, mass[seen] / best)
+    seen = torch.arange(0, len(logps), -(-len(logps) // COMPARED), device=logps.device)
+    chosen, rows = support.at(seen), logps[seen]
+    of_ids = rows[chosen.slot_of, chosen.ids.long()]
+    least = torch.segment_reduce(of_ids, "min", lengths=chosen.sizes, unsafe=True)
+    above = rows.exp().masked_fill_(rows <= least[:, None], 0.0).sum(-1)
+    own = of_ids.exp().masked_fill(of_ids <= least[chosen.slot_of], 0.0)
+    inside = torch.segment_reduce(own, "sum", lengths=chosen.sizes, unsafe=True)
+    return found.index_copy(0, seen, (above - inside).clamp(min=0.0))
 
 
-def check_overlap(overlap: Tensor, segment: Tensor, slots: Tensor) -> None:
-    """Raise SupportError for a sample whose sets are not those of the trainer's distribution.
+def check_displaced(displaced: Tensor, segment: Tensor, mask: Tensor, *, age: int = 0) -> None:
+    """Raise SupportError if sets of a sample, or of the batch, are not of the likeliest tokens.
 
-    overlap: [T] float32 of `overlap_of`. segment: [T] int64, sample of each slot. slots: [n] int64,
-    trainable ones.
+    displaced: [T] float32 of `displaced_mass`. segment: [T] int64, sample of each slot. mask: [T]
+    bool, sampled tokens. age: updates since the oldest token was sampled.
     """
-    values, samples = overlap[slots], segment[slots]
-    seen = ~values.isnan()
-    values, samples = values[seen], samples[seen]
-    zeros = torch.zeros(int(segment[-1]) + 1)
+    seen = mask & ~displaced.isnan()
+    values, samples = displaced[seen], segment[seen]
+    if not len(values):
+        return
+    zeros = values.new_zeros(int(samples.max()) + 1)
     count = zeros.index_add(0, samples, torch.ones_like(values))
     mean = zeros.index_add(0, samples, values) / count
-    wrong = (mean < LEAST_OVERLAP).nonzero()[:, 0].tolist()
+    wrong = ((mean > MOST_DISPLACED) & (count >= LEAST_SEEN)).nonzero()[:, 0].tolist()
+    if len(values) >= LEAST_SEEN and float(values.mean()) > MOST_DISPLACED:
+        wrong = sorted(set(samples.tolist()))
     if wrong:
+        stale = ""
+        if age > 0:
+            stale = f" Or they are too old: the oldest tokens were sampled {age} updates ago."
         raise SupportError(
-            f"batch: the supports of {len(wrong)} samples, the first is sample {wrong[0]}, have "
-            f"{float(mean[wrong[0]]):.0%} of the probability that the trainer's likeliest tokens, "
-            f"as many, have; right ones have {LEAST_OVERLAP:.0%} or more. They are sets of other "
-            "tokens, other requests or other weights. The batch was not trained on"
+            f"batch: the supports of {len(wrong)} samples, the first is sample {wrong[0]}, leave "
+            f"out tokens with {float(mean[wrong[0]]):.0%} of the trainer's probability that are "
+            "likelier than ones they have. They are sets of other tokens, other requests or other "
+            f"weights.{stale} The batch was not trained on"
         )

@@ -35,8 +35,8 @@ def log_probs(
 ) -> Tensor:
     """Return the log-probabilities of sampled tokens, over the tokens that they were drawn from.
 
-    Their gradient reaches the logits of the set and no others. The softmax is computed in float32,
-    without a table of [T, V] beside the logits.
+    Their gradient reaches the logits of the set and no others. With a support, the softmax is
+    computed in float32 from these logits alone: no second table of [T, V] is made.
 
     Args:
         logits: [T, V] floating; row t predicts `tokens[t]`.
@@ -54,31 +54,35 @@ def log_probs(
             in: over the whole vocabulary, every ratio would be wrong.
     """
     slots = _check_arguments(logits, tokens, mask)
-    tokens = tokens.long()
-    rows, own = logits, tokens
-    if slots is not None:
-        rows, own = logits[slots], tokens[slots]
-    tempered = rows.float() / _temperature_of(temperature, len(logits), slots)
+    own, divisor = tokens.long()[slots], _temperature_of(temperature, len(logits), slots)
     if support is None:
+        tempered = logits[slots].float() / divisor
         found = torch.log_softmax(tempered, -1).gather(-1, own[:, None])[:, 0]
     else:
         _check_support(support, logits, tokens, mask)
-        if slots is not None:
-            support = support.at(slots)
-        found = support_scores(tempered, own, support).logp
-    if slots is None:
-        return found
+        found = support_scores(logits, own, support.at(slots), rows=slots, divisor=divisor).logp
     return found.new_zeros(len(logits)).index_copy(0, slots, found)
 
 
-def support_scores(tempered: Tensor, tokens: Tensor, support: SupportTrace) -> SupportScores:
-    """Score slots over their sets.
+def support_scores(
+    logits: Tensor,
+    tokens: Tensor,
+    support: SupportTrace,
+    *,
+    rows: Tensor | None = None,
+    divisor: float | Tensor = 1.0,
+) -> SupportScores:
+    """Score m slots over their sets.
 
-    tempered: [m, V] float32, logits over the temperature. tokens: [m] int64, the sampled ones.
+    logits: [n, V] floating. tokens: [m] int64, the sampled ones. rows: [m] int64, row of each slot;
+    None: its own. divisor: of the logits, a number or [m, 1].
     """
-    slots, width = support.slot_of, tempered.shape[-1]
-    kept = tempered.reshape(-1).index_select(0, slots * width + support.ids)
-    sizes = support.sizes
+    slots, sizes = support.slot_of, support.sizes
+    places = slots if rows is None else rows[slots]
+    kept = logits.reshape(-1).index_select(0, places * logits.shape[-1] + support.ids).float()
+    if isinstance(divisor, Tensor) and divisor.dim():
+        divisor = divisor[:, 0][slots]
+    kept = kept / divisor
     # Without a set the maximum would be -inf, and -inf - -inf is not a number.
     top = _reduce(kept.detach(), "max", sizes).nan_to_num(neginf=0.0)
     total = _reduce((kept - top[slots]).exp(), "sum", sizes)
@@ -111,8 +115,8 @@ def _reduce(values: Tensor, how: str, sizes: Tensor) -> Tensor:
     return found
 
 
-def _check_arguments(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return the slots [m] to score, None for all. Raises UsageError."""
+def _check_arguments(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the slots [m] to score. Raises UsageError."""
     if logits.dim() != 2 or not logits.is_floating_point():
         raise UsageError(
             f"log_probs: logits is {describe_argument(logits)}, expected floating [T, V]; for a "
@@ -124,7 +128,7 @@ def _check_arguments(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> Ten
             f"[{len(logits)}], one for each row of logits"
         )
     if mask is None:
-        return None
+        return torch.arange(len(logits), device=logits.device)
     if mask.shape != tokens.shape or mask.dtype != torch.bool:
         raise UsageError(
             f"log_probs: mask is {describe_argument(mask)}, expected bool [{len(logits)}]"
@@ -145,15 +149,11 @@ def _check_support(
             f"log_probs: support is on {support.ids.device}, logits on {logits.device}; use "
             "support.to(logits.device)"
         )
-    if len(support.ids) and int(support.ids.max()) >= logits.shape[1]:
-        raise UsageError(
-            f"log_probs: support has token {int(support.ids.max())}, but logits are of "
-            f"{logits.shape[1]} tokens; it belongs to another vocabulary"
-        )
+    support.check_values(logits.shape[1])
     check_supports(support, tokens, mask, name="log_probs")
 
 
-def _temperature_of(temperature: float | Tensor, rows: int, slots: Tensor | None) -> float | Tensor:
+def _temperature_of(temperature: float | Tensor, rows: int, slots: Tensor) -> float | Tensor:
     if not isinstance(temperature, Tensor):
         if not (math.isfinite(temperature) and temperature > 0):
             raise UsageError(
@@ -168,4 +168,4 @@ def _temperature_of(temperature: float | Tensor, rows: int, slots: Tensor | None
             f"log_probs: temperature is {describe_argument(temperature)}, expected a number or "
             f"[{rows}]"
         )
-    return (temperature if slots is None else temperature[slots])[:, None]
+    return temperature[slots, None]

@@ -12,7 +12,7 @@ from onepolicy.config.replay import MIN_AGREEMENT, ReplayConfig
 from onepolicy.divergence.routing import router_differences
 from onepolicy.replay.alignment import check_alignment, check_captured
 from onepolicy.replay.checks import MisalignedRoutesError
-from onepolicy.support.checks import SupportError, check_supports
+from onepolicy.support.checks import check_certain, check_supports
 from onepolicy.support.trace import SupportTrace
 from onepolicy.types import TokenBatch
 
@@ -39,8 +39,8 @@ def check_batch(batch: TokenBatch, vocab: int, *, narrows: bool = False) -> None
         support = SupportTrace.missing(batch.num_slots)
     if support is not None:
         check_supports(support, batch.target_ids, batch.trainable, name="batch")
-        if int(support.ids.max()) >= vocab or int(support.ids.min()) < 0:
-            raise SupportError(f"batch: a support has token {int(support.ids.max())}, {outside}")
+        check_certain(support, batch.logp_rollout, batch.trainable, name="batch")
+        support.check_values(vocab)
 
 
 def _check_slots(

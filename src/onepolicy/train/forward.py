@@ -18,7 +18,7 @@ from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.models.chunk_size import MARK
 from onepolicy.models.logits_chunks import map_logits
 from onepolicy.models.packed_attention import Packing
-from onepolicy.support.checks import overlap_of
+from onepolicy.support.checks import displaced_mass
 from onepolicy.support.score import over_support, support_scores
 from onepolicy.types import TokenBatch
 
@@ -38,7 +38,7 @@ class Scored(NamedTuple):
     # [T] float32 over the whole vocabulary, 0 where not trainable; carries the graph if asked for
     entropy: Tensor
     entropy_support: Tensor | None = None  # [T] float32, over batch.support, if it has one
-    support_overlap: Tensor | None = None  # [T] float32, see `support.checks.overlap_of`
+    displaced: Tensor | None = None  # [T] float32, of `displaced_mass`, if asked for
     # [T, k] float32, log-probabilities of batch.top_ids, as `logp`; None if the batch has none
     top: Tensor | None = None
     # [T, k] int32, float32: the model's likeliest tokens and their log-probabilities, if asked for
@@ -62,13 +62,14 @@ def forward(
     autocast: torch.dtype | None = None,
     entropy_graph: bool = False,
     trainer_top: bool = False,
+    displaced: bool = False,
 ) -> Scored:
     """Score a batch that is on the model's device.
 
     Only trainable slots reach the vocabulary projection. Log-probabilities are
     `log_softmax(logits / temperature)` in float32, then gather, as in the rollout engine.
     entropy_graph: the entropy carries the graph. trainer_top: fill `Scored.trainer_top` if the
-    batch has `top_ids`.
+    batch has `top_ids`. displaced: fill `Scored.displaced` if it has `support`.
     """
     if layout is None:
         slots, packing = batch.trainable.nonzero()[:, 0], None
@@ -80,7 +81,8 @@ def forward(
     if not chunk or len(slots) <= chunk or invariant:
         tempered = tempered_logits(model, batch, slots, packing=packing, autocast=autocast)
         if batch.support is not None:
-            scores = _score_over_support(tempered, batch, slots, invariant=invariant, **options)
+            own_options = options | {"displaced": displaced, "invariant": invariant}
+            scores = _score_over_support(tempered, batch, slots, **own_options)
             return _scatter(scores, batch, slots)
         logps = torch.log_softmax(tempered, -1)
         del tempered
@@ -91,7 +93,8 @@ def forward(
         tempered = _tempered(logits, batch, own)
         del logits  # one table less at a time
         if batch.support is not None:
-            return _score_over_support(tempered, batch, own, invariant=False, **options)
+            own_options = options | {"displaced": displaced, "invariant": False}
+            return _score_over_support(tempered, batch, own, **own_options)
         logps = torch.log_softmax(tempered, -1)
         del tempered
         return _score_rows(logps, batch, own, **options)
@@ -130,6 +133,7 @@ def _score_over_support(
     slots: Tensor,  # [m] int64, of these rows
     *,
     invariant: bool,
+    displaced: bool,
     entropy_graph: bool,
     trainer_top: bool,
 ) -> tuple[Tensor, ...]:
@@ -149,7 +153,9 @@ def _score_over_support(
     with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
         logps = torch.log_softmax(tempered, -1)
         entropy = entropy_of(logps)
-    found = logp, entropy, scores.entropy.detach(), overlap_of(logps.detach(), support)
+    found = logp, entropy, scores.entropy.detach(), torch.full_like(entropy, math.nan)
+    if displaced:
+        found = *found[:3], displaced_mass(logps.detach(), support)
     if batch.top_ids is None or over_set is None:
         return found
     top = over_set.gather(-1, batch.top_ids[slots].long())
@@ -166,16 +172,16 @@ def _scatter(scores: tuple[Tensor, ...], batch: TokenBatch, slots: Tensor) -> Sc
         zeros = rows.new_zeros(batch.num_slots, *rows.shape[1:])
         all_slots.append(zeros.index_copy(0, slots, rows))
     logp, entropy, *tops = all_slots
-    entropy_support = overlap = None
+    entropy_support = displaced = None
     if batch.support is not None:
-        entropy_support, overlap, *tops = tops
+        entropy_support, displaced, *tops = tops
     top = top_of_model = None
     if tops:
         top = tops[0]
     if len(tops) > 1:
         top_of_model = tops[1], tops[2]
     row_of = None if batch.shared is None else batch.shared.row_of
-    return Scored(logp, entropy, entropy_support, overlap, top, top_of_model, row_of)
+    return Scored(logp, entropy, entropy_support, displaced, top, top_of_model, row_of)
 
 
 def entropy_of(logps: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from onepolicy.invariant.numerics_contract import numerics_contract_of
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.routers import Routers
-from onepolicy.support.checks import check_overlap
+from onepolicy.support.checks import check_displaced
 from onepolicy.sync.push import SentTensors
 from onepolicy.train.checks import check_routes
 from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
@@ -116,7 +116,9 @@ class PolicyScorer:
                 torch.set_grad_enabled(with_graph),
                 self.routing_context(micro, native=True, replay=replay) as handle,
             ):
-                scored = self.forward(micro, entropy_graph=entropy_graph, trainer_top=True)
+                scored = self.forward(
+                    micro, entropy_graph=entropy_graph, trainer_top=True, displaced=True
+                )
                 if with_graph and keep_graph is not None:
                     keep_graph(samples, scored, handle)
             buffer.add_scores(samples, scored, handle)
@@ -159,11 +161,16 @@ class PolicyScorer:
 
         Raises RoutingError or SupportError if routes or supports are not those of their tokens.
         """
-        if scored.support_overlap is not None:
-            slots = scored.trainable.nonzero()[:, 0]
-            check_overlap(scored.support_overlap, scored.segment, slots)
+        self.check_displaced(scored, scored.displaced)
         pressed = self.config.rollout.pressure is not None
         return check_routes(scored, self.config.replay, self.version, pressed=pressed)
+
+    def check_displaced(self, batch: TokenBatch, displaced: Tensor | None) -> None:
+        """Raise SupportError if supports [T] are not of the trainer's likeliest tokens."""
+        if displaced is None or not batch.trainable.any():
+            return
+        age = self.version - int(batch.version[batch.trainable].min())
+        check_displaced(displaced, batch.segment, batch.trainable, age=age)
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         """Return the sample indices of each forward."""
@@ -213,7 +220,7 @@ class ScoreBuffer:
         if scored.entropy_support is not None:
             entropy = scored.entropy_support
             self._add_rows("entropy_vocabulary", slots, scored.entropy)
-            self._add_rows("support_overlap", slots, scored.support_overlap)
+            self._add_rows("displaced", slots, scored.displaced)
         self.entropy[slots] = entropy.detach().cpu()
         if scored.top is not None and scored.trainer_top is not None:
             fields = zip(TOP_FIELDS, (scored.top, *scored.trainer_top), strict=True)

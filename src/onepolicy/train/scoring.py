@@ -72,9 +72,9 @@ class ScoringFirst:
             measured.replaced += self._replaced(handle)
             yield MicroBatch(micro, scored, micro.logp_old)
 
-    def _forward(self, micro: TokenBatch) -> Scored:
+    def _forward(self, micro: TokenBatch, *, displaced: bool = False) -> Scored:
         entropy_graph = self.scorer.config.objective.entropy_coef > 0
-        return self.scorer.forward(micro, entropy_graph=entropy_graph)
+        return self.scorer.forward(micro, entropy_graph=entropy_graph, displaced=displaced)
 
     def _replaced(self, handle: RouteRecorder | ReplayHandle | None) -> list[Tensor]:
         if self.scorer.replay_mode.is_soft and isinstance(handle, ReplayHandle):
@@ -114,7 +114,8 @@ class BypassScoring(ScoringFirst):
     ) -> Iterator[MicroBatch]:
         with self.scorer.routing_context(micro, native=self._buffer is not None) as handle:
             start = time.perf_counter()
-            scored = self._forward(micro)
+            scored = self._forward(micro, displaced=True)
+            self.scorer.check_displaced(micro, scored.displaced)
             if self.scorer.device.type == "cuda":
                 torch.cuda.synchronize(self.scorer.device)
             measured.seconds += time.perf_counter() - start

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 import onepolicy
 from onepolicy.config import UsageError
-from onepolicy.support.checks import SupportError, check_overlap, check_supports, overlap_of
+from onepolicy.support.checks import (
+    SupportError,
+    check_certain,
+    check_displaced,
+    check_supports,
+    displaced_mass,
+)
 from onepolicy.support.score import log_probs, over_support, support_scores
 from onepolicy.support.trace import SupportTrace
 
@@ -129,23 +135,43 @@ def test_a_shift_by_one_slot_is_named(shift, words):
         check_supports(unrelated, tokens, mask, name="batch")
 
 
-def test_overlap_knows_the_likeliest_tokens():
-    """Sets of the likeliest tokens have 1, whatever top-p was, and others their share of it."""
-    logps = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.3, 0.3, 0.3, 0.1]]).log()
-    right = SupportTrace.from_sets([[0], [0, 2]])
-    assert overlap_of(logps, right).tolist() == pytest.approx([1.0, 1.0])
-    wrong = SupportTrace.from_sets([[3], [3]])
-    assert overlap_of(logps, wrong).tolist() == pytest.approx([0.25, 1 / 3])
+def test_displaced_mass_by_hand():
+    """A set of the likeliest tokens displaces none, whatever top-p was. The set {3} leaves out all
+    that is likelier; {0, 3} has token 0 itself."""
+    logps = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 4).log()
+    sets = SupportTrace.from_sets([[0], [0, 1, 2], [3], [0, 3]])
+    assert displaced_mass(logps, sets).tolist() == pytest.approx([0.0, 0.0, 0.9, 0.5])
 
 
-def test_a_sample_of_unlikely_sets_stops():
-    segment = torch.tensor([0, 0, 1, 1, 1])
-    slots = torch.tensor([0, 1, 2, 3, 4])
-    check_overlap(torch.tensor([1.0, 0.1, 1.0, 1.0, math.nan]), segment, slots)
-    with pytest.raises(
-        SupportError, match="supports of 1 samples, the first is sample 1, have 40%"
-    ):
-        check_overlap(torch.tensor([1.0, 1.0, 0.1, 1.0, 0.1]), segment, slots)
+def test_many_slots_are_compared_in_equal_steps():
+    logps = torch.tensor([[0.9, 0.1]]).log().expand(1000, 2)
+    found = displaced_mass(logps, SupportTrace.from_sets([[0]] * 500 + [[1]] * 500))
+    seen = found[~found.isnan()]
+    assert len(seen) == 250
+    assert seen.mean() == pytest.approx(0.45)
+
+
+def test_samples_of_wrong_sets_stop():
+    """The second of two samples, or a batch whose samples are all too short to say."""
+    segment = torch.arange(2).repeat_interleave(40)
+    mask = torch.ones(80, dtype=torch.bool)
+    displaced = torch.where(segment == 1, 0.6, 0.01)
+    with pytest.raises(SupportError, match=r"supports of 1 samples, the first is sample 1, .* 60%"):
+        check_displaced(displaced, segment, mask)
+    check_displaced(displaced * 0.8, segment, mask)
+    check_displaced(displaced, segment, segment == 0)
+    short = torch.full((10,), 0.9)
+    check_displaced(short, torch.zeros(10, dtype=torch.int64), mask[:10])
+    with pytest.raises(SupportError, match=r"supports of 20 samples, .* sampled 3 updates ago"):
+        check_displaced(torch.full((20,), 0.9), torch.arange(20), mask[:20], age=3)
+
+
+def test_a_lone_token_that_the_engine_was_not_certain_of():
+    support = SupportTrace.from_sets([[4], [4, 5], [4], []])
+    mask = torch.tensor([True, True, True, False])
+    check_certain(support, torch.tensor([0.0, -2.0, -1e-6, -9.0]), mask, name="batch")
+    with pytest.raises(SupportError, match=r"1 supports have .* of -0.5, the first in slot 2"):
+        check_certain(support, torch.tensor([0.0, -2.0, -0.5, 0.0]), mask, name="batch")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +181,15 @@ def test_a_sample_of_unlikely_sets_stops():
         ({"tokens": torch.zeros(3, dtype=torch.int64)}, r"tokens is int64 \[3\]"),
         ({"mask": torch.ones(2)}, r"mask is float32 \[2\]"),
         ({"support": SupportTrace.missing(3)}, "support has 3 slots, logits 2"),
-        ({"support": SupportTrace.from_sets([[0, 4], [0]])}, "token 4, but logits are of 4"),
+        (
+            {"support": SupportTrace.from_sets([[0, 4], [0]])},
+            r"ids: 0 to 4, but the model's tokens are 0\.\.3",
+        ),
+        ({"support": SupportTrace(torch.tensor([-1, 0]).int(), torch.tensor([0, 1, 2]))}, "-1 to"),
+        (
+            {"support": SupportTrace(torch.tensor([0]).int(), torch.tensor([0, 2, 1]))},
+            "rise from 0",
+        ),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"temperature": torch.ones(3)}, r"temperature is float32 \[3\]"),
     ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator
@@ -125,6 +126,7 @@ EVALUATING_GRADERS = frozenset(
     )
 )
 """Data sets whose graders evaluate the response as Python or sympy source: in a child process."""
+LOG = logging.getLogger(__name__)
 GRADING = Limits(memory=GIB // 2, seconds=5)
 """Of a response, which takes milliseconds."""
 MAX_STOPPED = 8
@@ -200,7 +202,7 @@ class ReasoningGym:
         if not safe_to_evaluate(answer):
             return 0.0
         if self._stopped >= MAX_STOPPED:
-            self._skipped += 1
+            self._count_skipped()
             return 0.0
         question = {
             "name": self.config.name,
@@ -214,6 +216,18 @@ class ReasoningGym:
             self._stopped += 1
             return 0.0
         return float(reply.info["score"])
+
+    def _count_skipped(self) -> None:
+        if not self._skipped:
+            LOG.warning(
+                "%d responses took the grader of %s longer than %g s each or ended it; the other "
+                "responses earn 0 unread unless they are the reference itself, up to the end of "
+                "the step or the evaluation (rollout/grader_skipped counts them)",
+                self._stopped,
+                self.config.name,
+                GRADING.seconds,
+            )
+        self._skipped += 1
 
     def take_metrics(self) -> dict[str, float]:
         """Return the counts since the last call and reset them."""

@@ -243,4 +243,9 @@ def check_request(
             f"top_logprobs: {sampling.top_logprobs}, but this engine returns at most "
             f"{caps.top_logprobs}; lower it"
         )
+    if sampling.support and sampling.top_k >= vocab:
+        raise UsageError(
+            f"rollout.sampling.top_k: {sampling.top_k} keeps all {vocab} tokens of the model, so "
+            "there is no support to record; set it to 0 (all), or lower it"
+        )
     return prompt

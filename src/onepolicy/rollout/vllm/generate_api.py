@@ -36,7 +36,8 @@ TOKEN_PREFIX = "token_id:"
 MAX_ID_DIGITS = 10  # of a token id
 MAX_EXPERT_ID_BYTES = 4
 TIES = 16
-"""Tokens asked for beside top_k, which keeps all that tie with its last one."""
+"""Tokens asked for beside twice top_k, which keeps all that tie with its last one: logits of
+bfloat16 have few values."""
 
 
 def requested_logprobs(sampling: Sampling, vocab: int) -> int:
@@ -47,7 +48,7 @@ def requested_logprobs(sampling: Sampling, vocab: int) -> int:
     wanted = sampling.top_logprobs
     if sampling.support:
         assert sampling.top_k, "a rule of the settings bounds the support"
-        wanted = max(wanted, min(sampling.top_k + TIES, vocab))
+        wanted = max(wanted, min(2 * sampling.top_k + TIES, vocab))
     return wanted
 
 
@@ -127,7 +128,7 @@ class ReplyParser:
             finish,
             routing,
             first,
-            **top_and_support(top_ids, top_logp, sampling),
+            **_top_and_support(top_ids, top_logp, sampling),
         )
 
     def max_reply_bytes(self, *, prompt: int, sampling: Sampling) -> int:
@@ -225,6 +226,13 @@ def top_and_support(ids: Tensor | None, logp: Tensor | None, sampling: Sampling)
     if k:
         found |= {"top_ids": ids[:, :k].contiguous(), "top_logp": logp[:, :k].contiguous()}
     return found
+
+
+def _top_and_support(ids: Tensor | None, logp: Tensor | None, sampling: Sampling) -> dict[str, Any]:
+    try:
+        return top_and_support(ids, logp, sampling)
+    except UsageError as error:
+        raise MalformedReply(str(error)) from error
 
 
 def _logprobs(

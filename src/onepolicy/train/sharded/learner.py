@@ -217,7 +217,7 @@ class ShardedLearner:
         unread = {
             "entropy",
             "entropy_vocabulary",
-            "support_overlap",
+            "displaced",
             "routers_differing",
             "trainer_top_ids",
             "trainer_top_logp",

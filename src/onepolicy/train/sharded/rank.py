@@ -22,6 +22,7 @@ from onepolicy.config import RunConfig
 from onepolicy.correct.report import Sums
 from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.replay.routers import Routers
+from onepolicy.support.checks import SupportError
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import Batcher, MicroBatches
 from onepolicy.train.scorer import PolicyScorer
@@ -37,7 +38,7 @@ SCORED = (
     "gate_mass",
     "routers_differing",
     "entropy_vocabulary",
-    "support_overlap",
+    "displaced",
     "top_logp_old",
     "trainer_top_ids",
     "trainer_top_logp",
@@ -76,11 +77,15 @@ class RankScorer(PolicyScorer):
         try:
             return super().check_scored(scored)
         except MisalignedRoutesError as error:
-            places = ", ".join(map(str, self.samples))
             raise MisalignedRoutesError(
-                f"{error}. Samples are counted among this rank's, which are {places} of the batch",
-                layers_wrong=error.layers_wrong,
+                f"{error}. {self._places()}", layers_wrong=error.layers_wrong
             ) from error
+        except SupportError as error:
+            raise SupportError(f"{error}. {self._places()}") from error
+
+    def _places(self) -> str:
+        places = ", ".join(map(str, self.samples))
+        return f"Samples are counted among this rank's, which are {places} of the batch"
 
 
 class RankLearner(LocalLearner):
