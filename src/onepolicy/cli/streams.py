@@ -41,7 +41,7 @@ def stdout_error() -> str | None:
 def _tolerant(stream: TextIO | None) -> TextIO:
     """Return the stream that a command prints to. One that a test put there stays."""
     if stream is None:  # it was closed before the start
-        return open(os.devnull, "w")
+        return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, TextIOWrapper):
         return stream
     if stream not in (sys.__stdout__, sys.__stderr__):
