@@ -46,7 +46,7 @@ ON_THE_HOST = {
     "train/rescore.py:_ranks": SCORES,
     "train/scorer.py:compute_per_slot": SCORES,
     "train/scorer.py:__init__": SCORES,
-    "train/scorer.py:_add_top": SCORES,
+    "train/scorer.py:_add_rows": SCORES,
     "train/scorer.py:_add_native": SCORES,
     "train/scorer.py:_add_gate_mass": SCORES,
     "train/scorer.py:fill_batch": SCORES,
