@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import subprocess
 import sys
 import tempfile
@@ -113,6 +114,7 @@ def step_files(settings: list[str]) -> list[Path]:
         done = subprocess.run(
             [sys.executable, "-c", f"{TRACE}\n{run}", *arguments, *policy, *settings],
             cwd=ROOT.parent,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             check=False,

@@ -20,8 +20,8 @@ bitsandbytes kaleido peft pyarrow ray sglang torchao vllm
 MOST_FILES, MOST_LINES = 56, 11_800
 """Of the package, in which a plain step calls a function (`python benchmarks/house.py --steps`).
 
-51 and 11,100 on a processor without AVX-512; one that has it runs a few more kernels. The first step
-of a run is scored without replay too: one file more.
+51 and 11,100 on a processor without AVX-512; one that has it runs a few more kernels. The first
+step of a run is scored without replay too: one file more.
 """
 CODE = """
 from onepolicy.cli import main
