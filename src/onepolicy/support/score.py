@@ -22,7 +22,6 @@ class SupportScores(NamedTuple):
 
     logp: Tensor  # [m] float32, of the sampled token; carries the graph
     entropy: Tensor  # [m] float32, nats; carries the graph
-    log_total: Tensor  # [m] float32, logsumexp of the set's logits, without a graph
 
 
 def log_probs(
@@ -95,10 +94,10 @@ def support_scores(
     # A token that the head rules out adds 0, as p log p tends to 0.
     terms = torch.where(of_kept.isneginf(), 0.0, of_kept.exp() * of_kept.clamp(min=-1e4))
     entropy = torch.where(known, -_reduce(terms, "sum", sizes), math.nan)
-    return SupportScores(logp, entropy, log_total.detach())
+    return SupportScores(logp, entropy)
 
 
-def over_support(tempered: Tensor, support: SupportTrace) -> Tensor:
+def support_logits(tempered: Tensor, support: SupportTrace) -> Tensor:
     """Return the logits with -inf outside of the sets, as the engine's sampler has them.
 
     The on-policy mode needs it: a softmax over this table has the bits of the engine's.

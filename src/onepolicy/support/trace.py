@@ -115,7 +115,8 @@ class SupportTrace:
 
     def split(self) -> tuple[Tensor, ...]:
         """Return the ids of every slot, views of `ids`."""
-        return self.ids.split(self.sizes.tolist())
+        parts: tuple[Tensor, ...] = self.ids.split(self.sizes.tolist())
+        return parts
 
     def as_sets(self) -> list[list[int]]:
         """Return the ids of every slot, an empty list where the set was not captured."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from onepolicy.models.chunk_size import MARK
 from onepolicy.models.logits_chunks import map_logits
 from onepolicy.models.packed_attention import Packing
 from onepolicy.support.checks import displaced_mass
-from onepolicy.support.score import over_support, support_scores
+from onepolicy.support.score import support_logits, support_scores
 from onepolicy.types import TokenBatch
 
 # Text for the numerics contract, which must be equal to the engine's.
@@ -76,14 +77,18 @@ def forward(
     else:
         slots, packing = layout
     options = {"entropy_graph": entropy_graph, "trainer_top": trainer_top}
-    chunk = logits_chunk(model)
-    invariant = is_invariant(model)
+    chunk, invariant = logits_chunk(model), is_invariant(model)
+    over_support = partial(
+        _score_over_support,
+        invariant=invariant,
+        displaced=displaced,
+        entropy_graph=entropy_graph,
+        trainer_top=trainer_top,
+    )
     if not chunk or len(slots) <= chunk or invariant:
         tempered = tempered_logits(model, batch, slots, packing=packing, autocast=autocast)
         if batch.support is not None:
-            own_options = options | {"displaced": displaced, "invariant": invariant}
-            scores = _score_over_support(tempered, batch, slots, **own_options)
-            return _scatter(scores, batch, slots)
+            return _scatter(over_support(tempered, batch, slots), batch, slots)
         logps = torch.log_softmax(tempered, -1)
         del tempered
         return _scatter(_score_rows(logps, batch, slots, **options), batch, slots)
@@ -93,8 +98,7 @@ def forward(
         tempered = _tempered(logits, batch, own)
         del logits  # one table less at a time
         if batch.support is not None:
-            own_options = options | {"displaced": displaced, "invariant": False}
-            return _score_over_support(tempered, batch, own, **own_options)
+            return over_support(tempered, batch, own)
         logps = torch.log_softmax(tempered, -1)
         del tempered
         return _score_rows(logps, batch, own, **options)
@@ -145,7 +149,7 @@ def _score_over_support(
     support, targets = batch.support.at(slots), batch.target_ids[slots]
     over_set = None
     if invariant or batch.top_ids is not None:
-        over_set = torch.log_softmax(over_support(tempered, support), -1)
+        over_set = torch.log_softmax(support_logits(tempered, support), -1)
     scores = support_scores(tempered, targets, support)
     logp = scores.logp
     if over_set is not None:

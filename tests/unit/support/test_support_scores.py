@@ -16,7 +16,7 @@ from onepolicy.support.checks import (
     check_supports,
     displaced_mass,
 )
-from onepolicy.support.score import log_probs, over_support, support_scores
+from onepolicy.support.score import log_probs, support_logits, support_scores
 from onepolicy.support.trace import SupportTrace
 
 
@@ -102,7 +102,7 @@ def test_a_token_that_the_head_rules_out():
 
 def test_the_table_of_the_engine():
     logits, _, kept = drawn(3, 7, 2)
-    table = over_support(logits, SupportTrace.from_mask(kept))
+    table = support_logits(logits, SupportTrace.from_mask(kept))
     assert torch.equal(table, logits.masked_fill(~kept, -math.inf))
 
 
