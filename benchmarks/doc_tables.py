@@ -170,7 +170,8 @@ def cells(table: Table) -> list[list[str]]:
 def values(table: Table) -> list[list[Any]]:
     """Return the cells of every row: Number, text or None."""
     if "study" in table:
-        return study_rows(table["study"], [column["value"] for column in table["columns"]])
+        names = tuple(column["value"] for column in table["columns"])
+        return study_rows(json.dumps(table["study"]), names)
     if "from" in table:
         columns = [column.get("value", column["name"]) for column in table["columns"]]
         return list(
@@ -231,9 +232,10 @@ def printed(cell: Any, signed: bool = False) -> str:
     return text
 
 
-def study_rows(study: dict[str, Any], names: list[str]) -> list[list[Any]]:
-    """Return the rows that are computed from the runs of a study in the tree."""
-    found = evidence_rows().rows(study, names)
+@functools.cache
+def study_rows(study: str, names: tuple[str, ...]) -> list[list[Any]]:
+    """Return the rows that are computed from the runs of a study, JSON, in the tree."""
+    found = evidence_rows().rows(json.loads(study), list(names))
     return [[typed(name, text) for name, text in zip(names, row, strict=True)] for row in found]
 
 

@@ -1,5 +1,5 @@
 """The examples run as they are, and show what they say. TRL's, verl's and Megatron's run in
-tests/e2e/integrations, the first one in test_readme.py."""
+tests/e2e/integrations, the first one in test_docs_run.py."""
 
 import ast
 import json
@@ -20,7 +20,7 @@ TESTED = {
     "fsdp2_loop.py",
     "grpo_loop.py",
     "megatron_replay.py",  # tests/e2e/integrations/megatron
-    "record_and_replay.py",  # test_readme.py
+    "record_and_replay.py",  # test_docs_run.py
     "trl_grpo.py",  # tests/e2e/integrations/trl
     "verl_ppo.sh",  # tests/e2e/integrations/verl
 }

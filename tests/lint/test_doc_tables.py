@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from typing import Any
 
 import doc_tables
 import pytest
@@ -20,11 +22,17 @@ EVIDENCE = [
 WRITTEN = re.compile(r"<!-- [\w ]+: written by .*?<!-- end of ", re.DOTALL)
 """A table that another script writes from data in the tree, and another test compares."""
 NUMBER = r"[-+~<>]{0,2}\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
-TABLES = [(name, table) for name in doc_tables.pages() for table in doc_tables.tables(name)]
+pages = pytest.mark.parametrize("page", doc_tables.pages())
 
 
-def of_tables():
-    return pytest.mark.parametrize(("page", "table_id"), TABLES, ids=map("/".join, TABLES))
+@functools.cache
+def values_of(page: str) -> dict[str, list[list[Any]]]:
+    """Return the cells of every table of a page by the table's id."""
+    return {name: doc_tables.values(table) for name, table in doc_tables.tables(page).items()}
+
+
+def texts_in(rows: list[list[Any]]) -> list[str]:
+    return [cell for row in rows for cell in row if type(cell) is str]
 
 
 def words(cell: str) -> list[str]:
@@ -81,7 +89,7 @@ def test_what_counts_as_several_numbers() -> None:
         assert not has_several_numbers(cell), cell
 
 
-@pytest.mark.parametrize("page", doc_tables.pages())
+@pages
 def test_the_page_has_the_tables_of_its_data(page: str) -> None:
     text = doc_tables.file_of(page).read_text(encoding="utf-8")
     assert text == doc_tables.written(page, text), "run: python benchmarks/doc_tables.py"
@@ -96,39 +104,39 @@ def test_numbers_of_evidence_stand_in_such_tables(page: str) -> None:
     assert [cell for cell in cells if has_measured_numbers(cell)] == []
 
 
-@of_tables()
-def test_a_cell_has_one_number(page: str, table_id: str) -> None:
-    rows = doc_tables.values(doc_tables.tables(page)[table_id])
-    texts = [cell for row in rows for cell in row if type(cell) is str]
-    assert [cell for cell in texts if has_several_numbers(cell)] == []
+@pages
+def test_a_cell_has_one_number(page: str) -> None:
+    for table_id, rows in values_of(page).items():
+        assert list(filter(has_several_numbers, texts_in(rows))) == [], table_id
 
 
-@of_tables()
-def test_a_column_is_of_numbers_or_of_texts(page: str, table_id: str) -> None:
-    table = doc_tables.tables(page)[table_id]
-    by_column = zip(*doc_tables.values(table), strict=True)
-    for column, cells in zip(table["columns"], by_column, strict=True):
-        assert len({type(cell) for cell in cells if cell is not None}) <= 1, column
-        if "unit" in column or "signed" in column:
-            assert all(isinstance(cell, doc_tables.Number | None) for cell in cells), column
+@pages
+def test_a_column_is_of_numbers_or_of_texts(page: str) -> None:
+    for table_id, rows in values_of(page).items():
+        columns = doc_tables.tables(page)[table_id]["columns"]
+        for column, cells in zip(columns, zip(*rows, strict=True), strict=True):
+            assert len({type(cell) for cell in cells if cell is not None}) <= 1, (table_id, column)
+            if "unit" in column or "signed" in column:
+                numbers = (isinstance(cell, doc_tables.Number | None) for cell in cells)
+                assert all(numbers), (table_id, column)
 
 
-@of_tables()
-def test_a_table_says_what_it_shows_and_which_command_made_it(page: str, table_id: str) -> None:
-    table = doc_tables.tables(page)[table_id]
-    assert set(table) <= doc_tables.KEYS
-    assert all(set(column) <= doc_tables.COLUMN_KEYS for column in table["columns"])
-    names = {column["name"] for column in table["columns"]}
-    if page != "README":  # docs/results.md has the commands of its numbers
-        assert table.get("commands") or names & {"command", "test"}
-        assert re.match(r"\*\*.+\*\*", table["claim"])
+@pages
+def test_a_table_says_what_it_shows_and_which_command_made_it(page: str) -> None:
+    for table_id, table in doc_tables.tables(page).items():
+        assert set(table) <= doc_tables.KEYS, table_id
+        assert all(set(column) <= doc_tables.COLUMN_KEYS for column in table["columns"]), table_id
+        names = {column["name"] for column in table["columns"]}
+        if page != "README":  # docs/results.md has the commands of its numbers
+            assert table.get("commands") or names & {"command", "test"}, table_id
+            assert re.match(r"\*\*.+\*\*", table["claim"]), table_id
 
 
 def test_the_readme_has_five_rows() -> None:
     assert len(doc_tables.values(doc_tables.tables("README")["results"])) == 5
 
 
-@pytest.mark.parametrize("page", doc_tables.pages())
+@pages
 def test_the_data_are_plain_json_with_a_row_a_line(page: str) -> None:
     text = (doc_tables.DATA / f"{page}.json").read_text(encoding="utf-8")
     found = json.loads(text)

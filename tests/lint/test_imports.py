@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import ROOT
+from support.sources import nodes_of
 
 PACKAGE = ROOT / "src" / "onepolicy"
 
@@ -52,7 +53,7 @@ def imports(path: Path) -> list[str]:
     """Return every module that a file imports, also inside functions, and by the name of a factory
     in a table."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -6,6 +6,7 @@ import ast
 import pytest
 
 from support.paths import ROOT
+from support.sources import nodes_of
 
 PACKAGE = ROOT / "src" / "onepolicy"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -59,14 +60,18 @@ def name_of(function: ast.expr) -> str:
     return "?"
 
 
+def nodes_in(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def literal(call: ast.Call, name: str) -> object:
     given = [k.value for k in call.keywords if k.arg == name]
     return given[0].value if given and isinstance(given[0], ast.Constant) else None
 
 
-def faults(source: str) -> list[str]:
+def faults(nodes: list[ast.AST]) -> list[str]:
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = (
                 [alias.name for alias in node.names]
@@ -114,10 +119,10 @@ def faults(source: str) -> list[str]:
     return found
 
 
-def raw_output(source: str) -> list[str]:
+def raw_output(nodes: list[ast.AST]) -> list[str]:
     """Return what writes to a terminal without onepolicy/console.py."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         names = []
         if isinstance(node, ast.ImportFrom):
             names = [node.module or "", *(f"{node.module}.{each.name}" for each in node.names)]
@@ -133,7 +138,7 @@ def raw_output(source: str) -> list[str]:
 
 def test_text_reaches_a_terminal_in_one_way():
     others = [path for path in FILES if path != PACKAGE / "console.py"]
-    found = {path: raw_output(path.read_text(encoding="utf-8")) for path in others}
+    found = {path: raw_output(nodes_of(path)) for path in others}
     assert {path: faults for path, faults in found.items() if faults} == {}
 
 
@@ -150,24 +155,23 @@ def test_text_reaches_a_terminal_in_one_way():
     ],
 )
 def test_the_walk_sees_what_is_printed_raw(source):
-    assert raw_output(source)
+    assert raw_output(nodes_in(source))
 
 
 OTHER_CLIENTS = {"http.client", "urllib.request", "requests", "httpx", "aiohttp", "urllib3"}
 
 
-def http_reads(source: str) -> list[str]:
+def http_reads(nodes: list[ast.AST]) -> list[str]:
     """Return the methods of an HTTP client that a module of httpx2 calls, and other clients."""
-    tree = ast.parse(source)
     modules = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             modules |= {each.name for each in node.names}
         elif isinstance(node, ast.ImportFrom):
             modules.add(node.module or "")
     found = sorted(modules & OTHER_CLIENTS)
     if "httpx2" in modules:
-        calls = [name_of(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        calls = [name_of(node.func) for node in nodes if isinstance(node, ast.Call)]
         asked = ("httpx2.", "client.", "self._client.")
         found += [
             each for each in calls if each.startswith(asked) and each.rpartition(".")[2].islower()
@@ -177,7 +181,7 @@ def http_reads(source: str) -> list[str]:
 
 def test_replies_are_read_in_one_place_with_a_bound():
     """httpx2's `get`, `post` and `aread` keep whatever a server sends."""
-    read = {path.name: http_reads(path.read_text(encoding="utf-8")) for path in FILES}
+    read = {path.name: http_reads(nodes_of(path)) for path in FILES}
     assert {name: calls for name, calls in read.items() if calls} == {"http.py": ["client.stream"]}
 
 
@@ -186,11 +190,11 @@ def test_replies_are_read_in_one_place_with_a_bound():
     ["import httpx2\nclient.get(url)", "import httpx2\nhttpx2.post(url)", "import requests"],
 )
 def test_the_walk_sees_another_read(source):
-    assert http_reads(source)
+    assert http_reads(nodes_in(source))
 
 
 def test_the_source_makes_no_forbidden_call():
-    found = {path: faults(path.read_text(encoding="utf-8")) for path in FILES}
+    found = {path: faults(nodes_of(path)) for path in FILES}
     assert {path: calls for path, calls in found.items() if calls} == {}
 
 
@@ -217,7 +221,7 @@ def test_the_source_makes_no_forbidden_call():
     ],
 )
 def test_the_walk_sees_it(source):
-    assert faults(source)
+    assert faults(nodes_in(source))
 
 
 @pytest.mark.parametrize(
@@ -232,4 +236,4 @@ def test_the_walk_sees_it(source):
     ],
 )
 def test_the_walk_lets_the_rest_through(source):
-    assert faults(source) == []
+    assert faults(nodes_in(source)) == []

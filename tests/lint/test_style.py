@@ -1,7 +1,7 @@
 """Style of the sources, counted: room to breathe, docstrings that begin with a verb, plain words.
 
-The limits are near the best of nano-vllm, mini-sglang, prime-rl and torchtitan. `python
-tests/lint/test_style.py [FOLDER]` prints the same counts, so that two commits can be compared.
+The limits are near the best of nano-vllm, mini-sglang, prime-rl and torchtitan. `PYTHONPATH=tests
+python tests/lint/test_style.py [FOLDER]` prints them, so that two commits can be compared.
 """
 
 import ast
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.sources import nodes_of, text_of
 
 SOURCES = Path(__file__).parents[2] / "src"
 NO_FIRST_WORD = {"what", "of", "whether", "which", "where", "how", "who", "whose", "why"}
@@ -35,9 +37,8 @@ class Source:
 
     def __init__(self, path: Path):
         self.path = path
-        text = path.read_text(encoding="utf-8")
-        self.lines = text.splitlines()
-        self.nodes = list(ast.walk(ast.parse(text)))
+        self.lines = text_of(path).splitlines()
+        self.nodes = nodes_of(path)
 
     def of_type(self, kind) -> list[ast.AST]:
         return [node for node in self.nodes if isinstance(node, kind)]

@@ -28,6 +28,11 @@ class Command(NamedTuple):
         return f"{self.page}: {' '.join(self.words)[:70]}"
 
 
+def blocks(text: str, language: str) -> list[str]:
+    """Return the fenced blocks of a page in a language."""
+    return [body for found, body in FENCE.findall(text) if found == language]
+
+
 def written(text: str) -> list[str]:
     """Return the lines of a page that may be commands."""
     blocks = [body for language, body in FENCE.findall(text) if language in SHELL]

@@ -233,20 +233,20 @@ def test_requests_vllm_would_change_are_refused(engine, subtests):
             play(engine, [(prompt, sampling, 0)])
 
 
-@pytest.mark.smoke
-@pytest.mark.process  # vLLM looks at an architecture that it has not seen in one of its own
-def test_a_run_trains_with_replayed_routes(tmp_path):
-    """Two steps of an untrained policy include the sync check, R3, the detector, an evaluation and
-    a checkpoint."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of two steps of an untrained policy: the sync check, R3, the detector, an
+    evaluation and a checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
     size = {"hidden_size": 64, "layers": 3, "experts": 16, "top_k": 4, "max_len": 128}
     settings = PolicyConfig(**size)
     tokenizer = make_tokenizer(task_alphabet(settings.task))
-    save_policy(make_model(settings, len(tokenizer)), tokenizer, settings, tmp_path / "policy")
-    (tmp_path / "recipe.toml").write_text(
+    save_policy(make_model(settings, len(tokenizer)), tokenizer, settings, folder / "policy")
+    (folder / "recipe.toml").write_text(
         f"""
-        out = "{tmp_path / "run"}"
+        out = "{folder / "run"}"
         steps = 2
-        model = {{ path = "{tmp_path / "policy"}" }}
+        model = {{ path = "{folder / "policy"}" }}
         task = {{ kind = "chain", ops = 2 }}
         optim = {{ lr = 1e-3 }}
         eval = {{ every = 2, problems = 4, k = 1 }}
@@ -258,11 +258,25 @@ def test_a_run_trains_with_replayed_routes(tmp_path):
         engine = {{ kind = "vllm", max_num_seqs = 8, kv_cache_gib = 0.125 }}
         """
     )
-    assert main(["train", str(tmp_path / "recipe.toml")]) == 0
-    # vLLM loads the run's checkpoint
-    assert main(["train", "--resume", str(tmp_path / "run"), "steps=3"]) == 0
-    steps = [row for row in rows(tmp_path) if "mismatch/k3" in row]
-    assert len(steps) == 3
+    assert main(["train", str(folder / "recipe.toml")]) == 0
+    return folder
+
+
+def check_replayed(folder, count):
+    steps = [row for row in rows(folder) if "mismatch/k3" in row]
+    assert len(steps) == count
     for row in steps:
         assert row["mismatch/k3"] < 1e-3
         assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
+
+
+@pytest.mark.smoke
+@pytest.mark.process  # vLLM looks at an architecture that it has not seen in one of its own
+def test_a_run_trains_with_replayed_routes(trained):
+    check_replayed(trained, 2)
+
+
+@pytest.mark.process
+def test_a_resumed_run_loads_its_checkpoint(trained):
+    assert main(["train", "--resume", str(trained / "run"), "steps=3"]) == 0
+    check_replayed(trained, 3)
