@@ -417,7 +417,7 @@ def tiles(tree: Tree) -> list[tuple[str, str, str]]:
         )
     )
     if "routing/routers" in plain:
-        more = f"{number(plain['routing/tokens'], share=True)} of the tokens have one"
+        more = f"{number(plain['routing/tokens'], share=True)} of the tokens, prompts too, have one"
         out.append((WOULD.capitalize(), number(plain["routing/routers"], share=True), more))
     return out
 
