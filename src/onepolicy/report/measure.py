@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.numpy import load_file
 
+from onepolicy.config.stored_config import without_secrets
 from onepolicy.console import make_table
 from onepolicy.files import write_text_atomically
 from onepolicy.notation import DASH, counted, number
@@ -300,7 +301,7 @@ def write_report(out: Path, *, png: bool = False) -> Path:
             ),
             ("Corrections, predicted for what is left", FORECAST_HEADER, forecast_rows(tree)),
         ],
-        config=json.dumps(tree["config"], indent=1, ensure_ascii=False),
+        config=json.dumps(without_secrets(tree["config"]), indent=1, ensure_ascii=False),
     )
     write_figures(out / "figures", figures, png=png)
     return write_text_atomically(out / "report.html", page)

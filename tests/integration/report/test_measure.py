@@ -101,7 +101,7 @@ TREE = {
         },
         "model": {"dtype": "float32"},
         "train": {"autocast": "off"},
-        "task": {"kind": "chain"},
+        "task": {"kind": "chain", "env": {"api_key": "sk-LEAKED"}},
         "seed": 0,
     },
 }
@@ -208,6 +208,7 @@ def test_texts_of_the_model_are_escaped(report):
     assert "some/&lt;model&gt;" in page
     assert "1+&lt;/pre&gt;<mark>&lt;b&gt;</mark>2" in page
     assert "trained on" not in page
+    assert "sk-LEAKED" not in page  # a key of the task's settings
     assert "probe" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
 
