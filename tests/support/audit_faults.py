@@ -520,6 +520,7 @@ FAULTS: dict[str, Planted] = {
     "negated": Planted(scaled(ROLLOUT, -1.0)),
     # of other sizes, shares, places and kinds
     "T 1.3, processed": Planted(temperature(1.3, reported=True), ("temperature",)),
+    "T 1.12, raw": Planted(temperature(1.12, reported=False)),
     "T 1.3, raw": Planted(temperature(1.3, reported=False)),
     "T 0.9, processed": Planted(temperature(0.9, reported=True), ("temperature",)),
     "T 0.6, processed, 30% of rows": Planted(temperature(0.6, reported=True, share=0.3), HOT),

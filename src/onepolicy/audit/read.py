@@ -131,7 +131,13 @@ def _dump_files(path: Path) -> list[Path]:
                 )
         return files
     if path.suffix not in READERS:
-        raise UsageError(f"{path}: unknown kind of dump; the suffix must be one of {suffixes}")
+        fault = f"unknown kind of dump; the suffix must be one of {suffixes}"
+        if path.suffix in (".pkl", ".pickle"):
+            fault = (
+                "a pickle, which could run any code, is not read; for a batch of verl call "
+                "onepolicy.audit.export.verl.export(batch, FOLDER, step) in the trainer"
+            )
+        raise UsageError(f"{path}: {fault}")
     if path.exists() and not path.is_file():
         raise UsageError(f"{path}: is a device or a pipe; copy its content into a file")
     try:

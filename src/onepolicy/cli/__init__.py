@@ -119,6 +119,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments, rest = top.parse_known_args(argv)
     takes_settings = hasattr(arguments, "overrides")
     if rest and (not takes_settings or not all(map(_is_setting, rest))):
+        if getattr(arguments, "columns", None) and all(map(_is_setting, rest)):
+            repeated = " ".join(f"--columns {pair}" for pair in rest)
+            top.exit_with_error(f"--columns takes one pair; repeat it: {repeated}")
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]

@@ -14,6 +14,14 @@ from onepolicy.errors import printable
 SAME_OPTION = 0.65
 """Least similarity (difflib) at which an option is suggested: --out for --output."""
 
+OTHER_WORDS = {
+    "report": "train, compare, measure and audit write report.html themselves; see --out or out=",
+    "preset": "write: onepolicy config preset",
+    "presets": "write: onepolicy config preset",
+}
+"""Words that users try as commands -> where to find what they mean."""
+MISSING = "the following arguments are required: "
+"""Begin of argparse's message, before names with commas."""
 SETTINGS = """\
 settings:
   A recipe is a TOML file. After it, any setting can be changed as a.b=value, without dashes.
@@ -70,6 +78,15 @@ class Parser(argparse.ArgumentParser):
                 return dict(action.choices)
         return {}
 
+    def error(self, message: str) -> NoReturn:
+        """Name what is missing with an example; leave other messages to argparse."""
+        missing = message.removeprefix(MISSING).replace(", a.b=value", "")
+        if message == missing or not self.examples:
+            super().error(message)
+        command = self.prog.removeprefix("onepolicy ")
+        names = missing.replace(", ", " and ")
+        self.exit_with_error(f"{command}: give the {names}, e.g. {self.examples[0]}")
+
     def exit_with_error(self, text: str) -> NoReturn:
         """Print the error and exit with status 2."""
         self.exit(2, f"onepolicy: {printable(text)}\n")
@@ -80,6 +97,8 @@ class Parser(argparse.ArgumentParser):
         if not known or word is None or word in known:
             return
         hint = did_you_mean(word, known)
+        if word in OTHER_WORDS and "train" in known:
+            hint = f"; {OTHER_WORDS[word]}"
         if word.endswith(".toml") and "train" in known:
             hint = f"; did you mean {self.prog} train {word}?"
         self.exit_with_error(f"{word!r} is no command; there are {', '.join(known)}{hint}")

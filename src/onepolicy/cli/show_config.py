@@ -54,6 +54,8 @@ def run_config(arguments: argparse.Namespace) -> None:
         text = _presets(recipe, arguments.framework, *overrides)
     elif arguments.framework is not None:
         raise UsageError(f"--from: goes with `config preset`, not with {recipe!r}; leave it out")
+    elif recipe in ("presets", "objectives"):
+        raise UsageError(f"config {recipe}: write: onepolicy config {recipe.removesuffix('s')}")
     else:
         text = _settings(recipe, overrides)
     print_text(text)

@@ -76,6 +76,7 @@ class Summary(Shape):
     eval_last: Point | None = None
     eval_best: Point | None = None
     sampled_first: Point | None = None
+    sampled_answers: Count | None = None
     sampled_last: Point | None = None
     crash_step: Count | None = None
     crash_rule: Text | None = None

@@ -15,6 +15,7 @@ from onepolicy.measure.engine_noise import Resampled
 from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
+from onepolicy.notation import number
 from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.train.rescore import (
     Rescorer,
@@ -260,7 +261,7 @@ def _describe_support(explained: Explained) -> str:
     if support:
         return f"the trainer's distribution cut to {support} and normalised again"
     if not explained.k3 >= HARMLESS_KL:  # also if it is NaN
-        return "no top-k or top-p was tried, because the gap is too small to matter"
+        return f"not tried: the gap is below {number(HARMLESS_KL)}"
     return "no top-k or top-p explains the gap: nothing changed"
 
 

@@ -43,8 +43,10 @@ def _show_measurement(found: Measurement, out: Path | None, *, png: bool) -> int
     console = Console()
     for part in measure_report.summary(result.to_tree(found)):
         console.print(part)
-    if written is not None:
-        console.print_line(f"written: {written}")
+    if written is None:
+        console.print_line(f"--out FOLDER writes a page with {measure_report.IN_THE_PAGE}.")
+    else:
+        console.print_line(f"written: {written}, with {measure_report.IN_THE_PAGE}")
     return 0
 
 

@@ -272,7 +272,7 @@ def _unchanged(first: ScoredRollouts, scorer: PolicyScorer, model: ModelConfig) 
     """Return the engine's weights as they are: syncing them was not tried, or changes little."""
     how = "the trainer's weights in the engine change little: nothing"
     if first.found.k3 < HARMLESS_KL:
-        how = f"not tried below {HARMLESS_KL:g}"
+        how = f"not tried: the gap is below {number(HARMLESS_KL)}"
     return EngineWeights(first.explained, how, scorer, model)
 
 

@@ -160,7 +160,7 @@ def fall_figure(tree: Tree) -> Figure:
     note = (
         "Top to bottom: k3 of the same tokens after one more change each time. A bar reaching to "
         "the left is what the change took away; the last one is what no change explains. Whiskers: "
-        f"95% interval of each bar's own length, where that reaches {HARMLESS_KL:g}."
+        f"95% interval of each bar's own length, where that reaches {number(HARMLESS_KL)}."
     )
     return Figure(
         "waterfall", fall_title(fall), note, data, layout, "wide", height=90 + ROW * len(names)
@@ -230,7 +230,7 @@ def noise_figure(tree: Tree) -> Figure:
     note = (
         "Each change by itself, so these do not add up. The dashed line is the whole gap; an "
         f"open circle at the left end is {NOTHING}. Whiskers: 95% bootstrap over sequences, "
-        f"where that reaches {HARMLESS_KL:g}."
+        f"where that reaches {number(HARMLESS_KL)}."
     )
     return Figure(
         "noise",
@@ -261,9 +261,9 @@ def noise_rows(tree: Tree) -> list[tuple[str, Tree, str]]:
 def _noise_title(rows: list[tuple[str, Tree, str]], total: float) -> str:
     name, largest, _ = max(rows, key=lambda row: row[1]["value"])
     if max(total, largest["value"]) < HARMLESS_KL:
-        return f"Every source of noise by itself is {SMALL}"
+        return f"Every change by itself is {SMALL}"
     if total <= 0 or largest["value"] < 0.1 * total:
-        return "No source of noise by itself comes near the gap"
+        return "No change by itself comes near the gap"
     title = f"By itself, {name} moves {number(largest['value'])} nats per token"
     if total < HARMLESS_KL:
         return title

@@ -43,7 +43,8 @@ HEADER = (
 CAPTION = (
     "run: arm and seed. reward: mean of the first and of the last tenth of the steps. held-out: "
     "accuracy before and after training, of sampled and of greedy answers. k3: of all steps, in "
-    "nats per token; above 1e-3 a gap needs a correction. norm: of the gradient, before clipping"
+    "nats per token; above 1e-3 a gap needs replay or a correction. norm: of the gradient, before "
+    "clipping"
 )
 LONGEST_BLOCK, FEWEST_BLOCKS = 10, 6  # steps of a block; blocks of a run
 FEWEST_STEPS = 4 * FEWEST_BLOCKS
@@ -283,6 +284,8 @@ def headline(runs: Sequence[ArmRun]) -> str:
         return f"Arms compared: {', '.join(dict.fromkeys(run.name for run in runs))}"
     above = {phrase: int((values > QUIET_KL).sum()) for phrase, values in k3.items()}
     limit = number(QUIET_KL)
+    if all(values.max() <= HARMLESS_KL for values in k3.values()):
+        return f"k3 is at most {number(HARMLESS_KL)} in every step of every arm, {SMALL}"
     if not any(above.values()):
         return f"k3 is at most {limit} in every step of every arm"
     (phrase, first), *others = above.items()
@@ -398,7 +401,10 @@ def caution(runs: Sequence[ArmRun]) -> str:
         return (
             f"{seeds} seeds an arm. Look at every seed before you believe a difference in reward."
         )
-    return "One seed an arm says how these runs went, not which setting learns better."
+    return (
+        "Each arm ran with one seed: this shows how these runs went, not which setting learns "
+        "better."
+    )
 
 
 def interval(pairs: Array, statistic: Callable[[Array], Array]) -> Interval:

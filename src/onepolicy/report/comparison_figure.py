@@ -60,7 +60,7 @@ def picture(runs: Sequence[ArmRun], title: str) -> Figure:
         "shapes": [_threshold(limit) for limit in (HARMLESS_KL, QUIET_KL)],
         "annotations": [
             _named_threshold(HARMLESS_KL, "harmless below"),
-            _named_threshold(QUIET_KL, "correct above"),
+            _named_threshold(QUIET_KL, "act above"),
             *_end_labels(runs, styles, k3_axis["range"], window),
         ],
         "showlegend": False,
@@ -71,7 +71,7 @@ def picture(runs: Sequence[ArmRun], title: str) -> Figure:
         mean = f"is the mean of {window} steps"
     note = (
         f"A dot is a step, a line {mean}. k3 estimates "
-        "KL(rollout || trainer) per token; the gradient norm is before clipping. A tick at the "
+        "KL(rollout \u2016 trainer) per token; the gradient norm is before clipping. A tick at the "
         "lower edge is a 0."
     )
     height = sum(heights.values()) + BETWEEN * len(heights) + 40

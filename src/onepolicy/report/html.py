@@ -104,7 +104,7 @@ def _rules(summary: Tree) -> list[str]:
     rules, window, rule = [], summary.get("reward_window"), summary.get("crash_rule")
     if window:
         rules.append(f"Reward: means of {counted(window, 'step')} at the start and at the end.")
-    if rule:
+    if rule and summary.get("crash_step") is not None:
         rules.append(f"{rule[0].upper()}{rule[1:]}.")
     return rules
 
@@ -117,7 +117,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "task": " ".join(str(task[key]) for key in ("kind", "name", "path") if task.get(key)),
         "replay": config.get("replay", {}).get("mode"),
         "max_staleness": config.get("rollout", {}).get("max_staleness"),
-        "correction": config.get("correction", {}).get("preset") or "custom",
+        "correction": _correction(config),
         "engine dtype": config.get("rollout", {}).get("engine", {}).get("dtype"),
         "trainer dtype": config.get("model", {}).get("dtype"),
         "learning rate": config.get("optim", {}).get("lr"),
@@ -125,6 +125,11 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "started": run.info.get("started"),
     }
     return [(key, str(value)) for key, value in wanted.items() if value not in (None, "")]
+
+
+def _correction(config: dict[str, Any]) -> str:
+    preset = config.get("correction", {}).get("preset") or "custom"
+    return {"recompute": "none (recompute)"}.get(preset, preset)
 
 
 Tile = tuple[str, str, str, str]  # name, value, small print, class
@@ -148,7 +153,7 @@ def _tiles(run: Run) -> list[Tile]:
         tiles.append(("Mean k3, as trained", number(k3.trained), _k3_note(k3, summary), ""))
     speed = summary.get("tokens_per_second")
     if speed is not None:
-        tiles.append(("Tokens per second", number(speed), time_shares(summary), ""))
+        tiles.append(("Tokens per second, with prompts", number(speed), time_shares(summary), ""))
     return tiles
 
 

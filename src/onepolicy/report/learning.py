@@ -42,7 +42,7 @@ def learning_figures(run: Run) -> list[Figure | Absent]:
                "ending."),
         single(run, "entropy", "train/entropy", "nats", TRAINER, "Entropy",
                "Mean entropy of the trainer's next-token distribution on sampled tokens. Healthy: "
-               "falls slowly."),
+               "level, or falling slowly."),
         single(run, "grad_norm", "train/grad_norm", "", TRAINER, "Gradient norm",
                "Before clipping. Spikes before a fall of the reward are a warning; exactly 0 "
                "teaches nothing.",

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.numpy import load_file
 
+from onepolicy.config.stored_config import without_secrets
 from onepolicy.console import make_table
 from onepolicy.files import write_text_atomically
 from onepolicy.notation import DASH, counted, number
@@ -78,11 +79,18 @@ BADGES = {
     "correct": "correct it",
     "unclear": "unclear: look first",
 }
+IN_THE_PAGE = (
+    "the engine's own noise, each change measured alone, and the gap by place, probability, "
+    "entropy and class of token"
+)
 Rows = Sequence[tuple[str, ...]]
 
 
 def summary(tree: Tree) -> list[RenderableType]:
-    """Return the verdict, and tables of scorings, waterfall, single changes and breakdowns."""
+    """Return the verdict with its reasons, and the tables of scorings and of what explains the gap.
+
+    The page has the other tables: IN_THE_PAGE.
+    """
     verdict = tree["verdict"]
     style = COLORS.get(verdict["action"], "bold yellow")
     parts: list[RenderableType] = []
@@ -95,19 +103,12 @@ def summary(tree: Tree) -> list[RenderableType]:
     parts += [Text(f"Because {text}.") for text in verdict["basis"]]
     title = f"{tree['model']}: {_sampled(tree)}"
     parts.append(_table(title, comparison_header(tree), comparison(tree)))
-    engine, whole, would = engine_rows(tree), tree.get("distribution"), tree.get("prediction")
-    if engine:
-        parts.append(_table("", ENGINE_HEADER, engine))
+    whole, would = tree.get("distribution"), tree.get("prediction")
     if whole is not None:
         parts.append(_table(causes.title(whole), causes.HEADER, causes.rows(whole)))
     parts.append(
         _table("Where the gap comes from, k3 in nats per token", FALL_HEADER, waterfall_rows(tree))
     )
-    parts.append(_table("Each measured alone", ALONE_HEADER, alone_rows(tree)))
-    parts += [
-        _table(f"By {name}", ROW_HEADER, breakdown_rows(rows))
-        for name, rows in tree["breakdowns"].items()
-    ]
     if would is not None:
         parts.append(Text(describe_prediction(would)))
     return parts
@@ -130,13 +131,13 @@ def verdict_line(tree: Tree) -> str:
 
 def describe_prediction(would: Tree) -> str:
     """Describe the predicted effect of the run's correction in a sentence."""
-    correction = f"Correction {would['correction']}"
+    correction = would["correction"]
     if would["not_modelled"]:
-        correction = f"{correction} (without {', '.join(would['not_modelled'])})"
+        correction = f"{correction} without {', '.join(would['not_modelled'])}"
     return (
-        f"{correction} would keep {would['keep']:.2%} of the slots and multiply a step by "
-        f"{would['attenuation']:.4f}, if log ratios were normal with this k3 "
-        f"({number(would['kl'])}) over {counted(would['length'], 'token')}."
+        f"The correction of these settings ({correction}) would keep {would['keep']:.2%} of the "
+        f"tokens and multiply a step by {would['attenuation']:.4f}, if log ratios were normal with "
+        f"this k3 ({number(would['kl'])}) over {counted(would['length'], 'token')}."
     )
 
 
@@ -300,7 +301,7 @@ def write_report(out: Path, *, png: bool = False) -> Path:
             ),
             ("Corrections, predicted for what is left", FORECAST_HEADER, forecast_rows(tree)),
         ],
-        config=json.dumps(tree["config"], indent=1, ensure_ascii=False),
+        config=json.dumps(without_secrets(tree["config"]), indent=1, ensure_ascii=False),
     )
     write_figures(out / "figures", figures, png=png)
     return write_text_atomically(out / "report.html", page)
@@ -417,7 +418,7 @@ def tiles(tree: Tree) -> list[tuple[str, str, str]]:
         )
     )
     if "routing/routers" in plain:
-        more = f"{number(plain['routing/tokens'], share=True)} of the tokens have one"
+        more = f"{number(plain['routing/tokens'], share=True)} of the tokens, prompts too, have one"
         out.append((WOULD.capitalize(), number(plain["routing/routers"], share=True), more))
     return out
 

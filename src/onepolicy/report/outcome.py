@@ -6,6 +6,7 @@ and `audit` (verdict/rules.py).
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from onepolicy.config.replay import ROLLOUT_MODES
@@ -17,13 +18,13 @@ from onepolicy.report.words import (
     accuracy,
     compared,
     factor,
+    hardly_differs,
+    moved,
     too_small,
     unlearnt,
 )
 from onepolicy.verdict.rules import REPLAY_HELPS, SMALL, size_in_words
 
-LEAST_CHANGE = 0.02
-"""Smallest change of a reward or score, as a share of the larger of first, last and 1."""
 GAP = "the gap between rollout and trainer"
 
 
@@ -52,40 +53,34 @@ def _learning(summary: Tree) -> str:
     name, first, last = course
     if name == "reward" and summary["steps"] == 1:
         return f"one step does not show whether the policy learns: {name} {number(first)}"
-    if _hardly_differs(first, last):
-        curve = f"{name} stayed near {number(last)}"
-    else:
-        curve = f"{name} {_moved(first, last)}"
+    curve = f"{name} {moved(first, last)}"
     if crash is not None:
         return f"{crashed}: {curve}"
     sampled = _sampled(summary)
     if sampled is not None and (sampled[1] > sampled[0]) != (last > first):
-        return f"{curve}, the sampled one {_moved(*sampled)}"
-    if _hardly_differs(first, last):
+        return f"{curve}, the sampled one {moved(*sampled)}"
+    if hardly_differs(first, last):
         return f"the policy hardly changed: {curve}"
     if last > first:
         return f"the policy learnt: {curve}"
     return f"the policy got worse: {curve}"
 
 
-def _hardly_differs(first: float, last: float) -> bool:
-    """Return whether two values are as good as equal; True too if one of them is NaN."""
-    return not abs(last - first) >= LEAST_CHANGE * max(1.0, abs(first), abs(last))
-
-
-def _moved(first: float, last: float) -> str:
-    verb = "fell"
-    if last > first:
-        verb = "rose"
-    return f"{verb} from {number(first)} to {number(last)}"
-
-
 def _sampled(summary: Tree) -> tuple[float, float] | None:
-    """Return first and last sampled accuracy beside a greedy score, if they differ."""
-    first, last = summary.get("sampled_first"), summary.get("sampled_last")
-    if not first or not last or _hardly_differs(first["value"], last["value"]):
+    """Return first and last sampled accuracy beside a greedy score, if they differ by two errors.
+
+    Their standard errors are those of as many independent answers as there were.
+    """
+    ends = summary.get("sampled_first"), summary.get("sampled_last")
+    if not all(ends):
         return None
-    return first["value"], last["value"]
+    first, last = (end["value"] for end in ends)
+    if hardly_differs(first, last):
+        return None
+    middle, answers = (first + last) / 2, summary.get("sampled_answers")
+    if answers and abs(last - first) < 2 * math.sqrt(2 * middle * (1 - middle) / answers):
+        return None
+    return first, last
 
 
 def _course(summary: Tree) -> tuple[str, float, float] | None:

@@ -13,7 +13,7 @@ from onepolicy.config import UsageError
 from onepolicy.report.figure import FONT, Absent, Figure
 
 TEMPLATES = Path(__file__).parent / "templates"
-FOOTER = "Rollout red, trainer blue, replay green, in every figure."
+FOOTER = "Where a figure shows them: the rollout is orange-red, the trainer blue, replay green."
 
 LIGHT = {
     "page": "#f5f6f8",

@@ -93,7 +93,7 @@ def per_router(series: Sequence[Series]) -> Figure:
         "yaxis": scale.axis("share of routers (log)"),
     }
     title = f"{WOULD.capitalize()}: " + _each((e.label, 1 - values[0]) for e, values in shares)
-    note = "A router is one token in one MoE layer. A bar left out is exactly 0."
+    note = "Counted: every token in every MoE layer. A bar left out is exactly 0."
     return Figure("routers", title, note, data, layout)
 
 

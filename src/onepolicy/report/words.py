@@ -1,14 +1,14 @@
 """summary.json in words: sentences and table rows that the HTML report and the terminal share.
 
 Keys used, all optional except `steps`: steps, reward_first, reward_last, score (metric name);
-eval_first, eval_last, eval_best {step, value}, and sampled_first, sampled_last beside a greedy
-score; crash_step, replay, mismatch {metric: mean over all
-steps}; probe_steps, mismatch_at_probes and mismatch_without_replay {metric: mean over the probe
-steps, with and without replay}, k3_cuts [without / with of each probe step, ascending];
-groups_without_signal (share at the end); asynchronous {staleness_mean, staleness_max, spanning,
-learner_busy, sampler_busy}; time {part: seconds}, tokens_per_second, parent {run, step}, run and
-report (paths); nothing_learnt {learnt (nothing or little), verdict, why [sentences], silent and
-steps (counts)}, only where the rewards taught nothing or little.
+eval_first, eval_last, eval_best {step, value}, and sampled_first, sampled_last, sampled_answers
+(how many) beside a greedy score; crash_step, replay, mismatch {metric: mean over all steps};
+probe_steps, mismatch_at_probes and mismatch_without_replay {metric: mean over the probe steps, with
+and without replay}, k3_cuts [without / with of each probe step, ascending]; groups_without_signal
+(share at the end); asynchronous {staleness_mean, staleness_max, spanning, learner_busy,
+sampler_busy}; time {part: seconds}, tokens_per_second, parent {run, step}, run and report (paths);
+nothing_learnt {learnt (nothing or little), verdict, why [sentences], silent and steps (counts)},
+only where the rewards taught nothing or little.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ k3 is heavy-tailed: one probe can be most of a mean.
 STEADY, STRAYS = 0.1, 2.0
 """A curve is level if its ends differ by at most the first share and no value is beyond them by the
 second factor."""
+LEAST_CHANGE = 0.02
+"""Smallest change of a reward or score, as a share of the larger of first, last and 1."""
+FEWEST_POINTS = 10
+"""Fewest values of a curve whose ends show a direction."""
 QUANTITIES = {  # metric -> (name, is a share)
     "mismatch/k3": ("k3, nats per token", False),
-    "mismatch/f2": ("F(2), share of tokens off by more than 2" + TIMES, False),
+    "mismatch/f2": ("F(2), share of tokens off by more than 2" + TIMES, True),
     "routing/routers": ("Routers that would choose otherwise", True),
     "routing/tokens": ("Tokens with such a router", True),
     "routing/sequence": ("Such routers per token", False),
@@ -109,8 +113,7 @@ def verdict(summary: Tree) -> list[str]:
     if first is not None and summary["steps"] == 1:
         out.append(f"Reward was {number(first)} in the only step.")
     elif first is not None and last is not None:
-        ends = f"from {number(first)} to {number(last)}"
-        out.append(f"Reward {_verb(last - first)} {ends} over {counted(summary['steps'], 'step')}.")
+        out.append(f"Reward {moved(first, last)} over {counted(summary['steps'], 'step')}.")
     out += _evaluation_sentences(summary)
     silent = no_signal(summary)
     if silent:
@@ -121,12 +124,21 @@ def verdict(summary: Tree) -> list[str]:
     return [*out, _replay_sentence(summary)]
 
 
-def _verb(change: float) -> str:
-    if change > 0:
-        return "rose"
-    if change < 0:
-        return "fell"
-    return "went"
+def hardly_differs(first: float, last: float) -> bool:
+    """Return whether two values are as good as equal; True too if one of them is NaN."""
+    return not abs(last - first) >= LEAST_CHANGE * max(1.0, abs(first), abs(last))
+
+
+def moved(first: float, last: float) -> str:
+    """Return the words for the way from the first value to the last."""
+    if first == last:
+        return f"stayed at {number(last)}"
+    if hardly_differs(first, last):
+        return f"stayed near {number(last)}"
+    verb = "fell"
+    if last > first:
+        verb = "rose"
+    return f"{verb} from {number(first)} to {number(last)}"
 
 
 def _evaluation_sentences(summary: Tree) -> list[str]:
@@ -166,6 +178,8 @@ def course(values: Sequence[float], unit: str = "") -> str:
                 f"{number(high)} between"
             )
         return f"stays near {number(last)}{of_unit}"
+    if len(known) < FEWEST_POINTS:
+        return f"is {number(low)} to {number(high)}{of_unit} in {counted(len(known), 'step')}"
     verb, times = "falls", ""
     if last > first:
         verb = "rises"
@@ -327,7 +341,13 @@ def _times(cut: float) -> str:
     return factor(cut)
 
 
-COMPARISON_HEADER = ("Rollout vs trainer", "Trained on", "Without replay", "With replay", "Cut by")
+COMPARISON_HEADER = (
+    "Rollout vs trainer",
+    "All steps, as trained",
+    "Probes, without replay",
+    "Probes, with replay",
+    "Cut by replay",
+)
 
 
 def comparison_table(summary: Tree) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -344,7 +364,7 @@ def comparison_table(summary: Tree) -> tuple[tuple[str, ...], list[tuple[str, ..
 def comparison(summary: Tree) -> list[tuple[str, ...]]:
     """Return the rows under COMPARISON_HEADER.
 
-    `Trained on` is the mean over all steps; the other columns are over the probe steps.
+    The second column is the mean over all steps, the others are over the probe steps.
     """
     rows = []
     for entry in compared(summary):

@@ -133,7 +133,7 @@ def replay_metrics(batch: TokenBatch) -> dict[str, float]:
     valid = batch.routing.valid
     rows_with_route = torch.zeros(batch.num_samples).index_add(0, batch.segment, valid.float())
     metrics = {
-        "replay/missing_samples": float((rows_with_route == 0).sum()),
+        "replay/missing_samples": float((rows_with_route == 0).float().mean()),
         "replay/native_rows": 1 - float(valid.float().mean()),
     }
     if valid.any():

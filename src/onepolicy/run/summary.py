@@ -18,8 +18,8 @@ Row = dict[str, Any]
 
 CRASH_DROP = 0.25
 CRASH_RULE = (
-    f"crash step: the first evaluation at which the score is {CRASH_DROP} or more below the best "
-    "score before it, and after which it never comes back above that line"
+    f"crash step: the first evaluation whose score is {CRASH_DROP} or more below the best score "
+    f"before it, if no later one comes within {CRASH_DROP} of that best score again"
 )
 TIMES = (
     "rollout",
@@ -100,7 +100,7 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     }
     summary |= _evaluations(config, rows)
     summary |= {
-        "tokens_per_second": _mean(train, "train/tokens_per_second"),
+        "tokens_per_second": _tokens_per_second(train),
         "objective": config.objective.name,
         "time": {part: _mean(train, f"time/{part}", absent=0.0) for part in TIMES},
     }
@@ -144,7 +144,11 @@ def _sampled(config: RunConfig, rows: list[Row]) -> Row:
     scores = _scores(rows, f"eval/avg@{config.eval.k}")
     if not scores:
         return {}
-    return {"sampled_first": _point(scores[0]), "sampled_last": _point(scores[-1])}
+    return {
+        "sampled_first": _point(scores[0]),
+        "sampled_last": _point(scores[-1]),
+        "sampled_answers": config.eval.problems * config.eval.k,
+    }
 
 
 def _scores(rows: list[Row], name: str | None) -> list[tuple[int, float]]:
@@ -181,6 +185,16 @@ def _asynchronous(max_staleness: int, train: list[Row]) -> Row:
         "learner_busy": _mean(train, "async/learner_busy"),
         "sampler_busy": _mean(train, "async/sampler_busy"),
     }
+
+
+def _tokens_per_second(train: list[Row]) -> float | None:
+    """Return the tokens of all steps, those of prompts too, over their seconds."""
+    seconds = [row.get("time/step") for row in train]
+    rates = [row.get("train/tokens_per_second") for row in train]
+    known = [(rate, s) for rate, s in zip(rates, seconds, strict=True) if rate and s]
+    if not known:
+        return None
+    return sum(rate * s for rate, s in known) / sum(s for _, s in known)
 
 
 def _point(score: tuple[int, float]) -> Row:

@@ -28,4 +28,4 @@ def test_the_gap_is_named_and_the_correction_predicted(policy, tmp_path, capsys)
     config = resolve(whole, ["correction.preset=icepop"])
     assert would["keep"] == predict(config.correction, would["kl"], would["length"]).keep
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"Correction icepop would keep {would['keep']:.2%}" in printed
+    assert f"settings (icepop) would keep {would['keep']:.2%}" in printed

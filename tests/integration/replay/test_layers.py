@@ -40,7 +40,8 @@ TINY_LLAMA = {
 
 def test_a_dense_model_is_refused_with_a_hint() -> None:
     model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
-    with pytest.raises(UsageError, match=r"LlamaForCausalLM.*replay\.mode=off"):
+    hint = r'replay\.mode=off.*attach\(trainer, replay="off"\)'
+    with pytest.raises(UsageError, match=f"LlamaForCausalLM.*{hint}"):
         bind_routers(model)
     with pytest.raises(UsageError, match=r"'llama'.*replay\.mode=off"):
         require_moe(model.config)

@@ -101,7 +101,7 @@ TREE = {
         },
         "model": {"dtype": "float32"},
         "train": {"autocast": "off"},
-        "task": {"kind": "chain"},
+        "task": {"kind": "chain", "env": {"api_key": "sk-LEAKED"}},
         "seed": 0,
     },
 }
@@ -208,6 +208,7 @@ def test_texts_of_the_model_are_escaped(report):
     assert "some/&lt;model&gt;" in page
     assert "1+&lt;/pre&gt;<mark>&lt;b&gt;</mark>2" in page
     assert "trained on" not in page
+    assert "sk-LEAKED" not in page  # a key of the task's settings
     assert "probe" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
 
@@ -298,7 +299,7 @@ def test_a_negligible_gap_has_no_percentages_and_no_intervals():
         assert set(trace["error_x"]["array"] + trace["error_x"]["arrayminus"]) == {0.0}
         assert "(" not in str(trace["text"])
     assert [row[2] for row in waterfall_rows(small)] == ["\u2013"] * 4
-    assert noise_figure(small).title == "Every source of noise by itself is too small to matter"
+    assert noise_figure(small).title == "Every change by itself is too small to matter"
     plain = {"mismatch/k3": 9e-5, "mismatch/f2": 0.0}
     metrics = {"without_replay": plain, "with_replay": {"mismatch/k3": 3e-5}}
     assert tiles(small | {"metrics": metrics})[1][2] == "both are too small to matter"
@@ -313,4 +314,4 @@ def test_noise_is_compared_with_the_gap():
     assert points["marker"]["symbol"] == ["circle-open", "circle"]  # exactly 0 is said to be 0
     assert points["x"][1] == 1e-9
     assert drawn.layout["shapes"][0]["x0"] == 5e-3
-    assert drawn.title == "No source of noise by itself comes near the gap"
+    assert drawn.title == "No change by itself comes near the gap"

@@ -24,7 +24,7 @@ from onepolicy.audit import formats
 from onepolicy.audit.accumulator import accumulate_dump
 from onepolicy.audit.export.slime import convert
 from onepolicy.audit.figures import audit_figures
-from onepolicy.audit.read import read_dump
+from onepolicy.audit.read import ReadLimits, read_dump
 from onepolicy.audit.report import audit_tree
 from onepolicy.audit.run import audit
 from onepolicy.audit.schema import COLUMNS, write_parquet
@@ -175,6 +175,7 @@ def test_missing_empty_and_truncated(tmp_path) -> None:
         "none.parquet": "cannot be opened",
         "folder.parquet": "no dump in this folder",
         "dump.csv": "unknown kind of dump",
+        "batch.pkl": r"a pickle, .*export\.verl\.export",
     }.items():
         with pytest.raises(UsageError, match=f"{name}: .*{fault}"):
             audit(tmp_path / name, {})
@@ -462,3 +463,15 @@ def test_fuzz_of_bytes(data) -> None:
             content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
         path.write_bytes(data.draw(st.sampled_from([bytes(content), bytes(content[:50])])))
         _survives(path)
+
+
+def test_limits_grow_with_the_sizes_of_the_files(monkeypatch) -> None:
+    sizes = {"none": 0, "half": 2**29, "one": 2**30}
+    monkeypatch.setattr("onepolicy.bounded.size_of_data", lambda path: sizes[path.name])
+    limits = {name: ReadLimits().of([Path(name)]) for name in sizes}
+    assert (limits["none"].memory, limits["none"].seconds) == (2**30, 60)
+    assert (limits["one"].memory, limits["one"].seconds) == (17 * 2**30, 60 + 4096)
+    both = ReadLimits().of([Path("half"), Path("one")])  # one file at a time
+    assert (both.memory, both.seconds) == (17 * 2**30, 60 + 6144)
+    given = ReadLimits(2, 5).of([Path("one")])
+    assert (given.memory, given.seconds) == (2 * 2**30, 5)

@@ -184,9 +184,13 @@ def arms(first, other, labels=LABELS, **values):
 def test_arms_that_differ_in_replay_alone_are_called_by_it():
     two = arms([2e-3] * 30 + [1e-5] * 50, [1e-5] * 80)
     assert headline(two) == "Replay: 30 of 80 steps above 1e-3 without, 0 with"
-    unlike, quiet, unknown = ([2e-3] * 8, [1e-5] * 8), ([1e-5] * 8,) * 2, ([None] * 8, [1e-5] * 8)
+    unlike, unknown = ([2e-3] * 8, [1e-5] * 8), ([None] * 8, [1e-5] * 8)
     assert headline(arms(*unlike, {})) == "k3: 8 of 8 steps above 1e-3 in off, 0 in r3"
-    assert headline(arms(*quiet)) == "k3 is at most 1e-3 in every step of every arm"
+    every = "in every step of every arm"
+    assert headline(arms([2e-4] * 8, [1e-5] * 8)) == f"k3 is at most 1e-3 {every}"
+    assert headline(arms([1e-5] * 8, [9e-5] * 8)) == (
+        f"k3 is at most 1e-4 {every}, too small to matter"
+    )
     assert headline(arms(*unknown)) == "Arms compared: off, r3"
     more = [*two, *(run(each.name, [2e-3], [0.5], 1, labels=LABELS) for each in two)]
     assert headline(more) == "Replay: 31 of 81 steps above 1e-3 without, 1 with"  # of both seeds

@@ -53,7 +53,7 @@ def test_the_ends_of_the_lines_are_named_apart_and_the_limits_by_their_meaning()
     texts = [each["text"] for each in layout["annotations"]]
     assert texts == [
         "1e-4, harmless below",
-        "1e-3, correct above",
+        "1e-3, act above",
         "<b>without replay</b>",
         "off",
         "<b>with replay</b>",

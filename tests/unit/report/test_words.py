@@ -66,7 +66,7 @@ LARGE = SUMMARY | {
 def test_sentences():
     small = (
         "Without \u2192 with replay, on 2 probe batches scored both ways: k3 6e-6 \u2192 2e-6 "
-        "(too small to matter); F(2) 2e-4 \u2192 0; routers that would choose otherwise "
+        "(too small to matter); F(2) 0.02% \u2192 0%; routers that would choose otherwise "
         "3.3% \u2192 3%; experts that ran with it: 100% the rollout's."
     )
     assert verdict(SUMMARY) == [
@@ -89,7 +89,7 @@ def test_columns_without_a_value_fold_away():
     trained = {name: value for name, value in SUMMARY.items() if "probe" not in name}
     del trained["mismatch_without_replay"], trained["k3_cuts"]
     header, rows = comparison_table(trained)
-    assert header == ("Rollout vs trainer", "Trained on")
+    assert header == ("Rollout vs trainer", "All steps, as trained")
     assert rows[0] == ("k3, nats per token", "3e-6")
     assert comparison_table(SUMMARY)[0] == COMPARISON_HEADER
     assert comparison_table(SUMMARY)[1] == comparison(SUMMARY)
@@ -171,6 +171,9 @@ def test_both_accuracies_are_named_where_one_rose_and_the_other_fell():
     words = "fell from 0.5 to 0.3, the sampled one rose from 0.36 to 0.9."
     assert outcome(fell) == f"{GREEDY.capitalize()} {words} {SMALL}"
     assert "The policy learnt: greedy" in outcome(SUMMARY | ends)  # both rose
+    few = fell | {"sampled_answers": 4}  # a difference of 0.54 has an error of 0.34
+    assert outcome(few) == f"The policy got worse: {GREEDY} fell from 0.5 to 0.3. {SMALL}"
+    assert outcome(fell | {"sampled_answers": 8}) == outcome(fell)
 
 
 def test_the_outcome_judges_the_means_that_it_prints():

@@ -35,6 +35,7 @@ def test_summary_by_hand(tmp_path):
     rows = [{"step": 0, "eval/greedy": 0.25}]
     for step, reward in enumerate([0.0, 0.5, 0.5, 1.0], start=1):
         row = {"step": step, "train/reward": reward, "mismatch/k3": step * 1e-3, "time/step": 2.0}
+        row["train/tokens_per_second"] = 100.0
         rows.append(row | {2: {"eval/greedy": 0.75}, 4: {"eval/greedy": 0.5}}.get(step, {}))
     rows[1] |= {"counterfactual/mismatch/k3": 5e-3, "time/counterfactual": 2.0}
     summary = summarise(config, rows, tmp_path, None)
@@ -48,6 +49,9 @@ def test_summary_by_hand(tmp_path):
     assert summary["k3_cuts"] == [pytest.approx(5.0)]
     assert summary["time"]["step"] == 2.0
     assert summary["time"]["counterfactual"] == 0.5  # one probe in four steps
+    slow = {"time/step": 6.0, "train/tokens_per_second": 20.0}
+    summary = summarise(config, [rows[1], rows[2] | slow], tmp_path, None)
+    assert summary["tokens_per_second"] == pytest.approx((200 + 120) / 8)  # no mean of rates
 
 
 def rows_with(name, *values):

@@ -67,7 +67,7 @@ class BatchSampling:
 
 
 def _effective_parameters(sampling: Sampling) -> tuple[float, int, float, float]:
-    """Return temperature, top_k, top_p and min_p. A greedy row has neither."""
+    """Return temperature, top_k, top_p and min_p; for a greedy row those that change nothing."""
     if sampling.temperature == 0:
         return 1.0, WHOLE_VOCABULARY, 1.0, 0.0
     top_k = sampling.top_k or WHOLE_VOCABULARY

@@ -212,7 +212,7 @@ def check_reply_routes(trace: RoutingTrace, route_spec: RouteSpec) -> None:
 
 
 def top_and_support(ids: Tensor | None, logp: Tensor | None, sampling: Sampling) -> dict[str, Any]:
-    """Return top_ids, top_logp and support of a Completion, None for each that is not asked for.
+    """Return those of top_ids, top_logp and support that the sampling asks for, by these names.
 
     ids, logp: [n, k] of the likeliest tokens, most likely first; None if k is 0. Raises UsageError
     if there are too few of them to be the whole support.
