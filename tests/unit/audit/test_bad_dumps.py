@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -31,6 +31,7 @@ from onepolicy.audit.schema import COLUMNS, write_parquet
 from onepolicy.cli import main
 from onepolicy.config import UsageError
 from support.audit_dumps import gaussian_rows, write_jsonl
+from support.examples import examples
 
 LOGPS = ("logp_rollout", "logp_trainer")
 
@@ -272,7 +273,7 @@ def _survives(path: Path) -> None:
 
 
 @given(rows=json_rows)
-@settings(max_examples=80)
+@examples(80)
 def test_fuzz_of_json_values(rows) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "d.jsonl"
@@ -285,7 +286,7 @@ triples = st.lists(st.tuples(logp, logp, st.floats(0, 99)), min_size=1, max_size
 
 
 @given(logps=triples, repeat=st.sampled_from([1, 40]), version=st.integers(-3, 3))
-@settings(max_examples=30)
+@examples(30)
 def test_fuzz_of_extreme_log_probabilities(logps, repeat, version) -> None:
     """A dump that passes the checks can be judged, down to every number of the report."""
     rollout, trainer, entropy = (list(column) * repeat for column in zip(*logps, strict=True))
@@ -315,7 +316,7 @@ arrow_values = st.sampled_from(
 
 
 @given(columns=st.dictionaries(st.sampled_from(sorted(COLUMNS)), arrow_values), good=st.booleans())
-@settings(max_examples=80)
+@examples(80)
 def test_fuzz_of_arrow_types(columns, good) -> None:
     logp = pa.array([[-1.0, -2.0], [-3.0]])
     base = {"tokens": pa.array([[1, 2], [3]]), "mask": pa.array([[1, 1], [1]])}
@@ -342,7 +343,7 @@ tensors = st.dictionaries(
 
 
 @given(tensors=tensors, good=st.booleans())
-@settings(max_examples=60)
+@examples(60)
 def test_fuzz_of_our_probes(tensors, good) -> None:
     base = dict.fromkeys(LOGPS, -torch.ones(4)) | {"entropy": torch.ones(4)}
     base |= dict.fromkeys(("version", "tokens", "segment"), torch.arange(4))
@@ -372,7 +373,7 @@ payloads = st.recursive(
 
 
 @given(payload=payloads, sample=st.booleans())
-@settings(max_examples=80)
+@examples(80)
 def test_fuzz_of_slime_dumps(payload, sample) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -451,7 +452,7 @@ def test_a_column_name_that_is_no_text(tmp_path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@examples(40)
 def test_fuzz_of_bytes(data) -> None:
     """The fuzz changes a byte of a good file, or adds noise."""
     suffix = data.draw(st.sampled_from(SUFFIXES))
