@@ -85,7 +85,11 @@ def test_linear_layers_and_experts_are_rounded_and_nothing_else(family):
 
 
 CASES = [(family, torch.float32) for family in CONFIGS]
-CASES += [(family, torch.bfloat16) for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")]
+CASES += [
+    ("qwen3_moe", torch.bfloat16),
+    pytest.param("gpt_oss", torch.bfloat16, marks=pytest.mark.full),
+    pytest.param("deepseek_v3", torch.bfloat16, marks=pytest.mark.full),
+]
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
