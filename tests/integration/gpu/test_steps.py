@@ -49,6 +49,7 @@ def test_the_engine_samples_the_same_bits_twice(family, device):
             assert torch.equal(a.routing.ids, b.routing.ids)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_dense", "deepseek_v3"])
 def test_a_decode_step_waits_once(family, device):
     """In bfloat16: torch has no grouped_mm for experts in float32, and loops over them."""

@@ -17,6 +17,7 @@ from onepolicy.models.load import context_length, load_model, load_tokenizer, re
 from support.engine_runs import engine_of
 from support.fake_vllm import make_checkpoints
 from support.scripted_engine import HERMES, make_tokenizer, tokenizer_of
+from support.waiting import patience
 
 CPU = torch.device("cpu")
 QUESTION = [{"role": "user", "content": "1+1"}]
@@ -186,7 +187,7 @@ TEMPLATES = {  # the last two end their child
 
 @pytest.mark.process
 def test_a_template_that_asks_for_much_ends_its_child_only(subtests, monkeypatch):
-    monkeypatch.setattr(chat_templates, "LIMITS", Limits(GIB // 4, 1))
+    monkeypatch.setattr(chat_templates, "LIMITS", Limits(GIB // 4, patience(1)))
     for template, said in TEMPLATES.items():
         with subtests.test(template), pytest.raises(UsageError, match=f"roles user: .*{said}"):
             render_chat(tokenizer_of(template), QUESTION)

@@ -14,7 +14,7 @@ from onepolicy.envs.tasks.math_grader import MathGrader
 from onepolicy.envs.tasks.math_verify_worker import MEMORY_BYTES
 from onepolicy.envs.tasks.reasoning_gym import safe_to_evaluate
 from onepolicy.envs.tasks.single_turn import extract_answer, grade_exact
-from support.waiting import LIMIT_S
+from support.waiting import LIMIT_S, patience
 
 
 def test_answer_text():
@@ -163,7 +163,7 @@ def test_what_is_safe_to_evaluate():
 @pytest.mark.process
 def test_an_expression_that_passes_the_filter_ends_its_child_only(monkeypatch):
     """sympy reduces the angle with e^60 digits."""
-    monkeypatch.setattr(reasoning_gym, "GRADING", Limits(2**28, 1.0))
+    monkeypatch.setattr(reasoning_gym, "GRADING", Limits(2**28, patience(1)))
     task = reasoning_gym.ReasoningGym(GymTask(name="countdown"))
     problem = task.train_problem(0)
     assert safe_to_evaluate("sin(exp(exp(60)))")
