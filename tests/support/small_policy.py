@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from onepolicy.cli import main
 from onepolicy.config.policy import PolicyConfig
@@ -29,6 +28,8 @@ def policy(tmp_path_factory):
 
 
 def make_small_policy(path, config=SMALL):
+    import torch  # pytest-xdist's first process loads this file and runs no test
+
     from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
     from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
 
