@@ -1,4 +1,4 @@
-"""Many turns: every route arrives once, and the trainer's log-probabilities are those of one forward
+"""60 turns: every route arrives once, and the trainer's log-probabilities are those of one forward
 over the whole path."""
 
 from __future__ import annotations
