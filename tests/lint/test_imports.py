@@ -35,7 +35,7 @@ interfaces layout
 types
 support
 console
-config files chat_templates tokenizer_trial
+config files chat_templates tokenizer_trial gym_scores
 bounded npy
 errors notation telemetry
 """

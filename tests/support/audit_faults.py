@@ -585,14 +585,14 @@ FAULTS: dict[str, Planted] = {
 
 
 @functools.lru_cache(maxsize=2)
-def _sound(seed: int, gap: str) -> World:
+def _sound(seed: int, gap: str, rows: int) -> World:
     """Return a world to copy. Making it takes most of the time of an outcome."""
-    return world(seed, gap)
+    return world(seed, gap, rows=rows)
 
 
-def outcome(name: str, seed: int, gap: str) -> Outcome:
+def outcome(name: str, seed: int, gap: str, rows: int = ROWS) -> Outcome:
     """Return (action, causes, words) of an audit; `refused` if it refuses the dump."""
-    w = _sound(seed, gap).copy()
+    w = _sound(seed, gap, rows).copy()
     FAULTS[name].plant(w)
     try:
         said = w.audited().verdict

@@ -1,9 +1,13 @@
-"""Fixtures: one small warmed-up policy for every test that trains. A conftest imports them."""
+"""Fixtures: one small warmed-up policy for every test that trains. A conftest imports them.
+
+The policy is in the tree, where `PYTHONPATH=tests python -m support.small_policy` writes it.
+"""
 
 import itertools
+import shutil
+from pathlib import Path
 
 import pytest
-import torch
 
 from onepolicy.cli import main
 from onepolicy.config.policy import PolicyConfig
@@ -13,16 +17,19 @@ SMALL = PolicyConfig(
     **{"hidden_size": 64, "layers": 3, "experts": 16, "top_k": 4, "max_len": 128, "steps": 120},
     **{"tokens_per_step": 512, "warmup_steps": 10, "lr": 4e-3},
 )
+FOLDER = Path(__file__).parent / "policies" / "small"
 
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory):
     """Return the folder of a 3-layer MoE with its tokenizer, warmed up just enough to write
     responses."""
-    return make_small_policy(tmp_path_factory.mktemp("policies") / "small", SMALL)
+    return shutil.copytree(FOLDER, tmp_path_factory.mktemp("policies") / "small")
 
 
-def make_small_policy(path, config):
+def make_small_policy(path, config=SMALL):
+    import torch  # pytest-xdist's first process loads this file and runs no test
+
     from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
     from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
 
@@ -59,3 +66,7 @@ def train(recipe, tmp_path):
         return out
 
     return run
+
+
+if __name__ == "__main__":
+    make_small_policy(FOLDER)

@@ -19,7 +19,7 @@ CONFIG_MEMORY, MEMORY_PER_BYTE = 2**31, 64
 """Bytes that reading a config or tokenizer may take, and more for each byte of the folder's files.
 
 A config of a kilobyte can ask for a billion layers."""
-MAX_LABELS = 10_000
+MAX_LAYERS, MAX_LABELS = 512, 10_000
 MOST_NUMBERS, NUMBERS_PER_BYTE = 2**26, 2
 """Numbers that the tensors of a model may have, and more for each byte of its stored weights.
 
@@ -31,20 +31,23 @@ def memory_of_settings(model: ModelConfig) -> AbstractContextManager[None]:
     return less_memory(CONFIG_MEMORY + MEMORY_PER_BYTE * _size_of(model, "*.json"))
 
 
-def check_labels(model: ModelConfig) -> None:
-    """Raise ValueError if a folder's config asks for many labels. Transformers makes names for all.
+def check_counts(model: ModelConfig) -> None:
+    """Raise ValueError if a folder's config asks for many layers or labels.
 
-    It also copies them several times, which takes 10 s of a million.
+    Transformers makes a list of the layers, which takes minutes of a billion, and names for all
+    labels. It also copies them several times, which takes 10 s of a million.
     """
     file = Path(model.path) / "config.json"
     if file.is_file():
-        json.loads(file.read_bytes(), object_hook=_check_labels)
+        json.loads(file.read_bytes(), object_hook=_check_counts)
 
 
-def _check_labels(fields: dict[str, Any]) -> dict[str, Any]:
-    count = fields.get("num_labels")
-    if isinstance(count, int | float) and count > MAX_LABELS:
-        raise ValueError(f"num_labels is {short_repr(count)}; expected at most {MAX_LABELS}")
+def _check_counts(fields: dict[str, Any]) -> dict[str, Any]:
+    expected = {"num_hidden_layers": ("1 to", MAX_LAYERS), "num_labels": ("at most", MAX_LABELS)}
+    for name, (words, most) in expected.items():
+        count = fields.get(name)
+        if isinstance(count, int | float) and count > most:
+            raise ValueError(f"{name} is {short_repr(count)}; expected {words} {most}")
     return fields
 
 

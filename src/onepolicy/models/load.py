@@ -25,8 +25,9 @@ from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.input_files import check_model_path
 from onepolicy.errors import short_repr
 from onepolicy.models.foreign import (
+    MAX_LAYERS,
+    check_counts,
     check_experts,
-    check_labels,
     memory_of_settings,
     refuse_large_shapes,
 )
@@ -34,7 +35,6 @@ from onepolicy.models.hub import check_reachable
 from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
 from onepolicy.tokenizer_trial import try_tokenizers
 
-MAX_LAYERS = 512
 LONGEST = 2**24  # tokens, as of rollout.engine.max_len
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the setting's value
 
@@ -73,7 +73,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     if not Path(model.path).exists():
         check_reachable(model.path)
     with _foreign("the config", model):
-        check_labels(model)
+        check_counts(model)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
         )

@@ -95,9 +95,6 @@ def zeros_parquet(path: Path) -> None:
 BOMBS = {
     "doubling.pt": doubling,
     "deflated.pt": lambda path: repacked(path, more=torch.zeros(2**24)),
-    "one number.pt": lambda path: torch.save(
-        tensors() | {"mask": torch.zeros(1).expand(2**40)}, path
-    ),
     "zeros.npz": zeros_npz,
     "zeros.parquet": zeros_parquet,
     "lists.jsonl": lambda path: path.write_text("[" + "[]," * 2**20 + "[]]"),
@@ -109,10 +106,7 @@ def test_a_bomb_ends_its_child_only(tmp_path, capfd, name):
     path = tmp_path / name
     BOMBS[name](path)
     assert path.stat().st_size < 2**25
-    said = "--memory-limit"
-    if name == "one number.pt":
-        said = "shape"
-    with pytest.raises(UsageError, match=rf"{name}: .*{said}"):
+    with pytest.raises(UsageError, match=rf"{name}: .*--memory-limit"):
         list(read_dump(path, {}, SMALL))
     assert capfd.readouterr() == ("", "")
 
@@ -136,6 +130,7 @@ def test_a_limit_can_be_raised(tmp_path):
     assert sum(len(block.lengths) for block in read_dump(path, {})) == 2**9
 
 
+@pytest.mark.full
 def test_training_dumps_are_read_in_a_child(tmp_path):
     sample = {"tokens": torch.arange(4), "loss_masks": torch.ones(2), "weight_versions": ["3"]}
     sample |= dict.fromkeys(("log_probs", "rollout_log_probs"), -torch.ones(2))

@@ -32,7 +32,9 @@ from onepolicy.report.jsonl import read_jsonl
 from support.fuzz import FAST, SLOW, Damage, survives
 from support.scripted_engine import HERMES, tokenizer_of
 
+FEW = 100
 INPUTS = [pytest.param(FAST // 2, id="fast"), pytest.param(SLOW, id="slow", marks=pytest.mark.slow)]
+DUMPS = [pytest.param(FAST // 2, id="fast", marks=pytest.mark.full), INPUTS[1]]
 ROUTED = {"route_layers": 1, "route_top_k": 2}
 ROWS: list[dict[str, Any]] = [
     {
@@ -282,10 +284,9 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.serialization, "re", search)
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:Duplicate name")
-@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("inputs", [pytest.param(FEW, id="few"), *DUMPS])
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".npz", ".safetensors", ".pt"])
 def test_dumps(tmp_path: Path, suffix: str, inputs: int) -> None:
     make = {

@@ -29,11 +29,15 @@ from support.trained_worlds import CLEAN, PLANTED, judged, settings, sound
 POLICY = ROOT / "benchmarks" / "evidence" / "policies" / "one-of-8"
 
 
-@pytest.mark.parametrize("kind", ["nf4", "flips 10%", "growth 40", "nf4 trainer", "1 update old"])
+GENUINE = {"nf4": 1, "flips 10%": 11, "growth 40": 1, "nf4 trainer": 11, "1 update old": 1}
+"""Kind -> world: 1 has an entropy of 0.02 in short rows, 11 one of 0.3 in longer ones."""
+
+
+@pytest.mark.parametrize("kind", GENUINE)
 def test_genuine_mismatch_is_not_accused(kind) -> None:
-    for number in (1, 11):  # entropy 0.02 in short rows, 0.3 in longer ones
-        found = judged(sound(kind, number, *settings(number)), kind)
-        assert found.action in ("nothing", "correct"), found
+    number = GENUINE[kind]
+    found = judged(sound(kind, number, *settings(number)), kind)
+    assert found.action in ("nothing", "correct"), found
 
 
 @pytest.mark.slow
@@ -43,12 +47,16 @@ def test_no_world_of_35_is_accused(kind) -> None:
     assert not {n: each for n, each in found.items() if each.action == "bug"}
 
 
+@pytest.fixture(scope="module")
+def sound_world():
+    return sound("bf16", 12, *settings(12))  # entropy 1
+
+
 @pytest.mark.parametrize(
     "name", ["T 0.9, processed", "base 10, rollout", "top-p 0.8", "adapter lost, all rows"]
 )
-def test_a_fault_of_a_trained_policy_is_not_corrected(name) -> None:
-    fault, number = PLANTED[name], 12  # entropy 1
-    w = sound("bf16", number, *settings(number))
+def test_a_fault_of_a_trained_policy_is_not_corrected(sound_world, name) -> None:
+    fault, w = PLANTED[name], sound_world.copy()
     fault.plant(w)
     found = judged(w, "bf16")
     assert found.action == ("bug" if fault.causes else "unclear")
@@ -133,7 +141,7 @@ def test_two_rows_of_a_certain_policy_that_are_exchanged_are_named(tmp_path) -> 
     assert "rows" in said.causes, said.text()
 
 
-@pytest.mark.parametrize("growth", [1.5, 4.0, 6.0])
+@pytest.mark.parametrize("growth", [1.5, 6.0])
 def test_a_gap_that_grows_along_the_answer_is_corrected(growth, tmp_path) -> None:
     torch.manual_seed(0)
     z = 2 * torch.randn(96, 200, 32)
@@ -155,7 +163,9 @@ def test_a_gap_that_jumps_at_one_place_is_a_mark(tmp_path) -> None:
     assert "the gap jumps at place 1" in said.text()
 
 
-@pytest.mark.parametrize("number_format", CEILINGS)
+@pytest.mark.parametrize(
+    "number_format", [min(CEILINGS, key=CEILINGS.get), max(CEILINGS, key=CEILINGS.get)]
+)
 def test_above_the_ceiling_of_the_format_the_gap_is_looked_into(number_format, tmp_path) -> None:
     ceiling = Declared(number_format).ceiling
     for kl, action in ((0.8 * ceiling, "correct"), (1.3 * ceiling, "unclear")):
@@ -200,14 +210,20 @@ def logits_of(model, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sampled(model, prompts: Tensor, new: int) -> tuple[Tensor, Tensor]:
-    """Return ids [B, P + new] and the log-probabilities [B, new] that they were drawn from."""
-    ids, drawn = prompts, []
+def sampled(model, prompts: Tensor, new: int, *, prefiller=None, cached=1) -> tuple[Tensor, Tensor]:
+    """Return ids [B, P + new] and the log-probabilities [B, new] that they were drawn from.
+
+    prefiller: another model, which has computed the keys of the first `cached` tokens.
+    """
+    cache = DynamicCache()
+    (prefiller or model)(input_ids=prompts[:, :cached], past_key_values=cache, use_cache=True)
+    ids, drawn, unseen = prompts, [], prompts[:, cached:]
     for _ in range(new):
-        p = logits_of(model, ids)[:, -1].log_softmax(-1)
-        token = torch.multinomial(p.exp(), 1)
-        drawn.append(p.gather(-1, token))
-        ids = torch.cat([ids, token], 1)
+        z = model(input_ids=unseen, past_key_values=cache, use_cache=True).logits[:, -1]
+        p = z.float().log_softmax(-1)
+        unseen = torch.multinomial(p.exp(), 1)
+        drawn.append(p.gather(-1, unseen))
+        ids = torch.cat([ids, unseen], 1)
     return ids, torch.cat(drawn, 1)
 
 
@@ -329,27 +345,12 @@ def test_a_prefix_that_older_weights_cached_is_looked_into(tmp_path) -> None:
     prompts[:, :24] = prompts[0, :24]
     for who, action in ((engine, "nothing"), (older, "unclear")):
         torch.manual_seed(5)
-        ids, rollout = sampled_after(who, engine, prompts, 24, new=30)
+        ids, rollout = sampled(engine, prompts, 30, prefiller=who, cached=24)
         z = logits_of(trainer, ids)[:, 29:-1]
         answer = ids[:, 30:]
         said = verdict_on(tmp_path, ids, 30, logp(z, answer), rollout, entropy(z))
         assert said.action == action, said.text()
         assert action == "nothing" or "a prefix cached from older weights" in said.sentence
-
-
-@torch.no_grad()
-def sampled_after(prefiller, engine, prompts, cached, *, new):
-    """Return what `sampled` does, where another model has computed the first `cached` tokens."""
-    cache = DynamicCache()
-    prefiller(input_ids=prompts[:, :cached], past_key_values=cache, use_cache=True)
-    ids, drawn, unseen = prompts, [], prompts[:, cached:]
-    for _ in range(new):
-        z = engine(input_ids=unseen, past_key_values=cache, use_cache=True).logits[:, -1]
-        p = z.float().log_softmax(-1)
-        unseen = torch.multinomial(p.exp(), 1)
-        drawn.append(p.gather(-1, unseen))
-        ids = torch.cat([ids, unseen], 1)
-    return ids, torch.cat(drawn, 1)
 
 
 def test_attention_sinks_that_the_trainer_drops_are_looked_into(tmp_path) -> None:

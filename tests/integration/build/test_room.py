@@ -111,7 +111,7 @@ def test_a_model_that_draws_numbers_or_cannot_be_run_dry_still_fits(kind, tmp_pa
         assert found > 2 * 12 * 64 * 512
 
 
-@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("layers", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_micro_batch_is_that_of_the_dry_run(model, tmp_path, layers):
     """Without activation checkpointing every layer keeps its own (tests/integration/gpu)."""
     changed = QWEN3_06B | {"num_hidden_layers": layers, "vocab_size": 512, "hidden_size": 256}

@@ -191,7 +191,7 @@ class Recorded(Faulty):
 def sound(policy):
     """Return engine and trainer, tokenizer, and the recorded completions."""
     settings = [f"model.path={policy}", *SETTINGS, "rollout.engine.dtype=float32"]
-    settings.append("rollout.engine.max_len=96")
+    settings.append("rollout.engine.max_len=32")
     config = measure_config({}, settings, None)
     tokenizer, max_len = load_tokenizer_and_max_len(config, config.model)
     return build_engine_and_scorer(config, config.model, max_len), tokenizer, {}

@@ -11,6 +11,7 @@ TOLERANCE = 2e-2
 """Of gradients in bfloat16, whose numbers have 8 bits, with the routes of float32."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_host_never_waits_in_forward_and_backward(family, device):
     """A wait per layer would leave a GPU idle for as long as Python needs."""
@@ -50,6 +51,7 @@ def test_gradients_in_bfloat16_are_those_of_float32(family, device, monkeypatch)
         assert relative_difference(found, expected) < TOLERANCE, precision
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", CONFIGS)
 def test_gradients_are_those_of_the_cpu(family, device):
     on_cpu = TrainingStep(family, torch.device("cpu"))

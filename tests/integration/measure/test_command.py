@@ -124,7 +124,8 @@ def test_a_clean_run_is_not_accused_and_bars_and_remainder_make_up_the_gap(clean
     assert clean.repeats["engine_alone/same"] > 0.9
 
 
-def test_breakdowns_account_for_every_token(clean):
+def test_breakdowns_account_for_every_token(policy):
+    clean = measured(policy, *FEW)
     for rows in clean.breakdowns.values():
         assert sum(row.tokens for row in rows) == clean.scored.found.tokens
         assert sum(row.share for row in rows) == pytest.approx(1)
@@ -200,7 +201,7 @@ def test_precision_compares_the_dtypes_of_both_sides(policy):
 
 
 def test_the_command_writes_a_report_and_prints_the_verdict(policy, tmp_path, capsys):
-    command = ["measure", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]
+    command = ["measure", str(policy), *SETTINGS, *FEW, "--out", str(tmp_path / "m")]
     assert main([*command, "--top", "4"]) == 0
     tree = json.loads((tmp_path / "m" / "measure.json").read_text())
     out, told = capsys.readouterr()

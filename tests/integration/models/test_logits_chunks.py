@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,6 +17,7 @@ from onepolicy.models.prepare import prepare_for_training
 from onepolicy.train import forward as scoring
 from onepolicy.train.forward import logits_chunk
 from onepolicy.train.rescore import change_logits
+from support.examples import examples
 from support.families import TABLE
 from support.learner_steps import batch_of
 from support.models import BASE, CONFIGS, HEADS, VOCAB, make
@@ -97,7 +98,7 @@ def check_bits(model, batch, chunk, **options):
 
 
 @pytest.mark.full
-@settings(max_examples=25)
+@examples(25)
 @given(
     chunk=st.integers(1, TRAINABLE - 1),
     temperatures=st.lists(st.floats(0.3, 3.0), min_size=8, max_size=8),

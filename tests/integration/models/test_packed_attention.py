@@ -14,6 +14,7 @@ from onepolicy.models import experts, linear
 from onepolicy.models.experts import NAME as EXPERTS
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
+from support.examples import examples
 from support.models import BASE, CONFIGS, HEADS, MOE, VOCAB, make
 from support.replay_models import take_grads
 
@@ -56,6 +57,7 @@ def test_attention_without_packing_is_refused():
         model(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
 
 
+@examples(60)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12))
 def test_buckets_hold_every_slot_once(lengths):
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()

@@ -1,10 +1,16 @@
-"""The warm-up's curriculum: planted mistakes begin at the step of `mistakes_from`, not before."""
+"""The warm-up learns the responses, and planted mistakes begin at the step of `mistakes_from`."""
+
+import random
 
 import pytest
 
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.tiny.model import make_model, make_tokenizer, warm_up
 
+SMALL = {
+    **{"hidden_size": 16, "layers": 1, "experts": 2, "top_k": 1, "expert_size": 8, "heads": 1},
+    **{"kv_heads": 1, "head_dim": 8, "max_len": 32, "tokens_per_step": 64, "threads": 1},
+}
 SEEN = {
     0.0: [{"wrong"}] * 4,
     0.5: [{"right"}] * 2 + [{"wrong"}] * 2,
@@ -15,11 +21,7 @@ SEEN = {
 
 @pytest.mark.parametrize("mistakes_from", SEEN)
 def test_no_mistakes_before_the_switch_and_mistakes_after(mistakes_from):
-    config = PolicyConfig(
-        hidden_size=16, layers=1, experts=2, top_k=1, expert_size=8, heads=1, kv_heads=1,
-        head_dim=8, max_len=32,
-        steps=4, tokens_per_step=64, mistakes=0.25, mistakes_from=mistakes_from, threads=1,
-    )  # fmt: skip
+    config = PolicyConfig(**SMALL, steps=4, mistakes=0.25, mistakes_from=mistakes_from)
     tokenizer = make_tokenizer("adeghilnorstw: ")
     drawn, steps = set(), []
 
@@ -35,3 +37,21 @@ def test_no_mistakes_before_the_switch_and_mistakes_after(mistakes_from):
 
     warm_up(make_model(config, len(tokenizer)), tokenizer, examples, config, progress=progress)
     assert steps == SEEN[mistakes_from]
+
+
+def test_it_learns_the_response_and_not_the_prompt():
+    """No model knows the random letters of the prompts: their loss would stay at log 10."""
+    config = PolicyConfig(**SMALL, steps=60, lr=2e-2, warmup_steps=5, mistakes=0.0)
+    tokenizer, draw, seen = make_tokenizer("abcdefghij: "), random.Random(0), []
+
+    def examples(mistakes):
+        while True:
+            yield "".join(draw.choices("abcdefghij", k=12)) + ":", "face"
+
+    progress = lambda *measured: seen.append(measured)  # noqa: E731
+    model = make_model(config, len(tokenizer))
+    warm_up(model, tokenizer, examples, config, progress=progress)
+    (first, loss, _), (last, end, accuracy) = seen[0], seen[-1]
+    assert (first, last, accuracy) == (1, 60, 1.0)
+    assert loss > 2
+    assert end < 0.2

@@ -110,6 +110,14 @@ def test_rows_without_any_token_are_refused(tmp_path: Path) -> None:
         read(path)
 
 
+def test_a_number_for_all_tokens_of_the_world_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.pt"
+    many = {"mask": torch.zeros(1).expand(2**40)}
+    torch.save(dict.fromkeys(NAMES, torch.zeros(2, 3)) | many, path)
+    with pytest.raises(UsageError, match=r"d\.pt: column mask: shape \[1099511627776\]"):
+        read(path)
+
+
 def test_narrow_floats_of_safetensors_are_those_of_torch(tmp_path: Path) -> None:
     """All 256 numbers of eight bits, and all of sixteen, read without torch."""
     kinds = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 8, torch.float16: 16, torch.bfloat16: 16}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.audit import accumulator
@@ -26,6 +26,7 @@ from onepolicy.divergence.logprob import mismatch
 from onepolicy.report.figure import Absent, Figure
 from onepolicy.verdict.rules import CAUSES
 from support.audit_dumps import gaussian_rows, moved_routes, with_routes, world_rows, write_jsonl
+from support.examples import examples
 
 
 def audited(tmp_path: Path, rows: list[dict]):
@@ -39,7 +40,7 @@ def audited(tmp_path: Path, rows: list[dict]):
     scale=st.sampled_from([0.0, 1e-4, 0.3, 5.0]),
     cuts=st.sets(st.integers(1, 7)),
 )
-@settings(max_examples=40)
+@examples(40)
 def test_merged_statistics_equal_the_mismatch_of_the_whole(seed, lengths, scale, cuts) -> None:
     g = torch.Generator().manual_seed(seed)
     n = sum(lengths)
@@ -195,7 +196,7 @@ def test_two_causes_in_one_dump(tmp_path, planted) -> None:
     newest=st.integers(1, 4),
     steps=st.sampled_from([1, 2, 24]),
 )
-@settings(max_examples=15)
+@examples(15)
 def test_a_clean_dump_with_unusual_content_is_not_accused(seed, noise, routes, newest, steps):
     rows = with_routes(world_rows(seed, noise=noise, entropy=True), noise=routes, seed=seed)
     rng = np.random.default_rng(seed)

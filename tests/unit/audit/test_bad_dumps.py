@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -31,6 +31,7 @@ from onepolicy.audit.schema import COLUMNS, write_parquet
 from onepolicy.cli import main
 from onepolicy.config import UsageError
 from support.audit_dumps import gaussian_rows, write_jsonl
+from support.examples import examples
 
 LOGPS = ("logp_rollout", "logp_trainer")
 
@@ -250,18 +251,6 @@ def test_pickles_are_not_executed(tmp_path, capsys) -> None:
     assert "unpickled" not in capsys.readouterr().out
 
 
-others = st.booleans() | st.sampled_from([None, "x", [], {}])
-numbers = st.floats(-20, 0) | st.floats() | st.integers() | st.integers(-3, 3) | others
-values = st.one_of(st.lists(st.floats(-20, 0), max_size=5), st.lists(numbers, max_size=5), numbers)
-json_rows = st.lists(
-    st.fixed_dictionaries(
-        dict.fromkeys(("tokens", "mask", *LOGPS), values),
-        optional=dict.fromkeys(set(COLUMNS) - {"tokens", "mask", *LOGPS}, values),
-    ),
-    max_size=4,
-)
-
-
 def _survives(path: Path) -> None:
     """Check that the dump is judged, or refused with its path. Any other error is a traceback."""
     message = ""
@@ -272,21 +261,12 @@ def _survives(path: Path) -> None:
     assert message.startswith(str(path)) or not message
 
 
-@given(rows=json_rows)
-@settings(max_examples=80)
-def test_fuzz_of_json_values(rows) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "d.jsonl"
-        path.write_text("\n".join(map(json.dumps, rows)))
-        _survives(path)
-
-
 logp = st.floats(-1e6, 1e-3)
 triples = st.lists(st.tuples(logp, logp, st.floats(0, 99)), min_size=1, max_size=50)
 
 
 @given(logps=triples, repeat=st.sampled_from([1, 40]), version=st.integers(-3, 3))
-@settings(max_examples=30)
+@examples(30)
 def test_fuzz_of_extreme_log_probabilities(logps, repeat, version) -> None:
     """A dump that passes the checks can be judged, down to every number of the report."""
     rollout, trainer, entropy = (list(column) * repeat for column in zip(*logps, strict=True))
@@ -298,34 +278,6 @@ def test_fuzz_of_extreme_log_probabilities(logps, repeat, version) -> None:
         each = audit(write_jsonl(Path(folder) / "d.jsonl", [row]), {})
     json.dumps(audit_tree(each), allow_nan=False)
     audit_figures([each])
-
-
-plain = [[[1, 2], [3]], [[-1.0, -2.0], [-3.0]], [[-1.0, None], [-3.0]], [[True, True], [True]]]
-plain += [[[1.0, 0.0], [1.0]], [[1, 2], None], [[[1], [2]], [[3]]], [["a", "b"], ["c"]]]
-plain += [[[None, None], [None]], [None, None], [1, 2], [0.5, math.nan], [{"a": 1}, {"a": 2}]]
-plain += [[2**60, -(2**60)], [b"1", b"2"]]
-arrow_values = st.sampled_from(
-    [
-        *map(pa.array, plain),
-        pa.array([[], []], pa.list_(pa.float32())),
-        pa.array([[1, 2], [3, 4]], pa.list_(pa.uint64(), 2)),
-        pa.array(["x", "y"]).dictionary_encode(),
-        pa.array([list(np.float16([0.5, 1.5])), [np.float16(2.5)]], pa.list_(pa.float16())),
-    ]
-)
-
-
-@given(columns=st.dictionaries(st.sampled_from(sorted(COLUMNS)), arrow_values), good=st.booleans())
-@settings(max_examples=80)
-def test_fuzz_of_arrow_types(columns, good) -> None:
-    logp = pa.array([[-1.0, -2.0], [-3.0]])
-    base = {"tokens": pa.array([[1, 2], [3]]), "mask": pa.array([[1, 1], [1]])}
-    base |= dict.fromkeys(LOGPS, logp)
-    columns = (base if good else {}) | columns
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "d.parquet"
-        pq.write_table(pa.table(columns), path)
-        _survives(path)
 
 
 ours = "logp_rollout logp_trainer logp_trainer_native entropy version tokens segment"
@@ -343,7 +295,7 @@ tensors = st.dictionaries(
 
 
 @given(tensors=tensors, good=st.booleans())
-@settings(max_examples=60)
+@examples(60)
 def test_fuzz_of_our_probes(tensors, good) -> None:
     base = dict.fromkeys(LOGPS, -torch.ones(4)) | {"entropy": torch.ones(4)}
     base |= dict.fromkeys(("version", "tokens", "segment"), torch.arange(4))
@@ -373,7 +325,7 @@ payloads = st.recursive(
 
 
 @given(payload=payloads, sample=st.booleans())
-@settings(max_examples=80)
+@examples(80)
 def test_fuzz_of_slime_dumps(payload, sample) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -449,20 +401,6 @@ def test_a_column_name_that_is_no_text(tmp_path) -> None:
     path.write_bytes(path.read_bytes().replace(b"tokens", b"\x80okens"))
     with pytest.raises(UsageError, match=r"d\.parquet: not a complete Parquet file"):
         audit(path, {})
-
-
-@given(data=st.data())
-@settings(max_examples=40)
-def test_fuzz_of_bytes(data) -> None:
-    """The fuzz changes a byte of a good file, or adds noise."""
-    suffix = data.draw(st.sampled_from(SUFFIXES))
-    with tempfile.TemporaryDirectory() as folder:
-        path = write(Path(folder) / f"d{suffix}", gaussian_rows(1e-3, rows=3, length=8))
-        content = bytearray(path.read_bytes())
-        for _ in range(data.draw(st.integers(1, 4))):
-            content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-        path.write_bytes(data.draw(st.sampled_from([bytes(content), bytes(content[:50])])))
-        _survives(path)
 
 
 def test_limits_grow_with_the_sizes_of_the_files(monkeypatch) -> None:

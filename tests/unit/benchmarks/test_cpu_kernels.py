@@ -35,6 +35,7 @@ def test_pairs_take_turns_and_a_measurement_goes_on(tmp_path, monkeypatch):
         return lambda: calls.append(experts.NAME)
 
     monkeypatch.setattr(cpu_kernels, "build", build)
+    monkeypatch.setattr(cpu_kernels.gc, "collect", lambda: None)  # of all that a test session holds
     out = tmp_path / "pairs.jsonl"
     args = argparse.Namespace(
         workloads=["step", "vocabulary"], kernels=["experts"], dtype="float32", pairs=2, out=out

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -21,6 +21,7 @@ from onepolicy.correct.presets import preset
 from onepolicy.correct.report import combine, histogram, quantiles
 from onepolicy.correct.reweight import Applied, finish, partials, reweight, slots
 from onepolicy.correct.statistics import combine_units, unit_sums
+from support.examples import examples
 
 
 def sequence_gate(statistic="ratio", aggregate="mean", **more):
@@ -53,7 +54,7 @@ CONFIGS = {name: preset(name) for name in correction_presets() if not preset(nam
 }
 DIVISIBLE = {name: config for name, config in CONFIGS.items() if name != "m2po"}
 SEEDS = st.integers(0, 10**6)
-FEW = settings(max_examples=5)
+FEW = examples(5)
 
 
 @dataclasses.dataclass
@@ -179,7 +180,7 @@ def test_chunks_of_sequences_on_several_ranks_equal_the_whole(seed: int) -> None
 
 
 @given(seed=SEEDS, average=st.sampled_from(["slots", "sequences"]), size=st.integers(2, 12))
-@settings(max_examples=3)
+@examples(3)
 def test_slots_worked_on_at_once_change_nothing(seed: int, average: str, size: int) -> None:
     for config, batch in every(seed):
         whole = batch.reweight(config, average=average)
@@ -275,7 +276,7 @@ def test_a_budget_cannot_be_split() -> None:
 
 
 @given(values=st.lists(st.floats(-60, 60), min_size=1, max_size=50), cut=st.integers(0, 50))
-@settings(max_examples=40)
+@examples(40)
 def test_histograms_add_up_and_quantiles_are_within_one_percent(
     values: list[float], cut: int
 ) -> None:
@@ -290,7 +291,7 @@ def test_histograms_add_up_and_quantiles_are_within_one_percent(
 
 
 @given(seed=SEEDS, low=st.floats(0.5, 0.95), high=st.floats(1.05, 2))
-@settings(max_examples=15)
+@examples(15)
 def test_mis_as_its_readme_defines_it(seed: int, low: float, high: float) -> None:
     """mis of miles and slime, one sequence after the other in plain Python: truncated token
     weights, a token band, a veto on the whole sequence. Its normaliser differs on purpose

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.divergence.distribution import distances
+from support.examples import examples
 
 
 def of(p, q, top):
@@ -80,7 +81,7 @@ def test_shares_above():
 
 
 @given(st.integers(0, 10**6), st.integers(2, 12), st.data(), st.floats(0.01, 5))
-@settings(max_examples=60)
+@examples(60)
 def test_bounds_hold_and_meet_at_the_whole_vocabulary(seed, vocabulary, data, spread):
     generator = torch.Generator().manual_seed(seed)
     logits, noise = torch.randn(2, 4, vocabulary, generator=generator, dtype=torch.float64)

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.divergence.logprob import mismatch
+from support.examples import examples
 
 LOGP = st.floats(min_value=-30, max_value=0, allow_nan=False, width=32)
 PAIRS = st.lists(st.tuples(LOGP, LOGP), min_size=1, max_size=20)
@@ -76,7 +77,7 @@ def test_metrics_have_the_documented_keys() -> None:
 
 
 @given(PAIRS)
-@settings(max_examples=60)
+@examples(60)
 def test_permuting_and_interleaving_garbage_changes_nothing(pairs) -> None:
     # Differences of one rounding leave a correlation that is rounding, too: the order of the sum
     # decides it.
@@ -92,7 +93,7 @@ def test_permuting_and_interleaving_garbage_changes_nothing(pairs) -> None:
 
 
 @given(PAIRS)
-@settings(max_examples=60)
+@examples(60)
 def test_bounds_and_extreme_against_brute_force(pairs) -> None:
     old, rollout = torch.tensor(pairs).T
     m = compare(old, rollout)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from onepolicy.config import UsageError
 from onepolicy.divergence import routing
 from onepolicy.divergence.routing import differing_experts, routing_disagreement
 from onepolicy.types import RoutingTrace, id_dtype
+from support.examples import examples
 
 
 def trace(ids: Tensor, *, experts: int = 8, valid: Tensor | None = None) -> RoutingTrace:
@@ -47,7 +48,7 @@ def test_by_hand() -> None:
     top_k=st.integers(1, 4),
     experts=st.sampled_from([4, 6, 300]),
 )
-@settings(max_examples=80)
+@examples(80)
 def test_matches_python_sets(seed: int, slots: int, layers: int, top_k: int, experts: int) -> None:
     left, right = (random_ids(seed + i, slots, layers, top_k, experts) for i in (0, 1))
     generator = torch.Generator().manual_seed(seed)

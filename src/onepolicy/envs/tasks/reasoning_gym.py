@@ -13,16 +13,17 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
 from onepolicy import bounded
-from onepolicy.bounded import GIB, Limits, Message
+from onepolicy.bounded import GIB, Limits
 from onepolicy.config import GymTask, UsageError
 from onepolicy.config.spelling import did_you_mean
 from onepolicy.envs.tasks.seeding import Split, hash_key, seeded_rng, split_of_text
 from onepolicy.envs.warmup.noise import add_character_noise
+from onepolicy.gym_scores import LIBRARY_ERRORS
 from onepolicy.interfaces import Problem
 
 ALLOWED_NAMES = frozenset(
@@ -135,18 +136,6 @@ HASH_ORDERED = frozenset(
     ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 )
 """Data sets whose questions depend on the iteration order of Python sets."""
-LIBRARY_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-"""Errors of generators and graders on parameters or responses their authors did not expect."""
 
 
 class ReasoningGym:
@@ -211,7 +200,7 @@ class ReasoningGym:
             "answer": answer,
         }
         try:
-            reply = bounded.ask("onepolicy.envs.tasks.reasoning_gym:score", question, GRADING)
+            reply = bounded.ask("onepolicy.gym_scores:score", question, GRADING)
         except bounded.StoppedError:
             self._stopped += 1
             return 0.0
@@ -286,22 +275,6 @@ class ReasoningGym:
             )
             self._datasets = {**kept, (split, chunk): dataset}
         return self._datasets[split, chunk]
-
-
-def score() -> Generator[Message | None, dict[str, Any], None]:
-    """Score answers that are evaluated, as a task of bounded.py that is asked."""
-    import reasoning_gym
-
-    question = yield None
-    while True:
-        dataset = reasoning_gym.create_dataset(
-            question["name"], seed=0, size=1, **question["params"]
-        )
-        try:
-            found = float(dataset.score_answer(question["answer"], question["entry"]))
-        except LIBRARY_ERRORS:  # the response is not of the form the library's grader reads
-            found = 0.0
-        question = yield Message({"score": found})
 
 
 def extract_tagged_answer(response: str) -> str:

@@ -1,4 +1,4 @@
-"""200 turns: every route arrives once, and the trainer's log-probabilities are those of one forward
+"""60 turns: every route arrives once, and the trainer's log-probabilities are those of one forward
 over the whole path."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onepolicy.train.pack import pack
 from onepolicy.types import Completion, Group, Sampling
 from support.models import CONFIGS, VOCAB
 
-TURNS, TURN, OBSERVED, PROMPT = 200, 4, 6, 12
+TURNS, TURN, OBSERVED, PROMPT = 60, 4, 6, 12
 MAX_LEN = PROMPT + TURNS * (TURN + OBSERVED)
 
 

@@ -14,7 +14,7 @@ from onepolicy.envs.tasks.math_grader import MathGrader
 from onepolicy.envs.tasks.math_verify_worker import MEMORY_BYTES
 from onepolicy.envs.tasks.reasoning_gym import safe_to_evaluate
 from onepolicy.envs.tasks.single_turn import extract_answer, grade_exact
-from support.waiting import LIMIT_S
+from support.waiting import LIMIT_S, patience
 
 
 def test_answer_text():
@@ -97,16 +97,14 @@ def test_math_works_in_a_thread(grader):
 
 
 @pytest.mark.process
-def test_an_endless_computation_earns_nothing_and_grading_continues():
-    grader = MathGrader(timeout=LIMIT_S)
+def test_an_endless_computation_earns_nothing_and_grading_continues(grader, monkeypatch):
     assert grader.grade("\\boxed{3}", "6/2") == 1.0
     first = grader._process
-    grader.timeout = 1.0
-    assert grader.grade("$10^{10^{10}}$", "12") == 0.0
+    with monkeypatch.context() as patch:
+        patch.setattr(grader, "timeout", 0.3)
+        assert grader.grade("$10^{10^{10}}$", "12") == 0.0
     assert first.poll() is not None, "the stuck process was killed"
-    grader.timeout = LIMIT_S
     assert grader.grade("\\boxed{3}", "6/2") == 1.0
-    grader.close()
 
 
 @pytest.mark.process
@@ -164,16 +162,15 @@ def test_what_is_safe_to_evaluate():
 
 @pytest.mark.process
 def test_an_expression_that_passes_the_filter_ends_its_child_only(monkeypatch):
-    """sympy reduces the angle with e^60 digits; float() asks for an integer of 10^11 digits."""
-    monkeypatch.setattr(reasoning_gym, "GRADING", Limits(2**28, 1.0))
-    for name, answer in (("countdown", "sin(exp(exp(60)))"), ("puzzle24", "exp(99999999999)")):
-        task = reasoning_gym.ReasoningGym(GymTask(name=name))
-        problem = task.train_problem(0)
-        assert safe_to_evaluate(answer)
-        assert [task.grade(problem, answer) for _ in range(2)] == [0.0, 0.0]
-        assert task.take_metrics() == {"rollout/grader_timeouts": 2.0}
-        assert task.grade(problem, f"({problem.answer})") == 1.0
-        assert task.take_metrics() == {}
+    """sympy reduces the angle with e^60 digits."""
+    monkeypatch.setattr(reasoning_gym, "GRADING", Limits(2**28, patience(1)))
+    task = reasoning_gym.ReasoningGym(GymTask(name="countdown"))
+    problem = task.train_problem(0)
+    assert safe_to_evaluate("sin(exp(exp(60)))")
+    assert task.grade(problem, "sin(exp(exp(60)))") == 0.0
+    assert task.take_metrics() == {"rollout/grader_timeouts": 1.0}
+    assert task.grade(problem, f"({problem.answer})") == 1.0
+    assert task.take_metrics() == {}
 
 
 def test_a_step_waits_for_few_endless_expressions(monkeypatch):

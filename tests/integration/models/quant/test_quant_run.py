@@ -55,6 +55,7 @@ def test_quantised_routes_are_replayed(train):
     assert row["mismatch/k3"] != row["counterfactual/mismatch/k3"]
 
 
+@pytest.mark.full
 def test_a_correction_trains_without_replay(train):
     correction = ("replay.mode=off", "correction.preset=tis")
     run = train("tis", "rollout.quant=int8", *correction, "steps=1", "eval.every=0")

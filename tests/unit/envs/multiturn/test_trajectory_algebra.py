@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.envs.multiturn.trajectory import SOURCES, Trajectory
 from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sample
+from support.examples import examples
 
 EXPERTS, LAYERS, TOP_K, VOCABULARY = 32, (1, 3), 2, 3
 
@@ -149,14 +150,14 @@ POLICIES = ("as-sampled", "as-cached", "newest")
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_random_edits_against_a_list_of_rows(data: st.DataObject) -> None:
     compare(data)
 
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=4000, deadline=None)
+@examples(4000)
 def test_thousands_of_random_edits(data: st.DataObject) -> None:
     compare(data)
 

@@ -8,6 +8,7 @@ from onepolicy.envs.tasks import reasoning_gym
 from onepolicy.envs.tasks.reasoning_gym import ReasoningGym, extract_tagged_answer
 from onepolicy.envs.tasks.seeding import hash_key, seeded_rng, split_of_text
 from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
+from onepolicy.gym_scores import LIBRARY_ERRORS
 
 SMALL = GymTask(
     name="chain_sum", params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -132,7 +133,7 @@ def test_a_response_that_breaks_the_library_earns_nothing(subtests):
         with subtests.test(name=name, response=response):
             task = ReasoningGym(GymTask(name=name))
             asked = task.train_problem(0)
-            with pytest.raises(reasoning_gym.LIBRARY_ERRORS):
+            with pytest.raises(LIBRARY_ERRORS):
                 get_score_answer_fn(name)(response, asked.entry)
             assert task.grade(asked, response) == 0.0
 

@@ -7,12 +7,13 @@ import json
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import CalculatorTool, SearchTool, UsageError
 from onepolicy.envs.tools import Calculator, Search, build_tools, function_schema
 from onepolicy.envs.tools.calculator import calculate
+from support.examples import examples
 
 # --- calculator -----------------------------------------------------------------------------------
 VALUES = {
@@ -59,7 +60,7 @@ def test_operations_can_be_rationed():
 
 
 @given(st.text("0123456789+-*/%() .", max_size=24))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_agrees_with_python_on_whole_numbers(text):
     """The calculator finds the same integers as Python (in fractions, so that / is exact)."""
 
