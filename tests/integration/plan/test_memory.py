@@ -76,9 +76,10 @@ def test_a_dense_model_has_no_experts():
 )
 def test_the_first_layers_predict_all_of_them(name, layers, checkpointing, monkeypatch):
     config, micro = changed(name, num_hidden_layers=layers), MicroBatchShape((30, 30), (20, 20))
-    whole = dry_model(config, cpu=False).micro_batch_memory(micro, checkpointing=checkpointing)
+    how = {"checkpointing": checkpointing, "first": True}
+    whole = dry_model(config, cpu=False).micro_batch_memory(micro, **how)
     monkeypatch.setattr(dry_run, "ALL_LAYERS", 2)
-    part = dry_model(config, cpu=False).micro_batch_memory(micro, checkpointing=checkpointing)
+    part = dry_model(config, cpu=False).micro_batch_memory(micro, **how)
     assert part.saved == whole.saved
     assert part.peak == pytest.approx(whole.peak, rel=0.02)
 
@@ -324,17 +325,18 @@ def test_a_recipe_that_does_not_fit_gets_suggestions():
 
 def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    CONFIGS["qwen3_moe"].save_pretrained(tmp_path)
+    changed("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path)
     command = ["plan", str(ROOT / "recipes" / "quickstart.toml"), f"model.path={tmp_path}"]
-    command += ["train.reuse_scoring_forward=false"]
+    command += ["train.reuse_scoring_forward=false", "steps=45", "checkpoint.keep=2"]
     assert main([*command, "--cluster", "1xcpu", "--json", str(tmp_path / "plan.json")]) == 0
     text = capsys.readouterr().out
     words = ["1 learner rank", "activations", "rollout: decode", "bottleneck", "--constants"]
-    assert [each for each in [*words, "6 bytes a token"] if each not in text] == []
+    words += ["2 bytes a token", "of the 2 that the run keeps"]
+    assert [each for each in words if each not in text] == []
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["chosen"]["fits"] is True
     assert found["work"]["response"] == 80
-    assert found["chosen"]["learner_bytes"]["routes"] == 96 * 127 * 6  # of one forward
+    assert found["chosen"]["learner_bytes"]["routes"] == 96 * 127 * 2  # of one forward
     assert found["constants"]["flops"]["origin"] == "measured"
 
 
