@@ -21,7 +21,7 @@ from support.learner_steps import BASE, batch_of
 from support.models import VOCAB
 from support.siblings import siblings, with_routes_of
 
-STEPS = 3
+STEPS = 2
 QWEN = ["replay.min_agreement=0"]
 RECOMPUTE, LARGE = "train.activation_checkpointing=true", "train.tokens_per_micro_batch=1000"
 CENTERED = ["correction.preset=score-centering", "objective.surrogate=pg"]

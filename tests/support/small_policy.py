@@ -1,6 +1,8 @@
 """Fixtures: one small warmed-up policy for every test that trains. A conftest imports them."""
 
+import fcntl
 import itertools
+import os
 
 import pytest
 import torch
@@ -18,8 +20,15 @@ SMALL = PolicyConfig(
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory):
     """Return the folder of a 3-layer MoE with its tokenizer, warmed up just enough to write
-    responses."""
-    return make_small_policy(tmp_path_factory.mktemp("policies") / "small", SMALL)
+    responses. The first worker of pytest-xdist makes it for all."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with (folder / "small.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "small").exists():
+            make_small_policy(folder / "making", SMALL).rename(folder / "small")
+    return folder / "small"
 
 
 def make_small_policy(path, config):
@@ -36,7 +45,7 @@ def make_small_policy(path, config):
 
 
 @pytest.fixture(scope="session")
-def recipe(policy):
+def recipe(policy, tmp_path_factory):
     """Write a recipe of a few fast steps on that policy."""
     return write_recipe(
         policy,
@@ -44,6 +53,7 @@ def recipe(policy):
         "train = { threads = 1 }",
         "eval = { every = 2, problems = 4, k = 2 }",
         "log = { counterfactual_every = 2, tensorboard = false, report = false }",
+        folder=tmp_path_factory.mktemp("recipe"),
     )
 
 

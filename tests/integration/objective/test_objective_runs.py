@@ -44,6 +44,10 @@ def test_reference_and_entropy(train):
     found = rows(train("kl", "steps=2", "replay.mode=off", *settings))
     assert found[0]["train/kl"] == pytest.approx(0, abs=1e-9)
     assert found[1]["train/kl"] > 1e-6
+
+
+@pytest.mark.full
+def test_a_kl_in_the_reward_is_no_term_of_the_loss(train):
     kl = 'objective.kl={coef = 0.1, where = "reward", estimator = "k1"}'
     reward = rows(train("reward", "steps=1", "objective.preset=reinforce++", kl, *QUICK))
     assert "train/kl" not in reward[0]
@@ -94,7 +98,7 @@ def test_live_corrections_run_and_report(train):
 
 
 def test_dapo_replaces_groups_without_signal(train):
-    found = rows(train("dapo", "steps=2", "objective.preset=dapo", *QUICK))
+    found = rows(train("dapo", "steps=1", "objective.preset=dapo", *QUICK))
     for row in found:
         assert row["train/groups_without_signal"] == 0
         assert row["rollout/groups_kept"] <= 2 <= row["rollout/groups_played"]
