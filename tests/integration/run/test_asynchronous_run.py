@@ -15,7 +15,6 @@ from onepolicy.report.terminal import summary_table
 from onepolicy.run import loop
 from onepolicy.train import checkpoint
 from support.metrics import rows, timeless
-from support.resumed_runs import EVERY, assert_same_run, finish, kill_in_the_update_of, next_command
 
 OWN = ("staleness/", "mismatch/k3_staleness")
 
@@ -121,27 +120,3 @@ def test_a_kill_loses_only_the_episodes_in_play(recipe, synchronous, tmp_path, m
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
     assert found[2]["staleness/max"] == 0  # sampled again, by the weights of the checkpoint
     assert problems(out) == problems(synchronous, 5)  # both groups of every step, once
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_sigkill_resumes_with_every_step_once(train, recipe, tmp_path):
-    whole, out = train("whole", "steps=8"), tmp_path / "killed"
-    command = [*next_command(recipe, out, 8), "rollout.max_staleness=2"]
-    kill_in_the_update_of(4, command)
-    finish(recipe, out, 8)
-    assert [row["step"] for row in rows(out) if "train/reward" in row] == list(range(1, 9))
-    assert problems(out, 8) == problems(whole, 8)
-    assert max(row.get("staleness/max", 0) for row in rows(out)) <= 2
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_sigkill_at_staleness_zero_resumes_to_the_bit(train, recipe, tmp_path):
-    whole, out = train("whole", "steps=4", *EVERY, "rollout.max_staleness=0"), tmp_path / "killed"
-    command = [*next_command(recipe, out, 4), "rollout.max_staleness=0"]
-    kill_in_the_update_of(3, command)
-    finish(recipe, out, 4)
-    assert_same_run(whole, out, 4)
