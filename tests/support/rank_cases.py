@@ -71,7 +71,7 @@ def joined(count, folder):
 
     They meet in `folder`.
     """
-    overrides = ["train.rank_timeout=60", "train.threads=1", "train.device=cpu"]
+    overrides = ["train.rank_timeout=300", "train.threads=1", "train.device=cpu"]
     settings = resolve(BASE, [f"train.ranks={count}", *overrides])
     variables = rank_variables(str(folder), 1) | on_loopback() | {"WORLD_SIZE": str(count)}
     command, children = [sys.executable, "-m", "onepolicy", "train"], []

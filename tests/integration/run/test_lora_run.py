@@ -29,7 +29,7 @@ FLOAT32 = "rollout.engine.dtype=float32"
 def lora(recipe, tmp_path_factory):
     """Train 4 steps in float32. Return the run's folder and what it printed."""
     out = tmp_path_factory.mktemp("lora") / "run"
-    return out, trained(recipe, out, *LORA, FLOAT32)
+    return out, trained(recipe, out, *LORA, FLOAT32, "eval.every=4")
 
 
 def test_a_run_delivers_its_adapter_and_saves_nothing_else(lora, policy):

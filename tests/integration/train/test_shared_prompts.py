@@ -185,14 +185,6 @@ def test_siblings_stay_together_in_micro_batches():
     assert [sorted({s // 3 for s in samples}) for samples in micro] == [[0, 1], [2, 3]]
 
 
-def test_float32_is_as_near_to_float64_as_without_sharing():
-    batch = siblings((9, 5, 1), members=3)
-    learners = [learner_of(ON), learner_of(OFF), learner_of(OFF)]
-    learners[2].model.double()
-    shared, whole, exact = (scored_and_gradients(learner, batch)[1] for learner in learners)
-    assert distance(shared, exact) < 2 * distance(whole, exact) + 1e-7
-
-
 def test_weights_of_routes_must_agree_too():
     batch = siblings((9, 9), members=3)
     weights = torch.rand(batch.routing.ids.shape, generator=torch.Generator().manual_seed(2))
