@@ -21,7 +21,7 @@ from support.learner_steps import BASE, batch_of
 from support.models import VOCAB
 from support.siblings import siblings, with_routes_of
 
-STEPS = 3
+STEPS = 2
 QWEN = ["replay.min_agreement=0"]
 RECOMPUTE, LARGE = "train.activation_checkpointing=true", "train.tokens_per_micro_batch=1000"
 CENTERED = ["correction.preset=score-centering", "objective.surrogate=pg"]
@@ -71,7 +71,7 @@ def joined(count, folder):
 
     They meet in `folder`.
     """
-    overrides = ["train.rank_timeout=60", "train.threads=1", "train.device=cpu"]
+    overrides = ["train.rank_timeout=300", "train.threads=1", "train.device=cpu"]
     settings = resolve(BASE, [f"train.ranks={count}", *overrides])
     variables = rank_variables(str(folder), 1) | on_loopback() | {"WORLD_SIZE": str(count)}
     command, children = [sys.executable, "-m", "onepolicy", "train"], []

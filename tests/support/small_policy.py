@@ -43,7 +43,7 @@ def make_small_policy(path, config=SMALL):
 
 
 @pytest.fixture(scope="session")
-def recipe(policy):
+def recipe(policy, tmp_path_factory):
     """Write a recipe of a few fast steps on that policy."""
     return write_recipe(
         policy,
@@ -51,6 +51,7 @@ def recipe(policy):
         "train = { threads = 1 }",
         "eval = { every = 2, problems = 4, k = 2 }",
         "log = { counterfactual_every = 2, tensorboard = false, report = false }",
+        folder=tmp_path_factory.mktemp("recipe"),
     )
 
 

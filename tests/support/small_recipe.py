@@ -1,9 +1,12 @@
 """A recipe of a few fast steps on a small policy, for tests of several folders."""
 
 
-def write_recipe(policy, *lines):
-    """Write the recipe with these extra lines beside the policy and return its path."""
-    path = policy.parent / "recipe.toml"
+def write_recipe(policy, *lines, folder=None):
+    """Write the recipe with these extra lines into a folder, by default beside the policy.
+
+    Return its path.
+    """
+    path = (folder or policy.parent) / "recipe.toml"
     common = f"""
     out = "set by the test"
     model = {{ path = "{policy}" }}

@@ -14,6 +14,16 @@ from onepolicy.config import load
 from onepolicy.launch.arms import Arm, lock_arms
 from onepolicy.launch.plan_arms import plan_arms, plan_jobs
 from onepolicy.run.log import read_metrics
+from support.adapter_faults import POLICY
+from support.small_recipe import write_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path_factory):
+    """Write a recipe on a policy of the tree, so that none is made for what trains nothing."""
+    own = ("steps = 4", "train = { threads = 1 }", "eval = { every = 2, problems = 4, k = 2 }")
+    log = "log = { tensorboard = false, report = false }"
+    return write_recipe(POLICY, *own, log, folder=tmp_path_factory.mktemp("recipe"))
 
 
 @pytest.fixture

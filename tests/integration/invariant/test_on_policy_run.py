@@ -124,11 +124,6 @@ def test_the_engines_batches_do_not_move_the_weights(train):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_without_the_mode_it_differs(train):
-    row = rows(train(None, "eval.every=0", "steps=1", "rollout.engine.dtype=float32"))[0]
-    assert row["mismatch/differing"] > 0
-
-
 def test_a_fault_of_one_layer_stops_the_run_and_is_located(parts, monkeypatch):
     tree = {"model": {"path": parts.config.model.path}, "numerics": "on-policy"}
     assert measure_config(tree, [], None).rollout.engine.dtype == "float32"

@@ -44,6 +44,10 @@ def test_reference_and_entropy(train):
     found = rows(train("kl", "steps=2", "replay.mode=off", *settings))
     assert found[0]["train/kl"] == pytest.approx(0, abs=1e-9)
     assert found[1]["train/kl"] > 1e-6
+
+
+@pytest.mark.full
+def test_a_kl_in_the_reward_is_no_term_of_the_loss(train):
     kl = 'objective.kl={coef = 0.1, where = "reward", estimator = "k1"}'
     reward = rows(train("reward", "steps=1", "objective.preset=reinforce++", kl, *QUICK))
     assert "train/kl" not in reward[0]
@@ -94,23 +98,11 @@ def test_live_corrections_run_and_report(train):
 
 
 def test_dapo_replaces_groups_without_signal(train):
-    found = rows(train("dapo", "steps=2", "objective.preset=dapo", *QUICK))
+    found = rows(train("dapo", "steps=1", "objective.preset=dapo", *QUICK))
     for row in found:
         assert row["train/groups_without_signal"] == 0
         assert row["rollout/groups_kept"] <= 2 <= row["rollout/groups_played"]
         assert (row["rollout/refills"] > 0) == (row["rollout/groups_played"] > 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("correction", ["off", "tis", "mis"])
-@pytest.mark.parametrize("name", objective_presets())
-def test_every_preset_combines_with_every_correction_form(train, name, correction):
-    """The slides state that TIS is compatible with every GxPO."""
-    settings = (f"correction.preset={correction}", "replay.mode=off", *QUICK)
-    settings += ("objective.num_minibatches=2", f"objective.preset={name}")
-    found = rows(train(None, "steps=3", *settings))
-    assert len(found) == 3
-    assert all(row["train/loss"] is not None and row["correction/weight_mean"] > 0 for row in found)
 
 
 @pytest.mark.slow
@@ -122,16 +114,3 @@ def test_every_preset_trains_for_twenty_steps(train, name, replay):
     settings += ("rollout.group_size=8", "objective.num_minibatches=2")
     run = train(None, "steps=20", *settings)
     assert len(rows(run)) == 20
-
-
-@pytest.mark.full
-def test_a_sweep_over_num_minibatches_trains_with_a_fixed_clip_range(train, capsys):
-    """The run with one minibatch says that the clip range is idle, once. A resume does not."""
-    for count, lines in ((1, 1), (2, 0)):
-        settings = ("objective.clip_low=0.1", f"objective.num_minibatches={count}", "eval.every=0")
-        run = train(f"sweep-{count}", "steps=1", *settings)
-        shown = capsys.readouterr()
-        assert shown.err.count("no effect here: objective.clip_low = 0.1 (") == lines
-        if count == 1:
-            assert main(["train", "--resume", str(run), "steps=2"]) == 0
-            assert "no effect here" not in capsys.readouterr().err

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from onepolicy.cli import main
-from support.models import CONFIGS, changed
+from support.models import changed
 from support.paths import ROOT
 
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"
@@ -28,13 +28,13 @@ def planned(folder, tmp_path, *settings, cluster="1xRTX4090"):
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory):
-    """A dense model of two wide layers, as a config alone."""
+    """A dense model of one wide layer, as a config alone."""
     folder = tmp_path_factory.mktemp("larger")
     changed(
         "qwen3_dense",
         hidden_size=4096,
-        intermediate_size=12_288,
-        num_hidden_layers=2,
+        intermediate_size=24_576,
+        num_hidden_layers=1,
         vocab_size=50_000,
         max_position_embeddings=4096,
     ).save_pretrained(folder)
@@ -65,14 +65,6 @@ def test_a_copied_quickstart_is_led_to_what_fits(larger, tmp_path, capsys):
     assert "in the total" in capsys.readouterr().out
 
 
-def test_adapters_are_suggested_where_all_weights_never_fit(larger, tmp_path):
-    asked = ["replay.mode=off", "train.reuse_scoring_forward=false"]
-    asked += ["train.activation_checkpointing=true", "optim.state=host", "--constant", "memory=4e9"]
-    lines = planned(larger, tmp_path, *asked)["suggestions"]
-    adapters = next(line for line in lines if "train.lora.rank=16" in line)
-    assert adapters.endswith(", fits"), lines
-
-
 def test_the_graphs_of_a_step_are_freed_before_what_needs_it(larger, tmp_path):
     """The graphs are freed first, although that saves nothing by itself: checkpoints need it."""
     asked = ["replay.mode=off", "train.reuse_scoring_forward=true", "--constant", "memory=4e9"]
@@ -80,15 +72,6 @@ def test_the_graphs_of_a_step_are_freed_before_what_needs_it(larger, tmp_path):
     assert lines[0].startswith("train.reuse_scoring_forward=false: ")
     adapters = next(line for line in lines if "train.lora.rank=16" in line)
     assert adapters.endswith(", fits"), lines
-    assert planned(larger, tmp_path, *asked, *to_type(lines))["chosen"]["fits"], lines
-
-
-def test_the_disk_of_all_checkpoints_is_printed(tmp_path, capsys):
-    CONFIGS["qwen3_moe"].save_pretrained(tmp_path)
-    command = ["plan", str(QUICKSTART), f"model.path={tmp_path}"]
-    for settings, count in ((["steps=45"], 5), (["steps=45", "checkpoint.keep=2"], 2)):
-        main([*command, *settings, "--cluster", "1xcpu"])
-        assert f"of the {count} that the run keeps" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +80,9 @@ def many_experts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     changed(
         "qwen3_moe",
-        hidden_size=512,
-        moe_intermediate_size=512,
-        num_hidden_layers=16,
+        hidden_size=1024,
+        moe_intermediate_size=2048,
+        num_hidden_layers=1,
         max_position_embeddings=4096,
     ).save_pretrained(folder)
     return folder
@@ -124,7 +107,7 @@ def test_shards_of_frozen_weights_are_bfloat16(many_experts, tmp_path):
 
 
 def test_an_engine_that_no_device_holds_becomes_a_server(many_experts, tmp_path):
-    asked = [*SMALL_BATCH, "--constant", "memory=0.1e9"]
+    asked = [*SMALL_BATCH, "--constant", "memory=0.04e9"]
     (line,) = planned(many_experts, tmp_path, *asked, cluster="4xH100")["suggestions"]
     assert line.startswith("rollout.engine.kind=vllm-server rollout.engine.url=")
 

@@ -27,7 +27,8 @@ from support.adapter_faults import (
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("sync", SYNCS)
-def test_the_table_of_planted_failures(sync, fault):
+def test_the_table_of_planted_failures(sync, fault, monkeypatch):
+    monkeypatch.setattr(AdapterCheck, "prompts", 8)
     found = planted(POLICY, "hf", sync, fault)
     assert found in entries_there()
     assert {step for step, _ in found["named"]} == {0}
@@ -96,9 +97,10 @@ def test_the_error_says_what_the_engine_has_instead(policy, fault, by_weights, w
     assert words in message
 
 
-@pytest.mark.parametrize("sync", ["merged", "native"])
-def test_a_correct_engine_passes(policy, sync):
-    """So it does in every run of test_lora_run.py."""
+@pytest.mark.parametrize("sync", [pytest.param("merged", marks=pytest.mark.full), "native"])
+def test_a_correct_engine_passes(policy, sync, monkeypatch):
+    """So it does in every run of test_lora_run.py, whose weights are merged."""
+    monkeypatch.setattr(AdapterCheck, "prompts", 8)
     components, _ = build_components(settings(policy, "hf", sync, "bfloat16"))
     assert asyncio.run(first_seen(components, None)) == (None, "")
     assert components.engine.adapter == "lora-faults"

@@ -28,7 +28,6 @@ from support.adapter_runs import (
     assert_same_adapters,
     last_evaluation,
     trained,
-    updates,
 )
 from support.metrics import rows, timeless
 from support.paths import ROOT
@@ -228,14 +227,6 @@ def test_options_beside_nf4(train, setting):
     assert last["adapter/effect"] > 0
     stale = setting == "rollout.max_staleness=1"  # k3 counts a step of learning too
     assert last["mismatch/k3"] < (1 if stale else 0.05)
-
-
-@pytest.mark.full
-def test_activation_checkpointing_computes_the_same(nf4_run, train):
-    options = (*QLORA, FLOAT32, "steps=2", "eval.every=0")
-    again = train("again", *options, "train.activation_checkpointing=true")
-    for a, b in zip(updates(nf4_run[0])[:2], rows(again), strict=True):
-        assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-5)
 
 
 def test_without_bitsandbytes_it_says_what_to_install(recipe, tmp_path, capsys, monkeypatch):

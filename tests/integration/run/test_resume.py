@@ -26,17 +26,21 @@ from support.resumed_runs import (
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
-def test_resume_is_bit_equal(train, dtype, tmp_path, subtests):
+@pytest.mark.parametrize(
+    ("dtype", "changed"),
+    [
+        ("float32", ()),
+        pytest.param("float32", ("optim.state=host",), marks=pytest.mark.full),
+        pytest.param("bfloat16", (), marks=pytest.mark.full),
+    ],
+)
+def test_resume_is_bit_equal(train, dtype, changed):
     settings = [f"model.dtype={dtype}", f"rollout.engine.dtype={dtype}"]
     settings.append("log.counterfactual_every=1")  # a last step is always probed
-    whole, part = train("whole", "steps=4", *settings), train("part", "steps=2", *settings)
-    for changed in [[], ["optim.state=host"]]:
-        copy = shutil.copytree(part, tmp_path / f"copy{len(changed)}")
-        with subtests.test(changed=changed):
-            assert main(["train", "--resume", str(copy), "steps=4", *changed]) == 0
-            assert_same_run(whole, copy, 4)
-            assert (whole / "samples.jsonl").read_text() == (copy / "samples.jsonl").read_text()
+    whole, part = train("whole", "steps=3", *settings), train("part", "steps=2", *settings)
+    assert main(["train", "--resume", str(part), "steps=3", *changed]) == 0
+    assert_same_run(whole, part, 3)
+    assert (whole / "samples.jsonl").read_text() == (part / "samples.jsonl").read_text()
 
 
 @pytest.mark.full

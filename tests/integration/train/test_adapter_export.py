@@ -1,6 +1,7 @@
 """`onepolicy export` of runs with train.lora: loaded back by transformers and by peft."""
 
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -19,15 +20,23 @@ DTYPES = ("float32", "bfloat16")
 
 
 @pytest.fixture(scope="module")
-def runs(recipe, policy, tmp_path_factory):
-    """Return {dtype: a run that trained an adapter in it} and the folder of their base."""
+def base(policy, tmp_path_factory):
+    return shutil.copytree(policy, tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def trained(recipe, base, tmp_path_factory):
+    """Return trained(dtype), a run that trains an adapter in it."""
     folder = tmp_path_factory.mktemp("runs")
-    base = shutil.copytree(policy, folder / "base")
-    settings = (f"model.path={base}", "train.lora.rank=4", "optim.lr=5e-3", "steps=2")
-    for dtype in DTYPES:
+
+    @cache
+    def run(dtype):
+        settings = (f"model.path={base}", "train.lora.rank=4", "optim.lr=5e-3", "steps=2")
         own = (f"out={folder / dtype}", f"model.dtype={dtype}", "eval.every=0")
         assert main(["train", str(recipe), *settings, *own]) == 0
-    return {dtype: folder / dtype for dtype in DTYPES}, base
+        return folder / dtype
+
+    return run
 
 
 @torch.no_grad()
@@ -53,9 +62,9 @@ def said(capsys):
 
 
 @pytest.mark.full
-def test_the_adapter_is_loaded_by_peft(runs, policy, tmp_path):
+def test_the_adapter_is_loaded_by_peft(trained, policy, tmp_path):
     """peft's own model computes what the checkpoint does, experts included."""
-    run = runs[0]["float32"]
+    run = trained("float32")
     out = exported(run, tmp_path / "adapter", "--adapter")
     own = ModelConfig(path=str(last_checkpoint(run)))
     expected = logp(load_model(own, torch.float32, torch.device("cpu")))
@@ -69,9 +78,9 @@ def test_the_adapter_is_loaded_by_peft(runs, policy, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("trained_in", DTYPES)
-def test_base_and_adapter_are_merged(runs, policy, tmp_path, capsys, trained_in):
+def test_base_and_adapter_are_merged(trained, policy, tmp_path, capsys, trained_in):
     """In float32 it is the policy that was trained, whose base a run in bfloat16 had rounded."""
-    run = runs[0][trained_in]
+    run = trained(trained_in)
     adapter = exported(run, tmp_path / "adapter", "--adapter")
     whole = exported(run, tmp_path / "float32", "--dtype", "float32")
     base = opened(policy, trained_in).float()
@@ -87,9 +96,9 @@ def test_base_and_adapter_are_merged(runs, policy, tmp_path, capsys, trained_in)
             assert torch.equal(tensors[name], tensor.bfloat16().float()), name
 
 
-def test_the_loss_that_is_said_is_that_of_the_rounding(runs, policy, tmp_path):
+def test_the_loss_that_is_said_is_that_of_the_rounding(trained, policy, tmp_path):
     """A merge into float32 loses nothing; one into bfloat16 loses part of the effect."""
-    run = runs[0]["float32"]
+    run = trained("float32")
     folder = last_checkpoint(run)
     _, exact = export_merged(folder, tmp_path / "float32", torch.float32)
     size, loss = export_merged(folder, tmp_path / "bfloat16", torch.bfloat16)
@@ -99,13 +108,13 @@ def test_the_loss_that_is_said_is_that_of_the_rounding(runs, policy, tmp_path):
     assert size < 0.51 * sum(p.nbytes for p in opened(policy).parameters()) + 1e5
 
 
-def test_another_base_is_refused(runs, tmp_path, capsys):
-    made, base = runs
+def test_another_base_is_refused(trained, base, tmp_path, capsys):
+    run = trained("float32")
     whole, model = (base / "model.safetensors").read_bytes(), opened(base)
     model.model.embed_tokens.weight.data[0] += 1
     try:
         model.save_pretrained(base)
-        assert main(["export", str(made["float32"]), "--out", str(tmp_path / "out")]) == 2
+        assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 2
     finally:
         (base / "model.safetensors").write_bytes(whole)
     assert "not those that this adapter was trained on" in said(capsys)

@@ -25,7 +25,6 @@ from support.models import make
 
 NARROWED = {
     "top-p 0.8": {"top_p": 0.8},
-    "top-p 0.95": {"top_p": 0.95},
     "top-k 20": {"top_k": 20},
     "min-p 0.05": {"min_p": 0.05},
     "all three": {"top_p": 0.9, "top_k": 12, "min_p": 0.02},
@@ -217,16 +216,15 @@ def without(support, slot):
     return SupportTrace.join([*parts[:slot], parts[slot][:0], *parts[slot + 1 :]])
 
 
-@pytest.mark.parametrize(("plant", "words"), PLANTED.values(), ids=PLANTED)
-def test_planted_faults_stop_in_scoring(plant, words):
-    learner, batch = learner_and_batch()
+def test_planted_faults_stop_in_scoring(subtests):
+    learner = learner_of("rollout.sampling.top_p=0.8")
     with torch.no_grad():
         learner.model.get_output_embeddings().weight.mul_(PEAKED)
-    batch = sampled(learner.model, {"top_p": 0.8}, temperature=1.0)
-    planted = plant(batch.replace(outcome=torch.ones(8)), learner)
+    batch = sampled(learner.model, {"top_p": 0.8}, temperature=1.0).replace(outcome=torch.ones(8))
     before = [p.detach().clone() for p in learner.model.parameters()]
-    with pytest.raises(SupportError, match=words):
-        learner.score(planted)
+    for name, (plant, words) in PLANTED.items():
+        with subtests.test(name), pytest.raises(SupportError, match=words):
+            learner.score(plant(batch, learner))
     assert all(map(torch.equal, before, learner.model.parameters()))
 
 

@@ -60,15 +60,15 @@ SEVERAL = "train.tokens_per_micro_batch=40"
     "settings",
     [
         "",
-        "train.reuse_scoring_forward=false",
-        SEVERAL,
+        pytest.param("train.reuse_scoring_forward=false", marks=pytest.mark.full),
+        pytest.param(SEVERAL, marks=pytest.mark.full),
         f"{SEVERAL} train.reuse_scoring_forward=true",
         "replay.mode=r2",
         "replay.mode=off",
         "train.activation_checkpointing=true",
         "train.share_prompts=true",
         "objective.preset=gspo",
-        "objective.preset=rloo",
+        pytest.param("objective.preset=rloo", marks=pytest.mark.full),
     ],
 )
 def test_scores_metrics_and_gradients_are_those_of_all_groups(settings):

@@ -1,6 +1,8 @@
 """docs/reference has the command line, the metrics and the presets of this code."""
 
-from reference_pages import pages
+from functools import cache
+
+import reference_pages
 
 from onepolicy.config.presets import offered_corrections
 from onepolicy.correct.equations import NAMED
@@ -8,6 +10,7 @@ from onepolicy.run.log import METRICS
 from support.paths import ROOT
 
 FOLDER = ROOT / "docs" / "reference"
+pages = cache(reference_pages.pages)
 
 
 def test_the_pages_are_current():

@@ -7,13 +7,10 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from onepolicy.config import ObjectiveConfig, RolloutConfig, TrainingError, UsageError
 from onepolicy.interfaces import Problem
 from onepolicy.objective.advantages import (
-    apply_group_baseline,
     compute_advantages,
     compute_outcomes,
     has_signal,
@@ -52,16 +49,6 @@ def test_without_a_baseline_the_outcome_is_the_reward():
     config = ObjectiveConfig(baseline="none", normalise="none")
     made = compute_outcomes([group([2, 2]), group([1])], config)
     assert [sample.outcome for each in made for sample in each.samples] == [2, 2, 1]
-
-
-@given(st.lists(st.floats(-5, 5), min_size=2, max_size=8))
-@settings(max_examples=40, deadline=None)
-def test_leave_one_out_is_the_group_mean_scaled(rewards):
-    reward, n = torch.tensor(rewards, dtype=torch.float64), len(rewards)
-    unit = torch.zeros(n, dtype=torch.int64)
-    scaled = apply_group_baseline(reward, unit, ObjectiveConfig(normalise="none")) * n / (n - 1)
-    alone = ObjectiveConfig(baseline="leave-one-out", normalise="none")
-    torch.testing.assert_close(apply_group_baseline(reward, unit, alone), scaled)
 
 
 def test_whitening_by_hand():

@@ -99,13 +99,13 @@ def test_any_split_into_micro_batches_adds_up(subtests):
 
 def test_garbage_outside_the_trainable_slots_changes_no_bit(subtests):
     fields = ("logp_old", "logp_ref", "logp_rollout", "weight", "advantage")
-    for name, garbage in product(PRESETS, [math.nan, math.inf, -math.inf, 1e9]):
+    for name, garbage in product(PRESETS, [math.nan, math.inf, -math.inf, 1e9, -1e9]):
         with subtests.test(name=name, garbage=garbage):
             config, logp_new, made = made_of(7, preset=name)
             clean, gone = run(config, logp_new, made), ~made.trainable
             assert gone.any()
             dirty = {field: getattr(made, field).masked_fill(gone, garbage) for field in fields}
-            found = run(config, logp_new.masked_fill(gone, garbage), made.replace(**dirty))
+            found = run(config, logp_new.masked_fill(gone, -garbage), made.replace(**dirty))
             assert found[:2] == clean[:2]
             assert torch.equal(found[2], clean[2])
             assert (found[2][gone] == 0).all()

@@ -198,41 +198,6 @@ def test_a_policy_without_a_finite_probability_is_not_hidden(subtests):
             assert of_one_sample(name, [math.nan], [-1.0], [1.0]).loss.isnan().all()
 
 
-def test_masked_slots_and_the_order_of_samples_change_nothing(subtests):
-    for name, garbage in product(PRESETS, [math.nan, math.inf, -math.inf, 1e9]):
-        for seed in range(2):
-            with subtests.test(name=name, garbage=garbage, seed=seed):
-                check_masked_and_turned(ObjectiveConfig(preset=name), seed, garbage)
-
-
-def check_masked_and_turned(config, seed, garbage):
-    g = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor([3, 1, 4])
-    segment = torch.arange(3).repeat_interleave(lengths)
-    new, old = (-torch.rand(8, generator=g, dtype=torch.float64) for _ in range(2))
-    mask = torch.rand(8, generator=g) < 0.6
-    assert 0 < mask.sum() < 8
-    advantage = torch.randn(3, generator=g, dtype=torch.float64)[segment]
-
-    def run(new, old, order, segment):
-        leaf = new.clone().requires_grad_()
-        how = {"mask": mask[order], "segment": segment, "samples": 3}
-        out = surrogate(config, leaf, old, advantage[order], **how)
-        loss = torch.where(mask[order], out.loss, 0.0)
-        loss.sum().backward()
-        return loss.detach(), leaf.grad
-
-    straight = torch.arange(8)
-    clean = run(new, old, straight, segment)
-    dirty = new.masked_fill(~mask, garbage), old.masked_fill(~mask, -garbage)
-    for a, b in zip(clean, run(*dirty, straight, segment), strict=True):
-        assert torch.equal(a, b)
-    order = torch.cat([torch.arange(4, 8), torch.arange(3, 4), torch.arange(3)])
-    turned = run(new[order], old[order], order, torch.arange(3).repeat_interleave(lengths.flip(0)))
-    for a, b in zip(clean, turned, strict=True):
-        torch.testing.assert_close(a[order], b)
-
-
 # --- KL -------------------------------------------------------------------------------------------
 def test_the_expected_kl_and_its_gradient(subtests):
     """Expectations under q = (.7, .3) of the KL term for p = (.6, .4), ref = (.5, .5).

@@ -73,7 +73,7 @@ def gradients_of_a_step(learner, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("case", ["plain", "idle"])
+@pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.full), "idle"])
 def test_gradients_of_two_ranks_are_those_of_one_process(case, two, folder, monkeypatch):
     one, ranked = (learner_on(others, folder, CASES[case]) for others in (None, two))
     for learner in (one, ranked):  # B is 0 at first, and so is the gradient of A

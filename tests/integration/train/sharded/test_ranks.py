@@ -54,6 +54,8 @@ from support.rank_cases import (
 pytestmark = pytest.mark.process
 TWICE = {"deepseek_v3", "one_micro_batch_each", "recompute", "reuse", "r2", "off"}
 """Settings of SIBLINGS that add nothing where nothing is shared."""
+FULL = {"qwen3_moe", "chunked", "soft", "centering"}
+"""What `idle`, `supports`, `idle_soft` and `chunked_recompute` have too."""
 
 
 @pytest.fixture
@@ -74,7 +76,10 @@ def equal_tensors(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in TWICE])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.full] * (c in FULL)) for c in CASES if c not in TWICE],
+)
 def test_two_ranks_equal_one(case, two, folder):
     assert_equal_steps(CASES[case], two, folder)
 
