@@ -25,7 +25,7 @@ NO_COMBINE_WEIGHTS = ("dbrx", "jamba", "jetmoe", "llama4_text")
 """Families whose combine weights cannot be recorded."""
 DECODERS = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 """Families whose whole requests are run, too: by plain layers, with windows, with biases."""
-REQUESTS = ragged(prompts(6))
+REQUESTS = ragged(prompts(6), spread=10)
 
 
 def pressed_engine(name="qwen3_moe", *, model=None, combine_weights=False, **settings):

@@ -247,7 +247,7 @@ def test_a_run_starts_from_its_own_checkpoint_on_a_used_server(fake, models):
 def test_requests_wait_for_a_slot(fake):
     engine = open_engine(fake, max_num_seqs=2)
     fake.most = 0
-    play(engine, *[(PROMPT, Sampling(1.0, 100))] * 8)  # long enough to meet
+    play(engine, *[(PROMPT, Sampling(1.0, 50))] * 6)  # long enough to meet
     assert fake.most <= 2
 
 
