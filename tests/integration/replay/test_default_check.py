@@ -23,7 +23,10 @@ IDS = tokens(SAMPLES, LENGTH)
 ROWS = SAMPLES * LENGTH
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.fixture(
+    scope="module",
+    params=["qwen3_moe", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.full)],
+)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return build(request.param)
 

@@ -311,14 +311,13 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["r2", pytest.param("soft", marks=pytest.mark.full), "weights"])
 def test_every_mode_trains(train, mode: str) -> None:
-    found = rows(train(None, "steps=2", "eval.every=0", *MODES[mode]))
-    assert len(found) == 2
-    assert all(math.isfinite(row["train/grad_norm"]) for row in found)
-    assert any(row["train/grad_norm"] > 0 for row in found)
-    assert ("counterfactual/mismatch/k3" in found[-1]) == (mode != "r2")
-    assert ("train/soft_replaced" in found[0]) == (mode == "soft")
+    how = ["steps=1", "eval.every=0", "log.counterfactual_every=1", *MODES[mode]]
+    (found,) = rows(train(None, *how))
+    assert 0 < found["train/grad_norm"] < math.inf
+    assert ("counterfactual/mismatch/k3" in found) == (mode != "r2")
+    assert ("train/soft_replaced" in found) == (mode == "soft")
 
 
 def test_an_engine_that_lacks_a_modes_data_is_refused() -> None:

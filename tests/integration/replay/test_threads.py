@@ -67,7 +67,7 @@ class Dense(nn.Module):
         return take_grads(self)
 
 
-@pytest.mark.parametrize("steps", [16, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [6, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("other", ["moe", "dense"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_checkpoints_of_another_thread_are_unaffected(

@@ -21,6 +21,11 @@ from support.replay_models import (
 )
 from support.replay_steps import routes_of
 
+CASES = [
+    pytest.param(name, marks=pytest.mark.full if name.endswith(("_norm", "_group")) else ())
+    for name in FAMILIES
+]
+
 # --- the tape -------------------------------------------------------------------------------------
 
 
@@ -39,7 +44,7 @@ def test_tape_keeps_forwards_in_order(model, routers) -> None:
     assert trace.ids.dtype == torch.uint8
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 def test_take_reads_one_forward_and_clears_it(family: str) -> None:
     """From the second forward on, the ids are read from the router's output, and the experts must
     have received the same."""
@@ -82,7 +87,7 @@ def test_invalid_rows_route_themselves(family: str) -> None:
     assert (logits[0] - plain[0]).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 def test_rows_without_a_route_keep_every_bit(family: str) -> None:
     """The valid rows, if any, are the model's own routes, so no bit may change for any ids in the
     invalid rows."""
