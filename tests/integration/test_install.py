@@ -50,6 +50,7 @@ def test_the_library_is_satisfied_with_what_a_trainer_has(trainer: Path) -> None
     assert done.stdout.count("Requirement already satisfied") == len(PROJECT["dependencies"])
 
 
+@pytest.mark.full
 def test_the_extra_train_is_not(trainer: Path) -> None:
     done = dry_run(trainer, PROJECT["optional-dependencies"]["train"])
     assert done.returncode != 0

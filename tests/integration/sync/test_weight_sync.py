@@ -40,7 +40,7 @@ def same(ours, theirs):
 def test_after_every_update_it_equals_a_fresh_engine(monkeypatch):
     """After an altered update, or one of another version, it answers nothing until a complete set
     arrives."""
-    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 2**12)
+    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 2**15)
     engine, requests = build("qwen3_moe"), ragged(prompts(3, 10, 12))
     models = [make("qwen3_moe", seed=seed) for seed in (1, 2)]
     run(engine, requests)  # leaves its prefixes cached
