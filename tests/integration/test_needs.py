@@ -51,6 +51,7 @@ def tried(folder, ci):
     return done.stdout, done.returncode
 
 
+@pytest.mark.full
 def test_a_missing_program_is_skipped_with_its_package(tmp_path):
     said, status = tried(tmp_path, "")
     assert status == 0, said

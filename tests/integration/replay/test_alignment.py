@@ -12,7 +12,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -155,7 +156,7 @@ def test_rows_not_valid_are_not_compared(parts, batch) -> None:
     assert not [name for name in metrics if name.startswith("routing/")]
 
 
-@settings(max_examples=30)
+@hypothesis_settings(max_examples=30)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=9))
 def test_windows_split_samples_evenly(lengths: list[int]) -> None:
     bounds = torch.tensor([0, *lengths]).cumsum(0)

@@ -349,7 +349,7 @@ def test_the_engine_returns_the_weights_of_its_routes(caching: bool) -> None:
     engine = HFEngine(make("qwen3_moe"), config, return_routes=True, **options)
     assert engine.caps.returns_combine_weights
     paths = [path for path in prompts(3, 16, 20) for _ in range(2)]
-    requests = ragged(paths, spread=12)
+    requests = ragged(paths, spread=8)
     for (prompt, _, _), done in zip(requests, run(engine, requests), strict=True):
         path = torch.tensor([[*prompt, *done.token_ids.tolist()]])[:, :-1]
         with torch.no_grad(), bind_routers(stock).record(weights=True) as tape:

@@ -94,7 +94,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
-SERVED = [(build, serve) for serve in (vllm_server, sglang) for build in (one_server, several)]
+SERVED = [(one_server, vllm_server), (several, vllm_server), (one_server, sglang)]
 
 
 @pytest.mark.parametrize(("build", "serve"), [*SERVED, (replicas, None)])
