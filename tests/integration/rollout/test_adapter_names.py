@@ -19,8 +19,6 @@ from support.fake_sglang import FakeSGLang
 from support.fake_sglang_adapters import TAKES_ADAPTERS
 from support.fake_vllm import HF, FakeVLLM, model_shape
 
-pytestmark = pytest.mark.usefixtures("no_waiting")
-
 
 class Replica:
     """An engine in another process: it names no adapter, because messages to it have none."""

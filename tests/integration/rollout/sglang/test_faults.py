@@ -8,35 +8,10 @@ import numpy as np
 import pytest
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.rollout.servers import http
 from onepolicy.types import Sampling
-from support.fake_sglang import VOCAB, FakeSGLang
+from support.fake_sglang import VOCAB
 from support.http_server import Reply
-from support.sglang_engines import PROMPT, make_models, open_engine, play
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def fake(models):
-    with FakeSGLang(models[0][1]) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def steady(models):
-    """Yield a server and its engine, for tests that change no weights."""
-    with FakeSGLang(models[0][1]) as server:
-        yield server, open_engine(server)
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
-
+from support.sglang_engines import PROMPT, open_engine, play
 
 UNFIT = [
     ({"version": "0.5.22"}, r"is not SGLang 0\.5\.23"),

@@ -32,7 +32,6 @@ from support.fake_vllm import (
 from support.families import TABLE as FAMILIES
 from support.http_server import Reply
 
-pytestmark = pytest.mark.usefixtures("no_waiting")
 LORA = LoraConfig(rank=4, targets=("attention",), sync="native")
 LIMITS = {"rank": 8, "layers": ["k_proj", "o_proj", "q_proj", "v_proj"]}
 

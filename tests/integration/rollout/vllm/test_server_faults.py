@@ -30,8 +30,6 @@ from support.fake_vllm import (
 )
 from support.http_server import Reply
 
-pytestmark = pytest.mark.usefixtures("no_waiting")
-
 
 def test_a_completion_has_the_servers_data(fake, checkpoints):
     engine = connected(fake)
