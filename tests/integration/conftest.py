@@ -3,7 +3,14 @@ to serve."""
 
 import pytest
 
+from onepolicy.sync import canary
 from support.small_policy import policy, recipe, train  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def short_canary(monkeypatch):
+    """Let the checks around a push ask for 4 prompts in place of 16."""
+    monkeypatch.setattr(canary, "CANARY_PROMPTS", 4)
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,7 @@ def tried(folder, ci):
     return done.stdout, done.returncode
 
 
+@pytest.mark.full
 def test_a_missing_program_is_skipped_with_its_package(tmp_path):
     said, status = tried(tmp_path, "")
     assert status == 0, said
@@ -59,6 +60,7 @@ def test_a_missing_program_is_skipped_with_its_package(tmp_path):
     assert "needs bwrap: apt install bubblewrap" in said
 
 
+@pytest.mark.full
 def test_in_ci_it_fails_as_does_a_file_that_skips_itself(tmp_path):
     said, status = tried(tmp_path, "true")
     assert status == 1, said

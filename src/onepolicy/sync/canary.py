@@ -29,7 +29,7 @@ async def canary_logp(engine: RolloutEngine, vocab: int) -> Tensor:
 
     Nothing is cached: the cache is reset first. Returns [CANARY_PROMPTS] float32.
     """
-    prompts = canary_prompts(vocab, engine.caps.max_len)
+    prompts = canary_prompts(vocab, engine.caps.max_len, CANARY_PROMPTS)
     await engine.reset_cache()
     greedy = Sampling(temperature=0.0, max_tokens=1)
     # One at a time. A server batches concurrent requests by chance, which changes the last bits.
@@ -37,7 +37,7 @@ async def canary_logp(engine: RolloutEngine, vocab: int) -> Tensor:
     return torch.cat([completion.logp for completion in completions])
 
 
-def canary_prompts(vocab: int, max_len: int, count: int = CANARY_PROMPTS) -> list[list[int]]:
+def canary_prompts(vocab: int, max_len: int, count: int) -> list[list[int]]:
     """Return random prompts, the same every time."""
     generator = torch.Generator().manual_seed(0)
     shape = count, min(CANARY_TOKENS, max_len - 1)

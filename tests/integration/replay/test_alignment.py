@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,7 +39,7 @@ from support.learner_steps import batch_of, learner_of, one_step
 def config_of(policy, *overrides: str) -> RunConfig:
     tree = {"out": "x", "steps": 1, "model": {"path": str(policy)}, "train": {"threads": 1}}
     tree |= {"task": {"kind": "chain", "ops": 6}, "optim": {"lr": 1e-3}}
-    rollout = {"prompts_per_step": 8, "group_size": 2, "sampling": {"max_tokens": 40}}
+    rollout = {"prompts_per_step": 5, "group_size": 2, "sampling": {"max_tokens": 40}}
     rollout["engine"] = {"max_num_seqs": 16, "dtype": "bfloat16"}
     tree |= {"rollout": rollout, "log": {"tensorboard": False, "report": False}}
     return resolve(tree, list(overrides))
@@ -155,6 +156,7 @@ def test_rows_not_valid_are_not_compared(parts, batch) -> None:
     assert not [name for name in metrics if name.startswith("routing/")]
 
 
+@hypothesis_settings(max_examples=30)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=9))
 def test_windows_split_samples_evenly(lengths: list[int]) -> None:
     bounds = torch.tensor([0, *lengths]).cumsum(0)

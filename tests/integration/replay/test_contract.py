@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepolicy import bind_routers
 from onepolicy.replay import RoutingError
-from support.replay_models import build, tokens
+from support.replay_models import tokens
 from support.replay_steps import routes_of, untouched
 
 
@@ -83,23 +83,6 @@ def test_nested_use_of_one_model_raises(model, routers) -> None:
                 pytest.fail("entered")
             model(input_ids=tokens())
         assert untouched(model)
-
-
-def test_two_models_do_not_interfere(model, routers) -> None:
-    other = build("qwen3_moe", seed=9)
-    other_routers = bind_routers(other)
-    assert other_routers != routers
-    plain, other_plain = model(input_ids=tokens()).logits, other(input_ids=tokens()).logits
-    with routers.record() as mine, other_routers.record() as theirs:
-        model(input_ids=tokens())
-        other(input_ids=tokens())
-    with routers.replay(routes_of(routers), check=False):
-        assert torch.equal(other(input_ids=tokens()).logits, other_plain)
-        with other_routers.replay(theirs.trace(), check=False):
-            assert torch.equal(other(input_ids=tokens()).logits, other_plain)
-            assert not torch.equal(model(input_ids=tokens()).logits, plain)
-    with routers.replay(mine.trace(), check=False):
-        assert torch.equal(model(input_ids=tokens()).logits, plain)
 
 
 def test_an_exception_leaves_no_state(model, routers) -> None:

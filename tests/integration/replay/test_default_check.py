@@ -23,7 +23,10 @@ IDS = tokens(SAMPLES, LENGTH)
 ROWS = SAMPLES * LENGTH
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.fixture(
+    scope="module",
+    params=["qwen3_moe", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.full)],
+)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return build(request.param)
 
@@ -103,14 +106,6 @@ def test_wrong_routes_are_refused_unasked(model, own, subtests) -> None:
             _replay(model, routers, wrong, check=False)
 
 
-def test_wrong_routes_are_refused_in_mid_run(model, routers, own) -> None:
-    wrong = _given(own, own.ids.roll(1, 0))
-    for _ in range(3):
-        _replay(model, routers, _given(own, own.ids))
-    with pytest.raises(RoutingError, match="one row late"):
-        _replay(model, routers, wrong)
-
-
 def test_a_resumed_sample_in_mid_run_is_named(model, routers, own) -> None:
     """Of its 24 rows the first 10 come twice, and the last 10 are cut off (verl#6029)."""
     samples = list(own.ids.split(LENGTH))
@@ -171,15 +166,6 @@ def test_what_the_first_layer_cannot_tell_stops_although_samples_are_dropped(
         _replay(model, routers, own, on_mismatch="skip")
 
 
-def test_the_check_changes_no_bit_and_draws_no_number(model, routers, own) -> None:
-    before, found = torch.get_rng_state(), []
-    for check in (True, False):
-        with torch.no_grad(), routers.replay(own, check=check):
-            found.append(model(input_ids=IDS).logits)
-    assert torch.equal(*found)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_layer_that_was_not_captured(model, routers, own) -> None:
     wrong = _samples(own, _with(own.ids, COLUMN, own.ids[0, 1]))
     words = r"layer \d has the same experts .* did not capture.*check=False"
@@ -229,23 +215,14 @@ def test_an_error_of_the_callers_own_is_not_hidden(model, routers, own) -> None:
 
 
 def test_gradients_are_those_of_an_unchecked_replay(model, routers, own) -> None:
-    found = []
+    before, found = torch.get_rng_state(), []
     for check in (True, False):
         with routers.replay(own, check=check):
             loss = model(input_ids=IDS).logits.log_softmax(-1)[..., 5].sum()
         loss.backward()
-        found.append(take_grads(model))
-    assert found[0]
+        found.append(take_grads(model) | {"loss": loss.detach()})
     assert same_bits(*found)
-
-
-def test_a_lower_bound_may_be_given(model, routers, own) -> None:
-    ids = _some_foreign(own.ids, 0, 24)
-    with torch.no_grad(), routers.replay(_given(own, ids), native=True, check=False) as replayed:
-        model(input_ids=IDS)
-    with pytest.raises(RoutingError, match="expected at least 80%"):
-        replayed.check_alignment()
-    replayed.check_alignment(least=0.05)
+    assert torch.equal(torch.get_rng_state(), before)  # it draws no number
 
 
 def test_traces_are_equal_by_content(own: RoutingTrace) -> None:

@@ -34,7 +34,15 @@ def _adapted(targets: str):
     return peft
 
 
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(
+    "targets",
+    [
+        pytest.param("attention", marks=pytest.mark.full),
+        pytest.param("experts", marks=pytest.mark.full),
+        "router",
+        "all",
+    ],
+)
 def test_replay_through_lora(targets: str) -> None:
     model, ids = _adapted(targets), tokens()
     routers = bind_routers(model)

@@ -311,14 +311,13 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["r2", pytest.param("soft", marks=pytest.mark.full), "weights"])
 def test_every_mode_trains(train, mode: str) -> None:
-    found = rows(train(None, "steps=2", "eval.every=0", *MODES[mode]))
-    assert len(found) == 2
-    assert all(math.isfinite(row["train/grad_norm"]) for row in found)
-    assert any(row["train/grad_norm"] > 0 for row in found)
-    assert ("counterfactual/mismatch/k3" in found[-1]) == (mode != "r2")
-    assert ("train/soft_replaced" in found[0]) == (mode == "soft")
+    how = ["steps=1", "eval.every=0", "log.counterfactual_every=1", *MODES[mode]]
+    (found,) = rows(train(None, *how))
+    assert 0 < found["train/grad_norm"] < math.inf
+    assert ("counterfactual/mismatch/k3" in found) == (mode != "r2")
+    assert ("train/soft_replaced" in found) == (mode == "soft")
 
 
 def test_an_engine_that_lacks_a_modes_data_is_refused() -> None:
@@ -350,7 +349,7 @@ def test_the_engine_returns_the_weights_of_its_routes(caching: bool) -> None:
     engine = HFEngine(make("qwen3_moe"), config, return_routes=True, **options)
     assert engine.caps.returns_combine_weights
     paths = [path for path in prompts(3, 16, 20) for _ in range(2)]
-    requests = ragged(paths, spread=12)
+    requests = ragged(paths, spread=8)
     for (prompt, _, _), done in zip(requests, run(engine, requests), strict=True):
         path = torch.tensor([[*prompt, *done.token_ids.tolist()]])[:, :-1]
         with torch.no_grad(), bind_routers(stock).record(weights=True) as tape:

@@ -114,7 +114,7 @@ def alone(family: str, samples: list[Tensor], routes: list[RoutingTrace] | None 
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(lengths=lengths_of_samples, seed=st.integers(0, 10_000))
 def test_recorded_routes_are_those_of_the_sample_alone(family, lengths, seed) -> None:
     samples = draw(lengths, seed)
@@ -126,7 +126,7 @@ def test_recorded_routes_are_those_of_the_sample_alone(family, lengths, seed) ->
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(lengths=lengths_of_samples, seed=st.integers(0, 10_000))
 def test_replayed_routes_act_on_their_own_tokens(family, lengths, seed) -> None:
     """No router would choose these routes, and every token has another set, so a row out of place

@@ -9,14 +9,10 @@ import torch
 
 from onepolicy import bind_routers
 from onepolicy.config import UsageError
-from onepolicy.replay import RoutingError
 from support.replay_models import (
-    FAMILIES,
     build,
     experts_inputs,
-    loss_and_grads,
     random_trace,
-    same_bits,
     tokens,
 )
 from support.replay_steps import routes_of
@@ -37,22 +33,6 @@ def test_tape_keeps_forwards_in_order(model, routers) -> None:
     trace = tape.trace()
     assert torch.equal(trace.ids, torch.cat([t.ids for t in alone]))
     assert trace.ids.dtype == torch.uint8
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_take_reads_one_forward_and_clears_it(family: str) -> None:
-    """From the second forward on, the ids are read from the router's output, and the experts must
-    have received the same."""
-    model = build(family).eval()
-    routers = bind_routers(model)
-    with torch.inference_mode(), routers.record() as tape, experts_inputs(model) as computed:
-        for step in range(3):
-            computed.clear()
-            model(input_ids=tokens(4, 1, seed=step), use_cache=False)
-            for ids, (used, _) in zip(tape.pop_ids(), computed, strict=True):
-                assert torch.equal(ids, used)
-        with pytest.raises(RoutingError, match=f"layer {routers.layers[0]} was called 0 times"):
-            tape.pop_ids()
 
 
 # --- rows without a route -------------------------------------------------------------------------
@@ -80,31 +60,6 @@ def test_invalid_rows_route_themselves(family: str) -> None:
         assert torch.equal(used[14:], trace.ids[14:, column].long())
     torch.testing.assert_close(logits[1], plain[1], atol=1e-5, rtol=1e-4)
     assert (logits[0] - plain[0]).abs().max() > 0.05
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_without_a_route_keep_every_bit(family: str) -> None:
-    """The valid rows, if any, are the model's own routes, so no bit may change for any ids in the
-    invalid rows."""
-    model, ids = build(family), tokens()
-    routers = bind_routers(model)
-    with routers.record() as tape:
-        plain, plain_grads = loss_and_grads(model, ids)
-    own = tape.trace()
-    trace = routes_of(routers)
-    for invalid in (torch.arange(21) == 9, torch.arange(21) % 3 == 0, torch.arange(21) >= 0):
-        mixed = torch.where(invalid[:, None, None], trace.ids, own.ids)
-        mixed = dataclasses.replace(own, ids=mixed, valid=~invalid)
-        with routers.replay(mixed, native=True, check=False) as replayed:
-            logits, grads = loss_and_grads(model, ids)
-        assert torch.equal(logits, plain)
-        assert same_bits(grads, plain_grads)
-        assert torch.equal(replayed.native().ids, own.ids)
-        assert torch.equal(replayed.gate_mass(), torch.ones(21, len(routers.layers)))
-    some = torch.arange(21) % 3 == 0
-    filled = own.ids.masked_fill(some[:, None, None], 255)  # no expert has this number
-    with routers.replay(dataclasses.replace(own, ids=filled, valid=~some)):  # and is checked
-        assert torch.equal(loss_and_grads(model, ids)[0], plain)
 
 
 # --- refused traces -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from functools import cache
 
 import pytest
 import torch
@@ -17,8 +18,6 @@ from support.adapter_learner import Learner
 from support.fake_sglang import FakeSGLang
 from support.fake_sglang_adapters import TAKES_ADAPTERS
 from support.fake_vllm import HF, FakeVLLM, model_shape
-
-pytestmark = pytest.mark.usefixtures("no_waiting")
 
 
 class Replica:
@@ -38,9 +37,15 @@ class Replica:
         pass
 
 
+@cache
+def first(make, folder):
+    """Return the first of the models that `make` writes into the folder."""
+    return make(folder)[0]
+
+
 @contextlib.contextmanager
 def vllm_server(folder, count=1):
-    path, model = fake_vllm.make_checkpoints(folder)[0]
+    path, model = first(fake_vllm.make_checkpoints, folder)
     with contextlib.ExitStack() as stack:
         told = {"adapters": {"rank": 8, "layers": ["q_proj"]}}  # it could load them by name
         fakes = [FakeVLLM(path, model_shape(HF), told=told) for _ in range(count)]
@@ -51,7 +56,7 @@ def vllm_server(folder, count=1):
 
 @contextlib.contextmanager
 def sglang(folder, count=1):
-    model, path = sglang_engines.make_models(folder)[0]
+    model, path = first(sglang_engines.make_models, folder)
     with contextlib.ExitStack() as stack:
         made = [FakeSGLang(path, info=dict(TAKES_ADAPTERS)) for _ in range(count)]
         fakes = [stack.enter_context(fake) for fake in made]
@@ -82,18 +87,23 @@ def replicas(folder, _):
     yield Replicas([Replica("a"), Replica("b")], WeightFiles(str(folder))), model
 
 
-SERVED = [(build, serve) for serve in (vllm_server, sglang) for build in (one_server, several)]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+SERVED = [(one_server, vllm_server), (several, vllm_server), (one_server, sglang)]
 
 
 @pytest.mark.parametrize(("build", "serve"), [*SERVED, (replicas, None)])
-def test_every_completion_has_name_and_version(tmp_path, build, serve):
-    prompts = [[i, i + 1, 5] for i in range(3, 15)]
+def test_every_completion_has_name_and_version(folder, build, serve):
+    prompts = [[i, i + 1, 5] for i in range(3, 9)]
 
     async def sample():
         calls = (engine.generate(p, Sampling(1.0, 3), seed=i) for i, p in enumerate(prompts))
         return await asyncio.gather(*calls)
 
-    with build(tmp_path, serve) as (engine, model):
+    with build(folder, serve) as (engine, model):
         assert {done.adapter for done in asyncio.run(sample())} == {None}
         assert not engine.caps.takes_adapter
         learner = Learner(model)

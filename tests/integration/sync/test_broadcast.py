@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import multiprocessing
+import os
+import signal
 import socket
-import subprocess
-import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -164,22 +165,21 @@ def test_an_absent_receiver_is_named_in_time():
             waiting.result(LIMIT_S)
 
 
-KILLED = """
-import os, signal, sys
-from onepolicy.sync.broadcast import Receiver
-with Receiver(sys.stdin.readline(), 1, version=1) as arriving:
-    next(arriving)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
+def killed(pipe):
+    with Receiver(pipe.recv(), 1, version=1) as arriving:
+        next(arriving)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.process
 def test_a_killed_receiver_is_an_error_at_once():
-    child = subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, text=True)
+    forks = multiprocessing.get_context("fork")  # which have all imports already
+    mine, theirs = forks.Pipe()
+    child = forks.Process(target=killed, args=(theirs,))
+    child.start()
     with Sender(receivers=1, timeout_s=LIMIT_S) as sender:
-        child.stdin.write(sender.invitation + "\n")
-        child.stdin.flush()
-        ending = threading.Thread(target=lambda: (child.wait(), sender.cancel()), daemon=True)
+        mine.send(sender.invitation)
+        ending = threading.Thread(target=lambda: (child.join(), sender.cancel()), daemon=True)
         ending.start()
         with pytest.raises(TrainingError, match=r"gone|given up"):
             sender.send(((str(i), torch.ones(100_000)) for i in range(100)), 1)

@@ -20,7 +20,7 @@ def test_the_embedded_engine_passes_and_has_the_learners_version():
     engine.model.load_state_dict(model.state_dict())
     asyncio.run(checked_push(FakeLearner(model), engine, vocab=VOCAB))
     assert engine.version == 5
-    prompt = canary_prompts(VOCAB, engine.caps.max_len)[-1]
+    prompt = canary_prompts(VOCAB, engine.caps.max_len, 4)[-1]
     (done,) = run(engine, [(prompt, Sampling(1.0, 2), 0)])
     assert done.routing.spans[0].source == "prefill"  # nothing stays cached
 

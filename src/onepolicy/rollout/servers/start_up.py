@@ -21,6 +21,7 @@ from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.attach import attach_engine
 from onepolicy.types import Completion, Sampling
 
+NUM_PROMPTS = 8
 NUM_TOP_TOKENS = 5
 HINT = "start it so that they are processed, as vLLM with --logprobs-mode processed_logprobs"
 MIN_SPREAD = 0.05
@@ -115,7 +116,8 @@ async def _check_top_k(engine: RolloutEngine, where: str) -> None:
 
 
 async def _first_tokens(engine: RolloutEngine, sampling: Sampling) -> list[Completion]:
-    return await asyncio.gather(*(engine.generate([i], sampling, seed=i) for i in range(8)))
+    calls = (engine.generate([i], sampling, seed=i) for i in range(NUM_PROMPTS))
+    return await asyncio.gather(*calls)
 
 
 def _spread(completion: Completion) -> float:

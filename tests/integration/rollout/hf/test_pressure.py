@@ -25,7 +25,7 @@ NO_COMBINE_WEIGHTS = ("dbrx", "jamba", "jetmoe", "llama4_text")
 """Families whose combine weights cannot be recorded."""
 DECODERS = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 """Families whose whole requests are run, too: by plain layers, with windows, with biases."""
-REQUESTS = ragged(prompts(6))
+REQUESTS = ragged(prompts(4), spread=10)
 
 
 def pressed_engine(name="qwen3_moe", *, model=None, combine_weights=False, **settings):
@@ -201,9 +201,9 @@ def test_some_layers():
     assert torch.equal(some._pressed[1]._noisy, every._pressed[1]._noisy)
     plain = run(pressed_engine(), REQUESTS)
     done = run(pressed_engine(scale=1.0, layers=(2,)), REQUESTS)
-    first = min(len(done[5].routing), len(plain[5].routing))  # the prompt is the same at least
-    assert torch.equal(done[5].routing.ids[:3, :2], plain[5].routing.ids[:3, :2])
-    assert not torch.equal(done[5].routing.ids[:first, 2], plain[5].routing.ids[:first, 2])
+    first = min(len(done[1].routing), len(plain[1].routing))  # the prompt is the same at least
+    assert torch.equal(done[1].routing.ids[:3, :2], plain[1].routing.ids[:3, :2])
+    assert not torch.equal(done[1].routing.ids[:first, 2], plain[1].routing.ids[:first, 2])
 
 
 def test_a_sync_presses_the_new_weights():

@@ -10,7 +10,6 @@ import torch
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.models.load import read_config
-from onepolicy.rollout.servers import http
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.rollout.sglang.engine import SGLangEngine
 from onepolicy.sync.push import push_weights
@@ -19,26 +18,16 @@ from support.adapter_learner import Adapter, Learner
 from support.fake_sglang import FakeSGLang
 from support.fake_sglang_adapters import TAKES_ADAPTERS
 from support.http_server import Reply
-from support.sglang_engines import PROMPT, RULES, bigram, make_models, play
+from support.sglang_engines import PROMPT, RULES, bigram, play
 from support.waiting import LIMIT_S, until
 
 LORA = LoraConfig(rank=4, targets=("attention",), sync="native")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
 def fake(models):
     with FakeSGLang(models[0][1], info=dict(TAKES_ADAPTERS)) as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
 
 
 def engine_of(fake, lora=LORA, **settings):

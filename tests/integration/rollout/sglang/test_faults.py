@@ -8,35 +8,10 @@ import numpy as np
 import pytest
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.rollout.servers import http
 from onepolicy.types import Sampling
-from support.fake_sglang import VOCAB, FakeSGLang
+from support.fake_sglang import VOCAB
 from support.http_server import Reply
-from support.sglang_engines import PROMPT, make_models, open_engine, play
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def fake(models):
-    with FakeSGLang(models[0][1]) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def steady(models):
-    """Yield a server and its engine, for tests that change no weights."""
-    with FakeSGLang(models[0][1]) as server:
-        yield server, open_engine(server)
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
-
+from support.sglang_engines import PROMPT, open_engine, play
 
 UNFIT = [
     ({"version": "0.5.22"}, r"is not SGLang 0\.5\.23"),
@@ -168,23 +143,22 @@ DAMAGED = [
     (logps("-1"), "'-1' is no log-probability"),
     (logps(True), "True is no log-probability"),
     (logps(None), "are not numbers"),
-    (lambda reply: Reply(reply, cut=40), "3 times"),
-    (lambda reply: Reply(hang_up=True), "3 times"),
+    (lambda reply: Reply(reply, cut=40), "1 times"),
+    (lambda reply: Reply(hang_up=True), "1 times"),
     (lambda reply: Reply({"error": "out of memory"}, 500), "status 500"),
     *((likeliest(x, 3), NO_LOGP) for x in (float("nan"), 0.5, 10**400, None, "-1", True)),
     *((likeliest(-0.5, token), NO_ID) for token in (VOCAB, -1, 2**40)),
 ]
 
 
-def test_a_damaged_reply_is_an_error_with_its_reason(steady, subtests):
-    fake, engine = steady
+def test_a_damaged_reply_is_an_error_with_its_reason(fake, subtests):
+    engine = open_engine(fake, retries=0)
     for number, (damage, message) in enumerate(DAMAGED):
         top = 2 * (message in (NO_LOGP, NO_ID))
         fake.damage = damage
         refused = pytest.raises((TrainingError, UsageError), match=message)
         with subtests.test(number=number, message=message), refused:
             play(engine, (PROMPT, Sampling(1.0, 3, top_logprobs=top)))
-    fake.damage = None
 
 
 def test_damage_that_passes_is_retried_and_counted(steady):

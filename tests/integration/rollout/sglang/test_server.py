@@ -17,31 +17,12 @@ from support.sglang_engines import (
     PROMPT,
     RULES,
     bigram,
-    make_models,
     open_engine,
     play,
     rows,
     spans,
 )
 from support.waiting import until
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def fake(models):
-    with FakeSGLang(models[0][1]) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def steady(models):
-    """Yield a server and its engine, for tests that change no weights."""
-    with FakeSGLang(models[0][1]) as server:
-        yield server, open_engine(server)
 
 
 def picked(logp, done):
@@ -247,7 +228,7 @@ def test_a_run_starts_from_its_own_checkpoint_on_a_used_server(fake, models):
 def test_requests_wait_for_a_slot(fake):
     engine = open_engine(fake, max_num_seqs=2)
     fake.most = 0
-    play(engine, *[(PROMPT, Sampling(1.0, 100))] * 8)  # long enough to meet
+    play(engine, *[(PROMPT, Sampling(1.0, 50))] * 6)  # long enough to meet
     assert fake.most <= 2
 
 

@@ -23,7 +23,7 @@ from onepolicy.rollout.vllm.guard import HOSTS_VARIABLE, TOKEN_VARIABLE, VOCAB_V
 from onepolicy.rollout.vllm.start import engine_args
 from onepolicy.sync import weight_files
 from onepolicy.sync.weight_files import INDEX, WeightFiles
-from support.waiting import wait_until
+from support.own_processes import gone, wait_until_gone
 
 SETTINGS = engine_args(
     VLLMEngineConfig(dtype="bfloat16", lm_head="float32"),
@@ -235,8 +235,9 @@ def test_no_end_leaves_the_server_or_its_engine(tmp_path, subtests):
                     assert ended == status or (status is None and ended != 0)
                     wait_until_gone(pids.values())
                 finally:
-                    for pid in filter(alive, pids.values()):
-                        os.kill(pid, signal.SIGKILL)
+                    for pid in pids.values():
+                        if not gone(pid):
+                            os.kill(pid, signal.SIGKILL)
         wrappers.stdin.close()
 
 
@@ -247,20 +248,8 @@ def test_children_that_a_process_had_before_live_on():
     with subprocess.Popen(sleeper) as before:
         with reaper.adopted_children_end():
             inside = subprocess.Popen(sleeper)
-        assert (alive(before.pid), alive(inside.pid)) == (True, False)
+        assert (gone(before.pid), gone(inside.pid)) == (False, True)
         before.kill()
-
-
-def wait_until_gone(pids):
-    wait_until(lambda: not any(alive(pid) for pid in pids))
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def weights(seed):

@@ -14,7 +14,7 @@ from onepolicy.types import Sampling
 from support.fake_vllm import HF, VOCAB, FakeVLLM, engine_of, model_shape
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=6)
-PROMPTS = [[i, i + 1, 3] for i in range(3, 27)]
+PROMPTS = [[i, i + 1, 3] for i in range(3, 13)]
 
 
 @pytest.fixture

@@ -24,8 +24,6 @@ from support.fake_vllm import GENERATE, RULES, TABLE, VOCAB, connected, one, rou
 from support.http_server import Reply
 from support.waiting import until
 
-pytestmark = pytest.mark.usefixtures("no_waiting")
-
 
 def load(engine, checkpoint, version):
     asyncio.run(engine.load_weights(checkpoint[1].state_dict().items(), version))

@@ -100,16 +100,16 @@ def test_transient_errors_are_retried_up_to_the_bound(subtests):
     with Server({}) as server:
         for what, bad in TRANSIENT.items():
             with subtests.test(what):
-                server.handlers["POST /do"] = first([bad, bad], good)
+                server.handlers["POST /do"] = first([bad], good)
                 client, reply = ask(server)
                 assert reply == {"ok": 1}
-                assert client.take_counters() == RequestCounters(requests=1, retried=2)
-                server.handlers["POST /do"] = first([bad] * 3, good)
-                client = client_of(server)
-                with pytest.raises(TrainingError, match=words):
-                    asyncio.run(client.post("/do"))
-                assert client.take_counters() == RequestCounters(requests=1, retried=2, dropped=1)
-        assert len(server.asked) == 6 * len(TRANSIENT)
+                assert client.take_counters() == RequestCounters(requests=1, retried=1)
+        server.handlers["POST /do"] = first([bad] * 3, good)
+        client = client_of(server)
+        with pytest.raises(TrainingError, match=words):
+            asyncio.run(client.post("/do"))
+        assert client.take_counters() == RequestCounters(requests=1, retried=2, dropped=1)
+        assert len(server.asked) == 2 * len(TRANSIENT) + 3
 
 
 class Gzipped:
@@ -153,9 +153,9 @@ def test_an_endless_gzip_body_is_refused_at_once(subtests):
 
 
 def test_a_gzip_body_may_come_in_any_chunks():
-    whole = gzip.compress(b"x" * 2_000_000)
+    whole = gzip.compress(b"x" * 200_000)
     chunks = [whole[n : n + 1] for n in range(len(whole))]
-    assert asyncio.run(read_body(Gzipped(chunks), 2_000_000)) == b"x" * 2_000_000
+    assert asyncio.run(read_body(Gzipped(chunks), 200_000)) == b"x" * 200_000
     packed = zlib.compressobj(level=6, wbits=31, strategy=zlib.Z_FIXED)
     high = bytes(range(144, 256)) * 20_000  # each takes 9 bits
     body = packed.compress(high) + packed.flush()
@@ -173,7 +173,7 @@ def test_other_tasks_run_while_a_reply_comes_in_single_bytes_or_is_decompressed(
     for response, most in (
         (Plain([b"1"] * 50), 100),
         (Gzipped([GZIP_HEADER[:1]]), 100),
-        (Gzipped([gzip.compress(bytes(2**26))]), 2**40),
+        (Gzipped([gzip.compress(bytes(2**23))]), 2**40),
     ):
         with pytest.raises(TimeoutError):
             asyncio.run(read(response, most))
@@ -320,7 +320,7 @@ def test_a_hung_health_check_is_no_sign_of_life(monkeypatch):
 
 
 def test_a_health_check_is_read_with_a_bound(monkeypatch):
-    """256 MiB that come as 255 KiB are no sign of life, and are not kept."""
+    """16 MiB that come as 16 KiB are no sign of life, and are not kept."""
     taken = []
 
     async def watched(response, max_bytes):
@@ -328,7 +328,7 @@ def test_a_health_check_is_read_with_a_bound(monkeypatch):
         return await read_body(response, max_bytes)
 
     monkeypatch.setattr(http, "read_body", watched)
-    bomb, hangs = gzip.compress(bytes(2**28)), Held()
+    bomb, hangs = gzip.compress(bytes(2**24)), Held()
     paths = {"POST /do": hangs, "GET /health": lambda _: Reply(bomb, encoding="gzip")}
     with Server(paths) as server, hangs, pytest.raises(TrainingError, match=r"within 0\.05 s \("):
         sample(server, timeout_s=0.05)
