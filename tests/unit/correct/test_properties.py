@@ -288,27 +288,3 @@ def test_histograms_add_up_and_quantiles_are_within_one_percent(
         found = math.log(float(quantiles(counts, (share,))[0]))
         assert found == pytest.approx(exact, rel=0.011, abs=1.1e-6)
     assert quantiles(histogram(logs[:0]), (0.5,)).isnan().all()
-
-
-@given(seed=SEEDS, low=st.floats(0.5, 0.95), high=st.floats(1.05, 2))
-@examples(15)
-def test_mis_as_its_readme_defines_it(seed: int, low: float, high: float) -> None:
-    """mis of miles and slime, one sequence after the other in plain Python: truncated token
-    weights, a token band, a veto on the whole sequence. Its normaliser differs on purpose
-    (tests/unit/correct/test_weights.py)."""
-    batch = random_batch(seed)
-    gates = [{"statistic": "ratio", "low": low, "high": high}]
-    gates.append(sequence_gate(aggregate="min", low=0.8))
-    applied = batch.reweight(preset("mis", weight={"high": high}, gates=gates, normalise="none"))
-    expected = []
-    for s in range(int(batch.segment.max()) + 1):
-        row = batch.take(batch.segment == s)
-        ratios = [
-            math.exp(a - b) for a, b in zip(row.old.tolist(), row.rollout.tolist(), strict=True)
-        ]
-        slots_of_row = list(zip(ratios, row.mask.tolist(), strict=True))
-        vetoed = any(ratio < 0.8 for ratio, valid in slots_of_row if valid)
-        for ratio, valid in slots_of_row:
-            kept = valid and low <= ratio <= high and not vetoed
-            expected.append(min(ratio, high) * kept)
-    assert applied.weight.tolist() == pytest.approx(expected, rel=1e-5)

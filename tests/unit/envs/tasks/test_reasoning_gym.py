@@ -1,7 +1,6 @@
 from itertools import islice
 
 import pytest
-from reasoning_gym import get_score_answer_fn
 
 from onepolicy.config import GymTask, UsageError
 from onepolicy.envs.tasks import reasoning_gym
@@ -124,6 +123,8 @@ def test_grade_is_the_library_s():
 
 
 def test_a_response_that_breaks_the_library_earns_nothing(subtests):
+    from reasoning_gym import get_score_answer_fn  # seconds, in whichever worker runs this
+
     for name, response in (
         ("coin_flip", "1e999999"),
         ("game_of_life", "[{}]"),
