@@ -78,26 +78,6 @@ def test_a_log_that_is_lost_or_changed_beside_a_good_checkpoint_is_said(copy, ca
         (copy / "summary.json").unlink()
 
 
-STRANGE_ROWS = [
-    '{"step": 3, "train/reward": true}',
-    '{"step": 3, "train/reward": NaN}',
-    '{"step": 3, "train/reward": []}',
-    '{"step": 2}',
-    '{"step": -1}',
-    '{"train/reward": 1}',
-]
-
-
-def test_a_row_that_no_run_writes(copy, capsys, subtests):
-    path = copy / "metrics.jsonl"
-    whole = path.read_text()
-    for line in STRANGE_ROWS:
-        path.write_text(f"{whole}{line}\n")
-        with subtests.test(line):
-            assert main(commands(copy)["resume"]) == 2
-            assert f"{path}:3: " in capsys.readouterr().err
-
-
 def test_state_of_another_type(copy, capsys, subtests):
     path = copy / "checkpoints" / "step_00002" / "state.json"
     state = json.loads(path.read_text())

@@ -43,8 +43,8 @@ def same(a, b):
 
 def test_an_elementwise_operator_is_consistent_or_refused(subtests):
     """The vector body and the scalar rest of its kernel agree, or strict mode refuses it."""
-    normal = torch.randn(6000, generator=torch.Generator().manual_seed(0))
-    x = torch.cat([normal, torch.linspace(-110, 110, 4001)])
+    normal = torch.randn(1400, generator=torch.Generator().manual_seed(0))
+    x = torch.cat([normal, torch.linspace(-110, 110, 1401)])
     for (name, function), some in product(ELEMENTWISE.items(), (x, x.bfloat16())):
         with subtests.test(name, dtype=some.dtype):
             parts = torch.cat([function(part) for part in some.split(7)])

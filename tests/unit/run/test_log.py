@@ -149,7 +149,10 @@ def test_rows_that_a_checkpoint_saw_and_that_are_lost_or_changed_are_found(tmp_p
 def test_a_missing_file_and_a_corrupt_line_in_the_middle(tmp_path, subtests):
     with pytest.raises(UsageError, match=r"metrics\.jsonl: no such file"):
         read_metrics(tmp_path)
-    for bad in (b"{not json}", b"[1, 2]", b'{"train/reward": 1}', b"\xff\xfe", b""):
+    values = (b"true", b"NaN", b"[]")
+    bad_lines = [b'{"step": 2, "train/reward": ' + value + b"}" for value in values]
+    bad_lines += [b"{not json}", b"[1, 2]", b'{"train/reward": 1}', b"\xff\xfe", b""]
+    for bad in (*bad_lines, b'{"step": 1}', b'{"step": -1}'):
         (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + bad + b'\n{"step": 3}\n')
         with subtests.test(bad=bad), pytest.raises(UsageError, match=r"metrics\.jsonl:2"):
             read_metrics(tmp_path)

@@ -54,8 +54,8 @@ from support.rank_cases import (
 pytestmark = pytest.mark.process
 TWICE = {"deepseek_v3", "one_micro_batch_each", "recompute", "reuse", "r2", "off"}
 """Settings of SIBLINGS that add nothing where nothing is shared."""
-FULL = {"qwen3_moe", "chunked", "soft", "centering"}
-"""What `idle`, `supports`, `idle_soft` and `chunked_recompute` have too."""
+FULL = {"qwen3_moe", "chunked", "soft", "centering", "host_state"}
+"""What `idle`, `supports`, `idle_soft`, `chunked_recompute` and a restored checkpoint have too."""
 
 
 @pytest.fixture
@@ -201,7 +201,9 @@ def test_a_checkpoint_of_one_process_resumes_on_two_ranks(two, folder, tmp_path)
         torch.testing.assert_close(tensor, weights_of(one)[name], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("qwen3_moe", marks=pytest.mark.full), "deepseek_v3"]
+)
 def test_an_exported_folder_equals_save_pretrained(family, two, folders, tmp_path):
     ranked, plain = learner_on(two, folders[family], QWEN), tmp_path / "plain"
     path = save(tmp_path, ranked)
