@@ -191,9 +191,10 @@ def test_a_trace_without_a_valid_row_is_refused(model, routers, own) -> None:
 
 
 def test_rows_that_are_not_valid_are_not_compared(model, routers, own) -> None:
-    trace = _given(own, _with(own.ids, slice(30, 60), own.ids[0]))
-    trace.valid[30:60] = False
-    _replay(model, routers, trace)
+    for filler in (own.ids[0], torch.full_like(own.ids[0], 255)):  # no expert has this number
+        trace = _given(own, _with(own.ids, slice(30, 60), filler))
+        trace.valid[30:60] = False
+        _replay(model, routers, trace)
 
 
 def test_the_check_keeps_nothing_for_the_caller(model, routers, own) -> None:
