@@ -3,6 +3,8 @@
 import json
 import math
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -112,6 +114,16 @@ def test_sglangs_triples(tmp_path):
 def test_a_layout_that_lacks_a_side_is_named(tmp_path, row, said):
     with pytest.raises(UsageError, match=rf"d\.jsonl: is .*{said}"):
         audit(write_jsonl(tmp_path / "d.jsonl", [row]), {})
+
+
+def test_it_is_named_in_the_kind_of_file_that_the_trainer_writes(tmp_path):
+    table = pa.table({"prompt": ["q"], "completion": ["a"], "reward": [1.0]})
+    pq.write_table(table, tmp_path / "completions.parquet")
+    with pytest.raises(UsageError, match=r"TRL's text log.*attach\("):
+        audit(tmp_path / "completions.parquet", {})
+    torch.save({"batch": {"responses": torch.ones(1, 3)}}, tmp_path / "batch.pt")
+    with pytest.raises(UsageError, match=r"a batch of verl.*export\.verl"):
+        audit(tmp_path / "batch.pt", {})
 
 
 def _samples(count, seed=0):
