@@ -84,24 +84,27 @@ def repacked(path: Path, **more: torch.Tensor) -> None:
 
 
 def zeros_npz(path: Path) -> None:
-    np.savez_compressed(path, **dict.fromkeys(NAMES, np.zeros((1, 2**22))))
+    np.savez_compressed(path, **dict.fromkeys(NAMES, np.zeros((1, 2**23), np.int8)))
 
 
 def zeros_parquet(path: Path) -> None:
-    row = pa.array([np.zeros(2**24, np.int8)], pa.list_(pa.int8()))
+    row = pa.array([np.zeros(2**23, np.int8)], pa.list_(pa.int8()))
     pq.write_table(pa.table(dict.fromkeys(NAMES, row)), path)
 
 
+DEFLATED = "deflated.pt"
 BOMBS = {
     "doubling.pt": doubling,
-    "deflated.pt": lambda path: repacked(path, more=torch.zeros(2**24)),
+    DEFLATED: lambda path: repacked(path, more=torch.zeros(2**24)),
     "zeros.npz": zeros_npz,
     "zeros.parquet": zeros_parquet,
     "lists.jsonl": lambda path: path.write_text("[" + "[]," * 2**20 + "[]]"),
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize(
+    "name", [*sorted(BOMBS.keys() - {DEFLATED}), pytest.param(DEFLATED, marks=pytest.mark.full)]
+)
 def test_a_bomb_ends_its_child_only(tmp_path, capfd, name):
     path = tmp_path / name
     BOMBS[name](path)

@@ -123,7 +123,7 @@ PADDING = BATCH | {"pad_token": "0", "strategy": {"Fixed": 10**6}}
 WHITESPACE = {"type": "Split", "behavior": "Isolated", "invert": False}
 LONG_WORD = {"type": "WordLevel", "vocab": {"x" * 5000: 0}, "unk_token": "x" * 5000}
 TOKENIZERS = [
-    ({"normalizer": {"type": "Prepend", "prepend": "1" * 10**6}}, "makes .* tokens of"),
+    ({"normalizer": {"type": "Prepend", "prepend": "1" * 10**5}}, "makes .* tokens of"),
     ({"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 20}}, "make a text 1,048,576"),
     ({"decoder": {"type": "Sequence", "decoders": [REPLACE] * 20}}, "make a text 1,048,576 times"),
     ({"padding": PADDING}, "makes 1,000,000 tokens of"),
@@ -174,15 +174,15 @@ def test_a_damaged_adapter_is_named(base, tmp_path, values, said):
         load_model(ModelConfig(path=str(tmp_path)), torch.float32, CPU)
 
 
-TEMPLATES = {  # the last two end their child
+TEMPLATES = {  # the last one ends its child
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{{ messages + 1 }}": "TypeError",
     "{{ ''.__class__.__mro__ }}": "SecurityError",
     "{{ raise_exception('no') }}": "TemplateError: no",
     "{{ '1+' * 10**6 }}": "writes 2,000,000 characters",
     "{{ messages|tojson(indent=10**9) }}": "more than 0.25 GiB",
-    "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}": "longer than",
 }
+ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.process
@@ -191,6 +191,14 @@ def test_a_template_that_asks_for_much_ends_its_child_only(subtests, monkeypatch
     for template, said in TEMPLATES.items():
         with subtests.test(template), pytest.raises(UsageError, match=f"roles user: .*{said}"):
             render_chat(tokenizer_of(template), QUESTION)
+
+
+@pytest.mark.full
+@pytest.mark.process
+def test_a_template_without_end_ends_its_child_only(monkeypatch):
+    monkeypatch.setattr(chat_templates, "LIMITS", Limits(GIB // 4, 1))
+    with pytest.raises(UsageError, match=r"roles user: .*longer than"):
+        render_chat(tokenizer_of(ENDLESS), QUESTION)
 
 
 @pytest.mark.process

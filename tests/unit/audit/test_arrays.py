@@ -110,6 +110,16 @@ def test_rows_without_any_token_are_refused(tmp_path: Path) -> None:
         read(path)
 
 
+def test_tensors_that_find_no_memory_need_more_of_it(tmp_path: Path, monkeypatch) -> None:
+    def load(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 64 MiB")
+
+    torch.save({"tokens": torch.zeros(2)}, tmp_path / "d.pt")
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(MemoryError):
+        read(tmp_path / "d.pt")
+
+
 def test_a_number_for_all_tokens_of_the_world_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "d.pt"
     many = {"mask": torch.zeros(1).expand(2**40)}
