@@ -72,9 +72,9 @@ def _sampled(summary: Tree) -> tuple[float, float] | None:
     Their standard errors are those of as many independent answers as there were.
     """
     ends = summary.get("sampled_first"), summary.get("sampled_last")
-    if not all(ends):
+    if not ends[0] or not ends[1]:
         return None
-    first, last = (end["value"] for end in ends)
+    first, last = ends[0]["value"], ends[1]["value"]
     if hardly_differs(first, last):
         return None
     middle, answers = (first + last) / 2, summary.get("sampled_answers")
