@@ -32,9 +32,7 @@ from support.two_processes import (
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fsdp")
     make("qwen3_moe").save_pretrained(folder / "model")
-    # A fork has all imports already, but after a backward torch refuses one where it has a GPU.
-    how = "spawn" if torch.cuda.is_available() else "fork"
-    torch.multiprocessing.start_processes(work, (str(folder),), nprocs=2, start_method=how)
+    torch.multiprocessing.spawn(work, (str(folder),), nprocs=2)
     return folder
 
 
