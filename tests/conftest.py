@@ -7,6 +7,7 @@ brings it. In CI (`CI=true`) nothing may be missing, so a skip fails there. Only
 processor or for a device (`MAY_LACK`) stays a skip.
 """
 
+import gc
 import os
 import random
 import signal
@@ -39,7 +40,7 @@ for number, usual in (
 # Hypothesis would fail an example that takes longer than 200 ms. `make test` draws the same
 # examples every time; elsewhere they are new ones, and a failure prints the one to add.
 settings.register_profile("all", deadline=None, print_blob=True)
-settings.register_profile("gate", deadline=None, derandomize=True)
+settings.register_profile("gate", deadline=None, derandomize=True, max_examples=30)
 
 
 def pytest_addoption(parser):
@@ -67,6 +68,13 @@ def pytest_collection_modifyitems(config, items):
         places = {item: random.Random(f"{seed} {item.nodeid}").random() for item in items}
         files = {item.path: random.Random(f"{seed} {item.path}").random() for item in items}
         items.sort(key=lambda item: (files[item.path], places[item]))
+
+
+def pytest_collection_finish():
+    """Leave what is imported out of all later collections of garbage: torch's and transformers'
+    objects are a million."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

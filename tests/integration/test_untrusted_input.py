@@ -228,6 +228,7 @@ def test_a_strangers_run_connects_and_executes_nothing_unless_typed(
     setting, value, others, task, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("connects"))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)  # without a token Ray is not asked
     run, out, typed = tmp_path / "run", f"out={tmp_path / 'new'}", f"{setting}={value}"
     stored(run, setting, value, others, task)
     for words in (["eval", run], ["train", "--resume", run], ["train", "--from", run, out]):
