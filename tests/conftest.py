@@ -71,8 +71,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Leave what is imported out of all later collections of garbage: torch's and transformers'
-    objects are a million."""
+    """Leave a million objects of torch and transformers out of later collections of garbage."""
     gc.collect()
     gc.freeze()
 

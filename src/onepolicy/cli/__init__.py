@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 
-from onepolicy.cli.audit import add_audit
+from onepolicy.cli.audit import add_audit, repeat_columns
 from onepolicy.cli.compare import add_compare
 from onepolicy.cli.engine import add_engine
 from onepolicy.cli.evaluate import add_eval
@@ -120,8 +120,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     takes_settings = hasattr(arguments, "overrides")
     if rest and (not takes_settings or not all(map(_is_setting, rest))):
         if getattr(arguments, "columns", None) and all(map(_is_setting, rest)):
-            repeated = " ".join(f"--columns {pair}" for pair in rest)
-            top.exit_with_error(f"--columns takes one pair; repeat it: {repeated}")
+            top.exit_with_error(repeat_columns(rest))
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]

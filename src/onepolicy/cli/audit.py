@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -105,6 +106,12 @@ def _positive(text: str) -> float:
 _positive.__name__ = "number above 0"  # in argparse's message
 
 
+def repeat_columns(pairs: Sequence[str]) -> str:
+    """Return the error for more pairs after one --columns."""
+    repeated = " ".join(f"--columns {pair}" for pair in pairs)
+    return f"--columns takes one pair; repeat it: {repeated}"
+
+
 def run_audit(arguments: argparse.Namespace) -> int:
     """Audit one dump, or two side by side, or the conformance kit."""
     if arguments.conformance is not None:
@@ -114,6 +121,9 @@ def run_audit(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         check_output_folder("--out", arguments.out)
     paths = [path for path in (arguments.dump, arguments.other) if path is not None]
+    pairs = [str(path) for path in paths if "=" in path.name and not path.exists()]
+    if arguments.columns and pairs:
+        raise UsageError(repeat_columns(pairs))
     print_status(f"reading {' and '.join(map(str, paths))}")
     for path in paths:
         if not os.path.lexists(path):

@@ -15,7 +15,7 @@ SAME_OPTION = 0.65
 """Least similarity (difflib) at which an option is suggested: --out for --output."""
 
 OTHER_WORDS = {
-    "report": "train, compare, measure and audit write report.html themselves; see --out or out=",
+    "report": "train and compare write their pages themselves, measure and audit with --out FOLDER",
     "preset": "write: onepolicy config preset",
     "presets": "write: onepolicy config preset",
 }
@@ -80,12 +80,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Name what is missing with an example; leave other messages to argparse."""
-        missing = message.removeprefix(MISSING).replace(", a.b=value", "")
-        if message == missing or not self.examples:
+        if not message.startswith(MISSING) or not self.examples:
             super().error(message)
+        words = message.removeprefix(MISSING).split(", ")
+        missing = [word for word in words if not word.endswith("=value")]
         command = self.prog.removeprefix("onepolicy ")
-        names = missing.replace(", ", " and ")
-        self.exit_with_error(f"{command}: give the {names}, e.g. {self.examples[0]}")
+        self.exit_with_error(
+            f"{command}: give the {' and '.join(missing)}, e.g. {self.examples[0]}"
+        )
 
     def exit_with_error(self, text: str) -> NoReturn:
         """Print the error and exit with status 2."""

@@ -261,7 +261,7 @@ def _describe_support(explained: Explained) -> str:
     if support:
         return f"the trainer's distribution cut to {support} and normalised again"
     if not explained.k3 >= HARMLESS_KL:  # also if it is NaN
-        return f"not tried: the gap is below {number(HARMLESS_KL)}"
+        return f"not tried: what is left is not above {number(HARMLESS_KL)}"
     return "no top-k or top-p explains the gap: nothing changed"
 
 

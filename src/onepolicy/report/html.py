@@ -112,12 +112,14 @@ def _rules(summary: Tree) -> list[str]:
 def _facts(run: Run) -> list[tuple[str, str]]:
     config = run.config
     task = config.get("task", {})
+    preset = config.get("correction", {}).get("preset") or "custom"
+    correction = str(run.summary.get("correction") or preset)
     wanted = {
         "model": config.get("model", {}).get("path"),
         "task": " ".join(str(task[key]) for key in ("kind", "name", "path") if task.get(key)),
         "replay": config.get("replay", {}).get("mode"),
         "max_staleness": config.get("rollout", {}).get("max_staleness"),
-        "correction": _correction(config),
+        "correction": {"recompute": "none (recompute)"}.get(correction, correction),
         "engine dtype": config.get("rollout", {}).get("engine", {}).get("dtype"),
         "trainer dtype": config.get("model", {}).get("dtype"),
         "learning rate": config.get("optim", {}).get("lr"),
@@ -125,11 +127,6 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "started": run.info.get("started"),
     }
     return [(key, str(value)) for key, value in wanted.items() if value not in (None, "")]
-
-
-def _correction(config: dict[str, Any]) -> str:
-    preset = config.get("correction", {}).get("preset") or "custom"
-    return {"recompute": "none (recompute)"}.get(preset, preset)
 
 
 Tile = tuple[str, str, str, str]  # name, value, small print, class

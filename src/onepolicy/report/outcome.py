@@ -78,7 +78,7 @@ def _sampled(summary: Tree) -> tuple[float, float] | None:
     if hardly_differs(first, last):
         return None
     middle, answers = (first + last) / 2, summary.get("sampled_answers")
-    if answers and abs(last - first) < 2 * math.sqrt(2 * middle * (1 - middle) / answers):
+    if answers and abs(last - first) < 2 * math.sqrt(2 * max(0.0, middle * (1 - middle)) / answers):
         return None
     return first, last
 

@@ -133,7 +133,7 @@ def _time_rows(summary: Tree) -> list[tuple[str, Cell]]:
         text = f"about {number(saved)} s per step saved: the rollout is the behaviour policy"
         rows.append(("scoring left out", text))
     if summary.get("tokens_per_second") is not None:
-        rows.append(("tokens / s", number(summary["tokens_per_second"])))
+        rows.append(("tokens / s, with prompts", number(summary["tokens_per_second"])))
     return rows
 
 

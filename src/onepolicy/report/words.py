@@ -179,7 +179,7 @@ def course(values: Sequence[float], unit: str = "") -> str:
             )
         return f"stays near {number(last)}{of_unit}"
     if len(known) < FEWEST_POINTS:
-        return f"is {number(low)} to {number(high)}{of_unit} in {counted(len(known), 'step')}"
+        return f"goes from {number(known[0])} to {number(known[-1])}{of_unit}"
     verb, times = "falls", ""
     if last > first:
         verb = "rises"
@@ -317,7 +317,7 @@ def cut_by(entry: Compared, summary: Tree) -> str:
     does not change them.
     """
     k3 = next((each for each in compared(summary) if each.metric == "mismatch/k3"), None)
-    if entry.is_share or entry.without_replay is None or entry.with_replay is None:
+    if entry.without_replay is None or entry.with_replay is None:
         return ""
     if entry.metric.startswith("routing/"):
         return ""

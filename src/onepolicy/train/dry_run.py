@@ -50,7 +50,7 @@ from onepolicy.train.fake_kernels import kernel_stand_ins, patched
 from onepolicy.train.forward import SlotLayout, forward
 from onepolicy.types import TokenBatch
 
-ALL_LAYERS = 16  # with gradients to make, all layers of a model that is no deeper are run
+ALL_LAYERS = 16  # of a deeper model only the first layers are run
 
 
 class PeakMemory(TorchDispatchMode):
@@ -228,7 +228,7 @@ class DryRunModel:
         """
         settings = {"checkpointing": checkpointing, "entropy_graph": entropy_graph}
         depth, layer_bytes = len(self._layers), dict[Any, float]()
-        if depth > ALL_LAYERS or not first:  # without them each layer adds what its kind adds
+        if depth > ALL_LAYERS:
             depth, layer_bytes = self._layer_bytes(micro, settings)
         run = self._run(micro, depth, **settings, first=first)
         not_run = sum(layer_bytes[kind] for kind in self._kinds[depth:])

@@ -343,7 +343,7 @@ def as_drawn(pairs: Pairs) -> Finding | str | None:
     )
     if mean <= max(6 * error, 0.02 * expected + 2 * k2):
         return None
-    if mean <= max(6 * error, 0.1 * expected + 2 * k2):
+    if mean <= 0.1 * expected + 2 * k2:
         return f"{wider}, a little: did the engine sample at a higher temperature than it reports?"
     first = places(pairs) < 4
     ahead, behind = float(surplus[first].mean()), float(surplus[~first].mean())

@@ -257,7 +257,7 @@ def test_a_dense_model_has_no_routing_rows(dense, tmp_path):
     fall = tree["waterfall"]
     assert [bar["name"] for bar in fall["bars"]] == names
     assert fall["total"]["value"] < HARMLESS_KL
-    assert "not tried: the gap is below 1e-4" in fall["bars"][2]["how"]
+    assert "not tried: what is left is not above 1e-4" in fall["bars"][2]["how"]
     assert "with_replay" not in tree["metrics"]
     assert not any(name.startswith("routing") for name in tree["metrics"]["without_replay"])
     assert 'id="fig-routers"' not in (out / "report.html").read_text()

@@ -75,10 +75,9 @@ def test_a_dense_model_has_no_experts():
 )
 def test_the_first_layers_predict_all_of_them(name, layers, checkpointing, monkeypatch):
     config, micro = changed(name, num_hidden_layers=layers), MicroBatchShape((30, 30), (20, 20))
-    how = {"checkpointing": checkpointing, "first": True}
-    whole = dry_model(config, cpu=False).micro_batch_memory(micro, **how)
+    whole = dry_model(config, cpu=False).micro_batch_memory(micro, checkpointing=checkpointing)
     monkeypatch.setattr(dry_run, "ALL_LAYERS", 2)
-    part = dry_model(config, cpu=False).micro_batch_memory(micro, **how)
+    part = dry_model(config, cpu=False).micro_batch_memory(micro, checkpointing=checkpointing)
     assert part.saved == whole.saved
     assert part.peak == pytest.approx(whole.peak, rel=0.02)
 

@@ -90,7 +90,7 @@ def test_an_unknown_command(capsys, subtests):
         "makepolicy": "did you mean make-policy?",
         "engine chekc tiny": "did you mean check?",
         "quickstart.toml": "did you mean onepolicy train quickstart.toml?",
-        "report runs/x": "measure and audit write report.html themselves",
+        "report runs/x": "measure and audit with --out FOLDER",
         "presets": "write: onepolicy config preset",
         "frobnicate": "'frobnicate' is no command; there are train, compare, eval, make-policy, ",
     }.items():
@@ -101,12 +101,15 @@ def test_an_unknown_command(capsys, subtests):
 def test_missing_and_surplus_words_are_explained(capsys, subtests):
     for typed, said in {
         "eval": "eval: give the recipe, e.g. onepolicy eval runs/quickstart eval.k=16",
+        "engine serve": "engine serve: give the model, e.g. onepolicy engine serve ",
         "export --dtype bfloat16": "export: give the checkpoint and --out, e.g. onepolicy export ",
         "audit d.jsonl --columns mask=a tokens=b": "repeat it: --columns tokens=b",
         "audit d.jsonl e.jsonl f.jsonl": "unrecognized arguments: f.jsonl",
     }.items():
         with subtests.test(typed):
             assert said in refused(capsys, *typed.split())
+    assert main(["audit", "--columns", "mask=a", "tokens=b"]) == 2
+    assert "repeat it: --columns tokens=b" in capsys.readouterr().err
     assert main(["config", "presets"]) == 2
     assert "write: onepolicy config preset\n" in capsys.readouterr().err
 
