@@ -10,7 +10,8 @@ import torch
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.config.rules import Check
-from onepolicy.engine_check import checks, command
+from onepolicy.engine_check import checks, command, weight_sync
+from onepolicy.measure.measure import _stale, _with_fit
 from onepolicy.nonfinite import LeftOut
 from onepolicy.rollout.servers.start_up import check_processed_logprobs
 from onepolicy.sync import attach, push
@@ -152,3 +153,33 @@ def test_a_fit_whose_k3_is_nan_is_not_taken(monkeypatch):
     monkeypatch.setattr(rescore, "k3_of", lambda batch: float(batch.logp_old.sum()) ** 2)
     first = Fake(1.0)
     assert rescore.fit_temperature(first, start) == (first, start)
+
+
+def test_the_limit_of_an_engines_distance_stays_finite(monkeypatch):
+    batch = SimpleNamespace(replace=lambda **_: None)
+    copy = object.__new__(weight_sync.RoundedModel)
+    copy._dtype = "bfloat16"
+    scored = SimpleNamespace(logp_old=torch.zeros(1))
+    copy._scorer = SimpleNamespace(score=lambda batch, replay: scored)
+    for largest, limit in ((INF, weight_sync.MIN_LIMIT["bfloat16"]), (0.2, 1.0)):
+        gaps = torch.tensor([0.1, largest])
+        monkeypatch.setattr(weight_sync, "upper_quartile_gap", lambda batch, gaps=gaps: gaps)
+        assert copy.limit(batch) == pytest.approx(limit)
+
+
+def test_a_nan_second_measurement_does_not_make_the_engine_stale():
+    def look(k3):
+        return SimpleNamespace(explained=SimpleNamespace(k3=k3))
+
+    assert _stale(look(1.0), look(0.01)) is not None
+    assert _stale(look(1.0), look(NAN)) is None
+    assert _stale(look(NAN), look(0.01)) is None
+
+
+def test_findings_stay_where_the_refit_is_nan(monkeypatch):
+    monkeypatch.setattr("onepolicy.measure.measure.k3_of", lambda batch: 1.0)
+    why = SimpleNamespace(
+        aligned=None, narrowed=None, k3=NAN, scorer=SimpleNamespace(support="top-k 5", factor=2.0)
+    )
+    seen = SimpleNamespace(diagnosis=SimpleNamespace(findings=()), explained=why)
+    assert _with_fit(seen) == ()

@@ -52,6 +52,7 @@ def test_a_gpu_is_planned_with_the_precision_that_a_run_takes(larger, tmp_path, 
     assert "on a GPU" not in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_copied_quickstart_is_led_to_what_fits(larger, tmp_path, capsys):
     """It keeps the graphs of a whole step and samples 96 sequences at once. Following the advice
     line by line ends in a plan that fits."""

@@ -236,3 +236,12 @@ def test_traces_are_equal_by_content(own: RoutingTrace) -> None:
     assert own != "trace"
     wide = RoutingTrace(own.ids.to(torch.uint16), own.valid, own.layers, 300)
     assert wide == dataclasses.replace(wide) != own
+
+
+def test_a_lower_bound_may_be_given(model, routers, own) -> None:
+    ids = _some_foreign(own.ids, 0, 24)
+    with torch.no_grad(), routers.replay(_given(own, ids), native=True, check=False) as replayed:
+        model(input_ids=IDS)
+    with pytest.raises(RoutingError, match="expected at least 80%"):
+        replayed.check_alignment()
+    replayed.check_alignment(least=0.05)

@@ -127,6 +127,8 @@ def test_a_taken_forward_is_forgotten(model, routers) -> None:
     with torch.no_grad(), routers.record() as tape:
         model(input_ids=PROMPTS[:, :4])
         tape.pop_ids()
+        with pytest.raises(RoutingError):  # there is no forward to take
+            tape.pop_ids()
         model(input_ids=PROMPTS)
     _check_in_order(model, routers, tape.trace(), PROMPTS)
 

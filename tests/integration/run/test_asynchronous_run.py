@@ -49,6 +49,7 @@ def synchronous(recipe, tmp_path_factory):
     return out
 
 
+@pytest.mark.full
 def test_staleness_zero_is_the_synchronous_loop_to_the_bit(synchronous, train):
     """Resumed too."""
     other = train("other", "steps=2", *EVALUATED, "rollout.max_staleness=0")

@@ -175,7 +175,7 @@ def killed(pipe):
 def test_a_killed_receiver_is_an_error_at_once():
     forks = multiprocessing.get_context("fork")  # which have all imports already
     mine, theirs = forks.Pipe()
-    child = forks.Process(target=killed, args=(theirs,))
+    child = forks.Process(target=killed, args=(theirs,), daemon=True)
     child.start()
     with Sender(receivers=1, timeout_s=LIMIT_S) as sender:
         mine.send(sender.invitation)

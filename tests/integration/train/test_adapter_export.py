@@ -96,6 +96,7 @@ def test_base_and_adapter_are_merged(trained, policy, tmp_path, capsys, trained_
             assert torch.equal(tensors[name], tensor.bfloat16().float()), name
 
 
+@pytest.mark.full
 def test_the_loss_that_is_said_is_that_of_the_rounding(trained, policy, tmp_path):
     """A merge into float32 loses nothing; one into bfloat16 loses part of the effect."""
     run = trained("float32")

@@ -16,6 +16,7 @@ COMMAND = "import support.emulated_device, support.emulated_adamw as adamw; adam
 LAYER = 2 * 4 * 51 * 50  # bytes of a layer's moments
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_moments_are_on_the_device_a_layer_at_a_time():
     command = [sys.executable, "-c", COMMAND]

@@ -280,6 +280,34 @@ def test_fuzz_of_extreme_log_probabilities(logps, repeat, version) -> None:
     audit_figures([each])
 
 
+plain = [[[1, 2], [3]], [[-1.0, -2.0], [-3.0]], [[-1.0, None], [-3.0]], [[True, True], [True]]]
+plain += [[[1.0, 0.0], [1.0]], [[1, 2], None], [[[1], [2]], [[3]]], [["a", "b"], ["c"]]]
+plain += [[[None, None], [None]], [None, None], [1, 2], [0.5, math.nan], [{"a": 1}, {"a": 2}]]
+plain += [[2**60, -(2**60)], [b"1", b"2"]]
+arrow_values = st.sampled_from(
+    [
+        *map(pa.array, plain),
+        pa.array([[], []], pa.list_(pa.float32())),
+        pa.array([[1, 2], [3, 4]], pa.list_(pa.uint64(), 2)),
+        pa.array(["x", "y"]).dictionary_encode(),
+        pa.array([list(np.float16([0.5, 1.5])), [np.float16(2.5)]], pa.list_(pa.float16())),
+    ]
+)
+
+
+@given(columns=st.dictionaries(st.sampled_from(sorted(COLUMNS)), arrow_values), good=st.booleans())
+@examples(80)
+def test_fuzz_of_arrow_types(columns, good) -> None:
+    logp = pa.array([[-1.0, -2.0], [-3.0]])
+    base = {"tokens": pa.array([[1, 2], [3]]), "mask": pa.array([[1, 1], [1]])}
+    base |= dict.fromkeys(LOGPS, logp)
+    columns = (base if good else {}) | columns
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "d.parquet"
+        pq.write_table(pa.table(columns), path)
+        _survives(path)
+
+
 ours = "logp_rollout logp_trainer logp_trainer_native entropy version tokens segment"
 tensors = st.dictionaries(
     st.sampled_from([*ours.split(), "routes_rollout", "routes_trainer"]),

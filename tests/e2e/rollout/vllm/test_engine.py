@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import shutil
 
 import numpy as np
 import pytest
@@ -277,6 +278,7 @@ def test_a_run_trains_with_replayed_routes(trained):
 
 
 @pytest.mark.process
-def test_a_resumed_run_loads_its_checkpoint(trained):
-    assert main(["train", "--resume", str(trained / "run"), "steps=3"]) == 0
-    check_replayed(trained, 3)
+def test_a_resumed_run_loads_its_checkpoint(trained, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    assert main(["train", "--resume", str(tmp_path / "run"), "steps=3"]) == 0
+    check_replayed(tmp_path, 3)

@@ -8,7 +8,7 @@ from support.sandbox_driver import ROOT, Driver
 BOTH = ["root", pytest.param("user", marks=pytest.mark.full)]
 
 
-@pytest.fixture(scope="session", params=BOTH if ROOT else ["user"])
+@pytest.fixture(scope="module", params=BOTH if ROOT else ["user"])
 def driver(request, tmp_path_factory):
     need("bwrap")
     if ROOT and request.param == "user":

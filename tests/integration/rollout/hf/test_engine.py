@@ -22,16 +22,16 @@ def checked(requests, name="qwen3_moe", **settings):
     return done
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_logp_and_routes_are_the_stock_models(family):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logp_and_routes_are_the_stock_models(name):
     """There are more requests than rows, ragged prompts and lengths, and windows (8) shorter than
     the sequences."""
-    engine = build(family, max_num_seqs=3, return_routes=family != "qwen3_dense")
+    engine = build(name, max_num_seqs=3, return_routes=name != "qwen3_dense")
     assert isinstance(engine.batch, ContinuousBatch)
     requests = ragged(prompts(7))
     done = run(engine, requests)
     assert [len(c.token_ids) for c in done] == [s.max_tokens for _, s, _ in requests]
-    check_against_stock(make(family), requests, done)
+    check_against_stock(make(name), requests, done)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])

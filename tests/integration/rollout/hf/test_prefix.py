@@ -30,7 +30,9 @@ def fed(monkeypatch):
     return Fed()
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.full)]
+)
 def test_siblings_are_prefilled_once(name, fed):
     engine = fed.watch(build(name, max_num_seqs=8))
     (path,) = prompts(1, 20, 21)
