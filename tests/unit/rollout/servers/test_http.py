@@ -330,8 +330,8 @@ def test_a_health_check_is_read_with_a_bound(monkeypatch):
     monkeypatch.setattr(http, "read_body", watched)
     bomb, hangs = gzip.compress(bytes(2**24)), Held()
     paths = {"POST /do": hangs, "GET /health": lambda _: Reply(bomb, encoding="gzip")}
-    with Server(paths) as server, hangs, pytest.raises(TrainingError, match=r"within 0\.05 s \("):
-        sample(server, timeout_s=0.05)
+    with Server(paths) as server, hangs, pytest.raises(TrainingError, match=r"within 1 s \("):
+        sample(server, timeout_s=1.0)  # a busy machine has it for /health
     assert ("/health", http.MAX_HEALTH_BYTES) in taken
 
 
