@@ -48,7 +48,7 @@ def test_two_arms_a_second_call_and_arms_that_were_stopped(compare, tmp_path):
     assert status == 0
     assert "ean k3 is " in out
     assert " without replay and " in out
-    assert "One seed an arm" in out
+    assert "Each arm ran with one seed" in out
     assert "off, seed 0: begun; its output: " in err
     assert "off, seed 0: 2 of 2 steps" in err
     folder = tmp_path / "arms"

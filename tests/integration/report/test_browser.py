@@ -56,7 +56,8 @@ def test_these_figures_are_drawn_and_no_other(pages, subtests):
 def test_a_script_error_is_seen(tmp_path):
     """A page without plotly must fail the tests above, or the error collector does not work."""
     page = write_report(make_fixture_run(tmp_path / "run", steps=3, tokens=40, evaluation=False))
-    with opened(PLOTLY.sub("", page.read_text(encoding="utf-8")), tmp_path, width=500) as broken:
+    text = PLOTLY.sub("", page.read_text(encoding="utf-8"))
+    with opened(text, tmp_path / "opened", width=500) as broken:
         roots = broken.drawn().roots
     assert roots["html"].get("data-errors")
     assert "data-figures" not in roots["body"]
