@@ -27,7 +27,6 @@ from onepolicy.models.decode_attention import (
 )
 from onepolicy.models.packed_attention import (
     Packing,
-    attend_packed,
     causal_mask,
     no_mask,
     refuse_unsupported_arguments,
@@ -81,13 +80,13 @@ def invariant_attention(
         return out, None
     assert packing is not None
 
-    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen = causal_mask(q.shape[2], sliding_window, q.device)
+    def causal(q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
+        seen = causal_mask(k.shape[2], sliding_window, q.device)[start : start + q.shape[2]]
         bias = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, float("-inf"))
         out = attend(q.transpose(1, 2), k, v, bias=bias, scale=scale, sinks=s_aux)
         return out.transpose(1, 2)
 
-    return attend_packed(query, key, value, packing, causal).to(query.dtype), None
+    return packing.attend(query, key, value, causal).to(query.dtype), None
 
 
 def _attend_to_cache(

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,15 @@ from onepolicy.models import flash
 
 NAME = "onepolicy_packed"
 UNSUPPORTED = ("softcap", "position_bias", "block_mask")
+
+
+class Causal(Protocol):
+    """Causal attention of samples of one width: q [S, heads, W, D] -> [S, heads, W, Dv].
+
+    k and v [S, kv heads, keys, D]. start: key at which the first query stands.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +57,12 @@ class Packing:
     bounds: Tensor  # [S + 1] int32, first slot of each sample, and T
     longest: int  # slots of the longest sample
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Return causal attention, as `attend_packed`. options: of `causal_attention`."""
-        return attend_packed(query, key, value, self, partial(causal_attention, **options))
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: Causal) -> Tensor:
+        """Return causal attention of every sample.
+
+        query, key, value [1, heads, T, D] -> [1, T, heads, Dv].
+        """
+        return attend_packed(query, key, value, self, causal)
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, device: torch.device, *, multiple: int = 1) -> Packing:
@@ -134,8 +146,8 @@ def packed_attention(
         out = flash.attend_spans(q, k, v, *spans, scale=scaling, window=sliding_window, sinks=s_aux)
         return out[None], None
 
-    options = {"scaling": scaling, "window": sliding_window, "sinks": s_aux}
-    return packing.attend(query, key, value, **options), None
+    causal = partial(causal_attention, scaling=scaling, window=sliding_window, sinks=s_aux)
+    return packing.attend(query, key, value, causal), None
 
 
 def takes_flash(query: Tensor, value: Tensor, *, of_cache: bool = False) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig, UsageError
+from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.support.trace import SupportTrace
 from onepolicy.train.shared_prompts import can_share, share_prompts
 from onepolicy.types import Group, RoutingTrace, Sample, TokenBatch, merge_fingerprints
@@ -141,6 +142,7 @@ class Batcher:
         self.skips_zero_advantage = config.skips_zero_advantage
         self.shares_prompts = can_share(model, config, device)
         """Forwards compute the common prefix of siblings once."""
+        self._multiple = TILE if is_invariant(model) else 1  # of the widths of attention's tables
 
     def micro_batches(self, batch: TokenBatch) -> MicroBatches:
         """Return the samples of each scoring forward."""
@@ -176,7 +178,7 @@ class Batcher:
         """Return the micro-batch of these samples, on the model's device."""
         micro = batch.select(samples)
         if self.shares_prompts:
-            micro = share_prompts(micro)
+            micro = share_prompts(micro, multiple=self._multiple)
         return micro.to(self.device)
 
     def _divide(self, batch: TokenBatch) -> MicroBatches:

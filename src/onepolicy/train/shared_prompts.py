@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig
 from onepolicy.config.replay import SoftReplay
+from onepolicy.invariant.ops import round_up
 from onepolicy.invariant.switch import is_invariant
-from onepolicy.models.packed_attention import NAME, Packing, causal_attention
+from onepolicy.models.packed_attention import NAME, Causal, Packing
 from onepolicy.types import RoutingTrace, TokenBatch
 
 WORTH = 0.95
@@ -43,21 +44,23 @@ class SharedSlots:
 def can_share(model: PreTrainedModel, config: RunConfig, device: torch.device) -> bool:
     """Return whether forwards of this run may share prefixes.
 
-    Not on a GPU, whose flash kernel takes whole samples, nor with invariant operators, whose
-    attention has its own packing, nor in soft replay, which measures over all slots.
+    Not on a GPU, whose flash kernel takes whole samples, nor in soft replay, which measures over
+    all slots.
     """
     attention = model.config.get_text_config()._attn_implementation
     return (
         config.train.share_prompts
         and device.type == "cpu"
-        and attention == NAME
-        and not is_invariant(model)
+        and (attention == NAME or is_invariant(model))
         and not isinstance(config.replay, SoftReplay)
     )
 
 
-def share_prompts(batch: TokenBatch) -> TokenBatch:
-    """Set `shared` of a micro-batch on the CPU, if its samples share enough."""
+def share_prompts(batch: TokenBatch, *, multiple: int = 1) -> TokenBatch:
+    """Set `shared` of a micro-batch on the CPU, if its samples share enough.
+
+    multiple: of the widths of tables in its attention.
+    """
     paths, starts = [], []
     leaders: dict[int, int] = {}
     bounds, rows = batch.cu_seqlens.tolist(), 0
@@ -81,7 +84,7 @@ def share_prompts(batch: TokenBatch) -> TokenBatch:
         torch.arange(first + start, last)
         for first, last, start in zip(bounds[:-1], bounds[1:], starts, strict=True)
     ]
-    packing = SharedPacking.of_paths(paths, starts, rows)
+    packing = SharedPacking.of_paths(paths, starts, rows, multiple=multiple)
     return batch.replace(shared=SharedSlots(torch.cat(own_slots), row_of, packing))
 
 
@@ -152,29 +155,33 @@ class SharedPacking(Packing):
     shared: tuple[SharedBucket, ...] = ()
 
     @classmethod
-    def of_paths(cls, paths: list[Tensor], starts: list[int], num_rows: int) -> SharedPacking:
+    def of_paths(
+        cls, paths: list[Tensor], starts: list[int], num_rows: int, *, multiple: int = 1
+    ) -> SharedPacking:
         """Return the packing of samples.
 
         paths: of each sample, the rows [slots] int64 of its slots. starts: how many of them are the
-        rows of another sample. Every row is another sample's or one sample's own.
+        rows of another sample. Every row is another sample's or one sample's own. Widths are a
+        `multiple`.
         """
         buckets, own = [], []
         for members in _alike(paths, starts):
-            bucket, rows = _bucket([paths[s] for s in members], starts[members[0]], num_rows)
+            alike, start = [paths[s] for s in members], starts[members[0]]
+            bucket, rows = _bucket(alike, start, num_rows, multiple)
             buckets.append(bucket)
             own.append(rows)
         order = torch.argsort(torch.cat(own))
         bounds = torch.tensor([0, num_rows], dtype=torch.int32)
         return cls((), order, bounds, num_rows, tuple(buckets))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: Causal) -> Tensor:
         """Return causal attention [1, rows, heads, D] of [1, heads, rows, D] along the paths."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [rows, heads, D]
         pieces = []
         for bucket in self.shared:
             tables = ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
             parts = [_read(x, places, bucket.samples) for x, places in tables]
-            attended = causal_attention(*parts, start=bucket.start, **options)
+            attended = causal(*parts, start=bucket.start)
             pieces.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.used))
         return torch.cat(pieces)[self.order][None]
 
@@ -196,13 +203,15 @@ def _alike(paths: list[Tensor], starts: list[int]) -> list[list[int]]:
     return buckets
 
 
-def _bucket(paths: list[Tensor], start: int, num_rows: int) -> tuple[SharedBucket, Tensor]:
+def _bucket(
+    paths: list[Tensor], start: int, num_rows: int, multiple: int
+) -> tuple[SharedBucket, Tensor]:
     """Return the bucket of samples, longest first, and the rows of its queries [n] int64."""
-    width = len(paths[0])
-    keys = torch.full((len(paths), width), -1)
+    asking = round_up(len(paths[0]) - start, multiple)
+    keys = torch.full((len(paths), round_up(start + asking, multiple)), -1)
     for place, path in zip(keys, paths, strict=True):
         place[: len(path)] = path
-    queries = keys[:, start:].flatten()
+    queries = keys[:, start : start + asking].flatten()
     used = (queries >= 0).nonzero()[:, 0]
     of_queries, of_keys = (_places(rows, num_rows) for rows in (queries, keys.flatten()))
     return SharedBucket(len(paths), start, of_queries, of_keys, used), queries[used]

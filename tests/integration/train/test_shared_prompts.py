@@ -114,6 +114,19 @@ def assert_equal(batch, *settings, tolerance=5e-6, **options):
     return scored
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "olmoe"])
+@pytest.mark.parametrize("name", some(["r3", "several micro-batches", "checkpointing"], {"r3"}))
+def test_on_policy_numerics_give_the_same_bits(name, family):
+    batch = with_routes_of(siblings(temperature=0.7), learner_of(name=family).routers)
+    options = ["numerics=on-policy", *SETTINGS[name]]
+    batcher = learner_of(*options, name=family).scorer.batcher
+    assert batcher.micro_batch(batch, list(range(batch.num_samples))).shared is not None
+    scored = assert_equal(batch, *options, name=family)
+    alone = learner_of(*options, OFF, name=family).score(batch)
+    for field in ("logp_old", "entropy"):
+        assert torch.equal(getattr(scored, field), getattr(alone, field)), field
+
+
 def test_a_dense_model():
     batch = siblings().replace(routing=None)
     assert_equal(batch, "replay.mode=off", name="qwen3_dense", routed=False)
