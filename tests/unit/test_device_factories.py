@@ -16,7 +16,7 @@ SCALAR = "a tensor without dimensions goes with those of any device"
 ON_THE_HOST = {
     "models/decode_attention.py:_steps": CPU_KERNEL,
     "models/decode_experts.py:experts": CPU_KERNEL,
-    "models/decode_experts.py:_rows_of_experts": CPU_KERNEL,
+    "models/decode_experts.py:rows_of_experts": CPU_KERNEL,
     "models/embedding_bag_matmul.py:bag_offsets": CPU_KERNEL,
     "models/embedding_bag_matmul.py:_arange": CPU_KERNEL,
     "models/packed_attention.py:_bucket": SENT_ONCE,

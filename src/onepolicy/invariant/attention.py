@@ -74,10 +74,11 @@ def invariant_attention(
     if scale is None:
         scale = query.shape[-1] ** -0.5
     if kv_cache_step is not None:
-        out = _attend_to_cache(
-            query, key, value, kv_cache_step, window=sliding_window, scale=scale, sinks=s_aux
+        q = query[0].transpose(0, 1)
+        out = attend_to_cache(
+            q, key, value, kv_cache_step, window=sliding_window, scale=scale, sinks=s_aux
         )
-        return out, None
+        return out[None], None
     assert packing is not None
 
     def causal(q: Tensor, k: Tensor, v: Tensor, *, start: int = 0) -> Tensor:
@@ -89,7 +90,7 @@ def invariant_attention(
     return packing.attend(query, key, value, causal).to(query.dtype), None
 
 
-def _attend_to_cache(
+def attend_to_cache(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -99,15 +100,15 @@ def _attend_to_cache(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend from query [1, heads, T, D] to a KV cache: key [V, G, S, D] -> [1, T, heads, Dv]."""
-    q = query[0].transpose(0, 1)  # [T, heads, D]
-    if reads_as_table(q, key, step) and q.shape[-1] <= TERMS:
-        out = _table_attention(q, key, value, step, window=window, scale=scale, sinks=sinks)
-        return out[None].to(q.dtype)
+    """Attend from query [T, heads, D] to a KV cache: key [V, G, S, D] -> [T, heads, Dv]."""
+    if reads_as_table(query, key, step) and query.shape[-1] <= TERMS:
+        out = _table_attention(query, key, value, step, window=window, scale=scale, sinks=sinks)
+        return out.to(query.dtype)
     rows = len(key)
     bias = step.bias(window, rows)
-    out = attend(step.pad_queries(q, rows), key, value, bias=bias, scale=scale, sinks=sinks)
-    return step.unpad_queries(out)[None].to(query.dtype)
+    padded = step.pad_queries(query, rows)
+    out = attend(padded, key, value, bias=bias, scale=scale, sinks=sinks)
+    return step.unpad_queries(out).to(query.dtype)
 
 
 def attend(

@@ -22,6 +22,7 @@ from onepolicy.models.decode_experts import (
     ExpertWeights,
     expert_activation,
     expert_weights,
+    rows_of_experts,
 )
 from onepolicy.models.embedding_bag_matmul import weighted_rows
 from onepolicy.models.experts import DownProjection, UpProjection, sort_by_expert
@@ -65,13 +66,12 @@ def _by_rows(
     """Compute every (token, expert) row as a sum of rows of its expert's weights."""
     up, down, up_bias, _ = weights
     (tokens, top_k), (_, size, _), inner_size = top_k_index.shape, up.shape, down.shape[1]
-    expert = top_k_index.reshape(-1, 1).to(torch.int32)
+    expert = top_k_index.reshape(-1).to(torch.int32)
     x = hidden[:, None].expand(-1, top_k, -1)
-    inner = weighted_rows(
-        up.float().flatten(0, 1), expert * size + torch.arange(size, dtype=torch.int32), x
-    )
-    inner = _activate(module, inner, up_bias, expert[:, 0]) * scale.reshape(-1, 1)
-    index = (expert * inner_size + torch.arange(inner_size, dtype=torch.int32)).view(tokens, -1)
+    index = rows_of_experts(len(up), size).index_select(0, expert)
+    inner = weighted_rows(up.float().flatten(0, 1), index, x)
+    inner = _activate(module, inner, up_bias, expert) * scale.reshape(-1, 1)
+    index = rows_of_experts(len(up), inner_size).index_select(0, expert).view(tokens, -1)
     return weighted_rows(down.float().flatten(0, 1), index, inner, inner_size)
 
 

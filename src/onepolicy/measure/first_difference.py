@@ -74,8 +74,12 @@ def _trainer_numbers(
         numbers = {slot: tensor[row].detach().cpu().clone() for row, slot in rows.items()}
         found.setdefault(event, {}).update(numbers)
 
-    slots = {row: row - start for row in range(start, stop)}
-    rows = SampleRows(micro.num_slots, slots, micro.trainable.nonzero()[:, 0].tolist())
+    shared = scorer.batcher.micro_batch(micro, list(range(micro.num_samples))).shared
+    total, row_of = micro.num_slots, torch.arange(micro.num_slots)
+    if shared is not None:
+        total, row_of = len(shared.slots), shared.row_of
+    slots = {row: slot for slot, row in enumerate(row_of[start:stop].tolist())}
+    rows = SampleRows(total, slots, row_of[micro.trainable].tolist())
     with _hooks(scorer.model, lambda: rows, record):
         scorer.score(micro, replay=False)
     return found

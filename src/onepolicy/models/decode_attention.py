@@ -199,16 +199,32 @@ def kv_cache_attention(
         spans = bounds, stops, kv_cache_step.longest
         out = attend_cache(q, key, value, *spans, scale=scale, window=sliding_window, sinks=s_aux)
         return out[None].to(query.dtype), None
-    if reads_as_table(q, key, kv_cache_step):
-        bias = kv_cache_step.bias(sliding_window, None)
-        out = table_attention(q, key, value, kv_cache_step, bias=bias, scale=scale, sinks=s_aux)
-    else:
-        rows = len(key)
-        bias = kv_cache_step.bias(sliding_window, rows)
-        padded = kv_cache_step.pad_queries(q, rows)
-        out = _attend(padded, key, value, bias=bias, scale=scale, sinks=s_aux)
-        out = kv_cache_step.unpad_queries(out)
-    return out[None].to(query.dtype), None
+    out = attend_to_cache(
+        q, key, value, kv_cache_step, window=sliding_window, scale=scale, sinks=s_aux
+    )
+    return out[None], None
+
+
+def attend_to_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: KVCacheStep,
+    *,
+    window: int | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend from query [T, heads, D] to a KV cache: key [V, G, S, D] -> [T, heads, Dv]."""
+    if reads_as_table(query, key, step):
+        bias = step.bias(window, None)
+        out = table_attention(query, key, value, step, bias=bias, scale=scale, sinks=sinks)
+        return out.to(query.dtype)
+    rows = len(key)
+    bias = step.bias(window, rows)
+    padded = step.pad_queries(query, rows)
+    out = _attend(padded, key, value, bias=bias, scale=scale, sinks=sinks)
+    return step.unpad_queries(out).to(query.dtype)
 
 
 def reads_as_table(q: Tensor, key: Tensor, step: KVCacheStep) -> bool:

@@ -182,12 +182,12 @@ def _by_rows(
     (tokens, top_k), (_, size, _), inner_size = top_k_index.shape, up.shape, down.shape[1]
     expert, scale = top_k_index.reshape(-1, 1).to(torch.int32), top_k_weights.to(up.dtype)
     x = hidden.to(up.dtype)[:, None].expand(-1, top_k, -1)
-    index = _rows_of_experts(len(up), size).index_select(0, expert[:, 0])
+    index = rows_of_experts(len(up), size).index_select(0, expert[:, 0])
     inner = weighted_rows(up.flatten(0, 1), index, x)
     if up_bias is not None:
         inner = inner + up_bias[expert[:, 0]]
     inner = activate(inner) * scale.reshape(-1, 1)
-    index = _rows_of_experts(len(up), inner_size).index_select(0, expert[:, 0]).view(tokens, -1)
+    index = rows_of_experts(len(up), inner_size).index_select(0, expert[:, 0]).view(tokens, -1)
     out = weighted_rows(down.flatten(0, 1), index, inner)
     if down_bias is not None:
         out = out + weighted_rows(down_bias, top_k_index, scale)
@@ -195,7 +195,7 @@ def _by_rows(
 
 
 @lru_cache(maxsize=16)
-def _rows_of_experts(experts: int, size: int) -> Tensor:
+def rows_of_experts(experts: int, size: int) -> Tensor:
     """Return the rows [E, size] int32 of every expert in a table of E * size rows."""
     with torch.inference_mode(False):
         return torch.arange(experts * size, dtype=torch.int32).view(experts, size)

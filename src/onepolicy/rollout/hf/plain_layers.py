@@ -6,12 +6,14 @@ token are one product, their norms and rotations are one each. Whether a layer i
 looked up but tried: it must compute the same bits both ways. A dense MLP and the router stay
 modules, and so does everything outside the layers. Prefills run the layer's own forward. With many
 rows the modules may multiply with oneDNN (`models/linear.py`) and the functions do not: equal to
-rounding.
+rounding. With on-policy numerics both multiply with `invariant/ops.py`: equal to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from onepolicy.invariant import attention as invariant_attention
+from onepolicy.invariant import ops
+from onepolicy.invariant.experts import invariant_experts
+from onepolicy.invariant.mode import InvariantLinear
+from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.models import decode_attention
-from onepolicy.models.decode_attention import (
-    KVCacheStep,
-    kv_cache_attention,
-    reads_as_table,
-    table_attention,
-)
+from onepolicy.models.decode_attention import KVCacheStep
 from onepolicy.models.decode_experts import (
     expert_activation,
     expert_weights,
@@ -46,11 +48,13 @@ def use_plain_layers(model: PreTrainedModel, cache: KVCache) -> None:
 
     The weights of its queries, keys and values become views of one tensor.
     """
-    rotation = Rotation()
+    rotation, operators = Rotation(), FAST
+    if is_invariant(model):
+        operators = ON_POLICY
     for layer in list(model.modules()):
         if not _looks_plain(layer):
             continue
-        plain = PlainLayer(layer, rotation)
+        plain = PlainLayer(layer, rotation, operators)
         if computes_these_bits(plain, layer, cache):
             plain.share_weights()
             layer.__dict__["forward"] = plain
@@ -70,7 +74,7 @@ def _looks_plain(layer: nn.Module) -> bool:
         parts.keys() in (ATTENTION, ATTENTION | HEAD_NORMS)
         and not list(attention.parameters(recurse=False))
         and not list(attention.buffers())
-        and all(is_plain_linear(parts[name]) for name in ATTENTION)
+        and all(_is_linear(parts[name]) for name in ATTENTION)
         and len({getattr(parts[name], "bias", None) is None for name in PROJECTIONS}) == 1
         and all(isinstance(getattr(norm, "variance_epsilon", None), float) for norm in norms)
         and all([name for name, _ in norm.named_parameters()] == ["weight"] for norm in norms)
@@ -78,6 +82,10 @@ def _looks_plain(layer: nn.Module) -> bool:
         and all(norm.weight.shape == (width,) for norm in head_norms)
         and isinstance(getattr(attention, "scaling", None), float)
     )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return is_plain_linear(module) or type(module) is InvariantLinear
 
 
 @torch.inference_mode()
@@ -95,6 +103,7 @@ def computes_these_bits(plain: PlainLayer, layer: nn.Module, cache: KVCache) -> 
         cache.max_len,
         slice(0, 2),
     )
+    step.round_keys(plain.operators.key_multiple)
     random = torch.Generator("cpu").manual_seed(0)
     hidden = torch.randn(1, 2, weight.shape[1], generator=random, device="cpu").to(weight)
     angles = torch.randn(1, 2, plain.head_dim // 2, generator=random, device="cpu").to(weight)
@@ -120,13 +129,27 @@ def computes_these_bits(plain: PlainLayer, layer: nn.Module, cache: KVCache) -> 
     return isinstance(theirs, Tensor) and torch.equal(theirs, ours)
 
 
+@dataclass(frozen=True)
+class Operators:
+    """The functions that a plain layer computes with."""
+
+    attention: str  # name of the attention of a model that computes with them
+    key_multiple: int  # of the keys that a step reads
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    attend: Callable[..., Tensor]
+    """[T, heads, D] of query [T, heads, D], key, value, step; window=, scale=, sinks=."""
+    experts: Callable[[nn.Module], Callable[[Tensor, Tensor, Tensor], Tensor]]
+    """Of a module of experts: hidden [T, H], ids [T, K] and weights [T, K] -> [T, H]."""
+
+
 class PlainLayer:
     """A stand-in for the `forward` of one decoder layer."""
 
-    def __init__(self, layer: nn.Module, rotation: Rotation) -> None:
+    def __init__(self, layer: nn.Module, rotation: Rotation, operators: Operators) -> None:
+        self.operators = operators
         attention: Any = layer.get_submodule("self_attn")
         self._own, self._rotation, self._attention = layer.forward, rotation, attention
-        self.head_dim, self._scale = attention.head_dim, attention.scaling
+        self.head_dim: int = attention.head_dim
         self._index: int = attention.layer_idx
         self._projections: list[Any] = [getattr(attention, name) for name in PROJECTIONS]
         self._widths = [len(projection.weight) for projection in self._projections]
@@ -143,7 +166,7 @@ class PlainLayer:
             attention.get_submodule(n) for n in ("q_norm", "k_norm") if hasattr(attention, n)
         ]
         self._mlp = layer.get_submodule("mlp")
-        self._experts = _plain_experts(self._mlp)
+        self._experts = _plain_experts(self._mlp, operators)
         # Modules that are not called. A hook of one of these needs the layer's own forward.
         inside = [self._before, self._after, *attention.modules()]
         if self._experts is not None:
@@ -177,7 +200,7 @@ class PlainLayer:
         return (
             not any(self._hooks)
             and cos.shape[-1] == self.head_dim
-            and implementation == decode_attention.NAME
+            and implementation == self.operators.attention
             and not torch.is_grad_enabled()
         )
 
@@ -185,35 +208,26 @@ class PlainLayer:
         self, hidden: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, step: KVCacheStep
     ) -> Tensor:
         """Return the layer's output [1, T, H] for hidden [1, T, H], one token per sequence."""
+        linear = self.operators.linear
         x = _norm(hidden[0], self._before)
-        x = F.linear(x, self.weight, self._bias).view(len(x), -1, self.head_dim)
+        x = linear(x, self.weight, self._bias).view(len(x), -1, self.head_dim)
         heads, rotated = self._heads, self._heads + self._groups
         queries_keys = x[:, :rotated]
         if self._head_norms:
             queries_keys = self._norm_heads(queries_keys)
         queries_keys = self._rotation.apply(queries_keys, *rope)
         cache.write_tokens(self._index, queries_keys[:, heads:], x[:, rotated:])
-        out = self._attend(queries_keys[:, :heads], cache, step)
-        out = F.linear(out.flatten(1), self._out.weight, self._out.bias)
+        key, value = cache.read_tokens(self._index)
+        scale = self._attention.scaling
+        out = self.operators.attend(
+            queries_keys[:, :heads], key, value, step, window=None, scale=scale, sinks=None
+        )
+        out = linear(out.flatten(1), self._out.weight, self._out.bias)
         hidden = hidden + out
         x = _norm(hidden, self._after)
         if self._experts is None:
             return hidden + self._mlp(x)
         return self._experts(x[0]).add_(hidden[0])[None]
-
-    def _attend(self, query: Tensor, cache: KVCache, step: KVCacheStep) -> Tensor:
-        """Return [T, heads, D] of query [T, heads, D], in its dtype."""
-        key, value = cache.read_tokens(self._index)
-        if not reads_as_table(query, key, step):
-            query = query.transpose(0, 1)[None]
-            out, _ = kv_cache_attention(
-                self._attention, query, key, value, None, kv_cache_step=step, scaling=self._scale
-            )
-            return out[0]
-        out = table_attention(
-            query, key, value, step, bias=step.bias(None, None), scale=self._scale, sinks=None
-        )
-        return out.to(query.dtype)
 
     def _norm_heads(self, x: Tensor) -> Tensor:
         """Return the norms of queries and keys, x [T, heads + groups, D]."""
@@ -227,22 +241,21 @@ class PlainLayer:
 class PlainExperts:
     """A router and the experts that it selects, without their block."""
 
-    def __init__(self, router: nn.Module, experts: nn.Module) -> None:
-        self._router, self._weights = router, expert_weights(experts)
-        self._activate = expert_activation(experts)
+    def __init__(self, router: nn.Module, experts: Callable[..., Tensor]) -> None:
+        self._router, self._experts = router, experts
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, H] of x [T, H]. The router's forward may be a recorder's."""
         _, combine_weights, ids = self._router.forward(x)
-        return weighted_experts(self._weights, self._activate, x, ids, combine_weights)
+        return self._experts(x, ids, combine_weights)
 
 
-def _plain_experts(block: nn.Module) -> PlainExperts | None:
+def _plain_experts(block: nn.Module, operators: Operators) -> PlainExperts | None:
     """Return the router and experts of a block that has only these, else None."""
     parts = dict(block.named_children())
     if parts.keys() != {"gate", "experts"} or not holds_experts(parts["experts"]):
         return None
-    return PlainExperts(parts["gate"], parts["experts"])
+    return PlainExperts(parts["gate"], operators.experts(parts["experts"]))
 
 
 class Rotation:
@@ -271,3 +284,23 @@ def _normed(x: Tensor, epsilon: float) -> Tensor:
     wide = x.float()
     reciprocal = wide.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
     return (wide * reciprocal).to(x.dtype)
+
+
+def _weighted_experts(experts: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return partial(weighted_experts, expert_weights(experts), expert_activation(experts))
+
+
+def _invariant_experts(experts: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return partial(invariant_experts, experts)
+
+
+FAST = Operators(
+    decode_attention.NAME, 1, F.linear, decode_attention.attend_to_cache, _weighted_experts
+)
+ON_POLICY = Operators(
+    invariant_attention.NAME,
+    TILE,
+    ops.linear,
+    invariant_attention.attend_to_cache,
+    _invariant_experts,
+)

@@ -116,10 +116,10 @@ def _enable_on_policy_numerics(model: PreTrainedModel, batch: InterruptibleBatch
 def choose_layers(
     model: PreTrainedModel, batch: InterruptibleBatch, numerics: Numerics, *, plain: bool
 ) -> None:
-    """Select on-policy numerics, or else functions for layers that may be plain."""
+    """Select on-policy numerics, and functions for layers that may be plain."""
     if numerics == "on-policy":
         _enable_on_policy_numerics(model, batch)
-    elif plain:
+    if plain:
         _decode_by_functions(model, batch)
 
 

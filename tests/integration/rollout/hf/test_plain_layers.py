@@ -16,10 +16,10 @@ from support.models import make
 PLAIN = ("qwen3_moe", "qwen3_dense")
 
 
-def engine_of(model_type, dtype="float32", *, routes=True):
-    config = HFEngineConfig(dtype=dtype, max_num_seqs=6)
-    model = make(model_type)
-    return HFEngine(model, config, return_routes=routes and model_type != "qwen3_dense", max_len=96)
+def engine_of(model_type, dtype="float32", **options):
+    config, model = HFEngineConfig(dtype=dtype, max_num_seqs=6), make(model_type)
+    routes = model_type != "qwen3_dense"
+    return HFEngine(model, config, return_routes=routes, max_len=96, **options)
 
 
 def plain_layers(engine):
@@ -34,13 +34,14 @@ def sample(engine):
     return run(engine, [(p, Sampling(1.0, 6 + 3 * i), i) for i, p in enumerate(prompts)])
 
 
+@pytest.mark.parametrize("numerics", ["fast", "on-policy"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", PLAIN)
-def test_the_bits_and_routes_of_the_modules(model_type, dtype, monkeypatch):
-    ours = engine_of(model_type, dtype)
+def test_the_bits_and_routes_of_the_modules(model_type, dtype, numerics, monkeypatch):
+    ours = engine_of(model_type, dtype, numerics=numerics)
     assert len(plain_layers(ours)) == ours.model.config.num_hidden_layers
     monkeypatch.setattr(prepare, "_decode_by_functions", lambda *_: None)
-    theirs = engine_of(model_type, dtype)
+    theirs = engine_of(model_type, dtype, numerics=numerics)
     assert not plain_layers(theirs)
     for mine, other in zip(sample(ours), sample(theirs), strict=True):
         assert torch.equal(mine.token_ids, other.token_ids)
