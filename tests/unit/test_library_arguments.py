@@ -70,6 +70,8 @@ def test_mismatch_and_diagnose_take_every_layout() -> None:
     found = _in_each_layout(lambda *f, turn, advantage, **more: op.diagnose(*f, **more))
     assert len({diagnosis.text() for diagnosis in found}) == 1
     assert op.diagnose(*PADDED, segment=torch.zeros_like(PADDED[0]).long()).gap > 0
+    one = torch.zeros_like(A).long()
+    assert op.diagnose(A, B, M) == op.diagnose(A, B, M, segment=one)  # [T] is one sample
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -204,7 +206,6 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (look(segment=BAD), "segment is -1"),
     (weigh(A, B, M, SEQ, segment=SEGMENT.float()), "segment is float32"),
     (look(segment=SEGMENT[1:]), r"segment has shape \[99\]"),
-    (look(), r"need `segment`.*torch\.zeros\(T\)\.long\(\) for one"),
     (look(segment=SEGMENT, entropy=A[1:]), "entropy has shape"),
     # fields
     (weigh([], [], [], TIS), "logp_old is an empty list"),

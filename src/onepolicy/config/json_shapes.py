@@ -72,6 +72,7 @@ class Summary(Shape):
     reward_first: Number | None = None
     reward_last: Number | None = None
     reward_window: Count | None = None
+    reward_error: Number | None = None
     eval_first: Point | None = None
     eval_last: Point | None = None
     eval_best: Point | None = None

@@ -208,8 +208,8 @@ def slots(
 def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
     """Decorate a function of [T] fields so that it takes any layout.
 
-    Its first three arguments are the two log-probabilities and the mask. Its `segment` is optional
-    for [B, T] and lists, whose rows and items are the sequences. `nonfinite` is handed on as it is.
+    Its first three arguments are the two log-probabilities and the mask. Without `segment` the rows
+    of [B, T] and the items of a list are the sequences, and [T] is one. `nonfinite` is handed on.
     """
     signature, name = inspect.signature(function), function.__name__
 
@@ -221,12 +221,9 @@ def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
         fields = Fields.of(
             name, {field: bound[field] for field in list(bound)[:3]}, segment=bound["segment"]
         )
-        if fields.segment is None:
-            raise UsageError(
-                f"{name}: [T] fields need `segment`, the sequence that each slot belongs to "
-                "(torch.zeros(T).long() for one)"
-            )
-        numbered, _ = fields.numbered()
-        return function(**{**given, "segment": numbered.segment}, **options)
+        segment = torch.zeros_like(fields.mask, dtype=torch.int64)
+        if fields.segment is not None:
+            segment = fields.numbered()[0].segment
+        return function(**{**given, "segment": segment}, **options)
 
     return flat

@@ -10,7 +10,7 @@ import math
 import statistics
 
 from onepolicy.config.replay import ROLLOUT_MODES
-from onepolicy.notation import number
+from onepolicy.notation import counted, number
 from onepolicy.report.words import (
     FEWEST_PROBES,
     Compared,
@@ -56,6 +56,9 @@ def _learning(summary: Tree) -> str:
     curve = f"{name} {moved(first, last)}"
     if crash is not None:
         return f"{crashed}: {curve}"
+    if name == "reward" and _in_noise(summary):
+        steps = counted(summary["steps"], "step")
+        return f"{steps} do not show whether the policy learns: {curve}, as single steps do too"
     sampled = _sampled(summary)
     if sampled is not None and (sampled[1] > sampled[0]) != (last > first):
         return f"{curve}, the sampled one {moved(*sampled)}"
@@ -64,6 +67,14 @@ def _learning(summary: Tree) -> str:
     if last > first:
         return f"the policy learnt: {curve}"
     return f"the policy got worse: {curve}"
+
+
+def _in_noise(summary: Tree) -> bool:
+    """Return whether the course of the reward is within two standard errors of none."""
+    if "reward_error" not in summary:  # written by an earlier version
+        return False
+    error = summary["reward_error"]
+    return error is None or abs(summary["reward_last"] - summary["reward_first"]) < 2 * error
 
 
 def _sampled(summary: Tree) -> tuple[float, float] | None:

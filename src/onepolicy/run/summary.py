@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from onepolicy.run.run_folder import SUMMARY
 Row = dict[str, Any]
 
 CRASH_DROP = 0.25
+FEWEST_JUDGED = 4  # steps of which the noise of a reward is told
 CRASH_RULE = (
     f"crash step: the first evaluation whose score is {CRASH_DROP} or more below the best score "
     f"before it, if no later one comes within {CRASH_DROP} of that best score again"
@@ -97,6 +100,7 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
         "reward_first": _mean(train[:window], "train/reward"),
         "reward_last": _mean(train[-window:], "train/reward"),
         "reward_window": window,
+        "reward_error": _error_of_difference(train, window),
     }
     summary |= _evaluations(config, rows)
     summary |= {
@@ -199,6 +203,19 @@ def _tokens_per_second(train: list[Row]) -> float | None:
 
 def _point(score: tuple[int, float]) -> Row:
     return {"step": score[0], "value": score[1]}
+
+
+def _error_of_difference(rows: list[Row], window: int) -> float | None:
+    """Return the standard error of `reward_last` - `reward_first`, None for fewer than 4 steps.
+
+    The noise of a step is half the mean square of successive differences (von Neumann, 1941): a
+    slow rise does not count as noise.
+    """
+    rewards = [float(row["train/reward"]) for row in rows]
+    if len(rewards) < FEWEST_JUDGED:
+        return None
+    noise = statistics.fmean((b - a) ** 2 / 2 for a, b in itertools.pairwise(rewards))
+    return math.sqrt(2 * noise / window)
 
 
 def _mean(rows: list[Row], key: str, absent: float | None = None) -> float | None:

@@ -156,7 +156,7 @@ def diagnose(
 ) -> Diagnosis:
     """Name the bugs that the log-probabilities show. Plain mismatch gives none.
 
-    All fields may also be [B, T], or lists of one [T_i] per sequence, which need no `segment`.
+    All fields may also be [B, T], or lists of one [T_i] per sequence. [T] without `segment` is one.
     Without `entropy` two bugs stay invisible: another temperature, and narrowed sampling that is
     reported as if it were not narrowed. The result says what was not looked for (`not_given`).
     Many slots without finite log-probabilities are a finding too. Raises UsageError if the mask is

@@ -3,6 +3,8 @@
 import io
 import math
 
+import pytest
+
 from rich.console import Console
 
 from onepolicy.notation import counted, number, with_error
@@ -82,6 +84,16 @@ def test_one_step_is_no_course():
     one["mismatch"] = {"mismatch/k3": 2e-3, "mismatch/f2": 1e-3}
     assert verdict(one)[0] == "Reward was 0.5 in the only step."
     assert outcome(one).startswith("One step does not show whether the policy learns: reward 0.5.")
+
+
+@pytest.mark.parametrize(("error", "learnt"), [(0.22, True), (0.24, False), (None, False)])
+def test_a_reward_that_moves_as_single_steps_do_is_no_learning(error, learnt):
+    """It rises by 0.46. Evaluations are judged by themselves, whatever the rewards did."""
+    rewards = SUMMARY | NO_EVALUATION | {"reward_error": error}
+    said = "120 steps do not show whether the policy learns: reward rose from 0.45 to 0.91"
+    assert (said in outcome(rewards)) is not learnt
+    assert ("The policy learnt" in outcome(rewards)) is learnt
+    assert "The policy learnt: greedy" in outcome(SUMMARY | {"reward_error": error})
 
 
 def test_columns_without_a_value_fold_away():

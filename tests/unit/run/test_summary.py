@@ -41,6 +41,9 @@ def test_summary_by_hand(tmp_path):
     summary = summarise(config, rows, tmp_path, None)
     assert summary["reward_window"] == 2
     assert (summary["reward_first"], summary["reward_last"]) == (0.25, 0.75)
+    # steps of 0.5, 0 and 0.5: noise 0.5 / 6, of a difference of means of two
+    assert summary["reward_error"] == pytest.approx((0.5 / 6) ** 0.5)
+    assert summarise(config, rows[:4], tmp_path, None)["reward_error"] is None
     assert summary["eval_best"] == {"step": 2, "value": 0.75}
     assert summary["crash_step"] == 4
     assert summary["mismatch"]["mismatch/k3"] == pytest.approx(2.5e-3)
