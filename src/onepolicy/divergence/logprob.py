@@ -62,6 +62,11 @@ class Mismatch:
         shares: list[float] = ((self.tokens - within).double() / self.tokens).tolist()
         return shares
 
+    @property
+    def f2(self) -> float:
+        """F(2), by which verdicts and advice judge beside k3."""
+        return self.extreme(2)
+
     def metrics(self, prefix: str = "mismatch") -> dict[str, float]:
         """Return the statistics by metric name, `prefix/k3` and so on."""
         names = ["k1", "k3", "chi2", "ess", "max_dp", "mean_dp", "max_dlogp", "mean_dlogp"]

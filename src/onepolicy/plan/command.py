@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rich.text import Text
+
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.input_files import resolve_model
 from onepolicy.console import Console, print_status
@@ -54,7 +56,12 @@ def plan_and_show(
         write_text_atomically(json_file, json.dumps(tree, indent=1) + "\n")
     planner.settings_of(chosen.split.learners, print_status)
     for part in render_plan(planner, chosen, options, lines, traffic, constants=constants):
-        console.print(part)
+        console.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
+    if config.replay.mode != "off" and not planner.dims.experts:
+        console.print_line(
+            "`onepolicy train` will ask for replay.mode=off: this model has no experts to replay",
+            style="yellow",
+        )
     if json_file is not None:
         console.print_line(f"written: {json_file}")
     return int(not chosen.fits)

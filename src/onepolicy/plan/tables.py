@@ -39,6 +39,7 @@ SYNC_METHODS = {
     "stream": "files, written once, then one gloo broadcast to all",
     "nccl": "one NCCL broadcast to all",
 }
+TYPE = "type: "  # begins the line of all settings at once, which a user copies
 MAX_SPLITS = 5  # rows of the table of splits
 
 
@@ -67,7 +68,9 @@ def render_plan(
         title, style = "does not fit; what would:", "bold red"
         if chosen.fits:
             title, style = "what makes room:", "green"
-        yield Text("\n".join([title, *(f"  {line}" for line in lines)]), style=style)
+        yield Text(title, style=style)
+        for line in lines:  # one that is copied stays whole, however narrow the terminal is
+            yield Text(f"  {line}", style=style, no_wrap=line.startswith(TYPE))
     if constants:
         yield _constant_table(planner)
     else:

@@ -107,6 +107,9 @@ class Routers(BoundRouters):
         layers: int = config.get_text_config().num_hidden_layers
         return layers
 
+    def __repr__(self) -> str:
+        return f"Routers({len(self.layers)} layers, {self.top_k} of {self.num_experts} experts)"
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Routers)

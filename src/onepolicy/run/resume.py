@@ -54,6 +54,7 @@ def resume_run(
         config = read_stored_config(run)
         check_trust(config, run, (), f"train --resume {run}")
     config = apply_torchrun_ranks(config, count, resuming=True)
+    before = config.steps
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
     refuse_links_out(run, "the run's")
@@ -66,6 +67,11 @@ def resume_run(
                 "train on"
             )
         _note_damaged_log(run, origin, progress)
+        if config.steps != before and config.optim.lr_decay == "linear":
+            progress.note(
+                f"steps: {before} -> {config.steps} moves the end of optim.lr_decay = linear, so "
+                f"the learning rate changes from step {origin.step + 1} on"
+            )
         if all_steps_done:
             return write_summary(config, run, origin.parent)
         check_log(config)

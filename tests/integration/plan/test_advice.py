@@ -44,12 +44,26 @@ def larger(tmp_path_factory):
 def test_a_gpu_is_planned_with_the_precision_that_a_run_takes(larger, tmp_path, capsys):
     dense = ["replay.mode=off", "train.reuse_scoring_forward=false"]
     bf16 = planned(larger, tmp_path, *dense)["chosen"]["learner_bytes"]
-    assert "on a GPU: model.dtype = bfloat16" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "on a GPU: model.dtype = bfloat16" in printed.err
+    assert "no experts to replay" not in printed.out
     fp32 = planned(larger, tmp_path, *dense, "model.dtype=float32")["chosen"]["learner_bytes"]
     assert bf16["parameters"] == fp32["parameters"] / 2
     assert bf16["masters"] == fp32["parameters"]
     assert fp32["masters"] == 0
     assert "on a GPU" not in capsys.readouterr().err
+
+
+def test_a_line_to_copy_is_whole_and_a_dense_model_has_nothing_to_replay(
+    larger, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "30")
+    found = planned(larger, tmp_path, "rollout.engine.max_len=4096")
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in found["suggestions"] if line.startswith("type: "))
+    assert len(line) > 30
+    assert f"  {line}" in lines
+    assert "replay.mode=off: this model has no experts" in " ".join(lines)
 
 
 @pytest.mark.full

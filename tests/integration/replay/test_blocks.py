@@ -143,6 +143,7 @@ def test_a_layer_added_after_binding(model, routers) -> None:
     with pytest.raises(RoutingError, match=words), routers.record():
         raise AssertionError("the context was entered")
     assert len(bind_routers(model).layers) == len(routers.layers) + 1
+    assert repr(routers) == f"Routers({len(routers.layers)} layers, {routers.top_k} of 8 experts)"
 
 
 def _own_forwards(model: PreTrainedModel) -> list:

@@ -58,7 +58,7 @@ def test_a_resume_has_the_longest_sequence_that_was_fitted_at_the_start(train, m
 
 def test_resumes_of_a_run_that_has_all_its_steps(train, capsys):
     """One that is finished, that another process trains, or that was killed before its summary."""
-    run = train("run", "steps=2", "eval.every=0", "log.report=true")
+    run = train("run", "steps=2", "eval.every=0", "log.report=true", "optim.lr_decay=linear")
     summary = (run / "summary.json").read_text()
     assert main(["train", "--resume", str(run)]) == 2
     assert "already finished 2 of 2 steps" in capsys.readouterr().err
@@ -70,6 +70,10 @@ def test_resumes_of_a_run_that_has_all_its_steps(train, capsys):
     assert main(["train", "--resume", str(run)]) == 0
     assert (run / "summary.json").read_text() == summary
     assert (run / "report.html").exists()
+    moved = "steps: 2 -> 3 moves the end of optim.lr_decay = linear"
+    assert moved not in capsys.readouterr().out
+    assert main(["train", "--resume", str(run), "steps=3"]) == 0
+    assert moved in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.full
