@@ -91,14 +91,14 @@ NEMO = {  # preset: type, min, max
 def batch(seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return log-probabilities and masks of 400 samples, a tenth of them with a small gap."""
     g = torch.Generator().manual_seed(seed)
-    old = [-3 * torch.rand(40, generator=g, dtype=torch.float64) - 0.3 for _ in range(400)]
+    old = [-3 * torch.rand(40, generator=g, dtype=torch.float64) - 3 for _ in range(400)]
     shift = [0.02 * (i % 10 > 0) for i in range(400)]
     rollout = [
         row + 0.02 * torch.randn(40, generator=g, dtype=torch.float64) + gap
         for row, gap in zip(old, shift, strict=True)
     ]
     masks = [torch.rand(40, generator=g) < 0.9 for _ in range(400)]
-    rollout[3][7] += 12  # for the veto
+    old[3][7] -= 12  # for the veto
     rollout[5] -= 0.05
     return old, rollout, masks
 
