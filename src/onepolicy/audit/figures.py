@@ -78,7 +78,8 @@ def _log_ratio_histogram(styled: list[StyledResult]) -> Figure:
         data.append(curve)
     ends = [_cumulative_share(histogram, edges)[[0, -1]] for histogram in histograms]
     inside = min(float(each @ [-1, 1]) for each in ends)
-    note = f"Density of log {RHO}, {RHO} = p_trainer / p_rollout, over {inside:.2%} of the tokens."
+    covered = number(inside, share=True)
+    note = f"Density of log {RHO}, {RHO} = p_trainer / p_rollout, over {covered} of the tokens."
     layout = {"xaxis": axis(f"log {RHO} (nats)"), "yaxis": axis("density", rangemode="tozero")}
     return Figure("log_ratio", _log_ratio_title(styled), note, data, layout)
 
@@ -144,7 +145,7 @@ def _extreme_tokens(styled: list[StyledResult]) -> Figure:
     }
     note = (
         f"F({TAU}): share of tokens whose probability differs by more than a factor {TAU}, either "
-        f"way. Dotted: {QUIET_F2:.1%}, below which F(2) is no concern."
+        f"way. Dotted: {number(QUIET_F2, share=True)}, below which F(2) is no concern."
     )
     beyond = []
     for result, _ in styled:

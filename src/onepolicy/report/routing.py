@@ -172,7 +172,7 @@ def gate_mass(series: Sequence[Series]) -> Figure:
         "xaxis": axis("MoE layer, from the input", dtick=max(1, len(lost[0][1]) // 12)),
         "yaxis": axis("gate mass not captured", tickformat=".2p", rangemode="tozero"),
     }
-    held = ", ".join(f"{1 - values.mean():.4%}" for _, values in lost)
+    held = ", ".join(number(1 - values.mean(), share=True) for _, values in lost)
     note = (
         "The part that the replayed experts lack of the scores of the experts that the trainer "
         "would have chosen itself."

@@ -44,7 +44,7 @@ def audited(tmp_path: Path, rows: list[dict]):
 def test_merged_statistics_equal_the_mismatch_of_the_whole(seed, lengths, scale, cuts) -> None:
     g = torch.Generator().manual_seed(seed)
     n = sum(lengths)
-    rollout = -torch.rand(n, generator=g, dtype=torch.float64) * 6
+    rollout = -torch.rand(n, generator=g, dtype=torch.float64) * 6 - 5 * scale
     trainer = rollout + scale * torch.randn(n, generator=g, dtype=torch.float64)
     segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     everything = torch.ones(n, dtype=torch.bool)
@@ -112,7 +112,7 @@ def test_gaussian_noise_of_known_kl(tmp_path, kl, action, setting) -> None:
     phi = 0.5 * math.erfc(-(math.log(3) - total) / math.sqrt(4 * total))
     assert forecast["trl-default"].attenuation == pytest.approx(phi, abs=1e-3)
     if setting:
-        assert any("predicted to keep 100.0%" in line for line in each.verdict.basis)
+        assert any("predicted to keep >99.9%" in line for line in each.verdict.basis)
 
 
 def test_recommendations_for_heavy_tails_and_differing_routes(tmp_path) -> None:
