@@ -31,6 +31,7 @@ from onepolicy.report.figure import (
     bars,
     line,
 )
+from onepolicy.report.routing import stands_out
 from onepolicy.verdict.rules import QUIET_F2, QUIET_KL
 
 SECOND = LineStyle("@trainer", "9px,3px", "diamond", "/")
@@ -305,15 +306,16 @@ def _routers_per_layer(styled: list[StyledResult]) -> Figure | Absent:
             "Routers per layer: the dump has no columns routes_rollout and routes_trainer.",
         )
     note = (
-        "Share of tokens for which a layer's router chose another set of experts on the two sides."
+        "Share of tokens for which a layer's router chose another set of experts on the two sides. "
+        "A layer stands out above twice the median of the others."
     )
     layout = {
         "xaxis": axis("MoE layer, in the order of the dump"),
         "yaxis": axis("share", tickformat=".1%"),
     }
-    share, layer = max((share, layer) for bar in data for layer, share in enumerate(bar["y"]))
-    title = (
-        f"Routers would choose otherwise most in layer {layer}: for {number(share, share=True)} of "
-        "the tokens"
-    )
+    worst = max(data, key=lambda bar: max(bar["y"]))["y"]
+    most = f"{number(max(worst), share=True)} of the tokens"
+    title = f"No layer stands out: other experts for at most {most}"
+    if stands_out(worst):
+        title = f"Layer {worst.index(max(worst))} would choose otherwise most: for {most}"
     return Figure("layers", title, note, data, layout)

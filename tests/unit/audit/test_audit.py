@@ -136,6 +136,16 @@ def test_recommendations_for_heavy_tails_and_differing_routes(tmp_path) -> None:
     assert each.accumulated.routes.routers == differing / (2 * 50 * 78)
     assert each.accumulated.routes.tokens == differing
     assert each.accumulated.routes.per_layer.tolist() == [0, differing]
+    assert layers_title(each) == "Layer 1 would choose otherwise most: for 24.4% of the tokens"
+    for row in rows:  # in both layers
+        row["routes_trainer"] = row["routes_trainer"][2:4] * (2 * 80)
+    title = "No layer stands out: other experts for at most 100% of the tokens"
+    assert layers_title(audited(tmp_path, rows)) == title
+
+
+def layers_title(result) -> str:
+    (found,) = [figure for figure in audit_figures([result]) if figure.name == "layers"]
+    return found.title
 
 
 @pytest.mark.parametrize(
