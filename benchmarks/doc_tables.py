@@ -15,9 +15,9 @@ number, null for nothing, or a number that another table has:
     {"table": "PAGE/ID", "row": FIRST_CELL or [FIRST_CELLS], "column": NAME}
     {"table": "PAGE/ID", "of": "lowest" or "highest", "column": NAME}
 
-A claim or a text names such a number as {PAGE/ID: FIRST_CELL: NAME}. In place of `rows`, `from`
-names a table whose rows they are, in columns of the same name or of `value`; `study` computes them
-from benchmarks/evidence/runs.jsonl.
+A claim or a text names such a number as {PAGE/ID: FIRST_CELL: NAME}; FIRST_CELL may be several, as
+`fresh & r3`. In place of `rows`, `from` names a table whose rows they are, in columns of the same
+name or of `value`; `study` computes them from benchmarks/evidence/runs.jsonl.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def resolved(cell: Any) -> Any:
 
 def named(table_name: str, first: str | list[str], column: str) -> Any:
     """Return the cell of the row of another table that begins with these."""
-    keys = [first] if isinstance(first, str) else first
+    keys = first.split(" & ") if isinstance(first, str) else first
     rows = values(other(table_name))
     (found,) = [
         cell

@@ -103,28 +103,41 @@ def apply_rule(
     return kept, left
 
 
+CLEARLY_ABOVE_ZERO = 0.1
+"""A value this far above 0 is no rounding of a log-probability, whatever the others are."""
+
 FEWEST_JUDGED = 8
-"""Values of a side from which none below 0 is a fault: a few may be differences of logarithms."""
+"""Values of a side from which none below 0 is a fault: a few may be rounding."""
 
 
 def refuse_probabilities(
     caller: str,
-    mask: Tensor,  # [T] bool, of values that are finite
-    values: Mapping[str, Tensor],  # [T] each: log-probabilities
+    mask: Tensor,  # [T] bool
+    values: Mapping[str, Tensor],  # [T] each: log-probabilities of both sides
     *,
     place: Callable[[int], object] = lambda slot: f"slot {slot}",
 ) -> None:
-    """Raise UsageError for a side none of whose masked-in values is below 0, and some above.
+    """Raise UsageError for the first masked-in value of a side that is no log-probability.
 
-    A side of fewer than FEWEST_JUDGED values is not judged.
+    It is above CLEARLY_ABOVE_ZERO, or above ABOVE_ZERO on a side of FEWEST_JUDGED values or more of
+    which none is below 0. Values that are not finite are not judged, nor is a log-ratio: a side
+    beside one that is 0 in every slot of the mask.
     """
-    for name, value in values.items():
-        wrong = mask & (value > ABOVE_ZERO)
-        if not wrong.any() or (mask & (value < 0)).any() or int(mask.sum()) < FEWEST_JUDGED:
-            continue
-        slot, highest = int(wrong.nonzero()[0, 0]), float(value[wrong].max())
-        reason = above_zero(0.0, highest)
-        raise UsageError(f"{caller}: {name} {place(slot)} is {value[slot].item():g}: {reason}")
+    ratio = sum(~(mask & (value != 0)).any() for value in values.values())
+    wrong = {name: _no_logarithms(mask, value) & (ratio == 0) for name, value in values.items()}
+    if not sum(each.any() for each in wrong.values()):  # a GPU is waited for once
+        return
+    name = next(name for name, each in wrong.items() if each.any())
+    value, slot = values[name], int(wrong[name].nonzero()[0, 0])
+    judged = value[mask & value.isfinite()]
+    reason = above_zero(float(judged.min()), float(judged.max()))
+    raise UsageError(f"{caller}: {name} {place(slot)} is {value[slot].item():g}: {reason}")
+
+
+def _no_logarithms(mask: Tensor, value: Tensor) -> Tensor:
+    judged = mask & value.isfinite()
+    none_below = ~(judged & (value < 0)).any() & (judged.sum() >= FEWEST_JUDGED)
+    return judged & ((value > CLEARLY_ABOVE_ZERO) | (none_below & (value > ABOVE_ZERO)))
 
 
 def above_zero(lowest: float, highest: float) -> str:
@@ -134,7 +147,7 @@ def above_zero(lowest: float, highest: float) -> str:
             "all values are between 0 and 1: probabilities instead of their logarithms? "
             "Take the logarithm"
         )
-    fault = "a log-probability is never above 0"
+    fault = "a log-probability is never above 0; "
     if lowest >= 0:
-        fault += "; negative log-likelihoods? Negate them"
-    return fault
+        return fault + "negative log-likelihoods? Negate them"
+    return fault + "mend what returned it, or clear the mask there"

@@ -6,11 +6,14 @@ import math
 
 DASH = "\N{EN DASH}"
 """The text in the place of a value that there is not."""
+ROUNDING = 1e-9
+"""Relative difference within which a value counts as one of at most two digits."""
 
 
 def number(value: float | None, *, share: bool = False) -> str:
-    """Return a value with three significant digits: 0.0123, 1.76e-3, 12,300; DASH if none.
+    """Return a value with three significant digits: 0.120, 1.70e-3, 12,300; DASH if none.
 
+    A whole number and one of at most two digits, as limits are, are written as they are: 12, 5e-4.
     With `share` a value of 1 is 100%.
     """
     if value is None or math.isnan(value):
@@ -19,16 +22,31 @@ def number(value: float | None, *, share: bool = False) -> str:
         percent = 100 * value
         if 0 < abs(percent) < 0.01:
             return "<0.01%"
-        return f"{percent:.3g}%"
+        if 99.95 <= percent < 100:  # three digits would say all
+            return ">99.9%"
+        return f"{_digits(percent)}%"
     size = abs(value)
     if value == 0 or 1e-2 <= size < 999.5:
-        return f"{value:.3g}"
+        return _digits(value)
     if 999.5 <= size < 1e5:
         return f"{value:,.0f}"
     if math.isinf(value):
         return f"{value}"
     mantissa, exponent = f"{value:.2e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
+    if _is_short(value):
+        mantissa = f"{float(mantissa):g}"
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _digits(value: float) -> str:
+    if _is_short(value) or math.isclose(value, round(value), rel_tol=ROUNDING):
+        return f"{value:.3g}"
+    return f"{value:#.3g}".removesuffix(".")
+
+
+def _is_short(value: float) -> bool:
+    """Return whether the value has at most two digits."""
+    return math.isclose(value, float(f"{value:.2g}"), rel_tol=ROUNDING)
 
 
 def with_error(value: float, error: float) -> str:

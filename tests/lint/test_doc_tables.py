@@ -136,6 +136,17 @@ def test_the_readme_has_five_rows() -> None:
     assert len(doc_tables.values(doc_tables.tables("README")["results"])) == 5
 
 
+def test_the_readme_types_no_result_of_the_study() -> None:
+    """Its p-values and counts of runs stand in the claim, as references to the study's tables."""
+    text = doc_tables.file_of("README").read_text(encoding="utf-8")
+    found = r"\bp = \d|\d+ fail\b|with replay \d"
+    typed = re.sub(r"!\[.*?\]", "", doc_tables.BLOCK.sub("", text))  # but for a picture's text
+    assert re.findall(found, typed) == []
+    claim = doc_tables.tables("README")["results"]["claim"]
+    assert re.findall(found, claim) == []
+    assert len(re.findall(found, doc_tables.block("README", "results"))) > 5
+
+
 @pages
 def test_the_data_are_plain_json_with_a_row_a_line(page: str) -> None:
     text = (doc_tables.DATA / f"{page}.json").read_text(encoding="utf-8")

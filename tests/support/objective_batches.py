@@ -58,7 +58,7 @@ def random_batch(
     def near(logp: Tensor) -> Tensor:
         return logp + torch.randn(n, generator=g).double() * 0.3
 
-    old = -torch.rand(n, generator=g).double() * 3
+    old = -torch.rand(n, generator=g).double() * 3 - 2
     made = batch(lengths, trainable, torch.randn(samples, generator=g).tolist())
     made = made.replace(
         logp_old=old, logp_ref=near(old), logp_rollout=near(old), value=torch.zeros(n)

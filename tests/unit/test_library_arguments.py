@@ -22,7 +22,7 @@ from support.paths import ROOT
 
 LENGTHS = [40, 25, 33, 2]
 DRAW = torch.Generator().manual_seed(0)
-OLD = [-3 * torch.rand(n, generator=DRAW) for n in LENGTHS]
+OLD = [-3 * torch.rand(n, generator=DRAW) - 1 for n in LENGTHS]
 ROLLOUT = [old + 0.1 * torch.randn(len(old), generator=DRAW) for old in OLD]
 MASK = [torch.rand(n, generator=DRAW) < 0.8 for n in LENGTHS]
 ADVANTAGE = [torch.randn(n, generator=DRAW) for n in LENGTHS]

@@ -76,30 +76,42 @@ def test_raise_names_the_first_value_and_skip_is_the_default(subtests):
 
 
 def test_probabilities_in_the_place_of_their_logarithms_are_refused(subtests):
-    """A slot outside the mask may hold anything, and rounding may leave a value just above 0."""
+    """A slot outside the mask may hold anything. A diagnosis names probabilities as the cause."""
     old, rollout = torch.full((1, 9), 0.25), torch.full((1, 9), 0.5)
-    mask = torch.tensor([[False, *[True] * 8]])
-    everywhere = {"mismatch", "reweight"}  # the others look at values where "raise" asks for it
-    for name, call in calls(old, rollout, mask).items():
-        if name == "diagnose":  # this names it as the cause
-            continue
-        more = {} if name in everywhere else {"nonfinite": "raise"}
-        words = rf"{name}: logp_\w+ \[(0, )?1\] is 0.25: all values are between 0 and 1: probab"
-        with subtests.test(name), pytest.raises(op.UsageError, match=words):
-            call(**more)
-    high = rollout.clone()
-    high[0, 2] = 3.0
-    for name, call in calls(-old, high, mask).items():  # -log p, say
-        if name in everywhere:
-            words = (
-                r"is 0\.5: a log-probability is never above 0; negative log-likelihoods\? Negate"
-            )
-            with pytest.raises(op.UsageError, match=words):
+    few = torch.tensor([[False, *[True] * 4, *[False] * 4]])
+    high = torch.full((1, 9), -1.0)
+    high[0, 4] = 0.7
+    small, every = torch.full((1, 9), 0.02), torch.full((1, 9), True)
+    logarithm = "a log-probability is never above 0"
+    cases = {
+        "four": (old, rollout, few, 1, "0.25: all values are between 0 and 1: probabilities"),
+        "small": (small, small, every, 0, "0.02: all values are between 0 and 1: probabilities"),
+        "one": (high, old - 2, every, 4, f"0.7: {logarithm}; mend what returned it, or clear the"),
+        "-log p": (high, 4 * rollout, few, 4, f"0.7: {logarithm}; mend what returned it"),
+        "negated": (-high - 2, rollout * 3, few, 1, f"1.5: {logarithm}; negative log-likel"),
+    }
+    for case, (left, right, mask, slot, words) in cases.items():
+        for name, call in calls(left, right, mask).items():
+            if name != "diagnose":
+                where = rf"{name}: logp_\w+ \[(0, )?{slot}\] is {words}"
+                with subtests.test(name, case=case), pytest.raises(op.UsageError, match=where):
+                    call()
+
+
+def test_rounding_and_log_ratios_are_not_refused(subtests):
+    """Rounding leaves certain tokens just above 0, in bfloat16 by 1e-3 and more."""
+    certain = torch.tensor([[9.0, *[2e-3] * 3, *[0.0] * 5], [9.0, 0.09, *[-1.0] * 7]])
+    mask = torch.tensor([[False, *[True] * 6, False, False], [False, *[True] * 8]])
+    fine = {
+        "rounding": (certain, certain.flip(1), mask & mask.flip(1)),
+        "a log-ratio": (certain + 3, torch.zeros(2, 9), mask),
+        "its inverse": (torch.zeros(2, 9), certain + 3, mask),
+        "nothing above": (torch.zeros(2, 9), torch.zeros(2, 9), mask),
+    }
+    for case, (left, right, here) in fine.items():
+        for name, call in calls(left, right, here).items():
+            with subtests.test(name, case=case):
                 call()
-    fine = [torch.tensor([[9.0, 1e-4, *[-1.0] * 7]]) for _ in range(2)]
-    for name, call in calls(*fine, mask).items():
-        if name in everywhere:
-            call()
 
 
 def test_nothing_left_is_an_error():

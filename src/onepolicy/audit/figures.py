@@ -31,6 +31,7 @@ from onepolicy.report.figure import (
     bars,
     line,
 )
+from onepolicy.report.routing import stands_out
 from onepolicy.verdict.rules import QUIET_F2, QUIET_KL
 
 SECOND = LineStyle("@trainer", "9px,3px", "diamond", "/")
@@ -78,7 +79,8 @@ def _log_ratio_histogram(styled: list[StyledResult]) -> Figure:
         data.append(curve)
     ends = [_cumulative_share(histogram, edges)[[0, -1]] for histogram in histograms]
     inside = min(float(each @ [-1, 1]) for each in ends)
-    note = f"Density of log {RHO}, {RHO} = p_trainer / p_rollout, over {inside:.2%} of the tokens."
+    covered = number(inside, share=True)
+    note = f"Density of log {RHO}, {RHO} = p_trainer / p_rollout, over {covered} of the tokens."
     layout = {"xaxis": axis(f"log {RHO} (nats)"), "yaxis": axis("density", rangemode="tozero")}
     return Figure("log_ratio", _log_ratio_title(styled), note, data, layout)
 
@@ -144,7 +146,7 @@ def _extreme_tokens(styled: list[StyledResult]) -> Figure:
     }
     note = (
         f"F({TAU}): share of tokens whose probability differs by more than a factor {TAU}, either "
-        f"way. Dotted: {QUIET_F2:.1%}, below which F(2) is no concern."
+        f"way. Dotted: {number(QUIET_F2, share=True)}, below which F(2) is no concern."
     )
     beyond = []
     for result, _ in styled:
@@ -304,15 +306,16 @@ def _routers_per_layer(styled: list[StyledResult]) -> Figure | Absent:
             "Routers per layer: the dump has no columns routes_rollout and routes_trainer.",
         )
     note = (
-        "Share of tokens for which a layer's router chose another set of experts on the two sides."
+        "Share of tokens for which a layer's router chose another set of experts on the two sides. "
+        "A layer stands out above twice the median of the others."
     )
     layout = {
         "xaxis": axis("MoE layer, in the order of the dump"),
         "yaxis": axis("share", tickformat=".1%"),
     }
-    share, layer = max((share, layer) for bar in data for layer, share in enumerate(bar["y"]))
-    title = (
-        f"Routers would choose otherwise most in layer {layer}: for {number(share, share=True)} of "
-        "the tokens"
-    )
+    worst = max(data, key=lambda bar: max(bar["y"]))["y"]
+    most = f"{number(max(worst), share=True)} of the tokens"
+    title = f"No layer stands out: other experts for at most {most}"
+    if stands_out(worst):
+        title = f"Layer {worst.index(max(worst))} would choose otherwise most: for {most}"
     return Figure("layers", title, note, data, layout)

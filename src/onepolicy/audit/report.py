@@ -252,7 +252,7 @@ def _verdict_card(result: AuditResult) -> str:
 def _forecast_section(result: AuditResult) -> str:
     """Return the predicted effect of each correction as HTML."""
     rows = [
-        [forecast.preset, f"{forecast.keep:.1%}", number(forecast.attenuation)]
+        [forecast.preset, number(forecast.keep, share=True), number(forecast.attenuation)]
         for forecast in result.verdict.forecasts
     ]
     length = result.accumulated.mean_length

@@ -76,8 +76,8 @@ def live_weights(
 
     The micro-batch has whole samples. The loss is -weight * advantage * logp_new; weights carry no
     gradient. Denominators stay those of `reweight`. An empty mask gives empty sums. Raises
-    UsageError if the config is not a `live_part`, or if a value is not finite and `nonfinite` is
-    "raise".
+    UsageError if the config is not a `live_part`, if probabilities stand for their logarithms, or
+    if a value is not finite and `nonfinite` is "raise".
     """
     check_config("live_weights", config)
     if config.ratio != "new/rollout":
@@ -86,8 +86,7 @@ def live_weights(
         )
     given = {"logp_new": logp_new, "logp_rollout": logp_rollout, "mask": mask}
     flat = Fields.of("live_weights", given, segment=segment, turn=turn, advantage=advantage)
-    if nonfinite != "skip":
-        flat.left_out("live_weights", "logp_new", nonfinite, mask)
+    flat.left_out("live_weights", "logp_new", nonfinite, mask)
     found = evaluate(config, flat)
     weight, keep, centred = (
         restore_layout(flat, mask) for flat in (found.weight, found.keep, found.passed)

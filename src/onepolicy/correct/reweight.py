@@ -184,13 +184,12 @@ def slots(
     """Return the trainable slots.
 
     Without `sequences` the ids may be any numbers from 0 on; memory does not grow with them. Raises
-    UsageError if shapes differ, if an id is below 0 or not below the given number, or if a value is
-    not finite and `nonfinite` is "raise".
+    UsageError if shapes differ, if an id is below 0 or not below the given number, if probabilities
+    stand for their logarithms, or if a value is not finite and `nonfinite` is "raise".
     """
     given = Fields(logp_trainer, logp_rollout, mask, segment, turn, advantage)
     given.check()
-    if nonfinite != "skip":
-        given.left_out("slots", "logp_trainer", nonfinite, mask)
+    given.left_out("slots", "logp_trainer", nonfinite, mask)
     if sequences is None:
         return trainable_slots(*given.numbered())
     if turns is None:

@@ -33,6 +33,7 @@ from onepolicy.engine_check.checks import (
     topk_share,
 )
 from onepolicy.engine_check.weight_sync import RoundedModel, check_weight_sync
+from onepolicy.notation import number
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import MisalignedRoutesError, check_completion
 from onepolicy.report.terminal import checks_table
@@ -325,8 +326,8 @@ def check_route_agreement(pair: EngineAndScorer, batch: TokenBatch) -> dict[str,
         }
     differ = routing_disagreement(batch.routing_native, batch.routing)
     worst = float(differ.per_layer.max())
-    routes = f"{rows}; {differ.routers:.2%} of routers differ from the trainer's"
-    layers = f"{len(batch.routing.layers)} layers, in the worst {worst:.2%} differ"
+    routes = f"{rows}; {number(differ.routers, share=True)} of routers differ from the trainer's"
+    layers = f"{len(batch.routing.layers)} layers, in the worst {number(worst, share=True)} differ"
     return {
         "routes": Check("routes", True, routes),
         "layers": Check("layers", True, layers),

@@ -268,4 +268,4 @@ def _describe_support(explained: Explained) -> str:
 def _describe_temperature(factor: float) -> str:
     if factor == 1:
         return "no other temperature explains the gap: nothing changed"
-    return f"the trainer at {factor:.3f} times its temperature"
+    return f"the trainer at {number(factor)} times its temperature"

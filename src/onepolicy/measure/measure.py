@@ -349,7 +349,7 @@ def _with_fit(scored: ScoredRollouts) -> tuple[Finding, ...]:
         before = k3_of(why.narrowed)
     if why.rescorer.factor != 1 and before >= HARMLESS_KL and after < EXPLAINED * before:
         fitted += (
-            Finding("temperature", f"{drop}at {why.rescorer.factor:.2f} times its temperature"),
+            Finding("temperature", f"{drop}at {number(why.rescorer.factor)} times its temperature"),
         )
     return fitted
 

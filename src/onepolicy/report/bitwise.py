@@ -45,9 +45,8 @@ def rows(tree: Tree) -> list[tuple[str, str, str]]:
         ),
     ]
     if tree["routers"] is not None:
-        found.append(
-            ("routers, engine against trainer", f"{tree['routers']:.2%}", "all tokens and layers")
-        )
+        differ = number(tree["routers"], share=True)
+        found.append(("routers, engine against trainer", differ, "all tokens and layers"))
     return [*found, ("k3", number(tree["k3"]), "nats per token")]
 
 

@@ -132,21 +132,24 @@ def fall_figure(tree: Tree) -> Figure:
     total, steps = fall["total"], fall["bars"]
     left = _remainder(fall)
     levels = [total["value"], *(bar["left"]["value"] for bar in steps)]
-    removed = [bar["removed"] for bar in steps]
+    changes = [change(bar) for bar in steps]
     unit, unit_name = _unit(max(abs(total["high"]), *levels))
     names = [_named("the gap", number(total["value"]))]
-    names += [_named(b["name"], _signed(b["removed"]["value"], total["value"])) for b in steps]
+    names += [
+        _named(bar["name"], _with_share(each["value"], total["value"]))
+        for bar, each in zip(steps, changes, strict=True)
+    ]
     names.append(_named("remainder", number(left["value"])))
     data = [_bar("the gap", names[:1], [0.0], NEUTRAL, [total], unit)]
     for label, style, worse in (("taken away", REPLAY, False), ("made larger", ROLLOUT, True)):
         chosen = [
             i
-            for i, each in enumerate(removed)
-            if (each["value"] < 0) == worse and each["value"] != 0
+            for i, each in enumerate(changes)
+            if (each["value"] > 0) == worse and each["value"] != 0
         ]
         if chosen:
             rows, starts = [names[1 + i] for i in chosen], [levels[i] for i in chosen]
-            spans = [_negated(removed[i]) for i in chosen]
+            spans = [changes[i] for i in chosen]
             data.append(_bar(label, rows, starts, style, spans, unit))
     data.append(_bar("remainder", names[-1:], [0.0], SOFT, [left], unit))
     layout = {
@@ -358,8 +361,9 @@ def _bar(
     return bars(name, lengths, rows, style, hovertemplate="%{text}<extra></extra>", **settings)
 
 
-def _negated(removed: Tree) -> Tree:
-    """Return the change of the gap, which is negative if the gap became smaller."""
+def change(bar: Tree) -> Tree:
+    """Return the change of the gap in a step, which is negative if the gap became smaller."""
+    removed = bar["removed"]
     return {"value": -removed["value"], "low": -removed["high"], "high": -removed["low"]}
 
 
@@ -407,12 +411,15 @@ def _named(name: str, value: str) -> str:
     return f"{name}<br><b>{value}</b>"
 
 
-def _signed(value: float, total: float) -> str:
+def signed(value: float) -> str:
+    """Return a change with its sign: -4e-3, +1e-3, nothing."""
     if value == 0:
         return "nothing"
-    text = number(-value)
-    if value < 0:
-        text = f"+{text}"
-    if total < HARMLESS_KL:
+    return "+" * (value > 0) + number(value)
+
+
+def _with_share(value: float, total: float) -> str:
+    text = signed(value)
+    if value == 0 or total < HARMLESS_KL:
         return text
     return f"{text} ({_share(abs(value) / total)})"

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from onepolicy.notation import number
 from onepolicy.report.figure import (
     NEUTRAL,
     ROLLOUT,
@@ -155,7 +156,7 @@ def time_split(run: Run) -> Figure | Absent:
     data.append(_area("other", steps, np.clip(rest, 0, None), "@line", ""))
     shares = [(sum(trace["y"]) / total.sum(), trace["name"]) for trace in data]
     listed = ", ".join(f"{name} {share:.0%}" for share, name in shares)
-    note = f"Over the whole run: {listed}. Mean step: {total.mean():.3g} s."
+    note = f"Over the whole run: {listed}. Mean step: {number(total.mean())} s."
     most, name = max(shares)
     layout = {
         "xaxis": step_axis(),

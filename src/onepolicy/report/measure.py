@@ -22,10 +22,12 @@ from onepolicy.notation import DASH, counted, number
 from onepolicy.report import causes
 from onepolicy.report.causes import (
     breakdown_figures,
+    change,
     fall_figure,
     interval,
     noise_figure,
     noise_rows,
+    signed,
 )
 from onepolicy.report.figure import DENSE, REPLAY, TRAINER, Absent, Figure, Width
 from onepolicy.report.mismatch import MAX_POINTS, Pairs, extreme_tokens, scatter
@@ -66,7 +68,7 @@ ENGINE = {
     "routers": ("routers that differ", True),
     "same": ("tokens that came out the same", True),
 }
-FALL_HEADER = ("", "taken away", "95% interval", "left", "measured as")
+FALL_HEADER = ("", "change", "95% interval", "left", "measured as")
 ALONE_HEADER = ("", "nats per token", "95% interval", "measured as")
 ENGINE_HEADER = ("Engine against itself, same requests and seeds", "all together", "one at a time")
 ROW_HEADER = ("", "tokens", "k3", "mean |log rho|", "share of the gap")
@@ -135,9 +137,10 @@ def describe_prediction(would: Tree) -> str:
     if would["not_modelled"]:
         correction = f"{correction} without {', '.join(would['not_modelled'])}"
     return (
-        f"The correction of these settings ({correction}) would keep {would['keep']:.2%} of the "
-        f"tokens and multiply a step by {would['attenuation']:.4f}, if log ratios were normal with "
-        f"this k3 ({number(would['kl'])}) over {counted(would['length'], 'token')}."
+        f"The correction of these settings ({correction}) would keep "
+        f"{number(would['keep'], share=True)} of the tokens and multiply a step by "
+        f"{number(would['attenuation'])}, if log ratios were normal with this k3 "
+        f"({number(would['kl'])}) over {counted(would['length'], 'token')}."
     )
 
 
@@ -202,16 +205,8 @@ def waterfall_rows(tree: Tree) -> Rows:
     first = "trainer as it is against the rollout"
     rows: list[tuple[str, ...]] = [("the gap", "", interval(total), number(total["value"]), first)]
     for bar in fall["bars"]:
-        removed = bar["removed"]
-        rows.append(
-            (
-                bar["name"],
-                number(removed["value"]),
-                interval(removed),
-                number(bar["left"]["value"]),
-                bar["how"],
-            )
-        )
+        each, left = change(bar), number(bar["left"]["value"])
+        rows.append((bar["name"], signed(each["value"]), interval(each), left, bar["how"]))
     remainder = total
     if fall["bars"]:
         remainder = fall["bars"][-1]["left"]
@@ -244,7 +239,7 @@ def breakdown_rows(rows: list[Tree]) -> Rows:
 def forecast_rows(tree: Tree) -> Rows:
     """Return the rows under FORECAST_HEADER."""
     return [
-        (f["preset"], f"{f['keep']:.1%}", f"{f['attenuation']:.3f}")
+        (f["preset"], number(f["keep"], share=True), number(f["attenuation"]))
         for f in tree["verdict"]["forecasts"]
     ]
 

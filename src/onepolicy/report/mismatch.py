@@ -326,7 +326,7 @@ def subsample(difference: Array, budget: int) -> Array:
 
 def _spot(tau: float, share: float, style: LineStyle, scale: LogScale) -> Spec:
     marker = {"symbol": scale.symbols([share], style.symbol)}
-    text = f"F({tau:g}) = {share:.3g}<extra></extra>"
+    text = f"F({tau:g}) = {number(share)}<extra></extra>"
     return markers(
         "", [tau], scale.lift([share]), style, marker=marker, showlegend=False, hovertemplate=text
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -155,10 +156,19 @@ def per_layer(series: Sequence[Series]) -> Figure:
     title = f"Layer {layer} would choose otherwise most: for {share}"
     if most == 0:
         title = "No layer would choose another expert"
+    elif not stands_out(worst.values.tolist()):
+        title = f"No layer stands out: other experts for at most {share}"
     note = (
-        "Differences add up with depth; one layer that stands out points at a bug, not at rounding."
+        "Differences add up with depth; one layer that stands out, above twice the median of the "
+        "others, points at a bug, not at rounding."
     )
     return Figure("layers", title, note, data, layout)
+
+
+def stands_out(shares: Sequence[float]) -> bool:
+    """Return whether the largest share is more than twice the median of the other layers."""
+    *others, most = sorted(shares)
+    return bool(others) and most > 2 * statistics.median(others)
 
 
 def gate_mass(series: Sequence[Series]) -> Figure:
@@ -172,7 +182,7 @@ def gate_mass(series: Sequence[Series]) -> Figure:
         "xaxis": axis("MoE layer, from the input", dtick=max(1, len(lost[0][1]) // 12)),
         "yaxis": axis("gate mass not captured", tickformat=".2p", rangemode="tozero"),
     }
-    held = ", ".join(f"{1 - values.mean():.4%}" for _, values in lost)
+    held = ", ".join(number(1 - values.mean(), share=True) for _, values in lost)
     note = (
         "The part that the replayed experts lack of the scores of the experts that the trainer "
         "would have chosen itself."

@@ -60,9 +60,7 @@ def factor(ratio: float | None) -> str:
     """Return a ratio as a factor, such as 2.5\u00d7; a dash if there is none."""
     if ratio is None:
         return DASH
-    if ratio < 1000:
-        return f"{ratio:.3g}{TIMES}"
-    return f"{ratio:,.0f}{TIMES}"
+    return f"{number(ratio)}{TIMES}"
 
 
 def accuracy(score: str | None) -> str:

@@ -252,7 +252,7 @@ def temperature(pairs: Pairs) -> Fit | None:
     finding = Finding(
         "temperature",
         f"one temperature explains {explained:.0%} of what a token's logit differs by: the "
-        f"engine's temperature is about {best:.2f} times the trainer's, or its "
+        f"engine's temperature is about {number(best)} times the trainer's, or its "
         "log-probabilities are raw, or a factor in one of the models differs (norm_topk_prob, a "
         "scale of the logits, a padded vocabulary)",
         sure=explained > TEMPERATURE_ALONE,

@@ -232,8 +232,9 @@ def _fault_of_part(pairs: Pairs, far: Tensor, near: Tensor, text: str) -> Findin
     if of_far < 0.3 and of_near - of_far > 0.3 and agreement_at_first(part) < 0.3:
         return Finding(
             "rows",
-            f"{text}, and the two sides do not follow each other there (correlation {of_far:.2f}, "
-            f"{of_near:.2f} in the others): the values are of other rows or of another model",
+            f"{text}, and the two sides do not follow each other there (correlation "
+            f"{number(of_far)}, {number(of_near)} in the others): the values are of other rows or "
+            "of another model",
             sure=False,
         )
     tail = unrelated_tails(part)
@@ -252,8 +253,9 @@ def unrelated(pairs: Pairs) -> Finding | None:
         return None
     return Finding(
         "rows",
-        f"the two sides do not follow each other (correlation {values[0]:.2f}, {values[1]:.2f} in "
-        "the first tokens of the rows): the values are of other rows or of another model",
+        f"the two sides do not follow each other (correlation {number(values[0])}, "
+        f"{number(values[1])} in the first tokens of the rows): the values are of other rows or "
+        "of another model",
         sure=False,
     )
 
@@ -348,7 +350,7 @@ def _jump(place: Tensor, values: Tensor) -> str | None:
     error = RANK_ERROR / len(parts[-1]) ** 0.5
     least = max(0.25, 6 * error)
     if float(y.max() - y[-1]) > least:
-        return f"the gap falls along the rows (mean ranks by {float(y.max() - y[-1]):.2f})"
+        return f"the gap falls along the rows (mean ranks by {number(float(y.max() - y[-1]))})"
     steps = [
         (float(y[k:].mean() - y[:k].mean()), float(_squares(y[:k]) + _squares(y[k:])), k)
         for k in range(1, PARTS)
@@ -363,7 +365,7 @@ def _jump(place: Tensor, values: Tensor) -> str | None:
     if height < least or around_line < noise + 3 * around_step:
         return None
     at = int(place[parts[k][0]])
-    return f"the gap jumps at place {at} of the rows (mean ranks by {height:.2f})"
+    return f"the gap jumps at place {at} of the rows (mean ranks by {number(height)})"
 
 
 def _squares(values: Tensor) -> Tensor:

@@ -195,7 +195,8 @@ def strange_rows(pairs: Pairs) -> Finding | None:
     return Finding(
         "rows",
         f"in {int(strange.sum())} of {len(rows.size)} rows the two sides do not follow each other "
-        f"(rank correlation {float(rows.correlation[strange].mean()):.2f}, {rows.usual:.2f} in the "
-        "middle row): the values are of other rows or of another model",
+        f"(rank correlation {number(float(rows.correlation[strange].mean()))}, "
+        f"{number(rows.usual)} in the middle row): the values are of other rows or of another "
+        "model",
         sure=False,
     )

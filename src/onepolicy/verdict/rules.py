@@ -343,8 +343,8 @@ def _correction(gap: Gap, forecasts: tuple[Forecast, ...]) -> tuple[str, str, st
         name = "icepop"
     kept = next(forecast for forecast in forecasts if forecast.preset == name)
     effect = (
-        f"{name} is predicted to keep {kept.keep:.1%} of these tokens and to multiply the step by "
-        f"{kept.attenuation:.3f}, if log-ratios are normal with this k3"
+        f"{name} is predicted to keep {number(kept.keep, share=True)} of these tokens and to "
+        f"multiply the step by {number(kept.attenuation)}, if log-ratios are normal with this k3"
     )
     return name, f"correction.preset={name}", effect
 

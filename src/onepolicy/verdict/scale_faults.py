@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from onepolicy.notation import number
 from onepolicy.verdict.scored_tokens import (
     FEWEST,
     FEWEST_OF_CLASS,
@@ -93,8 +94,8 @@ def _multiple_of_all(pairs: Pairs) -> Finding | None:
     named = _describe_base(math.exp(middle))
     return Finding(
         "scale",
-        f"the trainer's log-probabilities are {math.exp(middle):.3f} times the rollout's, whatever "
-        f"the token's probability{named}",
+        f"the trainer's log-probabilities are {number(math.exp(middle))} times the rollout's, "
+        f"whatever the token's probability{named}",
         sure=len(parts[0]) + len(parts[1]) >= least or named != OTHER_BASE,
     )
 
@@ -118,8 +119,8 @@ def _multiple_of_uncertain(pairs: Pairs) -> Finding | None:
         return None
     return Finding(
         "scale",
-        f"the trainer's log-probabilities are {math.exp(middle):.3f} times the rollout's, those of "
-        f"likely and of unlikely tokens{_describe_base(math.exp(middle))}",
+        f"the trainer's log-probabilities are {number(math.exp(middle))} times the rollout's, "
+        f"those of likely and of unlikely tokens{_describe_base(math.exp(middle))}",
         sure=apart < ONE_FACTOR * abs(middle),
     )
 

@@ -284,8 +284,10 @@ def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):
     changed("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path)
     command = ["plan", str(ROOT / "recipes" / "quickstart.toml"), f"model.path={tmp_path}"]
     command += ["train.reuse_scoring_forward=false", "steps=45", "checkpoint.keep=2"]
-    assert main([*command, "--cluster", "1xcpu", "--json", str(tmp_path / "plan.json")]) == 0
+    command += ["--cluster", "1xcpu"]
+    assert main([*command, "--json", str(tmp_path / "plan.json")]) == 0
     text = capsys.readouterr().out
+    assert "decode_efficiency" not in text
     words = ["1 learner rank", "activations", "rollout: decode", "bottleneck", "--constants"]
     words += ["2 bytes a token", "of the 2 that the run keeps"]
     assert [each for each in words if each not in text] == []
@@ -294,6 +296,13 @@ def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):
     assert found["work"]["response"] == 80
     assert found["chosen"]["learner_bytes"]["routes"] == 96 * 127 * 2  # of one forward
     assert found["constants"]["flops"]["origin"] == "measured"
+    assert main([*command, "--constants", "--constant", "decode_efficiency=0.51"]) == 0
+    rows = [line.strip(" │").split() for line in capsys.readouterr().out.splitlines()]
+    table = {row[0]: row for row in rows if row}
+    assert [name for name in found["constants"] if name not in table] == []
+    assert "measured" in table["flops"]
+    assert table["decode_efficiency"][2] == "0.51"
+    assert "given" in table["decode_efficiency"]
 
 
 def test_the_callers_config_stays_as_it_is():

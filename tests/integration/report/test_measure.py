@@ -251,7 +251,12 @@ def test_waterfall_bars_stand_between_their_levels():
     assert more["y"] == ["precision<br><b>+1e-3 (20%)</b>"]
     assert drawn.title == "80% of the gap of 5e-3 nats per token comes from routing"
     names = ["the gap", "routing", "precision", "remainder"]
-    assert [row[0] for row in waterfall_rows(TREE)] == names
+    table = waterfall_rows(TREE)
+    assert [row[0] for row in table] == names
+    # the table has the picture's signs, in the intervals too
+    assert [row[1] for row in table] == ["", "-4e-3", "+1e-3", ""]
+    assert table[1][2] == "-6e-3 \N{EN DASH} -2e-3"
+    assert less["text"] == ["-4e-3 nats (-6e-3 \N{EN DASH} -2e-3)"]
     assert breakdown_rows([ROW]) == [("0 to 8", "10", "1e-3", "0.02", "100%")]
 
 

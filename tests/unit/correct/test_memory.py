@@ -17,7 +17,7 @@ def test_less_than_ten_fields_of_the_batch(name):
     from onepolicy.train.dry_run import PeakMemory
 
     count, config = 40_000, preset(name)
-    rollout = -torch.rand(count) * 3
+    rollout = -torch.rand(count) * 3 - 1
     old = rollout + 0.05 * torch.randn(count)
     given = [old, rollout, torch.rand(count) < 0.9]
     segment = torch.arange(count) // 1000

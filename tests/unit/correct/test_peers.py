@@ -1,17 +1,19 @@
 """Presets that are named after a framework, and the rows of the table that name its settings,
 against the framework's formulas, written down by hand for plain arrays.
 
-mis: `compute_mis_weights` of miles 31f1ca9 (slime 624b824 has the same). TRL: 1.16.0's vLLM
-importance sampling. verl: 0.9.1's rollout_corr_helper. NeMo-RL: 7ea279a's masking by the
-sequence's log-probability error and its importance weights. AReaL: functional.py's rejection and
-M2PO. prime-rl: 559b447's losses. SkyRL: a956457's cispo. verl, TRL and OpenRLHF themselves run in
-tests/e2e/correct.
+mis: `compute_mis_weights` of miles 31f1ca9 (slime 624b824 has the same), and their OPSM and losses
+anchored at the rollout. TRL: 1.16.0's vLLM importance sampling and off-policy mask. verl: 0.9.1's
+rollout_corr_helper and losses. NeMo-RL: 7ea279a's masking by the sequence's log-probability error
+and its importance weights. AReaL: functional.py's rejection and M2PO. prime-rl: 559b447's losses.
+SkyRL: a956457's cispo and off-policy correction. OpenRLHF: 0.11.2's is_correction. verl, TRL and
+OpenRLHF themselves run in tests/e2e/correct.
 """
 
 import pytest
 import torch
 from torch import Tensor
 
+from onepolicy.config.presets import correction_presets
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.correct.reweight import reweight
@@ -20,6 +22,7 @@ MIS = {  # preset: settings of mis beside use_tis=true
     "vanilla-is": {"mode": "truncate", "tis": (None, 1e9)},
     "tis": {"mode": "truncate", "tis": (None, 2.0)},
     "cis": {"tis": (0.5, 2.0)},
+    "icepop": {"mode": "mask", "tis": (0.5, 5.0)},  # icepop_function, without mis
     "seq-tis": {"level": "sequence", "mode": "truncate", "tis": (None, 2.0)},
     "seq-mis": {"level": "sequence", "mode": "truncate", "tis": (0.5, 2.0), "rs": "sequence"},
     "trl-default": {"level": "sequence", "mode": "mask", "tis": (0.0, 3.0)},
@@ -83,22 +86,52 @@ NEMO = {  # preset: type, min, max
     "tis": ("tis", 0.0, 2.0),
     "cis": ("tis", 0.5, 2.0),
     "icepop": ("icepop", 0.5, 5.0),
+    "seq-tis": ("gspo", 0.0, 2.0),
     "seq-mask-tis": ("seq-mask-tis", 0.999, 1.002),
     "miles-moe-tis": ("tis", 0.5, 1.5),
 }
+OPENRLHF = {  # preset: level, mode, gating, threshold
+    "vanilla-is": ("token", "clip", "ratio", (0, 1e9)),
+    "tis": ("token", "clip", "ratio", (0, 2.0)),
+    "cis": ("token", "clip", "ratio", (0.5, 2.0)),
+    "icepop": ("token", "mask", "ratio", (0.5, 5.0)),
+    "seq-mask-tis": ("seq", "mask", "ratio", (0.999, 1.002)),
+    "miles-moe-tis": ("token", "clip", "ratio", (0.5, 1.5)),
+    "flash-reinforce": ("seq", "mask", "binary_kl", (0, 0.01)),
+}
+LIVE = {  # presets of the policy that is trained, and whose they are
+    "ppo-is": {"verl", "miles"},
+    "opsm": {"miles", "trl"},
+    "ipo": {"prime-rl"},
+    "dppo-tv": {"verl", "prime-rl", "skyrl"},
+    "pg-tis": {"verl"},
+    "pg-seq-tis": {"verl"},
+    "cispo-rollout": {"verl", "miles", "skyrl"},
+}
+HELD = {  # framework: presets whose cell of the table a test below computes
+    "verl": {*VERL},
+    "miles": {*MIS, "veto"},
+    "trl": {*TRL},
+    "openrlhf": {*OPENRLHF},
+    "nemo": {*NEMO, "nemo-seq-error"},
+    "skyrl": {"tis", "seq-tis"},  # as verl's
+    "areal": {"m2po", "kpop"},
+    "prime-rl": set(),
+}
+NOTHING = "recompute"
 
 
 def batch(seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return log-probabilities and masks of 400 samples, a tenth of them with a small gap."""
     g = torch.Generator().manual_seed(seed)
-    old = [-3 * torch.rand(40, generator=g, dtype=torch.float64) - 0.3 for _ in range(400)]
+    old = [-3 * torch.rand(40, generator=g, dtype=torch.float64) - 3 for _ in range(400)]
     shift = [0.02 * (i % 10 > 0) for i in range(400)]
     rollout = [
         row + 0.02 * torch.randn(40, generator=g, dtype=torch.float64) + gap
         for row, gap in zip(old, shift, strict=True)
     ]
     masks = [torch.rand(40, generator=g) < 0.9 for _ in range(400)]
-    rollout[3][7] += 12  # for the veto
+    old[3][7] -= 12  # for the veto
     rollout[5] -= 0.05
     return old, rollout, masks
 
@@ -238,7 +271,9 @@ def test_weights_of_nemo(name: str) -> None:
     old, rollout, mask = wide_batch(6)
     log_ratio = (old - rollout) * mask
     weight = log_ratio.exp()
-    if kind == "tis":
+    if kind == "gspo":
+        weight = log_ratio.sum(1, keepdim=True).exp()
+    if kind in ("tis", "gspo"):
         weight = weight.clamp(low, high)
     else:
         judged = weight
@@ -295,26 +330,107 @@ def test_the_gate_of_nemo_seq_error() -> None:
     assert 0 < keep.sum() < mask.sum()
 
 
-@pytest.mark.parametrize("name", ["dppo-tv", "ipo", "cispo-rollout"])
+@pytest.mark.parametrize("name", LIVE)
 def test_gradients_of_losses_of_the_new_policy(name: str) -> None:
-    """prime-rl's dppo and ipo without their KL, and SkyRL's cispo anchored at the rollout: the
-    gradient of a token's loss by its log-probability is -weight * advantage."""
+    """The gradient of a token's loss by its log-probability, with the rollout as the old policy.
+
+    prime-rl's dppo and ipo without their KL, verl's reinforce with a truncated ratio, cispo, and
+    PPO's clip, which OPSM masks for samples that moved away and have a negative advantage.
+    """
     g = torch.Generator().manual_seed(4)
     new, rollout, mask = (torch.stack(rows) for rows in batch(4))
+    new, rollout = new + 2.7, rollout + 2.7
     rollout = (rollout + 0.5 * torch.randn(new.shape, generator=g)).clamp(max=-1e-3)
+    rollout[200:300] = (rollout[200:300] + 0.4).clamp(max=-1e-3)
     advantage = torch.randn(400, 1, generator=g).expand_as(new).double()
     graph = new.clone().requires_grad_()
-    ratio = (graph - rollout).exp()
-    moved = new.exp() - rollout.exp()
-    if name == "cispo-rollout":
-        loss = -(ratio.detach().clamp(0, 5) * advantage * graph)
-    elif name == "ipo":
-        loss = -((moved.abs() <= 0.1) * advantage * ratio)
+    wanted = torch.autograd.grad(
+        (live_loss(name, graph, rollout, advantage, mask) * mask).sum(), graph
+    )[0]
+    config = preset(name)
+    assert config.live_part is not None
+    live = live_weights(new, rollout, mask, config.live_part, advantage=advantage)
+    if config.surrogate == "ppo":
+        loss = live.weight * clipped(graph, rollout, advantage)
+    elif name == "opsm":  # a gate of any loss
+        loss = live.keep * clipped(graph, rollout, advantage)
     else:
-        wrong = torch.where(advantage > 0, moved > 0.2, moved < -0.2)
-        loss = -(~wrong * advantage * ratio)
-    (loss * mask).sum().backward()
-    part = preset(name).live_part
-    assert part is not None
-    live = live_weights(new, rollout, mask, part, advantage=advantage)
-    torch.testing.assert_close(-live.weight * advantage, graph.grad, rtol=1e-6, atol=1e-7)
+        loss = -live.weight * advantage * graph
+    (found,) = torch.autograd.grad((loss * mask).sum(), graph)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+    assert wanted[mask].count_nonzero() > 0.5 * mask.sum()
+
+
+def clipped(new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    ratio = (new - old).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+def live_loss(name: str, new: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """Return the loss [B, T] of the framework."""
+    ratio, moved = (new - old).exp(), new.detach().exp() - old.exp()
+    match name:
+        case "ppo-is":
+            return clipped(new, old, advantage)
+        case "opsm":
+            away = ((old - new.detach()) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+            return clipped(new, old, advantage) * ~((away > 0.1) & (advantage < 0))
+        case "ipo":
+            return -((moved.abs() <= 0.1) * advantage * ratio)
+        case "dppo-tv":
+            wrong = torch.where(advantage > 0, moved > 0.2, moved < -0.2)
+            return -(~wrong * advantage * ratio)
+        case "pg-tis":
+            return -(ratio.detach().clamp(max=2) * advantage * new)
+        case "pg-seq-tis":
+            whole = ((new - old) * mask).sum(1, keepdim=True).exp().detach()
+            return -(whole.clamp(max=2) * advantage * new)
+    assert name == "cispo-rollout"
+    return -(ratio.detach().clamp(0, 5) * advantage * new)
+
+
+@pytest.mark.parametrize("name", OPENRLHF)
+def test_weights_of_openrlhf(name: str) -> None:
+    """The mask of a sequence leaves the ratios of its tokens as they are."""
+    level, mode, gating, (low, high) = OPENRLHF[name]
+    old, rollout, mask = wide_batch(10)
+    old[1::5] += 2.4
+    rollout[1::5] = rollout[1::5].add(1.8).clamp(max=-0.05)
+    log_ratio, (p, q) = old - rollout, (old.exp(), rollout.exp())
+    judged = log_ratio.exp()
+    if gating == "binary_kl":
+        judged = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+    if level == "seq":
+        values = log_ratio if gating == "ratio" else judged
+        judged = (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+        if gating == "ratio":
+            judged = judged.exp()
+    weight = log_ratio.exp()
+    if mode == "clip":
+        weight = weight.clamp(low, high)
+    else:
+        weight = weight * ((judged >= low) & (judged <= high))
+        assert 0 < weight[mask].count_nonzero() < mask.sum()
+    applied = reweight(old, rollout, mask, preset(name))
+    torch.testing.assert_close(applied.weight, (weight * mask).float(), rtol=1e-6, atol=0)
+
+
+def test_nothing_is_corrected_by_recompute() -> None:
+    old, rollout, mask = wide_batch(11)
+    applied = reweight(old, rollout, mask, preset(NOTHING))
+    assert torch.equal(applied.weight, mask.float())
+    assert torch.equal(applied.keep, mask)
+
+
+def test_every_cell_of_the_table_is_computed_here() -> None:
+    """A row that names a framework's settings is held against its formula, or says `cannot`."""
+    named = {
+        (framework, name)
+        for name, row in correction_presets().items()
+        for framework, cell in row.items()
+        if framework not in ("question", "settings", "source") and not cell.startswith("cannot")
+    }
+    held = {(framework, name) for framework, names in HELD.items() for name in names}
+    held |= {(framework, name) for name, frameworks in LIVE.items() for framework in frameworks}
+    held |= {(framework, name) for framework, name in named if name == NOTHING}
+    assert named == held

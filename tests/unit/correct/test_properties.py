@@ -84,7 +84,7 @@ def random_batch(seed: int) -> Batch:
     lengths = torch.randint(1, 9, (int(torch.randint(1, 7, (), generator=g)),), generator=g)
     n = int(lengths.sum())
     noise = torch.randn(n, generator=g) * torch.rand((), generator=g) * torch.rand(n, generator=g)
-    rollout = -torch.rand(n, generator=g) * 5
+    rollout = -torch.rand(n, generator=g) * 5 - 5
     mask = torch.rand(n, generator=g) < 0.8
     mask[int(torch.randint(0, n, (), generator=g))] = True
     segment = torch.arange(len(lengths)).repeat_interleave(lengths)

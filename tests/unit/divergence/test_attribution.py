@@ -51,7 +51,7 @@ def test_waterfall_by_hand():
 
 def test_bars_and_remainder_add_up_to_the_k3_of_mismatch():
     generator = torch.Generator().manual_seed(0)
-    rollout = -torch.rand(300, generator=generator)
+    rollout = -torch.rand(300, generator=generator) - 1
     first, second = (rollout + s * torch.randn(300, generator=generator) for s in (0.2, 0.1))
     mask = torch.rand(300, generator=generator) > 0.3
     segment = torch.arange(300) // 20

@@ -70,7 +70,7 @@ def test_credit():
 def test_tis_scales_the_gradient_and_does_not_feed_the_clip(subtests):
     """At theta = theta_old TIS gives min(rho, C) A for either sign: the mismatch ratio never meets
     the PPO clip."""
-    old, one = torch.tensor([-1.0]), torch.tensor([True])
+    old, one = torch.tensor([-5.0]), torch.tensor([True])
     for (rho, coefficient), advantage in product(
         [(0.25, 0.25), (1.5, 1.5), (4.0, 2.0), (10.0, 2.0)], [-1.0, 1.0]
     ):

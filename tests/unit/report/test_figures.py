@@ -26,7 +26,7 @@ from onepolicy.report.mismatch import (
     subsample,
 )
 from onepolicy.report.outcome import outcome
-from onepolicy.report.routing import routing_figures
+from onepolicy.report.routing import Series, per_layer, routing_figures
 from onepolicy.report.run import load_run
 from onepolicy.report.words import verdict
 from onepolicy.run.summary import summarise
@@ -131,6 +131,26 @@ def test_colours_and_second_signs(run_folder):
     (mass,) = figures["gate-mass"].data
     assert mass["marker"]["color"] == "@replay"
     assert mass["y"] == pytest.approx([0.001 * (1 + layer) for layer in range(8)], rel=1e-3)
+
+
+def test_a_layer_is_named_only_where_it_stands_out(subtests):
+    """It is above twice the median of the others: 3% beside 1, 2 and 1%, not 3% beside 2, 1, 2%."""
+    cases = {
+        (0.01, 0.02, 0.01, 0.03): "Layer 3 would choose otherwise most: for 3% of tokens here",
+        (
+            0.02,
+            0.03,
+            0.01,
+            0.02,
+        ): "No layer stands out: other experts for at most 3% of tokens here",
+        (0.01, 0.02, 0.01): "No layer stands out: other experts for at most 2% of tokens here",
+        (0.0, 0.25): "Layer 1 would choose otherwise most: for 25% of tokens here",
+        (0.25,): "No layer stands out: other experts for at most 25% of tokens here",
+        (0.0, 0.0): "No layer would choose another expert",
+    }
+    for shares, title in cases.items():
+        with subtests.test(title):
+            assert per_layer([Series("here", TRAINER, np.array(shares))]).title == title
 
 
 def all_figures(folder: Path) -> list[Figure | Absent]:

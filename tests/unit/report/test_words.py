@@ -266,8 +266,12 @@ def test_numbers_shares_and_factors():
     numbers = {0.0: "0", 0.12345: "0.123", 5210.4: "5,210", -0.051: "-0.051"}
     numbers |= {8.44e-6: "8.44e-6", 1.76e-3: "1.76e-3", 5e-3: "5e-3", 999.7: "1,000"}
     numbers |= {None: "\u2013", math.nan: "\u2013", 2.5e12: "2.5e12", math.inf: "inf"}
+    # three digits, the zeros too, so that a column is of one width; limits as they are
+    numbers |= {4.203e-6: "4.20e-6", 1.07e-5: "1.07e-5", 12.04: "12.0", 0.41987: "0.420"}
+    numbers |= {1e-3: "1e-3", 5.5e-4: "5.5e-4", 12.0: "12", 480.0: "480", 0.1 + 0.2: "0.3"}
     assert [number(value) for value in numbers] == list(numbers.values())
-    shares = {0.0: "0%", 0.0325: "3.25%", 1.0: "100%", 4e-7: "<0.01%"}
+    shares = {0.0: "0%", 0.0325: "3.25%", 1.0: "100%", 4e-7: "<0.01%", 0.07: "7%"}
+    shares |= {0.1998: "20.0%", 0.9994: "99.9%", 0.99996: ">99.9%"}
     assert [number(value, share=True) for value in shares] == list(shares.values())
 
 

@@ -27,7 +27,7 @@ def data_proto():
     random = torch.Generator().manual_seed(0)
     mask = (torch.arange(R) < torch.tensor([9, 7, 9, 3, 1, 5])[:, None]).long()
     mask[2, 3:5] = 0
-    old = -torch.rand(B, R, generator=random) * 2
+    old = -torch.rand(B, R, generator=random) * 2 - 4
     rollout = old + 0.8 * torch.randn(B, R, generator=random)
     return DataProto.from_dict(
         {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask}
