@@ -62,7 +62,8 @@ def odd_columns(damage: Damage) -> Columns:
             case 2:
                 columns[place] = (_odd_name(damage), values)
             case 3:
-                columns[place] = (name, _reshaped(damage, values))
+                with np.errstate(over="ignore"):
+                    columns[place] = (name, _reshaped(damage, values))
             case _:
                 pick.shuffle(columns)
     return columns

@@ -14,6 +14,7 @@ from onepolicy.audit.schema import ROUTES, Block, RawBlock
 from onepolicy.audit.validate import checked_block
 from onepolicy.bounded import GIB, Limits, Message
 from onepolicy.config import UsageError
+from onepolicy.files import leads_into
 
 MEMORY, MEMORY_PER_BYTE = GIB, 16
 """Bytes of memory for reading a dump, and more for each byte of its largest file."""
@@ -129,7 +130,7 @@ def _dump_files(path: Path) -> list[Path]:
         if not files:
             raise UsageError(f"{path}: no dump in this folder; a file of one ends in {suffixes}")
         for file in files:
-            if not file.resolve().is_relative_to(path.resolve()):
+            if not leads_into(path, file):
                 raise UsageError(
                     f"{file}: a link out of the dump's folder; name the folder it leads to instead"
                 )
