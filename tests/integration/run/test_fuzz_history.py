@@ -67,6 +67,13 @@ def copy(run):
         yield shutil.copytree(run, Path(made) / "run")
 
 
+def is_row(line):
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
 def other_lines(pick, data):
     """Return a log with one to three lines lost, doubled, moved, joined, cut or of another step."""
     lines = data.splitlines(keepends=True)
@@ -100,11 +107,9 @@ def other_lines(pick, data):
                 )
         if not lines:
             break
-        try:
-            lines = b"".join(lines).splitlines(keepends=True)
-            [json.loads(line) for line in lines]
-        except ValueError:
-            break  # the cases take whole rows
+        lines = b"".join(lines).splitlines(keepends=True)
+        if not all(map(is_row, lines)):  # the cases take whole rows
+            break
     return b"".join(lines)
 
 
