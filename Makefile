@@ -14,6 +14,9 @@ help: ## this text
 # second from then on.
 $(VENV)/.train $(VENV)/.dev $(VENV)/.vllm: export PIP_CONSTRAINT := constraints.txt
 $(VENV)/.train $(VENV)/.dev $(VENV)/.vllm: export PIP_BUILD_CONSTRAINT := constraints.txt
+# The pins of the other venvs clash with those, but not with the tools that build.
+%/.ready: export PIP_CONSTRAINT := tests/support/build-constraints.txt
+%/.ready: export PIP_BUILD_CONSTRAINT := tests/support/build-constraints.txt
 
 # pip's resolver keeps to constraints.txt, the one pin file. Stamps make later runs start at once. Logs have pip's times, from
 # which `make test` prints the seconds of downloads.

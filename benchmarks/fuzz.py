@@ -31,8 +31,10 @@ ROUNDS = 10
 TARGETS = {
     "reply": "tests/integration/rollout/servers/test_fuzz_replies.py",
     "dump": "tests/integration/audit/test_fuzz_dumps.py",
+    "shape": "tests/integration/audit/test_fuzz_shapes.py",
     "recipe": "tests/unit/config/test_fuzz_recipes.py",
     "run": "tests/integration/run/test_run_folder_damage.py",
+    "history": "tests/integration/run/test_fuzz_history.py",
     "model": "tests/integration/models/test_fuzz_models.py",
 }
 

@@ -42,7 +42,7 @@ LARGEST_INFO = 2**20  # bytes of a message's JSON
 PIPE_BYTES = 2**20
 SHARE_OF_MESSAGE = 4  # a message has at most this part of the child's memory
 CPU_SECONDS_MORE = 30
-"""CPU seconds beyond the time limit after which a child whose parent was killed ends itself."""
+"""CPU seconds beyond the time limit after which a child ends itself, if no others are given."""
 
 
 class Message(NamedTuple):
@@ -59,6 +59,7 @@ class Limits:
     memory: int  # bytes, besides those of its libraries
     seconds: float  # for an answer, of a task that is asked
     fix: str = ""  # end of a message about them
+    cpu_seconds: float | None = None  # None: those of the time, and CPU_SECONDS_MORE
 
 
 class StoppedError(Exception):
@@ -220,14 +221,17 @@ class _Child:
     def _end_text(self) -> str:
         """Return why the child ended before its last message."""
         status = self._process.wait()
+        limits = self._limits
+        if -status == signal.SIGXCPU and limits.cpu_seconds is not None:
+            return f"took longer than {limits.cpu_seconds:,.0f} s of a CPU{limits.fix}"
         if self._late or -status == signal.SIGXCPU:
-            return f"took longer than {self._limits.seconds:,.0f} s{self._limits.fix}"
+            return f"took longer than {limits.seconds:,.0f} s{limits.fix}"
         name = f"status {status}"
         if status < 0:
             name = signal.Signals(-status).name
         return (
             f"its reader died ({name}): it is damaged, or needs more than the "
-            f"{self._limits.memory / GIB:.3g} GiB of memory that it may take{self._limits.fix}"
+            f"{limits.memory / GIB:.3g} GiB of memory that it may take{limits.fix}"
         )
 
     def _memory_text(self) -> str:
@@ -303,16 +307,19 @@ def _serve() -> None:
     pipe = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no message
     request = json.loads(sys.stdin.buffer.readline())
+    cpu_seconds = request["cpu_seconds"]
+    if cpu_seconds is None:
+        cpu_seconds = request["seconds"] + CPU_SECONDS_MORE
     module, _, name = request["task"].partition(":")
     try:
         messages = getattr(importlib.import_module(module), name)(**request["arguments"])
         next(messages)
         _limit_memory(request["memory"])
-        _limit_cpu(request["seconds"])
+        _limit_cpu(cpu_seconds)
         _send(pipe, {"kind": "ready"})
         if request["asked"]:
             for line in sys.stdin.buffer:
-                _limit_cpu(request["seconds"])
+                _limit_cpu(cpu_seconds)
                 info, arrays = messages.send(json.loads(line))
                 _send(pipe, {"kind": "message", **info}, arrays)
             return
@@ -353,11 +360,10 @@ def _limit_memory(memory: int) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Limit the CPU time of this process from now on, for the case that its parent was killed."""
+    """Limit the CPU time of this process from now on. It holds when the parent was killed too."""
     import resource
 
-    used = time.process_time()
-    _set_soft_limit(resource.RLIMIT_CPU, math.ceil(used + seconds) + CPU_SECONDS_MORE)
+    _set_soft_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
 
 
 def _set_soft_limit(kind: int, value: int) -> None:

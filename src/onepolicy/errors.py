@@ -6,6 +6,8 @@ import reprlib
 import unicodedata
 from typing import Any, ClassVar
 
+LONGEST_MESSAGE = 20_000  # characters; a stranger's may be as long as a file or a reply
+
 
 def printable(text: str, keep: str = "") -> str:
     """Return the text with control and invisible characters escaped.
@@ -43,10 +45,18 @@ def describe_argument(value: object) -> str:
 
 
 class _PrintableError(Exception):
-    """An error whose message may quote untrusted text. Only its line breaks reach a terminal."""
+    """An error whose message may quote untrusted text. Only its line breaks reach a terminal.
+
+    The middle of a message that is too long is left out.
+    """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(printable(str(message), keep="\n"))
+        text = str(message)
+        if len(text) > LONGEST_MESSAGE:
+            half = LONGEST_MESSAGE // 2
+            left_out = f" ... ({len(text) - 2 * half:,} characters left out) ... "
+            text = text[:half] + left_out + text[-half:]
+        super().__init__(printable(text, keep="\n"))
 
 
 class UsageError(_PrintableError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,20 +36,29 @@ def refuse_links_out(folder: Path, whose: str) -> None:
     whose: the folder, as the error calls it. The folder `wandb` is left out: its client links its
     own logs, and starts a new folder for every process.
     """
-    inside = folder.resolve()
     for above, folders, files in os.walk(folder):  # which follows no link
         if Path(above) == folder and "wandb" in folders and not (folder / "wandb").is_symlink():
             folders.remove("wandb")
         for path in (Path(above, name) for name in (*folders, *files)):
-            if path.is_symlink() and not _leads_into(inside, path):
+            if path.is_symlink() and not leads_into(folder, path):
                 raise UsageError(
-                    f"{path}: a link out of {whose} folder; put what it leads to in its place"
+                    f"{path}: a link out of {whose} folder; if you know what it leads to, make a "
+                    f"copy without links and use that: cp -rL {shlex.quote(str(folder))} COPY"
                 )
 
 
-def _leads_into(folder: Path, link: Path) -> bool:
+def leads_into(folder: Path, link: Path) -> bool:
+    """Return whether a link leads into the folder, or to a file of the hub's cache that it is in.
+
+    The cache of the hub has MODEL/snapshots/COMMIT/..., whose files are links into MODEL/blobs.
+    """
+    inside = folder.resolve()
+    allowed = [inside]
+    for above in inside.parents:
+        if above.name == "snapshots":
+            allowed.append(above.parent / "blobs")
     try:
-        return link.resolve().is_relative_to(folder)
+        return any(link.resolve().is_relative_to(each) for each in allowed)
     except (OSError, RuntimeError):  # links in a circle
         return False
 

@@ -27,6 +27,7 @@ from onepolicy.sync import weight_files
 from onepolicy.sync.signed_store import Invitation
 from onepolicy.sync.weight_files import INDEX, WeightFiles, read_weights
 from onepolicy.train import checkpoint
+from support.audit_dumps import gaussian_rows, write_jsonl
 from support.fake_vllm import make_checkpoints
 from support.http_server import Reply, Server
 
@@ -287,7 +288,35 @@ def test_a_link_out_of_a_checkpoint_is_not_copied(tmp_path):
     checkpoint.verify(saved)
     (tmp_path / "secret").write_text("key")
     (saved / "chat_template.jinja").symlink_to("../secret")
-    with pytest.raises(UsageError, match=r"chat_template\.jinja: a link out of this folder"):
+    with pytest.raises(
+        UsageError, match=r"chat_template\.jinja: a link out of this folder.* cp -rL"
+    ):
+        checkpoint.verify(saved)
+
+
+def test_what_the_hubs_cache_links_to_is_read(tmp_path):
+    """The files of a snapshot are links to blobs; a stranger's link to anything else is refused."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0a1b"
+    saved = snapshot / "run" / "checkpoints" / "step_00001"
+    saved.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "a").write_text("weights")
+    write_jsonl(blobs / "b", gaussian_rows(1e-3, rows=2, length=4))
+    state = {"step": 1, "updates": 1, "files": {"weights": 7}}
+    (saved / checkpoint.STATE).write_text(json.dumps(state))
+    (saved / "weights").symlink_to(os.path.relpath(blobs / "a", saved))
+    (snapshot / "rows.jsonl").symlink_to("../../blobs/b")
+    assert checkpoint.verify(saved)["step"] == 1
+    assert sum(len(block.lengths) for block in read_dump(snapshot, {})) == 2
+    (tmp_path / "secret").mkdir()
+    for target in ("secret", "snapshots/other", "."):
+        (saved / "more").symlink_to(os.path.relpath(tmp_path / target, saved))
+        with pytest.raises(UsageError, match="a link out of this folder"):
+            checkpoint.verify(saved)
+        (saved / "more").unlink()
+    blobs.rename(tmp_path / "moved")
+    blobs.symlink_to("moved")  # a stranger's `blobs` is no way out
+    with pytest.raises(UsageError, match="a link out of this folder"):
         checkpoint.verify(saved)
 
 

@@ -1,7 +1,9 @@
 """The GitHub workflows call the Makefile's targets, and nothing else runs the tests."""
 
 import importlib.metadata
+import os
 import re
+import subprocess
 import tomllib
 
 import pytest
@@ -72,17 +74,45 @@ def test_actions_are_named_by_commit():
     assert [each for each in used if not pinned.fullmatch(each)] == []
 
 
-def test_builds_are_bound_by_the_pins():
-    """`-c` does not reach the environments that pip builds sdists and the package in."""
-    stamps = r"^\$\(VENV\)/\.train \$\(VENV\)/\.dev \$\(VENV\)/\.vllm: export "
-    exported = re.findall(stamps + r"(\w+) := (\S+)$", MAKEFILE, re.MULTILINE)
-    assert dict(exported) == dict.fromkeys(
-        ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), "constraints.txt"
+SHELL = """#!/bin/sh
+echo "$PIP_CONSTRAINT|$PIP_BUILD_CONSTRAINT|$2"
+"""
+
+
+def pip_calls(tmp_path):
+    """Return the constraints that make gives each call of pip, and the call, without running it."""
+    shell = tmp_path / "shell"
+    shell.write_text(SHELL)
+    shell.chmod(0o700)
+    stamps = re.findall(r"^(\$\(\w+\)/\.\w+):", MAKEFILE, re.MULTILINE)
+    paths = dict(re.findall(r"^(\w+) := (\S+)$", MAKEFILE, re.MULTILINE))
+    stamps = [re.sub(r"\$\((\w+)\)", lambda name: paths[name[1]], stamp) for stamp in stamps]
+    ran = subprocess.run(
+        ["make", "-s", "-B", f"SHELL={shell}", *stamps],
+        cwd=ROOT,
+        env=os.environ | {"PIP_CONSTRAINT": "", "PIP_BUILD_CONSTRAINT": ""},
+        text=True,
+        capture_output=True,
+        check=True,
     )
-    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    pinned = set(re.findall(r"^([\w-]+)==", pins, re.MULTILINE))
+    return [line.split("|", 2) for line in ran.stdout.splitlines() if "/pip install " in line]
+
+
+def pins(path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return dict(re.findall(r"^([\w-]+)==(\S+)$", text, re.MULTILINE))
+
+
+@pytest.mark.process
+def test_builds_are_bound_by_the_pins(tmp_path):
+    """`-c` does not reach the environments that pip builds sdists and the package in."""
+    calls = pip_calls(tmp_path)
+    assert len(calls) == MAKEFILE.count("/pip install ")
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    assert {*wanted, "editables", "setuptools", "trove-classifiers", "wheel"} <= pinned
+    for first, second, call in calls:
+        assert first == second != "", call
+        assert {*wanted, "editables", "setuptools", "trove-classifiers", "wheel"} <= {*pins(first)}
+        assert pins(first).items() <= pins("constraints.txt").items()
 
 
 def test_what_is_installed_has_its_version_in_the_pins():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from onepolicy.audit.schema import Block
 
 Rows = list[dict]
 ROWS, LENGTH, VOCABULARY = 24, 40, 50
@@ -105,3 +108,40 @@ def write_jsonl(path: Path, rows: Sequence[dict]) -> Path:
 
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    """Replace the file's content. A file system may wait for its disk where a file is emptied
+    first."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.write(handle, data)
+    os.ftruncate(handle, len(data))
+    os.close(handle)
+
+
+def check_blocks(blocks: list[Block]) -> None:
+    """Check the inputs of the statistics, independently of the readers."""
+    rows = 0
+    assert blocks
+    for block in blocks:
+        assert block.first_row == rows
+        rows += len(block.lengths)
+        assert (block.lengths >= 0).all()
+        tokens = int(block.lengths.sum())
+        mask = block.columns["mask"]
+        assert mask.dtype == bool
+        for name in ("tokens", "mask", "logp_rollout", "logp_trainer"):
+            assert block.columns[name].shape == (tokens,)
+        for name in ("tokens", "version"):  # the size of -2**63 is below 2**31 as well
+            values = block.columns.get(name, np.zeros(1))
+            assert -(2**31) < values.min(initial=0) <= values.max(initial=0) < 2**31
+        for name in ("logp_rollout", "logp_trainer"):
+            inside = block.columns[name][mask]
+            assert np.isfinite(inside).all()
+            assert ((inside <= 1e-3) & (inside >= -1e6)).all()
+        if "routes_rollout" in block.columns:
+            both = (block.columns["routes_rollout"], block.columns["routes_trainer"])
+            assert all(ids.ndim == 3 and len(ids) == tokens for ids in both)
+            assert all(ids.min(initial=0) >= -1 for ids in both)
+            assert both[0].shape == both[1].shape
+    assert rows

@@ -3,14 +3,19 @@ and one that is not marked fails."""
 
 from __future__ import annotations
 
+import math
+import os
 import pkgutil
+import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
+from onepolicy.bounded import GIB
+from onepolicy.errors import UsageError
 from support.gate import COMPONENTS
 
 EVENTS = {"subprocess.Popen": 1, "os.fork": None, "os.forkpty": None, "os.posix_spawn": 0}
@@ -56,6 +61,30 @@ def run_task(task: str, arguments: dict[str, Any], limits: object) -> Iterator[A
     messages = pkgutil.resolve_name(task)(**arguments)
     next(messages)  # what the child has imported when its limits begin
     yield from messages
+
+
+def ends_in_fork(task: str, arguments: dict[str, Any], cpu_seconds: float) -> int:
+    """Run the task in a fork with a limit of CPU time and one of memory, which starts at once.
+
+    Return its status: 0 whole, 2 UsageError, 1 another error, below 0 a signal.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        seconds = math.ceil(cpu_seconds)  # a fork begins at 0
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        resource.setrlimit(resource.RLIMIT_AS, (8 * GIB, 8 * GIB))
+        with suppress(BaseException):
+            try:
+                for _ in run_task(task, arguments, None):
+                    pass
+                status = 0
+            except UsageError:
+                status = 2
+        os._exit(status)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
 
 
 def answer_task(task: str, question: Any, limits: object) -> Any:

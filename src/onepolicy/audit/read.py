@@ -14,11 +14,15 @@ from onepolicy.audit.schema import ROUTES, Block, RawBlock
 from onepolicy.audit.validate import checked_block
 from onepolicy.bounded import GIB, Limits, Message
 from onepolicy.config import UsageError
+from onepolicy.files import leads_into
 
 MEMORY, MEMORY_PER_BYTE = GIB, 16
 """Bytes of memory for reading a dump, and more for each byte of its largest file."""
-SECONDS, BYTES_PER_SECOND = 60.0, 2**18
-"""Seconds for reading a dump, and the speed at which more bytes add to them."""
+SECONDS, CPU_SECONDS, BYTES_PER_SECOND = 60.0, 4.0, 2**18
+"""Seconds for reading a dump, of them on a CPU, and the speed at which more bytes add to both.
+
+A disk or a busy machine may take long; parsing a small file does not.
+"""
 FIX = "; if you trust it, raise --memory-limit or --time-limit"
 MEMORY_PER_TOKEN, MEMORY_PER_ROUTE = 256, 24
 """Bytes that checks and statistics take for each token and expert id of a block."""
@@ -33,12 +37,13 @@ class ReadLimits:
 
     def of(self, files: list[Path]) -> Limits:
         sizes = [bounded.size_of_data(file) for file in files]
-        memory, seconds = MEMORY + MEMORY_PER_BYTE * max(sizes, default=0), self.seconds
+        memory = MEMORY + MEMORY_PER_BYTE * max(sizes, default=0)
         if self.memory_gib is not None:
             memory = int(self.memory_gib * GIB)
-        if seconds is None:
-            seconds = SECONDS + sum(sizes) / BYTES_PER_SECOND
-        return Limits(memory, seconds, FIX)
+        if self.seconds is not None:
+            return Limits(memory, self.seconds, FIX, self.seconds)
+        more = sum(sizes) / BYTES_PER_SECOND
+        return Limits(memory, SECONDS + more, FIX, CPU_SECONDS + more)
 
 
 BY_SIZE = ReadLimits()
@@ -125,7 +130,7 @@ def _dump_files(path: Path) -> list[Path]:
         if not files:
             raise UsageError(f"{path}: no dump in this folder; a file of one ends in {suffixes}")
         for file in files:
-            if not file.resolve().is_relative_to(path.resolve()):
+            if not leads_into(path, file):
                 raise UsageError(
                     f"{file}: a link out of the dump's folder; name the folder it leads to instead"
                 )

@@ -165,6 +165,7 @@ def _wrong_values(values: Array, spec: ColumnSpec) -> tuple[Array, str]:
         if spec.kind == "bool":
             return ~((values == 0) | (values == 1)), "0 or 1"
         if kind == "f":
+            values = values.astype(np.float64)  # in half precision the bound is infinity
             return ~((np.abs(values) <= LARGEST_INT) & (values == np.floor(values))), whole
         if kind == "b":
             return np.zeros(len(values), bool), whole

@@ -92,7 +92,7 @@ def _add_limits(audit: argparse.ArgumentParser) -> None:
         "--time-limit",
         type=_positive,
         metavar="SECONDS",
-        help="time for reading the files (default: 60 s, and 4 s a MiB)",
+        help="time for reading the files (default: 60 s, 4 s of a CPU's, and 4 s a MiB)",
     )
 
 

@@ -51,6 +51,12 @@ async def _check_reload(engine: PersistentEngine, initial: list[float], vocab: i
     await engine.load_checkpoint(None, 0)
     after, repeated = await canary_logp(engine, vocab), await canary_logp(engine, vocab)
     noise = float((repeated - after).abs().max())
+    if len(initial) != len(after):
+        raise UsageError(
+            f"rollout.engine: the server has a canary of {len(initial)} numbers of its start-up "
+            f"weights, expected {len(after)}; another version of onepolicy stored it: restart the "
+            "server"
+        )
     before = torch.tensor(initial)
     allowed = allowed_change(engine, before, noise, vocab)
     moved = await canary_moved(engine, vocab, before, after, allowed)

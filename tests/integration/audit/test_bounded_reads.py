@@ -129,6 +129,27 @@ def test_rows_without_end_pass_the_time_limit(tmp_path, capsys):
     assert f"{path}: took longer than" in capsys.readouterr().err
 
 
+def long_global() -> bytes:
+    """Return a pickle that torch refuses in a text with its 60 KB, which it then searches."""
+    return b"\x80\x02c" + b"a" * 60_000 + b"\nb\n."
+
+
+def tuples_of_tuples() -> bytes:
+    """Return a pickle of 200 bytes that torch refuses in a text with 2^40 brackets."""
+    pairs = [b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(40)]
+    return b"\x80\x02]q\x00" + b"".join(pairs) + b")R."
+
+
+@pytest.mark.parametrize("data", [long_global(), tuples_of_tuples()], ids=["search", "text"])
+def test_what_a_library_says_of_a_file_has_a_limit(tmp_path, data, monkeypatch):
+    """The time of a disk or a busy machine does not count."""
+    monkeypatch.setattr("onepolicy.audit.read.CPU_SECONDS", 1.0)
+    path = tmp_path / "d.pt"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=r"d\.pt: took longer than 1 s of a CPU; .* --time-limit"):
+        list(read_dump(path, {}))
+
+
 def test_a_limit_can_be_raised(tmp_path):
     path = tmp_path / "d.npz"
     ones = dict.fromkeys(NAMES[:2], np.ones((2**9, 2**11)))

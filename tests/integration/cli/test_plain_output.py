@@ -125,3 +125,36 @@ def test_a_terminal_obeys_no_name_of_a_file_or_run(recipe, tmp_path):
     shown = in_a_terminal(HOSTILE.format(folder=str(tmp_path), recipe=str(recipe)))
     assert TITLE not in shown
     assert rb"\x1b]0;PWNED\x07[/b][red]x" in shown
+
+
+OTHERS = """
+import os
+from pathlib import Path
+from onepolicy.cli import main
+os.chdir({folder!r})
+name = "\\x1b]0;PWNED\\x07[/b][red]x"
+recipe, model, prompts = name + ".toml", name + "-model", name + ".txt"
+Path(name).mkdir(parents=True)
+Path(recipe).write_bytes(Path({recipe!r}).read_bytes())
+Path(prompts).write_text("1+1=\\n")
+ended = [main(["make-policy", "--out", model, "steps=1", "layers=1", "experts=4"])]
+few, out = "rollout.sampling.max_tokens=4", "compared" + name
+arms = ["--arm", "a", "--arm", "b", "optim.lr=1e-4"]
+for words in (
+    ["measure", model, "--prompts", prompts, "--out", "out" + name, few],
+    ["plan", recipe, "--cluster", "1xH100", "--json", name + ".json"],
+    ["compare", recipe, "steps=1", "--jobs", "1", "--out", out, *arms],
+    ["engine", "check", model],
+    ["measure", model, "--prompts", name], ["measure", name], ["plan", recipe, "--cluster", name],
+    ["compare", recipe, "--arm", name], ["compare", name], ["engine", "check", name],
+):
+    ended.append(main(words))
+assert ended == [0] * 5 + [2] * 6, ended
+"""
+
+
+@pytest.mark.full
+def test_a_terminal_obeys_no_name_in_the_other_commands(recipe, tmp_path):
+    shown = in_a_terminal(OTHERS.format(folder=str(tmp_path), recipe=str(recipe)))
+    assert TITLE not in shown
+    assert rb"\x1b]0;PWNED\x07[/b][red]x" in shown

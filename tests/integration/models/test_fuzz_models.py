@@ -1,8 +1,6 @@
 """Damaged model folders, adapters and indices: loaded and computed, or refused as UsageError."""
 
 import json
-import os
-import resource
 import struct
 from contextlib import suppress
 
@@ -11,13 +9,13 @@ import torch
 from safetensors.torch import save_file
 
 from onepolicy import tokenizer_trial
-from onepolicy.bounded import GIB, StoppedError
+from onepolicy.bounded import StoppedError
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.models.load import context_length, load_model, load_tokenizer, read_config
 from onepolicy.models.prepare import prepare_for_training
 from support.fake_vllm import make_checkpoints
 from support.fuzz import JUNK, SLOW, survives
-from support.processes import run_task
+from support.processes import ends_in_fork
 from support.scripted_engine import make_tokenizer
 
 CPU = torch.device("cpu")
@@ -98,19 +96,7 @@ def read_whole(path):
 
 def in_fork(task, arguments, limits):
     """Stand in for `bounded.stream` of a task without messages: in a fork, which is quick."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        resource.setrlimit(resource.RLIMIT_CPU, (5, 5))
-        resource.setrlimit(resource.RLIMIT_AS, (8 * GIB, 8 * GIB))
-        with suppress(BaseException):
-            for _ in run_task(task, arguments, limits):
-                pass
-            status = 0
-        os._exit(status)
-    _, status = os.waitpid(child, 0)
-    if status:
+    if ends_in_fork(task, arguments, 5):
         raise StoppedError("its reader died")
     return iter(())
 
@@ -159,6 +145,7 @@ def test_model_folders(rewritten, inputs):
 
 
 @pytest.mark.full
+@pytest.mark.process
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_tokenizers(rewritten, inputs, monkeypatch):
     monkeypatch.setattr("onepolicy.bounded.stream", in_fork)

@@ -409,6 +409,19 @@ def test_numbers_of_four_bits_are_named(tmp_path) -> None:
         audit(path, {})
 
 
+def test_infinity_in_half_precision_is_no_whole_number(tmp_path, recwarn) -> None:
+    rows = gaussian_rows(2e-3, rows=1, length=4)
+    arrays = {name: np.array(value) for name, value in rows[0].items()} | {"length": np.array([4])}
+    for values in ([5, 6, 7, 8], [5, np.inf, 7, 8]):
+        np.savez(tmp_path / "d.npz", **arrays | {"tokens": np.array(values, np.float16)})
+        if values[1] == 6:
+            (block,) = read_dump(tmp_path / "d.npz", {})
+            assert block.columns["tokens"].tolist() == values
+    with pytest.raises(UsageError, match="column tokens: entry 1 is inf; expected whole numbers"):
+        list(read_dump(tmp_path / "d.npz", {}))
+    assert not recwarn.list
+
+
 def test_a_pipe_and_a_device_are_not_waited_for(tmp_path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "zero.npz").symlink_to("/dev/zero")
@@ -437,7 +450,8 @@ def test_limits_grow_with_the_sizes_of_the_files(monkeypatch) -> None:
     limits = {name: ReadLimits().of([Path(name)]) for name in sizes}
     assert (limits["none"].memory, limits["none"].seconds) == (2**30, 60)
     assert (limits["one"].memory, limits["one"].seconds) == (17 * 2**30, 60 + 4096)
+    assert [limits[name].cpu_seconds for name in sizes] == [4, 4 + 2048, 4 + 4096]
     both = ReadLimits().of([Path("half"), Path("one")])  # one file at a time
     assert (both.memory, both.seconds) == (17 * 2**30, 60 + 6144)
     given = ReadLimits(2, 5).of([Path("one")])
-    assert (given.memory, given.seconds) == (2 * 2**30, 5)
+    assert (given.memory, given.seconds, given.cpu_seconds) == (2 * 2**30, 5, 5)

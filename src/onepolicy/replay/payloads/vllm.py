@@ -58,7 +58,7 @@ class RoutePayloadFormat:
 
 def parse_version(version: str) -> Version:
     """Return (major, minor). Raises UsageError if `version` is not that of a release."""
-    match = re.match(r"(\d+)\.(\d+)", version)
+    match = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", version)
     if match is None:
         raise UsageError(
             f"vllm {version}: not a released version; install one of 0.14 to {NEWEST_VERSION}"

@@ -33,6 +33,7 @@ Parsed, an empty one takes 80 bytes for 3 of JSON. A reply at its limit has one 
 for each token and layer where the routes are nested lists.
 """
 ENTRY_BYTES = 512  # of JSON for one token and its log-probability
+MAX_RANKS = 4096  # of one server; a process group takes memory for each
 MIN_LOGP = -1e6  # nats; a lower value is a constant for a token that cannot be sampled
 
 
@@ -156,11 +157,11 @@ def get_field(container: Any, name: str, kind: type) -> Any:
     return value
 
 
-def get_count(container: Any, name: str, maximum: int) -> int:
-    """Return container[name]. Raise MalformedReply unless it is an int from 0 to `maximum`."""
+def get_count(container: Any, name: str, maximum: int, minimum: int = 0) -> int:
+    """Return container[name]. Raise MalformedReply unless it is an int in these bounds."""
     value = get_field(container, name, int)
-    if not 0 <= value <= maximum:
-        raise MalformedReply(f"{name} is {short_repr(value)}, expected 0 to {maximum}")
+    if not minimum <= value <= maximum:
+        raise MalformedReply(f"{name} is {short_repr(value)}, expected {minimum} to {maximum}")
     return int(value)
 
 

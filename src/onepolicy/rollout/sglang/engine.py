@@ -273,9 +273,11 @@ class SGLangEngine:
         await self.client.post("/update_weight_version", body, parse=sync.check_success)
 
     def _version_of(self, text: str) -> int:
-        """Return the version of a weights id. Raise EngineLost if it is not of this run."""
-        weights_id = WeightsId.parse(text)
-        if weights_id is None or weights_id.run != self._weights_id.run:
+        """Return the version of a weights id. Raise EngineLost if this run did not load it."""
+        weights_id, newest = WeightsId.parse(text), self._weights_id
+        if weights_id is None or weights_id.run != newest.run:
+            raise self._other_weights_error(text)
+        if weights_id.version_number > newest.version_number:
             raise self._other_weights_error(text)
         return weights_id.version_number
 

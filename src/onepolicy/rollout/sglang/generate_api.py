@@ -148,6 +148,7 @@ def parse_reply(
     aborted = _finish_reason(meta, tokens, request) == "abort"
     logp = _logp(meta, tokens, request)
     runs = _version_runs(meta, len(tokens), version_of)
+    _check_order(runs, request)
     if tokens:
         _check_token_counts(meta, len(request.path), len(tokens))
     version = [v for start, end, v in runs for _ in range(start, end)]
@@ -267,6 +268,16 @@ def _version_runs(meta: dict, n: int, version_of: Callable[[str], int]) -> list[
             f"weight_versions {short_repr(spans)} do not cover {n} tokens one after the other"
         )
     return runs
+
+
+def _check_order(runs: Sequence[VersionRun], request: SGLangRequest) -> None:
+    """Raise MalformedReply for tokens of weights that were replaced before the request."""
+    versions = [request.version, *(version for start, end, version in runs if start < end)]
+    if versions != sorted(versions):
+        raise MalformedReply(
+            f"weight_versions: {short_repr(versions[1:])}, in this order, of a request that was "
+            f"sent with version {versions[0]}"
+        )
 
 
 def _trace(

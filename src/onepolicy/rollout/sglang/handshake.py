@@ -16,6 +16,7 @@ from onepolicy.errors import short_repr
 from onepolicy.interfaces import EngineCaps
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.replies import (
+    MAX_RANKS,
     AdapterLimits,
     MalformedReply,
     get_count,
@@ -176,9 +177,11 @@ def _parse_object(reply: Any) -> dict[str, Any]:
 def _parse_server_info(reply: Any) -> dict[str, Any]:
     """Return the server's settings. Raise MalformedReply if a number we use is no count."""
     info = _parse_object(reply)
-    for name in ("tp_size", "sampling_mask_max_tokens", "max_req_input_len"):
+    for name in ("sampling_mask_max_tokens", "max_req_input_len"):
         if name in info:
             get_count(info, name, MAX_COUNT)
+    if "tp_size" in info:
+        get_count(info, "tp_size", MAX_RANKS, 1)
     return info
 
 

@@ -17,6 +17,7 @@ from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.payloads.vllm import parse_version, payload_format_of
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.replies import (
+    MAX_RANKS,
     AdapterLimits,
     MalformedReply,
     get_field,
@@ -118,6 +119,8 @@ async def describe_server(client: EngineClient) -> tuple[ServerDescription, int]
         results = get_field(reply, "results", list)
         if not results or not isinstance(results[0], dict):
             raise MalformedReply(f"no description: {short_repr(reply)}")
+        if len(results) > MAX_RANKS:
+            raise MalformedReply(f"results: {len(results)} workers, expected 1 to {MAX_RANKS}")
         return make_printable(results[0]), len(results)
 
     try:

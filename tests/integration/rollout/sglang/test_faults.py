@@ -22,6 +22,9 @@ UNFIT = [
     ({"enable_return_routed_experts": False}, "--enable-return-routed-experts"),
     ({"dp_size": 2}, "dp_size=2, and takes broadcast weights only with 1"),
     ({"pp_size": 2}, "pp_size=2: its routes would be wrong"),
+    ({"tp_size": 0}, "tp_size is 0, expected 1 to 4096"),
+    ({"tp_size": 10**8}, "tp_size is 100000000, expected 1 to 4096"),
+    ({"version": "x" * 10**5}, r"characters left out"),
     ({"enable_hierarchical_cache": True}, "issues/26975"),
     ({"disaggregation_mode": "decode"}, "no routes of the prompt"),
     ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm=EAGLE"),
@@ -84,6 +87,20 @@ def spans(*bounds):
     return damage
 
 
+def versions(*numbers):
+    """Let each token be of a version of this run's weights."""
+
+    def damage(reply):
+        run, _, canary = reply["meta_info"]["weight_versions"][0]["version"].rsplit(".", 2)
+        parts = [
+            {"version": f"{run}.{number}.{canary}", "start": i, "end": i + 1}
+            for i, number in enumerate(numbers)
+        ]
+        return meta(weight_versions=parts)(reply)
+
+    return damage
+
+
 def logps(value):
     def damage(reply):
         entries = [[value, token, None] for token in reply["output_ids"]]
@@ -136,6 +153,7 @@ DAMAGED = [
     (spans((0, 0), (0, 3)), "do not cover 3 tokens"),
     (spans((0, 3), (3, 3)), "do not cover 3 tokens"),
     (spans(), "do not cover 3 tokens"),
+    (versions(0, 0, 999_999_999), "999999999.*', not this run's"),
     (logps(float("nan")), "nan is no log-probability"),
     (logps(float("-inf")), "-inf is no log-probability"),
     (logps(0.5), "0.5 is no log-probability"),
@@ -159,6 +177,19 @@ def test_a_damaged_reply_is_an_error_with_its_reason(fake, subtests):
         refused = pytest.raises((TrainingError, UsageError), match=message)
         with subtests.test(number=number, message=message), refused:
             play(engine, (PROMPT, Sampling(1.0, 3, top_logprobs=top)))
+
+
+def test_tokens_of_weights_that_were_replaced_are_refused(fake, models):
+    """Of weights before the request, or older ones after newer ones."""
+    engine = open_engine(fake, retries=0)
+    for version in (1, 2, 3):
+        asyncio.run(engine.load_weights(models[0][0].state_dict().items(), version))
+    for numbers in ((3, 3, 2), (2, 3, 3), (0, 0, 0)):
+        fake.damage = versions(*numbers)
+        with pytest.raises(TrainingError, match=r"in this order, of .* with version 3"):
+            play(engine, (PROMPT, Sampling(1.0, 3)))
+    fake.damage = versions(3, 3, 3)
+    assert play(engine, (PROMPT, Sampling(1.0, 3)))[0].version.tolist() == [3, 3, 3]
 
 
 def test_damage_that_passes_is_retried_and_counted(steady):

@@ -225,6 +225,10 @@ UNFIT = [
     ({"deployment": {"version": [0, 30], "platform": "cpu", "pipeline": 2}}, "pipeline stages"),
     ({"max_logprobs": 2}, "returns 1 of the most likely tokens"),
 ]
+LIES = {
+    "/version": ({"version": "9" * 5000 + ".1"}, r"9\.1: not a released version"),
+    "/collective_rpc": ({"results": [{}] * 4097}, "4097 workers, expected 1 to 4096"),
+}
 
 
 def test_a_server_that_does_not_fit_the_run_is_refused(fake, subtests):
@@ -232,6 +236,12 @@ def test_a_server_that_does_not_fit_the_run_is_refused(fake, subtests):
         fake.told = told
         with subtests.test(told=told), pytest.raises(UsageError, match=message):
             connected(fake)
+    fake.told = {}
+    for path, (reply, message) in LIES.items():
+        fake.spoil[path] = lambda *_, reply=reply: reply
+        with subtests.test(path), pytest.raises(UsageError, match=message):
+            connected(fake, retries=0)
+        del fake.spoil[path]
     fake.told = {"dtype": "bfloat16", "head_dtypes": []}
     with pytest.raises(UsageError, match=r"lm_head: float32, .* logits in \[\]"):
         connected(fake, dtype="bfloat16", lm_head="float32")

@@ -13,7 +13,7 @@ from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.generate_api import resumed_seed
 from onepolicy.sync import broadcast
-from onepolicy.sync.attach import attach_engine
+from onepolicy.sync.attach import attach_engine, reattach_engine
 from onepolicy.sync.buckets import unflatten_bucket
 from onepolicy.sync.push import checked_push
 from onepolicy.sync.weight_files import read_weights
@@ -220,3 +220,10 @@ def test_weights_of_another_program_cannot_be_checked(fake, checkpoints):
     fake.weights = "somebody-3"
     with pytest.raises(UsageError, match="weights 'somebody-3', which another program gave it"):
         asyncio.run(attach_engine(connected(fake), fake.model, vocab=VOCAB))
+
+
+@pytest.mark.parametrize("canary", [[], [-0.5] * 17])
+def test_a_canary_of_another_length_is_refused(fake, canary):
+    fake.told = {"initial_canary": canary}
+    with pytest.raises(UsageError, match=f"a canary of {len(canary)} numbers .*, expected "):
+        asyncio.run(reattach_engine(connected(fake), vocab=VOCAB))
