@@ -133,7 +133,8 @@ def end_to_end_tests():
     """Yield (path in the tree, test, names of its marks), of cases with marks of their own too."""
     for path in sorted((ROOT / "tests" / "e2e").rglob("test_*.py")):
         nodes = ast.parse(text_of(path)).body
-        whole = [node for node in nodes if ast.unparse(node).startswith("pytestmark =")]
+        assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+        whole = [node for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"]
         of_file = set().union(*map(marks_of, whole))
         for test in (node for node in nodes if getattr(node, "name", "").startswith("test_")):
             calls = [node for mark in test.decorator_list for node in ast.walk(mark)]
