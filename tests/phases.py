@@ -41,6 +41,9 @@ MOST_COMMITS = 200
 CORES = min(os.cpu_count() or 1, 8)
 OTHERS = ("gpu", "vllm", "sglang", "ray", "trl", "verl", "megatron", "envs", "oracle", "release")
 PLAIN = " and ".join(f"not {marker}" for marker in OTHERS)
+SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": "src", "PYTHONDONTWRITEBYTECODE": ""}
+"""Of the environment; what is empty is taken out. Without bytecode, as images have it, every
+process compiles our sources anew and every worker rewrites the tests' asserts."""
 RERUN = "--reruns 1 -rR"
 """For tests that start processes alone: one more try, printed and counted."""
 
@@ -64,7 +67,7 @@ class Phase:
 
     def run(self) -> None:
         """Run it to its end, or until `end`."""
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": "src"}
+        environment = os.environ | SETTINGS
         environment |= self.row.get("env", {})
         self.log.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()

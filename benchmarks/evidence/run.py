@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.config import TrainingError, UsageError, load
-from onepolicy.interfaces import Progress
 from onepolicy.run.log import read_metrics
 
 HERE = Path(__file__).parent
@@ -136,6 +135,7 @@ def finished_runs(results: Path) -> list[Json]:
 
 def play(job: Job) -> Json:
     """Train one run in this process, on one thread, and return its line of runs.jsonl."""
+    from onepolicy.interfaces import Progress
     from onepolicy.run.train import start_run
 
     shutil.rmtree(job.folder, ignore_errors=True)  # a run that was stopped

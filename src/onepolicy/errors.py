@@ -72,3 +72,17 @@ class ServiceUnavailable(UsageError):
 
 class TrainingError(_PrintableError, RuntimeError):
     """A run that began well cannot go on. The message says why and what to do. Exit status 1."""
+
+
+LIBRARY_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""Errors of environments and graders on parameters or responses their authors did not expect."""

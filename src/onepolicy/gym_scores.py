@@ -9,19 +9,7 @@ from collections.abc import Generator
 from typing import Any
 
 from onepolicy.bounded import Message
-
-LIBRARY_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-"""Errors of generators and graders on parameters or responses their authors did not expect."""
+from onepolicy.errors import LIBRARY_ERRORS
 
 
 def score() -> Generator[Message | None, dict[str, Any], None]:

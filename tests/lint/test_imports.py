@@ -173,12 +173,3 @@ def test_no_room_has_the_name_of_a_public_function():
     import onepolicy
 
     assert not set(onepolicy.__all__) & set(RANK)
-
-
-def test_public_names_resolve():
-    import onepolicy
-
-    for name in onepolicy.__all__:
-        assert getattr(onepolicy, name) is not None
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = onepolicy.no_such_name

@@ -1,5 +1,6 @@
 """What `make test` selects, what a green phase notes, and how pip's time is told apart."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import phases
 from support import gate
 from support.paths import ROOT
+from support.sources import text_of
 
 OPTIONS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]
 MARKERS = {line.partition(":")[0] for line in OPTIONS["ini_options"]["markers"]}
@@ -116,6 +118,52 @@ def test_every_phase_says_what_it_is_and_names_what_is_there():
                 MARKERS | {"not", "and", "or"}
             ), name
     assert set(phases.read_green()) <= set(phases.PHASES)
+
+
+def marks_of(node):
+    """Return the names in `pytest.mark.NAME` of an expression, an assignment or decorators."""
+    return {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "pytest.mark"
+    }
+
+
+def end_to_end_tests():
+    """Yield (path in the tree, test, names of its marks), of cases with marks of their own too."""
+    for path in sorted((ROOT / "tests" / "e2e").rglob("test_*.py")):
+        nodes = ast.parse(text_of(path)).body
+        assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+        whole = [node for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"]
+        of_file = set().union(*map(marks_of, whole))
+        for test in (node for node in nodes if getattr(node, "name", "").startswith("test_")):
+            calls = [node for mark in test.decorator_list for node in ast.walk(mark)]
+            own = [node.value for node in calls if isinstance(node, ast.keyword)]
+            cases = set().union(*map(marks_of, own))
+            marks = of_file.union(*map(marks_of, test.decorator_list)) - cases
+            for more in (set(), *({each} for each in cases)):
+                yield path.relative_to(ROOT).as_posix(), test.name, marks | more
+
+
+def runs(row, path, marks):
+    """Return whether a phase of `make test-all` runs a test."""
+    command = phases.command_of(row, "all")
+    wanted = re.search("-m ('.*?'|slow)", command)
+    if wanted and not eval(wanted[1].strip("'"), {name: name in marks for name in MARKERS}):
+        return False
+    if "$(grep" in command:
+        return "mark.process" in text_of(ROOT / path) and "e2e/integrations" not in path
+    return any(path.startswith(folder) for folder in re.findall(r" (tests\S*)", command))
+
+
+def test_every_end_to_end_test_runs_in_a_phase():
+    rows = [row for row in phases.PHASES.values() if row.get("all")]
+    left_out = [
+        (path, test, marks)
+        for path, test, marks in end_to_end_tests()
+        if "gpu" not in marks and not any(runs(row, path, marks) for row in rows)
+    ]
+    assert left_out == []
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -76,11 +77,17 @@ def _each_value_once(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Choose cases of one test until every value of every parameter is in one, most new first."""
     if len(cases) == 1:
         return cases
-    values = {case: _values(case) for case in cases}
+    values = [_values(case) for case in cases]
     chosen: list[pytest.Item] = []
-    missing = set().union(*values.values())
+    missing = set().union(*values)
+    left = [(-len(of_case), place) for place, of_case in enumerate(values)]
+    heapq.heapify(left)
     while missing:
-        best = max(cases, key=lambda case: len(values[case] & missing))
-        chosen.append(best)
-        missing -= values[best]
+        counted, place = heapq.heappop(left)
+        new = len(values[place] & missing)
+        if new < -counted:  # others were chosen since; no case gains by that, so the rest may wait
+            heapq.heappush(left, (-new, place))
+            continue
+        chosen.append(cases[place])
+        missing -= values[place]
     return chosen

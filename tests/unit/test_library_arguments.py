@@ -294,3 +294,10 @@ def test_a_mistyped_name_of_the_library_is_answered_with_the_nearest():
     with pytest.raises(AttributeError, match=r"no attribute 'zzz'$"):
         _ = op.zzz
     assert not hasattr(op, "reweigth")
+
+
+def test_public_names_resolve():
+    for name in op.__all__:
+        assert getattr(op, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = op.no_such_name

@@ -14,7 +14,7 @@ from onepolicy.envs.adapters import seeded
 from onepolicy.envs.multiturn.dialogue import ParsedTurn
 from onepolicy.envs.multiturn.episode import PathOptions
 from onepolicy.envs.multiturn.tool_formats import tool_format
-from onepolicy.gym_scores import LIBRARY_ERRORS
+from onepolicy.errors import LIBRARY_ERRORS
 
 TRIAL_SEEDS, TRIAL_STEPS = 4, 12
 """Number and length of the episodes that are compared before a run."""

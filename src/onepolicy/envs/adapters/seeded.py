@@ -13,7 +13,7 @@ from onepolicy.config import GymnasiumTask, TextArenaTask, UsageError
 from onepolicy.envs.multiturn.dialogue import ParsedTurn, TurnFormat
 from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment, PathOptions
 from onepolicy.envs.tasks.seeding import hash_key
-from onepolicy.gym_scores import LIBRARY_ERRORS
+from onepolicy.errors import LIBRARY_ERRORS
 from onepolicy.interfaces import EpisodeError, Problem
 
 NUM_STARTUP_PROBLEMS = 16

@@ -17,7 +17,7 @@ from onepolicy.config.spelling import did_you_mean
 from onepolicy.envs.adapters import seeded
 from onepolicy.envs.multiturn.dialogue import ParsedTurn, TurnFormat
 from onepolicy.envs.multiturn.episode import PathOptions
-from onepolicy.gym_scores import LIBRARY_ERRORS
+from onepolicy.errors import LIBRARY_ERRORS
 
 TRIAL_SEEDS, TRIAL_MOVES = 2, ("[1]", "[up]", "[A B]", "[1 2 3 4]", "hello")
 """Number and moves of the games that are compared before a run."""

@@ -29,7 +29,7 @@ from onepolicy.envs.multiturn.dialogue import (
 from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment, PathOptions
 from onepolicy.envs.tasks.reasoning_gym import MAX_TRIES
 from onepolicy.envs.tasks.seeding import Split, seeded_rng, split_of_text
-from onepolicy.gym_scores import LIBRARY_ERRORS
+from onepolicy.errors import LIBRARY_ERRORS
 from onepolicy.interfaces import EpisodeError, Problem
 
 ROLES = ("system", "user", "assistant")

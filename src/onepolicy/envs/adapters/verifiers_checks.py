@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from onepolicy.config import UsageError, VerifiersTask
-from onepolicy.gym_scores import LIBRARY_ERRORS
+from onepolicy.errors import LIBRARY_ERRORS
 
 
 def load_single_agent_env(config: VerifiersTask) -> tuple[Any, str]:

@@ -23,7 +23,7 @@ from onepolicy.config import GymTask, UsageError
 from onepolicy.config.spelling import did_you_mean
 from onepolicy.envs.tasks.seeding import Split, hash_key, seeded_rng, split_of_text
 from onepolicy.envs.warmup.noise import add_character_noise
-from onepolicy.gym_scores import LIBRARY_ERRORS
+from onepolicy.errors import LIBRARY_ERRORS
 from onepolicy.interfaces import Problem
 
 ALLOWED_NAMES = frozenset(

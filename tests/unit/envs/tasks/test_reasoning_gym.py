@@ -7,7 +7,7 @@ from onepolicy.envs.tasks import reasoning_gym
 from onepolicy.envs.tasks.reasoning_gym import ReasoningGym, extract_tagged_answer
 from onepolicy.envs.tasks.seeding import hash_key, seeded_rng, split_of_text
 from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
-from onepolicy.gym_scores import LIBRARY_ERRORS
+from onepolicy.errors import LIBRARY_ERRORS
 
 SMALL = GymTask(
     name="chain_sum", params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
