@@ -299,6 +299,31 @@ def stale(
     return plant
 
 
+def uneven(spread: float = 0.5) -> Fault:
+    """Let rows differ in noise, which is no fault: some have more tokens whose experts differ."""
+
+    def plant(w: World) -> None:
+        size = (spread * torch.randn(w.rows, 1, generator=w.generator)).exp()
+        w.engine = w.trainer + size[w.segment] * (w.engine - w.trainer)
+        w.draw(w.engine)
+
+    return plant
+
+
+def blind(count: int) -> Fault:
+    """Let the engine mask a part of the prompt in some rows, which affects their first tokens
+    most."""
+
+    def plant(w: World) -> None:
+        rows = w.pick_rows(count / w.rows)
+        near = (1 - (w.place - PROMPT) / 20).clamp(0.5, 1)[:, None]
+        engine = torch.where(rows[:, None], w.engine + w.noise(2.5) * near, w.engine)
+        w.draw(engine)
+        w.score(engine=engine)
+
+    return plant
+
+
 def swapped(share: float, side: str = "logp_rollout") -> Fault:
     """Give rows the values of another row."""
 
@@ -580,6 +605,8 @@ FAULTS: dict[str, Planted] = {
     "shift by 1 from token 25": Planted(shifted(1, since=25), ("shift",)),
     "shift by -1 from token 25, 40%": Planted(shifted(-1, since=25, share=0.4), ("shift",)),
     "probabilities": Planted(probabilities()),
+    "other weights, 3% of uneven rows": Planted(_both(uneven(), stale(0.03, 3.0, version=False))),
+    "masked prompts, 5 uneven rows": Planted(_both(uneven(), blind(5))),
     "duplicated rows": Planted(duplicated(0.3)),
 }
 

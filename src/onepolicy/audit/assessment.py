@@ -230,7 +230,7 @@ def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> 
         tensors[trainer],
         tensors["logp_rollout"],
         mask,
-        segment=torch.arange(len(rows)).repeat_interleave(lengths),
+        segment=torch.tensor([row.dump_row for row in rows]).repeat_interleave(lengths),
         tokens=tensors["tokens"],
         tokens_rollout=tensors.get("tokens_rollout"),
         version=version,

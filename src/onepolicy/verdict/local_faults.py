@@ -22,7 +22,9 @@ from onepolicy.verdict.row_faults import (
     CHANCE,
     agreement_at_first,
     followed,
+    group_medians,
     rows_of,
+    rows_that_carry_the_gap,
     strange_rows,
     swapped_rows,
 )
@@ -140,7 +142,7 @@ def odd_rows(pairs: Pairs) -> Finding | None:
     if int(judged.sum()) < FEWEST_ROWS:
         return None
     if pairs.group is not None:  # steps of a run differ in size
-        means = means - _group_medians(means, pairs, index, judged)
+        means = means - group_medians(means, pairs, index, judged)
     found = split(means[judged], size[judged])
     if found is None:
         far_rows = _outliers(means, size, judged)
@@ -179,18 +181,6 @@ def _outliers(means: Tensor, size: Tensor, judged: Tensor) -> Tensor:
     if int(far.sum()) < 2:
         return torch.zeros_like(far)
     return far
-
-
-def _group_medians(means: Tensor, pairs: Pairs, index: Tensor, judged: Tensor) -> Tensor:
-    """Return [R], the median of the judged rows of each row's training step."""
-    assert pairs.group is not None
-    group = torch.zeros(len(means), dtype=torch.int64).index_copy(0, index, pairs.group)
-    out = torch.zeros_like(means)
-    for each in group.unique():
-        chosen = (group == each) & judged
-        if bool(chosen.any()):
-            out[group == each] = means[chosen].median()
-    return out
 
 
 def split(values: Tensor, size: Tensor) -> float | None:
@@ -312,6 +302,9 @@ def unlike_parts(pairs: Pairs) -> list[str]:
             f"in {strange} of {len(rows.size)} rows the two sides do not follow each other as they "
             "do in the others"
         )
+    carried = rows_that_carry_the_gap(pairs)
+    if carried is not None:
+        out.append(carried)
     last = torch.ones(len(pairs.old), dtype=torch.bool)
     last[:-1] = pairs.segment[1:] != pairs.segment[:-1]
     distinct = pairs.distinct

@@ -5,6 +5,7 @@ They hold the values of another row, or values that are not in the dump.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -41,6 +42,11 @@ MOST_SUSPECTS = 8
 """Largest number of rows for which all other rows are tried."""
 FIT_BY_CHANCE = 1e-4
 """Probability that an unrelated row among all tried rows fits as well."""
+FAR_ROW = 5.0
+"""Factor above the median row's typical distance of a logit from which a row stands out."""
+FEW, HELD = 0.25, 0.5
+"""Largest share of the rows that are a few, and least share of k3 that they hold to be named."""
+LISTED = 8
 CLIP = 5.0
 """Nats: gaps are clipped to this in the search for shifts, so that no single token decides."""
 
@@ -49,6 +55,73 @@ def rows_of(pairs: Pairs) -> tuple[Tensor, int]:
     """Return [n] int64, the row of each slot, and the number of rows."""
     rows, index = pairs.segment.unique_consecutive(return_inverse=True)
     return index, len(rows)
+
+
+def row_numbers(rows: Tensor) -> str:
+    """Return the first numbers of some rows, [n] int64, as `rows 3, 7 and 12`."""
+    shown = [str(row) for row in rows[:LISTED].tolist()]
+    if len(rows) > LISTED:
+        shown.append(f"{len(rows) - LISTED} others")
+    if len(shown) == 1:
+        return f"row {shown[0]}"
+    return f"rows {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def group_medians(values: Tensor, pairs: Pairs, index: Tensor, judged: Tensor) -> Tensor:
+    """Return [R], the median value of the judged rows of each row's training step."""
+    assert pairs.group is not None
+    group = torch.zeros(len(values), dtype=torch.int64).index_copy(0, index, pairs.group)
+    out = torch.zeros_like(values)
+    for each in group.unique():
+        chosen = (group == each) & judged
+        if bool(chosen.any()):
+            out[group == each] = values[chosen].median()
+    return out
+
+
+def typical_gaps(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Return [R], the log of each row's median distance of a logit, and [R] bool: rows that have it.
+
+    The others have too few visible slots. The median of a row is not that of a few tokens with other experts. Rows of a training step are
+    compared with its median row.
+    """
+    index, count = rows_of(pairs)
+    visible = pairs.visible
+    gap, row = pairs.logit_gap[visible], index[visible]
+    order = torch.from_numpy(np.lexsort((gap.numpy(), row.numpy())))
+    size = torch.bincount(row, minlength=count)
+    middle = size.cumsum(0) - size + size // 2
+    judged = size >= ENOUGH_TO_FOLLOW
+    out = torch.zeros(count, dtype=torch.float64)
+    out[judged] = gap[order[middle[judged]]].clamp(min=VISIBLE).log()
+    if pairs.group is not None:
+        out = out - group_medians(out, pairs, index, judged)
+    return out, judged
+
+
+def rows_that_carry_the_gap(pairs: Pairs) -> str | None:
+    """Return a mark if a few rows are far apart at most of their tokens and hold most of k3.
+
+    The rows of a sound dump may differ in noise, so ranks of the tokens do not tell.
+    """
+    index, count = rows_of(pairs)
+    typical, judged = typical_gaps(pairs)
+    if not bool(judged.any()):
+        return None
+    far = judged & (typical - typical[judged].median() > math.log(FAR_ROW))
+    log_ratio = (pairs.old - pairs.rollout).clamp(max=20)
+    k3 = torch.zeros(count, dtype=torch.float64).index_add(0, index, log_ratio.expm1() - log_ratio)
+    held = float(k3[far].sum() / k3.sum())
+    if held < HELD or int(far.sum()) > FEW * count:
+        return None
+    size = torch.bincount(index, minlength=count)
+    rest = number(float(k3[~far].sum() / size[~far].sum()))
+    which = row_numbers(pairs.segment.unique_consecutive()[far])
+    return (
+        f"{int(far.sum())} of {count} rows hold {held:.0%} of k3, which is {rest} nats a token in "
+        f"the others: {which}, at least {FAR_ROW:g} times farther apart than the middle row. Were "
+        "they sampled by other weights, or with another prompt (padding, attention mask)?"
+    )
 
 
 def agreement_at_first(pairs: Pairs) -> float:

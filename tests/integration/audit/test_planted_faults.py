@@ -12,11 +12,14 @@ from support.audit_faults import (
     ROUNDINGS,
     ROWS,
     SMALL,
+    blind,
     clean,
+    logp,
     outcome,
     outcomes,
     swapped,
     table,
+    uneven,
     world,
 )
 from support.paths import ROOT
@@ -135,6 +138,22 @@ def test_one_unrelated_row_forbids_a_recommendation(seed, gap) -> None:
     said = _holds_a_row_of_another_dump(seed, gap, 5, rows=300, longest=60).audited().verdict
     assert said.action == "unclear", said.text()
     assert "in 1 of 300 rows the two sides do not follow each other" in said.text()
+
+
+@pytest.mark.parametrize("gap", [SMALL, MOE])
+def test_rows_of_other_weights_among_uneven_rows_are_named(gap) -> None:
+    """Ranks of the logits saturate, so 5 rows of 96 do not stand out by them where others are
+    uneven."""
+    w = world(1, gap)
+    uneven()(w)
+    assert w.audited().verdict.action == {SMALL: "nothing", MOE: "correct"}[gap]
+    engine = w.engine.clone()
+    blind(5)(w)
+    now = w.columns["logp_rollout"] != logp(engine, w.tokens)
+    planted = [str(row) for row in w.segment[now].unique().tolist()]
+    said = w.audited().verdict
+    assert (said.action, said.setting) == ("unclear", ""), said.text()
+    assert f"rows {', '.join(planted[:-1])} and {planted[-1]}, at least 5 times" in said.text()
 
 
 @pytest.mark.slow
