@@ -1,14 +1,14 @@
 """summary.json in words: sentences and table rows that the HTML report and the terminal share.
 
 Keys used, all optional except `steps`: steps, reward_first, reward_last, reward_error (standard
-error of their difference), score (metric name); eval_first, eval_last, eval_best {step, value}, and sampled_first, sampled_last, sampled_answers
-(how many) beside a greedy score; crash_step, replay, mismatch {metric: mean over all steps};
-probe_steps, mismatch_at_probes and mismatch_without_replay {metric: mean over the probe steps, with
-and without replay}, k3_cuts [without / with of each probe step, ascending]; groups_without_signal
-(share at the end); asynchronous {staleness_mean, staleness_max, spanning, learner_busy,
-sampler_busy}; time {part: seconds}, tokens_per_second, parent {run, step}, run and report (paths);
-nothing_learnt {learnt (nothing or little), verdict, why [sentences], silent and steps (counts)},
-only where the rewards taught nothing or little.
+error of their difference), score (metric name); eval_first, eval_last, eval_best {step, value}, and
+sampled_first, sampled_last, sampled_answers (how many) beside a greedy score; crash_step, replay,
+mismatch {metric: mean over all steps}; probe_steps, mismatch_at_probes and mismatch_without_replay
+{metric: mean over the probe steps, with and without replay}, k3_cuts [without / with of each probe
+step, ascending]; groups_without_signal (share at the end); asynchronous {staleness_mean,
+staleness_max, spanning, learner_busy, sampler_busy}; time {part: seconds}, tokens_per_second,
+parent {run, step}, run and report (paths); nothing_learnt {learnt (nothing or little), verdict, why
+[sentences], silent and steps (counts)}, only where the rewards taught nothing or little.
 """
 
 from __future__ import annotations

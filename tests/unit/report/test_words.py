@@ -4,7 +4,6 @@ import io
 import math
 
 import pytest
-
 from rich.console import Console
 
 from onepolicy.notation import counted, number, with_error
