@@ -58,7 +58,7 @@ class Rollout:
 class Result:
     k3: float
     max_dlogp: float
-    wrong: float  # share of routers whose experts are not the rollout's
+    wrong: float  # share of routes whose experts are not the rollout's
 
 
 Rule = Callable[[PreTrainedModel, Routers, Rollout], AbstractContextManager]

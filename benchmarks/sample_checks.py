@@ -5,7 +5,7 @@
 
 Random Qwen3-MoE models of 4 layers, a float32 trainer, samples of 80 to 120 tokens. The routes are
 those of an engine: a copy of the model in bfloat16, with weights rounded to int8, or with another
-choice in a tenth of the routers (`rollout.pressure`).
+choice in a tenth of the routes (`rollout.pressure`).
 
 planted: forwards of 20 samples. Every 20th run begins with a new model and a clean forward. Then
 one sample of each forward holds wrong routes in a part of its rows. They come in the payloads of
@@ -44,7 +44,7 @@ SHORTEST, LONGEST = 80, 120
 RUNS_OF_A_MODEL = 20
 FORMS = ("vllm", "sglang", "verl", "prime-rl", "slime", "skyrl")
 SIZES = (1.0, 0.5, 0.25, 0.1, 0.07, 0.05, 0.03)
-PRESSURE = 0.1  # share of routers that choose otherwise
+PRESSURE = 0.1  # share of routes that choose otherwise
 
 
 def make_model(seed: int, *, experts: int = 16, top_k: int = 4) -> PreTrainedModel:

@@ -217,7 +217,7 @@ def mismatch_rows(found: dict[Arm, list[Row]]) -> list[tuple[str, ...]]:
         "updates old",
         "correction",
         *both,
-        "routers that differ",
+        "routes that differ",
         "ESS of the weights",
         "seeds",
     )

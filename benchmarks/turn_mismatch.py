@@ -152,7 +152,7 @@ def metrics(native: TokenBatch, replayed: TokenBatch) -> dict[str, float]:
 def table(native: TokenBatch, replayed: TokenBatch) -> str:
     """Return other differences by turn, over all episodes. The entropy is that of the scoring
     without replay."""
-    names = ("max dlogp", "routers differing")
+    names = ("max dlogp", "routes differing")
     rows = [
         (
             "turns",
@@ -179,7 +179,7 @@ def largest(batch: TokenBatch, slots: Tensor) -> float:
 
 
 def differing(batch: TokenBatch, slots: Tensor) -> float:
-    """Return the share of routers at which the trainer's own choice, in this scoring, is not the
+    """Return the share of routes at which the trainer's own choice, in this scoring, is not the
     rollout's."""
     assert batch.routing is not None
     assert batch.routing_native is not None

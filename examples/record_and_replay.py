@@ -2,7 +2,7 @@
 
     python examples/record_and_replay.py
 
-It prints a k3 of 1.4e-3 without and 1.8e-4 with replay, 5.9% of the routers differing.
+It prints a k3 of 1.4e-3 without and 1.8e-4 with replay, 5.9% of the routes differing.
 """
 
 import torch
@@ -43,7 +43,7 @@ routers = op.bind_routers(trainer)  # every router, found by structure; raises i
 mask = torch.ones(1024, dtype=torch.bool)
 with torch.no_grad(), routers.record() as tape:
     print("k3 without replay:", op.mismatch(logp(trainer), logp_rollout, mask).k3)
-print("routers that differ:", op.routing_disagreement(tape.trace(), trace).routers)
+print("routes that differ:", op.routing_disagreement(tape.trace(), trace).routers)
 
 with routers.replay(trace):  # these experts, the trainer's own router weights, gradients intact
     logp_old = logp(trainer)

@@ -87,7 +87,7 @@ def main() -> None:
         trainer = GRPOTrainer(make_model(), reward, args, rollout_func=Sampler(), **given)
         op_trl.attach(trainer, replay="r3", native_every=1)
         trainer.train()
-    print("step  reward  k3 without  k3 with replay  routers that differ")
+    print("step  reward  k3 without  k3 with replay  routes that differ")
     for row in trainer.state.log_history:
         if "mismatch/k3" in row:
             k3 = f"{row['mismatch_native/k3']:10.1e}  {row['mismatch/k3']:14.1e}"

@@ -53,7 +53,7 @@ def drawn() -> str:
         f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}"/>',
         text(20, 30, title, "t"),
         text(20, 52, "A column is a seed, a dot a run of 400 steps: its held-out accuracy at the "
-             "end. Artificial noise moves 40% of the routers.", "m"),
+             "end. Artificial noise moves 40% of the routes.", "m"),
         *axes(),
     ]  # fmt: skip
     for at, seed in enumerate(seeds):

@@ -629,7 +629,7 @@ def outcome(name: str, seed: int, gap: str, rows: int = ROWS) -> Outcome:
 
 
 def clean(seed: int, gap: str, *, routes: float = 0.0, **settings: object) -> AuditResult:
-    """Audit a clean world. routes: share of routers that choose one other expert on the trainer's
+    """Audit a clean world. routes: share of routes that choose one other expert on the trainer's
     side; 0: the dump has no routes."""
     w = world(seed, gap, **settings)  # type: ignore[arg-type]
     if routes:

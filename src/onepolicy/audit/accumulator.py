@@ -155,7 +155,7 @@ class RowSample:
 
 @dataclass(slots=True, eq=False)
 class RoutingCounts:
-    """Counts of differing routers, over slots inside the mask that both sides recorded."""
+    """Counts of differing routes, over slots inside the mask that both sides recorded."""
 
     slots: int
     tokens: int  # with at least one differing router
@@ -163,7 +163,7 @@ class RoutingCounts:
 
     @property
     def routers(self) -> float:
-        """Share of routers that differ; NaN without slots."""
+        """Share of routes that differ; NaN without slots."""
         if not self.slots:
             return float("nan")
         return float(self.per_layer.sum()) / (self.slots * len(self.per_layer))

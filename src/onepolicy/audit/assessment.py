@@ -142,7 +142,7 @@ def _unchecked_causes(accumulated: DumpAccumulator, gap: Gap) -> list[str]:
 
 
 def _replayable_routers(accumulated: DumpAccumulator) -> float | None:
-    """Return the share of routers that differ and could be replayed; None if it is not known.
+    """Return the share of routes that differ and could be replayed; None if it is not known.
 
     If the trainer replays already, the share is 0: the remaining gap is not due to routing.
     """

@@ -50,7 +50,7 @@ ROWS = {  # statistic -> (name, is a share)
     "pearson": ("Correlation of probabilities", False),
     "ppl_ratio": ("Perplexity, trainer / rollout", False),
     "routers": (WOULD.capitalize(), True),
-    "tokens_routed": ("Tokens with such a router", True),
+    "tokens_routed": ("Tokens with such a route", True),
 }
 COUNTS = ("tokens", "sequences")
 NEAR_ONE = ("mean_rho", "pearson", "ppl_ratio")

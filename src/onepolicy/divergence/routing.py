@@ -20,14 +20,14 @@ MAX_PAIRS = 2**26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingDisagreement:
-    """Shares of routers with different experts, over n slots valid in both traces.
+    """Shares of routes with different experts, over n slots valid in both traces.
 
     See the R3 paper, section 3.2. A router is one (slot, layer) pair. It differs if its two sets of
     K experts differ, in any order.
     """
 
     slots: int  # n
-    routers: float  # share of routers that differ
+    routers: float  # share of routes that differ
     tokens: float  # share of slots with at least one differing router
     sequence: float  # mean of sequence_mean (differing routers per token); nan without `segment`
     experts: float  # mean number of differing experts per router

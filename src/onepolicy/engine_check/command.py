@@ -326,7 +326,7 @@ def check_route_agreement(pair: EngineAndScorer, batch: TokenBatch) -> dict[str,
         }
     differ = routing_disagreement(batch.routing_native, batch.routing)
     worst = float(differ.per_layer.max())
-    routes = f"{rows}; {number(differ.routers, share=True)} of routers differ from the trainer's"
+    routes = f"{rows}; {number(differ.routers, share=True)} of routes differ from the trainer's"
     layers = f"{len(batch.routing.layers)} layers, in the worst {number(worst, share=True)} differ"
     return {
         "routes": Check("routes", True, routes),

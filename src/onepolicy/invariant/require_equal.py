@@ -59,7 +59,7 @@ def require_equal(
     if found.routers:
         layer = batch.routing.layers[int(found.per_layer.nonzero()[0, 0])]
         raise TrainingError(
-            f"numerics: on-policy, {when}: {found.routers:.2%} of the routers choose other experts "
+            f"numerics: on-policy, {when}: {found.routers:.2%} of the routes have other experts "
             f"in the trainer than in the engine, first in layer {layer}; {HINT}"
         )
 

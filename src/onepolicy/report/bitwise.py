@@ -46,7 +46,7 @@ def rows(tree: Tree) -> list[tuple[str, str, str]]:
     ]
     if tree["routers"] is not None:
         differ = number(tree["routers"], share=True)
-        found.append(("routers, engine against trainer", differ, "all tokens and layers"))
+        found.append(("routes, engine against trainer", differ, "all tokens and layers"))
     return [*found, ("k3", number(tree["k3"]), "nats per token")]
 
 

@@ -54,8 +54,8 @@ QUANTITIES = {  # metric -> (name, is a share)
     "mismatch/max_dlogp": ("largest |log rho|, nats", False),
     "mismatch/ess": ("effective share of tokens", True),
     "routing/routers": (WOULD, True),
-    "routing/tokens": ("tokens with such a router", True),
-    "routing/sequence": ("such routers per token", False),
+    "routing/tokens": ("tokens with such a route", True),
+    "routing/sequence": ("such routes per token", False),
 }
 REPEATS = {
     "repeat/k3": ("trainer repeated, other packing: k3", False),
@@ -65,7 +65,7 @@ REPEATS = {
 ENGINE = {
     "k3": ("k3", False),
     "max_dlogp": ("largest |log ratio|", False),
-    "routers": ("routers that differ", True),
+    "routers": ("routes that differ", True),
     "same": ("tokens that came out the same", True),
 }
 FALL_HEADER = ("", "change", "95% interval", "left", "measured as")
@@ -154,7 +154,7 @@ def calibration(tree: Tree) -> str:
     )
     without, within = (number(each.get("mismatch/k3")) for each in (plain, replayed))
     return (
-        f"Calibration: {routers} of routers differ, {tokens} of tokens have such a router, F(2) is "
+        f"Calibration: {routers} of routes differ, {tokens} of tokens have such a route, F(2) is "
         f"{f2}; k3 is {without} nats a token without replay and {within} with it."
     )
 

@@ -82,7 +82,7 @@ def routing_figures_of(
 
 
 def per_router(series: Sequence[Series]) -> Figure:
-    """Draw the share of routers (token, layer) with 0..K differing experts."""
+    """Draw the share of routes (token, layer) with 0..K differing experts."""
     shares = [(each, each.values / each.values.sum()) for each in series]
     scale = LogScale.of(*(values[values > 0] for _, values in shares), top=1.0)
     data = []
@@ -91,7 +91,7 @@ def per_router(series: Sequence[Series]) -> Figure:
         data.append(bars(each.label, list(range(len(values))), heights, each.style))
     layout = {
         "xaxis": axis("experts chosen otherwise", dtick=1),
-        "yaxis": scale.axis("share of routers (log)"),
+        "yaxis": scale.axis("share of routes (log)"),
     }
     title = f"{WOULD.capitalize()}: " + _each((e.label, 1 - values[0]) for e, values in shares)
     note = "Counted: every token in every MoE layer. A bar left out is exactly 0."

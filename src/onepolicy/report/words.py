@@ -29,7 +29,7 @@ Tree = dict[str, Any]
 ARROW = "\N{RIGHTWARDS ARROW}"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
-WOULD = "routers that would choose otherwise"
+WOULD = "routes that would differ"
 RAN = "experts that ran"
 """Experts that compute under replay: the rollout's, whatever the trainer's router would choose."""
 ROLLOUTS_OWN = "100% the rollout's"
@@ -50,9 +50,9 @@ FEWEST_POINTS = 10
 QUANTITIES = {  # metric -> (name, is a share)
     "mismatch/k3": ("k3, nats per token", False),
     "mismatch/f2": ("F(2), share of tokens off by more than 2" + TIMES, True),
-    "routing/routers": ("Routers that would choose otherwise", True),
-    "routing/tokens": ("Tokens with such a router", True),
-    "routing/sequence": ("Such routers per token", False),
+    "routing/routers": ("Routes that would differ", True),
+    "routing/tokens": ("Tokens with such a route", True),
+    "routing/sequence": ("Such routes per token", False),
 }
 
 
@@ -311,7 +311,7 @@ def too_small(k3: Compared) -> bool:
 def cut_by(entry: Compared, summary: Tree) -> str:
     """Return the factor by which replay cut this quantity; empty if a factor means nothing.
 
-    Shares of routers count different choices of the trainer. Replay replaces these choices, but
+    Shares of routes count different choices of the trainer. Replay replaces these choices, but
     does not change them.
     """
     k3 = next((each for each in compared(summary) if each.metric == "mismatch/k3"), None)

@@ -159,7 +159,7 @@ def verdict(
     diagnosis: Diagnosis,
     *,
     replayed: Gap | None = None,  # same tokens, the rollout's routes replayed; None: not measured
-    routers: float | None = None,  # share of routers that differ; None: not known
+    routers: float | None = None,  # share of routes that differ; None: not known
     routes: str = "",  # reason why the routes do not belong to these tokens; empty if they do
     since: str = "",  # part of a run that is judged, as in ` from step 20 on`
     aged: bool = False,  # most of the gap is declared staleness
@@ -312,7 +312,7 @@ def _correct(
     size = f"Mismatch{since}, {number(gap.k3)} nats a token"
     if routers:
         sentence = (
-            f"{size}, and {number(routers, share=True)} of the routers differ: replay the "
+            f"{size}, and {number(routers, share=True)} of the routes differ: replay the "
             f"rollout's routes (R3). If that cannot be had, correct with {name}."
         )
         return Verdict("replay", ("routing",), sentence, R3, tuple(basis), forecasts)

@@ -175,7 +175,8 @@ def test_bad_arguments(compare, tmp_path, subtests, capsys):
     for words in ("--seeds -1", "--seeds 0 recipe.toml"):
         with subtests.test(words), pytest.raises(SystemExit):
             compare(*words.split())
-        assert "is no seed" in capsys.readouterr().err
+        said = " ".join(capsys.readouterr().err.split())
+        assert "is no seed (0 to 2^63 - 1); give the recipe and settings before --seeds" in said
     assert main(["compare", "--arm", "a", "steps=2", "--arm", "b", "recipe.toml"]) == 2
     assert "compare: give the recipe first" in capsys.readouterr().err
 

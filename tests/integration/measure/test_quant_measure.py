@@ -8,6 +8,7 @@ import pytest
 from onepolicy.cli import main
 from onepolicy.config import resolve
 from onepolicy.correct.predict import predict
+from onepolicy.notation import number
 from support.planted_engine import SETTINGS
 
 
@@ -28,4 +29,4 @@ def test_the_gap_is_named_and_the_correction_predicted(policy, tmp_path, capsys)
     config = resolve(whole, ["correction.preset=icepop"])
     assert would["keep"] == predict(config.correction, would["kl"], would["length"]).keep
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"settings (icepop) would keep {would['keep']:.2%}" in printed
+    assert f"settings (icepop) would keep {number(would['keep'], share=True)}" in printed

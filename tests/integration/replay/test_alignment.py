@@ -192,7 +192,7 @@ def test_thresholds_by_hand() -> None:
 
 
 def test_few_routers_may_differ_by_chance() -> None:
-    """2 layers, top 1 of 128, 7% of the routers differ: the lowest of 400 windows is below 80%."""
+    """2 layers, top 1 of 128, 7% of the routes differ: the lowest of 400 windows is below 80%."""
     generator = torch.Generator().manual_seed(0)
     native = torch.randint(128, (6400, 2, 1), generator=generator).byte()
     others = (native + torch.randint(1, 128, native.shape, generator=generator)).byte() % 128

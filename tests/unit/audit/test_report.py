@@ -99,5 +99,5 @@ def test_titles_follow_the_data(tmp_path) -> None:
 def test_routers_of_an_audit_would_choose_otherwise(tmp_path) -> None:
     found = audit(write_jsonl(tmp_path / "d.jsonl", with_routes(gaussian_rows(4e-3, rows=12))), {})
     page = write_report(tmp_path / "out", [found])[1].read_text(encoding="utf-8")
-    assert "Routers that would choose otherwise" in page
-    assert "Routers that differ" not in page
+    assert "Routes that would differ" in page
+    assert "Routes that differ" not in page

@@ -55,5 +55,5 @@ def test_routes_count_too():
     same = [[[1, 2], [3, 4]]] * 8
     require(scored(routing=routes(same), routing_native=routes([[[2, 1], [3, 4]]] * 8)))  # a set
     other = [[[1, 2], [3, 4]]] * 7 + [[[1, 2], [3, 5]]]
-    with pytest.raises(TrainingError, match=r"6.25% of the routers .* first in layer 5"):
+    with pytest.raises(TrainingError, match=r"6.25% of the routes .* first in layer 5"):
         require(scored(routing=routes(same), routing_native=routes(other)))

@@ -20,7 +20,7 @@ def test_differences_are_a_table_and_the_path_is_one_word(tmp_path, monkeypatch,
     for row in (
         "engine against trainer 7 1,000 of 4 sequences",
         "one sequence at a time 3 300",
-        "routers, engine against trainer 1.25% all tokens",
+        "routes, engine against trainer 1.25% all tokens",
         "k3 2e-9 nats per token",
     ):
         assert row in words

@@ -110,7 +110,7 @@ def test_verdict_and_comparison_by_hand(copy):
     assert all(sentence in page for sentence in sentences)
     order = [page.index(part) for part in ("<h1>", first, "Reward rose from", 'class="tiles"')]
     assert order == sorted(order)
-    cells = ("Routers that would choose otherwise", "1%", "5%", "2%", "\u2013")
+    cells = ("Routes that would differ", "1%", "5%", "2%", "\u2013")
     row = "".join(f"<td>{cell}</td>" for cell in cells)
     assert row in re.sub(r' data-name="[^"]*"', "", page)
 

@@ -67,7 +67,7 @@ LARGE = SUMMARY | {
 def test_sentences():
     small = (
         "Without \u2192 with replay, on 2 probe batches scored both ways: k3 6e-6 \u2192 2e-6 "
-        "(too small to matter); F(2) 0.02% \u2192 0%; routers that would choose otherwise "
+        "(too small to matter); F(2) 0.02% \u2192 0%; routes that would differ "
         "3.3% \u2192 3%; experts that ran with it: 100% the rollout's."
     )
     assert verdict(SUMMARY) == [
@@ -133,7 +133,7 @@ def test_negligible_values_have_no_ratio():
 
 def test_other_choices_of_the_trainer_are_not_cut():
     rows = {row[0]: row for row in comparison(LARGE)}
-    assert rows["Routers that would choose otherwise"][-1] == "\u2013"
+    assert rows["Routes that would differ"][-1] == "\u2013"
     assert rows["Experts that ran"][3] == "100% the rollout's"
     assert "3.3% without \u2192 3% with replay" in shown(LARGE)
     assert "1.1\u00d7" not in shown(LARGE)
