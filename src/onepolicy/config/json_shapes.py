@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
-from onepolicy.errors import UsageError
+from onepolicy.errors import UsageError, printable
 
 JsonObject = dict[str, Any]
 
@@ -197,7 +197,7 @@ def check_shape(value: Any, kind: type[Shape], where: str, hint: str) -> JsonObj
         kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
+        place = _one_line(".".join(map(str, first["loc"])))
         if first["type"] == "missing":
             raise UsageError(f"{where}: lacks {place}; {hint}") from None
         rule = first["msg"].removeprefix("Input ")
@@ -213,7 +213,9 @@ def check_metrics(row: JsonObject, where: str, hint: str) -> None:
         if name == "step" or value is None:
             pass
         elif type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:  # NaN neither
-            raise UsageError(f"{where}: {name} is {_shown(value)}, which no metric is; {hint}")
+            raise UsageError(
+                f"{where}: {_one_line(name)} is {_shown(value)}, which no metric is; {hint}"
+            )
         if "@" in name and not name.startswith("tools/") and not re.search("@[0-9]{1,15}$", name):
             raise UsageError(f"{where}: {_shown(name)} is no name of a metric; {hint}")
 
@@ -226,6 +228,11 @@ def _shown(value: Any) -> str:
     if len(text) > SHOWN:
         return f"{text[:SHOWN]}..."
     return text
+
+
+def _one_line(name: str) -> str:
+    """Return a stranger's key on one line. Errors keep line breaks, which would forge lines."""
+    return printable(name[: 4 * SHOWN])
 
 
 def _refuse(constant: str) -> float:

@@ -156,3 +156,12 @@ def test_a_missing_file_and_a_corrupt_line_in_the_middle(tmp_path, subtests):
         (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + bad + b'\n{"step": 3}\n')
         with subtests.test(bad=bad), pytest.raises(UsageError, match=r"metrics\.jsonl:2"):
             read_metrics(tmp_path)
+
+
+def test_a_strangers_key_forges_no_line_of_an_error(tmp_path):
+    row = json.dumps({"step": 1, "a\nonepolicy: all is well" + "x" * 70_000: "no number"})
+    (tmp_path / "metrics.jsonl").write_text(row + "\n")
+    with pytest.raises(UsageError, match=r"metrics\.jsonl:1: a\\nonepolicy: all is well") as said:
+        read_metrics(tmp_path)
+    assert str(said.value).isprintable()
+    assert len(str(said.value)) < 600
