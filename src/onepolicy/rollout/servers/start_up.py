@@ -104,7 +104,7 @@ async def _check_top_k(engine: RolloutEngine, where: str) -> None:
     """Check that with top_k = 1 the only token has log-probability 0."""
     completions = await _first_tokens(engine, Sampling(1.0, 1, top_k=1))
     logp = [float(completion.logp) for completion in completions]
-    typical = statistics.median(logp)  # where tokens tie, more than one is left
+    typical = statistics.median_high(logp)  # where tokens tie, more than one is left
     not_finite = [value for value in logp if not math.isfinite(value)]
     if not_finite:
         typical = not_finite[0]

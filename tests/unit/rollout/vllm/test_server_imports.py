@@ -23,10 +23,11 @@ models = [name for name in sys.modules if name.startswith("onepolicy.models.")]
 assert set(models) == {"onepolicy.models.quant", "onepolicy.models.quant.size_report"}, models
 """
 ROOMS = {
-    *("config", "divergence", "interfaces", "models", "replay", "rollout", "sync"),
+    *("config", "divergence", "interfaces", "models", "replay", "rollout", "support", "sync"),
     *("errors", "npy", "telemetry", "types"),
 }
-"""What the server's process may load: the library's readers of routes, and weight sync."""
+"""What the server's process may load: the library's readers of routes and of supports, and weight
+sync."""
 
 
 @pytest.mark.full
