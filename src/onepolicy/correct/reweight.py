@@ -220,9 +220,9 @@ def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
         fields = Fields.of(
             name, {field: bound[field] for field in list(bound)[:3]}, segment=bound["segment"]
         )
-        segment = torch.zeros_like(fields.mask, dtype=torch.int64)
-        if fields.segment is not None:
-            segment = fields.numbered()[0].segment
+        segment = fields.numbered()[0].segment
+        if segment is None:
+            segment = torch.zeros_like(fields.mask, dtype=torch.int64)
         return function(**{**given, "segment": segment}, **options)
 
     return flat
