@@ -86,6 +86,7 @@ def assess(
         gap,
         _diagnose_whole(accumulated, onset, trainer),
         routers=_replayable_routers(accumulated),
+        by_routes=accumulated.routes and accumulated.routes.k3,
         routes=route_error,
         since=since,
         aged=accumulated.ages.explains_gap,
