@@ -43,6 +43,9 @@ NEEDED_FOR_CORRECTION = {  # column -> why no correction may be recommended with
     "entropy": f"Add the column entropy {WITHOUT_ENTROPY}",
 }
 PROCESSED_IN_VLLM = "logprobs_mode=processed_logprobs makes it return processed log-probabilities"
+GROWS, LEAST_GAP = 5.0, 1e-4
+"""Factor between the first and the last eighth of the rows from which growth is said, and the mean
+|log rho| in nats below which an eighth counts as that."""
 ROUNDING_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -161,6 +164,10 @@ def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
     if accumulated.native is not None:
         k3 = number(accumulated.native.statistics()["k3"])
         notes.append(f"Without replay k3 is {k3} nats a token over the whole dump.")
+    rows = [row.columns for row in accumulated.sample.rows(onset)]
+    grown = growth([np.abs(r["logp_trainer"] - r["logp_rollout"])[r["mask"]] for r in rows])
+    if grown:
+        notes.append(f"{grown[0].upper()}{grown[1:]}.")
     if accumulated.ages.has_old_tokens:
         notes.append(accumulated.ages.describe())
     if accumulated.sample.size < accumulated.entries:
@@ -169,6 +176,23 @@ def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
     if onset is not None:
         notes.append(f"k3 diverges at step {onset}: {ONSET_RULE}.")
     return notes
+
+
+def growth(gaps: list[Array]) -> str:
+    """Return how the gap grows or falls along the rows, by their first and last eighth.
+
+    gaps: |log rho| of each row. Empty if they are not GROWS times apart.
+    """
+    parts = [np.array_split(gap, 8) for gap in gaps if len(gap) >= 8]
+    if len(parts) < FEW_ROWS:
+        return ""
+    first, last = (float(np.concatenate([part[i] for part in parts]).mean()) for i in (0, -1))
+    if max(first, last) <= GROWS * max(min(first, last), LEAST_GAP):
+        return ""
+    word, times = "grows", last / max(first, LEAST_GAP)
+    if first > last:
+        word, times = "falls", first / max(last, LEAST_GAP)
+    return f"the gap {word} {number(times)} times from the first eighth of the rows to the last"
 
 
 def _rounding_notes(accumulated: DumpAccumulator) -> list[str]:
