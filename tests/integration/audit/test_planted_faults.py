@@ -21,6 +21,7 @@ from support.audit_faults import (
     outcome,
     outcomes,
     routed,
+    stale,
     swapped,
     table,
     uneven,
@@ -172,6 +173,22 @@ def test_rows_of_other_weights_among_uneven_rows_are_named(gap) -> None:
     said = w.audited().verdict
     assert (said.action, said.setting) == ("unclear", ""), said.text()
     assert f"rows {', '.join(planted[:-1])} and {planted[-1]}, at least 5 times" in said.text()
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_rows_of_other_weights_are_counted_and_listed(seed) -> None:
+    """20 of 96 rows, among rows that differ in noise: by ranks some more look far."""
+    w = world(seed, version=False)
+    uneven()(w)
+    before = w.engine
+    stale(20 / 96, 1.0, version=False)(w)
+    moved = (w.columns["logp_rollout"] - logp(before, w.tokens)).abs() > 0.01
+    planted = w.segment[moved].unique().tolist()
+    assert len(planted) == 20
+    said = w.audited().verdict
+    assert said.causes == ("stale",), said.text()
+    assert "about 20 of 96 rows are" in said.text()
+    assert f"(rows {', '.join(map(str, planted[:8]))} and 12 others)" in said.text()
 
 
 @pytest.mark.slow
