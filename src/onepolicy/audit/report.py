@@ -356,5 +356,7 @@ def _reasons(result: AuditResult) -> list[str]:
             f"`onepolicy config preset {name}` says it in the settings of verl, miles, TRL and "
             "others."
         )
+    if result.verdict.effect:
+        lines.append(result.verdict.effect)
     lines += [f"Because {text.removesuffix('.')}." for text in result.verdict.basis]
     return [*lines, *result.notes]

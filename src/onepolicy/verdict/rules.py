@@ -202,12 +202,14 @@ class Verdict:
     setting: str  # the setting to make; empty if none
     basis: tuple[str, ...]  # measurements that the advice rests on
     forecasts: tuple[Forecast, ...] = ()
+    effect: str = ""  # predicted effect of the correction that is named; empty if none is
 
     def text(self) -> str:
-        """Return sentence, setting and basis, one a line."""
-        lines = [self.sentence, *self.basis]
+        """Return sentence, setting, predicted effect and basis, one a line."""
+        lines = [self.sentence]
         if self.setting:
-            lines.insert(1, f"Set {self.setting}.")
+            lines.append(f"Set {self.setting}.")
+        lines += [*filter(None, [self.effect]), *self.basis]
         return "\n".join(lines)
 
 
@@ -357,8 +359,8 @@ def _replay(
     name, setting, predicted = _correction(remaining, forecasts)
     left = f"the {number(remaining.k3)} nats a token that are left"
     sentence = f"{sentence}, and correct {left} with {name}."
-    basis = [*basis, predicted]
-    return Verdict("correct", ("routing",), sentence, f"{R3} {setting}", tuple(basis), forecasts)
+    setting = f"{R3} {setting}"
+    return Verdict("correct", ("routing",), sentence, setting, tuple(basis), forecasts, predicted)
 
 
 def _correct(
@@ -371,14 +373,14 @@ def _correct(
 ) -> Verdict:
     """Return the verdict on a gap that replay does not reduce, or was not measured to reduce."""
     name, setting, predicted = _correction(gap, forecasts)
-    basis = [*basis, *filter(None, [by_routes.text()]), predicted]
+    basis = [*basis, *filter(None, [by_routes.text()])]
     size = f"Mismatch{since}, {number(gap.k3)} nats a token"
     if routers and not by_routes.alike:
         sentence = (
             f"{size}, and {number(routers, share=True)} of the routers differ: replay the "
             f"rollout's routes (R3). If that cannot be had, correct with {name}."
         )
-        return Verdict("replay", ("routing",), sentence, R3, tuple(basis), forecasts)
+        return Verdict("replay", ("routing",), sentence, R3, tuple(basis), forecasts, predicted)
     sentence = f"{size}: correct it with {name}."
     causes: tuple[str, ...] = ("numerics",)
     if routers:
@@ -389,7 +391,7 @@ def _correct(
     if routers is None:
         sentence += " If the model is a mixture of experts, replay its routes (R3) first."
         causes = ()
-    return Verdict("correct", causes, sentence, setting, tuple(basis), forecasts)
+    return Verdict("correct", causes, sentence, setting, tuple(basis), forecasts, predicted)
 
 
 def _correct_age(
@@ -401,7 +403,7 @@ def _correct_age(
         f"{number(gap.k3)} nats a token{since}, most of it because older weights sampled: correct "
         f"it with {name}. If training suffers: {YOUNGER[0].lower()}{YOUNGER[1:]}."
     )
-    return Verdict("correct", ("age",), sentence, setting, (*basis, predicted), forecasts)
+    return Verdict("correct", ("age",), sentence, setting, tuple(basis), forecasts, predicted)
 
 
 def _correction(gap: Gap, forecasts: tuple[Forecast, ...]) -> tuple[str, str, str]:
@@ -411,8 +413,8 @@ def _correction(gap: Gap, forecasts: tuple[Forecast, ...]) -> tuple[str, str, st
         name = "icepop"
     kept = next(forecast for forecast in forecasts if forecast.preset == name)
     effect = (
-        f"{name} is predicted to keep {kept.keep:.1%} of these tokens and to multiply the step by "
-        f"{kept.attenuation:.3f}, if log-ratios are normal with this k3"
+        f"{name} would keep {kept.keep:.1%} of these tokens and multiply the step by "
+        f"{kept.attenuation:.3f}, if log-ratios are normal with this k3."
     )
     return name, f"correction.preset={name}", effect
 

@@ -31,6 +31,15 @@ def test_the_verdict_comes_first(tmp_path, rows, badge) -> None:
     assert f'<div class="card verdict {found.verdict.action}"><p class="badge">{badge}</p>' in page
 
 
+def test_the_effect_of_a_correction_is_no_reason_for_it(tmp_path) -> None:
+    console = Console(record=True, width=200)
+    run_audit([write_jsonl(tmp_path / "d.jsonl", gaussian_rows(4e-3))], {}, None, console)
+    lines = [line.strip() for line in console.export_text().splitlines()]
+    (effect,) = [line for line in lines if "multiply the step by" in line]
+    assert effect.startswith("tis would keep 100.0% of these tokens")
+    assert not [line for line in lines if line.startswith("Because tis")]
+
+
 def test_numbers_near_1_have_their_digits(tmp_path) -> None:
     console = Console(record=True, width=100)
     run_audit([write_jsonl(tmp_path / "d.jsonl", gaussian_rows(4e-3))], {}, None, console)
