@@ -23,16 +23,20 @@ from onepolicy.verdict.bug_signatures import (
     Diagnosis,
     diagnose,
 )
-from onepolicy.verdict.declared import UNDECLARED, Declared
+from onepolicy.verdict.declared import HARMLESS_KL, UNDECLARED, Declared
 from onepolicy.verdict.rules import FEW_ROWS, RAW_OR_PROCESSED, Gap, Verdict, verdict
 from onepolicy.verdict.scored_tokens import FEWEST
 from onepolicy.verdict.value_faults import missing
 
 ONSET_STEPS, ONSET_FACTOR, ONSET_MIN_STEPS = 5, 4.0, 15
+JUMP_STEPS = (2, 3)
+"""Fewest steps before a jump and from it on, in a dump of few steps."""
 ONSET_RULE = (
     f"the first of {ONSET_STEPS} steps in a row whose k3 is above {ONSET_FACTOR:g} times the "
-    f"median, and the largest, of the first fifth of the steps (at least {ONSET_STEPS}); looked "
-    f"for in dumps of {ONSET_MIN_STEPS} steps or more"
+    f"median, and the largest, of the first fifth of the steps (at least {ONSET_STEPS}); with "
+    f"fewer than {ONSET_MIN_STEPS} steps, the first from which all are surely above "
+    f"{ONSET_FACTOR:g} times all earlier ones ({JUMP_STEPS[0]} before it, {JUMP_STEPS[1]} from it "
+    "on, or more)"
 )
 COLUMN_CHECKS = {  # column -> the check that needs it
     **LOOKED_FOR_BY,
@@ -74,8 +78,10 @@ def assess(
     claims_equality: both sides were computed alike, so equal bits do not mean that one side is a
     copy of the other.
     """
+    of_steps = {step: stats.statistics() for step, stats in accumulated.steps.items()}
     onset = divergence_onset(
-        {step: stats.statistics()["k3"] for step, stats in accumulated.steps.items()}
+        {step: found["k3"] for step, found in of_steps.items()},
+        {step: found["k3_error"] for step, found in of_steps.items()},
     )
     gap = _gap(_stats_since(accumulated, onset))
     route_error = _route_error(accumulated, onset)
@@ -102,8 +108,8 @@ def assess(
         for name, check in COLUMN_CHECKS.items()
         if name not in accumulated.columns
     ]
-    if "step" in accumulated.columns and len(accumulated.steps) < ONSET_MIN_STEPS:
-        not_checked.append(f"{COLUMN_CHECKS['step']}: fewer than {ONSET_MIN_STEPS} steps")
+    if "step" in accumulated.columns and len(accumulated.steps) < sum(JUMP_STEPS):
+        not_checked.append(f"{COLUMN_CHECKS['step']}: fewer than {sum(JUMP_STEPS)} steps")
     notes = _notes(accumulated, onset)
     if any(cause in RAW_OR_PROCESSED for cause in reached.causes):
         notes.append(f"If the engine is vLLM: {PROCESSED_IN_VLLM}.")
@@ -319,16 +325,34 @@ def _stats_since(accumulated: DumpAccumulator, onset: int | None) -> StreamingSt
     return functools.reduce(StreamingStats.merge, stats)
 
 
-def divergence_onset(k3: dict[int, float]) -> int | None:
-    """Return the step at which k3 starts to diverge by ONSET_RULE; None if it does not."""
-    if len(k3) < ONSET_MIN_STEPS:
-        return None
+def divergence_onset(k3: dict[int, float], errors: dict[int, float] | None = None) -> int | None:
+    """Return the step at which k3 starts to diverge by ONSET_RULE; None if it does not.
+
+    errors: standard errors of k3, which count in dumps of few steps; NaN: not known.
+    """
     steps = sorted(k3)
+    if len(k3) < ONSET_MIN_STEPS:
+        known = errors or {}
+        return _jump_between_steps([(k3[each], known.get(each, 0.0)) for each in steps], steps)
     first = [k3[step] for step in steps[: max(ONSET_STEPS, len(steps) // 5)]]
     # Small steps are heavy-tailed, so the median alone is not enough.
     bound = max(ONSET_FACTOR * statistics.median(first), *first)
     high = [k3[step] > bound for step in steps]
     for i in range(len(steps) - ONSET_STEPS + 1):
         if all(high[i : i + ONSET_STEPS]):
+            return steps[i]
+    return None
+
+
+def _jump_between_steps(found: list[tuple[float, float]], steps: list[int]) -> int | None:
+    """Return the step from which every k3 is surely above all earlier ones; None if there is none.
+
+    found: k3 and its standard error by step.
+    """
+    before, since = JUMP_STEPS
+    for i in range(before, len(found) - since + 1):
+        highest = max(k3 for k3, _ in found[:i])
+        lowest = min(k3 - 2 * error for k3, error in found[i:])
+        if lowest > ONSET_FACTOR * max(highest, HARMLESS_KL):  # false for NaN
             return steps[i]
     return None

@@ -259,8 +259,30 @@ def test_onset_rule() -> None:
     assert onset(1.0, range(30, 34)) is None  # four in a row
     flat[12] = 0.1
     assert onset(0.09) is None  # seen at the start too
-    few = dict.fromkeys(range(5), 1e-3) | dict.fromkeys(range(5, 14), 1.0)
-    assert divergence_onset(few) is None
+
+
+def test_a_jump_in_a_dump_of_few_steps() -> None:
+    few = {0: 1e-3, 1: 2e-3, 2: 1e-3, 3: 9e-3, 4: 0.02, 5: 9e-3}
+    assert divergence_onset(few) == 3
+    assert divergence_onset(few, dict.fromkeys(few, 4e-4)) == 3
+    assert divergence_onset(few, dict.fromkeys(few, 6e-4)) is None  # 9e-3 - 2 * 6e-4 < 4 * 2e-3
+    assert divergence_onset(few | {4: 2e-3}) is None
+    assert divergence_onset({0: 1e-3, 3: 9e-3, 4: 9e-3, 5: 9e-3}) is None  # one step before
+    assert divergence_onset({0: 1e-3, 1: 1e-3, 4: 9e-3, 5: 9e-3}) is None  # two from it on
+
+
+def test_weights_that_are_stale_from_a_step_on_are_dated(tmp_path) -> None:
+    """6 steps of 16 rows; from step 3 on other weights sampled."""
+    sizes = [1e-3] * 3 + [0.05] * 3
+    rows = [
+        row
+        for step, kl in enumerate(sizes)
+        for row in gaussian_rows(kl, rows=16, seed=step, step=step)
+    ]
+    found = audited(tmp_path, rows)
+    assert found.onset == 3
+    assert "from step 3 on" in found.verdict.sentence
+    assert any(note.startswith("k3 diverges at step 3") for note in found.notes)
 
 
 def test_the_sample_to_diagnose_is_bounded_and_of_whole_rows(tmp_path, monkeypatch) -> None:
