@@ -149,7 +149,7 @@ def _stale(pairs: Pairs, beside: Fit | None = None) -> tuple[Finding, Pairs] | N
         return None
     finding = Finding(
         "stale",
-        f"{parts[0]} slots were sampled by older weights, with mean |log rho| {number(older)} "
+        f"{parts[0]:,} tokens were sampled by older weights, with mean |log rho| {number(older)} "
         f"nats against {number(now)} of the newest",
     )
     return finding, pairs.newest()

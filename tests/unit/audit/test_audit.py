@@ -271,6 +271,17 @@ def test_a_jump_in_a_dump_of_few_steps() -> None:
     assert divergence_onset({0: 1e-3, 1: 1e-3, 4: 9e-3, 5: 9e-3}) is None  # two from it on
 
 
+def test_an_audit_counts_tokens_and_rows(tmp_path, subtests) -> None:
+    """24 rows of 40 tokens, of which every second was sampled by older weights."""
+    found = audited(tmp_path, world_rows(1, stale=0.6, entropy=True)).verdict
+    assert "480 tokens were sampled by older weights" in found.text()
+    for planted in ({"stale": 0.6}, {"shift": 1}):
+        with subtests.test(planted=planted):
+            said = audited(tmp_path, world_rows(1, entropy=True, **planted)).verdict
+            assert said.action == "bug"
+            assert "slot" not in said.text()
+
+
 def test_weights_that_are_stale_from_a_step_on_are_dated(tmp_path) -> None:
     """6 steps of 16 rows; from step 3 on other weights sampled."""
     sizes = [1e-3] * 3 + [0.05] * 3
