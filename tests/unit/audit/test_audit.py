@@ -21,6 +21,7 @@ from onepolicy.audit.run import audit, run_audit
 from onepolicy.audit.schema import write_parquet
 from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.cli import main
+from onepolicy.config import UsageError
 from onepolicy.console import Console
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.report.figure import Absent, Figure
@@ -269,6 +270,29 @@ def test_a_jump_in_a_dump_of_few_steps() -> None:
     assert divergence_onset(few | {4: 2e-3}) is None
     assert divergence_onset({0: 1e-3, 3: 9e-3, 4: 9e-3, 5: 9e-3}) is None  # one step before
     assert divergence_onset({0: 1e-3, 1: 1e-3, 4: 9e-3, 5: 9e-3}) is None  # two from it on
+
+
+def test_nested_routes_are_read_from_parquet_and_from_json_lines(tmp_path) -> None:
+    """Routes [T][L][K] are those that are flat."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    flat = with_routes(gaussian_rows(4e-3, rows=12))
+    nested = [dict(row) for row in flat]
+    for row in nested:
+        for name in ("routes_rollout", "routes_trainer"):
+            shape = (len(row["tokens"]), row["route_layers"], row["route_top_k"])
+            row[name] = np.asarray(row[name]).reshape(shape).tolist()
+    wanted = audited(tmp_path, flat).accumulated.routes
+    assert wanted.tokens > 0
+    dump = tmp_path / "d.parquet"
+    parquet.write_table(arrow.Table.from_pylist(nested), dump)
+    for found in (audit(dump, {}), audit(write_jsonl(tmp_path / "n.jsonl", nested), {})):
+        assert found.accumulated.routes.per_layer.tolist() == wanted.per_layer.tolist()
+        assert found.accumulated.routes.tokens == wanted.tokens
+    nested[3]["routes_rollout"][5][1].append(0)
+    parquet.write_table(arrow.Table.from_pylist(nested), dump)
+    with pytest.raises(UsageError, match="routes_rollout: lists inside of it differ in length"):
+        audit(dump, {})
 
 
 def test_an_audit_counts_tokens_and_rows(tmp_path, subtests) -> None:
