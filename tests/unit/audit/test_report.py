@@ -1,8 +1,10 @@
 """The report of an audit: verdict first, clear badges, titles that follow the data, pictures."""
 
+import math
 import re
 
 import pytest
+import torch
 
 from onepolicy.audit.figures import audit_figures
 from onepolicy.audit.report import write_report
@@ -11,6 +13,7 @@ from onepolicy.console import Console
 from onepolicy.report.figure import Figure
 from onepolicy.report.measure import BADGES
 from support.audit_dumps import gaussian_rows, with_routes, write_jsonl
+from support.paths import ROOT
 
 
 def far_rows():
@@ -38,6 +41,16 @@ def test_the_effect_of_a_correction_is_no_reason_for_it(tmp_path) -> None:
     (effect,) = [line for line in lines if "multiply the step by" in line]
     assert effect.startswith("tis would keep 100.0% of these tokens")
     assert not [line for line in lines if line.startswith("Because tis")]
+
+
+def test_the_way_to_the_entropy_is_named_and_is_right(tmp_path) -> None:
+    """The line of docs/measure_my_run.md on logits log 3 and 0: p is 3/4 and 1/4."""
+    said = audit(write_jsonl(tmp_path / "d.jsonl", gaussian_rows(3e-4, entropy=False)), {}).verdict
+    assert said.action == "unclear"
+    (page,) = re.findall(r"docs/\w+\.md", said.sentence)
+    (line,) = re.findall(r"`(torch\.[^`]*entropy\(\))`", (ROOT / page).read_text(encoding="utf-8"))
+    found = eval(line, {"torch": torch, "logits": torch.tensor([math.log(3), 0.0])})
+    assert float(found) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
 
 
 def test_numbers_near_1_have_their_digits(tmp_path) -> None:
