@@ -53,6 +53,21 @@ def test_the_way_to_the_entropy_is_named_and_is_right(tmp_path) -> None:
     assert float(found) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
 
 
+def test_two_audits_fit_80_columns(tmp_path) -> None:
+    dumps = [
+        write_jsonl(tmp_path / f"{name}.jsonl", gaussian_rows(kl))
+        for name, kl in (("a_clean_dump_of_long_name", 4e-3), ("another_of_stale_weights", 8e-3))
+    ]
+    console = Console(record=True, width=80)
+    run_audit(dumps, {}, None, console)
+    lines = console.export_text().splitlines()
+    assert "A: a_clean_dump_of_long_name.jsonl, B: another_of_stale_weights.jsonl" in lines
+    (head,) = [line for line in lines if "95% interval" in line]
+    assert re.findall(r"[^\W_]+", head) == ["A", "B", "B", "A", "95", "interval"]
+    cell = next(line for line in lines if "k3, nats per token" in line)
+    assert re.search(r"\d \[[-\de.]+, [-\de.]+\]", cell)
+
+
 def test_numbers_near_1_have_their_digits(tmp_path) -> None:
     console = Console(record=True, width=100)
     run_audit([write_jsonl(tmp_path / "d.jsonl", gaussian_rows(4e-3))], {}, None, console)
