@@ -299,7 +299,8 @@ class DumpAccumulator:
         self.routes.per_layer += differs.sum(0)
         sides = (columns[f"logp_{side}"][mask][recorded] for side in ("trainer", "rollout"))
         terms = k3_terms(*map(torch.from_numpy, sides)).numpy()
-        here, row = differs.any(1), block.segment[mask][recorded]
+        here: Array = np.asarray(differs.any(1))
+        row = block.segment[mask][recorded]
         lately = here.copy()
         for by in range(1, min(RECENT + 1, len(here))):
             lately[by:] |= here[:-by] & (row[by:] == row[:-by])

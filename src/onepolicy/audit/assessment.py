@@ -91,11 +91,14 @@ def assess(
     since = ""
     if onset is not None:
         since = f" from step {onset} on"
+    by_routes = None
+    if accumulated.routes is not None:
+        by_routes = accumulated.routes.k3
     reached = verdict(
         gap,
         _diagnose_whole(accumulated, onset, trainer),
         routers=_replayable_routers(accumulated),
-        by_routes=accumulated.routes and accumulated.routes.k3,
+        by_routes=by_routes,
         routes=route_error,
         since=since,
         aged=accumulated.ages.explains_gap,
@@ -170,8 +173,8 @@ def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
     if accumulated.native is not None:
         k3 = number(accumulated.native.statistics()["k3"])
         notes.append(f"Without replay k3 is {k3} nats a token over the whole dump.")
-    rows = [row.columns for row in accumulated.sample.rows(onset)]
-    grown = growth([np.abs(r["logp_trainer"] - r["logp_rollout"])[r["mask"]] for r in rows])
+    columns = [row.columns for row in accumulated.sample.rows(onset)]
+    grown = growth([np.abs(c["logp_trainer"] - c["logp_rollout"])[c["mask"]] for c in columns])
     if grown:
         notes.append(f"{grown[0].upper()}{grown[1:]}.")
     if accumulated.ages.has_old_tokens:
