@@ -46,7 +46,8 @@ def test_merged_statistics_equal_the_mismatch_of_the_whole(seed, lengths, scale,
     g = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     rollout = -torch.rand(n, generator=g, dtype=torch.float64) * 6
-    trainer = rollout + scale * torch.randn(n, generator=g, dtype=torch.float64)
+    noise = scale * torch.randn(n, generator=g, dtype=torch.float64)
+    trainer = (rollout + noise).clamp(max=0)  # as a log-probability is
     segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     everything = torch.ones(n, dtype=torch.bool)
     whole = mismatch(trainer, rollout, everything, segment=segment).metrics("m")
