@@ -123,6 +123,7 @@ def refuse_probabilities(
     which none is below 0. Values that are not finite are not judged, nor is a log-ratio: a side
     beside one that is 0 in every slot of the mask.
     """
+    values = {name: value.detach() for name, value in values.items()}
     ratio = sum(~(mask & (value != 0)).any() for value in values.values())
     wrong = {name: _no_logarithms(mask, value) & (ratio == 0) for name, value in values.items()}
     if not sum(each.any() for each in wrong.values()):  # a GPU is waited for once

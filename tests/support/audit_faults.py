@@ -628,21 +628,33 @@ def outcome(name: str, seed: int, gap: str, rows: int = ROWS) -> Outcome:
     return said.action, said.causes, said.text()
 
 
-def clean(seed: int, gap: str, *, routes: float = 0.0, **settings: object) -> AuditResult:
-    """Audit a clean world. routes: share of routes that choose one other expert on the trainer's
-    side; 0: the dump has no routes."""
+def routed(w: World, differs: Tensor) -> None:
+    """Record routes: at these tokens, [n] bool, a layer chooses one other expert on the trainer's
+    side."""
+    layers, experts, k = 2, 16, 4
+    drawn = torch.rand(len(w.tokens), layers, experts, generator=w.generator)
+    chosen = drawn.argsort(-1)[..., : k + 1].clone()
+    trainer = chosen[..., :k].clone()
+    trainer[:, 0, 0] = torch.where(differs, chosen[:, 0, k], trainer[:, 0, 0])
+    rollout = chosen[..., :k].flatten()
+    w.columns |= {"routes_rollout": rollout, "routes_trainer": trainer.flatten()}
+    shape = {"route_layers": layers, "route_top_k": k}
+    w.columns |= {name: torch.full((w.rows,), value) for name, value in shape.items()}
+
+
+def growing(w: World, last: float = 0.4) -> None:
+    """Let the noise of every logit grow along the answer, whatever the experts."""
+    size = 0.02 + (last - 0.02) * ((w.place - PROMPT) / LONGEST).clamp(0, 1)[:, None]
+    w.engine = w.trainer + w.noise(1.0) * size
+    w.draw(w.engine)
+
+
+def clean(seed: int, gap: str, *, routes: bool = False, **settings: object) -> AuditResult:
+    """Audit a clean world. routes: with routes, which differ where the logits are far apart."""
     w = world(seed, gap, **settings)  # type: ignore[arg-type]
     if routes:
-        layers, experts, k = 2, 16, 4
-        drawn = torch.rand(len(w.tokens), layers, experts, generator=w.generator)
-        chosen = drawn.argsort(-1)[..., : k + 1].clone()
-        trainer = chosen[..., :k].clone()
-        other = torch.rand(trainer.shape[:2], generator=w.generator) < routes
-        trainer[..., 0] = torch.where(other, chosen[..., k], trainer[..., 0])
-        rollout = chosen[..., :k].flatten()
-        w.columns |= {"routes_rollout": rollout, "routes_trainer": trainer.flatten()}
-        shape = {"route_layers": layers, "route_top_k": k}
-        w.columns |= {name: torch.full((w.rows,), value) for name, value in shape.items()}
+        every, _, far = GAPS[gap]
+        routed(w, (w.engine - w.trainer).std(-1) > (every + far) / 2)
     return w.audited()
 
 

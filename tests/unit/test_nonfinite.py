@@ -98,6 +98,15 @@ def test_probabilities_in_the_place_of_their_logarithms_are_refused(subtests):
                     call()
 
 
+def test_probabilities_that_have_a_gradient_are_refused_without_a_warning(recwarn):
+    old = torch.full((1, 9), 0.25, requires_grad=True)
+    for name, call in calls(old, torch.full((1, 9), 0.5), torch.full((1, 9), True)).items():
+        if name != "diagnose":
+            with pytest.raises(op.UsageError, match="all values are between 0 and 1"):
+                call()
+    assert [str(each.message) for each in recwarn] == []
+
+
 def test_rounding_and_log_ratios_are_not_refused(subtests):
     """Rounding leaves certain tokens just above 0, in bfloat16 by 1e-3 and more."""
     certain = torch.tensor([[9.0, *[2e-3] * 3, *[0.0] * 5], [9.0, 0.09, *[-1.0] * 7]])

@@ -21,6 +21,7 @@ from onepolicy.divergence.attribution import k3_terms
 from onepolicy.divergence.routing import differing_experts
 from onepolicy.nonfinite import LeftOut, Nonfinite
 from onepolicy.notation import number
+from onepolicy.verdict.rules import RECENT, ByRoutes, Mean
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
 
 MAX_AGE = 64  # older tokens count as this old
@@ -160,6 +161,7 @@ class RoutingCounts:
     slots: int
     tokens: int  # with at least one differing router
     per_layer: Array  # [L] int64, slots with a differing router
+    k3: ByRoutes = field(default_factory=ByRoutes)
 
     @property
     def routers(self) -> float:
@@ -208,7 +210,7 @@ class DumpAccumulator:
         self._add_logps(block, steps)
         self.sample.add(block, steps)
         if "routes_rollout" in columns:
-            self._add_routes(columns["routes_rollout"][mask], columns["routes_trainer"][mask])
+            self._add_routes(block)
             self.routes_sample.add(block, steps)
 
     def _add_rewards(self, steps: Array, reward: Array | None) -> None:
@@ -276,8 +278,10 @@ class DumpAccumulator:
                 "is it another column?"
             )
 
-    def _add_routes(self, rollout: Array, trainer: Array) -> None:  # [n, L, K]
-        layers = rollout.shape[1]
+    def _add_routes(self, block: Block) -> None:
+        columns, mask = block.columns, block.columns["mask"]
+        rollout, trainer = (columns[f"routes_{side}"][mask] for side in ("rollout", "trainer"))
+        layers = rollout.shape[1]  # of [n, L, K]
         recorded = ~((rollout < 0) | (trainer < 0)).any((1, 2))
         differs = np.zeros((int(recorded.sum()), layers), bool)
         for i in range(layers):
@@ -293,11 +297,26 @@ class DumpAccumulator:
         self.routes.slots += int(recorded.sum())
         self.routes.tokens += int(differs.any(1).sum())
         self.routes.per_layer += differs.sum(0)
+        sides = (columns[f"logp_{side}"][mask][recorded] for side in ("trainer", "rollout"))
+        terms = k3_terms(*map(torch.from_numpy, sides)).numpy()
+        here: Array = np.asarray(differs.any(1))
+        row = block.segment[mask][recorded]
+        lately = here.copy()
+        for by in range(1, min(RECENT + 1, len(here))):
+            lately[by:] |= here[:-by] & (row[by:] == row[:-by])
+        known = self.routes.k3
+        self.routes.k3 = ByRoutes(
+            known.differing + _mean(terms[here]), known.agreeing + _mean(terms[~lately])
+        )
 
     @property
     def mean_length(self) -> int:
         """Mean number of trainable tokens of a sample, at least 1."""
         return max(1, round(self.masked_tokens / max(1, self.masked_rows)))
+
+
+def _mean(terms: Array) -> Mean:
+    return Mean(len(terms), float(terms.sum()), float(np.square(terms).sum()))
 
 
 def _merged(total: StreamingStats | None, part: StreamingStats) -> StreamingStats:

@@ -23,16 +23,20 @@ from onepolicy.verdict.bug_signatures import (
     Diagnosis,
     diagnose,
 )
-from onepolicy.verdict.declared import UNDECLARED, Declared
+from onepolicy.verdict.declared import HARMLESS_KL, UNDECLARED, Declared
 from onepolicy.verdict.rules import FEW_ROWS, RAW_OR_PROCESSED, Gap, Verdict, verdict
 from onepolicy.verdict.scored_tokens import FEWEST
 from onepolicy.verdict.value_faults import missing
 
 ONSET_STEPS, ONSET_FACTOR, ONSET_MIN_STEPS = 5, 4.0, 15
+JUMP_STEPS = (2, 3)
+"""Fewest steps before a jump and from it on, in a dump of few steps."""
 ONSET_RULE = (
     f"the first of {ONSET_STEPS} steps in a row whose k3 is above {ONSET_FACTOR:g} times the "
-    f"median, and the largest, of the first fifth of the steps (at least {ONSET_STEPS}); looked "
-    f"for in dumps of {ONSET_MIN_STEPS} steps or more"
+    f"median, and the largest, of the first fifth of the steps (at least {ONSET_STEPS}); with "
+    f"fewer than {ONSET_MIN_STEPS} steps, the first from which all are surely above "
+    f"{ONSET_FACTOR:g} times all earlier ones ({JUMP_STEPS[0]} before it, {JUMP_STEPS[1]} from it "
+    "on, or more)"
 )
 COLUMN_CHECKS = {  # column -> the check that needs it
     **LOOKED_FOR_BY,
@@ -40,9 +44,12 @@ COLUMN_CHECKS = {  # column -> the check that needs it
     "step": "onset of divergence",
 }
 NEEDED_FOR_CORRECTION = {  # column -> why no correction may be recommended without it
-    "entropy": f"Add the column entropy {WITHOUT_ENTROPY}",
+    "entropy": f"Add the column entropy {WITHOUT_ENTROPY} (one line: docs/measure_my_run.md)",
 }
 PROCESSED_IN_VLLM = "logprobs_mode=processed_logprobs makes it return processed log-probabilities"
+GROWS, LEAST_GAP = 5.0, 1e-4
+"""Factor between the first and the last eighth of the rows from which growth is said, and the mean
+|log rho| in nats below which an eighth counts as that."""
 ROUNDING_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -71,8 +78,10 @@ def assess(
     claims_equality: both sides were computed alike, so equal bits do not mean that one side is a
     copy of the other.
     """
+    of_steps = {step: stats.statistics() for step, stats in accumulated.steps.items()}
     onset = divergence_onset(
-        {step: stats.statistics()["k3"] for step, stats in accumulated.steps.items()}
+        {step: found["k3"] for step, found in of_steps.items()},
+        {step: found["k3_error"] for step, found in of_steps.items()},
     )
     gap = _gap(_stats_since(accumulated, onset))
     route_error = _route_error(accumulated, onset)
@@ -82,10 +91,14 @@ def assess(
     since = ""
     if onset is not None:
         since = f" from step {onset} on"
+    by_routes = None
+    if accumulated.routes is not None:
+        by_routes = accumulated.routes.k3
     reached = verdict(
         gap,
         _diagnose_whole(accumulated, onset, trainer),
         routers=_replayable_routers(accumulated),
+        by_routes=by_routes,
         routes=route_error,
         since=since,
         aged=accumulated.ages.explains_gap,
@@ -98,8 +111,8 @@ def assess(
         for name, check in COLUMN_CHECKS.items()
         if name not in accumulated.columns
     ]
-    if "step" in accumulated.columns and len(accumulated.steps) < ONSET_MIN_STEPS:
-        not_checked.append(f"{COLUMN_CHECKS['step']}: fewer than {ONSET_MIN_STEPS} steps")
+    if "step" in accumulated.columns and len(accumulated.steps) < sum(JUMP_STEPS):
+        not_checked.append(f"{COLUMN_CHECKS['step']}: fewer than {sum(JUMP_STEPS)} steps")
     notes = _notes(accumulated, onset)
     if any(cause in RAW_OR_PROCESSED for cause in reached.causes):
         notes.append(f"If the engine is vLLM: {PROCESSED_IN_VLLM}.")
@@ -160,6 +173,10 @@ def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
     if accumulated.native is not None:
         k3 = number(accumulated.native.statistics()["k3"])
         notes.append(f"Without replay k3 is {k3} nats a token over the whole dump.")
+    columns = [row.columns for row in accumulated.sample.rows(onset)]
+    grown = growth([np.abs(c["logp_trainer"] - c["logp_rollout"])[c["mask"]] for c in columns])
+    if grown:
+        notes.append(f"{grown[0].upper()}{grown[1:]}.")
     if accumulated.ages.has_old_tokens:
         notes.append(accumulated.ages.describe())
     if accumulated.sample.size < accumulated.entries:
@@ -168,6 +185,23 @@ def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
     if onset is not None:
         notes.append(f"k3 diverges at step {onset}: {ONSET_RULE}.")
     return notes
+
+
+def growth(gaps: list[Array]) -> str:
+    """Return how the gap grows or falls along the rows, by their first and last eighth.
+
+    gaps: |log rho| of each row. Empty if they are not GROWS times apart.
+    """
+    parts = [np.array_split(gap, 8) for gap in gaps if len(gap) >= 8]
+    if len(parts) < FEW_ROWS:
+        return ""
+    first, last = (float(np.concatenate([part[i] for part in parts]).mean()) for i in (0, -1))
+    if max(first, last) <= GROWS * max(min(first, last), LEAST_GAP):
+        return ""
+    word, times = "grows", last / max(first, LEAST_GAP)
+    if first > last:
+        word, times = "falls", first / max(last, LEAST_GAP)
+    return f"the gap {word} {number(times)} times from the first eighth of the rows to the last"
 
 
 def _rounding_notes(accumulated: DumpAccumulator) -> list[str]:
@@ -294,16 +328,34 @@ def _stats_since(accumulated: DumpAccumulator, onset: int | None) -> StreamingSt
     return functools.reduce(StreamingStats.merge, stats)
 
 
-def divergence_onset(k3: dict[int, float]) -> int | None:
-    """Return the step at which k3 starts to diverge by ONSET_RULE; None if it does not."""
-    if len(k3) < ONSET_MIN_STEPS:
-        return None
+def divergence_onset(k3: dict[int, float], errors: dict[int, float] | None = None) -> int | None:
+    """Return the step at which k3 starts to diverge by ONSET_RULE; None if it does not.
+
+    errors: standard errors of k3, which count in dumps of few steps; NaN: not known.
+    """
     steps = sorted(k3)
+    if len(k3) < ONSET_MIN_STEPS:
+        known = errors or {}
+        return _jump_between_steps([(k3[each], known.get(each, 0.0)) for each in steps], steps)
     first = [k3[step] for step in steps[: max(ONSET_STEPS, len(steps) // 5)]]
     # Small steps are heavy-tailed, so the median alone is not enough.
     bound = max(ONSET_FACTOR * statistics.median(first), *first)
     high = [k3[step] > bound for step in steps]
     for i in range(len(steps) - ONSET_STEPS + 1):
         if all(high[i : i + ONSET_STEPS]):
+            return steps[i]
+    return None
+
+
+def _jump_between_steps(found: list[tuple[float, float]], steps: list[int]) -> int | None:
+    """Return the step from which every k3 is surely above all earlier ones; None if there is none.
+
+    found: k3 and its standard error by step.
+    """
+    before, since = JUMP_STEPS
+    for i in range(before, len(found) - since + 1):
+        highest = max(k3 for k3, _ in found[:i])
+        lowest = min(k3 - 2 * error for k3, error in found[i:])
+        if lowest > ONSET_FACTOR * max(highest, HARMLESS_KL):  # false for NaN
             return steps[i]
     return None

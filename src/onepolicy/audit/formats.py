@@ -142,13 +142,18 @@ def _ragged_from_arrow(pa: Any, path: Path, first: int, name: str, column: Any) 
         row = first + column.is_null().to_pylist().index(True)
         raise UsageError(f"{path}: row {row}, column {name}: is null; every row needs a value")
     lengths = None
-    list_kinds = (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list)
-    if any(is_kind(column.type) for is_kind in list_kinds):
-        import pyarrow.compute
-
-        counts = pyarrow.compute.list_value_length(column)
-        lengths = counts.to_numpy(zero_copy_only=False).astype(np.int64)
-        column = column.flatten()
+    if _is_list(kinds, column):
+        lengths, column = _flattened(column)
+    if COLUMNS[name].per == "router":  # [T][L][K] as well as flat
+        while _is_list(kinds, column) and not column.null_count:
+            inner, column = _flattened(column)
+            if len(set(inner.tolist())) > 1:
+                raise UsageError(
+                    f"{path}: row {first}, column {name}: lists inside of it differ in length; "
+                    "expected tokens x route_layers x route_top_k"
+                )
+            assert lengths is not None
+            lengths = lengths * inner.max(initial=0)
     number_kinds = (kinds.is_floating, kinds.is_integer, kinds.is_boolean)
     if not any(is_kind(column.type) for is_kind in number_kinds):
         raise UsageError(
@@ -160,6 +165,19 @@ def _ragged_from_arrow(pa: Any, path: Path, first: int, name: str, column: Any) 
     if column.null_count:  # of entries, which become NaN
         dtype = np.float64
     return RaggedColumn(column.to_numpy(zero_copy_only=False).astype(dtype), lengths)
+
+
+def _is_list(kinds: Any, column: Any) -> bool:
+    list_kinds = (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list)
+    return any(is_kind(column.type) for is_kind in list_kinds)
+
+
+def _flattened(column: Any) -> tuple[Array, Any]:
+    """Return the length of each list, [n] int64, and their entries."""
+    import pyarrow.compute
+
+    counts = pyarrow.compute.list_value_length(column)
+    return counts.to_numpy(zero_copy_only=False).astype(np.int64), column.flatten()
 
 
 def read_jsonl(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:

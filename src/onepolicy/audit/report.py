@@ -320,10 +320,15 @@ def print_audit(console: Console, results: Sequence[AuditResult]) -> None:
         if len(results) > 1:
             console.print(Text(result.label, style="bold underline"))
         _print_verdict(console, result)
+    header = _header(results)
+    if len(results) > 1:  # 80 columns have no room for names
+        first, second = (result.label for result in results)
+        console.print(Text(f"A: {first}, B: {second}"))
+        header = ["A", "B", "B - A, 95% interval"]
     table = Table(show_header=len(results) > 1, pad_edge=False)
-    table.add_column("", style="bold", no_wrap=True)
-    for name in _header(results):
-        table.add_column(Text(name), justify="right", overflow="fold")
+    table.add_column("", style="bold", overflow="fold")
+    for name in header:
+        table.add_column(Text(name), justify="right", no_wrap=True)
     for row in _cells(results):
         table.add_row(*map(Text, row))
     console.print(table)
@@ -356,5 +361,7 @@ def _reasons(result: AuditResult) -> list[str]:
             f"`onepolicy config preset {name}` says it in the settings of verl, miles, TRL and "
             "others."
         )
+    if result.verdict.effect:
+        lines.append(result.verdict.effect)
     lines += [f"Because {text.removesuffix('.')}." for text in result.verdict.basis]
     return [*lines, *result.notes]

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from onepolicy.audit.assessment import AuditResult
+from onepolicy.audit.assessment import AuditResult, growth
 from onepolicy.audit.schema import Array
-from onepolicy.notation import counted, number
+from onepolicy.notation import counted
 from onepolicy.report.figure import RHO, Absent, Figure, Spec, axis, decade
 
 MAX_ROWS, MAX_COLUMNS = 96, 32
 MIN_CELL_TOKENS = 4
 """With fewer tokens in a cell, certain tokens beside uncertain ones hide a fault."""
 FAR = 5.0
-"""Factor by which rows, positions or halves must stand out for the title to name them."""
+"""Factor by which rows, or positions must stand out for the title to name them."""
 FLOOR = 1e-4
 """The smallest |log rho| that the colours distinguish [nats]."""
 
@@ -48,11 +48,11 @@ def row_heatmap(result: AuditResult) -> Figure | Absent:
     whose = f"{result.label}: mean" if result.label else "Mean"
     note = (
         f"{whose} |log {RHO}| of {counted(len(rows), 'row')}, {counted(width, 'token')} a cell. "
-        "Mismatch looks alike everywhere; a stripe is a row of other weights, a border that runs "
-        "down a turn or a prompt, a step in a row a lost token."
+        "Mismatch looks alike in all rows, and may grow along them; a stripe is a row of other "
+        "weights, a border that runs down a turn or a prompt, a step in a row a lost token."
     )
     data = [_heatmap(means, width)]
-    return Figure(name, _title(means, width), note, data, layout, "wide", height=420)
+    return Figure(name, _title(means, width, gaps), note, data, layout, "wide", height=420)
 
 
 def _figure_name(label: str) -> str:
@@ -103,8 +103,8 @@ def _tick_text(tick: int) -> str:
     return f"\u2264{decade(tick)}"
 
 
-def _title(means: list[list[float]], width: int) -> str:
-    """Return whether rows or positions stand out from the median, or the halves of rows differ."""
+def _title(means: list[list[float]], width: int, gaps: list[Array]) -> str:
+    """Return whether rows or positions stand out from the median, or the gap grows or falls."""
     rows = np.array([_mean_gap(row) for row in means])
     columns = [
         [cell for cell in column if cell is not None] for column in itertools.zip_longest(*means)
@@ -122,25 +122,12 @@ def _title(means: list[list[float]], width: int) -> str:
                 f"{far} of {len(values)} {name} {verb} {FAR:g} times farther apart than the "
                 "middle one"
             )
-    halves = [_halves(row) for row in means]
-    early = float(np.mean([first for first, _ in halves]))
-    late = float(np.mean([second for _, second in halves]))
-    if max(early, late) > FAR * min(early, late):
-        which, times = ("second", late / early) if late > early else ("first", early / late)
-        return (
-            f"The {which} halves of the rows are {number(times)} times farther apart than the "
-            "others"
-        )
+    grown = growth(gaps)
+    if grown:
+        return f"{grown[0].upper()}{grown[1:]}"
     return f"No row and no place stands out by a factor of {FAR:g}"
 
 
 def _mean_gap(cells: list[float]) -> float:
     """Return the mean of cells that are log10 of nats [nats]."""
     return float(np.mean([10**cell for cell in cells]))
-
-
-def _halves(row: list[float]) -> tuple[float, float]:
-    """Return the mean of a row's first and second half [nats]; for one cell, its value twice."""
-    middle = len(row) // 2
-    first, second = row[:middle] or row, row[middle:]
-    return _mean_gap(first), _mean_gap(second)

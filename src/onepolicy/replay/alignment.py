@@ -68,7 +68,7 @@ def check_alignment(
     if len(rows) < MIN_ROWS:
         return
     agreement = routing_agreement(replayed, native, differing=differing)  # [n, L]
-    _check_layers(replayed, native, agreement.mean(0), least)
+    _check_layers(replayed, native, bounds, agreement.mean(0), least)
     if bounds is None:
         _check_overlapping_windows(replayed, native, rows, agreement.mean(1), least)
     else:
@@ -187,7 +187,11 @@ def _one_sample(trace: RoutingTrace) -> Tensor:
 
 
 def _check_layers(
-    replayed: RoutingTrace, native: RoutingTrace, agreement: Tensor, least: float
+    replayed: RoutingTrace,
+    native: RoutingTrace,
+    bounds: Tensor | None,
+    agreement: Tensor,
+    least: float,
 ) -> None:
     """Raise if a layer's `agreement` [L] over all rows is below `least`."""
     bad = (agreement < least).nonzero()[:, 0]
@@ -197,7 +201,8 @@ def _check_layers(
     where = f"layer {replayed.layers[first]} agree in {agreement[first]:.0%}"
     if len(agreement) > 1:
         where += f" ({len(bad)} of {len(agreement)} layers are below {least:.0%})"
-    cause, layers_wrong = cause_of_layers(replayed, native, bad.tolist(), float(agreement.mean()))
+    overall = float(agreement.mean())
+    cause, layers_wrong = cause_of_layers(replayed, native, bad.tolist(), overall, bounds)
     raise MisalignedRoutesError(message(where, least, cause), layers_wrong=layers_wrong)
 
 

@@ -18,20 +18,27 @@ MAX_SWAP_CANDIDATES = 256  # other samples that a wrong sample is compared with
 
 
 def cause_of_layers(
-    replayed: RoutingTrace, native: RoutingTrace, bad: list[int], agreement: float
+    replayed: RoutingTrace,
+    native: RoutingTrace,
+    bad: list[int],
+    agreement: float,
+    bounds: Tensor | None = None,
 ) -> tuple[str, bool]:
     """Return the likely cause, and whether the layers are wrong rather than the rows.
 
-    bad: columns of the layers that disagree. agreement: mean of all layers.
+    bad: columns of the layers that disagree. agreement: mean of all layers. bounds: [S + 1], first
+    row of every sample, then T; with it other samples are tried for the first one.
     """
     causes = [(score, cause, False) for score, cause in _row_shifts(replayed, native)]
     causes += [(score, cause, True) for score, cause in _layer_shifts(replayed, native)]
+    others = list(_other_samples(replayed, native, bounds, 0)) if bounds is not None else []
+    causes += [(score, f"samples were swapped: sample 0 {held}", False) for score, held in others]
     score, cause, layers_wrong = max(causes, default=(0.0, "", False))
     if _explains(score, agreement):
         return f"{cause} (agreement then: {score:.0%})", layers_wrong
     if len(bad) < len(replayed.layers) or len(replayed.layers) == 1:
         return _cause_of_one_layer(replayed, native, bad[0]), True
-    return _unknown_cause("every layer is wrong"), False
+    return _unknown_cause("every layer is wrong", other_samples=bool(others)), False
 
 
 def _row_shifts(replayed: RoutingTrace, native: RoutingTrace) -> Iterator[tuple[float, str]]:
@@ -111,24 +118,35 @@ def cause_of_sample(
     causes = [
         (score, f"in this sample {cause}") for score, cause in _row_shifts(routes, own_choice)
     ]
-    for candidate in range(min(len(bounds) - 1, MAX_SWAP_CANDIDATES)):
-        first, last = bounds[candidate : candidate + 2].tolist()
-        length = min(stop - start, last - first)
-        common = routes.at(slice(0, length))
-        if candidate != sample and 2 * length >= stop - start and common.valid.any():
-            candidate_choice = native.at(slice(first, first + length))
-            score = float(routing_agreement(common, candidate_choice).mean())
-            cause = f"samples were swapped: it holds the routes of sample {candidate}"
-            causes.append((score, cause))
+    others = list(_other_samples(replayed, native, bounds, sample))
+    causes += [(score, f"samples were swapped: it {held}") for score, held in others]
     score, cause = max(causes, default=(0.0, ""))
     if score > agreement and _explains(score, agreement):
         return f"{cause} (agreement then: {score:.0%})"
-    return _unknown_cause("these rows are wrong")
+    return _unknown_cause("these rows are wrong", other_samples=bool(others))
 
 
-def _unknown_cause(finding: str) -> str:
+def _other_samples(
+    replayed: RoutingTrace, native: RoutingTrace, bounds: Tensor, sample: int
+) -> Iterator[tuple[float, str]]:
+    """Yield (agreement, cause) under the assumption that a sample holds another one's routes."""
+    start, stop = bounds[sample : sample + 2].tolist()
+    for candidate in range(min(len(bounds) - 1, MAX_SWAP_CANDIDATES)):
+        first, last = bounds[candidate : candidate + 2].tolist()
+        length = min(stop - start, last - first)
+        common = replayed.at(slice(start, start + length))
+        if candidate != sample and 2 * length >= stop - start and common.valid.any():
+            candidate_choice = native.at(slice(first, first + length))
+            score = float(routing_agreement(common, candidate_choice).mean())
+            yield score, f"holds the routes of sample {candidate}"
+
+
+def _unknown_cause(finding: str, *, other_samples: bool) -> str:
+    tried = "neither a shift by one row nor another layer fits"
+    if other_samples:
+        tried = "neither a shift by one row, nor another layer, nor another sample fits"
     return (
-        f"{finding} and neither a shift by one row, nor another layer, nor another sample fits: "
+        f"{finding} and {tried}: "
         "routes of other weights or another model, of a re-tokenised text, physical expert ids "
         "(load balancing moves experts), or rows a prefix cache or a preempted request left "
         "behind. If the rollout's weights are meant to be that old, "

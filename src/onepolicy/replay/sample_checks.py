@@ -196,7 +196,7 @@ class PlannedCheck:
         if len(mean) > 1:
             where += f" ({len(wrong)} of {len(mean)} layers are below {MIN_AGREEMENT:.0%})"
         native, overall = self._native(handle), float(mean.mean())
-        cause, layers_wrong = cause_of_layers(trace, native, wrong, overall)
+        cause, layers_wrong = cause_of_layers(trace, native, wrong, overall, self.bounds)
         raise MisalignedRoutesError(message(where, MIN_AGREEMENT, cause), layers_wrong=layers_wrong)
 
     def _refuse(self, handle: ReplayHandle, wrong: WrongRows) -> None:

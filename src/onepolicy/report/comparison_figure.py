@@ -23,7 +23,7 @@ from onepolicy.report.figure import (
     markers,
 )
 from onepolicy.verdict.declared import HARMLESS_KL
-from onepolicy.verdict.rules import QUIET_KL
+from onepolicy.verdict.rules import QUIET_KL, SMALL
 
 FIRST = LineStyle("@arm-first", "solid", "circle", "")
 OTHER = LineStyle("@arm-other", "solid", "circle", "")
@@ -59,7 +59,7 @@ def picture(runs: Sequence[ArmRun], title: str) -> Figure:
         "yaxis4": norm_axis | {"domain": domains[3]},
         "shapes": [_threshold(limit) for limit in (HARMLESS_KL, QUIET_KL)],
         "annotations": [
-            _named_threshold(HARMLESS_KL, "harmless below"),
+            _named_threshold(HARMLESS_KL, f"{SMALL} below"),
             _named_threshold(QUIET_KL, "act above"),
             *_end_labels(runs, styles, k3_axis["range"], window),
         ],

@@ -332,7 +332,7 @@ def _shift(pairs: Pairs) -> tuple[Finding, Pairs] | None:
             finding = Finding(
                 "shift",
                 f"mean |log rho| is {number(unmoved)} nats, but {number(value)} against the "
-                f"engine's value of the {name} slot (correlation {number(correlated)} and "
+                f"engine's value of the {name} token (correlation {number(correlated)} and "
                 f"{number(followed)}); the two sides are {APART[abs(by)]} apart",
             )
             return finding, moved

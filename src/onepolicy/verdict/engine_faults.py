@@ -149,7 +149,7 @@ def _stale(pairs: Pairs, beside: Fit | None = None) -> tuple[Finding, Pairs] | N
         return None
     finding = Finding(
         "stale",
-        f"{parts[0]} slots were sampled by older weights, with mean |log rho| {number(older)} "
+        f"{parts[0]:,} tokens were sampled by older weights, with mean |log rho| {number(older)} "
         f"nats against {number(now)} of the newest",
     )
     return finding, pairs.newest()
@@ -249,12 +249,16 @@ def temperature(pairs: Pairs) -> Fit | None:
             confirmed |= not bool((~pairs.open & part).any())
     if not confirmed:
         return None
+    engine = f"the engine's temperature is about {number(best)} times the trainer's"
+    raw = "its log-probabilities are raw, as before its own temperature"
+    first, then = engine, raw
+    if best > 1:  # runs sample at 1 and below it: raw values are those of a higher temperature
+        first, then = raw.replace("its", "the engine's", 1), engine
     finding = Finding(
         "temperature",
-        f"one temperature explains {explained:.0%} of what a token's logit differs by: the "
-        f"engine's temperature is about {number(best)} times the trainer's, or its "
-        "log-probabilities are raw, or a factor in one of the models differs (norm_topk_prob, a "
-        "scale of the logits, a padded vocabulary)",
+        f"one temperature explains {explained:.0%} of what a token's logit differs by: {first}, "
+        f"or {then}, or a factor in one of the models differs (norm_topk_prob, a scale of the "
+        "logits, a padded vocabulary)",
         sure=explained > TEMPERATURE_ALONE,
     )
     return Fit(finding, explained, best)

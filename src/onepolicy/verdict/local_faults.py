@@ -9,6 +9,7 @@ whatever the noise and its tails are, so the mean rank of a part has a known err
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +24,12 @@ from onepolicy.verdict.row_faults import (
     agreement_at_first,
     followed,
     group_medians,
+    row_numbers,
     rows_of,
     rows_that_carry_the_gap,
     strange_rows,
     swapped_rows,
+    typical_gaps,
 )
 from onepolicy.verdict.run_faults import partly_old, shifted_runs
 from onepolicy.verdict.scale_faults import multiplied
@@ -49,6 +52,8 @@ OUTLIER = 5.0
 """Least distance of an odd row from the others, in robust standard deviations of mean ranks."""
 CONTRAST = 0.15
 """Least difference between the mean ranks of two parts."""
+SEPARATE = 5.0
+"""Factor between the typical distances of two kinds of rows from which it decides on each row."""
 PARTS = 16
 """Ranges of places, with equally many tokens, between which a jump is looked for."""
 
@@ -147,7 +152,7 @@ def odd_rows(pairs: Pairs) -> Finding | None:
     if found is None:
         far_rows = _outliers(means, size, judged)
     else:
-        far_rows = judged & (means > found)
+        far_rows = _nearer_to_far(pairs, judged & (means > found), judged)
     near_rows = judged & ~far_rows
     # One quiet row is no evidence against all others: the last request of a batch runs alone.
     if not bool(far_rows.any()) or int(near_rows.sum()) < 2:
@@ -158,10 +163,28 @@ def odd_rows(pairs: Pairs) -> Finding | None:
     if ratio < 1.5:
         return None
     text = (
-        f"{int(far_rows.sum())} of {count} rows are {number(ratio)} times farther apart in logits "
-        "than the others"
+        f"about {int(far_rows.sum())} of {count} rows are {number(ratio)} times farther apart in "
+        f"logits than the others ({row_numbers(pairs.segment.unique_consecutive()[far_rows])})"
     )
     return _fault_of_part(pairs, far, near, text)
+
+
+def _nearer_to_far(pairs: Pairs, far: Tensor, judged: Tensor) -> Tensor:
+    """Return [R] bool: rows whose typical distance is nearer to the far kind's than the near one's.
+
+    By ranks, which saturate, some near rows with more noise count as far. Kinds less than SEPARATE
+    apart are left as they are.
+    """
+    typical, known = typical_gaps(pairs)
+    for _ in range(3):
+        kinds = far & known, judged & known & ~far
+        if not all(bool(kind.any()) for kind in kinds):
+            return far
+        of_far, of_near = (typical[kind].median() for kind in kinds)
+        if of_far - of_near < math.log(SEPARATE):
+            return far
+        far = torch.where(known, judged & (typical > (of_far + of_near) / 2), far)
+    return far
 
 
 def _mean_ratio(gap: Tensor, far: Tensor, near: Tensor) -> float:

@@ -80,10 +80,10 @@ def group_medians(values: Tensor, pairs: Pairs, index: Tensor, judged: Tensor) -
 
 
 def typical_gaps(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Return [R], the log of each row's median distance of a logit, and [R] bool: rows that have it.
+    """Return [R], the log of each row's median distance of a logit, and [R] bool, if it has one.
 
-    The others have too few visible slots. The median of a row is not that of a few tokens with other experts. Rows of a training step are
-    compared with its median row.
+    It has none with too few visible slots. The median of a row is not that of a few tokens with
+    other experts. Rows of a training step are compared with its median row.
     """
     index, count = rows_of(pairs)
     visible = pairs.visible

@@ -31,6 +31,8 @@ It rejects such tokens instead of truncating their weights.
 """
 REPLAY_HELPS = 1.5
 """Least factor by which replay must cut k3 to be recommended where it was measured."""
+RECENT = 8
+"""Tokens before a token whose routes must agree too for the token to count as one that agrees."""
 RULE_OUT = (
     "weights that did not arrive (a sync, an adapter, a prefix cached from older weights), a model "
     "that is computed otherwise (attention sinks, rope, router), another prompt (template, a token "
@@ -124,6 +126,61 @@ def size_in_words(k3: float, f2: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Mean:
+    """Mean k3 of some tokens, with its standard error."""
+
+    tokens: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def __add__(self, other: Mean) -> Mean:
+        total, squares = self.total + other.total, self.squares + other.squares
+        return Mean(self.tokens + other.tokens, total, squares)
+
+    @property
+    def k3(self) -> float:
+        return self.total / max(1, self.tokens)
+
+    @property
+    def error(self) -> float:
+        n = max(2, self.tokens)
+        spread = max(0.0, self.squares / n - (self.total / n) ** 2)
+        return math.sqrt(spread / n)
+
+
+@dataclass(frozen=True, slots=True)
+class ByRoutes:
+    """k3 of the tokens at which a router differs, and of those at which none does, nor did lately.
+
+    A differing route reaches later tokens through attention, so recent ones must agree too.
+    """
+
+    differing: Mean = Mean()
+    agreeing: Mean = Mean()
+
+    @property
+    def alike(self) -> bool:
+        """True if routes surely do not explain the gap: it is as large where they agree."""
+        if min(self.differing.tokens, self.agreeing.tokens) < FEWEST:
+            return False
+        most = self.differing.k3 + 2 * self.differing.error
+        return most < REPLAY_HELPS * self.agreeing.k3
+
+    def text(self) -> str:
+        """Return both means in words; empty if one of them has too few tokens."""
+        if min(self.differing.tokens, self.agreeing.tokens) < FEWEST:
+            return ""
+        found = [
+            f"{with_error(each.k3, each.error)} nats at {counted(each.tokens, 'token')}"
+            for each in (self.differing, self.agreeing)
+        ]
+        return (
+            f"k3 is {found[0]} where a router differs, and {found[1]} where none differs, nor "
+            f"does at the {RECENT} tokens before"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """Predicted effect of a preset on the remaining gap.
 
@@ -145,12 +202,14 @@ class Verdict:
     setting: str  # the setting to make; empty if none
     basis: tuple[str, ...]  # measurements that the advice rests on
     forecasts: tuple[Forecast, ...] = ()
+    effect: str = ""  # predicted effect of the correction that is named; empty if none is
 
     def text(self) -> str:
-        """Return sentence, setting and basis, one a line."""
-        lines = [self.sentence, *self.basis]
+        """Return sentence, setting, predicted effect and basis, one a line."""
+        lines = [self.sentence]
         if self.setting:
-            lines.insert(1, f"Set {self.setting}.")
+            lines.append(f"Set {self.setting}.")
+        lines += [*filter(None, [self.effect]), *self.basis]
         return "\n".join(lines)
 
 
@@ -160,6 +219,7 @@ def verdict(
     *,
     replayed: Gap | None = None,  # same tokens, the rollout's routes replayed; None: not measured
     routers: float | None = None,  # share of routes that differ; None: not known
+    by_routes: ByRoutes | None = None,  # k3 where routes differ and where not; None: not known
     routes: str = "",  # reason why the routes do not belong to these tokens; empty if they do
     since: str = "",  # part of a run that is judged, as in ` from step 20 on`
     aged: bool = False,  # most of the gap is declared staleness
@@ -206,7 +266,7 @@ def verdict(
         return _replay(gap, remaining, since, basis, forecasts)
     if replayed is not None:
         routers = 0.0
-    return _correct(gap, since, basis, forecasts, routers)
+    return _correct(gap, since, basis, forecasts, routers, by_routes or ByRoutes())
 
 
 def _bug(found: dict[str, str], since: str, basis: list[str], *, sure: bool) -> Verdict:
@@ -299,29 +359,39 @@ def _replay(
     name, setting, predicted = _correction(remaining, forecasts)
     left = f"the {number(remaining.k3)} nats a token that are left"
     sentence = f"{sentence}, and correct {left} with {name}."
-    basis = [*basis, predicted]
-    return Verdict("correct", ("routing",), sentence, f"{R3} {setting}", tuple(basis), forecasts)
+    setting = f"{R3} {setting}"
+    return Verdict("correct", ("routing",), sentence, setting, tuple(basis), forecasts, predicted)
 
 
 def _correct(
-    gap: Gap, since: str, basis: list[str], forecasts: tuple[Forecast, ...], routers: float | None
+    gap: Gap,
+    since: str,
+    basis: list[str],
+    forecasts: tuple[Forecast, ...],
+    routers: float | None,
+    by_routes: ByRoutes,
 ) -> Verdict:
     """Return the verdict on a gap that replay does not reduce, or was not measured to reduce."""
     name, setting, predicted = _correction(gap, forecasts)
-    basis = [*basis, predicted]
+    basis = [*basis, *filter(None, [by_routes.text()])]
     size = f"Mismatch{since}, {number(gap.k3)} nats a token"
-    if routers:
+    if routers and not by_routes.alike:
         sentence = (
             f"{size}, and {number(routers, share=True)} of the routes differ: replay the "
             f"rollout's routes (R3). If that cannot be had, correct with {name}."
         )
-        return Verdict("replay", ("routing",), sentence, R3, tuple(basis), forecasts)
+        return Verdict("replay", ("routing",), sentence, R3, tuple(basis), forecasts, predicted)
     sentence = f"{size}: correct it with {name}."
     causes: tuple[str, ...] = ("numerics",)
+    if routers:
+        sentence += (
+            f" {number(routers, share=True)} of the routes differ, but the gap is as large where "
+            "they agree, so replay would leave it."
+        )
     if routers is None:
         sentence += " If the model is a mixture of experts, replay its routes (R3) first."
         causes = ()
-    return Verdict("correct", causes, sentence, setting, tuple(basis), forecasts)
+    return Verdict("correct", causes, sentence, setting, tuple(basis), forecasts, predicted)
 
 
 def _correct_age(
@@ -333,7 +403,7 @@ def _correct_age(
         f"{number(gap.k3)} nats a token{since}, most of it because older weights sampled: correct "
         f"it with {name}. If training suffers: {YOUNGER[0].lower()}{YOUNGER[1:]}."
     )
-    return Verdict("correct", ("age",), sentence, setting, (*basis, predicted), forecasts)
+    return Verdict("correct", ("age",), sentence, setting, tuple(basis), forecasts, predicted)
 
 
 def _correction(gap: Gap, forecasts: tuple[Forecast, ...]) -> tuple[str, str, str]:
@@ -343,8 +413,8 @@ def _correction(gap: Gap, forecasts: tuple[Forecast, ...]) -> tuple[str, str, st
         name = "icepop"
     kept = next(forecast for forecast in forecasts if forecast.preset == name)
     effect = (
-        f"{name} is predicted to keep {number(kept.keep, share=True)} of these tokens and to "
-        f"multiply the step by {number(kept.attenuation)}, if log-ratios are normal with this k3"
+        f"{name} would keep {number(kept.keep, share=True)} of these tokens and multiply the step "
+        f"by {number(kept.attenuation)}, if log-ratios are normal with this k3."
     )
     return name, f"correction.preset={name}", effect
 

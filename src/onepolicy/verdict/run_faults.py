@@ -46,7 +46,7 @@ def partly_old(pairs: Pairs) -> Finding | None:
     return Finding(
         "stale",
         f"in {len(found)} of {count} rows the logits of the two sides are {number(before)} apart "
-        f"over {int(inside.sum())} slots, and {number(after)} against the trainer's previous "
+        f"over {int(inside.sum()):,} tokens, and {number(after)} against the trainer's previous "
         "weights: the engine took the last weight update late there",
     )
 
@@ -79,7 +79,7 @@ def shifted_runs(pairs: Pairs) -> Finding | None:
     length = np.median([last - first + 1 for _, first, last, _ in runs])
     text = (
         f"in {len(runs)} of {count} rows the logits of the two sides are {number(before)} apart "
-        f"over runs of {length:.0f} slots, and {number(after)} if moved by {by:+d}"
+        f"over runs of {length:.0f} tokens, and {number(after)} if moved by {by:+d}"
     )
     if _starts_together(pairs, runs, moved_gap):
         return Finding("shift", f"{text}; from a turn or a fixed place on they are not in step")

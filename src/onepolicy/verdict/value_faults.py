@@ -106,7 +106,7 @@ def _one_sided_zeros(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | Non
         return None
     where = ""
     if at_ends:
-        where = f", {ends} of them at the last slot of a row"
+        where = f", {ends} of them at the last token of a row"
     text = f"{count} of {n} are exactly 0 on one side only{where}; zeros filled in for missing"
     return Finding("fill", text), zero
 
@@ -292,7 +292,7 @@ def _describe_pile(
     text = f"{count} values of the {name} are exactly {value:.6g}"
     at_end = int((piled & _last(pairs, good)).sum())
     if at_end > count / 2:
-        text += f", {at_end} of them at the last slot of a row"
+        text += f", {at_end} of them at the last token of a row"
     text += ", far from the other side's: a fill value"
     if value <= float(side[usable].min()):
         text += ", or the floor they were clipped to"

@@ -54,7 +54,7 @@ def test_a_clean_run_is_not_accused(audited, capsys):
     assert found.not_checked == (
         "an update the engine did not take: no column logp_previous",
         "an adapter the engine does not apply: no column logp_base",
-        "onset of divergence: fewer than 15 steps",
+        "onset of divergence: fewer than 5 steps",
     )
     assert main(["audit", str(found.accumulated.path)]) == 0
     assert "Nothing to do" in capsys.readouterr().out

@@ -4,7 +4,9 @@ one."""
 from __future__ import annotations
 
 import pytest
+import torch
 
+from onepolicy.verdict.declared import Declared
 from support.audit_faults import (
     FAULTS,
     GAPS,
@@ -14,9 +16,12 @@ from support.audit_faults import (
     SMALL,
     blind,
     clean,
+    growing,
     logp,
     outcome,
     outcomes,
+    routed,
+    stale,
     swapped,
     table,
     uneven,
@@ -42,8 +47,22 @@ def judged(found):
 def test_clean_dumps_keep_their_verdict(seed) -> None:
     assert judged(clean(seed, SMALL)) == ("nothing", "")
     assert judged(clean(seed, MOE)) == ("correct", "correction.preset=tis")
-    routed = clean(seed, MOE, routes=0.1).verdict
-    assert (routed.action, routed.setting) == ("replay", "replay.mode=r3")
+    replayed = clean(seed, MOE, routes=True).verdict
+    assert (replayed.action, replayed.setting) == ("replay", "replay.mode=r3")
+    assert "where a router differs" in replayed.text()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_routes_that_differ_beside_the_gap_are_not_replayed(seed) -> None:
+    """Noise grows along the answer, and 15% of the tokens have another expert, near or far."""
+    w = world(seed)
+    growing(w, 0.8)
+    routed(w, torch.rand(w.place.shape, generator=w.generator) < 0.15)
+    said = w.audited(Declared("4bit")).verdict
+    assert said.action == "correct", said.text()
+    assert said.setting.startswith("correction.preset="), said.text()
+    assert "the gap is as large where they agree" in said.sentence
+    assert "where a router differs" in said.text()
 
 
 @pytest.mark.slow
@@ -154,6 +173,22 @@ def test_rows_of_other_weights_among_uneven_rows_are_named(gap) -> None:
     said = w.audited().verdict
     assert (said.action, said.setting) == ("unclear", ""), said.text()
     assert f"rows {', '.join(planted[:-1])} and {planted[-1]}, at least 5 times" in said.text()
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_rows_of_other_weights_are_counted_and_listed(seed) -> None:
+    """20 of 96 rows, among rows that differ in noise: by ranks some more look far."""
+    w = world(seed, version=False)
+    uneven()(w)
+    before = w.engine
+    stale(20 / 96, 1.0, version=False)(w)
+    moved = (w.columns["logp_rollout"] - logp(before, w.tokens)).abs() > 0.01
+    planted = w.segment[moved].unique().tolist()
+    assert len(planted) == 20
+    said = w.audited().verdict
+    assert said.causes == ("stale",), said.text()
+    assert "about 20 of 96 rows are" in said.text()
+    assert f"(rows {', '.join(map(str, planted[:8]))} and 12 others)" in said.text()
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """The report of an audit: verdict first, clear badges, titles that follow the data, pictures."""
 
+import math
 import re
 
 import pytest
+import torch
 
 from onepolicy.audit.figures import audit_figures
 from onepolicy.audit.report import write_report
@@ -11,6 +13,7 @@ from onepolicy.console import Console
 from onepolicy.report.figure import Figure
 from onepolicy.report.measure import BADGES
 from support.audit_dumps import gaussian_rows, with_routes, write_jsonl
+from support.paths import ROOT
 
 
 def far_rows():
@@ -29,6 +32,40 @@ def test_the_verdict_comes_first(tmp_path, rows, badge) -> None:
     assert text.index(found.verdict.sentence[:40]) < text.index("Tokens compared")
     page = (tmp_path / "out" / "audit.html").read_text()
     assert f'<div class="card verdict {found.verdict.action}"><p class="badge">{badge}</p>' in page
+
+
+def test_the_effect_of_a_correction_is_no_reason_for_it(tmp_path) -> None:
+    console = Console(record=True, width=200)
+    run_audit([write_jsonl(tmp_path / "d.jsonl", gaussian_rows(4e-3))], {}, None, console)
+    lines = [line.strip() for line in console.export_text().splitlines()]
+    (effect,) = [line for line in lines if "multiply the step by" in line]
+    assert effect.startswith("tis would keep 100.0% of these tokens")
+    assert not [line for line in lines if line.startswith("Because tis")]
+
+
+def test_the_way_to_the_entropy_is_named_and_is_right(tmp_path) -> None:
+    """The line of docs/measure_my_run.md on logits log 3 and 0: p is 3/4 and 1/4."""
+    said = audit(write_jsonl(tmp_path / "d.jsonl", gaussian_rows(3e-4, entropy=False)), {}).verdict
+    assert said.action == "unclear"
+    (page,) = re.findall(r"docs/\w+\.md", said.sentence)
+    (line,) = re.findall(r"`(torch\.[^`]*entropy\(\))`", (ROOT / page).read_text(encoding="utf-8"))
+    found = eval(line, {"torch": torch, "logits": torch.tensor([math.log(3), 0.0])})
+    assert float(found) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
+
+
+def test_two_audits_fit_80_columns(tmp_path) -> None:
+    dumps = [
+        write_jsonl(tmp_path / f"{name}.jsonl", gaussian_rows(kl))
+        for name, kl in (("a_clean_dump_of_long_name", 4e-3), ("another_of_stale_weights", 8e-3))
+    ]
+    console = Console(record=True, width=80)
+    run_audit(dumps, {}, None, console)
+    lines = console.export_text().splitlines()
+    assert "A: a_clean_dump_of_long_name.jsonl, B: another_of_stale_weights.jsonl" in lines
+    (head,) = [line for line in lines if "95% interval" in line]
+    assert re.findall(r"[^\W_]+", head) == ["A", "B", "B", "A", "95", "interval"]
+    cell = next(line for line in lines if "k3, nats per token" in line)
+    assert re.search(r"\d \[[-\de.]+, [-\de.]+\]", cell)
 
 
 def test_numbers_near_1_have_their_digits(tmp_path) -> None:
@@ -69,18 +106,31 @@ def test_far_positions_are_named_and_unequal_rows_are_drawn(tmp_path) -> None:
     assert {len(row) for row in picture.data[0]["z"]} == {17}
 
 
-@pytest.mark.parametrize(("from_place", "half"), [(range(40, 80), "second"), (range(40), "first")])
-def test_a_far_half_is_named_and_small_gaps_are_visible(tmp_path, from_place, half) -> None:
+@pytest.mark.parametrize(("far", "word"), [(range(40, 80), "grows"), (range(40), "falls")])
+def test_a_far_half_is_named_and_small_gaps_are_visible(tmp_path, far, word) -> None:
     rows = gaussian_rows(1e-4, rows=30)
     for row in rows:
-        for at in from_place:
+        for at in far:
             row["logp_trainer"][at] -= 1.0
     picture = drawn(tmp_path, rows)["rows"]
-    assert picture.title.startswith(f"The {half} halves of the rows are ")
+    assert picture.title.startswith(f"The gap {word} ")
     (trace,) = picture.data
     assert trace["colorscale"] == "Viridis"  # the page's own colours are what an ended row shows
     known = [cell for row in trace["z"] for cell in row if cell is not None]
     assert min(known) <= trace["zmin"] < trace["zmax"] <= max(known)  # the whole scale is used
+
+
+def test_growth_along_the_answer_is_in_the_title_and_among_the_grounds(tmp_path) -> None:
+    """The mean of the first 10 of 80 places is 0.01 nats, that of the last 10 is 0.115."""
+    rows = gaussian_rows(1e-4, rows=30, length=82)
+    for row in rows:
+        for at in range(80):
+            row["logp_trainer"][at + 2] = row["logp_rollout"][at + 2] - 0.01 - 0.015 * (at // 10)
+    said = "The gap grows 11.5 times from the first eighth of the rows to the last"
+    assert drawn(tmp_path, rows)["rows"].title == said
+    console = Console(record=True, width=100)
+    run_audit([tmp_path / "d.jsonl"], {}, None, console)
+    assert f"  {said}.\n" in console.export_text()
 
 
 def test_titles_follow_the_data(tmp_path) -> None:

@@ -189,7 +189,9 @@ def test_verdict_without_a_bug(subtests):
             assert (f"k3 is {number(found.k3)} nats a token over" in said.text()) == (found.k3 > 0)
             _, _, name = setting.rpartition("correction.preset=")
             if "correction" in setting:
-                assert re.search(rf"{name} is predicted to keep (>?9|100)", said.text())
+                assert re.search(rf"^{name} would keep (>?9|100)", said.effect)
+                assert said.effect in said.text()
+                assert "would keep" not in " ".join(said.basis)
             asks = "If the model is a mixture of experts" in said.sentence
             assert asks == (action == "correct" and replayed is None and routers is None)
 

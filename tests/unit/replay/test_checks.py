@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onepolicy.config import UsageError, resolve
-from onepolicy.replay.alignment import check_captured
+from onepolicy.replay.alignment import check_alignment, check_captured
 from onepolicy.replay.checks import (
     MisalignedRoutesError,
     RouteSpec,
@@ -203,3 +203,22 @@ def test_settings_without_effect_are_refused() -> None:
             resolve(recipe, [f"replay.mode={mode}", *settings])
     with pytest.raises(UsageError, match="min_agreement"):
         resolve(recipe, ["replay.mode=off", "replay.min_agreement=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("by", "known", "expected"),
+    [
+        (20, True, "samples were swapped: sample 0 holds the routes of sample 5 "),
+        (7, True, "neither a shift by one row, nor another layer, nor another sample fits"),
+        (20, False, "neither a shift by one row nor another layer fits"),
+    ],
+)
+def test_other_samples_are_tried_where_samples_are_known(by, known, expected) -> None:
+    """6 samples of 20 rows. Every sample holds the routes of the one before."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(120, 3, 16, generator=generator).argsort(-1)[..., :4].to(torch.uint8)
+    native = RoutingTrace(ids, torch.ones(120, dtype=torch.bool), (0, 1, 2), 16)
+    moved = dataclasses.replace(native, ids=ids.roll(by, 0))
+    bounds = torch.arange(7) * 20 if known else None
+    with pytest.raises(MisalignedRoutesError, match=expected):
+        check_alignment(moved, native, bounds)

@@ -52,7 +52,7 @@ def test_the_ends_of_the_lines_are_named_apart_and_the_limits_by_their_meaning()
     layout, _ = drawn(run("off", [1.01e-3] * 80), run("r3", [1e-3] * 80))
     texts = [each["text"] for each in layout["annotations"]]
     assert texts == [
-        "1e-4, harmless below",
+        "1e-4, too small to matter below",
         "1e-3, act above",
         "<b>without replay</b>",
         "off",

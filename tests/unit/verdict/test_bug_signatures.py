@@ -160,6 +160,11 @@ def test_one_token_shift(seed: int) -> None:
         assert word in diagnosis.text()
 
 
+def raw_is_first(found) -> bool:
+    text = found.text()
+    return text.index("log-probabilities are raw") < text.index("engine's temperature is about")
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_temperature(seed: int, subtests) -> None:
     """The rollout samples and reports at a temperature that the trainer does not use; and the other
@@ -172,13 +177,14 @@ def test_temperature(seed: int, subtests) -> None:
             found = check(*sides, entropy=entropy(w.logits))
             assert causes(found) == ["temperature"]
             assert f"{temperature:.1f}" in found.text() or temperature == 1.5
-            assert "its log-probabilities are raw" in found.text()
+            assert raw_is_first(found) == (temperature > 1)
             # not told apart from mismatch without the entropy
             assert "temperature" not in causes(check(*sides))
             tokens = w.sample(seed)
             sides = logp(w.logits, tokens, temperature), logp(w.logits_rollout, tokens)
             found = check(*sides, entropy=entropy(w.logits / temperature))
             assert causes(found) == ["temperature"]
+            assert raw_is_first(found) == (temperature < 1)  # as raw values of both at 0.7 are
 
 
 @pytest.mark.parametrize("seed", SEEDS)
