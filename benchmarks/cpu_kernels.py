@@ -131,10 +131,7 @@ KERNELS = {
     "table_attention": Kernel(
         ("models/embedding_bag_matmul.py",),  # and 130 lines of decode_attention
         ("step", "engine"),
-        {
-            "models.decode_attention.reads_as_table": never,
-            "rollout.hf.plain_layers.reads_as_table": never,
-        },
+        {"models.decode_attention.reads_as_table": never},
         "models/decode_attention.py kv_cache_attention; invariant/attention.py reads so too",
     ),
     "shared_prompts": Kernel(
