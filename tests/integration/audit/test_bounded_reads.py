@@ -140,7 +140,13 @@ def tuples_of_tuples() -> bytes:
     return b"\x80\x02]q\x00" + b"".join(pairs) + b")R."
 
 
-@pytest.mark.parametrize("data", [long_global(), tuples_of_tuples()], ids=["search", "text"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(long_global(), id="search"),
+        pytest.param(tuples_of_tuples(), id="text", marks=pytest.mark.full),
+    ],
+)
 def test_what_a_library_says_of_a_file_has_a_limit(tmp_path, data, monkeypatch):
     """The time of a disk or a busy machine does not count."""
     monkeypatch.setattr("onepolicy.audit.read.CPU_SECONDS", 1.0)

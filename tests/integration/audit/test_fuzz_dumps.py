@@ -213,7 +213,7 @@ def in_fork_first(task: str, arguments: dict[str, Any], limits: Limits) -> Itera
     "suffix",
     [
         *(".jsonl", ".parquet", ".npz", ".safetensors"),
-        pytest.param(".pt", marks=pytest.mark.process),
+        pytest.param(".pt", marks=[pytest.mark.process, pytest.mark.full]),
     ],
 )
 def test_dumps(tmp_path: Path, suffix: str, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
