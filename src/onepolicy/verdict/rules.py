@@ -150,7 +150,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class ByRoutes:
-    """k3 of the tokens at which a router differs, and of those at which none does, nor did lately.
+    """k3 of the tokens at which a route differs, and of those at which none does, nor did lately.
 
     A differing route reaches later tokens through attention, so recent ones must agree too.
     """
@@ -175,7 +175,7 @@ class ByRoutes:
             for each in (self.differing, self.agreeing)
         ]
         return (
-            f"k3 is {found[0]} where a router differs, and {found[1]} where none differs, nor "
+            f"k3 is {found[0]} where a route differs, and {found[1]} where none differs, nor "
             f"does at the {RECENT} tokens before"
         )
 

@@ -49,7 +49,7 @@ def test_clean_dumps_keep_their_verdict(seed) -> None:
     assert judged(clean(seed, MOE)) == ("correct", "correction.preset=tis")
     replayed = clean(seed, MOE, routes=True).verdict
     assert (replayed.action, replayed.setting) == ("replay", "replay.mode=r3")
-    assert "where a router differs" in replayed.text()
+    assert "where a route differs" in replayed.text()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -62,7 +62,7 @@ def test_routes_that_differ_beside_the_gap_are_not_replayed(seed) -> None:
     assert said.action == "correct", said.text()
     assert said.setting.startswith("correction.preset="), said.text()
     assert "the gap is as large where they agree" in said.sentence
-    assert "where a router differs" in said.text()
+    assert "where a route differs" in said.text()
 
 
 @pytest.mark.slow
