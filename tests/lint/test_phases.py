@@ -62,6 +62,9 @@ def test_rows(a, b): pass
 def fixture(request): return request.param
 @pytest.mark.parametrize("a, b", [(1, 1), (1, 2)])
 def test_both(fixture, a, b): pass
+@pytest.mark.few(2)
+@pytest.mark.parametrize("a", [1, 2, 3])
+def test_few(a): pass
 def test_plain(): pass
 """
 
@@ -70,10 +73,10 @@ def test_plain(): pass
 def test_each_value_of_each_parameter_runs_once(tmp_path):
     """A row of several arguments is one value."""
     path = write(tmp_path / "test_it.py", CASES)
-    assert len(collected(path)) == 6 + 4 + 4 + 1
+    assert len(collected(path)) == 6 + 4 + 4 + 3 + 1
     chosen = collected(path, "--gate")
     assert {name.partition("[")[0]: 0 for name in chosen}.keys() == {
-        "test_grid", "test_rows", "test_both", "test_plain",
+        "test_grid", "test_rows", "test_both", "test_few", "test_plain",
     }  # fmt: skip
     grid = [name for name in chosen if name.startswith("test_grid")]
     assert len(grid) == 3
@@ -82,6 +85,10 @@ def test_each_value_of_each_parameter_runs_once(tmp_path):
         f"test_rows[{row}]" for row in ("1-1", "1-2", "2-1", "2-2")
     ]
     assert len([name for name in chosen if name.startswith("test_both")]) == 2
+    assert [name for name in chosen if name.startswith("test_few")] == [
+        "test_few[1]",
+        "test_few[3]",
+    ]
 
 
 def test_marks_decide_what_belongs():

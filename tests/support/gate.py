@@ -4,6 +4,8 @@
 - tests marked `full`;
 - families of models beyond one for each way of scoring;
 - combinations of parameters: each value of each parameter runs once, the rest are combinations;
+- of a test marked `few(n)` all but n cases, first and last among them: each case is dear, and one
+  shows what the others show;
 - tests of a component that is not ours (vLLM, TRL, a browser, ..), except those marked `smoke`.
 """
 
@@ -40,8 +42,16 @@ def selected(items: list[pytest.Item], families: Iterable[str]) -> list[pytest.I
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in kept:
         functions[item.nodeid.partition("[")[0]].append(item)
-    covering = {item for cases in functions.values() for item in _each_value_once(cases)}
+    covering = {item for cases in functions.values() for item in _few(_each_value_once(cases))}
     return [item for item in kept if item in covering]
+
+
+def _few(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Choose as many as the mark `few` allows, at equal distances."""
+    count = next((mark.args[0] for mark in cases[0].iter_markers("few")), len(cases))
+    if len(cases) <= count:
+        return cases
+    return [cases[i * (len(cases) - 1) // max(1, count - 1)] for i in range(count)]
 
 
 def _belongs(item: pytest.Item, families: set[str]) -> bool:

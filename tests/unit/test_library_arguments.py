@@ -128,6 +128,7 @@ BOUNDED = ("exp_abs", "trainer_prob", "prob_diff", "tv")
 NOT_FINITE = (-math.inf, math.inf, math.nan)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("aggregate", ["sum", "mean", "max", "min"])
 def test_an_infinite_slot_takes_its_unit_with_it(aggregate: str, subtests) -> None:
     second = SEGMENT == 1

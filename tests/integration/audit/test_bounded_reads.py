@@ -49,6 +49,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_a_child_reads_what_its_parent_would(tmp_path, suffix):
     path = tmp_path / f"d\udc80\u00e9 {suffix}"  # not UTF-8
@@ -103,6 +104,7 @@ BOMBS = {
 GATE = ("doubling.pt", "zeros.parquet")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [

@@ -30,6 +30,7 @@ def shown(path: Path, mapping: dict[str, str]) -> str:
     return text.getvalue()
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:TypedStorage", "ignore:.*nested")
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("suffix", MAKERS)

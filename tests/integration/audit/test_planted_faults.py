@@ -99,6 +99,7 @@ def test_a_coarse_grid_is_noted_and_is_no_bug(gap, subtests) -> None:
             assert [note for note in found.notes if f"rounded to {name}" in note]
 
 
+@pytest.mark.few(48)
 @pytest.mark.parametrize("rows", [ROWS // 2, pytest.param(ROWS, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_never_recommended_upon(name, rows) -> None:

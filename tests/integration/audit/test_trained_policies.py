@@ -33,6 +33,7 @@ GENUINE = {"nf4": 1, "flips 10%": 11, "growth 40": 1, "nf4 trainer": 11, "1 upda
 """Kind -> world: 1 has an entropy of 0.02 in short rows, 11 one of 0.3 in longer ones."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", GENUINE)
 def test_genuine_mismatch_is_not_accused(kind) -> None:
     number = GENUINE[kind]
@@ -52,6 +53,7 @@ def sound_world():
     return sound("bf16", 12, *settings(12))  # entropy 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", ["T 0.9, processed", "base 10, rollout", "top-p 0.8", "adapter lost, all rows"]
 )
@@ -141,6 +143,7 @@ def test_two_rows_of_a_certain_policy_that_are_exchanged_are_named(tmp_path) -> 
     assert "rows" in said.causes, said.text()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("growth", [1.5, 6.0])
 def test_a_gap_that_grows_along_the_answer_is_corrected(growth, tmp_path) -> None:
     torch.manual_seed(0)
@@ -296,6 +299,7 @@ def noisy(share: float):
     return change
 
 
+@pytest.mark.full
 def test_a_real_policy_with_coarse_weights_or_other_experts_is_not_accused(
     policy, prompts, tmp_path
 ) -> None:
@@ -323,6 +327,7 @@ def test_a_real_policy_whose_weights_did_not_arrive_is_looked_into(
         assert words in said.text()
 
 
+@pytest.mark.full
 def test_a_prefix_that_older_weights_cached_is_looked_into(tmp_path) -> None:
     """The engine kept the prompt's keys and values over an update (vllm-omni#6739)."""
     config = Qwen3Config(

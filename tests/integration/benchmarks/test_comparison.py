@@ -32,6 +32,7 @@ def test_a_sigmoid_model_with_a_dense_first_layer(results):
     assert found["5% missing: expert 0 K times"].k3 > 10 * off.k3
 
 
+@pytest.mark.full
 def test_rules_are_right_where_they_apply(results):
     found = results["OLMoE"]
     for rule in ("layers by order, not by index", "softmax of all logits"):

@@ -166,6 +166,7 @@ def test_weights_of_a_checkpoint_cannot_be_overridden(fails, whole, tmp_path):
         assert "model.path=elsewhere: has no effect" in message
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("existed", [False, True])
 def test_a_fork_that_is_refused_leaves_its_folder_as_it_was(
     fails, whole, tmp_path, monkeypatch, existed

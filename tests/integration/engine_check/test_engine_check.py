@@ -259,6 +259,7 @@ def names(value):
     return getattr(value, "__name__", None)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("kind", "name", "words"), OUTPUT, ids=names)
 def test_an_output_fault_fails_its_own_check_alone(sound, kind, name, words):
     found = checked(sound, kind)
@@ -267,6 +268,7 @@ def test_an_output_fault_fails_its_own_check_alone(sound, kind, name, words):
     assert found[name].fix
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "words"), WEIGHTS, ids=names)
 def test_a_fault_of_the_weights_fails_the_sync_alone(sound, kind, words):
     found = checked(sound, kind, live=True)

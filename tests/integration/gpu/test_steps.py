@@ -17,6 +17,7 @@ STEPS += [pytest.param("cuda", case, marks=CUDA) for case in FAST]
 NEVER = 10**6  # a stop token that no row samples, so that all requests have one length
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("where", "case"), STEPS)
 def test_a_step(where, case):
     """The CPU runs all of them on the emulated device."""
@@ -36,6 +37,7 @@ def engine_of(family, device, *overrides):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_engine_samples_the_same_bits_twice(family, device):
     engine = engine_of(family, device)

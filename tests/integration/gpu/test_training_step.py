@@ -27,6 +27,7 @@ def test_the_host_never_waits_in_forward_and_backward(family, device):
         assert all(p.grad is None or p.grad.isfinite().all() for p in step.model.parameters())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_gradients_in_bfloat16_are_those_of_float32(family, device, monkeypatch):
     """And the experts' grouped_mm, which has no kernel for float32 on a GPU, gets bfloat16. On the

@@ -31,6 +31,7 @@ def shuffled(count, size, seed=0):
     return [order[i : i + size] for i in range(0, count, size)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_rollout_is_training(family, dtype):

@@ -221,6 +221,7 @@ print(restarts._run_command([sys.executable, "-c", code]))
 '''
 
 
+@pytest.mark.few(1)
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["no terminal", "typed", "killed in the foreground"])
 def test_ctrl_c_reaches_the_run_once(how):

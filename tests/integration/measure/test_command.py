@@ -162,6 +162,7 @@ def test_planted_cause_is_named_and_its_bar_is_the_gap(policy, fault, causes, ba
         assert large == {BAR_OF[causes[0]], "temperature"}
 
 
+@pytest.mark.full
 def test_a_temperature_does_not_take_the_place_of_another_cause(policy):
     found = measured(policy, "rollout.engine.dtype=float32", *FEW, shift=-1, temperature=1.3)
     assert found.verdict.causes == ("shift", "temperature"), found.verdict.text()
@@ -249,6 +250,7 @@ def dense(policy, tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.full
 def test_a_dense_model_has_no_routing_rows(dense, tmp_path):
     out = tmp_path / "out"
     assert main(["measure", dense, *SETTINGS, *FEW, "--out", str(out)]) == 0

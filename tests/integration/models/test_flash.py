@@ -209,6 +209,7 @@ def test_float32_heads_are_repeated_where_no_fused_kernel_groups_them(monkeypatc
     assert set(seen) == {(4, 4, 4, False)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_long_prompts_are_prefilled_by_the_kernel(family, monkeypatch):
     """Prompts of 2 to 50 tokens in pieces of up to 16, which read what earlier pieces cached."""

@@ -134,6 +134,7 @@ TOKENIZERS = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.process
 @pytest.mark.parametrize(("values", "said"), TOKENIZERS)
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.4.0.0.json"])

@@ -130,6 +130,7 @@ def test_options_do_not_change_a_bit_of_it(subtests):
     assert not torch.equal(plain["lm_head.weight"], without["lm_head.weight"])
 
 
+@pytest.mark.full
 def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
     """The engine's arithmetic with the setting has a smaller median gap to a float32 trainer than
     without it, on the same tokens."""

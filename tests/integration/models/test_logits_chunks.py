@@ -189,6 +189,7 @@ def logits_of(model, chunk):
     return map_logits(model, slots, lambda logits, rows: (logits,), chunk, **arguments)[0]
 
 
+@pytest.mark.few(6)
 @torch.no_grad()
 @pytest.mark.parametrize("family", [*TABLE, *CAPPED])
 def test_logits_of_every_family(family):

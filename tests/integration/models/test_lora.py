@@ -29,6 +29,7 @@ from support.models import CONFIGS, make
 from support.replay_models import same_bits
 
 
+@pytest.mark.few(1)
 @torch.no_grad()
 @pytest.mark.parametrize("family", CONFIGS)
 def test_base_and_adapters_of_every_family(family, subtests):

@@ -93,6 +93,7 @@ CASES += [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_it_computes_like_lora_on_the_dequantised_base(family, dtype):
     """Also at the second forward, which peft's own layer would give the adapter twice."""

@@ -76,6 +76,7 @@ def test_bypass_measures_in_the_update_without_scoring(train):
         assert len(tensors[name]) == two["correction/slots"]
 
 
+@pytest.mark.full
 def test_bypass_keeps_every_samples_rollout_log_probability(train):
     """Samples of the second minibatch were never scored before the weights moved."""
     out = train("unseen", "steps=1", *BYPASS, "log.counterfactual_every=0")

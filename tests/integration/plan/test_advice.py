@@ -41,6 +41,7 @@ def larger(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_a_gpu_is_planned_with_the_precision_that_a_run_takes(larger, tmp_path, capsys):
     dense = ["replay.mode=off", "train.reuse_scoring_forward=false"]
     bf16 = planned(larger, tmp_path, *dense)["chosen"]["learner_bytes"]
@@ -111,6 +112,7 @@ SMALL_BATCH = [
 ]
 
 
+@pytest.mark.full
 def test_shards_of_frozen_weights_are_bfloat16(many_experts, tmp_path):
     """Two ranks: adapters beside float32 shards would take the memory that is not there."""
     asked = [*SMALL_BATCH, "--learners", "2", "--constant", "memory=0.6e9"]

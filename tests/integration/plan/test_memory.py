@@ -41,6 +41,7 @@ def dims_of(config):
     return read_dims(dry_model(config).model, "it")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FACTS)
 def test_known_models_are_counted_exactly(name):
     total, active, cached, routes = FACTS[name]

@@ -280,6 +280,7 @@ def test_filler_routes_are_refused_with_their_sample(parts) -> None:
         step_with(parts, zero)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["r3", "off"])
 def test_a_layer_with_constant_routes_is_not_captured(policy, mode: str) -> None:
     """The trainer's own router chooses otherwise, so the routes are refused, also where they are

@@ -46,6 +46,7 @@ def test_every_moe_family_of_transformers_is_in_a_table() -> None:
     assert borrowing() <= set(TABLE)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("family", "run"), list(itertools.product(TABLE, [0, 1])))
 def test_own_routes_change_nothing_and_others_reach_the_experts(family: str, run: int) -> None:
     """run 0: fp32, stock experts; run 1: bf16, the eager loop over experts, the family's second

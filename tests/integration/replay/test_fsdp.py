@@ -29,14 +29,19 @@ from support.two_processes import (
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run two processes over what the tests that are asked for look at."""
+    asked = {item.name for item in request.session.items if item.path == request.path}
+    families = [name for name in FAMILIES if f"test_two_processes_equal_one[{name}]" in asked]
+    forms = [name for name in PARALLEL if f"test_parallel_equals_one_process[{name}]" in asked]
     folder = tmp_path_factory.mktemp("fsdp")
     make("qwen3_moe").save_pretrained(folder / "model")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=2)
+    torch.multiprocessing.spawn(work, (str(folder), families, forms), nprocs=2)
     return folder
 
 
 @pytest.mark.process
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_processes_equal_one(family: str, sharded: Path) -> None:
     model = build(family, checkpointing=False)
@@ -55,17 +60,16 @@ def test_two_processes_equal_one(family: str, sharded: Path) -> None:
 
 
 @pytest.mark.process
-def test_tensor_and_expert_parallel_equal_one_process(sharded: Path, subtests) -> None:
+@pytest.mark.few(2)
+@pytest.mark.parametrize("form", PARALLEL)
+def test_parallel_equals_one_process(form: str, sharded: Path) -> None:
+    """Tensor and expert parallelism."""
     model = AutoModelForCausalLM.from_pretrained(sharded / "model", dtype=torch.float32)
-    expected = parallel_step(model)
-    routes = expected.pop("routes")
-    for name in PARALLEL:
-        with subtests.test(name):
-            found = torch.load(sharded / f"{name}.pt")
-            assert torch.equal(found.pop("routes"), routes)  # margins are far above an ulp
-            assert found.keys() == expected.keys()
-            for tensor in expected:
-                torch.testing.assert_close(found[tensor], expected[tensor], rtol=1e-4, atol=1e-6)
+    expected, found = parallel_step(model), torch.load(sharded / f"{form}.pt")
+    assert torch.equal(found.pop("routes"), expected.pop("routes"))  # margins are far above an ulp
+    assert found.keys() == expected.keys()
+    for tensor in expected:
+        torch.testing.assert_close(found[tensor], expected[tensor], rtol=1e-4, atol=1e-6)
 
 
 def test_a_router_without_the_whole_batch_is_refused() -> None:

@@ -30,6 +30,7 @@ def pages(tmp_path_factory) -> dict[str, Drawn]:
         return {"full": wide.drawn(), "dense on a phone": phone.drawn()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize("page", ["full", "dense on a phone"])
 def test_no_script_error_nothing_is_loaded_and_nothing_sticks_out(pages, page):

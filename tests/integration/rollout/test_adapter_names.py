@@ -95,6 +95,7 @@ def folder(tmp_path_factory):
 SERVED = [(one_server, vllm_server), (several, vllm_server), (one_server, sglang)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("build", "serve"), [*SERVED, (replicas, None)])
 def test_every_completion_has_name_and_version(folder, build, serve):
     prompts = [[i, i + 1, 5] for i in range(3, 9)]

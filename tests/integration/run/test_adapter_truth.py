@@ -25,6 +25,7 @@ from support.adapter_faults import (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("sync", SYNCS)
 def test_the_table_of_planted_failures(sync, fault, monkeypatch):
@@ -82,6 +83,7 @@ def test_log_probabilities_alone_tell_two_merges_apart(policy, fault, words):
     assert words in message
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fault", "by_weights", "words"),
     [

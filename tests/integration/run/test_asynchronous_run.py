@@ -71,7 +71,7 @@ def overlapping(recipe, tmp_path_factory):
     return out
 
 
-def test_tokens_are_old_but_never_older_than_allowed(overlapping, synchronous):
+def test_tokens_are_old_but_never_older_than_allowed(overlapping):
     found = [row for row in rows(overlapping) if "staleness/max" in row]
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
     assert found[0]["staleness/max"] == 0
@@ -81,7 +81,11 @@ def test_tokens_are_old_but_never_older_than_allowed(overlapping, synchronous):
         tokens = sum(v for k, v in row.items() if k.startswith("staleness/tokens@"))
         assert tokens == row["correction/slots"]
         assert row["correction/weight_max"] <= 2  # TIS, though routes are replayed
-    assert problems(overlapping) == problems(synchronous)  # in the same order
+
+
+@pytest.mark.full
+def test_problems_come_in_the_same_order(overlapping, synchronous):
+    assert problems(overlapping) == problems(synchronous)
 
 
 def test_summary_and_report_show_the_overlap(overlapping):

@@ -79,6 +79,7 @@ def test_forks_between_adapters_and_whole_models_are_refused(lora, train, tmp_pa
         assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_evaluated_and_trained_on_as_base_and_adapter(lora, train, capsys):
     run, last = lora[0], last_evaluation(lora[0])
     capsys.readouterr()

@@ -40,6 +40,7 @@ def test_replay_removes_the_gap_and_the_run_says_that_it_was_made(train, capsys)
     assert stored["scale"] == 1.0
 
 
+@pytest.mark.full
 def test_without_replay_the_gap_is_trained_on(train, capsys):
     strong = ("rollout.pressure={scale=4.0}", "rollout.prompts_per_step=8")
     run = train("off", *strong, FLOAT32, "replay.mode=off", "steps=1", "eval.every=0")

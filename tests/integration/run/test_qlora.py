@@ -259,6 +259,7 @@ def keep_unquantised(components, policy, *, adapter):
     engine.load_weights = load
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_that_never_gets_the_dequantised_base_is_named_at_the_start(policy, dtype):
     components, _ = build_components(settings(policy, dtype=dtype, base="nf4"))

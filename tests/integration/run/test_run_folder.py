@@ -164,6 +164,7 @@ def test_ctrl_c_in_a_run_names_its_folder_and_checkpoint(copy, capsys, monkeypat
     assert f"the last checkpoint of {copy} {words}computes again: 1" in said
 
 
+@pytest.mark.full
 def test_a_run_with_an_unprintable_name_is_whole(recipe, tmp_path, monkeypatch):
     """In ASCII, its report and summary are the same as in any encoding."""
     written = io.TextIOWrapper(io.BytesIO(), encoding="ascii")

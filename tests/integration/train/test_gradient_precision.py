@@ -30,6 +30,7 @@ AIM = 2.0  # times the error of stock float32
 DTYPES = torch.float32, torch.float64
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_saved_work_costs_no_precision(family, subtests):
     """In one micro-batch, and in several."""

@@ -67,6 +67,7 @@ def test_step_equals_the_written_out_one():
         torch.testing.assert_close(moved[sure], expected[sure], atol=1e-4, rtol=1e-2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("objective", ["", BYPASS, "objective.preset=gspo", ENTROPY])
 def test_options_that_must_not_change_a_bit(objective):
     """Checkpointed activations, and (with a scoring forward) its reuse."""

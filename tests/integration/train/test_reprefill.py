@@ -82,6 +82,7 @@ def test_recorded_routes_are_never_mixed_and_are_of_the_held_weights():
     assert not torch.equal(before, after)
 
 
+@pytest.mark.full
 def test_a_run_on_reprefilled_routes(train):
     found = rows(train(None, "steps=2", "eval.every=0", "replay.source=reprefill"))
     assert len(found) == 2

@@ -60,6 +60,7 @@ def some(names, full):
     return [pytest.param(name, marks=[pytest.mark.full] * (name in full)) for name in names]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", some(SETTINGS, {"a sample each", "r3", "r2"}))
 def test_scores_and_gradients_are_those_of_whole_samples(name):
     assert_equal(siblings(), *SETTINGS[name])
@@ -114,6 +115,7 @@ def assert_equal(batch, *settings, tolerance=5e-6, **options):
     return scored
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "olmoe"])
 @pytest.mark.parametrize("name", some(["r3", "several micro-batches", "checkpointing"], {"r3"}))
 def test_on_policy_numerics_give_the_same_bits(name, family):
@@ -132,6 +134,7 @@ def test_a_dense_model():
     assert_equal(batch, "replay.mode=off", name="qwen3_dense", routed=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", MOE)
 def test_families(family):
     batch = with_routes_of(siblings(), learner_of(name=family).routers)

@@ -34,6 +34,7 @@ def played(parts, step):
     return asyncio.run(play())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("most", [None, 1.0])
 def test_old_tokens_have_the_gradient_of_the_trained_weights(recipe, policy, most):
     """The gradient is the sum over tokens of min(rho, most) A grad log p / N. p and rho are of the

@@ -76,6 +76,7 @@ def own_sets(logits, narrowed):
     return apply_top_k_top_p(logits, top_k=top_k, top_p=top_p).isfinite()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("narrowed", NARROWED.values(), ids=NARROWED)
 def test_rollout_and_trainer_agree(narrowed):
     """Values agree over the recorded sets, which are the trainer's own. They do not over all
@@ -96,6 +97,7 @@ def test_rollout_and_trainer_agree(narrowed):
     assert (batch.support.sizes[mask] < 64).any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_policy_numerics_are_equal_to_the_bit(family, dtype):

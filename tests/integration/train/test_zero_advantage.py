@@ -56,6 +56,7 @@ class Played:
 SEVERAL = "train.tokens_per_micro_batch=40"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -2,10 +2,12 @@
 
 import argparse
 
+import pytest
 import sample_checks
 from sample_checks import FORMS, LAYERS, WRONG, Trainer, clean, planted
 
 
+@pytest.mark.full
 def test_planted_rows_stop_their_forward_and_small_ones_may_not(monkeypatch):
     draw = sample_checks.Batch.draw
     monkeypatch.setattr(sample_checks.Batch, "draw", lambda samples, *more: draw(4, *more))
@@ -25,6 +27,7 @@ def test_every_form_carries_the_same_routes():
     assert first[0].ids.shape == (batch.lengths[0], LAYERS, 4)
 
 
+@pytest.mark.full
 def test_clean_counts_a_forward_that_stops(monkeypatch):
     kinds = [("bf16", 16, 4), ("pressure", 16, 4)]
     monkeypatch.setattr(sample_checks, "CLEAN", {kind[0]: kind for kind in kinds})

@@ -147,6 +147,7 @@ def test_packed_padded_and_lists_agree_to_the_bit(seed: int) -> None:
             assert found.report == pytest.approx(whole.report, nan_ok=True, rel=0, abs=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("average", ["slots", "sequences"])
 @given(seed=SEEDS)
 @FEW

@@ -43,6 +43,7 @@ def test_every_step_is_drawn_equally_often():
     assert [widths[0], widths[2]] == pytest.approx([widths[1]] * 2, rel=0.35)
 
 
+@pytest.mark.full
 def test_intervals_hold_the_truth_19_times_in_20(monkeypatch, subtests):
     monkeypatch.setattr(comparison, "DRAWS", 2000)
     for steps in (FEWEST_STEPS, 60, 200):

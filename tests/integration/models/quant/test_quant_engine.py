@@ -53,6 +53,7 @@ CASES += [("qwen3_moe", quant) for quant in FORMATS[1:]]
 CASES += [full("qwen3_moe", Int8()), full("gpt_oss", Fp8())]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "quant"), CASES, ids=str)
 def test_logp_and_routes_are_those_of_the_quantised_model(family, quant):
     """The families have biases and transposed experts (gpt_oss), dense layers and shared experts
@@ -90,6 +91,7 @@ def test_reported_bytes_are_those_of_the_tensors():
     assert made.sizes().as_json()["parts"][-1]["bytes_after"] == sum(sizes.values())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quant", [full(Int8()), *FORMATS[1:3], full(Fp8Weight()), FORMATS[4]])
 def test_after_a_sync_it_equals_a_fresh_engine(quant):
     engine, other = build("qwen3_moe", quant), make("qwen3_moe", seed=1)

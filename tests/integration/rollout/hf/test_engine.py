@@ -22,6 +22,7 @@ def checked(requests, name="qwen3_moe", **settings):
     return done
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logp_and_routes_are_the_stock_models(name):
     """There are more requests than rows, ragged prompts and lengths, and windows (8) shorter than

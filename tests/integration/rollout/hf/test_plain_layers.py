@@ -34,6 +34,7 @@ def sample(engine):
     return run(engine, [(p, Sampling(1.0, 6 + 3 * i), i) for i, p in enumerate(prompts)])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("numerics", ["fast", "on-policy"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", PLAIN)

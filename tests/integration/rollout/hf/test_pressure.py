@@ -64,6 +64,7 @@ def k3(model, done, replay=None):
     return mismatch(logp, torch.cat(rollout), torch.ones(len(logp), dtype=torch.bool)).k3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DECODERS)
 def test_scale_0_is_no_pressure_to_the_bit(name):
     plain = run(pressed_engine(name, combine_weights=True), REQUESTS)

@@ -72,6 +72,7 @@ def whole_syncs(fake):
     return sum(r.path == "/begin_weight_update" for r in fake.http.asked)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
 def test_every_version_is_loaded_by_its_name_and_the_last_one_unloaded(
     fake, models, tmp_path, sync

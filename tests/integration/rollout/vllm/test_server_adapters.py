@@ -61,6 +61,7 @@ def push(learner, engine, version, bias):
     return asyncio.run(push_weights(learner, engine))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
 def test_every_version_is_loaded_by_its_name_and_the_last_one_unloaded(
     lora_fake, checkpoints, tmp_path, sync

@@ -56,6 +56,7 @@ def assert_sampled_with(completions, checkpoint, version):
         assert (done.logp - expected).abs().max() < 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
 def test_all_servers_sample_and_all_get_the_weights(fakes, checkpoints, sync, tmp_path):
     fleet = fleet_of(fakes, checkpoints, sync=sync, sync_dir=str(tmp_path))

@@ -87,6 +87,7 @@ def test_gradients_of_two_ranks_are_those_of_one_process(case, two, folder, monk
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-4 * scale)
 
 
+@pytest.mark.full
 def test_every_rank_updates_the_same_adapter(two, folder):
     """The same sample on either rank gets the same scores, which updates have moved."""
     learner = learner_on(two, folder, ["train.lora.rank=4", ALL, "replay.mode=off"])
@@ -123,6 +124,7 @@ def test_merged_weights_are_those_of_one_process(pair):
         assert any(not torch.equal(merged[name], frozen[name]) for name in frozen)
 
 
+@pytest.mark.full
 def test_a_trial_merge_leaves_the_shards_alone(pair):
     """Its logits are those of one process, whose weights are replaced meanwhile."""
     one, ranked = pair

@@ -76,6 +76,7 @@ def equal_tensors(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[pytest.mark.full] * (c in FULL)) for c in CASES if c not in TWICE],
@@ -187,6 +188,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_two_and_on_one(two, folder, tmp_pa
                 torch.testing.assert_close(tensor, after[name], rtol=0, atol=2e-5)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_one_process_resumes_on_two_ranks(two, folder, tmp_path):
     overrides = CASES["critic_kl_entropy"]
     one = learner_on(None, folder, overrides)
@@ -266,6 +268,7 @@ def test_weights_of_a_bfloat16_engine_are_cast_before_they_are_gathered(pair, mo
     assert sum(gathered) < 0.6 * sum(tensor.nbytes for _, tensor in one.named_weights())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("setting", ["train.fsdp_param_dtype=bfloat16", "train.autocast=bfloat16"])
 def test_bfloat16_forward_with_float32_masters(setting, two, folder):
     ranked, one = learner_on(two, folder, [*QWEN, setting]), learner_on(None, folder, QWEN)

@@ -252,6 +252,7 @@ async def test_an_answer_that_comes_as_its_request_is_given_up_is_dropped(engine
     assert given_up.cancelled()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lossy", [False, True])
 @in_event_loop
 async def test_every_request_is_answered_despite_cancellations_and_losses(
