@@ -41,6 +41,7 @@ for number, usual in (
 # examples every time; elsewhere they are new ones, and a failure prints the one to add.
 settings.register_profile("all", deadline=None, print_blob=True)
 settings.register_profile("gate", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("check", settings.get_profile("gate"), max_examples=5)
 
 
 def pytest_addoption(parser):
