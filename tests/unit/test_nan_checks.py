@@ -14,7 +14,7 @@ from onepolicy.engine_check import checks, command, weight_sync
 from onepolicy.measure.measure import _stale, _with_fit
 from onepolicy.nonfinite import LeftOut
 from onepolicy.rollout.servers.start_up import check_processed_logprobs
-from onepolicy.sync import attach, push
+from onepolicy.sync import attach, canary, push
 from onepolicy.train import rescore
 from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.rules import Gap, verdict
@@ -73,27 +73,27 @@ async def nothing(*_):
     return None
 
 
-def probes_of(monkeypatch, module, probes):
-    """Let the canary's probes of a module give these values in turn."""
+def probes_of(monkeypatch, probes):
+    """Let the canary's probes give these values in turn."""
     rest = iter([torch.tensor(values) for values in probes])
 
     async def probe(engine, vocab):
         return next(rest)
 
-    monkeypatch.setattr(module, "canary_logp", probe)
+    monkeypatch.setattr(canary, "canary_logp", probe)
 
 
 def test_a_sync_check_needs_a_finite_noise_to_compare_with(monkeypatch):
     monkeypatch.setattr(push, "push_weights", nothing)
     engine = SimpleNamespace(reset_cache=nothing, caps=SimpleNamespace(inexact_dtype=None))
     for values in ((NAN, NAN, NAN), (-1.0, -INF, -2.0), (-1.0, -1.0, NAN)):
-        probes_of(monkeypatch, push, [[value] for value in values])
+        probes_of(monkeypatch, [[value] for value in values])
         with pytest.raises(TrainingError, match="weight sync"):
             asyncio.run(push.checked_push(SimpleNamespace(), engine, vocab=8))
 
 
 def test_a_reload_check_needs_a_finite_noise_to_compare_with(monkeypatch):
-    probes_of(monkeypatch, attach, [[-1.0], [-INF]])
+    probes_of(monkeypatch, [[-1.0], [-INF]])
     caps = SimpleNamespace(inexact_dtype=None)
     engine = SimpleNamespace(load_checkpoint=nothing, caps=caps)
     with pytest.raises(UsageError, match="wrong after a reload"):

@@ -21,7 +21,7 @@ from onepolicy.engine_check.checks import (
 from onepolicy.models import fp32_head
 from onepolicy.notation import number
 from onepolicy.rollout.copies import load_engine_copy
-from onepolicy.sync.canary import allowed_change, canary_logp, canary_moved, is_allowed
+from onepolicy.sync.canary import Canary
 from onepolicy.sync.push import checked_push, push_weights
 from onepolicy.train.rescore import variant_scorer
 from onepolicy.train.scorer import PolicyScorer
@@ -119,7 +119,7 @@ async def _measure_sync(
     engine, scorer, seeds = pair.engine, pair.scorer, range(len(plain.prompts))
     size = scorer.vocab_size
     await checked_push(scorer, engine, vocab=size)
-    before, repeated = await canary_logp(engine, size), await canary_logp(engine, size)
+    canary = await Canary.ask(engine, size)
     # This leaves its prefixes in the cache.
     await generate_all(engine, plain.prompts, plain.sampling, seeds)
     with perturbed_weights(scorer):
@@ -132,16 +132,14 @@ async def _measure_sync(
         limit, pushed_gap = rounded.limit(batch), _worst_gap(batch)
         cached_gap = _worst_gap(score_generated(scorer, cached))
     await push_weights(scorer, engine)
-    after = await canary_logp(engine, size)
-    allowed = allowed_change(engine, before, float((repeated - before).abs().max()), size)
-    moved = await canary_moved(engine, size, before, after, allowed)
+    moved, is_back = await canary.change()
     return _SyncGaps(
         pushed=pushed_gap,
         cached=cached_gap,
         old=_worst_gap(score_generated(scorer, fresh)),
         limit=limit,
-        moved=float(moved.max()),
-        is_back=is_allowed(moved, allowed),
+        moved=moved,
+        is_back=is_back,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from onepolicy.config import UsageError
 from onepolicy.interfaces import PersistentEngine
 from onepolicy.notation import number
-from onepolicy.sync.canary import allowed_change, canary_logp, canary_moved, is_allowed
+from onepolicy.sync.canary import Canary, canary_logp
 
 
 async def attach_engine(engine: PersistentEngine, path: str, *, vocab: int) -> None:
@@ -49,21 +49,19 @@ async def _initial_canary(engine: PersistentEngine, vocab: int) -> list[float]:
 
 async def _check_reload(engine: PersistentEngine, initial: list[float], vocab: int) -> None:
     await engine.load_checkpoint(None, 0)
-    after, repeated = await canary_logp(engine, vocab), await canary_logp(engine, vocab)
-    noise = float((repeated - after).abs().max())
-    if len(initial) != len(after):
+    now = await Canary.ask(engine, vocab)
+    if len(initial) != len(now.logp):
         raise UsageError(
             f"rollout.engine: the server has a canary of {len(initial)} numbers of its start-up "
-            f"weights, expected {len(after)}; another version of onepolicy stored it: restart the "
-            "server"
+            f"weights, expected {len(now.logp)}; another version of onepolicy stored it: restart "
+            "the server"
         )
-    before = torch.tensor(initial)
-    allowed = allowed_change(engine, before, noise, vocab)
-    moved = await canary_moved(engine, vocab, before, after, allowed)
-    if not is_allowed(moved, allowed):
+    at_start = Canary(engine, vocab, torch.tensor(initial), now.noise)
+    moved, is_same = await at_start.change(now.logp)
+    if not is_same:
         raise UsageError(
             f"rollout.engine: {type(engine).__name__} reloaded the weights it was started with, "
-            f"and its log-probabilities of a fixed batch are up to {number(float(moved.max()))} "
-            f"from those at its start (without a reload: {number(noise)}); its weights are wrong "
-            "after a reload"
+            f"and its log-probabilities of a fixed batch are up to {number(moved)} "
+            f"from those at its start (without a reload: {number(now.noise)}); its weights are "
+            "wrong after a reload"
         )

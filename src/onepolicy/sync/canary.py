@@ -8,6 +8,7 @@ comes back when the canary is asked again.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,22 +45,6 @@ def canary_prompts(vocab: int, max_len: int, count: int) -> list[list[int]]:
     return torch.randint(vocab, shape, generator=generator).tolist()
 
 
-async def canary_moved(
-    engine: RolloutEngine, vocab: int, before: Tensor, after: Tensor, allowed: Tensor
-) -> Tensor:
-    """Return how far the canary has moved from `before` to `after`, [n] float32 [nats].
-
-    Where last places may differ, and it moved further than allowed, it is asked again: wrong
-    weights move every canary, a rare order of additions one. The least is returned. NaN stays NaN.
-    """
-    moved = (after - before).abs()
-    for _ in range(1, REPEATS):
-        if engine.caps.inexact_dtype is None or is_allowed(moved, allowed):
-            break
-        moved = moved.minimum((await canary_logp(engine, vocab) - before).abs())
-    return moved
-
-
 def allowed_change(engine: RolloutEngine, canary: Tensor, noise: float, vocab: int) -> Tensor:
     """Return the largest change of each log-probability that is no sign of other weights.
 
@@ -86,6 +71,43 @@ def last_place(x: Tensor, dtype: str) -> Tensor:
 def is_allowed(moved: Tensor, allowed: Tensor) -> bool:
     """Return whether no change is larger than allowed. NaN and an infinite margin are not."""
     return bool((moved <= allowed).all() and allowed.isfinite().all())
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """The canary of an engine at one time, to compare a later one with.
+
+    logp: [n] float32. noise: its largest change without a push [nats].
+    """
+
+    engine: RolloutEngine
+    vocab: int
+    logp: Tensor
+    noise: float
+
+    @classmethod
+    async def ask(cls, engine: RolloutEngine, vocab: int) -> Canary:
+        """Ask an engine twice."""
+        first, second = await canary_logp(engine, vocab), await canary_logp(engine, vocab)
+        return cls(engine, vocab, first, float((second - first).abs().max()))
+
+    async def change(self, after: Tensor | None = None) -> tuple[float, bool]:
+        """Return the engine's largest change since [nats], and whether it shows the same weights.
+
+        after: its canary now, [n] float32; None: it is asked. Where last places may differ, and it
+        moved further than allowed, it is asked again: wrong weights move every canary, a rare order
+        of additions one. The least counts. NaN stays NaN.
+        """
+        if after is None:
+            after = await canary_logp(self.engine, self.vocab)
+        allowed = allowed_change(self.engine, self.logp, self.noise, self.vocab)
+        moved = (after - self.logp).abs()
+        for _ in range(1, REPEATS):
+            if self.engine.caps.inexact_dtype is None or is_allowed(moved, allowed):
+                break
+            again = await canary_logp(self.engine, self.vocab)
+            moved = moved.minimum((again - self.logp).abs())
+        return float(moved.max()), is_allowed(moved, allowed)
 
 
 def inexact_dtype(dtype: str, *, cpu: bool) -> str | None:

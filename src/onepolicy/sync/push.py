@@ -29,7 +29,7 @@ from onepolicy.models.load import DTYPES
 from onepolicy.notation import number
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
-from onepolicy.sync.canary import allowed_change, canary_logp, canary_moved, is_allowed
+from onepolicy.sync.canary import Canary
 
 ENGINES_KEEP = ("A_log",)
 """Names of tensors that engines hold in float32 though transformers does not: decays of Mamba."""
@@ -132,17 +132,14 @@ async def checked_push(learner: WeightSource, engine: RolloutEngine, *, vocab: i
 
     Raises TrainingError if a log-probability changes.
     """
-    before, repeated = await canary_logp(engine, vocab), await canary_logp(engine, vocab)
-    noise = float((repeated - before).abs().max())
+    canary = await Canary.ask(engine, vocab)
     await push_weights(learner, engine)
-    allowed = allowed_change(engine, before, noise, vocab)
-    after = await canary_logp(engine, vocab)
-    moved = await canary_moved(engine, vocab, before, after, allowed)
-    if not is_allowed(moved, allowed):
+    moved, is_same = await canary.change()
+    if not is_same:
         raise TrainingError(
             f"weight sync: giving {type(engine).__name__} the weights it already holds moved the "
-            f"log-probabilities of a fixed batch by up to {number(float(moved.max()))} (without a "
-            f"sync: {number(noise)}); its weights are wrong after a sync and every rollout would "
-            "be another policy's"
+            f"log-probabilities of a fixed batch by up to {number(moved)} (without a "
+            f"sync: {number(canary.noise)}); its weights are wrong after a sync and every rollout "
+            "would be another policy's"
         )
     await engine.reset_cache()
