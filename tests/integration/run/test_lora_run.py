@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig
 from onepolicy.models.load import load_model
+from onepolicy.run.adapter_check import AdapterCheck
 from onepolicy.train import checkpoint
 from support.adapter_runs import (
     adapter_files,
@@ -29,7 +30,9 @@ FLOAT32 = "rollout.engine.dtype=float32"
 def lora(recipe, tmp_path_factory):
     """Train 4 steps in float32. Return the run's folder and what it printed."""
     out = tmp_path_factory.mktemp("lora") / "run"
-    return out, trained(recipe, out, *LORA, FLOAT32, "eval.every=4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdapterCheck, "prompts", 8)
+        return out, trained(recipe, out, *LORA, FLOAT32, "eval.every=4")
 
 
 def test_a_run_delivers_its_adapter_and_saves_nothing_else(lora, policy):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig
 from onepolicy.models.load import load_model
+from onepolicy.run.adapter_check import AdapterCheck
 from onepolicy.train import checkpoint
 from onepolicy.train.adapter_export import export_merged
 from support.metrics import rows
@@ -33,7 +34,9 @@ def trained(recipe, base, tmp_path_factory):
     def run(dtype):
         settings = (f"model.path={base}", "train.lora.rank=4", "optim.lr=5e-3", "steps=2")
         own = (f"out={folder / dtype}", f"model.dtype={dtype}", "eval.every=0")
-        assert main(["train", str(recipe), *settings, *own]) == 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AdapterCheck, "prompts", 8)
+            assert main(["train", str(recipe), *settings, *own]) == 0
         return folder / dtype
 
     return run
