@@ -296,7 +296,7 @@ def run(tree: Path, folder: Path, mutants: list[Mutant], words: list[str], worke
     coverage = Coverage(tree, folder)
     work = [(n, coverage.tests(mutant)) for n, mutant in enumerate(mutants) if n not in done]
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    for module in ("numpy", "scipy.stats", "hypothesis", "pytest", "torch", "transformers"):
+    for module in ("scipy.stats", "hypothesis", "pytest", "transformers.modeling_utils", "peft"):
         __import__(module)
     children = []
     for worker in range(workers):

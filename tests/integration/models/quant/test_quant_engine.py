@@ -182,6 +182,13 @@ def tie(model):
     model.lm_head.weight = model.model.embed_tokens.weight
 
 
+def test_a_model_that_was_just_quantised_has_seen_no_values():
+    """Its own trial forward does not count."""
+    scales = quantised("qwen3_moe", Int8(activations="static")).quantised.static.values()
+    assert [float(scale.largest) for scale in scales] == [0] * len(scales)
+    assert scales
+
+
 def test_models_that_cannot_be_quantised_are_refused():
     for change, quant, message in (
         (unknown_experts, Int8(), r"model\.layers\.0\.mlp"),
