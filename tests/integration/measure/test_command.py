@@ -162,7 +162,6 @@ def test_planted_cause_is_named_and_its_bar_is_the_gap(policy, fault, causes, ba
         assert large == {BAR_OF[causes[0]], "temperature"}
 
 
-@pytest.mark.full
 def test_a_temperature_does_not_take_the_place_of_another_cause(policy):
     found = measured(policy, "rollout.engine.dtype=float32", *FEW, shift=-1, temperature=1.3)
     assert found.verdict.causes == ("shift", "temperature"), found.verdict.text()

@@ -41,6 +41,18 @@ def test_closed_forms() -> None:
     assert predict(preset("kpop"), 0.01, 100).not_modelled == ("binary_kl_sym.token",)
 
 
+def test_a_product_that_is_clipped_on_both_sides() -> None:
+    """E[min(max(x, 1/2), 3)] of a log-normal x with mean 1: its log has the mean -0.5 and variance
+    1. By its parts: P(below) / 2, E[x] between, 3 P(above)."""
+    phi, low, high = NormalDist().cdf, math.log(0.5), math.log(3)
+    between = phi(high - 0.5) - phi(low - 0.5)
+    expected = 0.5 * phi(low + 0.5) + between + 3 * (1 - phi(high + 0.5))
+    weight = {"level": "sequence", "low": 0.5, "high": 3}
+    found = predict(CorrectionConfig.model_validate({"weight": weight}), 5e-4, 1000)
+    assert found.attenuation == pytest.approx(expected, abs=1e-3)
+    assert found.keep == pytest.approx(1)
+
+
 MODELLED = [
     name
     for name in correction_presets()

@@ -50,6 +50,15 @@ def test_each_correction_goes_with_its_surrogate(loss):
             torch.testing.assert_close(weights, torch.tensor([[0.5, 1.5]]))
 
 
+def test_the_gap_is_that_of_the_new_probabilities(loss):
+    """The ratios are 0.5 and 1.5: k1 is -ln 0.75, and so is k3, as their differences from 1 add up
+    to 0."""
+    loss.configure(op.preset("pg-tis"))
+    metrics = of_tokens(loss)[1]
+    for name in ("k1", "k3"):
+        assert metrics[f"onepolicy/live_{name}"] == pytest.approx(0.287682, abs=1e-5)
+
+
 def test_no_correction_and_two_are_refused(loss):
     loss.configure(None)
     with pytest.raises(UsageError, match="was given no correction"):

@@ -122,6 +122,8 @@ def test_colours_and_second_signs(run_folder):
         assert len({getattr(look, sign) for look in looks}) == 3
     figures = {f.name: f for f in all_figures(run_folder) if isinstance(f, Figure)}
     assert figures["reward"].data[0]["line"]["color"] == "@rollout"
+    assert "eval/response_length" in load_run(run_folder).names("eval/")
+    assert not any("length" in trace["name"] for trace in figures["reward"].data)
     assert figures["entropy"].data[0]["line"]["color"] == "@trainer"
     assert [t["line"]["color"] for t in figures["k3"].data] == ["@replay", "@trainer"]
     assert figures["scatter"].data[0]["marker"]["color"] == "@replay"
