@@ -135,6 +135,7 @@ def test_a_step_with_a_bug_is_one_line(adapter, caplog):
     (record,) = [record for record in caplog.records if NOT_CLEAN in record.getMessage()]
     assert (record.levelno, record.name) == (logging.WARNING, "onepolicy")
     assert f"{NOT_CLEAN}: shift: " in record.getMessage()
+    assert "against the engine's value of the next token" in record.getMessage()
     assert "\n" not in record.getMessage()
 
 
