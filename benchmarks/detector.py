@@ -174,7 +174,7 @@ def agreement() -> None:
             parts.engine,
             parts.environment,
             cfg,
-            stop=parts.stop,
+            parts.sampling,
             step=step,
             seed=0,
             route_spec=parts.route_spec,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from onepolicy.build.components import Components, route_spec_of
+from onepolicy.build.components import Components, route_spec_of, sampling_of
 from onepolicy.build.learner import build_update_parts
 from onepolicy.config import RunConfig, WeightsReplay, resolve
 from onepolicy.envs.multiturn.trajectory import Trajectory
@@ -150,9 +150,8 @@ def build(models: Models, config: RunConfig, stop: tuple[int, ...] = (1,)) -> Co
         engine=engine,
         samplers=(engine,),
         environment=Letters(),
-        stop=stop,
+        sampling=sampling_of(config, stop, config.correction.top_logprobs(VOCAB)),
         route_spec=route_spec,
-        top_logprobs=config.correction.top_logprobs(VOCAB),
         learner=learner,
         correction=config.correction.fixed_part,
     )

@@ -85,9 +85,14 @@ class Packing:
         return cls(tuple(buckets), order, bounds, spans[0][0])
 
 
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not below `size`."""
+    return -(-size // multiple) * multiple
+
+
 def _bucket(spans: list[tuple[int, int]], multiple: int, device: torch.device) -> Bucket:
     """Return the bucket of samples, given as (length, first slot), longest first."""
-    width = -(-spans[0][0] // multiple) * multiple
+    width = round_up(spans[0][0], multiple)
     lengths = torch.tensor([length for length, _ in spans])
     starts = torch.tensor([start for _, start in spans])
     column = torch.arange(width)

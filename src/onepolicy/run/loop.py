@@ -88,7 +88,7 @@ class TrainingLoop:
         advance = self.progress.phase("engine warm-up and sync check", 1)
         if self.config.rollout.quant is not None:
             await calibrate(
-                self.config, engine, components.environment, components.stop, self.folder
+                self.config, engine, components.environment, components.sampling.stop, self.folder
             )
         with _without_pressure(engine):
             if self.config.train.lora is not None:
@@ -181,7 +181,7 @@ class TrainingLoop:
             engine,
             components.environment,
             config.eval,
-            stop=components.stop,
+            stop=components.sampling.stop,
             max_tokens=config.eval.max_tokens or config.rollout.sampling.max_tokens,
             solved_at=getattr(config.task, "threshold", 1.0),
             advance=self.progress.phase("evaluation", num_eval_episodes(config.eval)),

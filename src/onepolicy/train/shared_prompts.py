@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig
 from onepolicy.config.replay import SoftReplay
-from onepolicy.invariant.ops import round_up
 from onepolicy.invariant.switch import is_invariant
-from onepolicy.models.packed_attention import NAME, Causal, Packing
+from onepolicy.models.packed_attention import NAME, Causal, Packing, round_up
 from onepolicy.types import RoutingTrace, TokenBatch
 
 WORTH = 0.95
