@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from onepolicy.config.replay import MIN_AGREEMENT
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
+from onepolicy.replay.comparison import LayerComparison, Scratch
 from onepolicy.replay.layers import Router
 from onepolicy.replay.recompute import carry_into_recomputes
-from onepolicy.replay.selection import LayerComparison, Scratch
 from onepolicy.replay.topk_hook import (
     TopkRecorder,
     TopkReplayer,
@@ -252,7 +252,7 @@ class ReplayHandle:
         """Return [T, L] float32: how many of a row's K experts the router replaces, at most.
 
         Only for a replay that is checked, after its forward. These are the other experts that score
-        above the lowest replayed one (`scores.better_experts`).
+        above the lowest replayed one (`comparison.better_experts`).
         """
         better = self._stacked(
             [None if each is None else each.better for each in self._comparisons]
