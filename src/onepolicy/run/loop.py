@@ -19,7 +19,7 @@ from onepolicy.files import write_text_atomically
 from onepolicy.interfaces import PressedEngine, Progress, RolloutEngine
 from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.run import run_folder
-from onepolicy.run.adapter_start import start_adapter
+from onepolicy.run.adapter_check import start_adapter
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.evaluate import evaluate, num_eval_episodes
 from onepolicy.run.hooks import build_hooks, is_counterfactual_step
