@@ -151,7 +151,7 @@ class SharedBucket:
 class SharedPacking(Packing):
     """A packing whose `order` maps each row to its place in the results of all `shared` buckets."""
 
-    shared: tuple[SharedBucket, ...] = ()
+    shared: tuple[SharedBucket, ...]
 
     @classmethod
     def of_paths(
@@ -171,7 +171,7 @@ class SharedPacking(Packing):
             own.append(rows)
         order = torch.argsort(torch.cat(own))
         bounds = torch.tensor([0, num_rows], dtype=torch.int32)
-        return cls((), order, bounds, num_rows, tuple(buckets))
+        return cls(order, bounds, num_rows, tuple(buckets))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: Causal) -> Tensor:
         """Return causal attention [1, rows, heads, D] of [1, heads, rows, D] along the paths."""
