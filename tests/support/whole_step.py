@@ -23,7 +23,7 @@ from onepolicy.models import fp32_head
 from onepolicy.models.load import DTYPES
 from onepolicy.models.logits_chunks import install_logits_chunks
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.replay.checks import is_moe
+from onepolicy.replay.layers import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.run.hooks import build_hooks

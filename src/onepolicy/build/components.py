@@ -48,7 +48,8 @@ from onepolicy.models.load import (
 from onepolicy.models.lora import load_peft
 from onepolicy.models.product_check import check_float32_products
 from onepolicy.models.quant.quantise import check_kernels
-from onepolicy.replay.checks import RouteSpec, refuse_router_loss, require_moe
+from onepolicy.replay.checks import RouteSpec, refuse_router_loss
+from onepolicy.replay.layers import require_moe
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.pressure import check_pressure
 from onepolicy.rollout.sglang.adapters import layer_names as sglang_layer_names

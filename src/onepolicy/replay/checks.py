@@ -1,4 +1,4 @@
-"""Checks before a forward: a dense model, and routes that no engine can have computed."""
+"""Checks before a forward: routes that no engine can have computed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from onepolicy.config import TrainingError, UsageError
 from onepolicy.divergence.routing import row_words, signed_ids
 from onepolicy.replay.misalignment import why_surplus, why_twice
 from onepolicy.types import Completion, RoutingTrace, Sample, id_dtype
-
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 # Bits of a choice: log2 of the number of ordered top-k selections. They decide when a repetition is
 # too unlikely to be a coincidence.
@@ -41,34 +39,6 @@ class MisalignedRoutesError(RoutingError):
     def __init__(self, message: str, *, layers_wrong: bool) -> None:
         super().__init__(message)
         self.layers_wrong = layers_wrong
-
-
-def is_moe(hf_config: Any) -> bool:
-    """Return whether a transformers config describes a model with more than one routed expert.
-
-    Needs no weights.
-    """
-    text = hf_config.get_text_config()
-    for config in (text, getattr(text, "ffn_config", None)):
-        for name in _EXPERT_COUNTS:
-            count = getattr(config, name, None)
-            if isinstance(count, (list, tuple)):  # one number per layer
-                count = max(count, default=0)
-            if isinstance(count, int) and count > 1:
-                return True
-    return False
-
-
-def require_moe(hf_config: Any, mode: str = "r3") -> None:
-    """Raise UsageError if the config is of a dense model, which has no routes to replay.
-
-    Needs no weights. mode: the setting `replay.mode`, for the message.
-    """
-    if not is_moe(hf_config):
-        raise UsageError(
-            f"replay.mode={mode} needs a Mixture-of-Experts model, but "
-            f"model_type={hf_config.model_type!r} has no routed experts; set replay.mode=off"
-        )
 
 
 def refuse_router_loss(hf_config: Any) -> None:

@@ -201,11 +201,10 @@ class ReplayHandle:
         recorded: Sequence[Tensor | None] = [None] * len(routers)
         if weights and self.trace.weights is not None:
             recorded = self.trace.weights.unbind(1)
-        scratch = Scratch()
-        self._comparisons = [
-            None if compared is None else LayerComparison(compared, router.top_k, scratch)
-            for router in routers
-        ]
+        self._comparisons: list[LayerComparison | None] = [None] * len(routers)
+        if compared is not None:
+            scratch = Scratch()
+            self._comparisons = [LayerComparison(compared, r.top_k, scratch) for r in routers]
         self._replayers = [
             self.hook(
                 router,

@@ -25,11 +25,15 @@ from onepolicy.replay.checks import (
     refuse_router_loss,
 )
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
-from onepolicy.replay.layers import Router, find_routers
+from onepolicy.replay.layers import (
+    Router,
+    find_routers,
+    masks_combine_weights,
+    refuse_unknown_sharding,
+)
 from onepolicy.replay.private_names import check_private_names
 from onepolicy.replay.recompute import check_checkpoints
 from onepolicy.replay.sample_checks import OnMismatch, SampleChecks
-from onepolicy.replay.sharding import masks_combine_weights, refuse_unknown_sharding
 from onepolicy.replay.topk_hook import override_attribute
 from onepolicy.types import RoutingTrace
 

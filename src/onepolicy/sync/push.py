@@ -27,8 +27,7 @@ from onepolicy.interfaces import (
 )
 from onepolicy.models.load import DTYPES
 from onepolicy.notation import number
-from onepolicy.replay.checks import is_moe
-from onepolicy.replay.layers import find_routers
+from onepolicy.replay.layers import find_routers, is_moe
 from onepolicy.sync.canary import allowed_change, canary_logp, canary_moved, is_allowed
 
 ENGINES_KEEP = ("A_log",)
