@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from onepolicy.files import write_text_atomically
 from onepolicy.interfaces import PressedEngine, Progress, RolloutEngine
 from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.run import run_folder
-from onepolicy.run.adapter_check import start_adapter
+from onepolicy.run.adapter_check import AdapterCheck
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.evaluate import evaluate, num_eval_episodes
 from onepolicy.run.hooks import build_hooks, is_counterfactual_step
@@ -270,3 +271,17 @@ def write_samples(
                 "fingerprint": "+".join(sorted(map(short_digest, sample.fingerprints))) or None,
             }
         )
+
+
+async def start_adapter(components: Components, note: Callable[[str], None]) -> None:
+    """Give the engine its first weights, and start the checks of every sync."""
+    settings = components.config.train.lora
+    assert settings is not None
+    kind = AdapterCheck
+    if settings.base == "nf4":
+        from onepolicy.run.nf4_check import Nf4Check
+
+        kind = Nf4Check
+    check = kind(components, note)
+    check.adapter.check = check
+    await check.start()
