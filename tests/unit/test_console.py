@@ -10,7 +10,7 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text
 
-from onepolicy.cli.interrupts import describe_stop
+from onepolicy.cli.process import describe_stop
 from onepolicy.console import (
     SHOWN,
     Console,
