@@ -1,4 +1,4 @@
-"""How replayed experts rank in the router's scores, which a check of the forward reads."""
+"""The rank of replayed experts in their router's scores, which a check of the forward reads."""
 
 from __future__ import annotations
 
