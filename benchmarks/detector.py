@@ -56,8 +56,8 @@ from onepolicy.build.components import build_components  # noqa: E402
 from onepolicy.config import ModelConfig, resolve  # noqa: E402
 from onepolicy.config.input_files import resolve_model  # noqa: E402
 from onepolicy.divergence.routing import routing_agreement  # noqa: E402
+from onepolicy.models.buckets import BucketedPacking  # noqa: E402
 from onepolicy.models.load import load_model  # noqa: E402
-from onepolicy.models.packed_attention import Packing  # noqa: E402
 from onepolicy.models.prepare import prepare_for_training  # noqa: E402
 from onepolicy.objective.advantages import compute_outcomes  # noqa: E402
 from onepolicy.replay.alignment import check_alignment, window_starts  # noqa: E402
@@ -103,7 +103,7 @@ def cost() -> None:
     packed = {
         "input_ids": torch.randint(3, model.config.vocab_size, (1, args.tokens)),
         "position_ids": torch.arange(length).repeat(args.tokens // length)[None],
-        "packing": Packing.of(bounds.int(), cpu),
+        "packing": BucketedPacking.of(bounds.int(), cpu),
         "use_cache": False,
     }
 
@@ -174,7 +174,7 @@ def agreement() -> None:
             parts.engine,
             parts.environment,
             cfg,
-            stop=parts.stop,
+            parts.sampling,
             step=step,
             seed=0,
             route_spec=parts.route_spec,

@@ -1,7 +1,8 @@
-"""Measure the code's shape: files, lines, imports inside functions, files of one step, circles.
+"""Measure the code's shape: files, lines, raises, imports, small files, files of one step, circles.
 
 python benchmarks/house.py            # the static counts, in a second
 python benchmarks/house.py --steps    # also the files that one local step runs (a minute)
+python benchmarks/house.py --source ../before/src    # the static counts of another tree
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "src"
 PACKAGE = ROOT / "onepolicy"
+SMALL = 90  # lines: a file that one other imports joins it
 INDENTED_IMPORT = re.compile(r"^ +(from|import) onepolicy\b", re.MULTILINE)
 
 
@@ -78,6 +81,31 @@ def rooms(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 def lines(paths: list[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def code_lines(text: str) -> int:
+    """Count the lines that are no docstring, comment or blank."""
+    left_out = {
+        number
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in left_out
+        for number, line in enumerate(text.splitlines(), start=1)
+    )
+
+
+def bases(node: ast.ClassDef) -> set[str]:
+    """Return the names of a class's bases."""
+    return {ast.unparse(base).partition("[")[0] for base in node.bases}
+
+
+def one_importer(graph: dict[str, set[str]], known: dict[str, Path]) -> list[str]:
+    """Return the modules, packages apart, that exactly one module of the package imports."""
+    counts = Counter(name for others in graph.values() for name in others)
+    return [name for name in known if counts[name] == 1 and known[name].name != "__init__.py"]
 
 
 TRACE = """
@@ -168,11 +196,25 @@ def main() -> None:
     parser.add_argument(
         "--steps", action="store_true", help="trace one step with and without replay"
     )
+    parser.add_argument("--source", type=Path, help="folder of another tree's package")
     arguments = parser.parse_args()
+    if arguments.source is not None:
+        global ROOT, PACKAGE
+        ROOT, PACKAGE = arguments.source.resolve(), arguments.source.resolve() / "onepolicy"
     known = modules()
     every = {name: imported(path, known, lazy=True) for name, path in known.items()}
     print(f"files {len(known)}, lines {lines(list(known.values())):,}")
     print(f"own imports inside functions: {imports_inside_functions(known)}")
+    texts = [path.read_text() for path in known.values()]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    raises, code = sum(isinstance(node, ast.Raise) for node in nodes), sum(map(code_lines, texts))
+    print(f"raises: {raises:,} in {code:,} lines of code, {1000 * raises / code:.1f} in 1,000")
+    protocols = sum(isinstance(node, ast.ClassDef) and "Protocol" in bases(node) for node in nodes)
+    print(f"protocols: {protocols}")
+    single = one_importer(every, known)
+    small = [name for name in single if lines([known[name]]) <= SMALL]
+    print(f"files with one importer: {len(single)}, {len(small)} of them of at most {SMALL} lines:")
+    print("   ", ", ".join(name.removeprefix("onepolicy.") for name in small))
     print(f"folder circle: {circle(rooms(every))}")
     print(f"file circle, TYPE_CHECKING and lazy imports included: {circle(every)}")
     if arguments.steps:
@@ -182,6 +224,8 @@ def main() -> None:
         ):
             used = step_files(["log.counterfactual_every=0", "eval.every=0", *settings])
             print(f"{name}: {len(used)} files, {lines(used):,} lines")
+            for count, path in sorted(((lines([path]), path) for path in used), reverse=True):
+                print(f"    {count} {path.relative_to(PACKAGE)}")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def main() -> None:
 
 async def gap(settings: list[str], model: str) -> tuple[str, ...]:
     parts, _ = build_measure_components(measure_config({}, settings, model))
-    await calibrate(parts.config, parts.engine, parts.environment, parts.stop, None)
+    await calibrate(parts.config, parts.engine, parts.environment, parts.sampling.stop, None)
     seen = await score_rollouts(parts)
     found = seen.found
     replayed = "" if seen.replayed is None else f"{mismatch_of(seen.replayed).k3:.2g}"

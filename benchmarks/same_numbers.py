@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAIN = ROOT / "benchmarks/evidence/policies/one-of-8"
-VARYING = ("time/", "memory/", "seconds", "throughput", "_per_s", "elapsed", "bandwidth")
+VARYING = ("time/", "memory/", "seconds", "throughput", "_per_s", "elapsed", "bandwidth", "started")
 SHOWN = 20  # differences that --compare prints of a job
 
 SHORT = [
@@ -83,7 +83,7 @@ def jobs(work: Path) -> dict[str, list[str]]:
     found |= {name: ["train", *arguments] for name, arguments in train.items()}
     found["measure"] = ["measure", "--tiny"]
     for dump in sorted((ROOT / "conformance").glob("*.parquet")):
-        found[f"audit {dump.stem}"] = ["audit", str(dump)]
+        found[f"audit {dump.stem}"] = ["audit", str(dump.relative_to(ROOT))]
     return found
 
 

@@ -177,7 +177,7 @@ async def aged(arm: Arm, seed: int, steps: int) -> Row:
     await push_weights(parts.learner, newest)
     most = config.rollout.sampling.max_tokens
     scores = await evaluate(
-        newest, parts.environment, config.eval, stop=parts.stop, max_tokens=most
+        newest, parts.environment, config.eval, stop=parts.sampling.stop, max_tokens=most
     )
     return {"rows": rows, "scores": scores}
 

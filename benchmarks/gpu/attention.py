@@ -17,8 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from onepolicy.models import flash
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.decode_attention import KVCacheStep, kv_cache_attention
-from onepolicy.models.packed_attention import Packing, packed_attention
+from onepolicy.models.packed_attention import packed_attention
 from onepolicy.rollout.hf.kv_cache import KVCache
 
 HEADS, GROUPS, WIDTH = 16, 8, 128
@@ -80,7 +81,7 @@ def training(shape: str, lengths: list[int], ways: dict[str, Callable], bench: B
 
 
 def ours(bounds: Tensor, lengths: list[int], bench: Bench) -> Callable:
-    packing = Packing.of(bounds, bench.device)
+    packing = BucketedPacking.of(bounds, bench.device)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         packed = [x.transpose(0, 1)[None] for x in (query, key, value)]

@@ -15,7 +15,7 @@ from gpu.harness import Bench
 from gpu.models import dense, make, prepared, samples
 
 from onepolicy.models import chunk_size
-from onepolicy.models.packed_attention import Packing
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.train.forward import SlotLayout, forward
 from onepolicy.train.pack import pack
 
@@ -64,7 +64,8 @@ def run_of(model, slots: int, trainable: int, bench: Bench) -> Callable[[], None
     length = min(SAMPLE, slots)
     batch = pack(samples(model.config.vocab_size, [length + 1] * (slots // length), 1))
     layout = SlotLayout(
-        torch.arange(trainable, device=bench.device), Packing.of(batch.cu_seqlens, bench.device)
+        torch.arange(trainable, device=bench.device),
+        BucketedPacking.of(batch.cu_seqlens, bench.device),
     )
     batch = batch.to(bench.device)
     for parameter in model.parameters():

@@ -15,7 +15,7 @@ import torch
 from gpu.harness import Bench
 from gpu.models import make, moe, prepared, samples
 
-from onepolicy.models.packed_attention import Packing
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.forward import SlotLayout, forward
 from onepolicy.train.pack import pack
@@ -35,7 +35,7 @@ def main(bench: Bench) -> None:
     lengths = [length + 1] * count
     batch = pack(samples(config.vocab_size, lengths, length - FEW + 1, shape))
     slots = batch.trainable.nonzero()[:, 0].to(bench.device)
-    layout = SlotLayout(slots, Packing.of(batch.cu_seqlens, bench.device))
+    layout = SlotLayout(slots, BucketedPacking.of(batch.cu_seqlens, bench.device))
     batch = batch.to(bench.device)
     trace = batch.routing
     rows = batch.input_ids.view(count, length)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from onepolicy.types import Completion, NumericsContract, Sample, Sampling, TokenBatch
+from onepolicy.types import Completion, Sample, Sampling, TokenBatch
 
 NamedWeights = Iterable[tuple[str, Tensor]]
 """Model weights under their transformers names."""
@@ -40,6 +40,24 @@ class WeightSizes(Protocol):
 
     def describe(self) -> str: ...
     def as_json(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NumericsContract:
+    """The computation of log-probabilities on one side.
+
+    Equal bits need equal contracts (invariant/numerics_contract.py).
+    """
+
+    numerics: str  # on-policy, or fast
+    dtype: str  # of the parameters; if they differ, the number of parameters of each dtype
+    attention: str  # attention function, the same for decoding, prefilling and packed samples
+    experts: str  # experts function, which fixes the order in which a token's experts are added
+    lm_head: str  # code that computes the logits, and the tensor of its weights
+    modules: tuple[tuple[str, str], ...]
+    """Name of each module with parameters or buffers (such as routers and rotary frequencies), with
+    its forward and their dtypes."""
+    logp: str  # code from logits and temperature to the log-probability of a token
 
 
 @dataclass(frozen=True, slots=True)

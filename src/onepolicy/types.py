@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -245,6 +245,25 @@ def _check_same_model(traces: Sequence[RoutingTrace]) -> None:
             raise UsageError("cannot concatenate routing traces with and without combine weights")
 
 
+Trace = TypeVar("Trace", RoutingTrace, SupportTrace)
+
+
+def concat_given(traces: Sequence[Trace | None]) -> Trace | None:
+    """Return the rows of all traces, one trace after the other; None if no trace is given.
+
+    Raises UsageError if some are and others are not.
+    """
+    given = [trace for trace in traces if trace is not None]
+    if not given:
+        return None
+    if len(given) < len(traces):
+        raise UsageError(
+            f"{len(traces) - len(given)} of {len(traces)} parts have no {type(given[0]).__name__} "
+            "while others have; a trace is never made up"
+        )
+    return type(given[0]).concat(given)
+
+
 def _equal_bits(one: Tensor | None, another: Tensor | None) -> bool:
     """Return whether both tensors have the same bits and dtype.
 
@@ -473,21 +492,3 @@ class TokenBatch:
         selected["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int32), ends])
         selected["segment"] = torch.arange(len(samples)).repeat_interleave(lengths)
         return self.replace(**selected)
-
-
-@dataclass(frozen=True, slots=True)
-class NumericsContract:
-    """The computation of log-probabilities on one side.
-
-    Equal bits need equal contracts (invariant/numerics_contract.py).
-    """
-
-    numerics: str  # on-policy, or fast
-    dtype: str  # of the parameters; if they differ, the number of parameters of each dtype
-    attention: str  # attention function, the same for decoding, prefilling and packed samples
-    experts: str  # experts function, which fixes the order in which a token's experts are added
-    lm_head: str  # code that computes the logits, and the tensor of its weights
-    modules: tuple[tuple[str, str], ...]
-    """Name of each module with parameters or buffers (such as routers and rotary frequencies), with
-    its forward and their dtypes."""
-    logp: str  # code from logits and temperature to the log-probability of a token

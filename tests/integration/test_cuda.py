@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onepolicy.cli import main
-from onepolicy.models.packed_attention import Packing
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.routers import bind_routers
 from support.gpu import CUDA, need_commands
@@ -29,7 +29,7 @@ def test_packed_forward_equals_the_cpu(name, cuda):
     for device in (torch.device("cpu"), cuda):
         model = make(name).to(device)
         prepare_for_training(model, device)
-        packing = Packing.of(bounds, device)
+        packing = BucketedPacking.of(bounds, device)
         inputs = {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
         logits.append(model(**inputs, use_cache=False, packing=packing).logits[0].cpu())
     torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)

@@ -17,10 +17,10 @@ onepolicy.plan.planner onepolicy.rollout.vllm.engine onepolicy.train.sharded.ran
 bitsandbytes kaleido peft pyarrow ray sglang torchao vllm
 """
 """Packages of extras that the run does not use, and what needs them or other processes."""
-MOST_FILES, MOST_LINES = 56, 11_800
+MOST_FILES, MOST_LINES = 53, 10_900
 """Of the package, in which a plain step calls a function (`python benchmarks/house.py --steps`).
 
-51 and 11,100 on a processor without AVX-512; one that has it runs a few more kernels. The first
+49 and 10,360 on a processor without AVX-512; one that has it runs a few more kernels. The first
 step of a run is scored without replay too: one file more.
 """
 CODE = """

@@ -20,7 +20,7 @@ from onepolicy.build.components import build_components
 from onepolicy.config import TrainingError, resolve
 from onepolicy.models import lora
 from onepolicy.run.adapter_check import AdapterCheck
-from onepolicy.run.adapter_start import start_adapter
+from onepolicy.run.loop import start_adapter
 from onepolicy.run.step import push_and_check
 from support.paths import ROOT
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepolicy.cli.common import check_train_extra
 from onepolicy.config import UsageError, resolve
-from onepolicy.models.packed_attention import Packing
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.loss import loss_weights, policy_loss
 from onepolicy.replay.routers import bind_routers
@@ -102,7 +102,7 @@ class TrainingStep:
         )
         weights = loss_weights(batch, self.objective, max_tokens=64)
         slots = batch.trainable.nonzero()[:, 0].to(device)
-        self.layout = SlotLayout(slots, Packing.of(batch.cu_seqlens, device))
+        self.layout = SlotLayout(slots, BucketedPacking.of(batch.cu_seqlens, device))
         self.batch = batch.replace(loss_weight=weights).to(device)
 
     def routes(self):

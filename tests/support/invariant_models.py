@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from onepolicy.config import HFEngineConfig
 from onepolicy.invariant.mode import install_invariant
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.replay.checks import is_moe
+from onepolicy.replay.layers import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.support.trace import SupportTrace

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from onepolicy.build.components import Components, route_spec_of
+from onepolicy.build.components import Components, route_spec_of, sampling_of
 from onepolicy.build.learner import build_update_parts
 from onepolicy.config import RunConfig, WeightsReplay, resolve
 from onepolicy.envs.multiturn.trajectory import Trajectory
@@ -23,7 +23,7 @@ from onepolicy.models import fp32_head
 from onepolicy.models.load import DTYPES
 from onepolicy.models.logits_chunks import install_logits_chunks
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.replay.checks import is_moe
+from onepolicy.replay.layers import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.run.hooks import build_hooks
@@ -150,9 +150,8 @@ def build(models: Models, config: RunConfig, stop: tuple[int, ...] = (1,)) -> Co
         engine=engine,
         samplers=(engine,),
         environment=Letters(),
-        stop=stop,
+        sampling=sampling_of(config, stop, config.correction.top_logprobs(VOCAB)),
         route_spec=route_spec,
-        top_logprobs=config.correction.top_logprobs(VOCAB),
         learner=learner,
         correction=config.correction.fixed_part,
     )

@@ -10,7 +10,7 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text
 
-from onepolicy.cli.interrupts import describe_stop
+from onepolicy.cli.process import describe_stop
 from onepolicy.console import (
     SHOWN,
     Console,
@@ -21,7 +21,7 @@ from onepolicy.console import (
     print_text,
     status_printer,
 )
-from onepolicy.run.progress import TerminalProgress
+from onepolicy.run.train_command import TerminalProgress
 
 OBEYED = ("\x1b]0;", "\x1b]52;", "\x1b[2J", "\x9b2J", "\x07", "\r", "\u202e")
 HOSTILE = "".join(OBEYED) + "[bold]x[/b] :smile:"

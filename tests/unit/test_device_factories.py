@@ -19,7 +19,7 @@ ON_THE_HOST = {
     "models/decode_experts.py:rows_of_experts": CPU_KERNEL,
     "models/embedding_bag_matmul.py:bag_offsets": CPU_KERNEL,
     "models/embedding_bag_matmul.py:_arange": CPU_KERNEL,
-    "models/packed_attention.py:_bucket": SENT_ONCE,
+    "models/buckets.py:_bucket": SENT_ONCE,
     "models/prepare.py:_packed_logits": "sample bounds, which are read on the host",
     "models/product_check.py:product_errors": "the exact product is computed on the host",
     "models/quant/layers.py:set_weight": CPU_KERNEL,

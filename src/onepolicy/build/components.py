@@ -48,7 +48,8 @@ from onepolicy.models.load import (
 from onepolicy.models.lora import load_peft
 from onepolicy.models.product_check import check_float32_products
 from onepolicy.models.quant.quantise import check_kernels
-from onepolicy.replay.checks import RouteSpec, refuse_router_loss, require_moe
+from onepolicy.replay.checks import RouteSpec, refuse_router_loss
+from onepolicy.replay.layers import require_moe
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.pressure import check_pressure
 from onepolicy.rollout.sglang.adapters import layer_names as sglang_layer_names
@@ -57,6 +58,7 @@ from onepolicy.rollout.vllm.adapter import layer_names
 from onepolicy.rollout.vllm.quant import check_quant_device
 from onepolicy.train.eight_bit_adamw import check_installed
 from onepolicy.train.lora import check_start
+from onepolicy.types import Sampling
 
 if TYPE_CHECKING:
     from onepolicy.train.learner import LocalLearner
@@ -120,11 +122,10 @@ class SamplingComponents:
     config: RunConfig
     engine: RolloutEngine
     environment: Environment
-    stop: tuple[int, ...]  # token ids that end a completion
+    sampling: Sampling  # of a training request
     route_spec: RouteSpec | None  # expected form of the engine's routes; None for a dense model
     reprefill: Reprefill | None = None  # records routes for an engine that returns none
     samplers: tuple[WeightTarget, ...]  # engine and reprefill: their weights follow the trainer's
-    top_logprobs: int = 0  # most likely tokens whose log-probabilities the correction needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,11 +222,29 @@ def with_sampling(
         config=config,
         engine=engine,
         environment=environment,
-        stop=(tokenizer.eos_token_id,),
+        sampling=sampling_of(config, (tokenizer.eos_token_id,), top_logprobs),
         route_spec=route_spec,
         reprefill=reprefill,
         samplers=samplers,
+    )
+
+
+def sampling_of(config: RunConfig, stop: tuple[int, ...], top_logprobs: int) -> Sampling:
+    """Return the sampling parameters of a training request.
+
+    stop: token ids that end a completion. top_logprobs: likeliest tokens whose log-probabilities
+    the correction needs.
+    """
+    chosen = config.rollout.sampling
+    return Sampling(
+        chosen.temperature,
+        chosen.max_tokens,
+        chosen.top_p,
+        chosen.top_k,
+        chosen.min_p,
+        stop=stop,
         top_logprobs=top_logprobs,
+        support=chosen.narrows,
     )
 
 

@@ -25,7 +25,7 @@ from onepolicy.models.load import (
 )
 from onepolicy.models.logits_chunks import install_logits_chunks
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.replay.checks import is_moe
+from onepolicy.replay.layers import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.sync.adapters import add_adapter

@@ -24,7 +24,8 @@ from onepolicy.config.input_files import resolve_model
 from onepolicy.config.measure import measure_settings
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.models.load import read_config
-from onepolicy.replay.checks import RouteSpec, is_moe
+from onepolicy.replay.checks import RouteSpec
+from onepolicy.replay.layers import is_moe
 from onepolicy.rollout.hf.pressure import check_pressure
 from onepolicy.train.scorer import PolicyScorer
 

@@ -18,8 +18,7 @@ from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.models.empty import empty_model
 from onepolicy.models.load import DTYPES, context_length, parse_device, read_config
-from onepolicy.replay.checks import is_moe
-from onepolicy.replay.layers import find_routers
+from onepolicy.replay.layers import find_routers, is_moe
 from onepolicy.rollout.hf.prepare import needs_static_batch
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.train.dry_run import DryRunModel, MicroBatchShape, gather_dtype

@@ -13,13 +13,17 @@ from onepolicy.cli.compare import add_compare
 from onepolicy.cli.engine import add_engine
 from onepolicy.cli.evaluate import add_eval
 from onepolicy.cli.export import add_export
-from onepolicy.cli.interrupts import report_interrupt, report_sigterm
 from onepolicy.cli.make_policy import add_make_policy
 from onepolicy.cli.measure import add_measure
 from onepolicy.cli.parser import SETTINGS, Parser
 from onepolicy.cli.plan import add_plan
+from onepolicy.cli.process import (
+    report_interrupt,
+    report_sigterm,
+    stdout_error,
+    tolerant_streams,
+)
 from onepolicy.cli.show_config import add_config
-from onepolicy.cli.streams import stdout_error, tolerant_streams
 from onepolicy.cli.train import add_train
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError, printable
 from onepolicy.console import print_text

@@ -13,7 +13,7 @@ from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.config.correction import Weight
 from onepolicy.correct.presets import check_config
 from onepolicy.correct.report import Sums
-from onepolicy.correct.slots import Fields
+from onepolicy.correct.reweight import count_left_out, fields_of
 from onepolicy.correct.statistics import inside
 from onepolicy.correct.weights import evaluate
 from onepolicy.layout import Layout, restore_layout
@@ -85,8 +85,8 @@ def live_weights(
             f"live_weights: correction {config.name} is for reweight; give its `live_part`"
         )
     given = {"logp_new": logp_new, "logp_rollout": logp_rollout, "mask": mask}
-    flat = Fields.of("live_weights", given, segment=segment, turn=turn, advantage=advantage)
-    flat.left_out("live_weights", "logp_new", nonfinite, mask)
+    flat = fields_of("live_weights", given, segment=segment, turn=turn, advantage=advantage)
+    count_left_out("live_weights", flat, "logp_new", nonfinite, mask)
     found = evaluate(config, flat)
     weight, keep, centred = (
         restore_layout(flat, mask) for flat in (found.weight, found.keep, found.passed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args, overload
 
@@ -24,8 +24,8 @@ from onepolicy.correct.weights import (
     has_budget,
     weigh,
 )
-from onepolicy.layout import Layout, flatten_arguments, restore_layout
-from onepolicy.nonfinite import LeftOut, Nonfinite
+from onepolicy.layout import Layout, flatten_arguments, restore_layout, slot_index
+from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule, refuse_probabilities
 
 Shape = TypeVar("Shape")
 Result = TypeVar("Result")
@@ -101,14 +101,14 @@ def reweight(
         )
     _check_average("reweight", average)
     given = {"logp_old": logp_old, "logp_rollout": logp_rollout, "mask": mask}
-    flat = Fields.of("reweight", given, segment=segment, turn=turn, advantage=advantage)
+    flat = fields_of("reweight", given, segment=segment, turn=turn, advantage=advantage)
     count = int(flat.mask.sum())
     if not count:
         raise UsageError(
             f"reweight: the mask selects none of {len(flat.mask)} slots; there is nothing to "
             "train on"
         )
-    left = flat.left_out("reweight", "logp_old", nonfinite, mask)
+    left = count_left_out("reweight", flat, "logp_old", nonfinite, mask)
     weight, keep, numbers = weigh(config, flat, average=average)
     return Applied(restore_layout(weight, mask), restore_layout(keep, mask), count, numbers, left)
 
@@ -188,8 +188,8 @@ def slots(
     stand for their logarithms, or if a value is not finite and `nonfinite` is "raise".
     """
     given = Fields(logp_trainer, logp_rollout, mask, segment, turn, advantage)
-    given.check()
-    given.left_out("slots", "logp_trainer", nonfinite, mask)
+    _check_fields(given)
+    count_left_out("slots", given, "logp_trainer", nonfinite, mask)
     if sequences is None:
         return trainable_slots(*given.numbered())
     if turns is None:
@@ -202,6 +202,51 @@ def slots(
                 "ids count from 0"
             )
     return trainable_slots(given, Extent(sequences, turns))
+
+
+def fields_of(caller: str, given: Mapping[str, Layout], **more: Layout | None) -> Fields:
+    """Flatten any layout.
+
+    `given` holds trainer, rollout and mask, by the names of the public function's arguments.
+    """
+    flat = flatten_arguments(caller, {**given, **more})
+    trainer, rollout, mask = (flat[name] for name in given)
+    assert trainer is not None
+    assert rollout is not None
+    assert mask is not None
+    return Fields(
+        trainer, rollout, mask, flat.get("segment"), flat.get("turn"), flat.get("advantage")
+    )
+
+
+def count_left_out(
+    caller: str, fields: Fields, trainer: str, nonfinite: Nonfinite, like: Layout
+) -> LeftOut:
+    """Count the slots whose values are not finite, by the rule of `apply_rule`.
+
+    Raises UsageError for a side of probabilities in the place of their logarithms.
+    Their log-ratio is NaN, so a correction rejects them. trainer, like: the trainer's side by
+    the caller's name, and the mask in the caller's layout.
+    """
+    sides = {trainer: fields.logp_trainer, "logp_rollout": fields.logp_rollout}
+    place = functools.partial(slot_index, like=like)
+    kept, left = apply_rule(caller, nonfinite, fields.mask, sides, place=place)
+    refuse_probabilities(caller, kept, sides, place=place)
+    return left
+
+
+def _check_fields(fields: Fields) -> None:
+    """Raise UsageError if shapes differ."""
+    shape, mask = fields.logp_trainer.shape, fields.mask
+    for name in ("logp_rollout", "segment", "turn", "advantage"):
+        field = getattr(fields, name)
+        if field is not None and field.shape != shape:
+            raise UsageError(f"{name} has shape {list(field.shape)}, the trainer's {list(shape)}")
+    if mask.shape != shape or mask.dtype != torch.bool or mask.dim() != 1:
+        raise UsageError(
+            f"log-probabilities have shape {list(shape)}, the mask {list(mask.shape)} and "
+            f"dtype {mask.dtype}; give one flat [T] each, and a bool mask"
+        )
 
 
 def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -217,7 +262,7 @@ def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
         bound = signature.bind(*args, **{"segment": None, **kwargs}).arguments
         options = {name: bound.pop(name) for name in ("nonfinite",) if name in bound}
         given = flatten_arguments(name, bound)
-        fields = Fields.of(
+        fields = fields_of(
             name, {field: bound[field] for field in list(bound)[:3]}, segment=bound["segment"]
         )
         segment = fields.numbered()[0].segment

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.layout import Layout, flatten_arguments, slot_index
-from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule, refuse_probabilities
 
 WEIGHT_LOG_RATIO_LIMIT = 80.0
 """Largest |log rho| of a slot or unit; larger ones are clamped. exp of it is finite in float32, and
@@ -79,7 +76,7 @@ def trainable_slots(given: Fields, most: Extent) -> Slots:
 
 
 class Fields(NamedTuple):
-    """A batch as the caller gives it, see `reweight.slots`."""
+    """The fields of a batch that a correction reads."""
 
     logp_trainer: Tensor  # [T]
     logp_rollout: Tensor  # [T]
@@ -87,49 +84,6 @@ class Fields(NamedTuple):
     segment: Tensor | None = None  # [T] int64
     turn: Tensor | None = None  # [T] int64
     advantage: Tensor | None = None  # [T]
-
-    @classmethod
-    def of(cls, caller: str, given: Mapping[str, Layout], **more: Layout | None) -> Fields:
-        """Flatten any layout.
-
-        `given` holds trainer, rollout and mask, by the names of the public function's arguments.
-        """
-        flat = flatten_arguments(caller, {**given, **more})
-        trainer, rollout, mask = (flat[name] for name in given)
-        assert trainer is not None
-        assert rollout is not None
-        assert mask is not None
-        return cls(
-            trainer, rollout, mask, flat.get("segment"), flat.get("turn"), flat.get("advantage")
-        )
-
-    def left_out(self, caller: str, trainer: str, nonfinite: Nonfinite, like: Layout) -> LeftOut:
-        """Count the slots whose values are not finite, by the rule of `apply_rule`.
-
-        Raises UsageError for a side of probabilities in the place of their logarithms.
-        Their log-ratio is NaN, so a correction rejects them. trainer, like: the trainer's side by
-        the caller's name, and the mask in the caller's layout.
-        """
-        sides = {trainer: self.logp_trainer, "logp_rollout": self.logp_rollout}
-        place = functools.partial(slot_index, like=like)
-        kept, left = apply_rule(caller, nonfinite, self.mask, sides, place=place)
-        refuse_probabilities(caller, kept, sides, place=place)
-        return left
-
-    def check(self) -> None:
-        """Raise UsageError if shapes differ."""
-        shape, mask = self.logp_trainer.shape, self.mask
-        for name in ("logp_rollout", "segment", "turn", "advantage"):
-            field = getattr(self, name)
-            if field is not None and field.shape != shape:
-                raise UsageError(
-                    f"{name} has shape {list(field.shape)}, the trainer's {list(shape)}"
-                )
-        if mask.shape != shape or mask.dtype != torch.bool or mask.dim() != 1:
-            raise UsageError(
-                f"log-probabilities have shape {list(shape)}, the mask {list(mask.shape)} and "
-                f"dtype {mask.dtype}; give one flat [T] each, and a bool mask"
-            )
 
     def extent(self, name: str) -> int:
         """Return one more than the largest segment or turn on the mask; 0 if there is none.

@@ -19,8 +19,9 @@ from onepolicy.invariant.attention import attend
 from onepolicy.invariant.mode import Invariant, install_invariant
 from onepolicy.invariant.ops import TERMS
 from onepolicy.invariant.switch import TILE
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.embedding_bag_matmul import weighted_rows
-from onepolicy.models.packed_attention import Packing
+from onepolicy.models.packed_attention import round_up
 
 CUTS = (1, 2, 9, 26, 60)  # a check cuts its rows here, into calls of their own
 LENGTHS = (7, 4, 23)  # tokens of the samples a model is checked with
@@ -57,7 +58,7 @@ def check_model(model: PreTrainedModel) -> None:
 def _logits(model: PreTrainedModel, samples: list[Tensor]) -> Tensor:
     bounds = torch.tensor([0, *map(len, samples)]).cumsum(0).int()
     positions = torch.cat([torch.arange(len(sample), device=sample.device) for sample in samples])
-    packing = Packing.of(bounds, model.device, multiple=TILE)
+    packing = BucketedPacking.of(bounds, model.device, multiple=TILE)
     ids = torch.cat(samples)[None]
     return model(
         input_ids=ids, position_ids=positions[None], use_cache=False, packing=packing
@@ -177,7 +178,7 @@ def _check_attention(normal: Normal) -> Iterator[Check]:
             return attend(*rows, bias=bias, scale=0.2, sinks=sinks)[0]
 
         whole = attended(list(range(size)), size)[list(positions)]
-        alone = [attended([position], ops.round_up(position + 1, TILE)) for position in positions]
+        alone = [attended([position], round_up(position + 1, TILE)) for position in positions]
         yield f"attention {named} sinks", whole, torch.cat(alone)
 
 

@@ -24,6 +24,7 @@ from onepolicy.config import UsageError
 from onepolicy.invariant import attention, experts, ops
 from onepolicy.invariant.strict import StrictMode, track_running_module
 from onepolicy.invariant.switch import STATE, TILE
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import recurrent_layers
@@ -200,4 +201,6 @@ def _modules_that_call_functions(model: PreTrainedModel) -> set[nn.Module]:
 
 def few_token_packing(device: torch.device) -> Packing:
     """Return the packing of one sample of FEW_TOKENS tokens."""
-    return Packing.of(torch.tensor([0, FEW_TOKENS], dtype=torch.int32), device, multiple=TILE)
+    return BucketedPacking.of(
+        torch.tensor([0, FEW_TOKENS], dtype=torch.int32), device, multiple=TILE
+    )

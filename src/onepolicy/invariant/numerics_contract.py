@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
+from onepolicy.interfaces import NumericsContract
 from onepolicy.invariant.switch import is_invariant
-from onepolicy.types import NumericsContract
 
 
 def numerics_contract_of(model: PreTrainedModel, *, logp: str) -> NumericsContract:

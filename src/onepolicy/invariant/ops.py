@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from onepolicy.invariant.strict import invariant_operator
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import linear as kernels
+from onepolicy.models.packed_attention import round_up
 
 TERMS = 128  # per chain; MKL begins a second chain after 192
 BLOCK = 64  # rows and columns of a call on other devices
@@ -40,11 +41,6 @@ def fixed_shapes(device: torch.device) -> bool:
     Except on a CPU, the shape decides which kernel runs.
     """
     return device.type != "cpu"
-
-
-def round_up(size: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is not below `size`."""
-    return -(-size // multiple) * multiple
 
 
 def matmul_into(x: Tensor, weight: Tensor, out: Tensor) -> None:

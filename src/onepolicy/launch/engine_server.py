@@ -12,7 +12,7 @@ from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.input_files import resolve_model
 from onepolicy.config.serve import ServeConfig
 from onepolicy.models.load import context_length, read_config
-from onepolicy.replay.checks import is_moe
+from onepolicy.replay.layers import is_moe
 from onepolicy.rollout.vllm.adapter import server_args
 from onepolicy.rollout.vllm.serve import run_server
 

@@ -54,11 +54,10 @@ async def sample(
         parts.engine,
         parts.environment,
         rollout,
-        stop=parts.stop,
+        parts.sampling,
         step=0,
         seed=seed,
         route_spec=parts.route_spec,
-        top_logprobs=parts.top_logprobs,
         advance=advance,
     )
     return groups
@@ -73,7 +72,8 @@ async def sample_again(
     is slow; else all together.
     """
     await parts.engine.reset_cache()
-    parts = dataclasses.replace(parts, top_logprobs=0)
+    plain = dataclasses.replace(parts.sampling, top_logprobs=0)
+    parts = dataclasses.replace(parts, sampling=plain)
     if alone:
         most = max(1, ALONE // parts.config.rollout.group_size)
         second = await sample(

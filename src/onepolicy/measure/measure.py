@@ -80,7 +80,8 @@ def measure_model(
             return asyncio.run(measure_bitwise(parts, name))
         if top is not None:
             check_top(top, parts.engine.caps)
-            parts = dataclasses.replace(parts, top_logprobs=top)
+            sampling = dataclasses.replace(parts.sampling, top_logprobs=top)
+            parts = dataclasses.replace(parts, sampling=sampling)
         model = resolve_model(config.model)
         found = asyncio.run(
             measure_parts(parts, tokenizer, model, engine_model=engine_model, say=say)
@@ -134,7 +135,7 @@ async def measure_parts(
 ) -> Measurement:
     """Measure with components that are built. Arguments are those of `measure_model`."""
     scorer, other = parts.scorer, None
-    await calibrate(parts.config, parts.engine, parts.environment, parts.stop, None)
+    await calibrate(parts.config, parts.engine, parts.environment, parts.sampling.stop, None)
     if engine_model is not None:
         other = _load_engine_model(engine_model)
         await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)
@@ -184,7 +185,7 @@ async def measure_parts(
         fall,
         ablations,
         repeats,
-        breakdowns_of(first.native, tokenizer, parts.stop),
+        breakdowns_of(first.native, tokenizer, parts.sampling.stop),
         worst_tokens(first.native, tokenizer),
         _verdict(first, findings, chosen.routes, config=parts.config, dense=scorer.routers is None),
         distribution,
@@ -242,7 +243,7 @@ async def score_rollouts(parts: MeasureComponents, say: Say = lambda text: None)
         except (RoutingError, SupportError) as error:
             routes = str(error)
     top = None
-    if parts.top_logprobs:
+    if parts.sampling.top_logprobs:
         top = native, replayed
         native = without_top(native)
         if replayed is not None:

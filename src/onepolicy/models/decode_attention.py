@@ -23,6 +23,7 @@ from onepolicy.models.flash import attend_cache
 from onepolicy.models.packed_attention import (
     no_mask,
     refuse_unsupported_arguments,
+    round_up,
     takes_flash,
 )
 
@@ -68,7 +69,7 @@ class KVCacheStep:
 
     def round_keys(self, multiple: int) -> None:
         """Round S up to a multiple. Positions beyond a row's length are masked anyway."""
-        keys = -(-self.keys // multiple) * multiple
+        keys = round_up(self.keys, multiple)
         self.equal_lengths = self.equal_lengths and keys == self.keys
         self.keys = keys
 

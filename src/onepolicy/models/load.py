@@ -10,6 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import (
+    get_hf_file_metadata,
+    hf_hub_url,
+    is_offline_mode,
+    try_to_load_from_cache,
+)
+from huggingface_hub.constants import CONFIG_NAME, ENDPOINT
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,7 +39,6 @@ from onepolicy.models.foreign import (
     memory_of_settings,
     refuse_large_shapes,
 )
-from onepolicy.models.hub import check_reachable
 from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
 from onepolicy.tokenizer_trial import try_tokenizers
 
@@ -298,3 +305,27 @@ def dequantisation(path: str, stored: Any) -> Mxfp4Config:
             "give a copy in bfloat16"
         )
     return Mxfp4Config(dequantize=True)
+
+
+def check_reachable(path: str) -> None:
+    """Raise UsageError if the model `org/name` is not cached and the hub cannot be reached.
+
+    This takes one attempt. transformers would make five more with growing pauses, 40 s in all, and
+    print each.
+    """
+    from httpx2 import TransportError  # of huggingface_hub 2, which brings it
+
+    if is_offline_mode():
+        return
+    if isinstance(try_to_load_from_cache(path, CONFIG_NAME), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(path, CONFIG_NAME))
+    except TransportError as error:
+        raise UsageError(
+            f"model.path: there is no folder {path}, and {ENDPOINT} cannot be reached for a model "
+            f"of that name ({error}); give a folder, or run `hf download {path}` where there is a "
+            "network"
+        ) from None
+    except (HfHubHTTPError, HFValidationError):  # transformers explains these
+        return

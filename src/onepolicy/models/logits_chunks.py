@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.chunk_size import MARK
-from onepolicy.models.packed_attention import Packing
 
 LOG = logging.getLogger(__name__)
 # A family's code whose logits need more of the base model's output than the last hidden states
@@ -155,7 +155,7 @@ def _can_chunk(model: PreTrainedModel) -> bool:
         return torch.equal(logits, again)
 
     bounds = torch.tensor([0, len(ids)], dtype=torch.int32, device="cpu")  # read on the host
-    packing = Packing.of(bounds, device)
+    packing = BucketedPacking.of(bounds, device)
     with _attribute(model, "forward", forward):
         return model(
             input_ids=ids[None],

@@ -1,16 +1,15 @@
 """Attention over packed samples: one row of T slots, in which no sample sees another.
 
-On CUDA, 16 bits are one call of a flash kernel (`flash.py`). Elsewhere samples of similar length
-share a bucket. Inside a bucket, keys and queries are padded on the right. The causal mask hides
-that padding, so no other mask is built. Nothing outside this file is padded.
+On CUDA, 16 bits are one call of a flash kernel (`flash.py`). Elsewhere the packing lays the samples
+out as tables (`buckets.py`, `train/shared_prompts.py`).
 The lengths come in the attention argument `packing=`. With position ids alone some families would
 be silently wrong.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -36,82 +35,29 @@ class Causal(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """Samples padded to one width, as samples * width places for n slots."""
+class Packing(ABC):
+    """The samples of a packed row, and how attention is computed over them.
 
-    samples: int
-    width: int
-    pad: Tensor  # [samples * width] int64, slot of each place; 0 for padding
-    used: Tensor  # [samples * width] bool, False for padding
-    slots: Tensor  # [n] int64, slots in this bucket, in the order of their places
-    places: Tensor  # [n] int64, place of each of them
+    `BucketedPacking` (models/buckets.py) pads them, `SharedPacking` (train/shared_prompts.py)
+    shares their common prefixes.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """The samples of a packed row, in buckets."""
-
-    buckets: tuple[Bucket, ...]
     # [T] int64, index of each slot in the buckets' slots, joined; None: they are in order
     order: Tensor | None
     bounds: Tensor  # [S + 1] int32, first slot of each sample, and T
     longest: int  # slots of the longest sample
 
+    @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: Causal) -> Tensor:
         """Return causal attention of every sample.
 
         query, key, value [1, heads, T, D] -> [1, T, heads, Dv].
         """
-        return attend_packed(query, key, value, self, causal)
-
-    @classmethod
-    def of(cls, cu_seqlens: Tensor, device: torch.device, *, multiple: int = 1) -> Packing:
-        """Return the packing of the samples that begin at `cu_seqlens` [S + 1].
-
-        No bucket is more than twice as wide as its shortest sample. Widths are a `multiple`.
-        """
-        pairs = itertools.pairwise(cu_seqlens.tolist())
-        spans = sorted(((end - start, start) for start, end in pairs), reverse=True)
-        buckets, first = [], 0
-        for i in range(1, len(spans) + 1):
-            if i == len(spans) or spans[i][0] * 2 < spans[first][0]:
-                buckets.append(_bucket(spans[first:i], multiple, device))
-                first = i
-        slots = torch.cat([bucket.slots for bucket in buckets])
-        order = None
-        if not bool((slots[1:] > slots[:-1]).all()):
-            order = torch.argsort(slots)
-        bounds = cu_seqlens.to(device, torch.int32)
-        return cls(tuple(buckets), order, bounds, spans[0][0])
 
 
-def _bucket(spans: list[tuple[int, int]], multiple: int, device: torch.device) -> Bucket:
-    """Return the bucket of samples, given as (length, first slot), longest first."""
-    width = -(-spans[0][0] // multiple) * multiple
-    lengths = torch.tensor([length for length, _ in spans])
-    starts = torch.tensor([start for _, start in spans])
-    column = torch.arange(width)
-    used = (column < lengths[:, None]).flatten()
-    pad = torch.where(used, (starts[:, None] + column).flatten(), 0)
-    places = used.nonzero()[:, 0]
-    return Bucket(len(spans), width, *(t.to(device) for t in (pad, used, pad[places], places)))
-
-
-class _Pad(torch.autograd.Function):
-    """The padding of slots [T, ...] to places [samples * width, ...].
-
-    Forward and backward are gathers, because every slot has exactly one place.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bucket: Bucket) -> Tensor:
-        ctx.bucket, ctx.slots = bucket, len(x)
-        return x.index_select(0, bucket.pad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        out = grad.new_zeros(ctx.slots, *grad.shape[1:])
-        return out.index_copy_(0, ctx.bucket.slots, grad.index_select(0, ctx.bucket.places)), None
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not below `size`."""
+    return -(-size // multiple) * multiple
 
 
 def packed_attention(
@@ -158,33 +104,6 @@ def takes_flash(query: Tensor, value: Tensor, *, of_cache: bool = False) -> bool
     if query.device.type != "cuda":
         return False
     return (flash.takes_cache if of_cache else flash.takes)(query, value)
-
-
-def attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Tensor:
-    """Apply `attend` to every bucket, and return the packed result.
-
-    query, key, value [1, heads, T, D] -> [1, T, heads, Dv]. `attend` takes and returns
-    [S, heads, W, D] of S samples of width W.
-    """
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-    pieces = []
-    for bucket in packing.buckets:
-        shape = (bucket.samples, bucket.width)
-        parts = [_Pad.apply(x, bucket).unflatten(0, shape).transpose(1, 2) for x in (q, k, v)]
-        attended = attend(*parts)  # [S, heads, W, D]
-        pieces.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.places))
-    out = pieces[0]
-    if len(pieces) > 1:
-        out = torch.cat(pieces)
-    if packing.order is not None:
-        out = out[packing.order]
-    return out[None]
 
 
 def causal_attention(

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
 from onepolicy.models import experts, linear, packed_attention, rms_norm, rotary
-from onepolicy.models.packed_attention import Packing
+from onepolicy.models.buckets import BucketedPacking
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 LENGTHS = (7, 4)  # tokens of the two samples of the check
@@ -106,7 +106,7 @@ def _logits(model: PreTrainedModel, ids: Tensor, **arguments: object) -> Tensor:
 def _packed_logits(model: PreTrainedModel, samples: list[Tensor]) -> Tensor:
     bounds = torch.tensor([0, *map(len, samples)]).cumsum(0).int()
     positions = torch.cat([torch.arange(len(ids), device=ids.device) for ids in samples])
-    packing = Packing.of(bounds, samples[0].device)
+    packing = BucketedPacking.of(bounds, samples[0].device)
     try:
         return _logits(
             model, torch.cat(samples)[None], position_ids=positions[None], packing=packing

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig, UsageError
 from onepolicy.objective.gae import gae
-from onepolicy.objective.surrogate import kl_estimate
+from onepolicy.objective.kl import kl_estimate
 from onepolicy.types import Group, TokenBatch
 
 STD_EPS = 1e-6

@@ -8,7 +8,8 @@ from torch import Tensor
 from onepolicy.config import ObjectiveConfig, UsageError
 from onepolicy.config.correction import LOSS_TERMS, LossTerm
 from onepolicy.config.surrogates import SURROGATES
-from onepolicy.objective.surrogate import Surrogate, kl_loss, ratio_level, surrogate
+from onepolicy.objective.kl import batch_kl
+from onepolicy.objective.surrogate import Surrogate, ratio_level, surrogate
 from onepolicy.types import TokenBatch
 
 
@@ -103,7 +104,7 @@ def policy_loss(
         assert batch.advantage is not None
         loss = loss + (loss_weight * batch.advantage * score_baseline).sum()
     if config.kl.coef and config.kl.where == "loss":
-        kl = _kl(logp_new, batch, config, _seen_by("kl", protect, batch.trainable, keep))
+        kl = batch_kl(logp_new, batch, config, _seen_by("kl", protect, batch.trainable, keep))
         loss = loss + config.kl.coef * (loss_weight * kl).sum()
         sums["kl"] = kl.detach().sum()
     if config.entropy_coef:
@@ -149,19 +150,3 @@ def _seen_by(
     if term in protect:
         return trainable
     return keep
-
-
-def _kl(logp_new: Tensor, batch: TokenBatch, config: ObjectiveConfig, mask: Tensor) -> Tensor:
-    assert batch.logp_ref is not None, "score() fills logp_ref"
-    denominators = {"none": None, "old": batch.logp_old, "rollout": batch.logp_rollout}
-    logp_sampled = denominators[config.kl.importance]
-    if logp_sampled is not None:
-        mask = mask & logp_sampled.isfinite()
-        logp_sampled = torch.where(mask, logp_sampled, 0.0)
-    kl = kl_loss(
-        torch.where(mask, logp_new, 0.0),
-        torch.where(mask, batch.logp_ref, 0.0),
-        config.kl,
-        logp_sampled=logp_sampled,
-    )
-    return torch.where(mask, kl, 0.0)

@@ -1,4 +1,4 @@
-"""Checks before a forward: a dense model, and routes that no engine can have computed."""
+"""Checks before a forward: routes that no engine can have computed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from torch import Tensor
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.divergence.routing import row_words, signed_ids
+from onepolicy.replay.misalignment import why_surplus, why_twice
 from onepolicy.types import Completion, RoutingTrace, Sample, id_dtype
-
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 # Bits of a choice: log2 of the number of ordered top-k selections. They decide when a repetition is
 # too unlikely to be a coincidence.
 MIN_CONSTANT_ROWS, MIN_CONSTANT_BITS = 16, 64.0
-UINT8_MARK = 255
 MIN_FILLER_BITS = 20.0
-MIN_REPEATED = 0.8  # share of ids that are equal where the same tokens were routed twice
 MIN_STUCK_CHANGES, MIN_STUCK_BITS = 3, 160.0
 
 
@@ -42,34 +39,6 @@ class MisalignedRoutesError(RoutingError):
     def __init__(self, message: str, *, layers_wrong: bool) -> None:
         super().__init__(message)
         self.layers_wrong = layers_wrong
-
-
-def is_moe(hf_config: Any) -> bool:
-    """Return whether a transformers config describes a model with more than one routed expert.
-
-    Needs no weights.
-    """
-    text = hf_config.get_text_config()
-    for config in (text, getattr(text, "ffn_config", None)):
-        for name in _EXPERT_COUNTS:
-            count = getattr(config, name, None)
-            if isinstance(count, (list, tuple)):  # one number per layer
-                count = max(count, default=0)
-            if isinstance(count, int) and count > 1:
-                return True
-    return False
-
-
-def require_moe(hf_config: Any, mode: str = "r3") -> None:
-    """Raise UsageError if the config is of a dense model, which has no routes to replay.
-
-    Needs no weights. mode: the setting `replay.mode`, for the message.
-    """
-    if not is_moe(hf_config):
-        raise UsageError(
-            f"replay.mode={mode} needs a Mixture-of-Experts model, but "
-            f"model_type={hf_config.model_type!r} has no routed experts; set replay.mode=off"
-        )
 
 
 def refuse_router_loss(hf_config: Any) -> None:
@@ -151,26 +120,6 @@ def check_path(
         name=name,
     )
     _check_stuck(trace, tokens[first_slot:-1], name)
-
-
-def why_surplus(ids: Tensor, rows: int) -> str:
-    """Return the reason why ids [n, layers, K] have more than `rows` rows; "" if it is not known.
-
-    verl#6029: an interrupted request returned its first rows, and once resumed all rows again.
-    """
-    surplus = len(ids) - rows
-    for again in (surplus, surplus - 1, surplus + 1):  # with or without a row of the last token
-        if surplus <= 0 or not 0 < again < len(ids):
-            continue
-        second = signed_ids(ids[again : 2 * again])
-        same = (signed_ids(ids[: len(second)]) == second).float().mean()
-        if same >= MIN_REPEATED:
-            return (
-                f". The rows repeat: row {again} and the next ones are row 0 and the next ones. A "
-                "resumed request's routes were appended to those of its first part, although they "
-                f"begin with the prompt again; keep the last {len(ids) - again} rows"
-            )
-    return ""
 
 
 def fill_missing_routes(sample: Sample, route_spec: RouteSpec | None, name: str) -> Sample:
@@ -304,31 +253,7 @@ def _check_ids(trace: RoutingTrace, ids: Tensor, name: str) -> None:
             f"{name}: an expert outside 0..{trace.num_experts - 1} {where}; routes of another "
             "model, physical instead of logical expert ids, or a fused shared-expert column"
         )
-    raise UsageError(f"{name}: an expert twice {where}; {_why_twice(ids, trace.valid, column)}")
-
-
-def _why_twice(ids: Tensor, valid: Tensor, column: int) -> str:
-    zero = (ids[valid] == 0).all(-1)  # [n, L]
-    if zero.all():
-        return (
-            "all rows of all layers are zero: the engine captured nothing (a fused kernel, or "
-            "capture is not active)"
-        )
-    if zero[:, column].all():
-        return (
-            "all rows of this layer are zero: the engine did not capture it (a dense layer, "
-            "another pipeline stage?)"
-        )
-    marked = int((ids[valid][:, column] == UINT8_MARK).all(-1).sum())
-    if marked:
-        return (
-            f"{marked} of {len(zero)} rows are {UINT8_MARK} alone here. That is -1 in uint8, the "
-            "mark of a row that was not captured; give valid=False for these rows"
-        )
-    return (
-        "rows that were not captured (padding, another rank's share) must have valid=False, not "
-        f"filler ids; {int(zero[:, column].sum())} of {len(zero)} rows are all zero here"
-    )
+    raise UsageError(f"{name}: an expert twice {where}; {why_twice(ids, trace.valid, column)}")
 
 
 def _check_filler(trace: RoutingTrace, ids: Tensor, name: str) -> None:

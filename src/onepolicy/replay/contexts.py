@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from onepolicy.config.replay import MIN_AGREEMENT
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
+from onepolicy.replay.comparison import LayerComparison, Scratch
 from onepolicy.replay.layers import Router
 from onepolicy.replay.recompute import carry_into_recomputes
-from onepolicy.replay.selection import LayerComparison, Scratch
 from onepolicy.replay.topk_hook import (
     TopkRecorder,
     TopkReplayer,
@@ -201,11 +201,10 @@ class ReplayHandle:
         recorded: Sequence[Tensor | None] = [None] * len(routers)
         if weights and self.trace.weights is not None:
             recorded = self.trace.weights.unbind(1)
-        scratch = Scratch()
-        self._comparisons = [
-            None if compared is None else LayerComparison(compared, router.top_k, scratch)
-            for router in routers
-        ]
+        self._comparisons: list[LayerComparison | None] = [None] * len(routers)
+        if compared is not None:
+            scratch = Scratch()
+            self._comparisons = [LayerComparison(compared, r.top_k, scratch) for r in routers]
         self._replayers = [
             self.hook(
                 router,
@@ -252,7 +251,7 @@ class ReplayHandle:
         """Return [T, L] float32: how many of a row's K experts the router replaces, at most.
 
         Only for a replay that is checked, after its forward. These are the other experts that score
-        above the lowest replayed one (`scores.better_experts`).
+        above the lowest replayed one (`comparison.better_experts`).
         """
         better = self._stacked(
             [None if each is None else each.better for each in self._comparisons]

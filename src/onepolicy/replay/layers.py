@@ -10,6 +10,7 @@ soon as the router runs, because a router must select `top_k` experts exactly on
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import RoutingError
+from onepolicy.replay.private_names import is_dtensor, is_fsdp_module
 
 WITHOUT = 'in a recipe: replay.mode=off; in an adapter: attach(trainer, replay="off")'
 # class -> attribute -> the path at which this class keeps it
@@ -40,6 +42,7 @@ _BY_TOKEN_ID = ("DeepseekV4HashRouter",)
 _TWO_PER_LAYER = ("JetMoeTopKGating",)
 # Selects with one max per expert (sparsemixer), not with a top-k
 _BY_MAX = ("PhimoeTopKRouter",)
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _REFUSED = {
     "DogeCDMoE": (
         "its router mixes the tokens of a batch (it views [B, S, 2 * keys] scores as "
@@ -307,3 +310,79 @@ def _check_complete(model: nn.Module, routers: list[Router]) -> None:
         f"routers were found in {sorted(found)}; missing: {missing}, unexpected: {extra} (a fused "
         "or replaced block?)"
     )
+
+
+def is_moe(hf_config: Any) -> bool:
+    """Return whether a transformers config describes a model with more than one routed expert.
+
+    Needs no weights.
+    """
+    text = hf_config.get_text_config()
+    for config in (text, getattr(text, "ffn_config", None)):
+        for name in _EXPERT_COUNTS:
+            count = getattr(config, name, None)
+            if isinstance(count, (list, tuple)):  # one number per layer
+                count = max(count, default=0)
+            if isinstance(count, int) and count > 1:
+                return True
+    return False
+
+
+def require_moe(hf_config: Any, mode: str = "r3") -> None:
+    """Raise UsageError if the config is of a dense model, which has no routes to replay.
+
+    Needs no weights. mode: the setting `replay.mode`, for the message.
+    """
+    if not is_moe(hf_config):
+        raise UsageError(
+            f"replay.mode={mode} needs a Mixture-of-Experts model, but "
+            f"model_type={hf_config.model_type!r} has no routed experts; set replay.mode=off"
+        )
+
+
+def refuse_unknown_sharding(
+    model: nn.Module, routers: Sequence[Router], *, wrapper: nn.Module
+) -> None:
+    """Raise UsageError if a router would not see plain tensors of all its process's tokens.
+
+    wrapper: the module that contains the model, or the model itself. FSDP2 may manage either.
+    """
+    distributed = getattr(getattr(model, "config", None), "distributed_config", None)
+    if distributed is not None and distributed.pp_size > 1:
+        raise UsageError(
+            "record and replay do not work under pipeline parallelism "
+            f"(pp_size={distributed.pp_size}): a stage has only some of the trace's layers; use "
+            "FSDP2, tensor or expert parallelism"
+        )
+    if distributed is not None and "sequence_parallel" in _parallel_styles(model):
+        raise UsageError(
+            "record and replay do not work with sequence_parallel in the model's tp_plan: routers "
+            "may see a part of the sequence; take it out of the plan"
+        )
+    managed = {
+        part for module in wrapper.modules() if is_fsdp_module(module) for part in module.modules()
+    }
+    for router in routers:
+        sharded = [name for name, p in router.module.named_parameters() if is_dtensor(p)]
+        if sharded and router.module not in managed:
+            raise UsageError(
+                f"layer {router.layer}: {sharded[0]} of {router.path!r} is a DTensor that FSDP2 "
+                "does not gather, so its scores are no plain tensor and cannot be replayed; leave "
+                "the router out of the parallel plan"
+            )
+
+
+def masks_combine_weights(model: nn.Module) -> bool:
+    """Return whether routers zero the combine weights of other ranks' experts.
+
+    transformers' `ep_router` does.
+    """
+    distributed = getattr(getattr(model, "config", None), "distributed_config", None)
+    if distributed is None or distributed.ep_size <= 1:
+        return False
+    return "ep_router" in _parallel_styles(model)
+
+
+def _parallel_styles(model: nn.Module) -> set[str]:
+    plans = (getattr(model, "tp_plan", None), getattr(model, "ep_plan", None))
+    return {style for plan in plans for style in (plan or {}).values()}

@@ -1,6 +1,6 @@
-"""The likely cause of misaligned routes: a shift, another layer, another sample.
+"""The likely cause of wrong routes: a shift, another layer, another sample, rows without a capture.
 
-The routes are compared with the routers' own choice once more, under each assumption.
+Misaligned routes are compared with the routers' own choice once more, under each assumption.
 """
 
 from __future__ import annotations
@@ -10,11 +10,57 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from onepolicy.divergence.routing import column_agreement, routing_agreement, signed_ids
-from onepolicy.replay.checks import MIN_REPEATED
 from onepolicy.types import RoutingTrace
 
+MIN_REPEATED = 0.8  # share of ids that are equal where the same tokens were routed twice
 MIN_REPEATED_ROWS = 4
 MAX_SWAP_CANDIDATES = 256  # other samples that a wrong sample is compared with
+UINT8_MARK = 255
+
+
+def why_surplus(ids: Tensor, rows: int) -> str:
+    """Return the reason why ids [n, layers, K] have more than `rows` rows; "" if it is not known.
+
+    verl#6029: an interrupted request returned its first rows, and once resumed all rows again.
+    """
+    surplus = len(ids) - rows
+    for again in (surplus, surplus - 1, surplus + 1):  # with or without a row of the last token
+        if surplus <= 0 or not 0 < again < len(ids):
+            continue
+        second = signed_ids(ids[again : 2 * again])
+        same = (signed_ids(ids[: len(second)]) == second).float().mean()
+        if same >= MIN_REPEATED:
+            return (
+                f". The rows repeat: row {again} and the next ones are row 0 and the next ones. A "
+                "resumed request's routes were appended to those of its first part, although they "
+                f"begin with the prompt again; keep the last {len(ids) - again} rows"
+            )
+    return ""
+
+
+def why_twice(ids: Tensor, valid: Tensor, column: int) -> str:
+    """Return why a row of `ids` [T, L, K] names an expert twice in the layer of this column."""
+    zero = (ids[valid] == 0).all(-1)  # [n, L]
+    if zero.all():
+        return (
+            "all rows of all layers are zero: the engine captured nothing (a fused kernel, or "
+            "capture is not active)"
+        )
+    if zero[:, column].all():
+        return (
+            "all rows of this layer are zero: the engine did not capture it (a dense layer, "
+            "another pipeline stage?)"
+        )
+    marked = int((ids[valid][:, column] == UINT8_MARK).all(-1).sum())
+    if marked:
+        return (
+            f"{marked} of {len(zero)} rows are {UINT8_MARK} alone here. That is -1 in uint8, the "
+            "mark of a row that was not captured; give valid=False for these rows"
+        )
+    return (
+        "rows that were not captured (padding, another rank's share) must have valid=False, not "
+        f"filler ids; {int(zero[:, column].sum())} of {len(zero)} rows are all zero here"
+    )
 
 
 def cause_of_layers(

@@ -19,14 +19,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from onepolicy.replay.checks import RoutingError
+from onepolicy.replay.comparison import LayerComparison, better_experts
 from onepolicy.replay.layers import Router
 from onepolicy.replay.modes import combine_weights_position, replace_combine_weights, soften
 from onepolicy.replay.private_names import current_graph_task_id
 from onepolicy.replay.recompute import called_by_checkpoint
 from onepolicy.replay.selection import (
-    LayerComparison,
     answer,
-    better_experts,
     flat,
     gate_mass,
     groups_of,

@@ -209,15 +209,14 @@ async def collect_rollouts(
     engine: RolloutEngine,
     environment: Environment,
     config: RolloutConfig,
+    sampling: Sampling,
     *,
-    stop: tuple[int, ...],
     step: int,
     seed: int,
     route_spec: RouteSpec | None = None,
     advance: Callable[[], None] = lambda: None,
     accept: Callable[[Group], bool] | None = None,
     rounds: int = 0,
-    top_logprobs: int = 0,
 ) -> tuple[list[Group], dict[str, float]]:
     """Return the groups of step `step` in problem order, and the metrics of its episodes.
 
@@ -227,21 +226,11 @@ async def collect_rollouts(
     problems, up to `rounds` more times. Step s owns the problems from
     s * prompts_per_step * (1 + rounds) on, so a resumed run draws the same. A step may have fewer
     than prompts_per_step groups. `advance` is called after every episode. route_spec: None for a
-    dense model. top_logprobs: see Sampling.
+    dense model.
 
     Raises TrainingError if no group is left, and UsageError with problem, sample, layer and row
     if the engine's routes break `route_spec`.
     """
-    sampling = Sampling(
-        config.sampling.temperature,
-        config.sampling.max_tokens,
-        config.sampling.top_p,
-        config.sampling.top_k,
-        config.sampling.min_p,
-        stop=stop,
-        top_logprobs=top_logprobs,
-        support=config.sampling.narrows,
-    )
     player = _GroupPlayer(engine, environment, config, sampling, step, seed, route_spec, advance)
     num_groups = config.prompts_per_step
     first_index = step * num_groups * (1 + rounds)

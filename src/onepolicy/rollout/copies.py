@@ -11,8 +11,7 @@ from onepolicy.models import fp32_head
 from onepolicy.models.load import DTYPES, cast_model, load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.models.quant.quantise import QuantisedModel, quantise
-from onepolicy.replay.checks import is_moe
-from onepolicy.replay.layers import find_routers
+from onepolicy.replay.layers import find_routers, is_moe
 from onepolicy.rollout.vllm.quant import hf_equivalent
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.support.trace import SupportTrace
-from onepolicy.types import Completion, FinishReason, RoutingTrace
+from onepolicy.types import Completion, FinishReason, RoutingTrace, concat_given
 
 
 class PartialCompletion(Protocol):
@@ -59,7 +59,7 @@ def join_partial_completions(
         first_slot,
         top_ids=_concat_top([part.top_ids for part in parts]),
         top_logp=_concat_top([part.top_logp for part in parts]),
-        support=SupportTrace.concat_if_given([part.support for part in sampled]),
+        support=concat_given([part.support for part in sampled]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from onepolicy.files import write_text_atomically
 from onepolicy.interfaces import PressedEngine, Progress, RolloutEngine
 from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.run import run_folder
-from onepolicy.run.adapter_start import start_adapter
+from onepolicy.run.adapter_check import AdapterCheck
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.evaluate import evaluate, num_eval_episodes
 from onepolicy.run.hooks import build_hooks, is_counterfactual_step
@@ -88,7 +89,7 @@ class TrainingLoop:
         advance = self.progress.phase("engine warm-up and sync check", 1)
         if self.config.rollout.quant is not None:
             await calibrate(
-                self.config, engine, components.environment, components.stop, self.folder
+                self.config, engine, components.environment, components.sampling.stop, self.folder
             )
         with _without_pressure(engine):
             if self.config.train.lora is not None:
@@ -181,7 +182,7 @@ class TrainingLoop:
             engine,
             components.environment,
             config.eval,
-            stop=components.stop,
+            stop=components.sampling.stop,
             max_tokens=config.eval.max_tokens or config.rollout.sampling.max_tokens,
             solved_at=getattr(config.task, "threshold", 1.0),
             advance=self.progress.phase("evaluation", num_eval_episodes(config.eval)),
@@ -270,3 +271,17 @@ def write_samples(
                 "fingerprint": "+".join(sorted(map(short_digest, sample.fingerprints))) or None,
             }
         )
+
+
+async def start_adapter(components: Components, note: Callable[[str], None]) -> None:
+    """Give the engine its first weights, and start the checks of every sync."""
+    settings = components.config.train.lora
+    assert settings is not None
+    kind = AdapterCheck
+    if settings.base == "nf4":
+        from onepolicy.run.nf4_check import Nf4Check
+
+        kind = Nf4Check
+    check = kind(components, note)
+    check.adapter.check = check
+    await check.start()

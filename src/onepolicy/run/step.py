@@ -87,14 +87,13 @@ async def sample_rollouts(
         components.engine,
         components.environment,
         config.rollout,
-        stop=components.stop,
+        components.sampling,
         step=step,
         seed=config.seed,
         route_spec=components.route_spec,
         advance=advance,
         accept=accept,
         rounds=config.objective.dynamic_sampling,
-        top_logprobs=components.top_logprobs,
     )
     return Rollouts(groups, metrics)
 

@@ -149,19 +149,6 @@ class SupportTrace:
         return cls(torch.cat([trace.ids for trace in traces]), offsets, logp)
 
     @classmethod
-    def concat_if_given(cls, traces: Sequence[SupportTrace | None]) -> SupportTrace | None:
-        """Return `concat` of traces that are all given, None if none is."""
-        given = [trace for trace in traces if trace is not None]
-        if not given:
-            return None
-        if len(given) < len(traces):
-            raise UsageError(
-                f"{len(traces) - len(given)} of {len(traces)} parts have no support while others "
-                "have; a set is never made up"
-            )
-        return cls.concat(given)
-
-    @classmethod
     def from_sets(
         cls, sets: Iterable[Sequence[int]], logp: Iterable[Sequence[float]] | None = None
     ) -> SupportTrace:

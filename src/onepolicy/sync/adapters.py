@@ -12,8 +12,7 @@ from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.lora import LoraConfig, Target
 from onepolicy.models import lora
 from onepolicy.models.empty import empty_model
-from onepolicy.replay.checks import is_moe
-from onepolicy.replay.layers import find_routers
+from onepolicy.replay.layers import find_routers, is_moe
 
 ALL_BUT_ROUTERS: tuple[Target, ...] = ("attention", "dense", "experts")
 

@@ -27,8 +27,7 @@ from onepolicy.interfaces import (
 )
 from onepolicy.models.load import DTYPES
 from onepolicy.notation import number
-from onepolicy.replay.checks import is_moe
-from onepolicy.replay.layers import find_routers
+from onepolicy.replay.layers import find_routers, is_moe
 from onepolicy.sync.canary import Canary
 
 ENGINES_KEEP = ("A_log",)

@@ -26,7 +26,7 @@ from transformers import (
 
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.files import write_folder
-from onepolicy.models.packed_attention import Packing
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.prepare import prepare_for_training
 
 Example = tuple[str, ...]
@@ -177,7 +177,7 @@ def _supervised_loss(
         use_cache=False,
         logits_to_keep=slots,
         output_router_logits=True,
-        packing=Packing.of(bounds, inputs.device),
+        packing=BucketedPacking.of(bounds, inputs.device),
     )
     logits, labels = out.logits[0].float(), targets[slots]
     cross_entropy = torch.nn.functional.cross_entropy(logits, labels)

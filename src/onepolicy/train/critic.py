@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.config.model import OptimConfig
 from onepolicy.config.objective import CriticConfig
-from onepolicy.models.packed_attention import Packing
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.objective.gae import value_loss
 from onepolicy.train.optimizers import adamw
 from onepolicy.train.scorer import PolicyScorer
@@ -46,7 +46,7 @@ class ValueModel(nn.Module):
             input_ids=micro.input_ids[None],
             position_ids=micro.positions[None],
             use_cache=False,
-            packing=Packing.of(micro.cu_seqlens, micro.input_ids.device),
+            packing=BucketedPacking.of(micro.cu_seqlens, micro.input_ids.device),
         ).last_hidden_state[0]
         return torch.where(micro.trainable, self.head(hidden)[:, 0].float(), 0.0)
 

@@ -43,7 +43,7 @@ from onepolicy.models import (
     rms_norm,
     rotary,
 )
-from onepolicy.models.packed_attention import Packing
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.sync.adapters import add_adapter
 from onepolicy.train.activation_checkpointing import RANDOM_SETTINGS
 from onepolicy.train.fake_kernels import kernel_stand_ins, patched
@@ -358,7 +358,7 @@ def _slot_layout(micro: MicroBatchShape, multiple: int) -> SlotLayout:
         torch.arange(slots) >= slots - last
         for slots, last in zip(micro.slots, micro.trainable, strict=True)
     ]
-    packing = Packing.of(bounds, torch.device("cpu"), multiple=multiple)
+    packing = BucketedPacking.of(bounds, torch.device("cpu"), multiple=multiple)
     return SlotLayout(torch.cat(trainable).nonzero()[:, 0], packing)
 
 

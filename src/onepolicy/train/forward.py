@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.invariant.switch import TILE, is_invariant
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.chunk_size import MARK
 from onepolicy.models.logits_chunks import map_logits
 from onepolicy.models.packed_attention import Packing
@@ -256,7 +257,7 @@ def _model_arguments(
         multiple = 1
         if is_invariant(model):
             multiple = TILE
-        packing = Packing.of(batch.cu_seqlens, batch.input_ids.device, multiple=multiple)
+        packing = BucketedPacking.of(batch.cu_seqlens, batch.input_ids.device, multiple=multiple)
     return {
         "input_ids": ids[None],
         "position_ids": positions[None],

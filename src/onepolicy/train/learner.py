@@ -67,6 +67,7 @@ class LocalLearner:
         self.scoring = ScoringFirst(scorer)
         if not self.config.scores_old:
             self.scoring = BypassScoring(scorer)
+        self._narrows = self.config.rollout.sampling.narrows
         if self.config.train.activation_checkpointing:
             checkpoint_activations(self.model)
 
@@ -74,7 +75,7 @@ class LocalLearner:
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields that the update needs from models: see `interfaces.Learner.score`."""
-        check_batch(batch, self.scorer.vocab_size, narrows=self.config.rollout.sampling.narrows)
+        check_batch(batch, self.scorer.vocab_size, narrows=self._narrows)
         return self._fill_scores(batch)
 
     def _fill_scores(self, batch: TokenBatch) -> TokenBatch:

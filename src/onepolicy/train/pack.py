@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.invariant.switch import TILE, is_invariant
-from onepolicy.support.trace import SupportTrace
 from onepolicy.train.shared_prompts import can_share, share_prompts
-from onepolicy.types import Group, RoutingTrace, Sample, TokenBatch, merge_fingerprints
+from onepolicy.types import Group, Sample, TokenBatch, concat_given, merge_fingerprints
 
 MicroBatches = list[list[int]]
 """Sample indices of each forward."""
@@ -50,8 +49,8 @@ def pack(groups: list[Group]) -> TokenBatch:
         top_ids=_cat_top([s.top_ids for s in samples]),
         top_logp_rollout=_cat_top([_top_logp(s) for s in samples]),
         episode=torch.tensor([e for group in groups for e in group.episodes]),
-        routing=_cat_routes(samples),
-        support=SupportTrace.concat_if_given([s.support for s in samples]),
+        routing=concat_given([s.routing for s in samples]),
+        support=concat_given([s.support for s in samples]),
         fingerprints=merge_fingerprints([s.fingerprints for s in samples]),
     )
 
@@ -96,14 +95,6 @@ def _cat_top(rows: list[Tensor | None]) -> Tensor | None:
     if rows[0] is None:
         return None
     return torch.cat([each for each in rows if each is not None])
-
-
-def _cat_routes(samples: list[Sample]) -> RoutingTrace | None:
-    """Concatenate the routes. None if the samples have none."""
-    traces = [sample.routing for sample in samples if sample.routing is not None]
-    if not traces:
-        return None
-    return RoutingTrace.concat(traces)
 
 
 def _outcome(sample: Sample) -> float:

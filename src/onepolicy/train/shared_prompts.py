@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig
 from onepolicy.config.replay import SoftReplay
-from onepolicy.invariant.ops import round_up
 from onepolicy.invariant.switch import is_invariant
-from onepolicy.models.packed_attention import NAME, Causal, Packing
+from onepolicy.models.packed_attention import NAME, Causal, Packing, round_up
 from onepolicy.types import RoutingTrace, TokenBatch
 
 WORTH = 0.95
@@ -152,7 +151,7 @@ class SharedBucket:
 class SharedPacking(Packing):
     """A packing whose `order` maps each row to its place in the results of all `shared` buckets."""
 
-    shared: tuple[SharedBucket, ...] = ()
+    shared: tuple[SharedBucket, ...]
 
     @classmethod
     def of_paths(
@@ -172,7 +171,7 @@ class SharedPacking(Packing):
             own.append(rows)
         order = torch.argsort(torch.cat(own))
         bounds = torch.tensor([0, num_rows], dtype=torch.int32)
-        return cls((), order, bounds, num_rows, tuple(buckets))
+        return cls(order, bounds, num_rows, tuple(buckets))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: Causal) -> Tensor:
         """Return causal attention [1, rows, heads, D] of [1, heads, rows, D] along the paths."""

@@ -20,8 +20,8 @@ from onepolicy.config import ObjectiveConfig
 from onepolicy.config.objective import KLConfig
 from onepolicy.objective.advantages import apply_group_baseline, compute_advantages
 from onepolicy.objective.gae import value_loss
+from onepolicy.objective.kl import kl_estimate
 from onepolicy.objective.loss import loss_weights, policy_loss
-from onepolicy.objective.surrogate import kl_estimate
 from onepolicy.types import TokenBatch
 from support.oracle.venv import PYTHON, SCRIPTS
 

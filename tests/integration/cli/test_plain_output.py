@@ -14,7 +14,7 @@ from support.paths import ROOT
 pytestmark = pytest.mark.process
 
 PROGRESS = """
-from onepolicy.run.progress import terminal_progress
+from onepolicy.run.train_command import terminal_progress
 with terminal_progress(2) as progress:
     for step in (1, 2):
         progress.step(step, {"reward/mean": 0.5})

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from onepolicy.cli import interrupts, main, streams
+from onepolicy.cli import main, process
 from onepolicy.config import UsageError, resolve
 from onepolicy.config.address import check_host, check_port, check_ray_address, check_url
 from onepolicy.config.output_paths import (
@@ -81,9 +81,9 @@ def test_a_full_disk_is_seen_in_what_waits_in_the_buffer(monkeypatch):
     with open("/dev/full", "wb") as full:
         os.dup2(full.fileno(), 1)
     try:
-        with streams.tolerant_streams():
+        with process.tolerant_streams():
             print("few words")
-            assert streams.stdout_error() == os.strerror(errno.ENOSPC)
+            assert process.stdout_error() == os.strerror(errno.ENOSPC)
     finally:
         os.dup2(before, 1)
         os.close(before)
@@ -395,22 +395,22 @@ def run(tmp_path):
 
 def test_ctrl_c_reports_the_cost_of_a_resume(run):
     resume = f"`onepolicy train --resume '{run}'`"
-    assert interrupts.describe_stop("Ctrl-C", run) == (
+    assert process.describe_stop("Ctrl-C", run) == (
         f"stopped by Ctrl-C; {run} has no checkpoint yet: {resume} starts again where the run began"
     )
     (run / "checkpoints" / "step_00004").mkdir(parents=True)
     (run / "checkpoints" / ".step_00005.writing").mkdir()
-    assert interrupts.describe_stop("Ctrl-C", run) == (
+    assert process.describe_stop("Ctrl-C", run) == (
         f"stopped by Ctrl-C; the last checkpoint of {run} is of step 4: {resume} continues; "
         "finished steps that it computes again: 1"
     )
     (run / "checkpoints" / "step_00005").mkdir()
-    assert interrupts.describe_stop("Ctrl-C", run).endswith(f"is of step 5: {resume} continues")
-    assert interrupts.describe_stop("SIGTERM", run.parent / "new") == (
+    assert process.describe_stop("Ctrl-C", run).endswith(f"is of step 5: {resume} continues")
+    assert process.describe_stop("SIGTERM", run.parent / "new") == (
         f"stopped by SIGTERM before the run folder {run.parent / 'new'} was made; nothing is lost"
     )
     (run / "metrics.jsonl").write_bytes(b"\x80")
-    assert "is of step 5" in interrupts.describe_stop("Ctrl-C", run)
+    assert "is of step 5" in process.describe_stop("Ctrl-C", run)
 
 
 def test_ctrl_c_of_other_commands_does_not_mention_resuming(monkeypatch, capsys):

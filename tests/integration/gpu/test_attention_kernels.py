@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from onepolicy.models.packed_attention import Packing, causal_mask, packed_attention
+from onepolicy.models.buckets import BucketedPacking
+from onepolicy.models.packed_attention import causal_mask, packed_attention
 
 LONG, SHORT = (4096, 2800, 900), (90, 61, 20)
 SHAPES = {
@@ -39,7 +40,7 @@ class Case:
             each.requires_grad_()
         self.scores = max(self.lengths) ** 2 * heads * 4  # bytes of a float32 table of one sample
         bounds = torch.tensor([0, *self.lengths]).cumsum(0).int()
-        self.packing = Packing.of(bounds, device)
+        self.packing = BucketedPacking.of(bounds, device)
 
     def ours(self):
         """Return [T, heads, D]."""

@@ -5,9 +5,9 @@ import torch
 from gpu.shapes import QWEN3_06B
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.logits_chunks import install_logits_chunks
-from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.train.dry_run import DryRunModel, MicroBatchShape, PeakMemory
 from onepolicy.train.forward import SlotLayout, forward
@@ -44,7 +44,7 @@ def measured(model, micro, device):
     """Return the most bytes that a forward and backward hold beside parameters and gradients."""
     batch = batch_of(micro)
     chosen = batch.trainable.nonzero()[:, 0].to(device)
-    layout = SlotLayout(chosen, Packing.of(batch.cu_seqlens, device))
+    layout = SlotLayout(chosen, BucketedPacking.of(batch.cu_seqlens, device))
     batch = batch.to(device)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

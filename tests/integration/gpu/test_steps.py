@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onepolicy.replay.checks import is_moe
+from onepolicy.replay.layers import is_moe
 from onepolicy.types import Sampling
 from support.engine_runs import prompts, run
 from support.gpu import CUDA, counted_waits

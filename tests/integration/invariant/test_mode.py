@@ -20,7 +20,7 @@ from onepolicy.invariant.mode import Invariant, InvariantLinear, install_invaria
 from onepolicy.invariant.strict import NotInvariantError
 from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.models import decode_experts
-from onepolicy.models.packed_attention import Packing
+from onepolicy.models.buckets import BucketedPacking
 from support.invariant_models import engine_of, trainer_of
 from support.models import CONFIGS, MOE, make
 from support.replay_models import same_bits, take_grads
@@ -222,7 +222,7 @@ def test_gradients_are_the_same_from_run_to_run(dtype):
     inputs = {"input_ids": torch.arange(73)[None] % 60, "position_ids": places}
     bounds = torch.tensor([0, 40, 73], dtype=torch.int32)
     for _ in range(2):
-        packing = Packing.of(bounds, model.device, multiple=TILE)
+        packing = BucketedPacking.of(bounds, model.device, multiple=TILE)
         out = model(**inputs, use_cache=False, packing=packing)
         out.logits.square().sum().backward()
         found.append(take_grads(model))

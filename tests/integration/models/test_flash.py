@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from onepolicy.models import decode_attention, flash, packed_attention
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.rollout.hf import forward
 from onepolicy.rollout.hf.forward import CachedForward
@@ -34,7 +35,7 @@ def with_flash(monkeypatch):
 
 def logits_and_gradients(model, paths, weights):
     bounds = torch.tensor([0, *(len(p) for p in paths)]).cumsum(0).int()
-    packing = packed_attention.Packing.of(bounds, torch.device("cpu"))
+    packing = BucketedPacking.of(bounds, torch.device("cpu"))
     ids, places = torch.cat(paths)[None], torch.cat([torch.arange(len(p)) for p in paths])[None]
     out = model(input_ids=ids, position_ids=places, use_cache=False, packing=packing)
     (out.logits[0] * weights).sum().backward()
@@ -64,7 +65,7 @@ def attend(lengths, *, heads=4, groups=2, width=16, value=16, dtype=torch.float3
     slots, bounds = sum(lengths), torch.tensor([0, *lengths]).cumsum(0).int()
     shapes = [(1, heads, slots, width), (1, groups, slots, width), (1, groups, slots, value)]
     query, key, values = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
-    packing = packed_attention.Packing.of(bounds, torch.device("cpu"))
+    packing = BucketedPacking.of(bounds, torch.device("cpu"))
     given = (torch.nn.Identity(), query, key, values, None)
     return packed_attention.packed_attention(*given, packing=packing, **rest)[0]
 

@@ -140,8 +140,8 @@ def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
     parts, _ = build_components(resolve(tree))
 
     async def sampled():
-        given = parts.engine, parts.environment, parts.config.rollout
-        how = {"stop": parts.stop, "step": 0, "seed": 0, "route_spec": parts.route_spec}
+        given = parts.engine, parts.environment, parts.config.rollout, parts.sampling
+        how = {"step": 0, "seed": 0, "route_spec": parts.route_spec}
         groups, _ = await collect_rollouts(*given, **how)
         return pack(compute_outcomes(groups, parts.config.objective))
 

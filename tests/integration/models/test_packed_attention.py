@@ -11,8 +11,8 @@ from transformers.models.rwkv import modeling_rwkv
 
 from onepolicy.config import UsageError
 from onepolicy.models import experts, linear
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.experts import NAME as EXPERTS
-from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
 from support.examples import examples
 from support.models import BASE, CONFIGS, HEADS, MOE, VOCAB, make
@@ -25,7 +25,7 @@ LENGTHS = (20, 7, 31, 12, 3)  # several buckets; longer and shorter than the sli
 def packed_logits(model, paths):
     bounds = torch.tensor([0, *(len(p) for p in paths)]).cumsum(0).int()
     ids, places = torch.cat(paths)[None], torch.cat([torch.arange(len(p)) for p in paths])[None]
-    packing = Packing.of(bounds, CPU)
+    packing = BucketedPacking.of(bounds, CPU)
     return model(input_ids=ids, position_ids=places, use_cache=False, packing=packing).logits[0]
 
 
@@ -61,7 +61,7 @@ def test_attention_without_packing_is_refused():
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12))
 def test_buckets_hold_every_slot_once(lengths):
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    packing = Packing.of(bounds, CPU)
+    packing = BucketedPacking.of(bounds, CPU)
     slots = torch.cat([b.slots for b in packing.buckets])
     assert sorted(slots.tolist()) == list(range(sum(lengths)))
     for bucket in packing.buckets:

@@ -52,8 +52,8 @@ def parts_of(policy, *overrides: str) -> Components:
 def rollout(parts: Components, step: int = 0) -> TokenBatch:
     async def play():
         await push_weights(parts.learner, parts.engine)
-        given = parts.engine, parts.environment, parts.config.rollout
-        how = {"stop": parts.stop, "step": step, "seed": 0, "route_spec": parts.route_spec}
+        given = parts.engine, parts.environment, parts.config.rollout, parts.sampling
+        how = {"step": step, "seed": 0, "route_spec": parts.route_spec}
         return await collect_rollouts(*given, **how)
 
     groups, _ = asyncio.run(play())

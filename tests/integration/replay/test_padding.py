@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
-from onepolicy.models.packed_attention import Packing
+from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay import bind_routers
 from onepolicy.replay.layers import find_routers
@@ -58,7 +58,9 @@ def run(
         arguments = {
             "input_ids": torch.cat(samples)[None],
             "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-            "packing": Packing.of(torch.tensor([0, *lengths]).cumsum(0), torch.device("cpu")),
+            "packing": BucketedPacking.of(
+                torch.tensor([0, *lengths]).cumsum(0), torch.device("cpu")
+            ),
         }
     else:
         ids, mask = batch(samples, layout)

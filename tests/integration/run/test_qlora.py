@@ -16,7 +16,7 @@ from onepolicy.config import ModelConfig, TrainingError
 from onepolicy.models import lora, nf4
 from onepolicy.models.load import load_model
 from onepolicy.run.adapter_check import AdapterCheck
-from onepolicy.run.adapter_start import start_adapter
+from onepolicy.run.loop import start_adapter
 from onepolicy.run.step import push_and_check
 from onepolicy.sync.adapters import Targets
 from onepolicy.sync.push import push_weights

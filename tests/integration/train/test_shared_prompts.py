@@ -6,7 +6,8 @@ import itertools
 import pytest
 import torch
 
-from onepolicy.models.packed_attention import Packing, causal_mask, packed_attention
+from onepolicy.models.buckets import BucketedPacking
+from onepolicy.models.packed_attention import causal_mask, packed_attention
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.train.shared_prompts import SharedPacking, share_prompts
 from support.learner_steps import learner_of
@@ -182,7 +183,7 @@ def check_attention(window, sinks):
 
 
 def test_a_packing_without_shared_rows_is_the_usual_one():
-    packing = Packing.of(torch.tensor([0, 5, 9]), torch.device("cpu"))
+    packing = BucketedPacking.of(torch.tensor([0, 5, 9]), torch.device("cpu"))
     paths = [torch.arange(5), torch.arange(5, 9)]
     shared = SharedPacking.of_paths(paths, [0, 0], 9)
     q, k, v = torch.randn(3, 1, 2, 9, 4).unbind(0)

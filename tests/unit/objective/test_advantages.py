@@ -19,6 +19,7 @@ from onepolicy.objective.advantages import (
 )
 from onepolicy.objective.gae import gae, value_loss
 from onepolicy.rollout import collect as collecting
+from onepolicy.types import Sampling
 from support.objective_batches import batch, group
 
 KL = {"coef": 2.0, "where": "reward", "estimator": "k1"}
@@ -182,8 +183,10 @@ def collect(monkeypatch, solved, *, step=0, rounds=2):
     monkeypatch.setattr(collecting, "play_episode", play)
     config = RolloutConfig(prompts_per_step=2, group_size=2)
     accept = has_signal if rounds else None
-    how = {"stop": (), "step": step, "seed": 0, "accept": accept, "rounds": rounds}
-    groups, metrics = asyncio.run(collecting.collect_rollouts(None, Numbered(), config, **how))
+    sampling, how = Sampling(1.0, 8), {"step": step, "seed": 0, "accept": accept, "rounds": rounds}
+    groups, metrics = asyncio.run(
+        collecting.collect_rollouts(None, Numbered(), config, sampling, **how)
+    )
     return groups, metrics, list(dict.fromkeys(played))
 
 

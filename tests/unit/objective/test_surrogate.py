@@ -11,7 +11,8 @@ from onepolicy.config import ObjectiveConfig
 from onepolicy.config.objective import KLConfig
 from onepolicy.config.presets import objective_presets
 from onepolicy.config.surrogates import SURROGATES
-from onepolicy.objective.surrogate import kl_estimate, kl_loss, surrogate
+from onepolicy.objective.kl import kl_estimate, kl_loss
+from onepolicy.objective.surrogate import surrogate
 
 PRESETS = list(objective_presets())
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from onepolicy.replay.comparison import Scratch, better_experts
 from onepolicy.replay.evidence import (
     LEAST_LACKING,
     MIN_EXPECTED,
@@ -16,7 +17,6 @@ from onepolicy.replay.evidence import (
     weigh,
 )
 from onepolicy.replay.sample_checks import BETWEEN, some_rows
-from onepolicy.replay.selection import Scratch, better_experts
 from onepolicy.types import RoutingTrace
 
 SAMPLES, ROWS, LAYERS, TOP_K, EXPERTS = 10, 80, 4, 2, 32

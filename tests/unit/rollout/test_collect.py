@@ -52,7 +52,9 @@ class Failing:
 
 def collect(engine, environment, **settings):
     config = RolloutConfig(**{"prompts_per_step": 2, "group_size": 4} | settings)
-    return asyncio.run(collect_rollouts(engine, environment, config, stop=(), step=3, seed=5))
+    return asyncio.run(
+        collect_rollouts(engine, environment, config, Sampling(1.0, 8), step=3, seed=5)
+    )
 
 
 def run(failures, **settings):

@@ -12,8 +12,8 @@ from onepolicy.report.html import write_report
 from onepolicy.report.terminal import summary_table
 from onepolicy.report.words import unlearnt
 from onepolicy.run.learning_check import EXCERPT, PATIENCE, LearningMonitor, nothing_learnt
-from onepolicy.run.progress import terminal_progress
 from onepolicy.run.summary import summarise
+from onepolicy.run.train_command import terminal_progress
 from support.report_run import make_fixture_run
 
 BASE = {"out": "x", "steps": 8, "model": {"path": "m"}, "task": {"kind": "chain"}}

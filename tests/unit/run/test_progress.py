@@ -5,7 +5,7 @@ from io import StringIO
 from rich.progress import Progress
 
 from onepolicy.console import Console
-from onepolicy.run.progress import TerminalProgress
+from onepolicy.run.train_command import TerminalProgress
 
 
 def test_the_bars_follow_the_steps_and_the_phase():

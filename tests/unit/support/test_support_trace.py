@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from onepolicy.config import UsageError
 from onepolicy.support.trace import SupportTrace
+from onepolicy.types import concat_given
 
 SETS = st.lists(st.lists(st.integers(0, 40), max_size=6, unique=True), min_size=1, max_size=12)
 
@@ -64,10 +65,10 @@ def test_an_engine_that_returns_log_probabilities():
 
 def test_parts_without_a_set_are_not_filled_in():
     trace = SupportTrace.from_sets([[1]])
-    assert SupportTrace.concat_if_given([None, None]) is None
-    assert SupportTrace.concat_if_given([trace, trace]).as_sets() == [[1], [1]]
-    with pytest.raises(UsageError, match="1 of 2 parts have no support"):
-        SupportTrace.concat_if_given([trace, None])
+    assert concat_given([None, None]) is None
+    assert concat_given([trace, trace]).as_sets() == [[1], [1]]
+    with pytest.raises(UsageError, match="1 of 2 parts have no SupportTrace"):
+        concat_given([trace, None])
     assert SupportTrace.concat([trace, SupportTrace.missing(2)]).as_sets() == [[1], [], []]
 
 

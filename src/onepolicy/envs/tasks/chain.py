@@ -7,7 +7,7 @@ The reward is 1 if the number after the last `#` is right.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -48,7 +48,7 @@ def make_problem(task: ChainTask, index: int, split: Split) -> Problem:
 
     With very few operations problems repeat within a split: with one, 300 prompts exist.
     """
-    prompt = _draw_prompt(seeded_rng("chain", task.seed, split, index), task.ops, split)
+    prompt = draw_prompt(seeded_rng("chain", task.seed, split, index), task.ops, split)
     problem_id = index
     if split == "held_out":
         problem_id = -1 - index
@@ -57,39 +57,10 @@ def make_problem(task: ChainTask, index: int, split: Split) -> Problem:
 
 def solution(prompt: str) -> str:
     """Return the worked response to a prompt."""
-    return _work_out(prompt, mistakes={})
+    return work_out(prompt, mistakes={})
 
 
-def corrupted_solution(prompt: str, rng: np.random.Generator, rate: float) -> str:
-    """Return a worked response whose step results are wrong with probability `rate`.
-
-    A wrong result is a uniformly random digit, and the chain continues from it. One digit in ten is
-    right by chance, so a solution of k operations has no mistake with probability
-    (1 - 0.9 rate)^k. A policy warmed up on these responses makes mistakes at that rate when sampled
-    at temperature 1.
-    """
-    count = len(_parse(prompt)[1])
-    planted = rng.random(count) < rate
-    digits = rng.integers(10, size=count)
-    mistakes = {i: int(digits[i]) for i in planted.nonzero()[0].tolist()}
-    return _work_out(prompt, mistakes)
-
-
-def warmup_examples(task: ChainTask, *, mistakes: float, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield (prompt, response) pairs without end, none of the held-out split.
-
-    Prompts have 2 to `task.ops` operations, or 1 if `task.ops` is 1.
-    """
-    index = 0
-    while True:
-        rng = seeded_rng("chain warm-up", task.seed, seed, index)
-        ops = int(rng.integers(min(2, task.ops), task.ops + 1))
-        prompt = _draw_prompt(rng, ops, "train")
-        yield prompt, corrupted_solution(prompt, rng, mistakes)
-        index += 1
-
-
-def _draw_prompt(rng: np.random.Generator, ops: int, split: Split) -> str:
+def draw_prompt(rng: np.random.Generator, ops: int, split: Split) -> str:
     """Draw prompts until one is of the split.
 
     This takes 4/3 draws (train) or 4 draws (held-out) on average.
@@ -103,15 +74,15 @@ def _draw_prompt(rng: np.random.Generator, ops: int, split: Split) -> str:
             return prompt
 
 
-def _parse(prompt: str) -> tuple[int, list[tuple[str, int]]]:
+def parse(prompt: str) -> tuple[int, list[tuple[str, int]]]:
     """Return the first digit and the steps: `7*3+5=` -> 7, [("*", 3), ("+", 5)]."""
     body = prompt.removesuffix("=")
     return int(body[0]), [(body[i], int(body[i + 1])) for i in range(1, len(body), 2)]
 
 
-def _work_out(prompt: str, mistakes: dict[int, int]) -> str:
+def work_out(prompt: str, mistakes: dict[int, int]) -> str:
     """Return the worked response. mistakes: step -> digit that replaces its result."""
-    value, steps = _parse(prompt)
+    value, steps = parse(prompt)
     parts = []
     for i, (operator, digit) in enumerate(steps):
         result = mistakes.get(i, _apply(operator, value, digit))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from onepolicy.config import (
     ChainTask,
     GymnasiumTask,
@@ -19,9 +21,11 @@ from onepolicy.config import (
     VerifiersTask,
 )
 from onepolicy.envs.multiturn.prompt_checks import ASCII
-from onepolicy.envs.tasks import chain, jsonl, reasoning_gym
+from onepolicy.envs.tasks import jsonl, reasoning_gym
+from onepolicy.envs.tasks.chain import ALPHABET, draw_prompt, parse, work_out
 from onepolicy.envs.tasks.jsonl import Jsonl, Prompts
 from onepolicy.envs.tasks.reasoning_gym import ReasoningGym
+from onepolicy.envs.tasks.seeding import seeded_rng
 from onepolicy.envs.tools.search import read_corpus
 from onepolicy.envs.warmup import gridworlds, react
 
@@ -30,7 +34,7 @@ def task_alphabet(config: TaskConfig, section: str = "task") -> str:
     """Return the characters of a task that a tokenizer made for it must know, sorted, each once."""
     match config:
         case ChainTask():
-            return _sorted_characters(chain.ALPHABET)
+            return _sorted_characters(ALPHABET)
         case GymTask():
             return _sorted_characters(ASCII, *ReasoningGym(config, section).problem_texts())
         case JsonlTask():
@@ -63,7 +67,7 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
     """
     match config:
         case ChainTask():
-            return chain.warmup_examples(config, mistakes=mistakes, seed=seed)
+            return _chain_examples(config, mistakes, seed)
         case GymTask():
             return reasoning_gym.warmup_examples(config, mistakes=mistakes, seed=seed)
         case JsonlTask():
@@ -78,6 +82,35 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
             return gridworlds.warmup_examples(config, mistakes=mistakes, seed=seed)
         case TextArenaTask() | VerifiersTask():
             raise _no_worked_episodes(config.kind)
+
+
+def corrupted_solution(prompt: str, rng: np.random.Generator, rate: float) -> str:
+    """Return a worked response whose step results are wrong with probability `rate`.
+
+    A wrong result is a uniformly random digit, and the chain continues from it. One digit in ten is
+    right by chance, so a solution of k operations has no mistake with probability
+    (1 - 0.9 rate)^k. A policy warmed up on these responses makes mistakes at that rate when sampled
+    at temperature 1.
+    """
+    count = len(parse(prompt)[1])
+    planted = rng.random(count) < rate
+    digits = rng.integers(10, size=count)
+    mistakes = {i: int(digits[i]) for i in planted.nonzero()[0].tolist()}
+    return work_out(prompt, mistakes)
+
+
+def _chain_examples(task: ChainTask, mistakes: float, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield (prompt, response) pairs without end, none of the held-out split.
+
+    Prompts have 2 to `task.ops` operations, or 1 if `task.ops` is 1.
+    """
+    index = 0
+    while True:
+        rng = seeded_rng("chain warm-up", task.seed, seed, index)
+        ops = int(rng.integers(min(2, task.ops), task.ops + 1))
+        prompt = draw_prompt(rng, ops, "train")
+        yield prompt, corrupted_solution(prompt, rng, mistakes)
+        index += 1
 
 
 def _no_worked_episodes(kind: str) -> UsageError:

@@ -31,7 +31,7 @@ from onepolicy.config import UsageError
 from onepolicy.errors import short_repr
 from onepolicy.integrations.core.layout import fit
 from onepolicy.npy import InvalidNpyError, parse_npy
-from onepolicy.replay.checks import why_surplus
+from onepolicy.replay.misalignment import why_surplus
 from onepolicy.replay.routers import BoundRouters
 from onepolicy.types import RoutingTrace, id_dtype
 

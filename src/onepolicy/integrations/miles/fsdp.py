@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from onepolicy.integrations.core.layout import sample_starts
-from onepolicy.replay.checks import RoutingError, is_moe, refuse_router_loss
+from onepolicy.replay.checks import RoutingError, refuse_router_loss
+from onepolicy.replay.layers import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.replay.topk_hook import in_backward
 from onepolicy.types import RoutingTrace, TraceOrigin, id_dtype

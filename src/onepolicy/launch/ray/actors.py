@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from onepolicy.config import QuantFormat, RunConfig, ServiceUnavailable, TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
-from onepolicy.interfaces import EngineCaps, Progress, RolloutEngine
+from onepolicy.interfaces import EngineCaps, NumericsContract, Progress, RolloutEngine
 from onepolicy.launch.agent import environment, on_loopback
 from onepolicy.launch.launcher import Launcher
 from onepolicy.launch.ranks import LaunchedRanks, RankInfo
@@ -37,7 +37,6 @@ from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.group import open_store
 from onepolicy.sync.weight_files import WeightFiles, WrittenWeights
 from onepolicy.train.sharded.ranks import RankLost
-from onepolicy.types import NumericsContract
 
 MAX_CONCURRENT_CALLS = 100
 """Calls that one replica handles at a time. There are never more than a few."""

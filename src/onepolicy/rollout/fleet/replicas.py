@@ -15,13 +15,19 @@ from typing import Protocol
 import numpy as np
 
 from onepolicy.config import TrainingError
-from onepolicy.interfaces import EngineCaps, MetricsSource, NamedWeights, WeightSizes
+from onepolicy.interfaces import (
+    EngineCaps,
+    MetricsSource,
+    NamedWeights,
+    NumericsContract,
+    WeightSizes,
+)
 from onepolicy.rollout.fleet.broadcast import ReplicaBroadcast
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.sync.checksum import ChecksumAccumulator
 from onepolicy.sync.group import run_in_daemon_thread
 from onepolicy.sync.weight_files import WeightFiles, WrittenWeights
-from onepolicy.types import Completion, NumericsContract, Sampling
+from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)
 

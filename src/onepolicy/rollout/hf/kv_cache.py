@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.models.decode_attention import KEY_BLOCK, KVCacheStep
+from onepolicy.models.packed_attention import round_up
 from onepolicy.types import id_dtype
 
 
@@ -173,6 +174,6 @@ class KVCache:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(self.num_rows, *shape, device=self.device, dtype=self.dtype)
 
-        length = -(-self.max_len // KEY_BLOCK) * KEY_BLOCK
+        length = round_up(self.max_len, KEY_BLOCK)
         self.keys[layer] = zeros(key.shape[1], key.shape[3], length)
         self.values[layer] = zeros(value.shape[1], length, value.shape[3])

@@ -21,8 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from onepolicy.config import RoutingPressure, UsageError
-from onepolicy.replay.checks import is_moe
-from onepolicy.replay.layers import Router, find_routers, moe_layers_of
+from onepolicy.replay.layers import Router, find_routers, is_moe, moe_layers_of
 from onepolicy.replay.topk_hook import TopkAnswer, TopkRecorder
 from onepolicy.rollout.hf.runner_up import FedTokens, RunnerUpRouter
 

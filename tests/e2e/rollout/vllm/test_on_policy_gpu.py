@@ -37,7 +37,8 @@ def test_vllm_repeats_itself_to_the_bit(capsys):
     parts, _ = build_measure_components(measure_config(tree, [], None))
 
     async def compare():
-        groups = await sample(dataclasses.replace(parts, top_logprobs=0))
+        plain = dataclasses.replace(parts.sampling, top_logprobs=0)
+        groups = await sample(dataclasses.replace(parts, sampling=plain))
         batch = pack(compute_outcomes(groups, parts.config.objective, max_tokens=96))
         return parts.scorer.score(batch, replay=False), await sample_again(
             parts, groups, batch, alone=True

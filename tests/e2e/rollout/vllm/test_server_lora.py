@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from onepolicy.build.components import build_components
 from onepolicy.cli import main
 from onepolicy.config import UsageError
-from onepolicy.run.adapter_start import start_adapter
+from onepolicy.run.loop import start_adapter
 from onepolicy.run.step import StepRunner, push_and_check
 from support.adapter_faults import (
     FAULTS,

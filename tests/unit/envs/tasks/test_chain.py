@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import ChainTask
-from onepolicy.envs.tasks.chain import ALPHABET, Chain, corrupted_solution, make_problem, solution
+from onepolicy.envs.tasks.chain import ALPHABET, Chain, make_problem, solution
 from onepolicy.envs.tasks.seeding import seeded_rng, split_of_text
-from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
+from onepolicy.envs.warmup.examples import corrupted_solution, task_alphabet, warmup_examples
 
 
 def warmup(task, count, mistakes=0.0, seed=0):

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from onepolicy.interfaces import NumericsContract
 from onepolicy.launch.ray import connect
-from onepolicy.types import NumericsContract
 
 connect.prepare_environment(own=True)  # for tests in this process that start Ray
 ray = pytest.importorskip("ray")

@@ -1,19 +1,26 @@
-"""The message and the exit status of a command that Ctrl-C or SIGTERM stops.
+"""The process of a command: streams whose errors never end it, and what a signal says.
 
-The message of a training run gives the command that resumes it, and the steps that are lost.
+Such errors are an encoding that lacks a character, a pipe without a reader and a full disk. A
+command prints after its work is done, so a failed print must not undo the work. When Ctrl-C or
+SIGTERM stops a training run, the message gives the command that resumes it and the steps that are
+lost.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shlex
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from onepolicy.config import UsageError, printable
 from onepolicy.config.output_paths import CONFIG
@@ -22,6 +29,64 @@ from onepolicy.launch.restarts import newest_checkpoint
 from onepolicy.report.jsonl import read_jsonl
 
 INTERRUPTED = 130  # exit status of shells after Ctrl-C
+
+
+@contextmanager
+def tolerant_streams() -> Iterator[None]:
+    """Replace stdout and stderr by streams that accept every text, and restore them afterwards."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_tolerant, before)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+
+
+def stdout_error() -> str | None:
+    """Return the error of stdout, if any. A reader that stopped reading (`| head`) is none."""
+    sys.stdout.flush()
+    file = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    error = getattr(file, "error", None)
+    if error is None or error.errno == errno.EPIPE:
+        return None
+    return str(error.strerror)
+
+
+def _tolerant(stream: TextIO | None) -> TextIO:
+    """Return the stream that a command prints to. One that a test put there stays."""
+    if stream is None:  # it was closed before the start
+        return open(os.devnull, "w", encoding="utf-8")
+    if not isinstance(stream, TextIOWrapper):
+        return stream
+    if stream not in (sys.__stdout__, sys.__stderr__):
+        stream.reconfigure(errors="backslashreplace")
+        return stream
+    stream.flush()
+    return TextIOWrapper(
+        BufferedWriter(_TolerantFile(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+class _TolerantFile(FileIO):
+    """A standard stream that drops everything after its first error."""
+
+    error: OSError | None = None
+
+    def write(self, data: object, /) -> int:
+        if self.error is None:
+            try:
+                return super().write(data)  # type: ignore[arg-type]
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                self.error = error
+        return len(memoryview(data))  # type: ignore[arg-type]
 
 
 def describe_stop(signal_name: str, run: Path | None) -> str:
