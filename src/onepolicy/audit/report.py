@@ -22,6 +22,7 @@ from onepolicy.audit.figures import audit_figures, extreme_curve
 from onepolicy.audit.schema import VERSION
 from onepolicy.config import UsageError
 from onepolicy.console import Console
+from onepolicy.correct.equations import in_their_settings
 from onepolicy.correct.report import quantiles
 from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.notation import counted, number
@@ -130,6 +131,7 @@ def audit_tree(result: AuditResult) -> dict[str, Any]:
             "columns": dict(accumulated.nonfinite.columns),
         },
         "verdict": dataclasses.asdict(result.verdict),
+        "framework": result.framework or None,
         "notes": list(result.notes),
         "not_checked": list(result.not_checked),
         "onset": result.onset,
@@ -355,7 +357,12 @@ def _reasons(result: AuditResult) -> list[str]:
     lines = []
     if setting:
         lines.append(f"Set: {setting}")
-    if "correction.preset=" in setting:
+    theirs = ""
+    if result.framework:
+        theirs = in_their_settings(setting, result.framework)
+    if theirs:
+        lines.append(f"{theirs}.")
+    elif "correction.preset=" in setting:
         name = setting.rpartition("=")[2]
         lines.append(
             f"`onepolicy config preset {name}` says it in the settings of verl, miles, TRL and "
