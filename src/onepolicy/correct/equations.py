@@ -14,7 +14,7 @@ from onepolicy.config.presets import (
 from onepolicy.correct.presets import preset
 
 FRAMEWORKS = {name: row["title"] for name, row in frameworks().items() if row.get("rows")}
-"""Frameworks whose settings every row of corrections.toml gives."""
+"""Frameworks whose settings every row of corrections.toml gives, or says that there are none."""
 NAMED = {name: row["title"] for name, row in frameworks().items()}
 """Frameworks that `translations` knows."""
 
@@ -118,7 +118,8 @@ def show(name: str) -> str:
     if config.live:
         lines += [f"evaluated in the loss, with surrogate: {config.surrogate}", ""]
     width = max(map(len, FRAMEWORKS.values()))
-    lines += [f"{title:{width}}  {_foreign(row[key])}" for key, title in FRAMEWORKS.items()]
+    known = [(title, row[key]) for key, title in NAMED.items() if key in row]
+    lines += [f"{title:{width}}  {_foreign(theirs)}" for title, theirs in known]
     return "\n".join(lines)
 
 
