@@ -31,6 +31,7 @@ from onepolicy.report.html import document, plain, section, tile
 from onepolicy.report.measure import BADGES
 from onepolicy.report.png import write_figures
 from onepolicy.report.words import WOULD
+from onepolicy.verdict.rules import R3
 
 Z95 = 1.959964
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
@@ -353,13 +354,15 @@ def _print_verdict(console: Console, result: AuditResult) -> None:
 
 def _reasons(result: AuditResult) -> list[str]:
     """Return the setting to change, the reasons of the verdict, and how it was reached."""
-    setting = result.verdict.setting
+    setting, advised = result.verdict.setting, result.verdict.setting
+    if result.verdict.action == "correct" and not result.verdict.causes:
+        advised = f"{R3} {setting}"  # whether routes differ is not known
     lines = []
     if setting:
         lines.append(f"Set: {setting}")
     theirs = ""
     if result.framework:
-        theirs = in_their_settings(setting, result.framework)
+        theirs = in_their_settings(advised, result.framework)
     if theirs:
         lines.append(f"{theirs}.")
     elif "correction.preset=" in setting:

@@ -154,12 +154,12 @@ def in_their_settings(settings: str, framework: str) -> str:
     for setting in settings.split():
         name, _, value = setting.partition("=")
         if name == "replay.mode":
-            parts.append(f"replay: {row['replay']}")
+            parts.append(f"replay is {row['replay']}")
         else:
-            parts.append(f"{value}: {_their_correction(value, row, framework)}")
+            parts.append(f"{value} is {_their_correction(value, row, framework)}")
     if not parts:
         return ""
-    return f"In {row['title']} {'; '.join(parts)}"
+    return f"In {row['title']}: {'; '.join(parts)}"
 
 
 def _their_correction(name: str, row: dict[str, str], framework: str) -> str:

@@ -45,8 +45,15 @@ def test_the_effect_of_a_correction_is_no_reason_for_it(tmp_path) -> None:
     assert not [line for line in lines if line.startswith("Because tis")]
 
 
-IN_TRL = "In TRL 1.16 tis: GRPOConfig(vllm_importance_sampling_mode="
-IN_VERL = "In verl 0.9.1 tis: algorithm.rollout_correction.rollout_is=token algorithm.rollout_corr"
+IN_TRL = (
+    'In TRL 1.16: replay is op_trl.attach(trainer, replay="r3"); tis is GRPOConfig(vllm_importa'
+)
+IN_VERL = (
+    "In verl 0.9.1: replay is actor_rollout_ref.rollout.enable_rollout_routing_replay=true, on FSDP"
+)
+IN_SLIME = (
+    "In miles / slime: replay is --use-rollout-routing-replay, in miles on FSDP with the setup"
+)
 IN_ALL = "`onepolicy config preset tis` says it in the settings of verl, miles, TRL and others."
 
 
@@ -56,7 +63,7 @@ IN_ALL = "`onepolicy config preset tis` says it in the settings of verl, miles, 
         ("trl", [], IN_TRL),
         ("verl", [], IN_VERL),
         ("trl", ["--from", "verl"], IN_VERL),
-        ("", ["--from", "slime"], "In miles / slime tis: --use-tis --tis-clip 2.0, or onepolicy: "),
+        ("", ["--from", "slime"], IN_SLIME),
         ("", [], IN_ALL),
         ("\x1b[2Jsomebody's", [], IN_ALL),
     ],
@@ -71,6 +78,7 @@ def test_advice_is_in_the_settings_of_the_trainer(
     lines = [each.strip() for each in capsys.readouterr().out.splitlines()]
     at = lines.index("Set: correction.preset=tis")
     assert lines[at + 1].startswith(line)
+    assert ("tis is " in lines[at + 1]) == (line != IN_ALL)
 
 
 def test_an_unknown_trainer_is_named(tmp_path, capsys) -> None:

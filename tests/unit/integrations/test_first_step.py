@@ -151,7 +151,7 @@ def test_the_line_is_the_verdict_of_diagnose(caplog):
     FirstStep("trl").look(old, rollout, mask)
     said = op.diagnose(old, rollout, mask).text().replace("\n", "; ")
     (line,) = caplog.messages
-    assert line.startswith(f"{NOT_CLEAN}: {said}; against mismatch: In TRL 1.16 ")
+    assert line.startswith(f"{NOT_CLEAN}: {said}; against mismatch: In TRL 1.16: ")
     assert "unclear" in said
 
 
@@ -159,10 +159,16 @@ def test_the_line_is_the_verdict_of_diagnose(caplog):
     ("adapter", "settings"),
     [
         (in_skyrl, ['tis_ratio_type=token, cap 2, or op_skyrl.attach(trainer, correction="tis")']),
-        (in_openrlhf, ["is_correction_threshold 0 2, or ONEPOLICY=", "replay: not there, because"]),
+        (
+            in_openrlhf,
+            ["is_correction_threshold 0 2, or ONEPOLICY=", "replay is not there, because"],
+        ),
         (in_slime, ["--use-tis --tis-clip 2.0, or onepolicy: {correction: tis} in the file of"]),
-        (in_miles, ["replay: --use-rollout-routing-replay, in miles on FSDP with the setup hook"]),
-        (in_prime_rl, ["enable_router_replay=true; tis: [trainer.loss] with import_path ="]),
+        (
+            in_miles,
+            ["replay is --use-rollout-routing-replay, in miles on FSDP with the setup hook"],
+        ),
+        (in_prime_rl, ["enable_router_replay=true; tis is [trainer.loss] with import_path ="]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
