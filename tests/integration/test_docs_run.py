@@ -77,21 +77,24 @@ def test_the_line_for_trl():
 
 @pytest.mark.parametrize(("preset", "weight"), [("off", 1), ("tis", math.exp(0.01))])
 def test_the_lines_for_a_trainer_of_your_own(preset, weight):
-    """They run as they are printed, given a model, an engine's ids, and the usual tensors."""
+    """They run as they are printed, given a model, an engine's replies, and the usual tensors."""
     torch.manual_seed(0)
-    model, tokens = build("qwen3_moe"), torch.randint(40, (1, 13))
-    with torch.no_grad(), op.bind_routers(model).record() as tape:
-        model(input_ids=tokens[:, :-1], use_cache=False)
+    model, samples = build("qwen3_moe"), [torch.randint(40, (length,)) for length in (13, 9)]
 
     def score(model, tokens):
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits.log_softmax(-1)
-        return logits.gather(-1, tokens[:, 1:, None])[0, :, 0]
+        logits = model(input_ids=tokens[None, :-1], use_cache=False).logits.log_softmax(-1)
+        return logits.gather(-1, tokens[None, 1:, None])[0, :, 0]
 
+    logp, routes = [], []
+    for tokens in samples:
+        with torch.no_grad(), op.bind_routers(model).record() as tape:
+            logp.append(score(model, tokens))
+        routes.append(tape.trace().ids.numpy())  # as vLLM returns them
     names = {
-        **{"model": model, "tokens": tokens, "score": score, "ids": tape.trace().ids},
-        "logp_rollout": score(model, tokens).detach() - 0.01,
-        "mask": torch.ones(12, dtype=torch.bool),
-        "advantages": torch.randn(12),
+        **{"model": model, "samples": list(zip(samples, routes, strict=True)), "score": score},
+        "logp_rollout": torch.cat(logp) - 0.01,
+        "mask": torch.ones(20, dtype=torch.bool),
+        "advantages": torch.randn(20),
     }
     lines = blocks(README, "python")[1]
     assert 'op.preset("off"))  # or "tis"' in lines

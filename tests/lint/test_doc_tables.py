@@ -147,6 +147,64 @@ def test_the_readme_types_no_result_of_the_study() -> None:
     assert len(re.findall(found, doc_tables.block("README", "results"))) > 5
 
 
+def test_the_readme_counts_the_seeds_of_the_demonstration() -> None:
+    rows = doc_tables.values(doc_tables.tables("evidence")["real-reward"])
+    names = [column["name"] for column in doc_tables.tables("evidence")["real-reward"]["columns"]]
+    found = [dict(zip(names, map(float, row), strict=True)) for row in rows]
+    words = ("none", "one", "two", "three", "four", "five")
+    more, less, lower = (
+        words[sum(map(holds, found))]
+        for holds in (
+            lambda row: row["low"] > 0,
+            lambda row: row["high"] < 0,
+            lambda row: row["held-out with"] < row["held-out without"],
+        )
+    )
+    said = (
+        f"replay earned more on {more} of {len(rows)} seeds, less on {less}; held-out accuracy "
+        f"ended lower on {lower}."
+    )
+    readme = " ".join(doc_tables.file_of("README").read_text(encoding="utf-8").split())
+    assert said in readme
+
+
+def tables_by_section(text: str) -> dict[str, str]:
+    """Return the printed tables of each section of a page, by the section's anchor."""
+    found = {}
+    for section in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
+        title = section.partition("\n")[0].lower()
+        anchor = re.sub(r"[^\w\- ]", "", title).replace(" ", "-")
+        found[anchor] = "\n".join(match[0] for match in doc_tables.BLOCK.finditer(section))
+    return found
+
+
+def missing_numbers(verdict: str, tables: str) -> list[str]:
+    """Return the numbers of a verdict that stand in none of the tables, but for those of a rule."""
+    missing = []
+    for number in re.findall(rf"(?<![\w.-]){NUMBER}%?", re.sub(r"asks for [\d.]+", "", verdict)):
+        share = number.strip("%,+~<>")
+        ways = [share]
+        if number.endswith("%"):
+            ways.append(f"{float(share) / 100:.3g}")
+        if not any(re.search(rf"(?<![\d.]){re.escape(way)}(?!\d)", tables) for way in ways):
+            missing.append(number)
+    return missing
+
+
+def test_the_verdicts_of_the_evidence_have_their_numbers_in_tables() -> None:
+    text = doc_tables.file_of("evidence").read_text(encoding="utf-8")
+    sections = tables_by_section(text)
+    head = text.index("| claim | verdict |")
+    rows = text[head : text.index("\n\n", head)].splitlines()[2:]
+    assert len(rows) > 20
+    for row in rows:
+        _, verdict, where = (cell.strip() for cell in row.strip("|").split("|"))
+        anchors = re.findall(r"\(#([\w-]+)\)", where) or list(sections)
+        tables = "\n".join(sections[anchor] for anchor in anchors)
+        assert missing_numbers(verdict, tables) == [], row
+    assert missing_numbers("0.245 lower on 97% of 12", "| 0.245 | 0.97 | 120 |") == ["12"]
+
+
 @pages
 def test_the_data_are_plain_json_with_a_row_a_line(page: str) -> None:
     text = (doc_tables.DATA / f"{page}.json").read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
 Three layers of width 32 where the family allows it. Selection biases, routed scales other than 1,
 dense layers and sliding windows shorter than the sequence wherever the family has them.
 `discover()` lists the families of the installed transformers: one that an upgrade adds is in none
-of the tables and fails the completeness test.
+of the tables and fails the completeness test. Those of NEWEST are listed in family_lists.json.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ _EXPERTS = re.compile(
     r"\w*(Experts|MoE|Router|Moe\w*Block)\(",
     re.MULTILINE,
 )
-_CAUSAL_LM = re.compile(r"^class \w+ForCausalLM\(", re.MULTILINE)
+CAUSAL_LM = re.compile(r"^class (\w+ForCausalLM)\(", re.MULTILINE)
 
 
 TINY_VISION = {
@@ -204,14 +204,14 @@ def borrowing() -> set[str]:
     return {name for name, used in names.items() if used in classes and not there(folder(name))}
 
 
-def discover() -> tuple[set[str], set[str]]:
-    """Return the model folders of the installed transformers that name experts: (with a causal LM
-    class, without one)."""
+def discover(models: Path = MODELS) -> tuple[set[str], set[str]]:
+    """Return the model folders of a transformers, by default the installed one, that name experts:
+    (with a causal LM class, without one)."""
     with_lm, without = set(), set()
-    for path in sorted(MODELS.glob("*/modeling_*.py")):
+    for path in sorted(models.glob("*/modeling_*.py")):
         source = path.read_text(encoding="utf-8")
         if _EXPERTS.search(source):
-            (with_lm if _CAUSAL_LM.search(source) else without).add(path.parent.name)
+            (with_lm if CAUSAL_LM.search(source) else without).add(path.parent.name)
     return with_lm, without
 
 

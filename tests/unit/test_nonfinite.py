@@ -249,7 +249,7 @@ def test_an_audit_that_is_strict_names_the_first(tmp_path, capsys):
     assert "--nonfinite skip" in error
     assert main(["audit", str(path)]) == 0
     assert main(["audit", "--conformance", "kit", "--nonfinite", "raise"]) == 2
-    assert "takes no dump, --columns, --format, --nonfinite" in capsys.readouterr().err
+    assert "takes no dump, --columns, --from, --format, --nonfinite" in capsys.readouterr().err
 
 
 def test_an_audit_of_many_missing_values_is_a_bug_and_judges_the_rest(tmp_path):

@@ -177,6 +177,7 @@ class DumpAccumulator:
 
     path: Path
     columns: tuple[str, ...]
+    framework: str = ""  # the trainer that the first file names; empty for none
     rows: int = 0
     entries: int = 0  # tokens, prompts included
     overall: StreamingStats | None = None
@@ -347,7 +348,7 @@ def accumulate_dump(
                 "there, or leave such tokens out with --nonfinite skip"
             )
         if accumulator is None:
-            accumulator = DumpAccumulator(path, tuple(block.columns))
+            accumulator = DumpAccumulator(path, tuple(block.columns), block.framework)
         accumulator.add(block)
         progress(block.done)
     assert accumulator is not None, "read_dump refuses an empty dump"

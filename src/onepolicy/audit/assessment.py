@@ -13,6 +13,7 @@ import torch
 from onepolicy.audit.accumulator import DumpAccumulator, SampledRow
 from onepolicy.audit.schema import Array
 from onepolicy.audit.streaming_stats import StreamingStats
+from onepolicy.config.presets import frameworks
 from onepolicy.notation import counted, number
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
@@ -63,6 +64,7 @@ class AuditResult:
     notes: tuple[str, ...]  # how the verdict was reached, in addition to its own reasons
     not_checked: tuple[str, ...]
     onset: int | None  # step
+    framework: str = ""  # the trainer of the dump, a name of frameworks.toml; empty: not known
 
 
 def assess(
@@ -71,10 +73,12 @@ def assess(
     *,
     declared: Declared = UNDECLARED,
     claims_equality: bool = False,
+    framework: str = "",
 ) -> AuditResult:
     """Reach the verdict on a dump.
 
-    declared: what is known of the two sides; the dump itself says how old tokens are.
+    declared: what is known of the two sides; the dump itself says how old tokens are. framework:
+    the trainer of the dump, a name of frameworks.toml; empty: the one that the dump names.
     claims_equality: both sides were computed alike, so equal bits do not mean that one side is a
     copy of the other.
     """
@@ -114,9 +118,21 @@ def assess(
     if "step" in accumulated.columns and len(accumulated.steps) < sum(JUMP_STEPS):
         not_checked.append(f"{COLUMN_CHECKS['step']}: fewer than {sum(JUMP_STEPS)} steps")
     notes = _notes(accumulated, onset)
+    if not framework and accumulated.framework in frameworks():
+        framework = accumulated.framework
     if any(cause in RAW_OR_PROCESSED for cause in reached.causes):
-        notes.append(f"If the engine is vLLM: {PROCESSED_IN_VLLM}.")
-    return AuditResult(label, accumulated, reached, tuple(notes), tuple(not_checked), onset)
+        notes.append(_processed_note(framework))
+    return AuditResult(
+        label, accumulated, reached, tuple(notes), tuple(not_checked), onset, framework
+    )
+
+
+def _processed_note(framework: str) -> str:
+    """Return how an engine returns processed log-probabilities, as the trainer's users set it."""
+    setting = frameworks().get(framework, {}).get("processed")
+    if setting:
+        return f"With {setting} the engine returns processed log-probabilities."
+    return f"If the engine is vLLM: {PROCESSED_IN_VLLM}."
 
 
 def _aged(declared: Declared, accumulated: DumpAccumulator) -> Declared:

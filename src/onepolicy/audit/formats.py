@@ -18,6 +18,7 @@ from onepolicy.audit.arrays import first_line, read_npz, read_pt, read_safetenso
 from onepolicy.audit.schema import (
     BLOCK_ROWS,
     COLUMNS,
+    FRAMEWORK_KEY,
     VERSION,
     VERSION_KEY,
     Array,
@@ -33,6 +34,7 @@ from onepolicy.bounded import Message
 from onepolicy.errors import UsageError
 
 BLOCK_TOKENS = 2**18
+LONGEST_NAME = 100  # of a framework, in the metadata of a file
 PARQUET_ROWS = 64
 PARQUET_ENTRIES = 2**22
 """Entries of all columns that are decoded at once, approximately, in at most PARQUET_ROWS rows."""
@@ -73,6 +75,7 @@ def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
         ) from None
     with file:
         _check_version(path, metadata.get(VERSION_KEY))
+        framework = metadata.get(FRAMEWORK_KEY, b"")[:LONGEST_NAME].decode(errors="replace")
         selected = select_columns(str(path), names, mapping)
         check_unique(str(path), [name for name in names if name in selected.values()])
         first, total = 0, file.metadata.num_rows
@@ -95,7 +98,7 @@ def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
                 ours: _ragged_from_arrow(pa, path, first, ours, batch.column(name))
                 for ours, name in selected.items()
             }
-            yield RawBlock(first, raw, (first + batch.num_rows) / total)
+            yield RawBlock(first, raw, (first + batch.num_rows) / total, framework)
             first += batch.num_rows
 
 

@@ -95,7 +95,8 @@ def _blocks(
                 "expert ids, more than any sample of so small a file; if you trust it, raise "
                 "--memory-limit"
             )
-        yield number, checked_block(str(files[number]), *raw)
+        block = checked_block(str(files[number]), raw.first_row, raw.columns, raw.done)
+        yield number, dataclasses.replace(block, framework=raw.framework)
 
 
 def read_bounded(

@@ -22,6 +22,7 @@ from onepolicy.audit.figures import audit_figures, extreme_curve
 from onepolicy.audit.schema import VERSION
 from onepolicy.config import UsageError
 from onepolicy.console import Console
+from onepolicy.correct.equations import in_their_settings
 from onepolicy.correct.report import quantiles
 from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.notation import counted, number
@@ -30,6 +31,7 @@ from onepolicy.report.html import document, plain, section, tile
 from onepolicy.report.measure import BADGES
 from onepolicy.report.png import write_figures
 from onepolicy.report.words import WOULD
+from onepolicy.verdict.rules import R3
 
 Z95 = 1.959964
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
@@ -130,6 +132,7 @@ def audit_tree(result: AuditResult) -> dict[str, Any]:
             "columns": dict(accumulated.nonfinite.columns),
         },
         "verdict": dataclasses.asdict(result.verdict),
+        "framework": result.framework or None,
         "notes": list(result.notes),
         "not_checked": list(result.not_checked),
         "onset": result.onset,
@@ -351,11 +354,18 @@ def _print_verdict(console: Console, result: AuditResult) -> None:
 
 def _reasons(result: AuditResult) -> list[str]:
     """Return the setting to change, the reasons of the verdict, and how it was reached."""
-    setting = result.verdict.setting
+    setting, advised = result.verdict.setting, result.verdict.setting
+    if result.verdict.action == "correct" and not result.verdict.causes:
+        advised = f"{R3} {setting}"  # whether routes differ is not known
     lines = []
     if setting:
         lines.append(f"Set: {setting}")
-    if "correction.preset=" in setting:
+    theirs = ""
+    if result.framework:
+        theirs = in_their_settings(advised, result.framework)
+    if theirs:
+        lines.append(f"{theirs}.")
+    elif "correction.preset=" in setting:
         name = setting.rpartition("=")[2]
         lines.append(
             f"`onepolicy config preset {name}` says it in the settings of verl, miles, TRL and "

@@ -20,6 +20,7 @@ from onepolicy.audit.read_run import (
 )
 from onepolicy.audit.report import print_audit, write_report
 from onepolicy.config import UsageError
+from onepolicy.config.presets import framework_name
 from onepolicy.console import Console, make_bars
 from onepolicy.nonfinite import Nonfinite
 from onepolicy.verdict.declared import Declared, Format
@@ -34,21 +35,31 @@ def audit(
     nonfinite: Nonfinite = "skip",
     number_format: Format | None = None,
     limits: ReadLimits = BY_SIZE,
+    framework: str = "",
 ) -> AuditResult:
     """Audit one dump. Raises UsageError for anything wrong with it.
 
     nonfinite: tokens inside the mask with a value that is not finite are left out and counted, or
     are an error. number_format: the coarsest of both sides; None: bfloat16, or what a run says.
-    limits: the memory and the time that reading the files may take.
+    limits: the memory and the time that reading the files may take. framework: the trainer of the
+    dump (`onepolicy config preset` lists the names), in whose settings the advice is given too;
+    empty: the one that the dump names.
     """
+    if framework:
+        framework = framework_name(framework)
     declared = Declared(number_format or "bfloat16")
     if is_run_folder(path):
         if number_format is not None:
             raise UsageError(f"{path}: is a run folder of ours, which says it; leave --format out")
         declared = declared_by(path)
     accumulated = accumulate_dump(path, mapping, progress, nonfinite=nonfinite, limits=limits)
-    equal = claims_equality(path)
-    return assess(accumulated, label or path.name, declared=declared, claims_equality=equal)
+    return assess(
+        accumulated,
+        label or path.name,
+        declared=declared,
+        claims_equality=claims_equality(path),
+        framework=framework,
+    )
 
 
 def run_audit(
@@ -61,11 +72,12 @@ def run_audit(
     nonfinite: Nonfinite = "skip",
     number_format: Format | None = None,
     limits: ReadLimits = BY_SIZE,
+    framework: str = "",
 ) -> list[AuditResult]:
     """Audit one or two dumps and print a summary.
 
     out: folder for audit.html, audit.json and figures/; None: write nothing. png: write the figures
-    as PNG files too. nonfinite, number_format, limits: as of `audit`.
+    as PNG files too. nonfinite, number_format, limits, framework: as of `audit`.
     """
     if png and out is None:
         raise UsageError(
@@ -85,6 +97,7 @@ def run_audit(
                     nonfinite=nonfinite,
                     number_format=number_format,
                     limits=limits,
+                    framework=framework,
                 )
             )
     written = []

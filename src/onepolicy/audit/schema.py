@@ -25,6 +25,8 @@ BLOCK_ROWS = 2**14
 Array = np.ndarray
 VERSION = 1
 VERSION_KEY = b"onepolicy_audit_schema"
+FRAMEWORK_KEY = b"onepolicy_framework"
+"""In the metadata of a Parquet dump: the trainer whose adapter or exporter wrote it."""
 LENGTHS = ".lengths"  # what a message adds to the name of a column
 ROW_GROUP_ENTRIES = 2**20
 """Entries of all columns in a Parquet row group that we write, approximately."""
@@ -117,6 +119,7 @@ class RawBlock(NamedTuple):
     first_row: int
     columns: dict[str, RaggedColumn]  # by the names of COLUMNS
     done: float  # share of the file that has been read after this block
+    framework: str = ""  # the file's FRAMEWORK_KEY
 
     def message(self) -> Message:
         """Return the block as a message. `from_message` is the inverse."""
@@ -126,7 +129,8 @@ class RawBlock(NamedTuple):
             for name, column in self.columns.items()
             if column.lengths is not None
         }
-        return Message({"first_row": self.first_row, "done": self.done}, arrays | lengths)
+        info = {"first_row": self.first_row, "done": self.done, "framework": self.framework}
+        return Message(info, arrays | lengths)
 
     @classmethod
     def from_message(cls, message: Message) -> RawBlock:
@@ -147,7 +151,9 @@ class RawBlock(NamedTuple):
                 assert lengths.min(initial=0) >= 0
                 assert int(lengths.sum()) == len(values)
         assert len(rows) == 1
-        return cls(info["first_row"], columns, info["done"])
+        framework = info["framework"]
+        assert isinstance(framework, str)
+        return cls(info["first_row"], columns, info["done"], framework)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,6 +171,7 @@ class Block:
     done: float  # share of the dump that has been read after this block
     left_out: LeftOut = field(default_factory=LeftOut)  # tokens whose values are not all finite
     first_left_out: str = ""  # file, row, column, entry and value of the first one
+    framework: str = ""  # the trainer that the file names; empty for none
 
     @property
     def segment(self) -> Array:  # [T] int64
@@ -301,11 +308,12 @@ def require_pyarrow() -> tuple[ModuleType, ModuleType]:
     return pyarrow, pyarrow.parquet
 
 
-def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], *, framework: str = "") -> None:
     """Write rows of schema version 1: {column: list or number}, all with the same columns.
 
-    Values are only checked for their type; reading checks the rest. Raises UsageError for unknown
-    or missing columns.
+    framework: the trainer that they are of, by its name in config/frameworks.toml. Values are only
+    checked for their type; reading checks the rest. Raises UsageError for unknown or missing
+    columns.
     """
     pa, pq = require_pyarrow()
     if not rows:
@@ -316,7 +324,7 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             f"{path}: unknown columns {', '.join(unknown)}; there are {', '.join(COLUMNS)}"
         )
     select_columns(str(path), rows[0].keys(), {})
-    schema = _arrow_schema(pa, rows[0])
+    schema = _arrow_schema(pa, rows[0], framework)
     with pq.ParquetWriter(path, schema) as writer:
         for start, stop in _row_groups(rows, schema.names):
             columns = [_column_values(rows[start:stop], name) for name in schema.names]
@@ -332,7 +340,7 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             writer.write_table(pa.table(arrays, schema=schema))
 
 
-def _arrow_schema(pa: Any, row: Mapping[str, Any]) -> Any:
+def _arrow_schema(pa: Any, row: Mapping[str, Any], framework: str) -> Any:
     types = {"int": pa.int32(), "float": pa.float32(), "bool": pa.bool_()}
     fields = []
     for name, spec in COLUMNS.items():
@@ -343,7 +351,10 @@ def _arrow_schema(pa: Any, row: Mapping[str, Any]) -> Any:
         if not is_scalar:
             dtype = pa.list_(dtype)
         fields.append(pa.field(name, dtype))
-    return pa.schema(fields, metadata={VERSION_KEY: str(VERSION).encode()})
+    metadata = {VERSION_KEY: str(VERSION).encode()}
+    if framework:
+        metadata[FRAMEWORK_KEY] = framework.encode()
+    return pa.schema(fields, metadata=metadata)
 
 
 def _row_groups(

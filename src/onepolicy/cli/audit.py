@@ -12,6 +12,7 @@ from onepolicy.cli.common import Commands, add_command
 from onepolicy.config import UsageError
 from onepolicy.config.base import LARGEST_FLOAT
 from onepolicy.config.output_paths import check_output_folder
+from onepolicy.config.presets import framework_names
 from onepolicy.console import Console, print_status
 from onepolicy.nonfinite import Nonfinite
 from onepolicy.verdict.declared import Format
@@ -45,6 +46,13 @@ def add_audit(commands: Commands) -> None:
         metavar="OURS=THEIRS",
         help="a column of ours under another name (repeatable); or the names of a framework's "
         "own files: prime-rl, nemo-rl",
+    )
+    audit.add_argument(
+        "--from",
+        dest="framework",
+        metavar="FRAMEWORK",
+        help="the trainer of the dump, in whose settings the advice is given too: "
+        f"{', '.join(framework_names())} (default: the one that the dump or --columns names)",
     )
     audit.add_argument(
         "--format",
@@ -133,6 +141,7 @@ def run_audit(arguments: argparse.Namespace) -> int:
     from onepolicy.audit import read, run, schema
 
     columns = schema.parse_columns(arguments.columns)
+    named = [arguments.framework, *(each for each in arguments.columns if "=" not in each)]
     run.run_audit(
         paths,
         columns,
@@ -142,6 +151,7 @@ def run_audit(arguments: argparse.Namespace) -> int:
         nonfinite=arguments.nonfinite,
         number_format=arguments.format,
         limits=read.ReadLimits(arguments.memory_limit, arguments.time_limit),
+        framework=next(filter(None, named), ""),
     )
     return 0
 
@@ -149,11 +159,11 @@ def run_audit(arguments: argparse.Namespace) -> int:
 def _check_kit(arguments: argparse.Namespace) -> int:
     """Print each dump's expected and found verdict. Return 1 if any differs."""
     given = [arguments.dump, arguments.out, arguments.columns, arguments.png, arguments.format]
-    given += [arguments.memory_limit, arguments.time_limit]
+    given += [arguments.memory_limit, arguments.time_limit, arguments.framework]
     if any(given) or arguments.nonfinite != "skip":
         raise UsageError(
-            "--conformance: takes no dump, --columns, --format, --nonfinite, --out, --png or "
-            "limits beside it"
+            "--conformance: takes no dump, --columns, --from, --format, --nonfinite, --out, --png "
+            "or limits beside it"
         )
     print_status(f"auditing the dumps of {arguments.conformance}")
     from onepolicy.audit import conformance

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -105,13 +106,35 @@ def run_compare(arguments: argparse.Namespace) -> int:
     jobs = plan_jobs([each.config for each in arms], arguments.jobs)
     runs = runs_in(out, arms)
     check_train_extra()
-    _play(arguments, out, runs, jobs)
+    labels = replay_labels({each.name: each.config for each in arms})
+    try:
+        _play(arguments, out, runs, jobs)
+    except KeyboardInterrupt:
+        so_far = _comparable(runs)
+        if so_far:
+            with suppress(UsageError):  # a damaged log, which the same command will report
+                _show(arguments, out, so_far, labels)
+        print_status("the same command goes on after the last checkpoints of the runs")
+        raise
+    _show(arguments, out, runs, labels)
+    return 0
+
+
+def _show(
+    arguments: argparse.Namespace, out: Path, runs: Sequence[Arm], labels: Mapping[str, str]
+) -> None:
     from onepolicy.report.comparison import show_comparison
 
-    labels = replay_labels({each.name: each.config for each in arms})
     shown = [(run.name, run.seed, run.folder, labels.get(run.name, "")) for run in runs]
     show_comparison(shown, out, recipe=Path(arguments.recipe).stem, png=arguments.png)
-    return 0
+
+
+def _comparable(runs: Sequence[Arm]) -> list[Arm]:
+    """Return the runs that have a step, of the seeds of which the first arm and another have."""
+    begun = [run for run in runs if run.steps_done]
+    seeds = {run.seed for run in begun if run.name == runs[0].name}
+    seeds &= {run.seed for run in begun if run.name != runs[0].name}
+    return [run for run in begun if run.seed in seeds]
 
 
 def _named(arguments: argparse.Namespace) -> dict[str, list[str]]:
@@ -174,11 +197,7 @@ def _play(arguments: argparse.Namespace, out: Path, runs: Sequence[Arm], jobs: i
             f"{len(runs)} runs of {steps}, {len(runs) - waiting} of them finished, "
             f"{min(jobs, waiting)} at a time, in {out}"
         )
-        try:
-            _watch(recipe, runs, jobs)
-        except KeyboardInterrupt:
-            print_status("the same command goes on after the last checkpoints of the runs")
-            raise
+        _watch(recipe, runs, jobs)
 
 
 def _watch(recipe: Path, runs: Sequence[Arm], jobs: int) -> None:

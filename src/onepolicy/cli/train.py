@@ -18,6 +18,7 @@ from onepolicy.cli.common import (
     refuse_model_path,
     warn_idle,
 )
+from onepolicy.cli.interrupts import INTERRUPTED, print_stopped_report
 from onepolicy.config import RunConfig, UsageError, load, resolve
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_input_files, check_run_task
@@ -146,7 +147,8 @@ def _start(arguments: argparse.Namespace, overrides: list[str]) -> int:
         check_input_files(config)
         arguments.folder = Path(config.out)
         if needs_agent(config):
-            return _run_on_ranks(_start_command(arguments, overrides, arguments.folder), config)
+            command = _start_command(arguments, overrides, arguments.folder)
+            return _run_on_ranks(arguments, command, config)
         print_text(f"run folder: {config.out}")
         return _run_here(config, config.train.threads, config.model.path)
 
@@ -169,9 +171,15 @@ def _run_here(
     return 0
 
 
-def _run_on_ranks(command: list[str], config: RunConfig, count: int | None = None) -> int:
+def _run_on_ranks(
+    arguments: argparse.Namespace, command: list[str], config: RunConfig, count: int | None = None
+) -> int:
     check_train_extra()
-    return run_on_ranks(command, config, count)
+    arguments.had_ranks = True  # a report after SIGTERM is this process's to write
+    status = run_on_ranks(command, config, count)
+    if status == INTERRUPTED:
+        print_stopped_report(arguments.folder)
+    return status
 
 
 @contextmanager
@@ -250,7 +258,8 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check_run_task(config)
     steps, ranks = counts.get("steps"), counts.get("train.ranks")
     if needs_agent(config, ranks):
-        return _run_on_ranks(["train", "--resume", arguments.resume, *overrides], config, ranks)
+        command = ["train", "--resume", arguments.resume, *overrides]
+        return _run_on_ranks(arguments, command, config, ranks)
     loaded = f"the newest checkpoint of {path}"
     return _run_here(config, config.train.threads, loaded, resumed=path, steps=steps, ranks=ranks)
 
@@ -290,7 +299,8 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
         warn_idle(idle_settings(config))
     check_run_task(config)
     if needs_agent(config):
-        return _run_on_ranks(["train", "--from", arguments.fork, *overrides], config)
+        command = ["train", "--from", arguments.fork, *overrides]
+        return _run_on_ranks(arguments, command, config)
     return _run_here(config, None, f"a checkpoint of {source}", fork=source)
 
 

@@ -1,7 +1,8 @@
 """Published corrections and objectives by name: the rows of corrections.toml and objectives.toml.
 
-A row of corrections.toml with a `question` is a preset to choose. The others are equations of other
-frameworks: their names are taken too, with one line on stderr that names the replacement.
+frameworks.toml says how other frameworks' settings there are written. A row of corrections.toml
+with a `question` is a preset to choose. The others are equations of other frameworks: their names
+are taken too, with one line on stderr that names the replacement.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.config.spelling import did_you_mean
+from onepolicy.errors import UsageError
 
 Rows = dict[str, dict[str, Any]]
 LOG = logging.getLogger(__name__)
 ALIASES = {"off": "recompute", "bypass": "ppo-is"}
+FRAMEWORK_ALIASES = {"slime": "miles", "nemo-rl": "nemo"}
 WARNED: set[str] = set()
 """Names of other frameworks' equations that this process has said a line about."""
 
@@ -31,6 +34,27 @@ def correction_presets() -> Rows:
 def objective_presets() -> Rows:
     """Return the rows of objectives.toml: settings, loss, source, other frameworks' settings."""
     return _read("objectives.toml")
+
+
+@functools.cache
+def frameworks() -> Rows:
+    """Return the rows of frameworks.toml: other frameworks, and where they have their settings."""
+    return _read("frameworks.toml")
+
+
+def framework_names() -> list[str]:
+    """Return the names that `framework_name` takes."""
+    return [*frameworks(), *FRAMEWORK_ALIASES]
+
+
+def framework_name(name: str) -> str:
+    """Return the name in frameworks.toml. Raises UsageError if no framework is called so."""
+    found = FRAMEWORK_ALIASES.get(name, name)
+    if found in frameworks():
+        return found
+    known = framework_names()
+    guess = did_you_mean(name, known)
+    raise UsageError(f"--from: give one of {', '.join(known)}, not {name!r}{guess}")
 
 
 def offered_corrections() -> dict[str, list[str]]:

@@ -5,31 +5,18 @@ from __future__ import annotations
 from onepolicy.config.correction import STATISTICS, CorrectionConfig, Gate, Weight
 from onepolicy.config.presets import (
     correction_presets,
+    framework_name,
+    frameworks,
     objective_presets,
     offered_corrections,
     toml_lines,
 )
-from onepolicy.config.spelling import did_you_mean
 from onepolicy.correct.presets import preset
-from onepolicy.errors import UsageError
 
-FRAMEWORKS = {
-    "verl": "verl 0.9.1",
-    "miles": "miles / slime",
-    "trl": "TRL 1.16",
-    "openrlhf": "OpenRLHF 0.11.2",
-    "nemo": "NeMo-RL",
-}
-"""Frameworks whose settings every row of corrections.toml gives."""
-NAMED = FRAMEWORKS | {"skyrl": "SkyRL", "prime-rl": "prime-rl", "areal": "AReaL"}
+FRAMEWORKS = {name: row["title"] for name, row in frameworks().items() if row.get("rows")}
+"""Frameworks whose settings every row of corrections.toml gives, or says that there are none."""
+NAMED = {name: row["title"] for name, row in frameworks().items()}
 """Frameworks that `translations` knows."""
-WHERE = {
-    "verl": "corrections: algorithm.rollout_correction",
-    "miles": "mis: examples/train_infer_mismatch_helper/mis.py by --custom-tis-function-path",
-    "trl": "corrections: vllm_importance_sampling_correction, _mode, _clip_min, _clip_max",
-    "openrlhf": "is_correction_level, _mode, _gating, _threshold",
-}
-"""Where a framework has the settings that the translations name."""
 
 
 def equation(config: CorrectionConfig) -> list[str]:
@@ -131,7 +118,8 @@ def show(name: str) -> str:
     if config.live:
         lines += [f"evaluated in the loss, with surrogate: {config.surrogate}", ""]
     width = max(map(len, FRAMEWORKS.values()))
-    lines += [f"{title:{width}}  {_foreign(row[key])}" for key, title in FRAMEWORKS.items()]
+    known = [(title, row[key]) for key, title in NAMED.items() if key in row]
+    lines += [f"{title:{width}}  {_foreign(theirs)}" for title, theirs in known]
     return "\n".join(lines)
 
 
@@ -140,14 +128,10 @@ def translations(framework: str) -> str:
 
     Raises UsageError for a framework that is not in NAMED.
     """
-    framework = {"slime": "miles"}.get(framework, framework)
-    if framework not in NAMED:
-        known = [*NAMED, "slime"]
-        hint = did_you_mean(framework, known)
-        raise UsageError(f"--from: give one of {', '.join(known)}, not {framework!r}{hint}")
+    framework = framework_name(framework)
     blocks = [f"# {NAMED[framework]} -> onepolicy"]
-    if framework in WHERE:
-        blocks[0] += f"\n# {WHERE[framework]}"
+    if "corrections" in frameworks()[framework]:
+        blocks[0] += f"\n# corrections: {frameworks()[framework]['corrections']}"
     for section, rows in (("correction", correction_presets()), ("objective", objective_presets())):
         for name, row in rows.items():
             theirs = row.get(framework, "cannot")
@@ -158,6 +142,51 @@ def translations(framework: str) -> str:
                 ours = row["settings"]
             blocks.append("\n".join([f"# {theirs}", f"[{section}]", *toml_lines(ours)]))
     return "\n\n".join(blocks)
+
+
+def in_their_settings(settings: str, framework: str) -> str:
+    """Return settings of ours, as a verdict advises them, as a framework's users write them.
+
+    settings: `replay.mode=r3`, `correction.preset=NAME`, or both with a space between them.
+    framework: a name of frameworks.toml. Empty without settings.
+    """
+    row, parts = frameworks()[framework], []
+    for setting in settings.split():
+        name, _, value = setting.partition("=")
+        if name == "replay.mode":
+            parts.append(f"replay is {row['replay']}")
+        else:
+            parts.append(f"{value} is {_their_correction(value, row, framework)}")
+    if not parts:
+        return ""
+    return f"In {row['title']}: {'; '.join(parts)}"
+
+
+def _their_correction(name: str, row: dict[str, str], framework: str) -> str:
+    """Return a preset in the framework's own setting, in onepolicy's adapter, or either."""
+    theirs = correction_presets()[name].get(framework, "cannot")
+    ways = []
+    if not theirs.startswith("cannot"):
+        ways.append(_spelled(theirs, row))
+    if "adapter" in row:
+        ways.append(row["adapter"].replace("{}", name))
+    return ", or ".join(ways) or "not to be had there"
+
+
+def _spelled(theirs: str, row: dict[str, str]) -> str:
+    """Return a framework's settings of corrections.toml as its users write them."""
+    if "each" not in row:
+        return theirs
+    words = [word.partition("=") for word in theirs.partition(" (")[0].split()]
+    if "all" not in row:  # on a command line, where a list is several words
+        words = [(name, "", value.strip("[]").replace(",", " ")) for name, _, value in words]
+        return " ".join(_each(row["each"], name, value) for name, _, value in words)
+    named = [(name, value if value[:1].isdigit() else f'"{value}"') for name, _, value in words]
+    return row["all"].replace("{}", ", ".join(_each(row["each"], *pair) for pair in named))
+
+
+def _each(template: str, name: str, value: str) -> str:
+    return template.replace("NAME", name).replace("VALUE", value)
 
 
 def _foreign(text: str) -> str:

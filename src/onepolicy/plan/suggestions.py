@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 
-from onepolicy.config import RunConfig
+from onepolicy.config import RunConfig, UsageError, resolve
 from onepolicy.config.lora import LoraConfig
 from onepolicy.config.quant import Fp8
 from onepolicy.notation import counted
 from onepolicy.plan.dims import format_count
-from onepolicy.plan.planner import Planner, PlanOption
+from onepolicy.plan.planner import Planner, PlanOption, best_option
 from onepolicy.plan.splits import ENGINE_SIZES, DeviceSplit
 from onepolicy.plan.step_work import in_process, replicated
 from onepolicy.train.optimiser_memory import shard_sizes
 
 FEWEST_SEQUENCES = 4  # that an engine shall still sample at once
 MAX_DEVICES = 2**14  # the search for a number of devices ends here
+TYPE = "type: "  # begins the line of all settings at once, which a user copies
+SERVER = "rollout.engine.kind=vllm-server rollout.engine.url=http://127.0.0.1:8000"
 
 
 class _Changes:
@@ -41,11 +43,7 @@ def suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
     Host memory is that of these learners, so it is told once they fit.
     """
     if in_process(planner.config) and _needs_server(planner):
-        return [
-            "rollout.engine.kind=vllm-server rollout.engine.url=http://HOST:8000, a server on "
-            f"other devices: the engine's weights alone take {planner.weights.total / 1e9:.0f} GB, "
-            f"and the learner's device has {planner.room / 1e9:.0f}"
-        ]
+        return _with_server(planner)
     lines = []
     if not chosen.learner_fits:
         lines += _learner_suggestions(planner, chosen)
@@ -59,6 +57,27 @@ def suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
 def _needs_server(planner: Planner) -> bool:
     """Return whether an engine beside the learner is too large, even quantised, for one device."""
     return planner.cluster.count > 1 and planner.weights.total > 2 * planner.room
+
+
+def _with_server(planner: Planner) -> list[str]:
+    """Return the line of a server on other devices, and what makes the recipe fit beside it."""
+    first = (
+        f"{SERVER} (its address), a server on other devices: the engine's weights alone take "
+        f"{planner.weights.total / 1e9:.0f} GB, and the learner's device has "
+        f"{planner.room / 1e9:.0f}"
+    )
+    try:
+        config = resolve(planner.config.model_dump(exclude_unset=True), SERVER.split())
+    except UsageError as error:  # of a setting that servers lack
+        return [first, str(error)]
+    made = planner.replanned(config)
+    chosen = best_option([made.evaluate_split(split) for split in made.possible_splits()])
+    if chosen.fits:
+        return [first, _to_type(made, chosen.split, [SERVER])]
+    lines = suggestions(made, chosen)
+    if not lines[0].startswith(("or ", "all weights")):
+        lines[0] = f"with {lines[0]}"
+    return [first, *(line.replace(TYPE, f"{TYPE}{SERVER} ", 1) for line in lines)]
 
 
 def _host_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
@@ -163,7 +182,7 @@ def _to_type(planner: Planner, split: DeviceSplit, settings: list[str]) -> str:
         if not in_process(planner.config):
             words.append(f"--tensor-parallel {split.tensor_parallel}")
     left_out = [setting for setting in settings if "=" not in setting]
-    return ", ".join([f"type: {' '.join(dict.fromkeys(words))}", *left_out])
+    return ", ".join([f"{TYPE}{' '.join(dict.fromkeys(words))}", *left_out])
 
 
 def _saves(planner: Planner, split: DeviceSplit, config: RunConfig, option: PlanOption) -> bool:

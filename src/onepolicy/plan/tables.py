@@ -18,6 +18,7 @@ from onepolicy.plan.dims import format_count
 from onepolicy.plan.planner import Planner, PlanOption
 from onepolicy.plan.splits import DeviceSplit
 from onepolicy.plan.step_work import in_process
+from onepolicy.plan.suggestions import TYPE
 from onepolicy.plan.times import CommunicationVolume, sends_factors
 
 Tree = dict[str, Any]
@@ -39,7 +40,6 @@ SYNC_METHODS = {
     "stream": "files, written once, then one gloo broadcast to all",
     "nccl": "one NCCL broadcast to all",
 }
-TYPE = "type: "  # begins the line of all settings at once, which a user copies
 MAX_SPLITS = 5  # rows of the table of splits
 
 

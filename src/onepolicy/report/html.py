@@ -35,12 +35,13 @@ __all__ = ["document", "plain", "section", "tile", "write_report"]
 SHOWN_SAMPLES = 8
 
 
-def write_report(run: Path) -> Path:
+def write_report(run: Path, summary: Tree | None = None) -> Path:
     """Write RUN/report.html.
 
-    Raises UsageError if a required file is missing or corrupt, or plotly is not installed.
+    summary: in place of summary.json, which only a finished run has. Raises UsageError if a
+    required file is missing or corrupt, or plotly is not installed.
     """
-    loaded = load_run(run)
+    loaded = load_run(run, summary)
     sections: list[tuple[str, str, list[Figure | Absent]]] = [
         ("Learning", "Does it learn, and how healthily?", learning_figures(loaded)),
         (
@@ -126,6 +127,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "seed": config.get("seed"),
         "started": run.info.get("started"),
     }
+    if "planned" in run.summary:
+        wanted["stopped"] = f"after step {run.summary['steps']} of {run.summary['planned']}"
     return [(key, str(value)) for key, value in wanted.items() if value not in (None, "")]
 
 

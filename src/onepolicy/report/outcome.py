@@ -148,5 +148,5 @@ def _size(k3: float | None, summary: Tree, scoring: str) -> str:
         return ""
     size = size_in_words(k3, summary[scoring].get("mismatch/f2") or 0.0)
     if not size:
-        return ", more than dense models train well with (see `onepolicy measure`)"
+        return ", larger than in published dense models (see `onepolicy measure`)"
     return f", {size}"

@@ -91,8 +91,11 @@ class Run:
         )
 
 
-def load_run(folder: Path) -> Run:
-    """Read a run folder. Raises UsageError if a file is missing or damaged."""
+def load_run(folder: Path, summary: Tree | None = None) -> Run:
+    """Read a run folder. Raises UsageError if a file is missing or damaged.
+
+    summary: in place of summary.json, which only a finished run has.
+    """
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such run folder")
     rows = read_metrics(folder)
@@ -100,11 +103,13 @@ def load_run(folder: Path) -> Run:
         raise UsageError(
             f"{folder / 'metrics.jsonl'}: empty; a report needs at least one finished step"
         )
+    if summary is None:
+        summary = read_json_object(folder / "summary.json", Summary, SUMMARY_FIX)
     return Run(
         folder=folder,
         config=read_json_object(folder / "config.json", Settings, RUN_FIX),
         info=read_json_object(folder / "run.json", RunInfo, RUN_FIX),
-        summary=read_json_object(folder / "summary.json", Summary, SUMMARY_FIX),
+        summary=summary,
         rows=rows,
         samples=read_samples(folder),
         probe=_last_probe(folder / "probes"),

@@ -7,8 +7,9 @@ mismatch {metric: mean over all steps}; probe_steps, mismatch_at_probes and mism
 {metric: mean over the probe steps, with and without replay}, k3_cuts [without / with of each probe
 step, ascending]; groups_without_signal (share at the end); asynchronous {staleness_mean,
 staleness_max, spanning, learner_busy, sampler_busy}; time {part: seconds}, tokens_per_second,
-parent {run, step}, run and report (paths); nothing_learnt {learnt (nothing or little), verdict, why
-[sentences], silent and steps (counts)}, only where the rewards taught nothing or little.
+parent {run, step}, run and report (paths); planned (steps, of a run that was stopped earlier);
+nothing_learnt {learnt (nothing or little), verdict, why [sentences], silent and steps (counts)},
+only where the rewards taught nothing or little.
 """
 
 from __future__ import annotations

@@ -77,9 +77,13 @@ class TrainingLoop:
                 self._save_checkpoint(self.origin.step)
 
     def _clean_folder(self) -> None:
-        """Remove unfinished checkpoints, and rows and probe files of steps that run again."""
+        """Remove unfinished checkpoints, and rows and probe files of steps that run again.
+
+        A finished run that is trained on loses its summary, which says that a run has finished.
+        """
         with self._writing():
             checkpoint.remove_unfinished(self.folder)
+            (self.folder / run_folder.SUMMARY).unlink(missing_ok=True)
             truncate_after(self.folder, self.origin.step)
         run_folder.drop_probes_after(self.folder, self.origin.step)
 

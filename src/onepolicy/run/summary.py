@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.config import RunConfig
+from onepolicy.config.stored_config import read_stored_config
 from onepolicy.files import write_text_atomically
 from onepolicy.report.html import write_report
 from onepolicy.run.learning_check import GROUPED, nothing_learnt
 from onepolicy.run.log import read_metrics
-from onepolicy.run.run_folder import SUMMARY
+from onepolicy.run.run_folder import SUMMARY, read_parent
 
 Row = dict[str, Any]
 
@@ -51,6 +52,23 @@ def write_summary(config: RunConfig, run: Path, parent: Row | None) -> Row:
         summary["report"] = str(write_report(run))
         write_text_atomically(run / SUMMARY, json.dumps(summary, indent=1))
     return summary
+
+
+def write_report_so_far(run: Path) -> Path | None:
+    """Write the report of a run that was stopped, and return its path.
+
+    It gets no summary.json, which says that a run has finished. None if the run has finished, if no
+    step has, or if log.report asks for no report.
+    """
+    config, rows = read_stored_config(run), read_metrics(run)
+    steps = [int(row["step"]) for row in rows if "train/reward" in row]
+    if not steps or not config.log.report:
+        return None
+    if steps[-1] == config.steps and has_summary(config, run):
+        return None
+    so_far = config.model_copy(update={"steps": steps[-1]})
+    summary = summarise(so_far, rows, run, read_parent(run)) | {"planned": config.steps}
+    return write_report(run, summary)
 
 
 def has_summary(config: RunConfig, run: Path) -> bool:

@@ -23,7 +23,7 @@ QUIET_KL = NOMINAL_KL
 """k3 below which a gap needs nothing, if F(2) is below QUIET_F2 too."""
 QUIET_F2 = 1e-3
 """Share of tokens off by more than a factor of 2."""
-SMALL, TOLERABLE = "too small to matter", "as small as dense models train well with"
+SMALL, TOLERABLE = "too small to matter", "no larger than in published dense models"
 HEAVY_F5 = 1e-3
 """Share of tokens off by more than a factor of 5 from which icepop is recommended over tis.
 
@@ -406,11 +406,16 @@ def _correct_age(
     return Verdict("correct", ("age",), sentence, setting, tuple(basis), forecasts, predicted)
 
 
+def correction_for(f5: float) -> str:
+    """Return the preset for a gap with this F(5)."""
+    if f5 > HEAVY_F5:
+        return "icepop"
+    return "tis"
+
+
 def _correction(gap: Gap, forecasts: tuple[Forecast, ...]) -> tuple[str, str, str]:
     """Return the preset for a gap, its setting and its predicted effect."""
-    name = "tis"
-    if gap.f5 > HEAVY_F5:
-        name = "icepop"
+    name = correction_for(gap.f5)
     kept = next(forecast for forecast in forecasts if forecast.preset == name)
     effect = (
         f"{name} would keep {number(kept.keep, share=True)} of these tokens and multiply the step "

@@ -94,6 +94,39 @@ def test_a_failing_arm_is_named_with_its_last_lines_and_gives_its_exit_status(co
         assert "lost it" in err
 
 
+@pytest.mark.parametrize(
+    ("steps", "drawn"),
+    [
+        ({"off-seed0": 3, "r3-seed0": 2}, True),
+        ({"off-seed0": 3}, False),
+        ({"off-seed0": 3, "r3-seed0": 3, "off-seed1": 1}, True),
+    ],
+)
+def test_ctrl_c_draws_the_steps_that_arms_have_in_common(
+    compare, tmp_path, monkeypatch, steps, drawn
+):
+    def play(recipe, arms, *more):
+        for name, count in steps.items():
+            folder = tmp_path / "arms" / name
+            folder.mkdir()
+            rows = [{"step": step + 1, "train/reward": 0.5} for step in range(count)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("onepolicy.cli.compare.play_arms", play)
+    monkeypatch.setattr("signal.signal", lambda *a: None)
+    status, out, err = compare("--seeds", "0", "1")
+    assert status == 130
+    picture = tmp_path / "arms" / "comparison.html"
+    assert picture.exists() == drawn
+    assert (f"picture: {picture}" in out) == drawn
+    assert ("off has 3 steps, r3 2" in out) == (steps.get("r3-seed0") == 2)
+    assert "off, 1" not in out  # without another arm of its seed
+    *_, again, _, stopped = err.splitlines()
+    assert again == "onepolicy: the same command goes on after the last checkpoints of the runs"
+    assert stopped == "onepolicy: stopped by Ctrl-C"
+
+
 def test_two_commands_do_not_share_a_folder(compare, tmp_path):
     with lock_arms(tmp_path / "arms"):
         status, _, err = compare()

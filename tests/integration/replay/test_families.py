@@ -4,6 +4,7 @@ other routes computes them."""
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +21,7 @@ from onepolicy.replay import RoutingError
 from onepolicy.replay.layers import find_routers
 from support.families import (
     BASE,
+    NEWEST,
     NO_CAUSAL_LM,
     NO_EXPERTS,
     REFUSED,
@@ -31,6 +33,7 @@ from support.families import (
     there,
     vision_model,
 )
+from support.family_lists import LISTS
 from support.family_results import DOCS, examine, page, row
 from support.replay_models import build, experts_inputs, tokens
 from support.replay_steps import ROWS, routes_of
@@ -44,6 +47,17 @@ def test_every_moe_family_of_transformers_is_in_a_table() -> None:
     assert with_lm == set(filter(there, known))
     assert without == set(filter(there, NO_CAUSAL_LM))
     assert borrowing() <= set(TABLE)
+
+
+def test_the_families_of_the_newest_transformers_are_in_a_table() -> None:
+    """Also where an older one is installed: its wheel was read (support/family_lists.py)."""
+    found = json.loads(LISTS.read_text(encoding="utf-8"))[NEWEST]
+    with_lm, without, borrowed = (set(names) for names in found.values())
+    known = {folder(name) for name in TABLE} | set(REFUSED) | set(NO_EXPERTS)
+    assert borrowed <= set(TABLE)
+    assert with_lm | borrowed == known
+    assert without == set(NO_CAUSAL_LM)
+    assert f"transformers {NEWEST} " in DOCS.read_text(encoding="utf-8")
 
 
 @pytest.mark.few(9)

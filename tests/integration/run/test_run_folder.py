@@ -4,6 +4,8 @@ checkpoint."""
 import io
 import json
 import shutil
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -152,16 +154,63 @@ def test_the_same_recipe_twice_makes_two_runs(recipe, tmp_path, capsys):
     assert f"out: {out} is not empty" in capsys.readouterr().err
 
 
-def test_ctrl_c_in_a_run_names_its_folder_and_checkpoint(copy, capsys, monkeypatch):
+def with_report(run):
+    config = json.loads((run / "config.json").read_text())
+    config["log"]["report"] = True
+    (run / "config.json").write_text(json.dumps(config))
+
+
+def report_of_three_steps(run):
+    """Return the line about it, after a look at the page."""
+    assert "after step 3 of 5" in (run / "report.html").read_text("utf-8")
+    assert not (run / "summary.json").exists()  # of the two steps that it had finished with
+    return (
+        f"onepolicy: report of the steps so far: {run / 'report.html'}; `onepolicy train --resume "
+        f"{run}` continues the run"
+    )
+
+
+def test_ctrl_c_in_a_run_names_its_checkpoint_and_writes_its_report(copy, capsys, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run_loop, "write_samples", interrupted)
     monkeypatch.setattr("signal.signal", lambda *a: None)
-    assert main(commands(copy)["resume"]) == 130
-    said = capsys.readouterr().err
+    assert main(["train", "--resume", str(copy), "steps=5"]) == 130
+    assert not (copy / "report.html").exists()  # log.report is false
+    with_report(copy)
+    assert main(["train", "--resume", str(copy), "steps=5"]) == 130
+    *_, stopped, last = capsys.readouterr().err.splitlines()
     words = f"is of step 2: `onepolicy train --resume {copy}` continues; finished steps that it "
-    assert f"the last checkpoint of {copy} {words}computes again: 1" in said
+    assert f"the last checkpoint of {copy} {words}computes again: 1" in stopped
+    assert last == report_of_three_steps(copy)
+
+
+STOPPED = """
+import os, signal, sys, time
+from onepolicy.cli import main
+from onepolicy.run import loop
+from onepolicy.sync import canary
+
+def stop(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+
+loop.write_samples, canary.CANARY_PROMPTS = stop, 4
+main(["train", "--resume", sys.argv[1], "steps=5"])
+"""
+
+
+@pytest.mark.process
+def test_sigterm_leaves_the_report_of_a_run(copy):
+    with_report(copy)
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED, str(copy)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == -signal.SIGTERM
+    *_, stopped, last = done.stderr.splitlines()
+    assert f"stopped by SIGTERM; the last checkpoint of {copy} is of step 2" in stopped
+    assert last == report_of_three_steps(copy)
 
 
 @pytest.mark.full

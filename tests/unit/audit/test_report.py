@@ -9,6 +9,8 @@ import torch
 from onepolicy.audit.figures import audit_figures
 from onepolicy.audit.report import write_report
 from onepolicy.audit.run import audit, run_audit
+from onepolicy.audit.schema import write_parquet
+from onepolicy.cli import main
 from onepolicy.console import Console
 from onepolicy.report.figure import Figure
 from onepolicy.report.measure import BADGES
@@ -41,6 +43,50 @@ def test_the_effect_of_a_correction_is_no_reason_for_it(tmp_path) -> None:
     (effect,) = [line for line in lines if "multiply the step by" in line]
     assert effect.startswith("tis would keep >99.9% of these tokens")
     assert not [line for line in lines if line.startswith("Because tis")]
+
+
+IN_TRL = (
+    'In TRL 1.16: replay is op_trl.attach(trainer, replay="r3"); tis is GRPOConfig(vllm_importa'
+)
+IN_VERL = (
+    "In verl 0.9.1: replay is actor_rollout_ref.rollout.enable_rollout_routing_replay=true, on FSDP"
+)
+IN_SLIME = (
+    "In miles / slime: replay is --use-rollout-routing-replay, in miles on FSDP with the setup"
+)
+IN_ALL = "`onepolicy config preset tis` says it in the settings of verl, miles, TRL and others."
+
+
+@pytest.mark.parametrize(
+    ("written_by", "options", "line"),
+    [
+        ("trl", [], IN_TRL),
+        ("verl", [], IN_VERL),
+        ("trl", ["--from", "verl"], IN_VERL),
+        ("", ["--from", "slime"], IN_SLIME),
+        ("", [], IN_ALL),
+        ("\x1b[2Jsomebody's", [], IN_ALL),
+    ],
+)
+def test_advice_is_in_the_settings_of_the_trainer(
+    tmp_path, capsys, monkeypatch, written_by, options, line
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    dump = tmp_path / "d.parquet"
+    write_parquet(dump, gaussian_rows(4e-3), framework=written_by)
+    assert main(["audit", str(dump), *options]) == 0
+    lines = [each.strip() for each in capsys.readouterr().out.splitlines()]
+    at = lines.index("Set: correction.preset=tis")
+    assert lines[at + 1].startswith(line)
+    assert ("tis is " in lines[at + 1]) == (line != IN_ALL)
+
+
+def test_an_unknown_trainer_is_named(tmp_path, capsys) -> None:
+    dump = write_jsonl(tmp_path / "d.jsonl", gaussian_rows(4e-3))
+    assert main(["audit", str(dump), "--from", "trll"]) == 2
+    said = capsys.readouterr().err
+    assert "--from: give one of verl, miles, trl" in said
+    assert "did you mean trl?" in said
 
 
 def test_the_way_to_the_entropy_is_named_and_is_right(tmp_path) -> None:

@@ -121,9 +121,9 @@ ADAPTERS = [in_trl, in_skyrl, in_openrlhf, in_slime, in_miles, in_prime_rl]
 @pytest.fixture(autouse=True)
 def first(monkeypatch):
     """Let every test be a process's first."""
-    monkeypatch.setattr(correction, "FIRST", FirstStep())
+    monkeypatch.setattr(correction, "FIRST", FirstStep("miles"))
     prime_loss = importlib.import_module("onepolicy.integrations.prime_rl.loss")
-    monkeypatch.setattr(prime_loss, "FIRST", FirstStep())
+    monkeypatch.setattr(prime_loss, "FIRST", FirstStep("prime-rl"))
     monkeypatch.setenv("ONEPOLICY", json.dumps({}))
 
 
@@ -149,29 +149,53 @@ def test_the_line_is_the_verdict_of_diagnose(caplog):
     """A gap that needs something is unclear without the entropy, and so is the line."""
     old, rollout = sides(gap=0.2)
     mask = torch.ones(old.shape, dtype=torch.bool)
-    FirstStep().look(old, rollout, mask)
+    FirstStep("trl").look(old, rollout, mask)
     said = op.diagnose(old, rollout, mask).text().replace("\n", "; ")
-    assert caplog.messages == [f"{NOT_CLEAN}: {said}"]
+    (line,) = caplog.messages
+    assert line.startswith(f"{NOT_CLEAN}: {said}; against mismatch: In TRL 1.16: ")
     assert "unclear" in said
 
 
-@pytest.mark.parametrize("setting", ["", "rollout.logprobs_mode=processed_logprobs"])
-def test_a_line_on_sampling_names_only_the_setting_that_the_trainer_has(setting, caplog):
+@pytest.mark.parametrize(
+    ("adapter", "settings"),
+    [
+        (in_skyrl, ['tis_ratio_type=token, cap 2, or op_skyrl.attach(trainer, correction="tis")']),
+        (
+            in_openrlhf,
+            ["is_correction_threshold 0 2, or ONEPOLICY=", "replay is not there, because"],
+        ),
+        (in_slime, ["--use-tis --tis-clip 2.0, or onepolicy: {correction: tis} in the file of"]),
+        (
+            in_miles,
+            ["replay is --use-rollout-routing-replay, in miles on FSDP with the setup hook"],
+        ),
+        (in_prime_rl, ["enable_router_replay=true; tis is [trainer.loss] with import_path ="]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_gap_is_answered_in_the_settings_of_the_trainer(adapter, settings, caplog):
+    adapter(*sides(gap=0.2))()
+    for words in settings:
+        assert words in caplog.text
+
+
+@pytest.mark.parametrize("framework", ["trl", "verl"])
+def test_a_line_on_sampling_names_only_the_setting_that_the_trainer_has(framework, caplog):
     """The sampled tokens are likelier than draws from an entropy of 3.2 nats."""
     old, rollout = sides()
     mask, entropy = torch.ones(old.shape, dtype=torch.bool), torch.full(old.shape, 3.2)
-    FirstStep(setting).look(old, rollout, mask, entropy=entropy)
+    FirstStep(framework).look(old, rollout, mask, entropy=entropy)
     (line,) = caplog.messages
     assert "support: " in line
     assert "the log-probabilities are not: they are raw" in line
-    assert ("logprobs_mode" in line) == bool(setting)
+    assert ("logprobs_mode" in line) == (framework == "verl")
 
 
 def test_a_step_is_judged_once_it_has_tokens_and_by_its_first_rows(monkeypatch, caplog):
     monkeypatch.setattr(first_step, "ENOUGH", 500)
     old, rollout = sides(late=True)
     rollout[12:] = old[12:]
-    first = FirstStep()
+    first = FirstStep("trl")
     nothing, mask = torch.zeros(old.shape), torch.ones(old.shape)
     first.look(old, rollout, nothing)
     first.look(old.log(), rollout, mask)  # none is finite

@@ -301,7 +301,7 @@ def test_slime_scores_what_top_p_kept():
 
 
 def test_cut_sampling_that_is_only_measured_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(hooks, "FIRST", FirstStep())
+    monkeypatch.setattr(hooks, "FIRST", FirstStep("miles"))
     miles.tis(args(**CUT), **micro_batch("miles"))
     assert "sampling is cut or changed (--rollout-top-p 0.5)" in caplog.text
 

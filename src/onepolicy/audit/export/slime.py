@@ -47,7 +47,7 @@ def convert(source: Path | str, folder: Path | str) -> int:
                 seen.add((rollout, info["index"]))
                 rows.append({name: array.tolist() for name, array in arrays.items()} | info["row"])
         if rows:
-            write_step(folder, rollout, rows, rank=rank)
+            write_step(folder, rollout, rows, rank=rank, framework="miles")
             written += len(rows)
     if not written:
         fix = "let the trainer score, without --use-rollout-logprobs"

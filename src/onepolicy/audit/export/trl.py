@@ -73,7 +73,7 @@ class StepDump:
         self._rows += rows
         if self._rows:
             rank = self._trainer.accelerator.process_index
-            write_step(self._folder, step, self._rows, rank=rank)
+            write_step(self._folder, step, self._rows, rank=rank, framework="trl")
 
 
 @torch.no_grad()

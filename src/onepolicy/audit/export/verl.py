@@ -36,7 +36,7 @@ def export(batch: Any, folder: Path | str, step: int) -> Path:
 
     Raises UsageError if one of NEEDED is missing.
     """
-    return write_step(folder, step, batch_rows(batch, step))
+    return write_step(folder, step, batch_rows(batch, step), framework="verl")
 
 
 def batch_rows(batch: Any, step: int) -> list[dict[str, Any]]:

@@ -52,14 +52,19 @@ def dump_row(
 
 
 def write_rows(
-    folder: Path, step: int, rows: Sequence[Mapping[str, Any]], *, rank: int = 0
+    folder: Path,
+    step: int,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    framework: str = "",
+    rank: int = 0,
 ) -> None:
     """Write the rows of one step, and keep an older file of it. No row, no file: training goes on.
 
     A step has no row if the trainer masked all its samples, or this rank's.
     """
     if rows:
-        write_step(folder, step, rows, rank=rank, keep_older=True)
+        write_step(folder, step, rows, rank=rank, keep_older=True, framework=framework)
 
 
 def add_routes(

@@ -7,9 +7,11 @@ import logging
 import torch
 from torch import Tensor
 
-from onepolicy.integrations.core.metrics import mismatch_metrics
+from onepolicy.config.presets import frameworks
+from onepolicy.correct.equations import in_their_settings
+from onepolicy.divergence.logprob import mismatch
 from onepolicy.verdict.bug_signatures import diagnose
-from onepolicy.verdict.rules import RAW_OR_PROCESSED, size_in_words
+from onepolicy.verdict.rules import R3, RAW_OR_PROCESSED, correction_for, size_in_words
 from onepolicy.verdict.scored_tokens import FEWEST
 
 ENOUGH = 100_000
@@ -28,14 +30,13 @@ class FirstStep:
         due: no step has been seen yet.
     """
 
-    def __init__(self, processed: str = "") -> None:
+    def __init__(self, framework: str) -> None:
         """Wait for the first step.
 
-        processed: the trainer's setting, as its user writes it, with which the engine returns
-        processed log-probabilities; empty if it has none.
+        framework: the trainer, by its name in config/frameworks.toml. Advice is in its settings.
         """
         self.due = True
-        self._processed = processed
+        self._framework = framework
         self._gathered: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
@@ -67,21 +68,26 @@ class FirstStep:
         if not self.due:
             return
         mask = mask.bool()
-        known = (mask & logp_old.isfinite() & logp_rollout.isfinite()).sum(1)
+        finite = mask & logp_old.isfinite() & logp_rollout.isfinite()
+        known = finite.sum(1)
         if known.sum() < FEWEST:
             return
         self.due = False
         rows = int((known.cumsum(0) - known < ENOUGH).sum())
         fields = [field[:rows] for field in (logp_old, logp_rollout, mask)]
         found = diagnose(*fields, tokens=_part(tokens, rows), entropy=_part(entropy, rows))
-        gap = mismatch_metrics(*fields)
-        quiet = size_in_words(gap["mismatch/k3"], gap["mismatch/f2"])
+        gap = mismatch(logp_old[:rows], logp_rollout[:rows], finite[:rows])
+        quiet = size_in_words(gap.k3, gap.f2)
         unseen = entropy is None and not quiet
         if not (found.bug or found.marks or unseen):
             return
         text = found.text().replace("\n", "; ")
-        if self._processed and any(each.cause in RAW_OR_PROCESSED for each in found.findings):
-            text += f"; with {self._processed} its log-probabilities are processed"
+        processed = frameworks()[self._framework].get("processed")
+        if processed and any(each.cause in RAW_OR_PROCESSED for each in found.findings):
+            text += f"; with {processed} its log-probabilities are processed"
+        if not (found.bug or found.marks):
+            settings = f"{R3} correction.preset={correction_for(gap.extreme(5.0))}"
+            text += f"; against mismatch: {in_their_settings(settings, self._framework)}"
         logging.getLogger("onepolicy").warning("the first scored step is not clean: %s", text)
 
 

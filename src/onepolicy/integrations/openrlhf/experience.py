@@ -38,7 +38,7 @@ def extend(module: Any) -> None:
         made: list[Any] = theirs(self, experiences)
         self.onepolicy_steps = getattr(self, "onepolicy_steps", 0) + 1
         if not hasattr(self, "onepolicy_first_step"):
-            self.onepolicy_first_step = FirstStep()
+            self.onepolicy_first_step = FirstStep("openrlhf")
             report.log_notes()
         finish_step(made, settings, self.onepolicy_steps, self.onepolicy_first_step)
         return made
@@ -71,7 +71,7 @@ def finish_step(
     )
     if settings.dump is not None:
         rows = [row for experience in experiences for row in _rows(experience, step)]
-        write_rows(settings.dump, step, rows)
+        write_rows(settings.dump, step, rows, framework="openrlhf")
     first.look(old.float(), rollout.float(), mask.bool())
     found = measure_and_correct(
         advantages, old.float(), rollout.float(), mask.bool(), settings.correction

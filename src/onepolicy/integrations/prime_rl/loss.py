@@ -23,7 +23,7 @@ from onepolicy.integrations.core.preflight import Preflight
 from onepolicy.integrations.core.settings import read_settings
 from onepolicy.integrations.core.step import token_metrics
 
-FIRST = FirstStep()
+FIRST = FirstStep("prime-rl")
 """Of this process. prime-rl hands the loss no object that lives as long."""
 
 

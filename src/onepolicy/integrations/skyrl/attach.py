@@ -79,7 +79,7 @@ def attach(
         finish_step(trainer, made, settings)
         return made
 
-    trainer.onepolicy_first_step = FirstStep()
+    trainer.onepolicy_first_step = FirstStep("skyrl")
     trainer.compute_advantages_and_returns = compute_advantages_and_returns
     print_text(report, stderr=True)
     return report
@@ -99,7 +99,7 @@ def finish_step(trainer: Any, data: Any, settings: Settings) -> None:
     trainer.onepolicy_first_step.look(old, rollout, mask, tokens=tokens)
     if settings.dump is not None:
         rows = _rows(trainer, data, old, rollout, mask)
-        write_rows(settings.dump, trainer.global_step, rows)
+        write_rows(settings.dump, trainer.global_step, rows, framework="skyrl")
     found = measure_and_correct(data["advantages"], old, rollout, mask, settings.correction)
     if settings.correction is not None:
         data["advantages"] = found.advantages

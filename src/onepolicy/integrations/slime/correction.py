@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     masks: list[Tensor]  # bool
 
 
-FIRST = FirstStep()
+FIRST = FirstStep("miles")
 """Of this process. Neither trainer hands its hooks an object that lives as long."""
 TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 
@@ -241,7 +241,7 @@ def _dump(settings: Settings, rollout_id: int, data: Mapping[str, Any], batch: B
     rank = 0
     if torch.distributed.is_initialized():
         rank = torch.distributed.get_rank()
-    write_rows(settings.dump, rollout_id, rows, rank=rank)
+    write_rows(settings.dump, rollout_id, rows, framework="miles", rank=rank)
 
 
 def data_parallel_group() -> Any:

@@ -82,7 +82,7 @@ class TrlAdapter:
             self._routers = armed.routers
         self._book = RouteBook(self._routers, settings.form)
         self._log = TrlLog(trainer)
-        self._first = FirstStep()
+        self._first = FirstStep("trl")
         self._adds_scoring = settings.scoring == "always" and not trl_scores(trainer)
         self._in_training_forward = settings.scoring != "always" and not trl_scores(trainer)
         self._generation: Generation | None = None

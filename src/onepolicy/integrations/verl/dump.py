@@ -54,7 +54,7 @@ def write_batch(
             [_native_trace(native[i], routers) for i in real],
             [prompts[i] for i in real],
         )
-    return write_step(folder, step, rows, rank=part, keep_older=True)
+    return write_step(folder, step, rows, rank=part, keep_older=True, framework="verl")
 
 
 def _padded(data: Any, tags: Sequence[Mapping[str, Any]], real: list[int]) -> DataProto:

@@ -38,7 +38,6 @@ from onepolicy.integrations.verl.workers import ModelRouters, WorkerSettings, se
 
 log = logging.getLogger(__name__)
 VERLS_CORRECTION = "compute_rollout_correction_and_add_to_batch"
-PROCESSED = "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
 MEASURED = ["response_mask", "old_log_probs", "rollout_log_probs"]
 JUDGED = {"responses", "entropy"}
 """Fields that tell more of the first step."""
@@ -64,7 +63,7 @@ class OnePolicyMixin:
         if section is not None:
             section = OmegaConf.to_container(section, resolve=True)
         self.onepolicy: Settings = read_settings(section)
-        self._first = FirstStep(PROCESSED)
+        self._first = FirstStep("verl")
         self._preflight: Preflight = preflight.check_config(config, self.onepolicy, os.environ)
         self._preflight.finish()
         with open_dict(config):  # verl takes every mode but its own "sync" for asynchronous

@@ -53,7 +53,9 @@ def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
         folder.mkdir(parents=True)
         write_jsonl(folder / "rank_0.jsonl", [row | extra for row in renamed])
     assert main(["audit", str(tmp_path / "token_exports"), "--columns", "prime-rl"]) == 0
-    assert "correct it with tis" in capsys.readouterr().out.replace("\n", " ")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "correct it with tis" in said
+    assert "tis is [trainer.loss] with import_path" in said
     found = audit(tmp_path / "token_exports", parse_columns(["prime-rl"]))
     assert sorted(found.accumulated.steps) == [0, 1]
     assert found.accumulated.overall.tokens == 2 * 6 * 78
