@@ -58,6 +58,7 @@ def describe_pressure(folder: Path) -> str | None:
 
 def declared_by(folder: Path) -> Declared:
     """Return what the settings of a run of ours declare of its two sides."""
+    refuse_holes(folder / CONFIG, "copy the whole run folder again")
     try:
         settings = json.loads((folder / CONFIG).read_bytes())
     except (ValueError, RecursionError):

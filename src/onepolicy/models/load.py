@@ -29,6 +29,7 @@ from onepolicy.models.foreign import (
     check_counts,
     check_experts,
     memory_of_settings,
+    refuse_holes_in,
     refuse_large_shapes,
 )
 from onepolicy.models.hub import check_reachable
@@ -72,6 +73,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     check_model_path(model.path)
     if not Path(model.path).exists():
         check_reachable(model.path)
+    refuse_holes_in(model)
     with _foreign("the config", model):
         check_counts(model)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -103,6 +105,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         UsageError: it is missing or damaged, has no eos token, or is of another model.
     """
+    refuse_holes_in(model)
     with _foreign("the tokenizer", model, limited=False):
         try_tokenizers(model.path)
     with _foreign("the tokenizer", model):
@@ -140,6 +143,7 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     An adapter's folder is its base, dequantised if it was in nf4, with the adapter merged into it.
     """
     opened: Any
+    refuse_holes_in(model)
     adapter = Path(model.path)
     if (adapter / "adapter_config.json").is_file():
         with _foreign("the adapter", model, limited=False):

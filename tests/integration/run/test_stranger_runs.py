@@ -1,5 +1,6 @@
 """What a run folder from elsewhere cannot make a command read, publish, or fill the memory with."""
 
+import io
 import json
 import os
 import shutil
@@ -7,8 +8,11 @@ import shutil
 import pytest
 
 from onepolicy.audit.read import read_dump
+from onepolicy.audit.run import run_audit
 from onepolicy.cli import main
 from onepolicy.config import UsageError, resolve
+from onepolicy.config.stored_config import read_stored_config
+from onepolicy.console import Console
 from onepolicy.launch.arms import Arm, play_arms
 from onepolicy.launch.plan_arms import PlannedArm, runs_in
 from onepolicy.report.html import write_report
@@ -41,6 +45,10 @@ FILES = (
 )
 
 
+def audit(run):
+    run_audit([run], {}, None, Console(file=io.StringIO()))
+
+
 def read(run, name):
     if name.startswith("checkpoints"):
         checkpoint.verify(checkpoint.latest_checkpoint(run))
@@ -57,9 +65,10 @@ def test_a_file_of_holes_is_not_read(run, name):
         file.truncate(2**40)
     with pytest.raises(UsageError, match=rf"{name}: is 1,024 GiB long, nearly all of it holes"):
         read(run, name)
-    if name.startswith("probes"):
+    others = {"probes/step_00010.safetensors": [audit], "config.json": [audit, read_stored_config]}
+    for more in others.get(name, []):
         with pytest.raises(UsageError, match="holes"):
-            list(read_dump(run, {}))
+            more(run)
 
 
 @pytest.mark.parametrize("name", ["probes/step_00010.safetensors", "run.json", "probes"])
