@@ -51,7 +51,7 @@ def test_a_token_that_cannot_be_sent_is_refused_and_not_repeated(monkeypatch, su
 )
 def test_a_token_given_in_place_of_its_variable_is_not_repeated(given):
     """Most of them could be names of variables, which are not set."""
-    with pytest.raises(UsageError, match="the name of an environment variable|put the token") as no:
+    with pytest.raises(UsageError, match=r"name of an environment variable|put the token") as no:
         EngineClient("http://127.0.0.1:1", token_env=given, server="the server")
     assert given not in str(no.value)
     with pytest.raises(UsageError, match="the environment variable ENGINE_TOKEN_2 is not set"):
