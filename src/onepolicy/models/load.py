@@ -74,7 +74,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     if not Path(model.path).exists():
         check_reachable(model.path)
     refuse_holes_in(model)
-    with _foreign("the config", model):
+    with foreign_files("the config", model):
         check_counts(model)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
@@ -106,9 +106,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         UsageError: it is missing or damaged, has no eos token, or is of another model.
     """
     refuse_holes_in(model)
-    with _foreign("the tokenizer", model, limited=False):
+    with foreign_files("the tokenizer", model, limited=False):
         try_tokenizers(model.path)
-    with _foreign("the tokenizer", model):
+    with foreign_files("the tokenizer", model):
         tokenizer = AutoTokenizer.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
         )
@@ -146,14 +146,14 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     refuse_holes_in(model)
     adapter = Path(model.path)
     if (adapter / "adapter_config.json").is_file():
-        with _foreign("the adapter", model, limited=False):
+        with foreign_files("the adapter", model, limited=False):
             return cast_model(_merged(model, device), dtype).eval()
     files_of_index(Path(model.path))
     config = read_config(model)
     quantisation = dequantisation_of(model, config)
-    with _foreign("the weights", model):
+    with foreign_files("the weights", model):
         refuse_large_shapes(model, config)
-    with _foreign("the weights", model, limited=False):
+    with foreign_files("the weights", model, limited=False):
         opened = AutoModelForCausalLM.from_pretrained(
             model.path,
             config=config,
@@ -261,7 +261,7 @@ def layer_prefix(name: str) -> str:
 
 
 @contextmanager
-def _foreign(part: str, model: ModelConfig, *, limited: bool = True) -> Iterator[None]:
+def foreign_files(part: str, model: ModelConfig, *, limited: bool = True) -> Iterator[None]:
     """Turn whatever a stranger's files make of transformers into a UsageError.
 
     They are data for code of hundreds of families, so any exception may come of them. limited: in

@@ -5,7 +5,9 @@ import json
 import os
 import shutil
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from onepolicy.audit.read import read_dump
 from onepolicy.audit.run import run_audit
@@ -137,3 +139,46 @@ def test_a_probe_of_numbers_that_numpy_lacks_is_refused(run, kind):
     (run / "probes" / "step_00010.safetensors").write_bytes(data)
     with pytest.raises(UsageError, match=r"step_00010\.safetensors: "):
         write_report(run)
+
+
+def checkpoint_of(folder, files):
+    """Write a checkpoint with these files, whose sizes fit."""
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    sizes = {name: len(data) for name, data in files.items()}
+    (folder / checkpoint.STATE).write_text(json.dumps(STATE | {"files": sizes}))
+    return folder
+
+
+ADAPTERS = [
+    ({"r": 10**9}, "its rank is 1000000000, but no side of a stored matrix is above 1"),
+    ({"r": "x"}, "cannot read the adapter"),
+    ({"target_modules": ["none"]}, "cannot read the adapter"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), ADAPTERS)
+def test_an_adapter_that_cannot_be_merged_is_named(policy, tmp_path, capsys, values, said):
+    tree = {"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    tree |= {"base_model_name_or_path": str(policy)} | values
+    weights = safetensors.numpy.save({"a": np.ones((1, 1), np.float32)})
+    files = {"adapter_config.json": json.dumps(tree).encode(), "adapter_model.safetensors": weights}
+    folder = checkpoint_of(tmp_path / "step_00001", files)
+    assert main(["export", str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--adapter"]])
+def test_weights_that_cannot_be_exported_are_named(tmp_path, capsys, words):
+    """The disk is not what is wrong."""
+    index = json.dumps({"weight_map": {"a": "model.safetensors"}}).encode()
+    files = {"model.safetensors": b"junk", "model.safetensors.index.json": index}
+    if words:
+        files = {"adapter_model.safetensors": b"junk", "adapter_config.json": b"{}"}
+    folder = checkpoint_of(tmp_path / "step_00001", files)
+    assert main(["export", str(folder), "--out", str(tmp_path / "out"), *words]) == 2
+    told = capsys.readouterr().err
+    assert "make room" not in told
+    assert f"{folder}" in told.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
