@@ -36,7 +36,7 @@ class ModelSGLang(FakeSGLang):
         return self.forward(path, adapter)[0].clone()
 
     def rows(self, path, adapter=None):
-        return self.forward(path, adapter)[1]
+        return list(self.forward(path, adapter)[1])  # the caller adds to it
 
     def forward(self, path, adapter):
         """Return the logits [V] after the path, and its routes, [LAYERS, TOP_K] for each token."""
@@ -45,7 +45,7 @@ class ModelSGLang(FakeSGLang):
             self.built, self.known = (weights, self.build(adapter)), {}
         if tuple(path) not in self.known:
             logits, rows = forward(self.built[1], path)
-            self.known[tuple(path)] = logits, list(rows)
+            self.known[tuple(path)] = logits, rows
         return self.known[tuple(path)]
 
     def build(self, adapter):
