@@ -35,6 +35,7 @@ TARGETS = {
     "recipe": "tests/unit/config/test_fuzz_recipes.py",
     "run": "tests/integration/run/test_run_folder_damage.py",
     "history": "tests/integration/run/test_fuzz_history.py",
+    "stranger": "tests/integration/run/test_fuzz_stranger_runs.py",
     "model": "tests/integration/models/test_fuzz_models.py",
 }
 

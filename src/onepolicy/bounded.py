@@ -41,6 +41,8 @@ NONSENSE = "its reader answered nonsense; it is damaged"
 LARGEST_INFO = 2**20  # bytes of a message's JSON
 PIPE_BYTES = 2**20
 SHARE_OF_MESSAGE = 4  # a message has at most this part of the child's memory
+HOLES, HOLES_PER_BYTE = GIB, 16
+"""Bytes of holes that a file may have, and more for each byte of its data (`refuse_holes`)."""
 CPU_SECONDS_MORE = 30
 """CPU seconds beyond the time limit after which a child ends itself, if no others are given."""
 
@@ -283,6 +285,17 @@ def size_of_data(path: Path) -> int:
                     return size
                 return path.stat().st_size
             size += end - start
+
+
+def refuse_holes(path: Path, fix: str) -> None:
+    """Raise UsageError for a file that is larger than HOLES and far more than its data.
+
+    A file of a few bytes can be terabytes long. Where it is read whole, that is memory.
+    fix: end of the message.
+    """
+    size = path.stat().st_size
+    if size > HOLES and size > HOLES + HOLES_PER_BYTE * size_of_data(path):
+        raise UsageError(f"{path}: is {size / GIB:,.0f} GiB long, nearly all of it holes; {fix}")
 
 
 def _environment() -> dict[str, str]:

@@ -72,6 +72,11 @@ def open_lock(path: Path) -> int:
     return os.open(path, flags, 0o666)
 
 
+def open_for_appending(path: Path) -> int:
+    """Return the descriptor of a file to append to. Raises OSError for a symbolic link."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, and rename it to `path` once the block has written it.

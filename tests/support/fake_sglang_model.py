@@ -19,7 +19,7 @@ PREFIX, SUFFIX = "base_model.model.", ".lora_A.weight"
 
 class ModelSGLang(FakeSGLang):
     def __enter__(self):
-        self.built, self.last = None, None
+        self.built, self.known = None, {}
         return super().__enter__()
 
     def read_adapter(self, name, folder):
@@ -36,21 +36,17 @@ class ModelSGLang(FakeSGLang):
         return self.forward(path, adapter)[0].clone()
 
     def rows(self, path, adapter=None):
-        return self.forward(path, adapter)[1]
+        return list(self.forward(path, adapter)[1])  # the caller adds to it
 
-    @torch.no_grad()
     def forward(self, path, adapter):
         """Return the logits [V] after the path, and its routes, [LAYERS, TOP_K] for each token."""
         weights = (self.updates, id(adapter))
         if self.built is None or self.built[0] != weights:
-            self.built = weights, self.build(adapter)
-        asked = weights, tuple(path)
-        if self.last is None or self.last[0] != asked:
-            model = self.built[1]
-            with bind_routers(model).record() as tape:
-                logits = model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1]
-            self.last = asked, (logits, list(tape.trace().ids.int().numpy()))
-        return self.last[1]
+            self.built, self.known = (weights, self.build(adapter)), {}
+        if tuple(path) not in self.known:
+            logits, rows = forward(self.built[1], path)
+            self.known[tuple(path)] = logits, rows
+        return self.known[tuple(path)]
 
     def build(self, adapter):
         tensors = dict(self.weights)
@@ -59,7 +55,20 @@ class ModelSGLang(FakeSGLang):
                 name = key.removeprefix(PREFIX).removesuffix(SUFFIX)
                 b = adapter[key.replace(".lora_A.", ".lora_B.")]
                 tensors[f"{name}.weight"] = tensors[f"{name}.weight"] + b @ a
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.copy(Path(self.folder) / "config.json", folder)
-            save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
-            return load_model(ModelConfig(path=folder), torch.float32, torch.device("cpu"))
+        return model_of(self.folder, tensors)
+
+
+def model_of(config, tensors):
+    """Return the model of a folder's config with these tensors of a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(Path(config) / "config.json", folder)
+        save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        return load_model(ModelConfig(path=folder), torch.float32, torch.device("cpu"))
+
+
+@torch.no_grad()
+def forward(model, path):
+    """Return the logits [V] after the path, and its routes [len(path), L, K] int32."""
+    with bind_routers(model).record() as tape:
+        logits = model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1]
+    return logits, tape.trace().ids.int().numpy()

@@ -107,7 +107,8 @@ class FakeVLLM:
     raw: bool = False  # log-probabilities before temperature and top_k
 
     def __post_init__(self):
-        self.weights, self.table, self.probe = "default", embedding(self.model), None
+        self.weights, self.probe = "default", None
+        self._load(self.model)
         self.paused, self.aborts, self.sampled = threading.Event(), 0, 0
         self._numbers = {}
         self.folders, self.adapters, self.full_syncs = {}, {}, 0
@@ -171,7 +172,7 @@ class FakeVLLM:
         if name == "onepolicy_remember":
             (self.probe,) = args
         elif name == "onepolicy_load":
-            self.table = embedding(args[0] if args else self.model)
+            self._load(args[0] if args else self.model)
         elif name in ANSWERED:
             return {"results": [getattr(self, ANSWERED[name])(*args)]}
         else:
@@ -227,6 +228,16 @@ class FakeVLLM:
             return Reply({"error": {"message": "cannot be found"}}, 404)
         return "Success"
 
+    def _load(self, folder):
+        self.table = embedding(folder)
+
+    def logits(self, path):
+        """Return the logits [VOCAB] after a path."""
+        return self.table[path[-1]] @ self.table.T
+
+    def rows(self, path):
+        return routes_of(path)
+
     def _take(self, weights):
         self.full_syncs += 1
         for name, tensor in weights:
@@ -253,7 +264,7 @@ class FakeVLLM:
             if aborts != self.aborts or request.gone():
                 finish = "abort"
                 break
-            token, entry = self._sample([*prompt, *tokens][-1], sampling, random, bias)
+            token, entry = self._sample([*prompt, *tokens], sampling, random, bias)
             self.sampled += 1
             tokens.append(token)
             content.append(entry)
@@ -262,16 +273,16 @@ class FakeVLLM:
             elif len(tokens) == sampling["max_tokens"]:
                 finish = "length"
         first = sampling["routed_experts_prompt_start"]
-        rows = routes_of([*prompt, *tokens])[first:-1]
+        rows = self.rows([*prompt, *tokens])[first:-1]
         choice = {"index": 0, "logprobs": {"content": content}, "finish_reason": finish}
         choice |= {"token_ids": tokens, "routed_experts": npy(rows) if tokens else None}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
         usage |= {"prompt_tokens_details": {"cached_tokens": 0}}
         return {"model": model, "choices": [choice], "usage": usage}
 
-    def _sample(self, last, sampling, random, bias=0.0):
+    def _sample(self, path, sampling, random, bias=0.0):
         """Sample one token. bias: of token 0, which is all that an adapter changes."""
-        logits = (self.table[last] @ self.table.T).astype(np.float64)
+        logits = self.logits(path).astype(np.float64)
         logits[0] += bias
         raw = logits - np.log(np.exp(logits).sum())
         tempered = logits / (sampling["temperature"] or 1.0)

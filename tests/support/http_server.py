@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +29,7 @@ class Reply:
     status: int = 200
     cut: int = 0  # bytes of the body that are never sent
     hang_up: bool = False  # close the connection without an answer
+    pause: float = 0.0  # seconds before each byte of the body
     content_type: str = "application/json"
     encoding: str = ""  # of the body, which is bytes in it
     headers: dict[str, str] = field(default_factory=dict)  # more of them
@@ -128,7 +130,10 @@ class Server:
                         self.send_header(name, value)
                     self.send_header("content-length", str(len(content)))
                     self.end_headers()
-                    self.wfile.write(content[: len(content) - reply.cut])
+                    for byte in content[: 2**20] if reply.pause else b"":
+                        time.sleep(reply.pause)
+                        self.wfile.write(bytes([byte]))
+                    self.wfile.write(content[: 0 if reply.pause else len(content) - reply.cut])
                 except ConnectionError:
                     pass  # a cancelled request
 

@@ -149,3 +149,20 @@ def _routes(rng: np.random.Generator, tokens: int, rate: float) -> dict[str, np.
         "disagree_per_sequence": sequences.mean(1).astype(np.float32),
         "experts_differing": np.bincount(experts.ravel(), minlength=TOP_K + 1).astype(np.int64),
     }
+
+
+def own_probe(path: Path) -> None:
+    """Write a small probe with all that `onepolicy audit` reads."""
+    n = 8
+    floats = ("logp_rollout", "logp_trainer", "logp_trainer_native")
+    tensors = {name: -np.linspace(0.1, 2, n, dtype=np.float32) for name in floats}
+    tensors["entropy"] = np.linspace(0.1, 2, n, dtype=np.float32)
+    tensors |= {"version": np.zeros(n, np.int32), "tokens": np.arange(n)}
+    tensors |= {"segment": np.arange(n) // 4, "experts_differing": np.array([5, 2, 1])}
+    tensors["disagree_per_token"] = np.arange(n, dtype=np.int32)
+    tensors["disagree_per_layer"] = np.full(2, 0.1, np.float32)
+    tensors["routes_rollout"] = np.zeros((n, 2, 2), np.int32)
+    tensors["routes_trainer"] = tensors["routes_rollout"]
+    fast = json.dumps({"numerics": "fast"})
+    about = {"fingerprint": fast, "rollout": json.dumps([fast])}
+    save_file(tensors, path, metadata=about)

@@ -14,10 +14,12 @@ import numpy as np
 from onepolicy.audit.arrays import Safetensors
 from onepolicy.audit.schema import Array, Block, RaggedColumn
 from onepolicy.audit.validate import checked_block
+from onepolicy.bounded import refuse_holes
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import RunInfo, read_json_object
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.output_paths import CONFIG
+from onepolicy.files import refuse_links_out
 from onepolicy.invariant.fingerprint import difference_reason
 from onepolicy.verdict.declared import Declared, declared_of
 
@@ -36,6 +38,7 @@ def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
         raise UsageError(
             f"{folder}: is a run folder of ours; its columns have one name, leave --columns out"
         )
+    refuse_links_out(folder, "the run's")
     probes, first = _probe_files(folder), 0
     for number, (step, path) in enumerate(probes, start=1):
         block = checked_block(str(path), 0, _read_probe(path, step), number / len(probes))
@@ -55,6 +58,7 @@ def describe_pressure(folder: Path) -> str | None:
 
 def declared_by(folder: Path) -> Declared:
     """Return what the settings of a run of ours declare of its two sides."""
+    refuse_holes(folder / CONFIG, "copy the whole run folder again")
     try:
         settings = json.loads((folder / CONFIG).read_bytes())
     except (ValueError, RecursionError):
@@ -163,6 +167,7 @@ def _read_probe(path: Path, step: int) -> dict[str, RaggedColumn]:
 
 
 def _load_tensors(path: Path) -> dict[str, Array]:
+    refuse_holes(path, "delete the file to leave this probe out")
     with Safetensors(path) as probe:
         missing = [name for name in (*PER_TOKEN, "segment") if name not in probe.tensors]
         if missing:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
+from onepolicy.bounded import refuse_holes
 from onepolicy.errors import UsageError, printable
 
 JsonObject = dict[str, Any]
@@ -172,6 +173,7 @@ def read_json_object(path: Path, kind: type[Shape], hint: str) -> JsonObject:
             if path.exists():
                 problem = "not a file"
             raise UsageError(f"{path}: {problem}; {hint}")
+        refuse_holes(path, hint)
         data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}; {hint}") from None
@@ -216,7 +218,9 @@ def check_metrics(row: JsonObject, where: str, hint: str) -> None:
             raise UsageError(
                 f"{where}: {_one_line(name)} is {_shown(value)}, which no metric is; {hint}"
             )
-        if "@" in name and not name.startswith("tools/") and not re.search("@[0-9]{1,15}$", name):
+        unnumbered = "@" in name and not name.startswith("tools/")
+        unnumbered = unnumbered and not re.search("@[0-9]{1,15}$", name)
+        if unnumbered or "<" in name:  # plotly makes links of <a> in a legend
             raise UsageError(f"{where}: {_shown(name)} is no name of a metric; {hint}")
 
 

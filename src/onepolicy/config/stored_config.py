@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from onepolicy.bounded import refuse_holes
 from onepolicy.config.address import is_loopback
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.engine import ServerEngineConfig
@@ -25,8 +26,12 @@ ADDRESS = "cluster.address"
 KIND, ID = "task.kind", "task.id"
 TYPED_AGAIN = (TRUST, URL, ADDRESS, KIND, ID)
 """Settings that a stored run cannot make alone (`check_trust`)."""
-SECRET = re.compile(r"(?i)((api|access|private)_?key|secret|password|passwd|token|credentials?)$")
+SECRET = re.compile(
+    r"(?i)(key|secret|password|passwd|passphrase|token|credential|authorization|bearer|cookie)s?$"
+)
 """Names of texts that are secrets, in a task's `env` and `params`."""
+USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+"""User and password in an address."""
 
 
 def read_stored_config(run: Path) -> RunConfig:
@@ -37,6 +42,7 @@ def read_stored_config(run: Path) -> RunConfig:
     path = run / CONFIG
     if not path.is_file():
         raise UsageError(f"{run}: not a run folder (no {CONFIG}); give the folder of a run")
+    refuse_holes(path, "copy it from a run of the same kind")
     try:
         return RunConfig.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -131,13 +137,23 @@ def _is_here(url: str | tuple[str, ...]) -> bool:
 
 
 def without_secrets(tree: Any) -> Any:
-    """Return settings without texts under names like `api_key`, which tasks may hold."""
+    """Return settings without the texts under names like `api_key`, and users in addresses.
+
+    Tasks may hold them. A list or an object under such a name loses all its texts.
+    """
+    return _without_secrets(tree, secret=False)
+
+
+def _without_secrets(tree: Any, *, secret: bool) -> Any:
     if isinstance(tree, dict):
-        hidden = {name for name, value in tree.items() if isinstance(value, str)}
-        hidden = {name for name in hidden if SECRET.search(str(name))}
         return {
-            name: "hidden" if name in hidden else without_secrets(v) for name, v in tree.items()
+            name: _without_secrets(value, secret=secret or bool(SECRET.search(str(name))))
+            for name, value in tree.items()
         }
     if isinstance(tree, list):
-        return [without_secrets(value) for value in tree]
+        return [_without_secrets(value, secret=secret) for value in tree]
+    if isinstance(tree, str) and secret:
+        return "hidden"
+    if isinstance(tree, str):
+        return USER.sub("hidden", tree)
     return tree

@@ -13,9 +13,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from onepolicy.bounded import refuse_holes
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError
 from onepolicy.config.output_paths import CONFIG
-from onepolicy.files import open_lock
+from onepolicy.files import open_for_appending, open_lock
 from onepolicy.launch.restarts import describe_status
 
 SUMMARY, METRICS, CONSOLE = "summary.json", "metrics.jsonl", "console.txt"
@@ -56,6 +57,7 @@ class Arm:
         path = self.folder / METRICS
         if not path.exists():
             return 0
+        refuse_holes(path, "restore the file")
         return path.read_bytes().count(b'"train/reward"')
 
     @property
@@ -135,7 +137,7 @@ def play_arms(
 
 
 def _start(recipe: Path, arm: Arm) -> subprocess.Popen[bytes]:
-    with arm.console.open("ab") as output:
+    with os.fdopen(open_for_appending(arm.console), "ab") as output:
         return subprocess.Popen(
             arm.command(recipe), stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
         )

@@ -11,6 +11,7 @@ from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.input_files import check_input_files
 from onepolicy.config.output_paths import CONFIG, check_new_run_folder
 from onepolicy.config.stored_config import read_stored_config, settings_to_repeat
+from onepolicy.files import refuse_links_out
 from onepolicy.launch.arms import Arm
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
@@ -123,6 +124,7 @@ def runs_in(out: Path, arms: Sequence[PlannedArm]) -> list[Arm]:
 
 
 def _check_begun(folder: Path, arm: PlannedArm) -> None:
+    refuse_links_out(folder, "the run's")
     begun = read_stored_config(folder)
     if begun.model_copy(update={"out": arm.config.out}) == arm.config:
         return

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from onepolicy.bounded import less_memory, size_of_data
+from onepolicy.bounded import less_memory, refuse_holes, size_of_data
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.errors import short_repr
 
@@ -24,6 +24,16 @@ MOST_NUMBERS, NUMBERS_PER_BYTE = 2**26, 2
 """Numbers that the tensors of a model may have, and more for each byte of its stored weights.
 
 A byte holds two numbers of the smallest format (MXFP4)."""
+
+
+def refuse_holes_in(model: ModelConfig) -> None:
+    """Raise UsageError if a file of a model's folder is nearly all holes.
+
+    Limits grow with the sizes of files, and files are read whole.
+    """
+    for path in Path(model.path).glob("*"):
+        if path.is_file():
+            refuse_holes(path, "restore the file")
 
 
 def memory_of_settings(model: ModelConfig) -> AbstractContextManager[None]:

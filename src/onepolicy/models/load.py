@@ -37,6 +37,7 @@ from onepolicy.models.foreign import (
     check_counts,
     check_experts,
     memory_of_settings,
+    refuse_holes_in,
     refuse_large_shapes,
 )
 from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
@@ -79,7 +80,8 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     check_model_path(model.path)
     if not Path(model.path).exists():
         check_reachable(model.path)
-    with _foreign("the config", model):
+    refuse_holes_in(model)
+    with foreign_files("the config", model):
         check_counts(model)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
@@ -110,9 +112,10 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         UsageError: it is missing or damaged, has no eos token, or is of another model.
     """
-    with _foreign("the tokenizer", model, limited=False):
+    refuse_holes_in(model)
+    with foreign_files("the tokenizer", model, limited=False):
         try_tokenizers(model.path)
-    with _foreign("the tokenizer", model):
+    with foreign_files("the tokenizer", model):
         tokenizer = AutoTokenizer.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code
         )
@@ -147,16 +150,17 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     An adapter's folder is its base, dequantised if it was in nf4, with the adapter merged into it.
     """
     opened: Any
+    refuse_holes_in(model)
     adapter = Path(model.path)
     if (adapter / "adapter_config.json").is_file():
-        with _foreign("the adapter", model, limited=False):
+        with foreign_files("the adapter", model, limited=False):
             return cast_model(_merged(model, device), dtype).eval()
     files_of_index(Path(model.path))
     config = read_config(model)
     quantisation = dequantisation_of(model, config)
-    with _foreign("the weights", model):
+    with foreign_files("the weights", model):
         refuse_large_shapes(model, config)
-    with _foreign("the weights", model, limited=False):
+    with foreign_files("the weights", model, limited=False):
         opened = AutoModelForCausalLM.from_pretrained(
             model.path,
             config=config,
@@ -264,7 +268,7 @@ def layer_prefix(name: str) -> str:
 
 
 @contextmanager
-def _foreign(part: str, model: ModelConfig, *, limited: bool = True) -> Iterator[None]:
+def foreign_files(part: str, model: ModelConfig, *, limited: bool = True) -> Iterator[None]:
     """Turn whatever a stranger's files make of transformers into a UsageError.
 
     They are data for code of hundreds of families, so any exception may come of them. limited: in

@@ -385,6 +385,14 @@ def read_header(folder: Path) -> dict[str, str]:
 
 def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Return a float32 model of the base with the adapter in `folder` merged into it."""
+    return merge(put_adapter(model, folder))
+
+
+def put_adapter(model: PreTrainedModel, folder: Path) -> LoraModel:
+    """Put the adapter in `folder` into the model. Return peft's tuner.
+
+    Raises UsageError for a rank that its tensors cannot have, before peft makes matrices of it.
+    """
     config = load_peft().LoraConfig.from_pretrained(str(folder))
     tensors = load_file(folder / WEIGHTS)
     rank = max(config.r, *config.rank_pattern.values(), 1)
@@ -396,7 +404,7 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         )
     tuner = inject(model, config)
     set_adapter(model, tensors, str(folder))
-    return merge(tuner)
+    return tuner
 
 
 def merge(tuner: LoraModel) -> PreTrainedModel:

@@ -48,7 +48,7 @@ CAPTION = (
 )
 LONGEST_BLOCK, FEWEST_BLOCKS = 10, 6  # steps of a block; blocks of a run
 FEWEST_STEPS = 4 * FEWEST_BLOCKS
-DRAWS = 5000
+DRAWS, DRAWN_AT_ONCE = 5000, 2**22  # resamplings; blocks of them in memory
 COVERAGE = 0.95
 Array = np.ndarray
 
@@ -426,8 +426,13 @@ def interval(pairs: Array, statistic: Callable[[Array], Array]) -> Interval:
         at = (np.arange(steps)[:, None] + np.arange(block)) % steps
         blocks = pairs[:, at].mean(axis=2)  # [2, steps]: means of the blocks from every step on
         count = round(steps / block)
-        drawn = np.random.default_rng(0).integers(0, steps, (DRAWS, count))
-        found = statistic(blocks[:, drawn].mean(axis=2))  # [DRAWS]
+        rng, left = np.random.default_rng(0), DRAWS
+        means = []
+        while left:  # all draws of a long run at once would be gigabytes
+            drawn = rng.integers(0, steps, (min(left, max(1, DRAWN_AT_ONCE // count)), count))
+            means.append(blocks[:, drawn].mean(axis=2))
+            left -= len(drawn)
+        found = statistic(np.concatenate(means, axis=1))  # [DRAWS]
         tail = _tail(count)
         # no value between two draws: one of them may be infinite
         low, high = np.nanquantile(found, [tail, 1 - tail], method="nearest")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from onepolicy.bounded import refuse_holes
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import Row, Sample, check_metrics, check_shape, parse_json
 
@@ -22,6 +23,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             raise UsageError(
                 f"{path}: no such file; give the folder of a run that has taken at least one step"
             )
+        refuse_holes(path, FIX)
         data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 
@@ -173,13 +174,19 @@ def step_axis() -> Spec:
 
 
 def trailing_mean(values: list[float], window: int) -> list[float]:
-    """Return the mean of the last `window` values up to each one, without NaN."""
-    out = []
-    for end in range(1, len(values) + 1):
-        known = [v for v in values[max(0, end - window) : end] if math.isfinite(v)]
+    """Return the mean of the last `window` values up to each one, without NaN.
+
+    The sums are exact, so one is made of the last: a window of a long run has thousands of values.
+    """
+    out, total, known = [], Fraction(), 0
+    for end, value in enumerate(values):
+        if math.isfinite(value):
+            total, known = total + Fraction(value), known + 1
+        if end >= window and math.isfinite(values[end - window]):
+            total, known = total - Fraction(values[end - window]), known - 1
         mean = math.nan
         if known:
-            mean = sum(known) / len(known)
+            mean = float(total / known)
         out.append(mean)
     return out
 

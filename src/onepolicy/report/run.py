@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from onepolicy.bounded import refuse_holes
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import RunInfo, Settings, Summary, read_json_object
 from onepolicy.config.replay import ROLLOUT_MODES
@@ -128,8 +129,12 @@ def _last_probe(folder: Path) -> Probe | None:
 def read_probe(path: Path, *, step: int) -> Probe:
     """Read and check the tensors of a probe. Raises UsageError if they are damaged."""
     try:
+        refuse_holes(path, LEFT_OUT)
         tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
+    except UsageError:
+        raise
+    # the last three: kinds of numbers that numpy lacks, or shapes that do not fit their bytes
+    except (SafetensorError, OSError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UsageError(
             f"{path}: not a readable safetensors file: {error}; delete it to leave its figures out"
         ) from None

@@ -47,6 +47,7 @@ def _checkpoint_of(run: Path, step: int | None) -> Path:
         folder = checkpoint.latest_checkpoint(run)
     else:
         folder = checkpoint.checkpoint_folder(run, step)
+        checkpoint.refuse_elsewhere(run, folder)
     checkpoint.verify(folder)
     return folder
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -84,9 +84,14 @@ def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype) -> int:
 
 
 def _export_file(source: Path, target: Path, dtype: torch.dtype) -> int:
-    with safe_open(source, "pt") as file:
-        names = list(file.keys())
-        tensors = {name: _rounded(file.get_tensor(name), dtype) for name in names}
+    try:
+        with safe_open(source, "pt") as file:
+            names = list(file.keys())
+            tensors = {name: _rounded(file.get_tensor(name), dtype) for name in names}
+    # the others: kinds of numbers that torch lacks, or cannot round
+    except (SafetensorError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"{source}: cannot be read: {reason}; {DAMAGED}") from None
     save_file(tensors, target, metadata={"format": "pt"})
     return sum(tensor.nbytes for tensor in tensors.values())
 

@@ -172,6 +172,7 @@ def fork_origin(source: Path) -> RunOrigin:
         folder = checkpoint.latest_checkpoint(source)
     elif re.fullmatch("[0-9]{1,15}", source.name):
         folder = checkpoint.checkpoint_folder(source.parent, int(source.name))
+        checkpoint.refuse_elsewhere(source.parent, folder)
     else:
         folder = source
     step = checkpoint.verify(folder)["step"]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.files import write_folder
 from onepolicy.models import lora
-from onepolicy.models.load import cast_model, context_length, load_model
+from onepolicy.models.load import cast_model, context_length, foreign_files, load_model
 from onepolicy.sync.canary import canary_prompts
 from onepolicy.train import checkpoint
 from onepolicy.train.lora import BASE, weights_checksum
@@ -44,11 +44,13 @@ def export_adapter(folder: Path, out: Path) -> int:
         raise UsageError(
             f"--adapter: {folder} holds a whole model and no adapter; leave --adapter out"
         )
+    with foreign_files("the adapter", ModelConfig(path=str(folder)), limited=False):
+        size = sum(tensor.nbytes for tensor in load_file(folder / lora.WEIGHTS).values())
     with write_folder(out) as writing:
         for name in ADAPTER_FILES:
             shutil.copyfile(folder / name, writing / name)
         _copy_tokenizer(folder, writing)
-    return sum(tensor.nbytes for tensor in load_file(out / lora.WEIGHTS).values())
+    return size
 
 
 def export_merged(folder: Path, out: Path, dtype: torch.dtype) -> tuple[int, MergeLoss]:
@@ -59,9 +61,9 @@ def export_merged(folder: Path, out: Path, dtype: torch.dtype) -> tuple[int, Mer
     is not the one that the adapter was trained on.
     """
     checkpoint.verify(folder)
-    model = _load_base(folder)
-    tuner = lora.inject(model, lora.load_peft().LoraConfig.from_pretrained(str(folder)))
-    lora.set_adapter(model, load_file(folder / lora.WEIGHTS), str(folder))
+    with foreign_files("the adapter", ModelConfig(path=str(folder)), limited=False):
+        model = _load_base(folder)
+        tuner = lora.put_adapter(model, folder)
     loss = _merge_loss(model, dtype)
     merged = lora.merge(tuner)
     for parameter in merged.parameters():

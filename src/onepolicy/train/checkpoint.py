@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,9 +27,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from onepolicy.bounded import refuse_holes
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import CheckpointState, read_json_object
-from onepolicy.files import refuse_links_out
+from onepolicy.files import leads_into, refuse_links_out
 from onepolicy.interfaces import Learner
 from onepolicy.train.optim import MASTER, MasterAdamW
 from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments, sharded_like
@@ -173,6 +175,15 @@ def complete_checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
+def refuse_elsewhere(run: Path, checkpoint: Path) -> None:
+    """Raise UsageError for a checkpoint that a link makes another folder's, which may be secret."""
+    if os.path.lexists(checkpoint) and not leads_into(run, checkpoint):
+        raise UsageError(
+            f"{checkpoint}: a link out of the run's folder; if you know what it leads to, make a "
+            f"copy without links and use that: cp -rL {shlex.quote(str(run))} COPY"
+        )
+
+
 def latest_checkpoint(run: Path) -> Path:
     """Return the newest complete checkpoint. Raises UsageError if there is none."""
     if not run.is_dir():
@@ -182,6 +193,7 @@ def latest_checkpoint(run: Path) -> Path:
         raise UsageError(
             f"{run}: no complete checkpoint in {run / FOLDER}; start the run anew in another folder"
         )
+    refuse_elsewhere(run, found[-1])
     return found[-1]
 
 
@@ -225,6 +237,9 @@ def verify(checkpoint: Path) -> dict[str, Any]:
     """
     state = read_state(checkpoint)
     refuse_links_out(checkpoint, "this")
+    for path in checkpoint.rglob("*"):
+        if path.is_file():
+            refuse_holes(path, HINT)
     _check_listed(checkpoint, state)
     for name, size in state["files"].items():
         path = checkpoint / name

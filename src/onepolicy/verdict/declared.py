@@ -82,10 +82,11 @@ def declared_of(settings: Mapping[str, Any]) -> Declared:
     lora = _section(settings, "train", "lora")
     found: list[Format] = ["bfloat16"]
     named = (quant.get("format"), lora.get("base"))
-    found += [FORMATS[name] for name in named if name in FORMATS]
+    found += [FORMATS[name] for name in named if isinstance(name, str) and name in FORMATS]
     if quant.get("format") == "simulated":
         found.append("int8")
-        if quant.get("bits", 4) <= FEW_BITS:
+        bits = quant.get("bits", 4)
+        if not isinstance(bits, int) or bits <= FEW_BITS:
             found.append("4bit")
     coarsest = max(found, key=lambda name: CEILINGS[name])
     return Declared(coarsest, forced=bool(_section(settings, "rollout", "pressure")))

@@ -154,6 +154,17 @@ def test_a_config_fetches_no_kernel(change, monkeypatch, name):
     assert load_model(model, torch.float32, CPU).config._attn_implementation in ("sdpa", "eager")
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_a_file_of_holes_is_not_read(change, tmp_path, file):
+    """The limits of a tokenizer's trial would grow with it."""
+    model = change({})
+    with (tmp_path / file).open("ab") as made:
+        made.truncate(2**40)
+    for load in (read_config, load_tokenizer, lambda model: load_model(model, torch.float32, CPU)):
+        with pytest.raises(UsageError, match=rf"{file}: is 1,024 GiB long, nearly all of it holes"):
+            load(model)
+
+
 ADAPTERS = [
     (b"[" * 100_000, "damaged: RecursionError"),
     (b"[]", "damaged: TypeError"),

@@ -8,9 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
-import safetensors.numpy
 
 from onepolicy.audit import read_run
 from onepolicy.config import UsageError
@@ -28,7 +26,7 @@ from onepolicy.run.log import read_metrics, truncate_after
 from onepolicy.run.summary import summarise
 from onepolicy.train import checkpoint
 from support.fuzz import SLOW, survives
-from support.report_run import make_fixture_run
+from support.report_run import make_fixture_run, own_probe
 
 STRANGE = (
     *(None, True, False, "", "x", "1", "\ud800", "\0", "../..", "/etc", [], [1], {}, {"x": 1}),
@@ -67,22 +65,6 @@ def run(tmp_path_factory):
     (path / "probes" / "step_00010.safetensors").unlink()  # lacks what `onepolicy audit` reads
     own_probe(path / "probes" / "step_00012.safetensors")
     return path
-
-
-def own_probe(path):
-    n = 8
-    floats = ("logp_rollout", "logp_trainer", "logp_trainer_native")
-    tensors = {name: -np.linspace(0.1, 2, n, dtype=np.float32) for name in floats}
-    tensors["entropy"] = np.linspace(0.1, 2, n, dtype=np.float32)
-    tensors |= {"version": np.zeros(n, np.int32), "tokens": np.arange(n)}
-    tensors |= {"segment": np.arange(n) // 4, "experts_differing": np.array([5, 2, 1])}
-    tensors["disagree_per_token"] = np.arange(n, dtype=np.int32)
-    tensors["disagree_per_layer"] = np.full(2, 0.1, np.float32)
-    tensors["routes_rollout"] = np.zeros((n, 2, 2), np.int32)
-    tensors["routes_trainer"] = tensors["routes_rollout"]
-    fast = json.dumps({"numerics": "fast"})
-    about = {"fingerprint": fast, "rollout": json.dumps([fast])}
-    safetensors.numpy.save_file(tensors, path, metadata=about)
 
 
 def read_report(run):

@@ -1,5 +1,6 @@
 """Intervals over blocks of steps: their ends by hand, and how often they hold the truth."""
 
+import tracemalloc
 from statistics import NormalDist
 
 import numpy as np
@@ -53,6 +54,20 @@ def test_intervals_hold_the_truth_19_times_in_20(monkeypatch, subtests):
             held += not found.excludes(0)
         with subtests.test(steps=steps):
             assert 0.91 <= held / runs <= 0.985  # a standard error is 0.015
+
+
+def test_the_draws_of_a_long_run_are_not_held_at_once(monkeypatch):
+    """The numbers are those of all draws at once, to the bit."""
+    pairs = np.random.default_rng(1).standard_normal((2, 600))
+    peaks, found = [], []
+    for at_once in (2**40, 2**12):
+        monkeypatch.setattr(comparison, "DRAWN_AT_ONCE", at_once)
+        tracemalloc.start()
+        found.append(interval(pairs, difference))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert found[0] == found[1]
+    assert peaks[1] < peaks[0] / 10
 
 
 def test_two_equal_curves_have_an_interval_of_no_width():

@@ -332,6 +332,29 @@ def test_subsample_keeps_the_extremes():
 
 def test_trailing_mean_by_hand():
     assert trailing_mean([1.0, 3.0, math.nan, 5.0], 2) == [1.0, 2.0, 3.0, 5.0]
+    assert trailing_mean([1e100, 1.0, 0.1, 0.3], 2)[2:] == [0.55, 0.2]
+
+
+class Counted(list):
+    """A list that counts the values that are read from it."""
+
+    read = 0
+
+    def __iter__(self):
+        self.read += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self.read += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+def test_a_trailing_mean_reads_no_value_for_every_window_that_it_is_in():
+    """A long run has windows of thousands of steps."""
+    values = Counted([0.5] * 1000)
+    assert trailing_mean(values, 100) == [0.5] * 1000
+    assert values.read < 5 * 1000
 
 
 def test_time_split_adds_up(run_folder):

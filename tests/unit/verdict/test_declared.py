@@ -19,6 +19,8 @@ from onepolicy.verdict.declared import CEILINGS, TOO_FAR, Declared, declared_of
         ({"rollout": {"quant": {"format": "simulated", "bits": 8}}}, "int8"),
         ({"rollout": {"quant": {"format": "simulated"}}}, "4bit"),
         ({"rollout": "damaged"}, "bfloat16"),
+        ({"rollout": {"quant": {"format": ["int8"]}}, "train": {"lora": {"base": {}}}}, "bfloat16"),
+        ({"rollout": {"quant": {"format": "simulated", "bits": "8"}}}, "4bit"),
     ],
 )
 def test_the_coarsest_format_of_the_settings_counts(settings, number_format) -> None:

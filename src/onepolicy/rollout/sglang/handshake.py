@@ -175,8 +175,9 @@ def _parse_object(reply: Any) -> dict[str, Any]:
 
 
 def _parse_server_info(reply: Any) -> dict[str, Any]:
-    """Return the server's settings. Raise MalformedReply if a number we use is no count."""
+    """Return the server's settings. Raise MalformedReply if one that we use is of another type."""
     info = _parse_object(reply)
+    _adapter_limits(info)
     for name in ("sampling_mask_max_tokens", "max_req_input_len"):
         if name in info:
             get_count(info, name, MAX_COUNT)

@@ -36,7 +36,7 @@ from onepolicy.rollout.servers.http import (
     RequestGate,
     make_clients,
 )
-from onepolicy.rollout.servers.replies import MalformedReply, get_field
+from onepolicy.rollout.servers.replies import MalformedReply
 from onepolicy.rollout.servers.start_up import (
     check_processed_logprobs,
     connect_engine,
@@ -61,6 +61,7 @@ from onepolicy.rollout.vllm.weight_update import (
     broadcast_adapter,
     broadcast_weights,
     load_weight_files,
+    read_results,
     write_adapter_files,
     write_weight_files,
 )
@@ -363,7 +364,7 @@ class VLLMServer:
         return await (client or self.client).post(
             "/collective_rpc",
             body,
-            parse=lambda reply: get_field(reply, "results", list),
+            parse=partial(read_results, method=method, workers=self._connected_info.workers),
             timeout_s=timeout_s,
         )
 

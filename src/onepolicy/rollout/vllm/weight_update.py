@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onepolicy.config import TrainingError, VLLMServerConfig
 from onepolicy.interfaces import NamedWeights
+from onepolicy.rollout.servers.replies import MalformedReply, get_field
 from onepolicy.rollout.servers.update_ends import run_both_ends, sender_address
 from onepolicy.sync.broadcast import Sender
 from onepolicy.sync.checksum import ChecksumAccumulator, ChecksumTable
@@ -20,6 +21,32 @@ from onepolicy.sync.weight_files import WeightFiles
 
 CallWorkers = Callable[..., Awaitable[list[Any]]]
 """A function of a worker method's name and arguments that returns each worker's result."""
+REPORTED = {
+    "onepolicy_load_files": ("difference",),
+    "onepolicy_receive": ("problem",),
+    "onepolicy_receive_adapter": ("problem", "folder"),
+    "onepolicy_read_adapter": ("difference", "folder"),
+}
+"""Worker method -> the fields of its result, each a text or null."""
+
+
+def read_results(reply: Any, method: str, workers: int) -> list[Any]:
+    """Return each worker's result of a method.
+
+    Raises MalformedReply unless every worker has one, with the method's fields.
+    """
+    results: list[Any] = get_field(reply, "results", list)
+    if method not in REPORTED:
+        return results
+    if len(results) != workers:
+        raise MalformedReply(f"results of {method}: {len(results)} of {workers} workers")
+    for result in results:
+        for name in REPORTED[method]:
+            if not isinstance(result, dict) or name not in result:
+                raise MalformedReply(f"results of {method}: one has no {name}")
+            if result[name] is not None:
+                get_field(result, name, str)
+    return results
 
 
 def write_weight_files(
@@ -119,8 +146,8 @@ async def write_adapter_files(
 
 
 def _folder_of(result: Any) -> str:
-    folder = result["folder"]
-    if not isinstance(folder, str) or not folder:
+    folder: str = result["folder"]
+    if not folder:
         raise TrainingError("weight sync: the vLLM server did not say where it put the adapter")
     return folder
 

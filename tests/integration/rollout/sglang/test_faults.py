@@ -13,6 +13,7 @@ from support.fake_sglang import VOCAB
 from support.http_server import Reply
 from support.sglang_engines import PROMPT, open_engine, play
 
+ADAPTERS = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all"]}
 UNFIT = [
     ({"version": "0.5.22"}, r"is not SGLang 0\.5\.23"),
     ({"dtype": "bfloat16"}, "server runs bfloat16"),
@@ -25,6 +26,8 @@ UNFIT = [
     ({"tp_size": 0}, "tp_size is 0, expected 1 to 4096"),
     ({"tp_size": 10**8}, "tp_size is 100000000, expected 1 to 4096"),
     ({"version": "x" * 10**5}, r"characters left out"),
+    (ADAPTERS | {"lora_target_modules": "all"}, "lora_target_modules is str, expected list"),
+    (ADAPTERS | {"max_lora_rank": -1}, "max_lora_rank is -1, expected 0"),
     ({"enable_hierarchical_cache": True}, "issues/26975"),
     ({"disaggregation_mode": "decode"}, "no routes of the prompt"),
     ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm=EAGLE"),

@@ -227,3 +227,27 @@ def test_a_canary_of_another_length_is_refused(fake, canary):
     fake.told = {"initial_canary": canary}
     with pytest.raises(UsageError, match=f"a canary of {len(canary)} numbers .*, expected "):
         asyncio.run(reattach_engine(connected(fake), vocab=VOCAB))
+
+
+REPORTS = [
+    ({"results": []}, "results of onepolicy_{}: 0 of 1 workers"),
+    ({"results": [{"problem": None, "difference": None}] * 2}, "2 of 1 workers"),
+    ({"results": [None]}, "one has no (problem|difference)"),
+    ({"results": [{}]}, "one has no (problem|difference)"),
+    ({"results": [{"problem": [1], "difference": [1]}]}, "(problem|difference) is list, expected"),
+    ({"results": 3}, "results is int, expected list"),
+]
+
+
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+def test_what_workers_say_of_an_update_is_checked(fake, checkpoints, subtests, sync):
+    method = {"gloo": "receive", "disk": "load_files"}[sync]
+    for told, message in REPORTS:
+        engine = connected(fake, retries=0, sync=sync)
+        fake.spoil["/collective_rpc"] = lambda reply, _, told=told: told
+        refused = pytest.raises(TrainingError, match=message.format(method))
+        with subtests.test(told=told), refused as caught:
+            load(engine, checkpoints[1], 1)
+        assert fake.server.url + "/collective_rpc" in str(caught.value)
+        fake.spoil.clear()
+        fake.weights = "default"  # as after a restart, for the next engine

@@ -46,10 +46,16 @@ def test_a_token_that_cannot_be_sent_is_refused_and_not_repeated(monkeypatch, su
             assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_token_given_in_place_of_its_variable_is_not_repeated():
-    with pytest.raises(UsageError, match="not the name of an environment variable") as caught:
-        EngineClient("http://127.0.0.1:1", token_env=SECRET, server="the server")
-    assert SECRET not in str(caught.value)
+@pytest.mark.parametrize(
+    "given", [SECRET, "hunter2secret", "ghp_16C7e42F292c6912", "d41d8cd98f00b204", "A1B2C3D4E5F6"]
+)
+def test_a_token_given_in_place_of_its_variable_is_not_repeated(given):
+    """Most of them could be names of variables, which are not set."""
+    with pytest.raises(UsageError, match=r"name of an environment variable|put the token") as no:
+        EngineClient("http://127.0.0.1:1", token_env=given, server="the server")
+    assert given not in str(no.value)
+    with pytest.raises(UsageError, match="the environment variable ENGINE_TOKEN_2 is not set"):
+        EngineClient("http://127.0.0.1:1", token_env="ENGINE_TOKEN_2", server="the server")
 
 
 def test_a_server_that_repeats_the_token_is_quoted_without_it(monkeypatch):
