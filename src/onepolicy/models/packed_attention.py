@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from onepolicy.models import flash
+from onepolicy.models.recurrent.segments import Row, Segments
 
 NAME = "onepolicy_packed"
 UNSUPPORTED = ("softcap", "position_bias", "block_mask")
@@ -56,6 +57,12 @@ class Packing:
     order: Tensor | None
     bounds: Tensor  # [S + 1] int32, first slot of each sample, and T
     longest: int  # slots of the longest sample
+    segments: Segments | None = None  # for recurrent layers; None: they cannot compute it
+
+    def recurrent_row(self, layer: int) -> Row:
+        """Return the row as recurrent layers compute it, each sample from no state."""
+        assert self.segments is not None, "prompts are not shared by recurrent layers"
+        return Row(self.segments)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: Causal) -> Tensor:
         """Return causal attention of every sample.
@@ -82,7 +89,8 @@ class Packing:
         if not bool((slots[1:] > slots[:-1]).all()):
             order = torch.argsort(slots)
         bounds = cu_seqlens.to(device, torch.int32)
-        return cls(tuple(buckets), order, bounds, spans[0][0])
+        segments = Segments(tuple(cu_seqlens.diff().tolist()), device)
+        return cls(tuple(buckets), order, bounds, spans[0][0], segments)
 
 
 def _bucket(spans: list[tuple[int, int]], multiple: int, device: torch.device) -> Bucket:

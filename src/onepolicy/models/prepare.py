@@ -9,8 +9,11 @@ from transformers import PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.models import experts, linear, packed_attention, rms_norm, rotary
 from onepolicy.models.packed_attention import Packing
+from onepolicy.models.recurrent.layers import install_recurrent
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
+WITHOUT_TOKENS = {"moe", "mlp"}  # layers that see one token at a time
+RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "recurrent"}
 LENGTHS = (7, 4)  # tokens of the two samples of the check
 RULED_OUT = 1e4
 """Distance in nats from the row's largest logit at which a token's probability is 0 in float32.
@@ -25,7 +28,7 @@ def recurrent_layers(model: PreTrainedModel) -> str:
     """Return the kinds of layers that are not attention to earlier tokens; "" if there are none."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    recurrent = set(kinds or []) - ATTENTION_LAYERS
+    recurrent = set(kinds or []) - ATTENTION_LAYERS - WITHOUT_TOKENS
     if not recurrent and model._is_stateful:
         return "recurrent"
     return ", ".join(sorted(recurrent))
@@ -36,19 +39,16 @@ def prepare_for_training(
 ) -> None:
     """Select packed attention, onepolicy's experts, norms and RoPE, on a CPU its linear layers.
 
+    Recurrent layers get operators that know where samples begin.
     compute: dtype of the forward, if it is not that of the parameters.
 
     Raises:
         UsageError: the weights are damaged, or packing would change the model's logits. Samples
-            would share recurrent state, and attention that a family expresses by a mask (chunks,
-            alibi) would be lost.
+            would share the state of recurrent layers whose operators are unknown, and attention
+            that a family expresses by a mask (chunks, alibi) would be lost.
     """
-    config, kinds = model.config.get_text_config(), recurrent_layers(model)
-    if kinds:
-        raise UsageError(
-            f"model.path: {type(model).__name__} has {kinds} layers, which packed samples would "
-            "share; train a family whose layers are full or sliding attention"
-        )
+    config = model.config.get_text_config()
+    _install_recurrent(model)
     with torch.no_grad():
         alone = torch.cat([_logits(model, ids[None]) for ids in _samples(model, device)])
         _check_logits(model, alone)
@@ -72,6 +72,21 @@ def prepare_for_training(
             f"model.path: {type(model).__name__} computes other logits for packed samples than for "
             f"them alone (off by {off:.2f} standard deviations); this family cannot be trained "
             "packed"
+        )
+
+
+def _install_recurrent(model: PreTrainedModel) -> None:
+    """Install packed recurrent layers. Raises UsageError if the model has others."""
+    kinds = recurrent_layers(model)
+    if not kinds:
+        return
+    unknown = ", ".join(sorted(set(kinds.split(", ")) - RECURRENT_LAYERS))
+    if not unknown and not install_recurrent(model):
+        unknown = kinds
+    if unknown:
+        raise UsageError(
+            f"model.path: {type(model).__name__} has {unknown} layers, whose operators onepolicy "
+            "does not know, so packed samples would share them; train a family of docs/hybrids.md"
         )
 
 
