@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -9,6 +11,7 @@ from transformers import PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.models import experts, linear, packed_attention, rms_norm, rotary
 from onepolicy.models.packed_attention import Packing
+from onepolicy.models.packing_check import check_packing
 from onepolicy.models.recurrent.layers import install_recurrent
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -68,10 +71,12 @@ def prepare_for_training(
     together, alone = together[~ruled_out], alone[~ruled_out]
     off = ((together - alone).abs().mean() / alone.std()).item()
     if not off < TOLERANCE[compute or model.dtype]:
+        found = check_packing(model, partial(_packed_logits, model))
+        where = f", first in {found.layer}" if found.layer else ""
         raise UsageError(
             f"model.path: {type(model).__name__} computes other logits for packed samples than for "
-            f"them alone (off by {off:.2f} standard deviations); this family cannot be trained "
-            "packed"
+            f"them alone (off by {off:.2f} standard deviations{where}); this family cannot be "
+            "trained packed"
         )
 
 

@@ -1,4 +1,4 @@
-"""Where the samples of a packed row begin, and the chunks in which recurrent operators scan them.
+"""Bounds of a packed row's samples, and the chunks in which recurrent operators scan them.
 
 A sample that begins has no state, so no operator may carry one over a boundary. A chunk holds
 tokens of one sample only. The scan over chunks takes all samples at once, so it has as many steps
