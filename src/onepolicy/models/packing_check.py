@@ -1,4 +1,4 @@
-"""Are packed samples computed as they are alone? If not, which layer is the first that differs?
+"""Comparison of a packed forward with samples alone; it names the first layer that differs.
 
 Layers that carry a state or a convolution from token to token (linear attention, Mamba), and
 attention kernels, must be told where samples begin. Many ignore it without an error.
@@ -131,7 +131,10 @@ def _run(model: PreTrainedModel, call: Forward, samples: list[Tensor]) -> dict[s
 def _recording(model: nn.Module, rows: int, seen: dict[str, Seen]) -> Iterator[None]:
     def recorder(name: str) -> Callable[..., None]:
         def record(_: nn.Module, args: Any, arguments: dict[str, Any], output: Any) -> None:
-            out = _rows([output] if isinstance(output, Tensor) else output, rows)
+            written = output
+            if isinstance(output, Tensor):
+                written = [output]
+            out = _rows(written, rows)
             if out is not None:
                 seen[name] = _rows([*args, *arguments.values()], rows), out
 

@@ -12,7 +12,7 @@ from onepolicy.config import UsageError
 from onepolicy.models import experts, linear, packed_attention, rms_norm, rotary
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.packing_check import check_packing
-from onepolicy.models.recurrent.layers import install_recurrent
+from onepolicy.models.recurrent.layers import install_recurrent, knows_recurrent
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 WITHOUT_TOKENS = {"moe", "mlp"}  # layers that see one token at a time
@@ -35,6 +35,14 @@ def recurrent_layers(model: PreTrainedModel) -> str:
     if not recurrent and model._is_stateful:
         return "recurrent"
     return ", ".join(sorted(recurrent))
+
+
+def unknown_layers(model: PreTrainedModel) -> str:
+    """Return the kinds among `recurrent_layers` whose operators are not known; "" if none is."""
+    kinds = recurrent_layers(model)
+    if kinds and not knows_recurrent(model):
+        return kinds
+    return ", ".join(sorted(set(kinds.split(", ")) - RECURRENT_LAYERS - {""}))
 
 
 def prepare_for_training(
@@ -82,17 +90,13 @@ def prepare_for_training(
 
 def _install_recurrent(model: PreTrainedModel) -> None:
     """Install packed recurrent layers. Raises UsageError if the model has others."""
-    kinds = recurrent_layers(model)
-    if not kinds:
-        return
-    unknown = ", ".join(sorted(set(kinds.split(", ")) - RECURRENT_LAYERS))
-    if not unknown and not install_recurrent(model):
-        unknown = kinds
+    unknown = unknown_layers(model)
     if unknown:
         raise UsageError(
             f"model.path: {type(model).__name__} has {unknown} layers, whose operators onepolicy "
             "does not know, so packed samples would share them; train a family of docs/hybrids.md"
         )
+    install_recurrent(model)
 
 
 def _check_logits(model: PreTrainedModel, logits: Tensor) -> None:

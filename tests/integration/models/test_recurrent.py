@@ -5,6 +5,7 @@ import torch
 
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
+from support.models import VOCAB
 from support.recurrent_models import DENSE, MOE, hybrid
 from support.replay_models import take_grads
 
@@ -19,15 +20,15 @@ def packed_logits(model, paths):
     return model(input_ids=ids, position_ids=places, use_cache=False, packing=packing).logits[0]
 
 
-def samples(vocabulary):
+def samples():
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, vocabulary, (n,), generator=generator) for n in LENGTHS]
+    return [torch.randint(0, VOCAB, (n,), generator=generator) for n in LENGTHS]
 
 
 @pytest.mark.parametrize("family", [*MOE, *DENSE])
 def test_packed_equals_one_by_one(family):
     model = hybrid(family)
-    paths = samples(model.config.get_text_config().vocab_size)
+    paths = samples()
     alone = torch.cat([model(input_ids=p[None], use_cache=False).logits[0] for p in paths])
     weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(2))
     (alone * weights).sum().backward()
@@ -43,7 +44,7 @@ def test_packed_equals_one_by_one(family):
 def test_recomputed_activations_know_the_samples():
     model = hybrid("qwen3_5_text")
     prepare_for_training(model, CPU)
-    paths, grads = samples(61), []
+    paths, grads = samples(), []
     for checkpoint in (False, True):
         if checkpoint:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -56,7 +57,7 @@ def test_recomputed_activations_know_the_samples():
 
 def test_a_forward_that_is_not_packed_is_transformers_own():
     model = hybrid("lfm2")
-    ids = samples(61)[0][None]
+    ids = samples()[0][None]
     layer = model.model.layers[0]
     hidden = model.model.embed_tokens(ids)
     (expected,) = [layer(hidden)]

@@ -28,15 +28,30 @@ def causal_conv(
 ) -> Tensor:
     """Return [1, D, T]: the sum of the last K tokens of a sample, weighted; zeros before it."""
     x = hidden_states[0].transpose(0, 1)  # [T, D]
-    table, first = _windows(row, x, weight.shape[1] - 1)
     taps = weight.to(x.dtype).t()  # [K, D]
-    out: Tensor = _Taps.apply(table, taps, first)
+    if row.decodes:
+        out = _next(row, x, taps.float())
+    else:
+        table, first = _windows(row, x, len(taps) - 1)
+        out = _Taps.apply(table, taps, first)
     if bias is not None:
         out = out + bias.float()
     out = out.to(x.dtype)
     if activation is not None:
         out = ACT2FN[activation](out)
     return out.transpose(0, 1)[None]
+
+
+def _next(row: Row, x: Tensor, taps: Tensor) -> Tensor:
+    """Return the outputs [T, D] of one token a sample."""
+    before = row.before(STATE, x, len(taps) - 1, x.shape[1])
+    window = torch.cat([before, x[:, None]], 1)
+    row.after(STATE, window[:, 1:])
+    rows = window.float()
+    out = rows[:, 0] * taps[0]
+    for j in range(1, len(taps)):
+        out.addcmul_(rows[:, j], taps[j])
+    return out
 
 
 def _windows(row: Row, x: Tensor, reach: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.models.recurrent.segments import Row
+from onepolicy.models.recurrent.segments import Row, without_autocast
 
 CHUNK = 64  # tokens, as in fla and in transformers
 CHANNEL_CHUNK = 16  # with a decay per channel a chunk needs size^2 * channels numbers
@@ -31,22 +31,24 @@ def delta_rule(
     *,
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
-) -> tuple[Tensor, None]:
-    """Return o [1, T, H, Dv], and no state: the row keeps those that are wanted."""
-    with torch.autocast(query.device.type, enabled=False):
+) -> tuple[Tensor, Tensor]:
+    """Return o [1, T, H, Dv], and the samples' last states, which the row has kept."""
+    with without_autocast(query):
         q, k, v, decay, b = (x[0].float() for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             q, k = _normed(q), _normed(k)
-        out = _scan(row, q * q.shape[-1] ** -0.5, k, v, decay, b)
-    return out.to(query.dtype)[None], None
+        out, states = _scan(row, q * q.shape[-1] ** -0.5, k, v, decay, b)
+    return out.to(query.dtype)[None], states
 
 
 def _normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)
 
 
-def _scan(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -> Tensor:
-    """Return o [T, H, Dv] of float32 tokens [T, H, ..]."""
+def _scan(
+    row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return o [T, H, Dv] of float32 tokens [T, H, ..], and the states [S, H, Dk, Dv]."""
     per_channel = decay.dim() == 3
     size = CHANNEL_CHUNK if per_channel else CHUNK
     chunks = row.chunks(size)
@@ -78,5 +80,6 @@ def _scan(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -
         return state * kept[step] + k[step].mT @ written
 
     before = row.before(STATE, q, q.shape[1], k.shape[-1], v.shape[-1])
-    row.after(STATE, chunks.scan(before, advance))
-    return chunks.read(torch.cat(outputs).transpose(1, 2))
+    states = chunks.scan(before, advance)
+    row.after(STATE, states)
+    return chunks.read(torch.cat(outputs).transpose(1, 2)), states

@@ -78,6 +78,11 @@ def install_recurrent(model: nn.Module) -> int:
     return found
 
 
+def knows_recurrent(model: nn.Module) -> bool:
+    """Return whether the model has recurrent layers whose operators are known."""
+    return any(isinstance(m, Recurrent) or _operators(type(m)) for m in model.modules())
+
+
 def own_forward(layer: type[nn.Module]) -> FunctionType | None:
     """Return the function in which this class calls its operators, None if it is none of Python."""
     forward = inspect.unwrap(layer.forward)
@@ -99,7 +104,9 @@ def _give_row(layer: nn.Module, args: Any, arguments: dict[str, Any]) -> None:
 
     The layer gets the argument again when its activations are recomputed.
     """
-    packed = arguments.get("packing") or arguments.get("kv_cache_step")
+    packed: Any = arguments.get("packing")
+    if "kv_cache_step" in arguments:
+        packed = arguments["past_key_values"]
     for mixer in layer.children():
         if isinstance(mixer, Recurrent):
             mixer.row = None

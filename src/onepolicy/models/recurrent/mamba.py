@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from onepolicy.models.recurrent.segments import Row
+from onepolicy.models.recurrent.segments import Row, without_autocast
 
 CHUNK = 64  # tokens
 STATE = "selective scan"
@@ -39,7 +39,7 @@ def mamba2_scan(
 
     chunk_size: of the family's kernel, which changes rounding alone; the chunks here are CHUNK.
     """
-    with torch.autocast(hidden_states.device.type, enabled=False):
+    with without_autocast(hidden_states):
         x, b, c = (t[0].float() for t in (hidden_states, B, C))
         steps = F.softplus(dt[0].float() + dt_bias.float()).clamp(*dt_limit)
         out = _scan_heads(row, x * steps[..., None], steps * A.float(), b, c)
@@ -88,7 +88,7 @@ def mamba_scan(
     **_: Any,
 ) -> Tensor | tuple[Tensor, None]:
     """Return y [1, D, T] times the gate, beside None if states are asked for."""
-    with torch.autocast(hidden_states.device.type, enabled=False):
+    with without_autocast(hidden_states):
         x, b, c = (t[0].t().float() for t in (hidden_states, B, C))
         steps = F.softplus(dt[0].t().float() + delta_bias.float())
         out = _scan_channels(row, x * steps, steps, A.float(), b, c) + D.float() * x

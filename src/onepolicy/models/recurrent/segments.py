@@ -8,9 +8,10 @@ as the longest sample has chunks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -133,9 +134,14 @@ class Row:
     segments: Segments
     states: States | None = None  # None: every sample begins anew, and leaves nothing behind
 
+    @property
+    def decodes(self) -> bool:
+        """True if an engine feeds one token a sample."""
+        return self.states is not None and max(self.segments.lengths) == 1
+
     def chunks(self, size: int) -> Chunks:
-        """Return the chunks to scan: of one token each where an engine feeds one token a sample."""
-        if self.states is not None and max(self.segments.lengths) == 1:
+        """Return the chunks to scan: those of a decoding row have one token."""
+        if self.decodes:
             size = 1
         return self.segments.chunks(size)
 
@@ -153,3 +159,10 @@ class Row:
 
 
 RUNNING: ContextVar[Row] = ContextVar("row of the recurrent layer that runs")
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which float32 products stay float32, as in kernels of these scans."""
+    if x.device.type == "meta":  # which knows no autocast
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)

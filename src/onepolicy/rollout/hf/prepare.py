@@ -15,6 +15,7 @@ from onepolicy.invariant.enable import enable_invariant
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import fp32_head
 from onepolicy.models.fp32_head import Fp32Head
+from onepolicy.models.prepare import unknown_layers
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.adapter import HeldAdapter
 from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
@@ -25,7 +26,6 @@ from onepolicy.rollout.hf.pressure import Pressure
 from onepolicy.rollout.hf.scheduler import InterruptibleBatch
 from onepolicy.rollout.hf.static_batch import StaticBatch
 
-KV_CACHE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # rotary frequencies that depend on the longest sequence of the batch
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 FIRST_PRIORITY = -1  # of a decode step's short kernels over the learner's long ones
@@ -87,17 +87,16 @@ def make_batch(
 
 
 def needs_static_batch(model: PreTrainedModel) -> bool:
-    """Return whether the model carries more than attention keys and values between tokens.
+    """Return whether the model carries more between tokens than the KV cache holds.
 
-    Sliding attention counts as attention. Sparse attention keeps an index beside the keys.
+    It holds keys and values, and states of recurrent layers whose operators are known. Sliding
+    attention counts as attention. Sparse attention keeps an index beside the keys.
     """
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     rope = getattr(config, "rope_parameters", None) or {}
     has_sparse_attention = getattr(config, "index_topk", None) is not None
     return (
-        model._is_stateful
-        or not set(kinds) <= KV_CACHE_LAYERS
+        bool(unknown_layers(model))
         or rope.get("rope_type") in BATCH_DEPENDENT_ROPE
         or has_sparse_attention
     )
