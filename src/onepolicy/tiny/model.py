@@ -18,6 +18,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -45,20 +47,36 @@ def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(config: PolicyConfig, vocab_size: int) -> Qwen3MoeForCausalLM:
+def make_model(config: PolicyConfig, vocab_size: int) -> PreTrainedModel:
     """Return a MoE model, randomly initialised from config.seed."""
     torch.manual_seed(config.seed)
+    shape = _shape(config, vocab_size) | {
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.top_k,
+        "moe_intermediate_size": config.expert_size,
+        "router_aux_loss_coef": config.load_balance,
+    }
+    if config.recurrent:
+        return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**shape, **_recurrent_shape(config)))
     return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **_shape(config, vocab_size),
-            intermediate_size=2 * config.hidden_size,
-            num_experts=config.experts,
-            num_experts_per_tok=config.top_k,
-            moe_intermediate_size=config.expert_size,
-            norm_topk_prob=True,
-            router_aux_loss_coef=config.load_balance,
-        )
+        Qwen3MoeConfig(**shape, intermediate_size=2 * config.hidden_size, norm_topk_prob=True)
     )
+
+
+def _recurrent_shape(config: PolicyConfig) -> dict[str, Any]:
+    """Return the settings of layers of the gated delta rule, as wide as those of attention."""
+    period = config.recurrent + 1
+    return {
+        "layer_types": [
+            "full_attention" if layer % period == config.recurrent else "linear_attention"
+            for layer in range(config.layers)
+        ],
+        "linear_num_key_heads": config.kv_heads,
+        "linear_num_value_heads": config.heads,
+        "linear_key_head_dim": config.head_dim,
+        "linear_value_head_dim": config.head_dim,
+        "shared_expert_intermediate_size": config.expert_size,
+    }
 
 
 def make_dense(config: PolicyConfig, vocab_size: int) -> Qwen3ForCausalLM:
