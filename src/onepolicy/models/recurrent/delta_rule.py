@@ -37,12 +37,27 @@ def delta_rule(
         q, k, v, decay, b = (x[0].float() for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             q, k = _normed(q), _normed(k)
-        out, states = _scan(row, q * q.shape[-1] ** -0.5, k, v, decay, b)
+        compute = _next if row.decodes else _scan
+        out, states = compute(row, q * q.shape[-1] ** -0.5, k, v, decay, b)
     return out.to(query.dtype)[None], states
 
 
 def _normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)
+
+
+def _next(
+    row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `_scan` of one token a sample, by the rule itself."""
+    state = row.before(STATE, q, *k.shape[1:], v.shape[-1])
+    if decay.dim() == 2:
+        decay = decay[..., None]
+    state = state * decay.exp()[..., None]
+    written = b[..., None] * (v - (k[:, :, None] @ state)[:, :, 0])
+    state = torch.addcmul(state, k[..., None], written[:, :, None])
+    row.after(STATE, state)
+    return (q[:, :, None] @ state)[:, :, 0], state
 
 
 def _scan(

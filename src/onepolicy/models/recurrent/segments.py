@@ -29,6 +29,7 @@ class Chunks:
     steps: tuple[slice, ...]  # chunks of each step
     order: Tensor  # [S] int64, the samples, longest first
     inverse: Tensor  # [S] int64, place of each sample in `order`
+    in_place: bool  # a chunk is a token and a sample, so nothing is moved
 
     @property
     def count(self) -> int:
@@ -36,11 +37,15 @@ class Chunks:
 
     def fill(self, x: Tensor) -> Tensor:
         """Return [chunks, size, ...] of tokens [T, ...], with zeros where there is no token."""
+        if self.in_place:
+            return x[:, None]
         table = x.new_zeros(self.count * self.size, *x.shape[1:])
         return table.index_copy(0, self.places, x).unflatten(0, (-1, self.size))
 
     def read(self, chunks: Tensor) -> Tensor:
         """Return the tokens [T, ...] of chunks [chunks, size, ...]."""
+        if self.in_place:
+            return chunks[:, 0]
         return chunks.flatten(0, 1).index_select(0, self.places)
 
     def scan(self, state: Tensor, advance: Callable[[slice, Tensor], Tensor]) -> Tensor:
@@ -48,6 +53,8 @@ class Chunks:
 
         advance: maps a step's chunks and the states before them to the states after them.
         """
+        if self.in_place:
+            return advance(self.steps[0], state)
         state, ended = state.index_select(0, self.order), []
         for chunks in self.steps:
             going_on = chunks.stop - chunks.start
@@ -112,6 +119,7 @@ class Segments:
             tuple(slice(a, b) for a, b in zip(starts, ends.tolist(), strict=True)),
             order.to(self.device),
             inverse.to(self.device),
+            in_place=size == 1 and int(per_sample.max()) == 1,
         )
 
 
