@@ -167,7 +167,7 @@ def _rows(found: Any, rows: int) -> Tensor | None:
 def _compare(
     alone: dict[str, list[Seen]], packed: dict[str, Seen], tolerance: float
 ) -> PackingCheck:
-    first, samples = "", ()
+    first, samples = "", tuple[int, ...]()
     for name, (read, written) in packed.items():
         singles = alone.get(name, [])
         if len(singles) != len(LENGTHS) or not name:

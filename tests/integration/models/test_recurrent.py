@@ -6,7 +6,7 @@ import torch
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
 from support.models import VOCAB
-from support.recurrent_models import DENSE, MOE, hybrid
+from support.recurrent_models import FAMILIES, hybrid
 from support.replay_models import take_grads
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def samples():
     return [torch.randint(0, VOCAB, (n,), generator=generator) for n in LENGTHS]
 
 
-@pytest.mark.parametrize("family", [*MOE, *DENSE])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_one_by_one(family):
     model = hybrid(family)
     paths = samples()

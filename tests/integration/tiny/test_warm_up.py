@@ -39,7 +39,11 @@ def test_no_mistakes_before_the_switch_and_mistakes_after(mistakes_from):
     assert steps == SEEN[mistakes_from]
 
 
-@pytest.mark.parametrize("more", [{}, {"recurrent": 1, "layers": 2}], ids=["attention", "hybrid"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"recurrent": 1, "layers": 2}, marks=pytest.mark.full)],
+    ids=["attention", "hybrid"],
+)
 def test_it_learns_the_response_and_not_the_prompt(more):
     """No model knows the random letters of the prompts: their loss would stay at log 10."""
     shape = SMALL | more

@@ -8,7 +8,7 @@ from onepolicy.rollout.hf import forward
 from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
 from onepolicy.types import Sampling
 from support.engine_runs import check_against_stock, engine_of, prompts, ragged, run
-from support.recurrent_models import DENSE, MOE, hybrid
+from support.recurrent_models import FAMILIES, MOE, hybrid
 
 SHORT = 15  # tokens of a prompt, at most: random weights amplify rounding along a path
 
@@ -18,7 +18,7 @@ def engine(family, **settings):
     return engine_of(model, return_routes=family in MOE, max_len=100, **settings)
 
 
-@pytest.mark.parametrize("family", [*MOE, *DENSE])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logp_and_routes_are_the_stock_models(family):
     """Nine ragged requests on four rows, two of them siblings, with rows that are compacted."""
     paths = prompts(8, 3, SHORT)
@@ -79,7 +79,7 @@ def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
     check_against_stock(hybrid("bamba"), requests, run(engine("bamba"), requests))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "kimi_linear", "lfm2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "jamba", "kimi_linear", "lfm2"])
 def test_states_are_as_large_as_planned(family):
     tested = engine(family, max_num_seqs=1)
     run(tested, [(prompts(1, 5, 6)[0], Sampling(1.0, 2), 0)])
