@@ -57,7 +57,10 @@ def make_model(config: PolicyConfig, vocab_size: int) -> PreTrainedModel:
         "router_aux_loss_coef": config.load_balance,
     }
     if config.recurrent:
-        return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**shape, **_recurrent_shape(config)))
+        hybrid: PreTrainedModel = Qwen3_5MoeForCausalLM(
+            Qwen3_5MoeTextConfig(**shape, **_recurrent_shape(config))
+        )
+        return hybrid
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**shape, intermediate_size=2 * config.hidden_size, norm_topk_prob=True)
     )
