@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from onepolicy.models.cache_size import state_bytes
+from onepolicy.models.recurrent import layers
 from onepolicy.rollout.hf import forward
 from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
+from onepolicy.rollout.hf.static_batch import StaticBatch
 from onepolicy.types import Sampling
 from support.engine_runs import check_against_stock, engine_of, prompts, ragged, run
 from support.recurrent_models import FAMILIES, MOE, hybrid
@@ -41,17 +43,19 @@ def fed_tokens(monkeypatch):
 
 
 def test_siblings_fork_the_state_after_the_prompt(monkeypatch):
+    tested = engine("qwen3_5_moe_text")
     counts = fed_tokens(monkeypatch)
     (path,) = prompts(1, 12, 13)
     requests = [(path, Sampling(1.0, 6), seed) for seed in range(4)]
-    done = run(engine("qwen3_5_moe_text"), requests)
+    done = run(tested, requests)
     check_against_stock(hybrid("qwen3_5_moe_text"), requests, done)
     assert counts == [12]
     assert len({tuple(c.token_ids.tolist()) for c in done}) > 1
 
 
 def test_a_turn_goes_on_from_the_state_at_the_end_of_the_last(monkeypatch):
-    counts, tested = fed_tokens(monkeypatch), engine("nemotron_h")
+    tested = engine("nemotron_h")
+    counts = fed_tokens(monkeypatch)
     (path,) = prompts(1, 12, 13)
     fed = []
     for turn in range(3):
@@ -65,7 +69,8 @@ def test_a_turn_goes_on_from_the_state_at_the_end_of_the_last(monkeypatch):
 
 def test_a_part_of_a_row_is_no_state_to_go_on_from(monkeypatch):
     """A prompt that leaves the row's path before its end is fed whole."""
-    counts, tested = fed_tokens(monkeypatch), engine("nemotron_h")
+    tested = engine("nemotron_h")
+    counts = fed_tokens(monkeypatch)
     (path,) = prompts(1, 12, 13)
     run(tested, [(path, Sampling(1.0, 5), 0)])
     requests = [([*path, 60, 5], Sampling(1.0, 5), 1), (path, Sampling(1.0, 5), 1)]
@@ -87,3 +92,13 @@ def test_states_are_as_large_as_planned(family):
     with torch.device("meta"):
         empty = hybrid(family)
     assert state_bytes(empty) == sum(t.numel() * t.element_size() for t in held)
+
+
+def test_a_state_of_unknown_operators_runs_on_the_models_own_cache(monkeypatch):
+    """Of the operators the scan alone is unknown, so the cache would lose its state."""
+    monkeypatch.setattr(layers, "MADE", {})
+    monkeypatch.delitem(layers.OPERATORS, "torch_chunk_gated_delta_rule")
+    tested = engine("qwen3_5_text", max_num_seqs=2)
+    assert isinstance(tested.batch, StaticBatch)
+    requests = [(path, Sampling(1.0, 5), seed) for seed, path in enumerate(prompts(2, 9, 10))]
+    check_against_stock(hybrid("qwen3_5_text"), requests, run(tested, requests))
