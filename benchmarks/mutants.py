@@ -7,8 +7,8 @@
 
 A mutant is one comparison, constant, sign, bound, dropped statement or swapped argument. Lines are
 drawn with equal weight; docstrings, messages, annotations and raises are left out. Each mutant is
-tried with the tests that cover its line, the 200 quickest, for at most 60 s of CPU (three times that
-on the clock). `--tree` names another checkout, whose tests and sources are used. All is in
+tried with the tests that cover its line, the 200 quickest, for at most 60 s of CPU (three times
+that on the clock). `--tree` names another checkout, whose tests and sources are used. All is in
 runs/mutants; `run` goes on where it ended.
 """
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the names of _PUBLIC, for type checkers and editors
     from onepolicy.correct.reweight import finish, partials, reweight, slots
     from onepolicy.divergence.logprob import mismatch
     from onepolicy.divergence.routing import routing_disagreement
+    from onepolicy.models.packing_check import check_packing
     from onepolicy.replay.alignment import check_alignment
     from onepolicy.replay.axes import trace_from
     from onepolicy.replay.checks import RoutingError
@@ -50,6 +51,7 @@ _PUBLIC = {
     "slots": "onepolicy.correct.reweight",
     "mismatch": "onepolicy.divergence.logprob",
     "routing_disagreement": "onepolicy.divergence.routing",
+    "check_packing": "onepolicy.models.packing_check",
     "check_alignment": "onepolicy.replay.alignment",
     "trace_from": "onepolicy.replay.axes",
     "RoutingError": "onepolicy.replay.checks",
@@ -77,6 +79,7 @@ __all__ = [
     "__version__",
     "bind_routers",
     "check_alignment",
+    "check_packing",
     "combine",
     "diagnose",
     "finish",

@@ -13,7 +13,7 @@ import torch
 
 from onepolicy.config import HFEngineConfig, ModelConfig, RunConfig, UsageError, VLLMEngineConfig
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.models.cache_size import cached_elements
+from onepolicy.models.cache_size import cached_elements, state_bytes
 from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.models.empty import empty_model
@@ -48,6 +48,7 @@ class Sizes:
     shapes: tuple[tuple[int, int], ...]  # of parameters: rows, elements of a row
     vocab: int
     cached: int  # elements per token, over all layers
+    states: int  # bytes per sequence, of recurrent layers
     route_bytes: int  # per token, in the engine's cache
     has_rows: bool  # the embedded engine allocates a whole row for every sequence
 
@@ -72,6 +73,7 @@ def read_sizes(model: ModelConfig) -> Sizes:
         shapes=parameter_shapes(empty),
         vocab=int(text.vocab_size),
         cached=sum(cached_elements(text, layer) for layer in range(text.num_hidden_layers)),
+        states=state_bytes(empty),
         route_bytes=route_bytes,
         has_rows=not needs_static_batch(empty),
     )
@@ -185,7 +187,8 @@ def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: 
     margin = MARGIN
     if engine.max_len is not None:
         margin /= 2
-    room = memory.free - int(margin * memory.total) - learner - weights
+    states = engine.max_num_seqs * sizes.states
+    room = memory.free - int(margin * memory.total) - learner - weights - states
     fits = max(0, room) // per_position
     if trains and fits > slots:  # a sample is never split, so it may be more than a micro-batch
         per_slot = activations // slots

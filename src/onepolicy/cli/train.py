@@ -18,7 +18,7 @@ from onepolicy.cli.common import (
     refuse_model_path,
     warn_idle,
 )
-from onepolicy.cli.interrupts import INTERRUPTED, print_stopped_report
+from onepolicy.cli.process import INTERRUPTED, print_stopped_report
 from onepolicy.config import RunConfig, UsageError, load, resolve
 from onepolicy.config.idle import idle_settings
 from onepolicy.config.input_files import check_input_files, check_run_task

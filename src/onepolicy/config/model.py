@@ -95,7 +95,7 @@ class TrainConfig(Frozen):
     loss has no other term: objective.baseline group or leave-one-out, one minibatch, no ranks."""
     share_prompts: bool = True
     """Compute the common prefix of a group's samples once per forward, where tokens and replayed
-    routes agree. On a CPU; not in soft replay."""
+    routes agree. On a CPU; not in soft replay, nor with recurrent layers."""
 
     lora: LoraSetting = None
     """Train low-rank adapters in place of the weights (docs/lora.md). Unset or off: all weights."""

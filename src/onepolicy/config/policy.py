@@ -44,7 +44,10 @@ POLICY_RULES: tuple[Rule[PolicyConfig], ...] = (
 
 
 class PolicyConfig(Frozen):
-    """A Qwen3-MoE of 3.6 million parameters, warmed up on solutions with planted mistakes."""
+    """A Qwen3-MoE of 3.6 million parameters, warmed up on solutions with planted mistakes.
+
+    With `recurrent` it is a Qwen3.5-MoE.
+    """
 
     rules: ClassVar = POLICY_RULES
 
@@ -54,6 +57,9 @@ class PolicyConfig(Frozen):
     """Width of the residual stream."""
     layers: SmallCount = 8
     """Decoder layers, all of them MoE."""
+    recurrent: int = Field(0, ge=0, le=64)
+    """Layers of the gated delta rule before each of attention: 3 is Qwen3.5-MoE's. 0: attention
+    only."""
     experts: SmallCount = 32
     """Experts of a layer."""
     top_k: SmallCount = 4
@@ -100,7 +106,11 @@ def cached_policy_path(config: PolicyConfig) -> Path:
 
     Its name follows from the settings, so other settings have another folder.
     """
-    digest = hashlib.blake2b(config.model_dump_json().encode(), digest_size=5).hexdigest()
+    left_out = set()
+    if not config.recurrent:  # policies that were made before the setting keep their folder
+        left_out.add("recurrent")
+    settings = config.model_dump_json(exclude=left_out)
+    digest = hashlib.blake2b(settings.encode(), digest_size=5).hexdigest()
     return cache_dir() / f"policy-{digest}"
 
 

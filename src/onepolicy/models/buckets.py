@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.models.packed_attention import Causal, Packing, round_up
+from onepolicy.models.recurrent.segments import Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,8 @@ class BucketedPacking(Packing):
         if not bool((slots[1:] > slots[:-1]).all()):
             order = torch.argsort(slots)
         bounds = cu_seqlens.to(device, torch.int32)
-        return cls(order, bounds, spans[0][0], tuple(buckets))
+        segments = Segments(tuple(cu_seqlens.diff().tolist()), device)
+        return cls(order, bounds, spans[0][0], segments, tuple(buckets))
 
 
 def _bucket(spans: list[tuple[int, int]], multiple: int, device: torch.device) -> Bucket:

@@ -1,16 +1,27 @@
-"""Elements that an engine keeps in its cache for every token, from the model's config."""
+"""Elements that an engine keeps in its cache, per token and per sequence, without weights."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from onepolicy.models.recurrent.layers import Recurrent, install_recurrent
+from onepolicy.models.recurrent.segments import Row, Segments
+
+WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "moe", "mlp"}
+"""Kinds of layers that cache nothing per token."""
 
 
 def cached_elements(text: PreTrainedConfig, layer: int) -> int:
     """Return the elements that a decoder layer caches per token.
 
     These are keys and values, or the latent of MLA with its rotary part. text: the config of the
-    language model.
+    language model. A layer without attention caches none.
     """
+    kinds = getattr(text, "layer_types", None) or []
+    if layer < len(kinds) and kinds[layer] in WITHOUT_KEYS:
+        return 0
     per_layer = getattr(text, "per_layer_config", None)
     if per_layer:
         text = per_layer[layer]
@@ -21,3 +32,35 @@ def cached_elements(text: PreTrainedConfig, layer: int) -> int:
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     return int(2 * kv_heads * size)
+
+
+def state_bytes(empty: PreTrainedModel) -> int:
+    """Return the bytes of the states that a sequence has in recurrent layers of known operators.
+
+    empty: the model on the meta device, where each such layer is called on one token.
+    """
+    if not install_recurrent(empty):
+        return 0
+    sizes = _Sizes()
+    hidden = torch.empty(
+        1, 1, empty.config.get_text_config().hidden_size, dtype=empty.dtype, device="meta"
+    )
+    for layer in empty.modules():
+        if isinstance(layer, Recurrent):
+            layer.row = Row(Segments((1,), hidden.device), sizes)
+            layer(hidden)
+            layer.row = None
+    return sizes.bytes
+
+
+class _Sizes:
+    """States that are only measured."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def read(self, name: str, like: Tensor) -> Tensor:
+        return like
+
+    def write(self, name: str, states: Tensor) -> None:
+        self.bytes += states.numel() * states.element_size()

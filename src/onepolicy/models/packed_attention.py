@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from onepolicy.models import flash
+from onepolicy.models.recurrent.segments import Row, Segments
 
 NAME = "onepolicy_packed"
 UNSUPPORTED = ("softcap", "position_bias", "block_mask")
@@ -46,6 +47,12 @@ class Packing(ABC):
     order: Tensor | None
     bounds: Tensor  # [S + 1] int32, first slot of each sample, and T
     longest: int  # slots of the longest sample
+    segments: Segments | None  # for recurrent layers; None: they cannot compute it
+
+    def recurrent_row(self, layer: int) -> Row:
+        """Return the row as recurrent layers compute it, each sample from no state."""
+        assert self.segments is not None, "prompts are not shared by recurrent layers"
+        return Row(self.segments)
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: Causal) -> Tensor:

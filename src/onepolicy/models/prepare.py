@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -9,8 +11,12 @@ from transformers import PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.models import experts, linear, packed_attention, rms_norm, rotary
 from onepolicy.models.buckets import BucketedPacking
+from onepolicy.models.packing_check import check_packing
+from onepolicy.models.recurrent.layers import install_recurrent, knows_recurrent
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
+WITHOUT_TOKENS = {"moe", "mlp"}  # layers that see one token at a time
+RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "recurrent"}
 LENGTHS = (7, 4)  # tokens of the two samples of the check
 RULED_OUT = 1e4
 """Distance in nats from the row's largest logit at which a token's probability is 0 in float32.
@@ -25,10 +31,18 @@ def recurrent_layers(model: PreTrainedModel) -> str:
     """Return the kinds of layers that are not attention to earlier tokens; "" if there are none."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    recurrent = set(kinds or []) - ATTENTION_LAYERS
+    recurrent = set(kinds or []) - ATTENTION_LAYERS - WITHOUT_TOKENS
     if not recurrent and model._is_stateful:
         return "recurrent"
     return ", ".join(sorted(recurrent))
+
+
+def unknown_layers(model: PreTrainedModel) -> str:
+    """Return the kinds among `recurrent_layers` whose operators are not known; "" if none is."""
+    kinds = recurrent_layers(model)
+    if kinds and not knows_recurrent(model):
+        return kinds
+    return ", ".join(sorted(set(kinds.split(", ")) - RECURRENT_LAYERS - {""}))
 
 
 def prepare_for_training(
@@ -36,19 +50,16 @@ def prepare_for_training(
 ) -> None:
     """Select packed attention, onepolicy's experts, norms and RoPE, on a CPU its linear layers.
 
+    Recurrent layers get operators that know where samples begin.
     compute: dtype of the forward, if it is not that of the parameters.
 
     Raises:
         UsageError: the weights are damaged, or packing would change the model's logits. Samples
-            would share recurrent state, and attention that a family expresses by a mask (chunks,
-            alibi) would be lost.
+            would share the state of recurrent layers whose operators are unknown, and attention
+            that a family expresses by a mask (chunks, alibi) would be lost.
     """
-    config, kinds = model.config.get_text_config(), recurrent_layers(model)
-    if kinds:
-        raise UsageError(
-            f"model.path: {type(model).__name__} has {kinds} layers, which packed samples would "
-            "share; train a family whose layers are full or sliding attention"
-        )
+    config = model.config.get_text_config()
+    _install_recurrent(model)
     with torch.no_grad():
         alone = torch.cat([_logits(model, ids[None]) for ids in _samples(model, device)])
         _check_logits(model, alone)
@@ -68,11 +79,24 @@ def prepare_for_training(
     together, alone = together[~ruled_out], alone[~ruled_out]
     off = ((together - alone).abs().mean() / alone.std()).item()
     if not off < TOLERANCE[compute or model.dtype]:
+        found = check_packing(model, partial(_packed_logits, model))
+        where = f", first in {found.layer}" if found.layer else ""
         raise UsageError(
             f"model.path: {type(model).__name__} computes other logits for packed samples than for "
-            f"them alone (off by {off:.2f} standard deviations); this family cannot be trained "
-            "packed"
+            f"them alone (off by {off:.2f} standard deviations{where}); this family cannot be "
+            "trained packed"
         )
+
+
+def _install_recurrent(model: PreTrainedModel) -> None:
+    """Install packed recurrent layers. Raises UsageError if the model has others."""
+    unknown = unknown_layers(model)
+    if unknown:
+        raise UsageError(
+            f"model.path: {type(model).__name__} has {unknown} layers, whose operators onepolicy "
+            "does not know, so packed samples would share them; train a family of docs/hybrids.md"
+        )
+    install_recurrent(model)
 
 
 def _check_logits(model: PreTrainedModel, logits: Tensor) -> None:

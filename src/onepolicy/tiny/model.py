@@ -23,6 +23,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.files import write_folder
@@ -45,20 +47,39 @@ def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(config: PolicyConfig, vocab_size: int) -> Qwen3MoeForCausalLM:
+def make_model(config: PolicyConfig, vocab_size: int) -> PreTrainedModel:
     """Return a MoE model, randomly initialised from config.seed."""
     torch.manual_seed(config.seed)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **_shape(config, vocab_size),
-            intermediate_size=2 * config.hidden_size,
-            num_experts=config.experts,
-            num_experts_per_tok=config.top_k,
-            moe_intermediate_size=config.expert_size,
-            norm_topk_prob=True,
-            router_aux_loss_coef=config.load_balance,
+    shape = _shape(config, vocab_size) | {
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.top_k,
+        "moe_intermediate_size": config.expert_size,
+        "router_aux_loss_coef": config.load_balance,
+    }
+    if config.recurrent:
+        hybrid: PreTrainedModel = Qwen3_5MoeForCausalLM(
+            Qwen3_5MoeTextConfig(**shape, **_recurrent_shape(config))
         )
+        return hybrid
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**shape, intermediate_size=2 * config.hidden_size, norm_topk_prob=True)
     )
+
+
+def _recurrent_shape(config: PolicyConfig) -> dict[str, Any]:
+    """Return the settings of layers of the gated delta rule, as wide as those of attention."""
+    period = config.recurrent + 1
+    return {
+        "layer_types": [
+            "full_attention" if layer % period == config.recurrent else "linear_attention"
+            for layer in range(config.layers)
+        ],
+        "linear_num_key_heads": config.kv_heads,
+        "linear_num_value_heads": config.heads,
+        "linear_key_head_dim": config.head_dim,
+        "linear_value_head_dim": config.head_dim,
+        "shared_expert_intermediate_size": config.expert_size,
+    }
 
 
 def make_dense(config: PolicyConfig, vocab_size: int) -> Qwen3ForCausalLM:

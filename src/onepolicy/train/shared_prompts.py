@@ -25,6 +25,7 @@ from onepolicy.config import RunConfig
 from onepolicy.config.replay import SoftReplay
 from onepolicy.invariant.switch import is_invariant
 from onepolicy.models.packed_attention import NAME, Causal, Packing, round_up
+from onepolicy.models.prepare import recurrent_layers
 from onepolicy.types import RoutingTrace, TokenBatch
 
 WORTH = 0.95
@@ -44,13 +45,14 @@ def can_share(model: PreTrainedModel, config: RunConfig, device: torch.device) -
     """Return whether forwards of this run may share prefixes.
 
     Not on a GPU, whose flash kernel takes whole samples, nor in soft replay, which measures over
-    all slots.
+    all slots, nor with recurrent layers, whose samples each begin with no state.
     """
     attention = model.config.get_text_config()._attn_implementation
     return (
         config.train.share_prompts
         and device.type == "cpu"
         and (attention == NAME or is_invariant(model))
+        and not recurrent_layers(model)
         and not isinstance(config.replay, SoftReplay)
     )
 
@@ -171,7 +173,7 @@ class SharedPacking(Packing):
             own.append(rows)
         order = torch.argsort(torch.cat(own))
         bounds = torch.tensor([0, num_rows], dtype=torch.int32)
-        return cls(order, bounds, num_rows, tuple(buckets))
+        return cls(order, bounds, num_rows, None, tuple(buckets))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: Causal) -> Tensor:
         """Return causal attention [1, rows, heads, D] of [1, heads, rows, D] along the paths."""

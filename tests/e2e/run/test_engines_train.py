@@ -45,6 +45,17 @@ def check_mismatch(steps):
     assert lower > len(steps) / 2
 
 
+def test_a_recurrent_hybrid_learns(tmp_path):
+    """recipes/hybrid.toml, as docs/hybrids.md tells."""
+    policy = tmp_path / "policy"
+    assert main(["make-policy", "--out", str(policy), "recurrent=3"]) == 0
+    steps = trained("hybrid", tmp_path / "run", "hf", "steps=25", f"model.path={policy}")
+    assert len(steps) == 25
+    first, last = ends(steps, "train/reward")
+    assert last > first + 0.05
+    check_mismatch(steps)
+
+
 @pytest.mark.parametrize(("kind", "more"), ENGINES)
 def test_reward_rises_and_replay_lowers_k3(kind, more, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -39,9 +39,15 @@ def test_no_mistakes_before_the_switch_and_mistakes_after(mistakes_from):
     assert steps == SEEN[mistakes_from]
 
 
-def test_it_learns_the_response_and_not_the_prompt():
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"recurrent": 1, "layers": 2}, marks=pytest.mark.full)],
+    ids=["attention", "hybrid"],
+)
+def test_it_learns_the_response_and_not_the_prompt(more):
     """No model knows the random letters of the prompts: their loss would stay at log 10."""
-    config = PolicyConfig(**SMALL, steps=60, lr=2e-2, warmup_steps=5, mistakes=0.0)
+    shape = SMALL | more
+    config = PolicyConfig(**shape, steps=60, lr=2e-2, warmup_steps=5, mistakes=0.0)
     tokenizer, draw, seen = make_tokenizer("abcdefghij: "), random.Random(0), []
 
     def examples(mistakes):
@@ -55,3 +61,9 @@ def test_it_learns_the_response_and_not_the_prompt():
     assert (first, last, accuracy) == (1, 60, 1.0)
     assert loss > 2
     assert end < 0.2
+
+
+def test_recurrent_layers_stand_before_each_of_attention():
+    config = PolicyConfig(**SMALL | {"layers": 6}, recurrent=2)
+    kinds = make_model(config, 20).config.layer_types
+    assert kinds == [*["linear_attention"] * 2, "full_attention"] * 2

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.models.decode_attention import KVCacheStep
+from onepolicy.models.recurrent.layers import install_recurrent
 from onepolicy.rollout.hf.forward import CachedForward, RowSpan
 from onepolicy.rollout.hf.sampler import BatchSampling, sample_tokens, uniform_numbers
 from onepolicy.rollout.hf.scheduler import SequenceRequest
@@ -24,7 +25,10 @@ class CacheRows:
     Free rows keep their content: a later request may share their prefix.
     """
 
-    def __init__(self, num_rows: int, max_len: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_len: int, device: torch.device, *, recurrent: bool = False
+    ) -> None:
+        self.recurrent = recurrent  # a row has the state after its last token alone
         self.tokens = torch.zeros(num_rows, max_len, dtype=torch.int64, device=device)
         self.length = np.zeros(num_rows, dtype=np.int64)  # positions whose keys are cached
         self.active: dict[int, SequenceRequest] = {}
@@ -37,11 +41,13 @@ class CacheRows:
     def best_prefix(self, prompt: Tensor) -> tuple[int, int]:
         """Return the row with the longest common prefix with `prompt` [P], and its length.
 
-        At least one token of the prompt is left to feed.
+        At least one token of the prompt is left to feed. A recurrent row shares all of itself.
         """
         size = len(prompt)
         same = (self.tokens[:, :size] == prompt).to(torch.int32).cumprod(1).sum(1).cpu().numpy()
         shared = np.minimum(np.minimum(same, self.length), size - 1)
+        if self.recurrent:
+            shared[shared != self.length] = 0
         row = int(shared.argmax())
         return row, int(shared[row])
 
@@ -87,13 +93,14 @@ class CacheRows:
 
 
 class ContinuousBatch:
-    """A `Batch` for models that cache only keys and values."""
+    """A `Batch` for models that cache keys and values, and states of known recurrent layers."""
 
     def __init__(self, forward: CachedForward, *, enable_prefix_caching: bool) -> None:
         self.forward, self.cache = forward, forward.cache
         self.enable_prefix_caching = enable_prefix_caching
         num_rows, max_len, device = self.cache.num_rows, self.cache.max_len, self.cache.device
-        self.rows = CacheRows(num_rows, max_len, device)
+        recurrent = bool(install_recurrent(forward.model))
+        self.rows = CacheRows(num_rows, max_len, device, recurrent=recurrent)
         self.logp = torch.zeros(num_rows, max_len, device=device)  # of tokens[row, n]
         # [row, n]: the random number that samples tokens[row, n]
         self.uniform = torch.zeros(num_rows, max_len, dtype=torch.float64, device=device)

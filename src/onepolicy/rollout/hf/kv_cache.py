@@ -1,11 +1,14 @@
 """The KV cache: keys, values and routes, one row per sequence, written in place at (row, position).
 
+A row also has a state in every recurrent layer: the one after its last token.
+
 It implements the public methods of a transformers `Cache`, so the model stays unmodified. Routes
 are stored beside keys and values, so copying a cached prefix also copies its routes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from onepolicy.models.decode_attention import KEY_BLOCK, KVCacheStep
 from onepolicy.models.packed_attention import round_up
+from onepolicy.models.recurrent.segments import Row, Segments
 from onepolicy.types import id_dtype
 
 
@@ -34,6 +38,9 @@ class KVCache:
         self.routes: Tensor | None = None
         # [rows, max_len, L, K] in the router's dtype, allocated by the first write
         self.combine_weights: Tensor | None = None
+        # (layer, name) -> [rows, ...]: state of a recurrent layer after the row's last token
+        self.states: dict[tuple[int, str], Tensor] = {}
+        self._feeding: _Feeding | None = None  # of the step, made by its first recurrent layer
         self._step: KVCacheStep | None = None
         self._places_of: KVCacheStep | None = None  # the step and shape of the places below
         self._places_shape: torch.Size | None = None
@@ -49,7 +56,7 @@ class KVCache:
 
     def set_step(self, step: KVCacheStep) -> None:
         """Set the rows and positions that the next forward writes and reads."""
-        self._step = step
+        self._step, self._feeding = step, None
 
     def write_routes(
         self, layer_ids: list[Tensor], combine_weights: list[Tensor] | None = None
@@ -95,6 +102,16 @@ class KVCache:
             self.routes[target, :length] = self.routes[source, :length]
         if self.combine_weights is not None:
             self.combine_weights[target, :length] = self.combine_weights[source, :length]
+        for states in self.states.values():
+            states[target] = states[source]
+
+    def recurrent_row(self, layer: int) -> Row:
+        """Return the step's tokens as a recurrent layer computes them."""
+        assert self._step is not None
+        if self._feeding is None:
+            self._feeding = _Feeding.of(self._step)
+        states = _LayerStates(self.states, layer, self.num_rows, self._feeding)
+        return Row(self._feeding.segments, states)
 
     # The public interface of transformers' Cache
 
@@ -160,6 +177,15 @@ class KVCache:
             self._places_of, self._places_shape = step, shape
         return self._key_places, self._value_places
 
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False  # operators read and write the states of rows themselves
+
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return conv_states
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # every forward is given its positions
 
@@ -177,3 +203,45 @@ class KVCache:
         length = round_up(self.max_len, KEY_BLOCK)
         self.keys[layer] = zeros(key.shape[1], key.shape[3], length)
         self.values[layer] = zeros(value.shape[1], length, value.shape[3])
+
+
+@dataclass(frozen=True, slots=True)
+class _Feeding:
+    """The cache rows that a step feeds, as samples of its packed row."""
+
+    segments: Segments
+    rows: Tensor  # [S] int64
+    begins: Tensor | None  # [S] bool, True where no token was fed before; None: nowhere
+
+    @classmethod
+    def of(cls, step: KVCacheStep) -> _Feeding:
+        if step.bounds is None:
+            lengths = (1,) * len(step.rows)
+            return cls(Segments(lengths, step.rows.device), step.rows, None)
+        first = step.bounds[:-1].long()
+        segments = Segments(tuple(step.bounds.diff().tolist()), step.rows.device)
+        return cls(segments, step.rows[first], step.positions[first] == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerStates:
+    """States of a layer's rows, which a forward reads before its tokens and writes after them."""
+
+    states: dict[tuple[int, str], Tensor]
+    layer: int
+    num_rows: int
+    feeding: _Feeding
+
+    def read(self, name: str, like: Tensor) -> Tensor:
+        """Return the states before the step's tokens; zeros `like` this where a row begins."""
+        if (self.layer, name) not in self.states:
+            self.states[self.layer, name] = like.new_zeros(self.num_rows, *like.shape[1:])
+        found = self.states[self.layer, name].index_select(0, self.feeding.rows)
+        if self.feeding.begins is None:
+            return found
+        begins = self.feeding.begins.view(-1, *(1 for _ in like.shape[1:]))
+        return found.masked_fill_(begins, 0.0)
+
+    def write(self, name: str, states: Tensor) -> None:
+        """Keep the states after the step's tokens."""
+        self.states[self.layer, name].index_copy_(0, self.feeding.rows, states)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, RoutingPressure, UsageError
@@ -15,19 +17,20 @@ from onepolicy.invariant.enable import enable_invariant
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import fp32_head
 from onepolicy.models.fp32_head import Fp32Head
+from onepolicy.models.prepare import TOLERANCE, recurrent_layers, unknown_layers
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.adapter import HeldAdapter
 from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
-from onepolicy.rollout.hf.forward import CachedForward
+from onepolicy.rollout.hf.forward import CachedForward, RowSpan
 from onepolicy.rollout.hf.kv_cache import KVCache
 from onepolicy.rollout.hf.plain_layers import use_plain_layers
 from onepolicy.rollout.hf.pressure import Pressure
 from onepolicy.rollout.hf.scheduler import InterruptibleBatch
 from onepolicy.rollout.hf.static_batch import StaticBatch
 
-KV_CACHE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # rotary frequencies that depend on the longest sequence of the batch
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+TRIAL = 7  # tokens with which states of recurrent layers are tried
 FIRST_PRIORITY = -1  # of a decode step's short kernels over the learner's long ones
 
 
@@ -63,10 +66,59 @@ def make_batch(
     combine_weights: bool,
 ) -> InterruptibleBatch:
     """Return a batch over the KV cache, or over the model's native cache if it holds more."""
+    static = partial(
+        StaticBatch,
+        model,
+        routers,
+        max_num_seqs=config.max_num_seqs,
+        combine_weights=combine_weights,
+    )
     if needs_static_batch(model):
-        return StaticBatch(
-            model, routers, max_num_seqs=config.max_num_seqs, combine_weights=combine_weights
-        )
+        return static()
+    if not recurrent_layers(model):
+        return _continuous_batch(model, config, max_len, routers, combine_weights)
+    own, attention = _logits_of_trial(model), model.config.get_text_config()._attn_implementation
+    batch = _continuous_batch(model, config, max_len, routers, combine_weights)
+    if _goes_on_from_states(batch, own):
+        return batch
+    model.set_attn_implementation(attention)
+    return static()
+
+
+@torch.inference_mode()
+def _logits_of_trial(model: PreTrainedModel) -> Tensor:
+    """Return the model's own logits [2, V] after the first tokens of a trial, and after all."""
+    ids = _trial(model)[None]
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, [TRIAL - 3, TRIAL - 1]]
+    return logits.float()
+
+
+@torch.inference_mode()
+def _goes_on_from_states(batch: ContinuousBatch, own: Tensor) -> bool:
+    """Return whether feeding the trial's last tokens from the cached states gives its own logits.
+
+    A layer may keep a state that none of the known operators computes.
+    """
+    model = batch.forward.model
+    tokens = _trial(model).expand(batch.cache.num_rows, TRIAL)
+    pieces = RowSpan(0, 0, TRIAL - 2), RowSpan(0, TRIAL - 2, TRIAL)
+    found = torch.cat([batch.forward.prefill(tokens, [piece]) for piece in pieces])
+    off = (found - own).abs().mean() / own.std()
+    return bool(off < TOLERANCE.get(model.dtype, TOLERANCE[torch.float32]))
+
+
+def _trial(model: PreTrainedModel) -> Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.arange(3, 3 + TRIAL, device=model.device) % vocabulary
+
+
+def _continuous_batch(
+    model: PreTrainedModel,
+    config: HFEngineConfig,
+    max_len: int,
+    routers: Routers | None,
+    combine_weights: bool,
+) -> ContinuousBatch:
     device = next(model.parameters()).device
     try:
         cache = KVCache(
@@ -87,17 +139,16 @@ def make_batch(
 
 
 def needs_static_batch(model: PreTrainedModel) -> bool:
-    """Return whether the model carries more than attention keys and values between tokens.
+    """Return whether the model carries more between tokens than the KV cache holds.
 
-    Sliding attention counts as attention. Sparse attention keeps an index beside the keys.
+    It holds keys and values, and states of recurrent layers whose operators are known. Sliding
+    attention counts as attention. Sparse attention keeps an index beside the keys.
     """
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     rope = getattr(config, "rope_parameters", None) or {}
     has_sparse_attention = getattr(config, "index_topk", None) is not None
     return (
-        model._is_stateful
-        or not set(kinds) <= KV_CACHE_LAYERS
+        bool(unknown_layers(model))
         or rope.get("rope_type") in BATCH_DEPENDENT_ROPE
         or has_sparse_attention
     )

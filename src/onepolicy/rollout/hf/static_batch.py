@@ -1,6 +1,6 @@
-"""Static batching for models that cache more than keys and values (linear attention, Mamba).
+"""Static batching for models whose caches ours cannot hold (`needs_static_batch`).
 
-Such state cannot be shared, shifted or refilled row by row. So requests with equally long prompts
+Such a cache cannot be shared, shifted or refilled row by row. So requests with equally long prompts
 run as one batch over the model's native cache, from prefill to the last token of the longest. This
 is slower than continuous batching.
 """

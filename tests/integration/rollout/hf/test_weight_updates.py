@@ -11,7 +11,7 @@ from onepolicy.replay.routers import bind_routers
 from onepolicy.types import Sampling
 from support.engine_runs import engine_of, prompts, ragged, run, teacher_forced
 from support.models import make
-from support.recurrent_models import make as make_recurrent
+from support.recurrent_models import hybrid
 
 TURNS = 6
 UPDATES = (1, 3, 4, 9)  # turns of the event loop before each update
@@ -54,7 +54,7 @@ def test_the_same_weights_again_change_no_token():
 
 
 @pytest.mark.parametrize(
-    "family", [make, lambda name: make_recurrent("lfm2_moe")], ids=["continuous", "static"]
+    "family", [make, lambda name: hybrid("lfm2_moe")], ids=["attention", "recurrent"]
 )
 def test_every_token_and_route_belongs_to_its_version(family):
     models = [family("qwen3_moe") for _ in range(3)]
@@ -64,7 +64,6 @@ def test_every_token_and_route_belongs_to_its_version(family):
             for parameter in model.parameters():
                 parameter += 0.02 * torch.randn_like(parameter)
     weights = list(map(weights_of, models))
-    # equally long, for the own cache
     requests = [(p, Sampling(1.0, 20), i) for i, p in enumerate(prompts(4, 10, 11))]
     done = asyncio.run(interrupted(engine_of(family("qwen3_moe")), requests, weights[1:]))
     for (prompt, _, _), completion in zip(requests, done, strict=True):

@@ -1,0 +1,1 @@
+"""Recurrent layers (gated delta rule, Mamba, short convolutions) over packed samples."""

@@ -1,0 +1,176 @@
+"""Bounds of a packed row's samples, and the chunks in which recurrent operators scan them.
+
+A sample that begins has no state, so no operator may carry one over a boundary. A chunk holds
+tokens of one sample only. The scan over chunks takes all samples at once, so it has as many steps
+as the longest sample has chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The chunks of a packed row, first those of the scan's first step, longest samples first.
+
+    So the samples of a step are the first ones of the step before.
+    """
+
+    size: int
+    places: Tensor  # [T] int64, chunk * size + column of each token
+    steps: tuple[slice, ...]  # chunks of each step
+    order: Tensor  # [S] int64, the samples, longest first
+    inverse: Tensor  # [S] int64, place of each sample in `order`
+    in_place: bool  # a chunk is a token and a sample, so nothing is moved
+
+    @property
+    def count(self) -> int:
+        return self.steps[-1].stop
+
+    def fill(self, x: Tensor) -> Tensor:
+        """Return [chunks, size, ...] of tokens [T, ...], with zeros where there is no token."""
+        if self.in_place:
+            return x[:, None]
+        table = x.new_zeros(self.count * self.size, *x.shape[1:])
+        return table.index_copy(0, self.places, x).unflatten(0, (-1, self.size))
+
+    def read(self, chunks: Tensor) -> Tensor:
+        """Return the tokens [T, ...] of chunks [chunks, size, ...]."""
+        if self.in_place:
+            return chunks[:, 0]
+        return chunks.flatten(0, 1).index_select(0, self.places)
+
+    def scan(self, state: Tensor, advance: Callable[[slice, Tensor], Tensor]) -> Tensor:
+        """Carry states [S, ...] through the chunks of their samples; return the last ones.
+
+        advance: maps a step's chunks and the states before them to the states after them.
+        """
+        if self.in_place:
+            return advance(self.steps[0], state)
+        state, ended = state.index_select(0, self.order), []
+        for chunks in self.steps:
+            going_on = chunks.stop - chunks.start
+            if going_on < len(state):
+                ended.append(state[going_on:])
+                state = state[:going_on]
+            state = advance(chunks, state)
+        ended.append(state)
+        return torch.cat(ended[::-1]).index_select(0, self.inverse)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The samples of a packed row, in its order."""
+
+    lengths: tuple[int, ...]  # tokens, at least 1 each
+    device: torch.device
+    _chunks: dict[int, Chunks] = field(default_factory=dict)
+    _tables: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def chunks(self, size: int) -> Chunks:
+        """Return the row's chunks of `size` tokens, made once."""
+        if size not in self._chunks:
+            self._chunks[size] = self._divide(size)
+        return self._chunks[size]
+
+    @property
+    def index(self) -> Tensor:
+        """The sample of each token, [T] int64."""
+        return self._on_device()[0]
+
+    @property
+    def bounds(self) -> Tensor:
+        """The first token of each sample, and T: [S + 1] int64."""
+        return self._on_device()[1]
+
+    def _on_device(self) -> tuple[Tensor, Tensor]:
+        """Return `index` and `bounds`, sent to the device once for all layers."""
+        if not self._tables:
+            lengths = torch.tensor(self.lengths, device="cpu")
+            index = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
+            bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            self._tables.append((index.to(self.device), bounds.to(self.device)))
+        return self._tables[0]
+
+    def _divide(self, size: int) -> Chunks:
+        lengths = torch.tensor(self.lengths, device="cpu")
+        order = torch.argsort(lengths, descending=True, stable=True)
+        inverse = torch.argsort(order)
+        per_sample = -(-lengths // size)
+        step = torch.arange(int(per_sample.max()), device="cpu")
+        in_step = (per_sample > step[:, None]).sum(1)
+        ends = in_step.cumsum(0)
+        sample = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
+        position = torch.arange(len(sample), device="cpu")
+        position -= (lengths.cumsum(0) - lengths)[sample]
+        chunk = (ends - in_step)[position // size] + inverse[sample]
+        starts = (ends - in_step).tolist()
+        return Chunks(
+            size,
+            (chunk * size + position % size).to(self.device),
+            tuple(slice(a, b) for a, b in zip(starts, ends.tolist(), strict=True)),
+            order.to(self.device),
+            inverse.to(self.device),
+            in_place=size == 1 and int(per_sample.max()) == 1,
+        )
+
+
+class States(Protocol):
+    """States that samples bring along and leave behind, as a decoding engine keeps them."""
+
+    def read(self, name: str, like: Tensor) -> Tensor:
+        """Return the samples' states before their first token; zeros `like` this where new."""
+        ...
+
+    def write(self, name: str, states: Tensor) -> None:
+        """Keep the samples' states after their last token."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The packed row that a recurrent layer computes."""
+
+    segments: Segments
+    states: States | None = None  # None: every sample begins anew, and leaves nothing behind
+
+    @property
+    def decodes(self) -> bool:
+        """True if an engine feeds one token a sample."""
+        return self.states is not None and max(self.segments.lengths) == 1
+
+    def chunks(self, size: int) -> Chunks:
+        """Return the chunks to scan: those of a decoding row have one token."""
+        if self.decodes:
+            size = 1
+        return self.segments.chunks(size)
+
+    def before(self, name: str, x: Tensor, *shape: int) -> Tensor:
+        """Return states [S, *shape] of the samples before their first token, of x's dtype."""
+        zeros = x.new_zeros(len(self.segments.lengths), *shape)
+        if self.states is None:
+            return zeros
+        return self.states.read(name, zeros)
+
+    def after(self, name: str, states: Tensor) -> None:
+        """Keep states [S, ...] of the samples after their last token, if anybody wants them."""
+        if self.states is not None:
+            self.states.write(name, states)
+
+
+RUNNING: ContextVar[Row] = ContextVar("row of the recurrent layer that runs")
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which float32 products stay float32, as in kernels of these scans."""
+    if x.device.type == "meta":  # which knows no autocast
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)

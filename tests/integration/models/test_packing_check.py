@@ -1,0 +1,87 @@
+"""`op.check_packing`: which layer of a model shares what between packed samples."""
+
+import pytest
+import torch
+
+import onepolicy as op
+from onepolicy.models.buckets import BucketedPacking
+from onepolicy.models.prepare import prepare_for_training
+from onepolicy.models.recurrent import layers
+from onepolicy.models.recurrent.segments import Row, Segments
+from support.models import make
+from support.recurrent_models import hybrid
+
+CPU = torch.device("cpu")
+
+
+def packed(model):
+    """Return a forward as the trainer computes it."""
+
+    def forward(samples):
+        bounds = torch.tensor([0, *(len(ids) for ids in samples)]).cumsum(0).int()
+        positions = torch.cat([torch.arange(len(ids)) for ids in samples])[None]
+        packing = BucketedPacking.of(bounds, CPU)
+        arguments = {"position_ids": positions, "use_cache": False, "packing": packing}
+        return model(input_ids=torch.cat(samples)[None], **arguments).logits[0]
+
+    return forward
+
+
+def prepared(family):
+    model = hybrid(family)
+    prepare_for_training(model, CPU)
+    return model
+
+
+def joined(lengths, sample):
+    """Return lengths of which one begins a sample too late: it is joined with the one before."""
+    if len(lengths) <= sample:
+        return lengths
+    both = lengths[sample - 1] + lengths[sample]
+    return (*lengths[: sample - 1], both, *lengths[sample + 1 :])
+
+
+@pytest.mark.parametrize("name", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
+@pytest.mark.parametrize("sample", [1, 3])
+def test_a_boundary_that_one_operator_misses_is_named(monkeypatch, name, sample):
+    model, own = prepared("qwen3_5_text"), layers.OPERATORS[name]
+    mixer, calls = model.model.layers[2].linear_attn, []
+
+    def leaking(row, *args, **arguments):
+        calls.append(None)
+        if mixer.row is row and len(calls) % 2 == 0:  # of two recurrent layers, the second
+            row = Row(Segments(joined(row.segments.lengths, sample), CPU))
+        return own(row, *args, **arguments)
+
+    assert op.check_packing(model, packed(model))
+    monkeypatch.setitem(layers.OPERATORS, name, leaking)
+    found = op.check_packing(model, packed(model))
+    assert not found
+    assert (found.layer, found.samples) == ("model.layers.2.linear_attn", (sample,))
+    assert "model.layers.2.linear_attn (samples" in str(found)
+
+
+def test_transformers_own_operators_leak():
+    """Bounds reach a CPU's operators, which ignore them; attention obeys position ids."""
+    found = op.check_packing(hybrid("qwen3_5_text"))
+    assert (found.layer, found.samples) == ("model.layers.0.linear_attn", (1, 2, 3))
+    assert "first in model.layers.0.linear_attn" in str(found)
+
+
+def test_attention_that_sees_all_samples_is_named():
+    model = make("qwen3_dense")
+    assert op.check_packing(model)
+    assert "computed as they are alone" in str(op.check_packing(model))
+
+    def sees_all(samples):
+        positions = torch.cat([torch.arange(len(ids)) for ids in samples])[None]
+        ids = torch.cat(samples)[None]
+        return model(ids, attention_mask=torch.ones_like(ids), position_ids=positions).logits[0]
+
+    found = op.check_packing(model, sees_all)
+    assert (found.layer, found.samples) == ("model.layers.0.self_attn", (1, 2, 3))
+
+
+def test_a_forward_of_other_rows_is_refused():
+    with pytest.raises(op.UsageError, match=r"forward: .* expected \[70, V\]"):
+        op.check_packing(make("qwen3_dense"), lambda samples: torch.zeros(3, 64))

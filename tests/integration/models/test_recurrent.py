@@ -1,0 +1,66 @@
+"""Recurrent layers over packed samples, against transformers' own over one sample at a time."""
+
+import pytest
+import torch
+
+from onepolicy.models.buckets import BucketedPacking
+from onepolicy.models.prepare import prepare_for_training
+from support.models import VOCAB
+from support.recurrent_models import FAMILIES, hybrid
+from support.replay_models import take_grads
+
+CPU = torch.device("cpu")
+LENGTHS = (70, 5, 1, 33)  # over and under a chunk, and one under every convolution's reach
+
+
+def packed_logits(model, paths):
+    bounds = torch.tensor([0, *(len(p) for p in paths)]).cumsum(0).int()
+    ids, places = torch.cat(paths)[None], torch.cat([torch.arange(len(p)) for p in paths])[None]
+    packing = BucketedPacking.of(bounds, CPU)
+    return model(input_ids=ids, position_ids=places, use_cache=False, packing=packing).logits[0]
+
+
+def samples():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, VOCAB, (n,), generator=generator) for n in LENGTHS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_one_by_one(family):
+    model = hybrid(family)
+    paths = samples()
+    alone = torch.cat([model(input_ids=p[None], use_cache=False).logits[0] for p in paths])
+    weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(2))
+    (alone * weights).sum().backward()
+    expected = take_grads(model)
+    prepare_for_training(model, CPU)
+    together = packed_logits(model, paths)
+    torch.testing.assert_close(together, alone, atol=5e-5, rtol=0)  # of about 1
+    (together * weights).sum().backward()
+    for name, grad in take_grads(model).items():
+        assert (grad - expected[name]).abs().max() <= 2e-4 * expected[name].abs().max(), name
+
+
+def test_recomputed_activations_know_the_samples():
+    model = hybrid("qwen3_5_text")
+    prepare_for_training(model, CPU)
+    paths, grads = samples(), []
+    for checkpoint in (False, True):
+        if checkpoint:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        packed_logits(model, paths).sin().sum().backward()
+        grads.append(take_grads(model))
+    for name, grad in grads[0].items():
+        assert torch.equal(grads[1][name], grad), name
+
+
+def test_a_forward_that_is_not_packed_is_transformers_own():
+    model = hybrid("lfm2")
+    ids = samples()[0][None]
+    layer = model.model.layers[0]
+    hidden = model.model.embed_tokens(ids)
+    (expected,) = [layer(hidden)]
+    prepare_for_training(model, CPU)
+    assert type(layer.conv).__name__ == "Lfm2ShortConv"
+    assert torch.equal(layer(hidden), expected)

@@ -1,0 +1,104 @@
+"""The embedded engine's continuous batch with recurrent layers: a row carries its own state."""
+
+import pytest
+import torch
+
+from onepolicy.models.cache_size import state_bytes
+from onepolicy.models.recurrent import layers
+from onepolicy.rollout.hf import forward
+from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
+from onepolicy.rollout.hf.static_batch import StaticBatch
+from onepolicy.types import Sampling
+from support.engine_runs import check_against_stock, engine_of, prompts, ragged, run
+from support.recurrent_models import FAMILIES, MOE, hybrid
+
+SHORT = 15  # tokens of a prompt, at most: random weights amplify rounding along a path
+
+
+def engine(family, **settings):
+    model = hybrid(family)
+    return engine_of(model, return_routes=family in MOE, max_len=100, **settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logp_and_routes_are_the_stock_models(family):
+    """Nine ragged requests on four rows, two of them siblings, with rows that are compacted."""
+    paths = prompts(8, 3, SHORT)
+    requests = ragged([*paths, paths[0]], spread=8)
+    tested = engine(family)
+    assert isinstance(tested.batch, ContinuousBatch)
+    check_against_stock(hybrid(family), requests, run(tested, requests))
+
+
+def fed_tokens(monkeypatch):
+    """Return a list that gets the number of tokens of every prefill."""
+    counts, own = [], forward.CachedForward.prefill
+
+    def prefill(self, tokens, spans):
+        counts.append(sum(span.stop - span.start for span in spans))
+        return own(self, tokens, spans)
+
+    monkeypatch.setattr(forward.CachedForward, "prefill", prefill)
+    return counts
+
+
+def test_siblings_fork_the_state_after_the_prompt(monkeypatch):
+    tested = engine("qwen3_5_moe_text")
+    counts = fed_tokens(monkeypatch)
+    (path,) = prompts(1, 12, 13)
+    requests = [(path, Sampling(1.0, 6), seed) for seed in range(4)]
+    done = run(tested, requests)
+    check_against_stock(hybrid("qwen3_5_moe_text"), requests, done)
+    assert counts == [12]
+    assert len({tuple(c.token_ids.tolist()) for c in done}) > 1
+
+
+def test_a_turn_goes_on_from_the_state_at_the_end_of_the_last(monkeypatch):
+    tested = engine("nemotron_h")
+    counts = fed_tokens(monkeypatch)
+    (path,) = prompts(1, 12, 13)
+    fed = []
+    for turn in range(3):
+        requests = [(path, Sampling(1.0, 5), turn)]
+        done = run(tested, requests)
+        check_against_stock(hybrid("nemotron_h"), requests, done)
+        fed.append(counts.pop())
+        path = [*path, *done[0].token_ids.tolist(), 7, 8]
+    assert fed == [12, 3, 3]  # the last sampled token and two of the environment's
+
+
+def test_a_part_of_a_row_is_no_state_to_go_on_from(monkeypatch):
+    """A prompt that leaves the row's path before its end is fed whole."""
+    tested = engine("nemotron_h")
+    counts = fed_tokens(monkeypatch)
+    (path,) = prompts(1, 12, 13)
+    run(tested, [(path, Sampling(1.0, 5), 0)])
+    requests = [([*path, 60, 5], Sampling(1.0, 5), 1), (path, Sampling(1.0, 5), 1)]
+    check_against_stock(hybrid("nemotron_h"), requests, run(tested, requests))
+    assert counts == [12, 26]
+
+
+def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
+    monkeypatch.setattr(forward, "MAX_TOKENS", 7)
+    requests = ragged(prompts(3, 20, 24), spread=5)
+    check_against_stock(hybrid("bamba"), requests, run(engine("bamba"), requests))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "jamba", "kimi_linear", "lfm2"])
+def test_states_are_as_large_as_planned(family):
+    tested = engine(family, max_num_seqs=1)
+    run(tested, [(prompts(1, 5, 6)[0], Sampling(1.0, 2), 0)])
+    held = tested.batch.cache.states.values()
+    with torch.device("meta"):
+        empty = hybrid(family)
+    assert state_bytes(empty) == sum(t.numel() * t.element_size() for t in held)
+
+
+def test_a_state_of_unknown_operators_runs_on_the_models_own_cache(monkeypatch):
+    """Of the operators the scan alone is unknown, so the cache would lose its state."""
+    monkeypatch.setattr(layers, "MADE", {})
+    monkeypatch.delitem(layers.OPERATORS, "torch_chunk_gated_delta_rule")
+    tested = engine("qwen3_5_text", max_num_seqs=2)
+    assert isinstance(tested.batch, StaticBatch)
+    requests = [(path, Sampling(1.0, 5), seed) for seed, path in enumerate(prompts(2, 9, 10))]
+    check_against_stock(hybrid("qwen3_5_text"), requests, run(tested, requests))
