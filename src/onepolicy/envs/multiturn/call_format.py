@@ -1,4 +1,4 @@
-"""The form of a call of a tool in a chat template, read off an example that the template renders."""
+"""The form in which a chat template writes a call of a tool, read off an example of it."""
 
 from __future__ import annotations
 
