@@ -61,7 +61,7 @@ class Request:
     tools: tuple[Tool, ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    sampling: tuple[str, ...] = ()  # other settings of sampling that the client gave, `name=value`
+    sampling: tuple[tuple[str, Any], ...] = ()  # settings that the client gave, in vain
 
     @property
     def last_assistant(self) -> int:

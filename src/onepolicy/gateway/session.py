@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,32 +52,36 @@ class Session:
         self.engine, self.history, self.sampling, self.seeds = engine, history, sampling, seeds
         self.limits = limits or Limits()
         self.route_spec, self.name = route_spec, name
+        self.id, self.begun = secrets.token_hex(6), int(time.time())
         self.requests = self.counted = self.replayed = 0
         self._sampled = 0
         self._answers: dict[str, asyncio.Future[Turn]] = {}
 
-    async def answer(self, request: Request, retry_key: str | None = None) -> Turn:
+    async def answer(
+        self, request: Request, key: str | None = None, *, repeated: bool = False
+    ) -> Turn:
         """Return the next turn of a conversation.
 
-        retry_key: the same for all tries of a client's request. The second is answered as the
-        first, also while that still runs. Raises RequestError if the request cannot be served.
+        key: the same for all tries of a client's request. repeated: this is a later try. It gets
+        the first one's answer, also while that is being sampled. Raises RequestError if the request
+        cannot be served.
         """
-        if retry_key is None:
+        if key is None:
             return await self._sample(request)
-        known = self._answers.get(retry_key)
-        if known is None:
+        known = self._answers.get(key)
+        if known is not None and repeated:
+            self.replayed += 1
+        else:
             known = asyncio.ensure_future(self._sample(request))
-            self._answers[retry_key] = known
+            self._answers[key] = known
             while len(self._answers) > MOST_ANSWERS:
                 del self._answers[next(iter(self._answers))]
-        else:
-            self.replayed += 1
         try:
-            return await asyncio.shield(known)  # a client that hangs up does not end its retry
+            return await asyncio.shield(known)  # the next try needs it if this client hangs up
         finally:
             failed = known.done() and (known.cancelled() or known.exception() is not None)
-            if failed and self._answers.get(retry_key) is known:
-                del self._answers[retry_key]
+            if failed and self._answers.get(key) is known:
+                del self._answers[key]
 
     def count_tokens(self, request: Request) -> int:
         """Return how many tokens a request has. It is counted, and samples nothing."""
@@ -83,7 +89,9 @@ class Session:
         return self.history.count_tokens(request)
 
     async def _sample(self, request: Request) -> Turn:
-        plan = self.history.plan(request)
+        own = dataclasses.asdict(self.sampling)
+        overridden = tuple((name, v) for name, v in request.sampling if own.get(name) != v)
+        plan = self.history.plan(dataclasses.replace(request, sampling=overridden))
         max_tokens = self._within_limits(plan.max_tokens)
         number, self.requests = self.requests, self.requests + 1
         sampling = dataclasses.replace(

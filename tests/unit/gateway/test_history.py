@@ -51,8 +51,8 @@ def session_of(*texts, limits=None, renderer=RENDERER, thoughts="keep", max_toke
     return Session(engine, history, SAMPLING, lambda turn: turn, limits=limits)
 
 
-def ask(session, *messages, retry_key=None, **how):
-    return asyncio.run(session.answer(Request(messages, **how), retry_key))
+def ask(session, *messages, key=None, repeated=False, **how):
+    return asyncio.run(session.answer(Request(messages, **how), key, repeated=repeated))
 
 
 def reply(turn, text):
@@ -247,7 +247,7 @@ def test_facts_about_a_turn():
         return dataclasses.replace(completion, version=completion.version + 1)
 
     session = session_of("answer", after=spoil)
-    turns = [ask(session, USER, sampling=("temperature=0",), max_tokens=32000)]
+    turns = [ask(session, USER, sampling=(("temperature", 0), ("top_p", 0.9)), max_tokens=32000)]
     for _ in range(2):
         turns.append(ask(session, *turns[-1].conversation, AGAIN))
     assert [turn.facts for turn in turns] == [
@@ -311,12 +311,14 @@ def test_a_retry_is_answered_once():
 
     async def both():
         request = Request((USER,))
-        return await asyncio.gather(*(session.answer(request, "key") for _ in range(2)))
+        tries = (session.answer(request, "key", repeated=later) for later in (False, True))
+        return await asyncio.gather(*tries)
 
     one, other = asyncio.run(both())
     assert one is other
     assert (len(session.engine.requests), session.replayed) == (1, 1)
-    assert ask(session, USER, retry_key="other key") is not one
+    assert ask(session, USER, key="other key", repeated=True) is not one
+    assert ask(session, USER, key="key") is not one  # the same question again, not another try
 
 
 def test_a_failed_request_is_sampled_again_by_its_retry():
@@ -330,8 +332,8 @@ def test_a_failed_request_is_sampled_again_by_its_retry():
 
     session.engine.generate = fail_once
     with pytest.raises(RuntimeError, match="lost"):
-        ask(session, USER, retry_key="key")
-    assert ask(session, USER, retry_key="key").message.text == "once"
+        ask(session, USER, key="key")
+    assert ask(session, USER, key="key", repeated=True).message.text == "once"
 
 
 def test_limits_and_what_cannot_be_served():
