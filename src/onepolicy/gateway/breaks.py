@@ -1,4 +1,4 @@
-"""How a client changed a conversation: the reason of a new root."""
+"""The reason of a new root: the change that a client made to a conversation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def nearest_turn(request: Request, turns: Sequence[Turn]) -> Turn | None:
 
 
 def find_reason(request: Request, turn: Turn | None, turns: Sequence[Turn]) -> Reason | None:
-    """Return how a request that continues no turn changed the conversation of `turn`.
+    """Return the change that a request, which continues no turn, made to `turn`'s conversation.
 
     turn: `nearest_turn`. turns: all of the episode. None: it is a conversation of its own.
     """

@@ -1,9 +1,9 @@
 """The conversations of one episode as exact token paths.
 
-A request's messages are matched against what was served. A turn that was served is continued from
-its own ids; only the messages after it are rendered. Where the client changed the history, the
-request begins a new root, with the reason and the first token that differs. Nothing here knows a
-network or an engine: `plan` says what to sample, `record` takes what was sampled.
+A request's messages are matched against the turns that were served. A turn that was served is
+continued from its own ids; only the messages after it are rendered. Where the client changed the
+history, the request begins a new root, with the reason and the first token that differs. Nothing
+here knows a network or an engine: `plan` names a turn to sample, `record` takes its tokens.
 
 Every sampled token is trained on once, in the path that it was sampled in. Paths that share a
 beginning divide it like this: the first path keeps its tokens, in the others they are observed. If
@@ -198,7 +198,7 @@ class History:
         return list(last.values())
 
     def _match(self, request: Request) -> tuple[Turn | None, int, bytes, bool]:
-        """Return the last served turn that the messages begin with, and what follows from it.
+        """Return the last served turn that the messages begin with.
 
         Also the number of messages up to it, the digest of all messages, and whether thoughts of
         turns were left out.

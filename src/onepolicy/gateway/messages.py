@@ -71,10 +71,10 @@ class Request:
 
 
 def message_key(message: Message) -> bytes:
-    """Return a digest of what a message says.
+    """Return a digest of a message's meaning.
 
     Left out: thoughts, white space around the text, how the JSON of arguments is written, and the
-    ids in the calls, because some clients change these and none changes what was said by it.
+    ids in the calls, because some clients change these without saying anything else.
     """
     calls = [(call.name, _sorted_json(call.values())) for call in message.calls]
     return _digest(message.role, message.text.strip(), repr(calls), message.call_id)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -45,12 +46,13 @@ def make_app(
     model: str,
     *,
     ended: Callable[[str, Session, float], Body],
+    closed: Callable[[], None] = lambda: None,
     pace: Pace | None = None,
 ) -> Starlette:
     """Return the gateway as an ASGI application.
 
     model: its name in /v1/models. ended: called with name, episode and reward when a trainer ends
-    one; returns the answer.
+    one; returns the answer. closed: called when the server stops.
     """
     handler = _Handler(episodes, pace or Pace())
     routes = [
@@ -68,7 +70,13 @@ def make_app(
         routes.append(Route(f"/v1/{path}", answer, methods=["POST"]))
     routes.append(Route("/v1/messages/count_tokens", handler.count_tokens, methods=["POST"]))
     routes.append(Route("/{path:path}", _refuse_path, methods=["GET", "POST", "PUT", "DELETE"]))
-    return Starlette(routes=routes)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        closed()
+
+    return Starlette(routes=routes, lifespan=lifespan)
 
 
 class _Handler:

@@ -47,7 +47,7 @@ class Session:
         """Begin an episode.
 
         sampling: the gateway's own, which no client changes. seeds: of the request by its number.
-        route_spec: what routes must be like, None for a dense model. name: for errors.
+        route_spec: the form of right routes, None for a dense model. name: for errors.
         """
         self.engine, self.history, self.sampling, self.seeds = engine, history, sampling, seeds
         self.limits = limits or Limits()

@@ -55,7 +55,7 @@ class Root:
 
     @property
     def is_single_call(self) -> bool:
-        """Whether it is one question without tools and history, and its turn was never continued.
+        """True if it is one question without tools and history, and its turn was never continued.
 
         Programs ask so for a title.
         """
@@ -92,7 +92,7 @@ class Turn:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the client asked again and did not go on from this turn."""
+        """True if the client asked again and did not go on from this turn."""
         if self.children:
             return False
         return any(

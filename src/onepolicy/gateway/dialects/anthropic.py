@@ -187,7 +187,7 @@ def _blocks(reply: Reply) -> list[Body]:
 
 
 def _opened(block: Body) -> tuple[Body, list[Body]]:
-    """Return a block as its stream begins, and what is added to it."""
+    """Return a block as its stream begins, and the deltas that fill it."""
     if block["type"] == "thinking":
         deltas = [
             {"type": "thinking_delta", "thinking": block["thinking"]},

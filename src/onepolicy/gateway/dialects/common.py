@@ -51,7 +51,7 @@ class Dialect(Protocol):
         ...
 
     def write_stream(self, reply: Reply, question: Question) -> Iterator[str]:
-        """Yield the events of a reply: a legal stream that says what the body does."""
+        """Yield the events of a reply: a legal stream that says the same as the body."""
         ...
 
     def write_error(self, error: RequestError) -> Body:
