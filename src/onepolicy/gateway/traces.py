@@ -51,7 +51,7 @@ class TraceWriter:
         line |= {"samples": len(rows), "counts": dict(history.counts()), "breaks": []}
         for number, root in enumerate(history.roots):
             if root.break_ is not None:
-                place = {"token": root.break_.token, "ours": root.break_.ours}
+                place: dict[str, Any] = {"token": root.break_.token, "ours": root.break_.ours}
                 place |= {"sent": root.break_.sent, "reason": str(root.break_.reason)}
                 line["breaks"].append({"root": number, **place})
         if note:

@@ -293,6 +293,68 @@ def test_branches_train_their_common_beginning_once():
     assert short.routing.valid.all()
 
 
+STEPS = st.sampled_from(["go on", "again", "fork", "edit", "system", "cut", "new", "concurrent"])
+
+
+def changed(kind, turn):
+    """Return the next requests of a client that does this after a turn."""
+    messages = turn.conversation
+    if kind == "again":
+        return [turn.request.messages]
+    if kind == "edit":
+        return [(Message("user", "edited"), *messages[1:], AGAIN)]
+    if kind == "system":
+        return [(Message("system", f"system {turn.number}"), *messages, AGAIN)]
+    if kind == "cut":
+        short = dataclasses.replace(turn.message, text=turn.message.text[:1])
+        return [(*messages[:-1], short, AGAIN)]
+    if kind == "new":
+        return [(Message("user", f"new {turn.number}"),)]
+    if kind == "concurrent":
+        return [(*messages, Message("user", str(i % 2))) for i in range(3)]
+    return [(*messages, AGAIN)]
+
+
+@examples(30)
+@given(st.lists(st.tuples(STEPS, st.integers(0, 50)), max_size=12))
+def test_whatever_a_client_does_every_token_is_trained_on_once_where_it_was_sampled(steps):
+    made = []
+    session = session_of("one", "two", "six")
+
+    def note(number, completion):
+        made.append(completion)
+        return completion
+
+    async def play():
+        session.engine.after = note
+        await session.answer(Request((USER,)))
+        for kind, place in steps:
+            turns = session.history.turns
+            turn = turns[-1] if kind == "go on" else turns[place % len(turns)]
+            requests = [Request(messages) for messages in changed(kind, turn)]
+            await asyncio.gather(*map(session.answer, requests))
+
+    asyncio.run(play())
+    trained = []
+    for sample in samples_of(session):
+        tokens, turn = sample.tokens.tolist(), sample.turn.tolist()
+        for number in sorted(set(turn) - {-1}):
+            slots = [slot for slot, each in enumerate(turn) if each == number]
+            first, last = slots[0] + 1, slots[-1] + 2
+            sampled = [
+                i
+                for i, (prompt, _, _) in enumerate(session.engine.requests)
+                if prompt == tokens[:first]
+                and made[i].token_ids.tolist() == tokens[first:last]
+                and made[i].logp.tolist() == sample.logp_rollout[slots].tolist()
+            ]
+            assert len(sampled) == 1
+            trained += sampled
+        assert sample.routing.valid.all()
+    expected = sum(not turn.is_abandoned for turn in session.history.turns)
+    assert len(trained) == len(set(trained)) == expected
+
+
 def test_a_title_call_stands_apart_and_a_sub_agent_does_not():
     session = session_of("a title", "working", "helping", "final")
     title = ask(session, Message("system", "Name this"), USER)
