@@ -41,7 +41,7 @@ class GatewayOptions:
     name: str  # of the model, in /v1/models
     template: str | None  # a chat template in place of the tokenizer's
     thoughts: Thoughts
-    limits: Limits
+    limits: Limits  # of an episode
     secret: str | None  # None: a new one
 
 
@@ -130,8 +130,9 @@ class Recorder:
         batch = self._pack(name, session, reward)
         if batch is None:
             return self.writer.write(name, session.history, scored=None, reward=reward)
-        scorer = self.pair.scorer
-        native, replayed, note = scorer.score(batch, replay=False), None, ""
+        scorer, note = self.pair.scorer, ""
+        native: TokenBatch | None = scorer.score(batch, replay=False)
+        replayed: TokenBatch | None = None
         if scorer.routers is not None:
             try:
                 replayed = scorer.score(batch)

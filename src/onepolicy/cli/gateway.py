@@ -89,6 +89,7 @@ def run_gateway(arguments: argparse.Namespace) -> int:
     prepare_process(config.train.threads)
     print_status(f"loading {arguments.model}")
     from onepolicy.build import gateway
+    from onepolicy.gateway.session import Limits
 
     options = gateway.GatewayOptions(
         out=out,
@@ -96,7 +97,7 @@ def run_gateway(arguments: argparse.Namespace) -> int:
         name=Path(arguments.model).name,
         template=template,
         thoughts=arguments.thoughts,
-        limits=gateway.Limits(arguments.turns, arguments.tokens),
+        limits=Limits(arguments.turns, arguments.tokens),
         secret=secret,
     )
     return gateway.run_gateway(tree, overrides, options)

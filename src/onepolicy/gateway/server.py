@@ -54,7 +54,7 @@ def make_app(
     model: its name in /v1/models. ended: called with name, episode and reward when a trainer ends
     one; returns the answer. closed: called when the server stops.
     """
-    handler = _Handler(episodes, pace or Pace())
+    handler = _Handler(episodes, model, pace or Pace())
     routes = [
         Route("/", _say_hello, methods=["GET", "HEAD"]),
         Route("/v1/models", partial(_list_models, model=model)),
@@ -82,8 +82,8 @@ def make_app(
 class _Handler:
     """The handlers of requests that name an episode."""
 
-    def __init__(self, episodes: Episodes, pace: Pace) -> None:
-        self.episodes, self.pace = episodes, pace
+    def __init__(self, episodes: Episodes, model: str, pace: Pace) -> None:
+        self.episodes, self.model, self.pace = episodes, model, pace
 
     async def answer(self, dialect: Dialect, http: HTTPRequest) -> Response:
         """Answer a request for a turn in a dialect."""
@@ -105,7 +105,7 @@ class _Handler:
             await asyncio.wait({work}, timeout=self.pace.before_headers)
         if work.done() and work.exception() is not None:
             return _error_response(dialect, _error_of(work, name))
-        write = partial(_reply_of, session, question)
+        write = partial(_reply_of, session, question.model or self.model)
         if not question.stream:
             return JSONResponse(dialect.write(write(work.result())))
         events = self._stream(dialect, question, work, write, name)
@@ -218,7 +218,7 @@ def _error_response(dialect: Any, error: RequestError) -> Response:
     return JSONResponse(dialect.write_error(error), status_code=error.status)
 
 
-def _reply_of(session: Session, question: Question, turn: Turn) -> Reply:
+def _reply_of(session: Session, model: str, turn: Turn) -> Reply:
     finish: Literal["stop", "length", "calls"] = "stop"
     if turn.message.calls:
         finish = "calls"
@@ -226,7 +226,7 @@ def _reply_of(session: Session, question: Question, turn: Turn) -> Reply:
         finish = "length"
     return Reply(
         f"{session.id}{turn.number:05d}",
-        question.model,
+        model,
         session.begun,
         turn.message,
         finish,

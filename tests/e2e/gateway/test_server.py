@@ -30,7 +30,7 @@ def text_of(answer):
 def test_an_answer_and_errors_in_its_dialect(path):
     app = App("yes")
     answer = app.post(path, PATHS[path])
-    assert (answer.status_code, text_of(answer)) == (200, "yes")
+    assert (answer.status_code, text_of(answer), answer.json()["model"]) == (200, "yes", "tiny")
     for key, status in (("wrong.a", 401), (f"{app.secret}.", 401), (f"{app.secret}.a/b", 401)):
         refused = app.post(path, PATHS[path], key=key)
         assert refused.status_code == status
