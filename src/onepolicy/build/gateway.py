@@ -48,12 +48,10 @@ class GatewayOptions:
 def run_gateway(tree: dict[str, Any], overrides: list[str], options: GatewayOptions) -> int:
     """Serve programs until Ctrl-C."""
     app, episodes = build_gateway(tree, overrides, options)
-    key = "SECRET.EPISODE"
+    shown = "the one of --key-env"
     if options.secret is None:
-        key = episodes.key_of("EPISODE")
-    address = f"http://{HOST}:{options.port}"
-    print_text(f"OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}")
-    print_text(f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key}")
+        shown = episodes.secret
+    print_text(f"gateway: http://{HOST}:{options.port}  secret: {shown}")
     uvicorn.run(app, host=HOST, port=options.port, log_level="warning", access_log=False)
     return 0
 

@@ -58,7 +58,7 @@ def add_gateway(commands: Commands) -> None:
     gateway.add_argument(
         "--key-env",
         metavar="NAME",
-        help="variable with the secret of the API keys SECRET.EPISODE (default: a new secret)",
+        help="variable with the secret that begins and ends episodes (default: a new one)",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 import secrets
 from collections.abc import Callable
@@ -14,7 +16,12 @@ MOST_OPEN = 4096
 
 
 class Episodes:
-    """Open episodes. A program's API key is the gateway's secret, a dot, and its episode's name."""
+    """Open episodes.
+
+    A program's API key is its episode's name, a dot, and a code that only the gateway's secret can
+    make. So a program speaks for its own episode alone, and cannot give itself a reward: who ends
+    an episode shows the secret.
+    """
 
     def __init__(self, begin: Callable[[str], Session], secret: str | None = None) -> None:
         """Store how an episode with a name begins. secret: None makes one."""
@@ -24,17 +31,30 @@ class Episodes:
         self._ended: set[str] = set()
 
     def key_of(self, name: str) -> str:
-        """Return the API key of an episode."""
-        return f"{self.secret}.{name}"
+        """Return the API key of an episode. Raises RequestError for a name that cannot be one."""
+        if not NAME.fullmatch(name):
+            raise RequestError("episode: expected 1 to 128 letters, digits, - and _")
+        code = hmac.new(self.secret.encode(), name.encode(), hashlib.sha256).hexdigest()
+        return f"{name}.{code[:32]}"
 
-    def find(self, key: str) -> tuple[str, Session]:
-        """Return an episode and its name, begun by its first request. Raises RequestError."""
-        secret, _, name = key.rpartition(".")
-        known = secrets.compare_digest(secret.encode(), self.secret.encode())
-        if not known or not NAME.fullmatch(name):
+    def check_secret(self, given: str) -> None:
+        """Raise RequestError unless this is the gateway's secret."""
+        if not secrets.compare_digest(given.encode(), self.secret.encode()):
             raise RequestError(
-                "the API key is not SECRET.EPISODE with this gateway's secret and a name of "
-                "letters, digits, - and _",
+                "the API key is not the gateway's secret, which begins and ends episodes",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    def find(self, key: str) -> Session:
+        """Return the episode of a key, begun by its first request. Raises RequestError."""
+        name = key.rpartition(".")[0]
+        expected = ""
+        if NAME.fullmatch(name):
+            expected = self.key_of(name)
+        if not expected or not secrets.compare_digest(key.encode(), expected.encode()):
+            raise RequestError(
+                "the API key is of no episode; POST /v1/episodes makes one",
                 status=401,
                 code="invalid_api_key",
             )
@@ -44,10 +64,17 @@ class Episodes:
             if len(self._open) >= MOST_OPEN:
                 raise RequestError(f"{MOST_OPEN} episodes are open; end some", status=429)
             self._open[name] = self._begin(name)
-        return name, self._open[name]
+        return self._open[name]
 
     def end(self, name: str) -> Session:
-        """Close an episode and return it. Its key serves nothing any more."""
+        """Close an episode and return it. Its key serves nothing any more.
+
+        Raises RequestError if it is not open.
+        """
+        if name not in self._open:
+            raise RequestError(
+                f"episode: {name!r} is not open; it begins with its first request", status=404
+            )
         self._ended.add(name)
         return self._open.pop(name)
 

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from onepolicy.gateway.dialects import anthropic, chat, responses
-from onepolicy.gateway.dialects.common import Body, Dialect, Question, Reply
+from onepolicy.gateway.dialects.common import Body, Dialect, Question, Reply, need
 from onepolicy.gateway.episodes import Episodes
 from onepolicy.gateway.messages import RequestError
 from onepolicy.gateway.session import Session
@@ -58,7 +58,8 @@ def make_app(
     routes = [
         Route("/", _say_hello, methods=["GET", "HEAD"]),
         Route("/v1/models", partial(_list_models, model=model)),
-        Route("/v1/episodes/end", partial(_end_episode, handler, ended), methods=["POST"]),
+        Route("/v1/episodes", partial(_begin_episode, episodes), methods=["POST"]),
+        Route("/v1/episodes/end", partial(_end_episode, episodes, ended), methods=["POST"]),
     ]
     dialects: dict[str, Dialect] = {
         "chat/completions": chat,
@@ -88,7 +89,7 @@ class _Handler:
     async def answer(self, dialect: Dialect, http: HTTPRequest) -> Response:
         """Answer a request for a turn in a dialect."""
         try:
-            name, session = self.episodes.find(_key_of(http))
+            session = self.episodes.find(_key_of(http))
             body, digest = await _read_body(http)
             question = dialect.read(body)
         except RequestError as error:
@@ -104,11 +105,11 @@ class _Handler:
         else:
             await asyncio.wait({work}, timeout=self.pace.before_headers)
         if work.done() and work.exception() is not None:
-            return _error_response(dialect, _error_of(work, name))
+            return _error_response(dialect, _error_of(work, session))
         write = partial(_reply_of, session, question.model or self.model)
         if not question.stream:
             return JSONResponse(dialect.write(write(work.result())))
-        events = self._stream(dialect, question, work, write, name)
+        events = self._stream(dialect, question, work, write, session)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def _stream(
@@ -117,7 +118,7 @@ class _Handler:
         question: Question,
         work: asyncio.Future[Turn],
         write: Callable[[Turn], Reply],
-        name: str,
+        session: Session,
     ) -> AsyncIterator[str]:
         """Yield the events of an answer, with pings until it is there."""
         while not work.done():
@@ -125,7 +126,7 @@ class _Handler:
             if not work.done():
                 yield dialect.PING
         if work.exception() is not None:
-            yield dialect.write_stream_error(_error_of(work, name))
+            yield dialect.write_stream_error(_error_of(work, session))
             return
         for each in dialect.write_stream(write(work.result()), question):
             yield each
@@ -133,7 +134,7 @@ class _Handler:
     async def count_tokens(self, http: HTTPRequest) -> Response:
         """Answer Anthropic's question how many tokens a request has. It samples nothing."""
         try:
-            _, session = self.episodes.find(_key_of(http))
+            session = self.episodes.find(_key_of(http))
             body, _ = await _read_body(http)
             tokens = session.count_tokens(anthropic.read(body).request)
         except RequestError as error:
@@ -141,19 +142,31 @@ class _Handler:
         return JSONResponse(anthropic.write_count(tokens))
 
 
-async def _end_episode(
-    handler: _Handler, ended: Callable[[str, Session, float], Body], http: HTTPRequest
-) -> Response:
-    """End the episode of the key, with its reward."""
+async def _begin_episode(episodes: Episodes, http: HTTPRequest) -> Response:
+    """Answer who has the secret with the API key of an episode."""
     try:
-        name, _ = handler.episodes.find(_key_of(http))
+        episodes.check_secret(_key_of(http))
         body, _ = await _read_body(http)
-        given = body.get("reward")
-        if isinstance(given, bool) or not isinstance(given, int | float) or not abs(given) <= 1e9:
-            raise RequestError(f"reward: {given!r} given, expected a number")
+        key = episodes.key_of(need(body, "episode", str))
     except RequestError as error:
         return _error_response(chat, error)
-    return JSONResponse(ended(name, handler.episodes.end(name), float(given)))
+    return JSONResponse({"key": key})
+
+
+async def _end_episode(
+    episodes: Episodes, ended: Callable[[str, Session, float], Body], http: HTTPRequest
+) -> Response:
+    """End an episode with its reward, for who has the secret."""
+    try:
+        episodes.check_secret(_key_of(http))
+        body, _ = await _read_body(http)
+        name, given = need(body, "episode", str), body.get("reward")
+        if isinstance(given, bool) or not isinstance(given, int | float) or not abs(given) <= 1e9:
+            raise RequestError(f"reward: {given!r} given, expected a number")
+        session = episodes.end(name)
+    except RequestError as error:
+        return _error_response(chat, error)
+    return JSONResponse(ended(name, session, float(given)))
 
 
 async def _say_hello(http: HTTPRequest) -> Response:
@@ -205,12 +218,12 @@ async def _read_body(http: HTTPRequest) -> tuple[Body, str]:
     return body, hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _error_of(work: asyncio.Future[Turn], name: str) -> RequestError:
+def _error_of(work: asyncio.Future[Turn], session: Session) -> RequestError:
     """Return the error of a turn that was not sampled, for the client."""
     error = work.exception()
     if isinstance(error, RequestError):
         return error
-    LOG.error("episode %s: no turn was sampled", name, exc_info=error)
+    LOG.error("%s: no turn was sampled", session.name, exc_info=error)
     return RequestError("the engine failed; see the gateway's log", status=500, code="engine")
 
 

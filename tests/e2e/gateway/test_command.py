@@ -13,6 +13,7 @@ from support.paths import ROOT
 
 pytestmark = pytest.mark.gateway
 MODEL = ROOT / "tests" / "support" / "policies" / "small"
+SECRET = {"x-api-key": "s" * 16}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
 
 
@@ -24,7 +25,7 @@ def gateway_of(tmp_path, *overrides):
         template=TEMPLATE,
         thoughts="keep",
         limits=Limits(),
-        secret="s" * 16,
+        secret=SECRET["x-api-key"],
     )
     settings = [f"model.path={MODEL}", "rollout.sampling.max_tokens=12", *overrides]
     return build_gateway({}, settings, options)
@@ -32,7 +33,8 @@ def gateway_of(tmp_path, *overrides):
 
 async def play(client, name):
     """Play three turns, with a system message that changes before the third."""
-    headers = {"x-api-key": f"{'s' * 16}.{name}"}
+    begun = await client.post("/v1/episodes", json={"episode": name}, headers=SECRET)
+    headers = {"x-api-key": begun.json()["key"]}
     messages = [{"role": "system", "content": "1"}, {"role": "user", "content": f"{name}+1="}]
     for turn in range(3):
         if turn == 2:
@@ -41,7 +43,8 @@ async def play(client, name):
         answer = await client.post("/v1/chat/completions", json=body, headers=headers)
         messages.append(answer.json()["choices"][0]["message"])
         messages.append({"role": "user", "content": "2+2="})
-    ended = await client.post("/v1/episodes/end", json={"reward": 0.5}, headers=headers)
+    end = {"episode": name, "reward": 0.5}
+    ended = await client.post("/v1/episodes/end", json=end, headers=SECRET)
     return ended.json()
 
 
@@ -73,7 +76,7 @@ def test_an_episode_that_nobody_ended_is_noted(tmp_path):
 
     async def leave_one_open():
         async with app.router.lifespan_context(app):
-            episodes.find(f"{'s' * 16}.open")
+            episodes.find(episodes.key_of("open"))
 
     asyncio.run(leave_one_open())
     (line,) = (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()

@@ -116,7 +116,7 @@ PLAYED = [("so", [("look", '{"q": "x"}')] * 2), ("the end", [])]
 def test_a_conversation_with_parallel_calls(kind, play, stream):
     app = App(*TEXTS)
     assert asyncio.run(play(client_of(kind, app), stream)) == PLAYED
-    history = app.episodes.find(app.key)[1].history
+    history = app.episodes.find(app.key).history
     first, second = history.turns
     assert second.parent is first  # continued from our ids
     assert len(history.to_samples(reward=1.0, temperature=1.0)) == 1
@@ -127,7 +127,7 @@ def test_all_dialects_give_the_same_tokens():
     for kind, play in ((openai, play_chat), (anthropic, play_anthropic), (openai, play_responses)):
         app = App(*TEXTS)
         asyncio.run(play(client_of(kind, app), stream=False))
-        paths.append(app.episodes.find(app.key)[1].history.turns[-1].path.tokens)
+        paths.append(app.episodes.find(app.key).history.turns[-1].path.tokens)
     assert paths[0] == paths[1] == paths[2]
 
 
@@ -167,4 +167,4 @@ def test_an_engine_that_fails_once_is_asked_again_by_the_sdk():
     ask = {"model": "tiny", "messages": [{"role": "user", "content": "q"}]}
     answer = asyncio.run(client.chat.completions.create(**ask))
     assert answer.choices[0].message.content == "yes"
-    assert app.episodes.find(app.key)[1].history.counts()["turns"] == 1
+    assert app.episodes.find(app.key).history.counts()["turns"] == 1

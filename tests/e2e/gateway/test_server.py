@@ -31,10 +31,10 @@ def test_an_answer_and_errors_in_its_dialect(path):
     app = App("yes")
     answer = app.post(path, PATHS[path])
     assert (answer.status_code, text_of(answer), answer.json()["model"]) == (200, "yes", "tiny")
-    for key, status in (("wrong.a", 401), (f"{app.secret}.", 401), (f"{app.secret}.a/b", 401)):
+    for key in ("wrong", app.secret, f"{app.secret}.a", f"b{app.key[1:]}", "a/b.c", f"{app.key}0"):
         refused = app.post(path, PATHS[path], key=key)
-        assert refused.status_code == status
-        assert "SECRET.EPISODE" in refused.json()["error"]["message"]
+        assert refused.status_code == 401
+        assert "is of no episode" in refused.json()["error"]["message"]
     assert app.post(path, {}).status_code == 400
     assert app.post(path, [1]).json()["error"]["message"] == "the body is not a JSON object"
     squeezed = app.post(path, PATHS[path], headers={"content-encoding": "zstd"})
@@ -43,7 +43,7 @@ def test_an_answer_and_errors_in_its_dialect(path):
 
 def test_both_kinds_of_key_and_what_programs_ask_first():
     app = App("yes")
-    given = {"x-api-key": f"{app.secret}.b"}
+    given = {"x-api-key": app.episodes.key_of("b")}
     assert app.post("/v1/messages", PATHS["/v1/messages"], key="", headers=given).status_code == 200
     assert sorted(app.episodes.names) == ["b"]
     assert app.send("HEAD", "/").status_code == 200
@@ -63,7 +63,7 @@ def test_a_retry_gets_the_same_bytes():
     third = app.post(path, PATHS[path], headers=named)
     assert app.post(path, PATHS[path], headers=named).content == third.content
     assert len(app.engine.requests) == 3
-    assert app.episodes.find(app.key)[1].replayed == 3
+    assert app.episodes.find(app.key).replayed == 3
 
 
 def test_a_stream_waits_with_pings_and_ends_with_its_error():
@@ -89,7 +89,7 @@ def test_a_stream_waits_with_pings_and_ends_with_its_error():
         assert "the engine failed" in answer.text.split("\n\n")[-2]
         answer = app.post(path, body)
         assert (answer.status_code, "the engine failed" in answer.text) == (500, True)
-    assert app.episodes.find(app.key)[1].history.counts()["turns"] == 3
+    assert app.episodes.find(app.key).history.counts()["turns"] == 3
 
 
 def test_a_stream_that_fails_at_once_has_a_status():
@@ -114,16 +114,24 @@ def test_a_body_that_is_too_large(monkeypatch):
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
 
 
-def test_an_episode_ends_with_its_reward():
+def test_who_has_the_secret_begins_and_ends_episodes():
     app = App("yes")
-    path = "/v1/chat/completions"
+    path, secret = "/v1/chat/completions", app.secret
+    assert app.post("/v1/episodes", {"episode": "a"}, key=secret).json() == {"key": app.key}
+    assert app.post("/v1/episodes", {"episode": "a/b"}, key=secret).status_code == 400
     app.post(path, PATHS[path])
+    end = {"episode": "a", "reward": 0.5}
+    for key in (app.key, "", "wrong"):  # a program cannot give itself a reward
+        assert app.post("/v1/episodes", {"episode": "a"}, key=key).status_code == 401
+        assert app.post("/v1/episodes/end", end, key=key).status_code == 401
     for reward in (None, "1", True, float("nan")):
-        body = json.dumps({"reward": reward})
-        assert app.post("/v1/episodes/end", body).status_code == 400
-    assert app.post("/v1/episodes/end", {"reward": 0.5}).json() == {"turns": 1}
-    (name, session, reward) = app.ended
+        body = json.dumps({"episode": "a", "reward": reward})
+        assert app.post("/v1/episodes/end", body, key=secret).status_code == 400
+    assert app.post("/v1/episodes/end", end | {"episode": "b"}, key=secret).status_code == 404
+    assert app.post("/v1/episodes/end", end, key=secret).json() == {"turns": 1}
+    name, session, reward = app.ended
     assert (name, reward, len(session.history.turns)) == ("a", 0.5, 1)
+    assert app.post("/v1/episodes/end", end, key=secret).status_code == 404
     for path in PATHS:
         answer = app.post(path, PATHS[path])
         assert (answer.status_code, "has ended" in answer.text) == (403, True)
@@ -131,7 +139,7 @@ def test_an_episode_ends_with_its_reward():
 
 def test_too_many_open_episodes(monkeypatch):
     monkeypatch.setattr("onepolicy.gateway.episodes.MOST_OPEN", 1)
-    episodes = Episodes(lambda name: session_of("x"), "s")
-    episodes.find("s.a")
+    episodes = Episodes(lambda name: session_of("x"))
+    episodes.find(episodes.key_of("a"))
     with pytest.raises(ValueError, match="episodes are open"):
-        episodes.find("s.b")
+        episodes.find(episodes.key_of("b"))
