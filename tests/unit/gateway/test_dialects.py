@@ -1,12 +1,16 @@
 """Dialects as pure translations: one conversation in three forms, bodies, streams, errors."""
 
+import copy
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onepolicy.gateway.dialects import anthropic, chat, responses
 from onepolicy.gateway.dialects.common import Reply
 from onepolicy.gateway.messages import Call, Message, Request, RequestError
+from support.examples import examples
 
 SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}}}
 LOOK = {"name": "look", "description": "Look."}
@@ -259,6 +263,36 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 def test_what_cannot_be_read_is_named(dialect, body, match):
     with pytest.raises(RequestError, match=match):
         dialect.read(body)
+
+
+VALUES = st.sampled_from([None, True, -1, 2.5, "x", "", [], {}, [[]], [{}], {"type": []}, ["x"]])
+
+
+def places(value, path=()):
+    """Yield the path of every value in a body."""
+    yield path
+    if isinstance(value, dict | list):
+        keys = value if isinstance(value, dict) else range(len(value))
+        for key in keys:
+            yield from places(value[key], (*path, key))
+
+
+@examples(150)
+@given(st.sampled_from(DIALECTS), st.randoms(use_true_random=False), VALUES)
+def test_a_body_is_read_or_refused(dialect, random, value):
+    """No body of a client ends in another error than RequestError."""
+    body = copy.deepcopy(BODIES[dialect] | {"stream": True, "stream_options": {}})
+    *path, last = random.choice([place for place in places(body) if place])
+    inner = body
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    try:
+        question = dialect.read(body)
+    except RequestError:
+        return
+    assert all(isinstance(message.text, str) for message in question.request.messages)
+    json.dumps([question.request.tools, question.request.sampling])
 
 
 def test_errors_have_each_dialects_shape():
