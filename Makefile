@@ -57,6 +57,14 @@ $(ENVS)/.ready: $(VENV)/.dev tests/support/envs/requirements.txt
 	$(ENVS)/bin/pip install -q --log $(ENVS)/pip.log --no-warn-conflicts -r tests/support/envs/requirements.txt
 	touch $@
 
+# The official SDKs, which the gateway is asked by, and its server, likewise.
+GATEWAY := .venv-gateway
+$(GATEWAY)/.ready: $(VENV)/.dev tests/support/gateway/requirements.txt
+	@echo "Making $(GATEWAY): the SDKs of OpenAI and Anthropic, and the gateway's server"
+	$(call borrowing,$(GATEWAY))
+	$(GATEWAY)/bin/pip install -q --log $(GATEWAY)/pip.log --no-warn-conflicts -r tests/support/gateway/requirements.txt
+	touch $@
+
 # TRL, in which the adapter trains, likewise; with our transformers, accelerate and peft.
 TRL := .venv-trl
 $(TRL)/.ready: $(VENV)/.dev tests/support/trl/requirements.txt
@@ -180,4 +188,4 @@ $(QUEUE)/.ready: Makefile
 	touch $@
 
 clean: ## remove the venvs and caches (runs/ stays)
-	rm -rf $(VENV) $(ORACLE) $(ENVS) $(TRL) $(VERL) $(MEGATRON) $(SGLANG) $(RELEASE) $(QUEUE) .gpu-pack .venv-versions site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) $(ENVS) $(GATEWAY) $(TRL) $(VERL) $(MEGATRON) $(SGLANG) $(RELEASE) $(QUEUE) .gpu-pack .venv-versions site .pytest_cache .ruff_cache .mypy_cache .hypothesis

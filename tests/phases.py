@@ -39,7 +39,10 @@ LOGS = ROOT / "runs" / "phases"
 MOST_COMMITS = 200
 """A phase that was last green longer ago is named by `make check`."""
 CORES = min(os.cpu_count() or 1, 8)
-OTHERS = ("gpu", "vllm", "sglang", "ray", "trl", "verl", "megatron", "envs", "oracle", "release")
+OTHERS = (
+    *("gpu", "vllm", "sglang", "ray", "trl", "verl", "megatron"),
+    *("gateway", "envs", "oracle", "release"),
+)
 PLAIN = " and ".join(f"not {marker}" for marker in OTHERS)
 SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": "src", "PYTHONDONTWRITEBYTECODE": ""}
 """Of the environment; what is empty is taken out. Without bytecode, as images have it, every

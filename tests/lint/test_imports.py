@@ -25,6 +25,7 @@ run
 engine_check
 launch
 build integrations
+gateway
 audit rollout train envs tiny
 report invariant sync
 replay models

@@ -29,7 +29,10 @@ FAMILIES = {
 }
 """Family -> its way of scoring, as in families.toml."""
 
-COMPONENTS = ("vllm", "sglang", "ray", "trl", "verl", "megatron", "envs", "oracle", "release")
+COMPONENTS = (
+    *("vllm", "sglang", "ray", "trl", "verl", "megatron"),
+    *("gateway", "envs", "oracle", "release"),
+)
 """Markers of tests that need one; those that drive a system program have `needs`."""
 
 

@@ -13,6 +13,7 @@ from onepolicy.cli.compare import add_compare
 from onepolicy.cli.engine import add_engine
 from onepolicy.cli.evaluate import add_eval
 from onepolicy.cli.export import add_export
+from onepolicy.cli.gateway import add_gateway
 from onepolicy.cli.make_policy import add_make_policy
 from onepolicy.cli.measure import add_measure
 from onepolicy.cli.parser import SETTINGS, Parser
@@ -31,7 +32,7 @@ from onepolicy.files import DISK_FULL
 
 COMMANDS = (
     *(add_train, add_compare, add_eval, add_make_policy, add_measure),
-    *(add_audit, add_engine, add_plan, add_export, add_config),
+    *(add_audit, add_engine, add_gateway, add_plan, add_export, add_config),
 )
 """Functions that add the commands, in the order of the help."""
 RESULT_IN_FILES = ("train", "compare", "make-policy", "export")

@@ -1,0 +1,125 @@
+"""`onepolicy gateway`: agent programs play episodes, and every token is recorded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from onepolicy.cli.common import RUN_ONLY, Commands, add_command, prepare_process
+from onepolicy.config import RunConfig, UsageError
+from onepolicy.config.address import check_port
+from onepolicy.config.input_files import check_model_path
+from onepolicy.config.measure import engine_overrides, measure_settings
+from onepolicy.config.output_paths import check_output_path
+from onepolicy.console import print_status
+
+SHORTEST_SECRET = 16
+
+
+def add_gateway(commands: Commands) -> None:
+    """Add the command `gateway`."""
+    gateway = add_command(
+        commands,
+        "gateway",
+        "let agent programs play episodes on an engine, and record their exact tokens",
+        run_gateway,
+        examples=(
+            "onepolicy gateway Qwen/Qwen3-0.6B --out runs/traces",
+            "onepolicy gateway Qwen/Qwen3-30B-A3B --engine vllm-server:http://127.0.0.1:8000 "
+            "--out runs/traces rollout.sampling.max_tokens=4096",
+        ),
+        settings=RunConfig,
+        ignored=(*RUN_ONLY, "model.path", "task"),
+    )
+    gateway.add_argument("model", help="folder or hub id; its tokenizer needs a chat template")
+    gateway.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.sampling.max_tokens=4096"
+    )
+    gateway.add_argument("--engine", metavar="KIND[:URL]", help="short for rollout.engine.kind")
+    gateway.add_argument(
+        "--out", required=True, metavar="FOLDER", help="where episodes are written"
+    )
+    gateway.add_argument("--port", type=int, default=8300, help="of 127.0.0.1")
+    gateway.add_argument(
+        "--template", metavar="FILE", help="chat template, in place of the model's"
+    )
+    gateway.add_argument(
+        "--thoughts",
+        choices=("keep", "as-sent"),
+        default="keep",
+        help="a turn that comes back without its thoughts: continue it with them, or begin anew",
+    )
+    gateway.add_argument("--turns", type=int, metavar="N", help="most turns of an episode")
+    gateway.add_argument(
+        "--tokens", type=int, metavar="N", help="most tokens that are sampled in an episode"
+    )
+    gateway.add_argument(
+        "--key-env",
+        metavar="NAME",
+        help="variable with the secret that begins and ends episodes (default: a new one)",
+    )
+
+
+def run_gateway(arguments: argparse.Namespace) -> int:
+    """Serve programs until Ctrl-C."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"onepolicy gateway needs {' and '.join(missing)}; pip install 'onepolicy[gateway]'"
+        )
+    check_port(arguments.port, "--port")
+    for name in ("turns", "tokens"):
+        limit = getattr(arguments, name)
+        if limit is not None and limit < 1:
+            raise UsageError(f"--{name}: {limit} given, expected at least 1")
+    out = Path(arguments.out)
+    check_output_path("--out", out)
+    if os.path.lexists(out):
+        raise UsageError(f"--out: {out} already exists; choose another folder")
+    secret = _secret(arguments.key_env)
+    template = _read_template(arguments.template)
+    overrides = [f"model.path={arguments.model}", *arguments.overrides]
+    if arguments.engine:
+        overrides = [*engine_overrides(arguments.engine), *overrides]
+    tree = {"rollout": {"sampling": {"max_tokens": 1024}}}
+    _, config = measure_settings(tree, overrides, None)
+    check_model_path(config.model.path)
+    prepare_process(config.train.threads)
+    print_status(f"loading {arguments.model}")
+    from onepolicy.build import gateway
+    from onepolicy.gateway.session import Limits
+
+    options = gateway.GatewayOptions(
+        out=out,
+        port=arguments.port,
+        name=Path(arguments.model).name,
+        template=template,
+        thoughts=arguments.thoughts,
+        limits=Limits(arguments.turns, arguments.tokens),
+        secret=secret,
+    )
+    return gateway.run_gateway(tree, overrides, options)
+
+
+def _read_template(path: str | None) -> str | None:
+    """Return a chat template. Raises UsageError if it cannot be read."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--template: {path} cannot be read: {error}; give a text file") from None
+
+
+def _secret(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    secret = os.environ.get(variable, "")
+    if len(secret) < SHORTEST_SECRET or not secret.isascii() or not secret.isprintable():
+        raise UsageError(
+            f"--key-env: {variable} holds {len(secret)} characters; give a secret of at least "
+            f"{SHORTEST_SECRET} ASCII characters"
+        )
+    return secret

@@ -1,0 +1,1 @@
+"""A recording gateway: an agent program's conversations as exact token paths."""

@@ -1,0 +1,156 @@
+"""The parts that all dialects have: a request that was read, a reply, and JSON that is checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+from onepolicy.gateway.messages import Call, Message, Request, RequestError, Tool
+
+Body = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request as a client sent it."""
+
+    request: Request
+    model: str
+    stream: bool = False
+    stream_usage: bool = True  # the stream ends with the usage
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A turn as it is sent to a client."""
+
+    id: str  # of the turn, unique
+    model: str
+    created: int  # seconds since 1970
+    message: Message
+    finish: Literal["stop", "length", "calls"]
+    stop: str | None  # the client's stop text that ended the turn
+    prompt_tokens: int
+    tokens: int
+
+
+class Dialect(Protocol):
+    """A dialect: a module of this package."""
+
+    PING: str
+
+    def read(self, body: Body) -> Question:
+        """Return the request in a body. Raises RequestError with the field that is wrong."""
+        ...
+
+    def write(self, reply: Reply) -> Body:
+        """Return the body of a reply."""
+        ...
+
+    def write_stream(self, reply: Reply, question: Question) -> Iterator[str]:
+        """Yield the events of a reply: a legal stream that says the same as the body."""
+        ...
+
+    def write_error(self, error: RequestError) -> Body:
+        """Return the body of an error."""
+        ...
+
+    def write_stream_error(self, error: RequestError) -> str:
+        """Return the event of an error after the stream has begun."""
+        ...
+
+
+def take(body: Mapping[str, Any], name: str, kind: type[T], path: str = "") -> T | None:
+    """Return a field, None if it is missing or null. Raises RequestError for another type."""
+    value = body.get(name)
+    if value is None:
+        return None
+    is_number = isinstance(value, bool) and kind is not bool
+    if not isinstance(value, kind) or is_number:
+        raise RequestError(f"{path}{name}: {type(value).__name__} given, expected {kind.__name__}")
+    return value
+
+
+def need(body: Mapping[str, Any], name: str, kind: type[T], path: str = "") -> T:
+    """Return a field. Raises RequestError if it is missing."""
+    value = take(body, name, kind, path)
+    if value is None:
+        raise RequestError(f"{path}{name}: is missing")
+    return value
+
+
+def take_limit(body: Mapping[str, Any], name: str) -> int | None:
+    """Return a number of tokens, at least 1."""
+    value = take(body, name, int)
+    if value is not None and value < 1:
+        raise RequestError(f"{name}: {value} given, expected at least 1")
+    return value
+
+
+def items(values: Sequence[Any], path: str) -> Iterable[tuple[str, Body]]:
+    """Yield the objects of a list, each with its path."""
+    for i, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise RequestError(f"{path}[{i}]: {type(value).__name__} given, expected an object")
+        yield f"{path}[{i}].", value
+
+
+def read_texts(body: Mapping[str, Any], name: str, path: str, types: Sequence[str]) -> str:
+    """Return the text of a content: a string, or parts of these types, a line each."""
+    content = body.get(name)
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part_path, part in items(need(body, name, list, path), path + name):
+        if part.get("type") not in types:
+            raise RequestError(
+                f"{part_path}type: {part.get('type')!r} is not text, the only thing that is read "
+                "here"
+            )
+        parts.append(need(part, "text", str, part_path))
+    return "\n".join(parts)
+
+
+def read_function(body: Mapping[str, Any], path: str, parameters: str) -> Tool:
+    """Return a tool. parameters: the field of its JSON schema."""
+    function: Body = {"name": need(body, "name", str, path)}
+    description = take(body, "description", str, path)
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = take(body, parameters, dict, path) or {"type": "object"}
+    return {"type": "function", "function": function}
+
+
+def read_sampling(body: Mapping[str, Any], names: Sequence[str]) -> tuple[tuple[str, Any], ...]:
+    """Return the settings of sampling that a client gave: the gateway has its own."""
+    return tuple((name, body[name]) for name in names if body.get(name) is not None)
+
+
+def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the client's stop texts."""
+    value = body.get(name)
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise RequestError(f"{name}: expected a text or a list of texts")
+    return tuple(each for each in value if each)
+
+
+def arguments_of(call: Call) -> Any:
+    """Return a served call's arguments as JSON."""
+    return json.loads(call.arguments)
+
+
+def event(data: Any, name: str | None = None) -> str:
+    """Return one event of a stream."""
+    text = f"data: {json.dumps(data)}\n\n"
+    if name is None:
+        return text
+    return f"event: {name}\n{text}"

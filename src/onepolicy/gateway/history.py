@@ -1,0 +1,365 @@
+"""The conversations of one episode as exact token paths.
+
+A request's messages are matched against the turns that were served. A turn that was served is
+continued from its own ids; only the messages after it are rendered. Where the client changed the
+history, the request begins a new root, with the reason and the first token that differs. Nothing
+here knows a network or an engine: `plan` names a turn to sample, `record` takes its tokens.
+
+Every sampled token is trained on once, in the path that it was sampled in. Paths that share a
+beginning divide it like this: the first path keeps its tokens, in the others they are observed. If
+a client asks the same again and goes on from one of the answers, the others are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from onepolicy.config import DuplicateRoutes
+from onepolicy.envs.multiturn.trajectory import Trajectory
+from onepolicy.gateway.breaks import find_reason, first_difference, nearest_turn
+from onepolicy.gateway.messages import (
+    Message,
+    Request,
+    RequestError,
+    chain_key,
+    tools_key,
+)
+from onepolicy.gateway.rendering import Renderer
+from onepolicy.gateway.turns import Break, Reason, Root, Turn
+from onepolicy.types import MAX_LOGP, Completion, Sample
+
+Thoughts = Literal["keep", "as-sent"]
+"""A served turn that comes back without its thoughts. keep: is continued from our ids, thoughts
+included. as-sent: a new root."""
+MOST_TURNS = 4096
+"""Turns of an episode, so that a client in an endless loop does not fill the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A turn to sample."""
+
+    request: Request
+    key: bytes
+    parent: Turn | None  # the turn that it continues; None: `prompt` begins a root
+    tokens: list[int]  # what it is sampled after
+    tail: list[int]  # those of them that follow the parent's tokens
+    max_tokens: int
+    routes_from: int
+    initial_prompt_len: int
+    broken: Turn | None = None  # the conversation that a root leaves
+    break_: Break | None = None
+    facts: tuple[Reason, ...] = ()
+
+
+class History:
+    """The tree of an episode."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        *,
+        max_len: int,
+        max_tokens: int,
+        thoughts: Thoughts = "keep",
+        duplicate_routes: DuplicateRoutes = "as-sampled",
+        expects_routes: bool = False,
+    ) -> None:
+        """Begin an episode.
+
+        max_len: tokens of a path. max_tokens: of a turn. expects_routes: the engine returns them.
+        """
+        self.renderer = renderer
+        self.max_len, self.max_tokens = max_len, max_tokens
+        self.thoughts: Thoughts = thoughts
+        self.duplicate_routes: DuplicateRoutes = duplicate_routes
+        self.expects_routes = expects_routes
+        self.roots: list[Root] = []
+        self.turns: list[Turn] = []
+        self._served: dict[bytes, Turn] = {}  # by the digest of the conversation up to the turn
+        self._calls = 0
+
+    def plan(self, request: Request) -> Plan:
+        """Return the turn to sample for a request. Changes nothing.
+
+        Raises RequestError if there is no room for it, or the template cannot write it.
+        """
+        _check_order(request)
+        if len(self.turns) >= MOST_TURNS:
+            raise RequestError(f"this episode has had {MOST_TURNS} turns", status=429)
+        turn, place, key, dropped = self._match(request)
+        facts = _facts_of(request, self.max_tokens)
+        if dropped:
+            facts = (*facts, Reason.THOUGHTS_DROPPED)
+        if turn is None or place < request.last_assistant:
+            return self._plan_root(request, key, facts)
+        tail = self.renderer.encode_tail(
+            turn.message, request.messages[place:], request.tools, ended=turn.finish == "stop"
+        )
+        tokens = turn.path.tokens[: turn.length] + tail
+        return Plan(
+            request,
+            key,
+            turn,
+            tokens,
+            tail,
+            self._room(tokens, request),
+            min(turn.path.first_missing_route, turn.length),
+            len(turn.root.prompt),
+            facts=facts,
+        )
+
+    def count_tokens(self, request: Request) -> int:
+        """Return how many tokens a request's turn would be sampled after."""
+        _check_order(request)
+        turn, place, _, _ = self._match(request)
+        if turn is None or place < request.last_assistant:
+            return len(self.renderer.encode_prompt(request.messages, request.tools))
+        tail = request.messages[place:]
+        ended = turn.finish == "stop"
+        new = self.renderer.encode_tail(turn.message, tail, request.tools, ended=ended)
+        return turn.length + len(new)
+
+    def record(self, plan: Plan, completion: Completion, versions: tuple[int, int]) -> Turn:
+        """Append a sampled turn and return it.
+
+        versions: of the engine's weights before and after.
+        """
+        number, facts = len(self.turns), plan.facts + self._facts_about(completion, versions)
+        root, family = self._family_of(plan)
+        if any(each.key == plan.key for each in family):
+            facts = (*facts, Reason.RETRY_SIBLING)
+        path = self._path_for(plan, family)
+        start = len(path.tokens)
+        assert path.tokens == plan.tokens
+        _append(path, completion)
+        message = self.renderer.read_turn(
+            completion.token_ids.tolist(), plan.request.tools, self._calls
+        )
+        self._calls += len(message.calls)
+        message, stop = _cut_at_stop(message, plan.request.stop)
+        turn = Turn(
+            number,
+            plan.key,
+            plan.request,
+            message,
+            root,
+            plan.parent,
+            path,
+            start,
+            len(path.tokens),
+            completion.finish,
+            completion,
+            facts,
+            stop,
+        )
+        family.append(turn)
+        self.turns.append(turn)
+        self._served[chain_key(plan.key, message)] = turn
+        return turn
+
+    def counts(self) -> Counter[str]:
+        """Return how many turns, roots, samples left out and breaks there are, by reason."""
+        found: Counter[str] = Counter({"turns": len(self.turns), "roots": len(self.roots)})
+        found.update(str(fact) for turn in self.turns for fact in turn.facts)
+        found.update(str(root.break_.reason) for root in self.roots if root.break_ is not None)
+        found["auxiliary"] = sum(map(self.is_auxiliary, self.roots))
+        found["abandoned"] = sum(turn.is_abandoned for turn in self.turns)
+        return found
+
+    def is_auxiliary(self, root: Root) -> bool:
+        """Return whether a conversation is a call beside the episode, such as one for a title."""
+        return root.is_single_call and any(other.request.tools for other in self.roots)
+
+    def to_samples(self, *, reward: float, temperature: float) -> tuple[Sample, ...]:
+        """Return one sample of every path, without auxiliary calls and abandoned turns."""
+        samples = []
+        for turn in self.last_turns():
+            path = turn.path
+            if turn.length < len(path.tokens):
+                path = path.fork()
+                path.truncate(turn.length)
+            if path.sampled_tokens:
+                samples.append(
+                    path.to_sample(reward=reward, temperature=temperature, finish=turn.finish)
+                )
+        return tuple(samples)
+
+    def last_turns(self) -> list[Turn]:
+        """Return the last turn of every path that counts, in the order of the paths' beginnings."""
+        last: dict[int, Turn] = {}
+        for turn in self.turns:
+            if not self.is_auxiliary(turn.root) and not turn.is_abandoned:
+                last[id(turn.path)] = turn
+        return list(last.values())
+
+    def _match(self, request: Request) -> tuple[Turn | None, int, bytes, bool]:
+        """Return the last served turn that the messages begin with.
+
+        Also the number of messages up to it, the digest of all messages, and whether thoughts of
+        turns were left out.
+        """
+        key, found, place, dropped = tools_key(request.tools), None, 0, False
+        for i, message in enumerate(request.messages):
+            key = chain_key(key, message)
+            if message.role != "assistant":
+                continue
+            turn = self._served.get(key)
+            if turn is None or not self._accepts_thoughts(message, turn.message):
+                key = chain_key(key, Message("assistant", message.thought))
+            else:
+                found, place = turn, i + 1
+                dropped |= message.thought.strip() != turn.message.thought
+        return found, place, key, dropped
+
+    def _accepts_thoughts(self, sent: Message, served: Message) -> bool:
+        if sent.thought.strip() == served.thought:
+            return True
+        return self.thoughts == "keep" and not sent.thought.strip()
+
+    def _plan_root(self, request: Request, key: bytes, facts: tuple[Reason, ...]) -> Plan:
+        tokens = self.renderer.encode_prompt(request.messages, request.tools)
+        broken = nearest_turn(request, [turn for turn in self.turns if not turn.children])
+        break_ = None
+        reason = find_reason(request, broken, self.turns)
+        if reason is not None:
+            if broken is None and self.turns:
+                broken = self.turns[-1]
+            break_ = self._describe_break(reason, request, broken, tokens)
+        return Plan(
+            request,
+            key,
+            None,
+            tokens,
+            tokens,
+            self._room(tokens, request),
+            0,
+            len(tokens),
+            broken,
+            break_,
+            facts,
+        )
+
+    def _describe_break(
+        self, reason: Reason, request: Request, broken: Turn | None, tokens: list[int]
+    ) -> Break:
+        if broken is None:
+            return first_difference(reason, (), tokens)
+        assistants = sum(message.role == "assistant" for message in request.messages)
+        chain = broken.chain
+        last = chain[min(assistants, len(chain)) - 1]
+        ours = last.path.tokens[: last.length]
+        if reason is Reason.UNKNOWN_ASSISTANT and self._is_same_text(ours, tokens):
+            reason = Reason.RETOKENISED
+        return first_difference(reason, ours, tokens)
+
+    def _is_same_text(self, ours: Sequence[int], sent: Sequence[int]) -> bool:
+        """Return whether a path's text is the beginning of another one's."""
+        decode = self.renderer.tokenizer.decode
+        one, other = (str(decode(list(ids))).split() for ids in (ours, sent))
+        return "".join(other).startswith("".join(one))
+
+    def _room(self, tokens: list[int], request: Request) -> int:
+        """Return how many tokens the turn may have."""
+        room = self.max_len - len(tokens)
+        if room < 1:
+            raise RequestError(
+                f"the conversation has {len(tokens)} tokens, and {self.max_len} fit",
+                code="context_length_exceeded",
+            )
+        return min(room, self.max_tokens, request.max_tokens or self.max_tokens)
+
+    def _facts_about(self, completion: Completion, versions: tuple[int, int]) -> tuple[Reason, ...]:
+        facts = []
+        if not _has_values(completion):
+            facts.append(Reason.NO_VALUES)
+        if self.expects_routes and completion.routing is None:
+            facts.append(Reason.NO_ROUTES)
+        low, high = versions
+        if any(not low <= version <= high for version in completion.version.tolist()):
+            facts.append(Reason.UNKNOWN_VERSION)
+        return tuple(facts)
+
+    def _family_of(self, plan: Plan) -> tuple[Root, list[Turn]]:
+        """Return the root of a planned turn, made if it is new, and the turns beside it."""
+        if plan.parent is not None:
+            return plan.parent.root, plan.parent.children
+        root = next((root for root in self.roots if root.key == plan.key), None)
+        if root is None:
+            root = Root(plan.key, plan.request, plan.tokens, plan.break_)
+            self.roots.append(root)
+        return root, root.children
+
+    def _path_for(self, plan: Plan, family: Sequence[Turn]) -> Trajectory:
+        """Return a path of exactly the plan's tokens, to append the turn to.
+
+        A turn goes on with its parent's path if that ends there. A turn that is sampled again takes
+        the path of the one before, unless that was continued.
+        """
+        start = len(plan.tokens)
+        parent = plan.parent
+        if parent is not None and len(parent.path.tokens) == parent.length:
+            parent.path.append_observation(plan.tail)
+            return parent.path
+        for older in family:
+            owns = len(older.path.tokens) == older.length and older.start == start
+            if older.key == plan.key and owns and not older.children:
+                path = older.path
+                if parent is not None and path is not parent.path:
+                    continue
+                path.truncate(start)
+                older.path = path.rewrite_history(path.tokens)
+                _append(older.path, older.completion)
+                return path
+        if parent is not None:
+            return parent.path.rewrite_history(plan.tokens)
+        if plan.break_ is not None and plan.broken is not None:
+            return plan.broken.path.rewrite_history(plan.tokens)
+        return Trajectory(plan.tokens, duplicate_routes=self.duplicate_routes)
+
+
+def _append(path: Trajectory, completion: Completion) -> None:
+    """Append a turn; one without log-probabilities is observed."""
+    if _has_values(completion):
+        path.append_completion(completion)
+    else:
+        path.append_observation(completion.token_ids.tolist())
+
+
+def _cut_at_stop(message: Message, stop: Sequence[str]) -> tuple[Message, str | None]:
+    """Return a message up to the first of the client's stop texts, and that text."""
+    found = [each for each in stop if each in message.text]
+    if not found:
+        return message, None
+    first = min(found, key=message.text.index)
+    return dataclasses.replace(message, text=message.text.partition(first)[0].strip()), first
+
+
+def _has_values(completion: Completion) -> bool:
+    logp = completion.logp
+    if len(logp) != len(completion.token_ids):
+        return False
+    return bool((logp.isfinite() & (logp <= MAX_LOGP)).all())
+
+
+def _facts_of(request: Request, max_tokens: int) -> tuple[Reason, ...]:
+    facts = []
+    if request.sampling:
+        facts.append(Reason.SAMPLING_OVERRIDDEN)
+    if (request.max_tokens or 0) > max_tokens:
+        facts.append(Reason.LENGTH_CAPPED)
+    return tuple(facts)
+
+
+def _check_order(request: Request) -> None:
+    if not any(message.role != "system" for message in request.messages):
+        raise RequestError("messages: there is none to answer; send at least one of the user")
+    if request.messages[-1].role == "assistant":
+        raise RequestError(
+            "messages: the last one is the assistant's; a turn that the client began is not "
+            "continued, end with another role"
+        )

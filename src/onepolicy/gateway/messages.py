@@ -1,0 +1,99 @@
+"""Requests and turns in one form, which every dialect is translated to and from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from onepolicy.errors import UsageError
+
+Role = Literal["system", "user", "assistant", "tool"]
+Tool = Mapping[str, Any]
+"""An OpenAI function: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
+
+class RequestError(UsageError):
+    """A request that the gateway cannot serve.
+
+    status: of HTTP. code: a word for programs, such as `context_length_exceeded`.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool. arguments: JSON of an object, as it was written."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def values(self) -> Any:
+        """Return the arguments, or their text if that is not JSON."""
+        try:
+            return json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return self.arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message of a conversation."""
+
+    role: Role
+    text: str = ""
+    thought: str = ""  # of the assistant, before its text
+    calls: tuple[Call, ...] = ()  # of the assistant, after its text
+    call_id: str = ""  # of a tool: the call that this is the reply to
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request for the next turn of a conversation."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    sampling: tuple[tuple[str, Any], ...] = ()  # settings that the client gave, in vain
+
+    @property
+    def last_assistant(self) -> int:
+        """Number of messages up to the last one of the assistant, 0 if there is none."""
+        roles = [message.role for message in self.messages]
+        return max((i + 1 for i, role in enumerate(roles) if role == "assistant"), default=0)
+
+
+def message_key(message: Message) -> bytes:
+    """Return a digest of a message's meaning.
+
+    Left out: thoughts, white space around the text, how the JSON of arguments is written, and the
+    ids in the calls, because some clients change these without saying anything else.
+    """
+    calls = [(call.name, _sorted_json(call.values())) for call in message.calls]
+    return _digest(message.role, message.text.strip(), repr(calls), message.call_id)
+
+
+def tools_key(tools: Iterable[Tool]) -> bytes:
+    """Return a digest of the tools in their order."""
+    return _digest("tools", *map(_sorted_json, tools))
+
+
+def chain_key(before: bytes, message: Message) -> bytes:
+    """Return a digest of the conversation with this digest and the next message."""
+    return hashlib.blake2b(before + message_key(message), digest_size=16).digest()
+
+
+def _digest(*texts: str) -> bytes:
+    data = json.dumps(texts).encode()
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _sorted_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,171 @@
+"""One episode of a program: its history, its limits, and the engine that samples its turns."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from onepolicy.envs.multiturn.tokenization import decode_tokens
+from onepolicy.gateway.history import History
+from onepolicy.gateway.messages import Request, RequestError
+from onepolicy.gateway.turns import Turn
+from onepolicy.interfaces import RolloutEngine
+from onepolicy.replay.checks import RouteSpec, check_completion
+from onepolicy.rollout.collect import check_support
+from onepolicy.types import Completion, Sampling
+
+MOST_ANSWERS = 256
+"""Answers of an episode that are kept for retries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of an episode, all its conversations together. None: no limit."""
+
+    turns: int | None = None
+    tokens: int | None = None  # sampled
+
+
+class Session:
+    """A running episode."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        history: History,
+        sampling: Sampling,
+        seeds: Callable[[int], int],
+        *,
+        limits: Limits | None = None,
+        route_spec: RouteSpec | None = None,
+        name: str = "",
+    ) -> None:
+        """Begin an episode.
+
+        sampling: the gateway's own, which no client changes. seeds: of the request by its number.
+        route_spec: the form of right routes, None for a dense model. name: for errors.
+        """
+        self.engine, self.history, self.sampling, self.seeds = engine, history, sampling, seeds
+        self.limits = limits or Limits()
+        self.route_spec, self.name = route_spec, name
+        self.id, self.begun = secrets.token_hex(6), int(time.time())
+        self.requests = self.counted = self.replayed = 0
+        self._sampled = 0
+        self._answers: dict[str, asyncio.Future[Turn]] = {}
+
+    async def answer(
+        self, request: Request, key: str | None = None, *, repeated: bool = False
+    ) -> Turn:
+        """Return the next turn of a conversation.
+
+        key: the same for all tries of a client's request. repeated: this is a later try. It gets
+        the first one's answer, also while that is being sampled. Raises RequestError if the request
+        cannot be served.
+        """
+        if key is None:
+            return await self._sample(request)
+        known = self._answers.get(key)
+        if known is not None and repeated:
+            self.replayed += 1
+        else:
+            known = asyncio.ensure_future(self._sample(request))
+            self._answers[key] = known
+            while len(self._answers) > MOST_ANSWERS:
+                del self._answers[next(iter(self._answers))]
+        try:
+            return await asyncio.shield(known)  # the next try needs it if this client hangs up
+        finally:
+            failed = known.done() and (known.cancelled() or known.exception() is not None)
+            if failed and self._answers.get(key) is known:
+                del self._answers[key]
+
+    def count_tokens(self, request: Request) -> int:
+        """Return how many tokens a request has. It is counted, and samples nothing."""
+        self.counted += 1
+        return self.history.count_tokens(request)
+
+    async def _sample(self, request: Request) -> Turn:
+        own = dataclasses.asdict(self.sampling)
+        overridden = tuple((name, v) for name, v in request.sampling if own.get(name) != v)
+        plan = self.history.plan(dataclasses.replace(request, sampling=overridden))
+        max_tokens = self._within_limits(plan.max_tokens)
+        number, self.requests = self.requests, self.requests + 1
+        sampling = dataclasses.replace(
+            self.sampling,
+            max_tokens=max_tokens,
+            routes_from=plan.routes_from,
+            initial_prompt_len=plan.initial_prompt_len,
+        )
+        before = self.engine.version
+        completion = await self.engine.generate(plan.tokens, sampling, seed=self.seeds(number))
+        name = f"{self.name}, request {number}"
+        if sampling.support:
+            check_support(completion, name)
+        check_completion(completion, plan.tokens, self.route_spec, name)
+        if request.stop:
+            completion = self._cut_at_stop(completion, request.stop, len(plan.tokens))
+        self._sampled += len(completion.token_ids)
+        return self.history.record(plan, completion, (before, self.engine.version))
+
+    def _within_limits(self, max_tokens: int) -> int:
+        turns, tokens = self.limits.turns, self.limits.tokens
+        if turns is not None and self.requests >= turns:
+            raise RequestError(
+                f"this episode has had its {turns} turns", status=403, code="episode_over"
+            )
+        if tokens is None:
+            return max_tokens
+        if self._sampled >= tokens:
+            raise RequestError(
+                f"this episode has had its {tokens} tokens", status=403, code="episode_over"
+            )
+        return min(max_tokens, tokens - self._sampled)
+
+    def _cut_at_stop(
+        self, completion: Completion, stop: tuple[str, ...], prompt: int
+    ) -> Completion:
+        """Return a completion up to the token that completes one of the client's stop texts."""
+        ids = completion.token_ids.tolist()
+        tokenizer = self.history.renderer.tokenizer
+        if not any(each in decode_tokens(tokenizer, ids) for each in stop):
+            return completion
+        low, high = 1, len(ids)  # the fewest tokens whose text has a stop text in it
+        while low < high:
+            middle = (low + high) // 2
+            text = decode_tokens(tokenizer, ids[:middle])
+            if any(each in text for each in stop):
+                high = middle
+            else:
+                low = middle + 1
+        return cut_completion(completion, low, prompt)
+
+
+def cut_completion(completion: Completion, count: int, prompt: int) -> Completion:
+    """Return the first `count` tokens of a completion, as one that reached its limit.
+
+    prompt: number of tokens before it.
+    """
+    if count == len(completion.token_ids):
+        return completion
+    routing, tops, support = completion.routing, (None, None), completion.support
+    if routing is not None:
+        routing = routing.rows(0, prompt + count - 1 - completion.first_slot)
+    if completion.top_ids is not None and completion.top_logp is not None:
+        tops = completion.top_ids[:count], completion.top_logp[:count]  # type: ignore[assignment]
+    if support is not None:
+        support = support.at(slice(0, count))
+    return dataclasses.replace(
+        completion,
+        token_ids=completion.token_ids[:count],
+        logp=completion.logp[:count],
+        version=completion.version[:count],
+        finish="length",
+        routing=routing,
+        top_ids=tops[0],
+        top_logp=tops[1],
+        support=support,
+    )

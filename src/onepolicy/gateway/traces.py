@@ -1,0 +1,107 @@
+"""Episodes on disk: dumps that `onepolicy audit` reads, and a line of JSON for each episode."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepolicy.audit.export import write_step
+from onepolicy.gateway.history import History
+from onepolicy.types import RoutingTrace, TokenBatch
+
+DUMP, EPISODES = "dump", "episodes.jsonl"
+"""Names in the output folder."""
+
+
+class TraceWriter:
+    """The output folder of a gateway."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._episodes = 0
+        folder.mkdir(parents=True)
+
+    def write(
+        self,
+        name: str,
+        history: History,
+        *,
+        scored: TokenBatch | None,
+        native: TokenBatch | None = None,
+        reward: float | None,
+        note: str = "",
+    ) -> dict[str, Any]:
+        """Write an episode and return its line.
+
+        scored: its samples, scored by the trainer; None if it has none. native: scored without the
+        engine's routes, if `scored` has them. reward: None for one that was not ended. note: a
+        fault, if there was one.
+        """
+        rows: list[dict[str, Any]] = []
+        if scored is not None and reward is not None:
+            rows = dump_rows(scored, native, step=self._episodes, reward=reward)
+            write_step(self.folder / DUMP, self._episodes, rows)
+        line: dict[str, Any] = {"episode": name, "reward": reward, "step": self._episodes}
+        line |= {"samples": len(rows), "counts": dict(history.counts()), "breaks": []}
+        for number, root in enumerate(history.roots):
+            if root.break_ is not None:
+                place: dict[str, Any] = {"token": root.break_.token, "ours": root.break_.ours}
+                place |= {"sent": root.break_.sent, "reason": str(root.break_.reason)}
+                line["breaks"].append({"root": number, **place})
+        if note:
+            line["note"] = note
+        with (self.folder / EPISODES).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self._episodes += 1
+        return line
+
+
+def dump_rows(
+    scored: TokenBatch, native: TokenBatch | None, *, step: int, reward: float
+) -> list[dict[str, Any]]:
+    """Return a row of the audit's schema for every sample of an episode, prompt included."""
+    bounds = scored.cu_seqlens.tolist()
+    rows = []
+    for start, stop in itertools.pairwise(bounds):
+        slots = slice(start, stop)
+        assert scored.logp_old is not None
+        row: dict[str, Any] = {
+            "tokens": [*scored.input_ids[slots].tolist(), int(scored.target_ids[stop - 1])],
+            "mask": _predicted(scored.trainable[slots], False),
+            "logp_rollout": _predicted(scored.logp_rollout[slots], 0.0),
+            "logp_trainer": _predicted(scored.logp_old[slots], 0.0),
+            "version": _predicted(scored.version[slots], -1),
+            "turn": _predicted(scored.turn[slots], -1),
+            "step": step,
+            "reward": reward,
+        }
+        if scored.entropy is not None:
+            row["entropy"] = _predicted(scored.entropy[slots], 0.0)
+        if native is not None and native.logp_old is not None:
+            row["logp_native"] = _predicted(native.logp_old[slots], 0.0)
+        if scored.routing is not None and scored.routing_native is not None:
+            row["routes_rollout"] = _route_entries(scored.routing, slots)
+            row["routes_trainer"] = _route_entries(scored.routing_native, slots)
+            row["route_layers"], row["route_top_k"] = scored.routing.ids.shape[1:]
+        rows.append(row)
+    return rows
+
+
+def _predicted(values: Tensor, first: float) -> Sequence[Any]:
+    """Return an entry for every token from values [T] of the slots that predict them."""
+    return [first, *values.tolist()]
+
+
+def _route_entries(trace: RoutingTrace, slots: slice) -> list[int]:
+    """Return the ids of the slots that feed the tokens, flat; -1 where there is no route."""
+    ids, valid = trace.ids[slots].to(torch.int32), trace.valid[slots]
+    known = torch.where(valid[:, None, None], ids, -1)
+    last = known.new_full((1, *known.shape[1:]), -1)  # no forward feeds the last token
+    entries: list[int] = torch.cat([known, last]).flatten().tolist()
+    return entries

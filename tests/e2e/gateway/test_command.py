@@ -1,0 +1,84 @@
+"""`onepolicy gateway` on a small model, without its socket: an audit reads what programs played."""
+
+import asyncio
+import json
+
+import httpx2
+import pytest
+
+from onepolicy.audit.read import read_dump
+from onepolicy.build.gateway import GatewayOptions, build_gateway
+from onepolicy.gateway.session import Limits
+from support.paths import ROOT
+
+pytestmark = pytest.mark.gateway
+MODEL = ROOT / "tests" / "support" / "policies" / "small"
+SECRET = {"x-api-key": "s" * 16}
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+
+
+def gateway_of(tmp_path, *overrides):
+    options = GatewayOptions(
+        out=tmp_path / "out",
+        port=1,
+        name="small",
+        template=TEMPLATE,
+        thoughts="keep",
+        limits=Limits(),
+        secret=SECRET["x-api-key"],
+    )
+    settings = [f"model.path={MODEL}", "rollout.sampling.max_tokens=12", *overrides]
+    return build_gateway({}, settings, options)
+
+
+async def play(client, name):
+    """Play three turns, with a system message that changes before the third."""
+    begun = await client.post("/v1/episodes", json={"episode": name}, headers=SECRET)
+    headers = {"x-api-key": begun.json()["key"]}
+    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": f"{name}+1="}]
+    for turn in range(3):
+        if turn == 2:
+            messages[0]["content"] = "2"
+        body = {"messages": messages}
+        answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+        messages.append(answer.json()["choices"][0]["message"])
+        messages.append({"role": "user", "content": "2+2="})
+    end = {"episode": name, "reward": 0.5}
+    ended = await client.post("/v1/episodes/end", json=end, headers=SECRET)
+    return ended.json()
+
+
+async def play_all(app, names):
+    transport = httpx2.ASGITransport(app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        return await asyncio.gather(*(play(client, name) for name in names))
+
+
+def test_every_token_has_the_trainers_value_to_the_bit(tmp_path):
+    app, episodes = gateway_of(tmp_path, "numerics=on-policy")
+    lines = asyncio.run(play_all(app, ["0", "1", "2"]))
+    assert [line["samples"] for line in lines] == [2, 2, 2]
+    assert all(line["breaks"][0]["reason"] == "system changed" for line in lines)
+    assert all(line["breaks"][0]["token"] == 0 for line in lines)
+    assert not episodes.names
+    tokens = 0
+    for block in read_dump(tmp_path / "out" / "dump", {}):
+        mask = block.columns["mask"]
+        ours, theirs = (block.columns[f"logp_{side}"][mask] for side in ("trainer", "rollout"))
+        assert (ours == theirs).all()
+        assert (block.columns["routes_rollout"] == block.columns["routes_trainer"]).all()
+        tokens += mask.sum()
+    assert tokens > 30
+
+
+def test_an_episode_that_nobody_ended_is_noted(tmp_path):
+    app, episodes = gateway_of(tmp_path)
+
+    async def leave_one_open():
+        async with app.router.lifespan_context(app):
+            episodes.find(episodes.key_of("open"))
+
+    asyncio.run(leave_one_open())
+    (line,) = (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()
+    noted = json.loads(line)
+    assert (noted["episode"], noted["reward"], noted["note"]) == ("open", None, "not ended")

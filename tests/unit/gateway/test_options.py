@@ -1,0 +1,38 @@
+"""Mistakes in the command `onepolicy gateway`, said before anything is loaded."""
+
+import pytest
+
+from onepolicy.cli import main
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys, tmp_path):
+    def run(*words, installed=True):
+        monkeypatch.setattr("onepolicy.cli.gateway.find_spec", lambda name: installed or None)
+        assert main(["gateway", "tiny", "--out", str(tmp_path / "out"), *words]) == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--port", "0"], "--port: 0 is no port"),
+        (["--turns", "0"], "--turns: 0 given, expected at least 1"),
+        (["--tokens", "-2"], "--tokens: -2 given, expected at least 1"),
+        (["--out", "."], "--out: . already exists"),
+        (["--key-env", "GATEWAY_TEST_SECRET"], "GATEWAY_TEST_SECRET holds 5 characters"),
+        (["--engine", "hf:http://x"], "hf runs in this process"),
+        (["--template", "no.jinja"], "--template: no.jinja cannot be read"),
+    ],
+)
+def test_mistakes(refused, monkeypatch, words, said):
+    monkeypatch.setenv("GATEWAY_TEST_SECRET", "short")
+    assert said in refused(*words)
+
+
+def test_packages_that_are_missing(refused):
+    assert "needs starlette and uvicorn; pip install 'onepolicy[gateway]'" in refused(
+        installed=False
+    )
