@@ -13,6 +13,7 @@ gradients of all siblings.
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from onepolicy.models.packed_attention import NAME, Causal, Packing, round_up
 from onepolicy.models.prepare import recurrent_layers
 from onepolicy.types import RoutingTrace, TokenBatch
 
+LOG = logging.getLogger(__name__)
 WORTH = 0.95
 """Prefixes are shared if at most this part of the slots is left: tables of places cost time too."""
 
@@ -45,16 +47,22 @@ def can_share(model: PreTrainedModel, config: RunConfig, device: torch.device) -
     """Return whether forwards of this run may share prefixes.
 
     Not on a GPU, whose flash kernel takes whole samples, nor in soft replay, which measures over
-    all slots, nor with recurrent layers, whose samples each begin with no state.
+    all slots, nor with recurrent layers, whose samples each begin with no state; that is logged.
     """
     attention = model.config.get_text_config()._attn_implementation
-    return (
+    wanted = (
         config.train.share_prompts
         and device.type == "cpu"
         and (attention == NAME or is_invariant(model))
-        and not recurrent_layers(model)
         and not isinstance(config.replay, SoftReplay)
     )
+    if wanted and recurrent_layers(model):
+        LOG.warning(
+            "train.share_prompts: %s has recurrent layers, so each sample is computed whole",
+            type(model).__name__,
+        )
+        return False
+    return wanted
 
 
 def share_prompts(batch: TokenBatch, *, multiple: int = 1) -> TokenBatch:

@@ -82,6 +82,13 @@ def test_a_step_with_replay_equals_the_written_out_one():
         assert error <= 1e-3 * parameter.grad.abs().max(), name
 
 
+def test_prompts_that_are_not_shared_are_said_once(caplog):
+    learner_of()
+    learner_of("train.share_prompts=false")
+    (said,) = [r.getMessage() for r in caplog.records if "share_prompts" in r.getMessage()]
+    assert "Qwen3_5MoeForCausalLM has recurrent layers" in said
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
