@@ -219,8 +219,8 @@ def _attention_window(text: PreTrainedConfig, layer: int) -> int | None:
     kind = kinds[layer] if kinds else "full_attention"
     if kind not in ATTENTION_LAYERS:
         raise UsageError(
-            f"model.path: {text.model_type} has {kind} layers, whose memory and time onepolicy plan "
-            "cannot count"
+            f"model.path: {text.model_type} has {kind} layers, whose memory and time onepolicy "
+            "plan cannot count"
         )
     if kind == "sliding_attention":
         return text.sliding_window
