@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.models.cache_size import cached_elements, state_bytes
+from onepolicy.models.cache_size import cached_elements
 from onepolicy.models.load import read_config
-from onepolicy.models.prepare import ATTENTION_LAYERS, RECURRENT_LAYERS, WITHOUT_TOKENS
+from onepolicy.models.prepare import ATTENTION_LAYERS
 from onepolicy.replay.layers import find_routers
 from onepolicy.train.dry_run import decoder_layers
 from onepolicy.train.optimiser_memory import Shapes, parameter_shapes
@@ -57,7 +57,6 @@ class Dims:
     moe_layers: int  # routers
     attention: tuple[Attention, ...]  # of every decoder layer
     adapter: int = 0  # parameters of A and B (train.lora), beside the above
-    states: int = 0  # bytes that a sequence has in recurrent layers of the embedded engine
     four_bit: int = 0  # of all parameters those that the trainer stores in nf4 (train.lora.base)
 
     @property
@@ -172,7 +171,6 @@ def read_dims(model: PreTrainedModel, name: str) -> Dims:
         top_k=top_k,
         moe_layers=len(routers),
         attention=tuple(_attention(text, i) for i in range(len(layers))),
-        states=state_bytes(model),
     )
 
 
@@ -196,8 +194,6 @@ def _attention(text: PreTrainedConfig, layer: int) -> Attention:
     if per_layer:
         text = per_layer[layer]
     window = _attention_window(text, layer)
-    if not cached_elements(text, layer):  # a scan, whose FLOPs beside its projections are few
-        return Attention(0, 1, 0, None)
     heads = text.num_attention_heads
     latent = getattr(text, "kv_lora_rank", None)
     if latent:
@@ -213,7 +209,7 @@ def _attention(text: PreTrainedConfig, layer: int) -> Attention:
 def _attention_window(text: PreTrainedConfig, layer: int) -> int | None:
     """Return the tokens that a query of the layer attends to; None for all.
 
-    Raises UsageError for a kind of layer that cannot be trained.
+    Raises UsageError for a kind of layer that is not counted.
     """
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
@@ -221,9 +217,10 @@ def _attention_window(text: PreTrainedConfig, layer: int) -> int | None:
             return getattr(text, "sliding_window", None) or None
         return None
     kind = kinds[layer] if kinds else "full_attention"
-    if kind not in ATTENTION_LAYERS | RECURRENT_LAYERS | WITHOUT_TOKENS:
+    if kind not in ATTENTION_LAYERS:
         raise UsageError(
-            f"model.path: {text.model_type} has {kind} layers, which cannot be trained packed"
+            f"model.path: {text.model_type} has {kind} layers, whose memory and time onepolicy "
+            "plan cannot count"
         )
     if kind == "sliding_attention":
         return text.sliding_window

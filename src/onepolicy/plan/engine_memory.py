@@ -164,7 +164,7 @@ def _evaluator_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
 
 
 def embedded_cache_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
-    """Return the bytes of the embedded engine's keys, values, routes and recurrent states.
+    """Return the bytes of the embedded engine's keys, values and routes.
 
     It has a whole row for every sequence and layer, also in layers with a window.
     """
@@ -175,8 +175,7 @@ def embedded_cache_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> flo
     routes = 0
     if config.replay.mode != "off":
         routes = length * kept_per_token(dims, config)
-    cached = elements * cache_itemsize(dims, config, cluster)
-    return engine.max_num_seqs * (cached + routes + dims.states)
+    return engine.max_num_seqs * (elements * cache_itemsize(dims, config, cluster) + routes)
 
 
 def cache_itemsize(dims: Dims, config: RunConfig, cluster: Cluster) -> int:

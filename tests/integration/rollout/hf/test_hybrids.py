@@ -85,7 +85,7 @@ def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "jamba", "kimi_linear", "lfm2"])
-def test_states_are_as_large_as_planned(family):
+def test_states_are_as_large_as_counted(family):
     tested = engine(family, max_num_seqs=1)
     run(tested, [(prompts(1, 5, 6)[0], Sampling(1.0, 2), 0)])
     held = tested.batch.cache.states.values()
