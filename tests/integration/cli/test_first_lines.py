@@ -141,7 +141,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
     from httpx2 import ConnectError
 
     from onepolicy.config import ModelConfig, UsageError
-    from onepolicy.models import hub, load
+    from onepolicy.models import load
 
     asked = []
 
@@ -149,8 +149,8 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
         asked.append(url)
         raise ConnectError("[Errno -2] Name or service not known")
 
-    monkeypatch.setattr(hub, "get_hf_file_metadata", refuse)
-    monkeypatch.setattr(hub, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(load, "get_hf_file_metadata", refuse)
+    monkeypatch.setattr(load, "is_offline_mode", lambda: False)
     words = r"no folder no/such, and https?://\S+ cannot be reached .*Name or service"
     with pytest.raises(UsageError, match=words):
         load.read_config(ModelConfig(path="no/such"))
