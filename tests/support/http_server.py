@@ -4,6 +4,7 @@ faults."""
 import contextlib
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -54,6 +55,11 @@ class _Server(ThreadingHTTPServer):
     def shutdown_request(self, request):
         self._connections.discard(request)
         super().shutdown_request(request)
+
+    def handle_error(self, request, client_address):
+        """Print nothing of a client that hung up, whose command's words are read."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     def server_close(self):
         super().server_close()
