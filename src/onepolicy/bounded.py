@@ -298,6 +298,12 @@ def refuse_holes(path: Path, fix: str) -> None:
         raise UsageError(f"{path}: is {size / GIB:,.0f} GiB long, nearly all of it holes; {fix}")
 
 
+def refuse_pipes(path: Path) -> None:
+    """Raise UsageError for what is neither a file nor a folder: to read it may take for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UsageError(f"{path}: is neither a file nor a folder; restore the file")
+
+
 def _environment() -> dict[str, str]:
     """Return the child's environment: this onepolicy, one thread, allocators that reserve little.
 

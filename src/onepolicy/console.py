@@ -26,6 +26,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from onepolicy.config import printable
+from onepolicy.errors import printable_lines
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 SHOWN = TextColumn("{task.fields[shown]}", markup=False)
@@ -55,14 +56,14 @@ class _PrintableRecord(logging.LogRecord):
     """A line of any library's log. Its colours are dropped, other control characters escaped."""
 
     def getMessage(self) -> str:
-        return printable(COLOURS.sub("", super().getMessage()), keep="\n\t")
+        return printable_lines(COLOURS.sub("", super().getMessage()), keep="\n\t")
 
 
 _FORMAT_WARNING = warnings.formatwarning
 
 
 def _format_warning(*warning: Any, **more: Any) -> str:
-    return printable(_FORMAT_WARNING(*warning, **more), keep="\n\t")
+    return printable_lines(_FORMAT_WARNING(*warning, **more), keep="\n\t")
 
 
 class Console(rich.console.Console):

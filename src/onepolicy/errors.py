@@ -23,6 +23,14 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(characters)
 
 
+def printable_lines(text: str, keep: str = "\n") -> str:
+    """Return `printable` text in which no line but the first can pass for one of onepolicy's own.
+
+    keep: characters that stay as they are.
+    """
+    return printable(text, keep).replace("\nonepolicy:", "\n  onepolicy:")
+
+
 def _is_visible(character: str) -> bool:
     return character.isprintable() or unicodedata.category(character) == "Zs"  # a space
 
@@ -56,7 +64,7 @@ class _PrintableError(Exception):
             half = LONGEST_MESSAGE // 2
             left_out = f" ... ({len(text) - 2 * half:,} characters left out) ... "
             text = text[:half] + left_out + text[-half:]
-        super().__init__(printable(text, keep="\n"))
+        super().__init__(printable_lines(text))
 
 
 class UsageError(_PrintableError, ValueError):

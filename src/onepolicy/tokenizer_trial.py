@@ -14,7 +14,7 @@ from typing import Any
 
 from onepolicy import bounded
 from onepolicy.bounded import GIB, Limits, Message
-from onepolicy.errors import UsageError
+from onepolicy.errors import UsageError, short_repr
 
 MEMORY_PER_BYTE = 64
 SECONDS, BYTES_PER_SECOND = 10.0, 2**20
@@ -46,12 +46,27 @@ def try_tokenizers(model: str) -> None:
     """
     if Path(model).exists():
         found = [file for file in Path(model).glob("tokenizer*.json") if file.is_file()]
+        _refuse_other_files(Path(model) / "tokenizer_config.json", {file.name for file in found})
     else:
         found = _from_hub(model)
     for file in found:
         if file.name != "tokenizer_config.json":
             stat = file.stat()
             _try_once(str(file), stat.st_mtime_ns, stat.st_size)
+
+
+def _refuse_other_files(settings: Path, known: set[str]) -> None:
+    """Raise UsageError if the settings name a tokenizer that is not among the `known` files."""
+    try:
+        named = json.loads(settings.read_bytes()).get("fast_tokenizer_files") or ()
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return  # transformers explains them
+    for name in named:
+        if name not in known:
+            raise UsageError(
+                f"model.path: {settings}: fast_tokenizer_files names {short_repr(name)}, which is "
+                "no tokenizer*.json of this folder; leave it out"
+            )
 
 
 def _from_hub(model: str) -> list[Path]:

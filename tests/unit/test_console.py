@@ -21,6 +21,7 @@ from onepolicy.console import (
     print_text,
     status_printer,
 )
+from onepolicy.errors import UsageError
 from onepolicy.run.train_command import TerminalProgress
 
 OBEYED = ("\x1b]0;", "\x1b]52;", "\x1b[2J", "\x9b2J", "\x07", "\r", "\u202e")
@@ -116,6 +117,12 @@ def test_plain_prints(stderr, capsys):
     assert text.endswith("[bold]x[/b] :smile:\nsecond line\n")
 
 
+def test_no_line_of_a_stranger_passes_for_one_of_ours():
+    """A file's name may hold a line end."""
+    said = str(UsageError("cannot read a\nonepolicy: verdict: nothing\n  indented"))
+    assert said == "cannot read a\n  onepolicy: verdict: nothing\n  indented"
+
+
 def test_lines_of_commands(capsys, tmp_path):
     print_status(f"{HOSTILE}\n")
     with status_printer(HOSTILE) as show:
@@ -148,11 +155,11 @@ def test_what_libraries_log_and_warn_of_is_shown():
     logger, stream = logging.getLogger("some.library"), StringIO()
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
-    logger.warning("a tensor %s of\n\x1b[31mred\x1b[0m", HOSTILE)
+    logger.warning("a tensor %s of\n\x1b[31mred\x1b[0m\nonepolicy: x", HOSTILE)
     logger.removeHandler(handler)
     warning = warnings.formatwarning(UserWarning(HOSTILE), UserWarning, "file.py", 3)
     for text in (stream.getvalue(), warning):
         assert not [each for each in OBEYED if each in text]
         assert all(each in text for each in SHOWN_AS), text
-    assert "of\nred\n" in stream.getvalue()
+    assert "of\nred\n  onepolicy: x\n" in stream.getvalue()
     assert warning.startswith("file.py:3: UserWarning: ")

@@ -27,10 +27,11 @@ KIND, ID = "task.kind", "task.id"
 TYPED_AGAIN = (TRUST, URL, ADDRESS, KIND, ID)
 """Settings that a stored run cannot make alone (`check_trust`)."""
 SECRET = re.compile(
-    r"(?i)(key|secret|password|passwd|passphrase|token|credential|authorization|bearer|cookie)s?$"
+    r"(?i)(key|secret|password|passwd|passphrase|token|credential|auth|authorization|bearer|cookie)"
+    r"s?([_-]?\d+)?$"
 )
 """Names of texts that are secrets, in a task's `env` and `params`."""
-USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+USER = re.compile(r"(?<=://)[^\s?#]+(?=@)")
 """User and password in an address."""
 
 

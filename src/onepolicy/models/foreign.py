@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from onepolicy.bounded import less_memory, refuse_holes, size_of_data
+from onepolicy.bounded import less_memory, refuse_holes, refuse_pipes, size_of_data
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.errors import short_repr
 
@@ -27,11 +27,12 @@ A byte holds two numbers of the smallest format (MXFP4)."""
 
 
 def refuse_holes_in(model: ModelConfig) -> None:
-    """Raise UsageError if a file of a model's folder is nearly all holes.
+    """Raise UsageError if a model's folder has a file that is nearly all holes, or a pipe.
 
     Limits grow with the sizes of files, and files are read whole.
     """
     for path in Path(model.path).glob("*"):
+        refuse_pipes(path)
         if path.is_file():
             refuse_holes(path, "restore the file")
 
@@ -54,6 +55,8 @@ def check_counts(model: ModelConfig) -> None:
 
 def _check_counts(fields: dict[str, Any]) -> dict[str, Any]:
     expected = {"num_hidden_layers": ("1 to", MAX_LAYERS), "num_labels": ("at most", MAX_LABELS)}
+    if "configuration_files" in fields:
+        raise ValueError("configuration_files names other configs in its place; leave it out")
     for name, (words, most) in expected.items():
         count = fields.get(name)
         if isinstance(count, int | float) and count > most:
@@ -85,7 +88,7 @@ def refuse_large_shapes(model: ModelConfig, config: PreTrainedConfig) -> None:
     Tensors that no checkpoint has (rotary frequencies, masks) count too.
     """
     stored = _size_of(model, "*.safetensors")
-    if stored == 0:
+    if stored == 0 and not Path(model.path).exists():
         return
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):

@@ -92,6 +92,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         check_experts(config.get_text_config())
         # A name of the hub there would fetch and run a kernel.
         config._attn_implementation = config._experts_implementation = None
+        config.transformers_weights = None  # the name of another file of weights, in any folder
     return config
 
 
@@ -232,6 +233,11 @@ def files_of_index(folder: Path) -> set[str]:
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
             raise UsageError(
                 f"model.path: {index} names {file!r}, which is not a file of this folder"
+            )
+        if not file.endswith(".safetensors"):  # transformers would unpickle it
+            raise UsageError(
+                f"model.path: {index} names {file!r}, which is no .safetensors file; save the "
+                "weights with model.save_pretrained"
             )
     if SAFE_WEIGHTS_NAME not in files and (folder / SAFE_WEIGHTS_NAME).is_file():
         raise UsageError(

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -25,7 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from transformers import PreTrainedModel
 
+from onepolicy.bounded import refuse_pipes
 from onepolicy.config import UsageError
+from onepolicy.errors import short_repr
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -379,6 +381,7 @@ def base_path(folder: Path) -> str:
 
 def read_header(folder: Path) -> dict[str, str]:
     """Return the header of the adapter's file in `folder`."""
+    refuse_pipes(folder / WEIGHTS)
     with safe_open(folder / WEIGHTS, "pt") as file:
         return file.metadata() or {}
 
@@ -394,6 +397,7 @@ def put_adapter(model: PreTrainedModel, folder: Path) -> LoraModel:
     Raises UsageError for a rank that its tensors cannot have, before peft makes matrices of it.
     """
     config = load_peft().LoraConfig.from_pretrained(str(folder))
+    _refuse_patterns(config, folder / CONFIG)
     tensors = load_file(folder / WEIGHTS)
     rank = max(config.r, *config.rank_pattern.values(), 1)
     stored = max((max(tensor.shape, default=0) for tensor in tensors.values()), default=0)
@@ -405,6 +409,23 @@ def put_adapter(model: PreTrainedModel, folder: Path) -> LoraModel:
     tuner = inject(model, config)
     set_adapter(model, tensors, str(folder))
     return tuner
+
+
+def _refuse_patterns(config: PeftConfig, path: Path) -> None:
+    """Raise UsageError for what peft would run as a regular expression, or repeat layers by."""
+    lists: list[Iterable[object] | None]
+    lists = [config.target_modules, config.exclude_modules, config.modules_to_save]
+    lists += [config.layers_pattern, config.rank_pattern, config.alpha_pattern]
+    patterns = [names for names in lists if isinstance(names, str) and names != "all-linear"]
+    for names in lists:
+        if not isinstance(names, str):
+            patterns += [each for each in map(str, names or ()) if not re.fullmatch(r"[\w.]+", each)]
+    if patterns or config.layer_replication:
+        found = [*patterns, config.layer_replication][0]
+        raise UsageError(
+            f"{path}: {short_repr(found)} is no name of a module; list names, without patterns "
+            "and layer_replication"
+        )
 
 
 def merge(tuner: LoraModel) -> PreTrainedModel:

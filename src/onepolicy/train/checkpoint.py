@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.bounded import refuse_holes
+from onepolicy.bounded import refuse_holes, refuse_pipes
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import CheckpointState, read_json_object
 from onepolicy.files import leads_into, refuse_links_out
@@ -238,6 +238,7 @@ def verify(checkpoint: Path) -> dict[str, Any]:
     state = read_state(checkpoint)
     refuse_links_out(checkpoint, "this")
     for path in checkpoint.rglob("*"):
+        refuse_pipes(path)
         if path.is_file():
             refuse_holes(path, HINT)
     _check_listed(checkpoint, state)

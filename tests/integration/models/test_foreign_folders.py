@@ -2,11 +2,12 @@
 and no kernel of the hub is fetched for it."""
 
 import json
+import os
 
 import pytest
 import torch
 import transformers.integrations.hub_kernels as hub_kernels
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from onepolicy import chat_templates
@@ -78,6 +79,7 @@ CONFIGS = [
     ({"num_labels": 10**5}, "num_labels is 100000; expected at most 10000"),
     ({"text_config": {"num_labels": 10**400}}, r"num_labels is 1000.*; expected at most 10000"),
     ({"quantization_config": [1]}, "cannot read|quantization"),
+    ({"configuration_files": ["config.4.0.0.json"]}, "configuration_files names other configs"),
     (b"[" * 100_000, "cannot read the config"),
 ]
 
@@ -165,12 +167,49 @@ def test_a_file_of_holes_is_not_read(change, tmp_path, file):
             load(model)
 
 
+def test_weights_are_those_of_the_folder_and_never_unpickled(change, tmp_path):
+    """Files that transformers would take instead: of another kind, elsewhere, in a subfolder."""
+    model = change({"transformers_weights": "../other/model.safetensors"})
+    assert read_config(model).transformers_weights is None
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.bin")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "weights.bin")}))
+    with pytest.raises(UsageError, match=r"names 'weights\.bin', which is no \.safetensors file"):
+        load_model(model, torch.float32, CPU)
+    index.unlink()
+    change({"vocab_size": 10**8})
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="its files hold 0 bytes"):
+        load_model(model, torch.float32, CPU)
+
+
+def test_a_pipe_is_not_opened(change, tmp_path):
+    model = change({})
+    os.mkfifo(tmp_path / "special_tokens_map.json.gz")
+    for load in (read_config, load_tokenizer):
+        with pytest.raises(UsageError, match="is neither a file nor a folder"):
+            load(model)
+
+
+def test_a_tokenizer_that_was_not_tried_is_not_taken(change):
+    model = change({"fast_tokenizer_files": ["../tokenizer.4.0.0.json"]}, "tokenizer_config.json")
+    with pytest.raises(UsageError, match=r"fast_tokenizer_files names '\.\./tokenizer"):
+        load_tokenizer(model)
+
+
 ADAPTERS = [
     (b"[" * 100_000, "damaged: RecursionError"),
     (b"[]", "damaged: TypeError"),
     ({"r": 10**9}, "its rank is 1000000000, but no side of a stored matrix is above 1"),
     ({"r": 1, "rank_pattern": {"q_proj": 10**9}}, "its rank is 1000000000"),
     ({"r": 1, "base_model_name_or_path": "{itself}"}, "names itself as its base"),
+    (
+        {"r": 1, "target_modules": "(([^!]+)+)+!"},
+        r"'\(\(\[\^!\]\+\)\+\)\+!' is no name of a module",
+    ),
+    ({"r": 1, "rank_pattern": {"(a+)+!": 1}}, "is no name of a module"),
+    ({"r": 1, "layer_replication": [[0, 1]]}, "is no name of a module"),
 ]
 
 

@@ -130,9 +130,14 @@ def test_a_key_of_a_tasks_settings_is_not_in_the_page(copy):
     settings = json.loads((copy / "config.json").read_text())
     more = {"X-Api-Key": "sk-LEAKED", "secret_key": "sk-LEAKED", "Authorization": "Bearer hunter2"}
     more |= {"api_keys": ["sk-LEAKED", 3], "url": "https://me:hunter2@host/v1", "tokens": 4}
+    more |= {
+        "OPENAI_API_KEY_1": "sk-LEAKED",
+        "auth": "hunter2",
+        "proxy": "http://me:p@/hunter2@host",
+    }
     keys = {"env": {"api_key": "sk-LEAKED", "size": 3}, "params": {"PASSWORD": "hunter2"} | more}
     (copy / "config.json").write_text(json.dumps(settings | {"task": keys}))
     page = write_report(copy).read_text(encoding="utf-8")
-    assert page.count("&#34;hidden&#34;") == 6
+    assert page.count("&#34;hidden&#34;") == 8
     assert "https://hidden@host/v1" in page
     assert [each for each in ("sk-LEAKED", "hunter2") if each in page] == []
