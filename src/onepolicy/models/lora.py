@@ -419,7 +419,7 @@ def _refuse_patterns(config: PeftConfig, path: Path) -> None:
     patterns = [names for names in lists if isinstance(names, str) and names != "all-linear"]
     for names in lists:
         if not isinstance(names, str):
-            patterns += [each for each in map(str, names or ()) if not re.fullmatch(r"[\w.]+", each)]
+            patterns += [x for x in map(str, names or ()) if not re.fullmatch(r"[\w.]+", x)]
     if patterns or config.layer_replication:
         found = [*patterns, config.layer_replication][0]
         raise UsageError(
