@@ -301,8 +301,8 @@ class Update(NamedTuple):
 
     metrics: dict[str, float]
     scored: TokenBatch | None
-    """The samples of the first minibatch, scored in its forward, if `Learner.score` skipped the
-    policy. Else None."""
+    """The samples of the first minibatch, or of the whole step, as the update scored them before
+    its optimiser, if `Learner.score` skipped the policy. Else None."""
 
 
 class Learner(Protocol):
@@ -332,7 +332,10 @@ class Learner(Protocol):
         """Score a batch before its update.
 
         Fills `logp_old`, `entropy` and (MoE) `routing_native`, unless the rollout is the behaviour
-        policy of the objective. Fills `logp_ref` and `value` if there is a reference or a critic.
+        policy of the objective. Where numerics make it the old policy to the bit, `logp_old` is
+        `logp_rollout`, and `step` fills the rest. Fills `logp_ref` and `value` if there is a
+        reference or a critic.
+
         Raises TrainingError for a batch that no policy can have sampled.
         """
         ...

@@ -97,7 +97,9 @@ def scored_and_gradients(learner, batch):
         found.update({n: p.grad.clone() for n, p in named if p.grad is not None})
 
     learner.optimizer.register_step_pre_hook(keep)
-    learner.step(scored)
+    in_update = learner.step(scored).scored
+    if in_update is not None:
+        scored = in_update
     return scored, found
 
 

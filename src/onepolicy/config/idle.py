@@ -239,6 +239,11 @@ IDLE: tuple[Rule[RunConfig], ...] = (
         "correction {correction.name} has no scoring forward",
     ),
     *unused(
+        "train.reuse_scoring_forward",
+        lambda run: on_policy(run) and run.scores_old and not run.scores_first,
+        "numerics = on-policy has no scoring forward",
+    ),
+    *unused(
         "train.logits_chunk",
         lambda run: on_policy(run),
         "numerics = on-policy makes the logits of a micro-batch at once",

@@ -11,7 +11,7 @@ from onepolicy.config.base import LARGEST_INT, Count, Frozen, Seed
 from onepolicy.config.cluster import ClusterConfig, LocalCluster
 from onepolicy.config.correction import CorrectionConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
-from onepolicy.config.numerics import Numerics, dependent_defaults
+from onepolicy.config.numerics import ON_POLICY, Numerics, dependent_defaults
 from onepolicy.config.objective import ObjectiveConfig
 from onepolicy.config.replay import R2, R3, ReplayConfig, RolloutReplay, SoftReplay
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
@@ -124,8 +124,18 @@ class RunConfig(Frozen):
 
     @property
     def scores_old(self) -> bool:
-        """True if the trainer scores a batch before the update."""
+        """True if the update needs the old policy's log-probabilities."""
         return not self.correction.bypass
+
+    @property
+    def scores_first(self) -> bool:
+        """True if a forward before the update computes them.
+
+        With numerics = on-policy they are the rollout's, which the update's own forward checks.
+        R2 needs the routes of a scoring, too.
+        """
+        exact = self.numerics == ON_POLICY and not isinstance(self.replay, R2)
+        return self.scores_old and not exact
 
     @property
     def skips_zero_advantage(self) -> bool:
@@ -151,7 +161,7 @@ class RunConfig(Frozen):
     def most_reused_forwards(self) -> float:
         """Most scoring forwards of a step whose graphs the update uses; it uses all or none."""
         wanted = self.train.reuse_scoring_forward
-        if not self.scores_old or wanted is False:
+        if not self.scores_first or wanted is False:
             return 0
         if wanted:
             return math.inf

@@ -40,7 +40,7 @@ def communication_volume(
         sent = sent_per_token(dims, config) * work.all_slots
     micro_batches = work.micro_batches(config.train.tokens_per_micro_batch, ranks)
     itemsize = BYTES[gather_dtype(config)]
-    gathers = 2 + config.scores_old
+    gathers = 2 + config.scores_first
     gathered = micro_batches * dims.total * itemsize * gathers
     summed = summed_bytes(dims, config, micro_batches)
     return CommunicationVolume(
@@ -268,7 +268,7 @@ def learning_time(
     attention. A backward takes twice as many. chunked: it also computes the logits again. moved:
     bytes of a rank's optimiser that an update moves to the device, and as many back at once.
     """
-    train, scores_old = config.train, config.scores_old
+    train, scores_first = config.train, config.scores_first
     slowdown = cluster["on_policy_train"] if config.numerics == ON_POLICY else 1.0
     speed = ranks * cluster["flops"] * cluster["train_efficiency"]
     compute = slowdown * _forward_flops(dims, work) / speed
@@ -280,7 +280,7 @@ def learning_time(
     itemsize = BYTES[gather_dtype(config)]
 
     forward = PassTime(compute, byte_gather * itemsize, launch)
-    score = forward.times(float(scores_old))
+    score = forward.times(float(scores_first))
     if config.objective.kl.coef:
         score = score.plus(forward)
     # The update is a forward and a backward of twice its cost. Checkpointing adds a forward.

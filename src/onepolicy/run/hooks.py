@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from onepolicy.build.components import Components
@@ -12,6 +13,7 @@ from onepolicy.interfaces import Scorer
 from onepolicy.invariant.require_equal import require_equal
 from onepolicy.run.step import Hook, StepResult, StepTimer
 from onepolicy.run.step_metrics import compare_sides, metrics_per_layer, mismatch_metrics
+from onepolicy.train.learner import LocalLearner
 from onepolicy.types import Group, TokenBatch
 
 if TYPE_CHECKING:
@@ -30,17 +32,23 @@ class RecordRoutes(Hook):
 
 
 class RequireEqual(Hook):
-    """The check of on-policy runs (numerics): they stop if any bit of a log-probability differs."""
+    """The check of on-policy runs (numerics): they stop if any bit of a log-probability differs.
 
-    def __init__(self, fingerprint: str) -> None:
-        self._fingerprint = fingerprint
+    They stop before the optimiser moves: what the update itself scores is checked inside of it.
+    """
+
+    def __init__(self, learner: LocalLearner) -> None:
+        self._learner = learner
 
     def before_update(self, result: StepResult, step: int, timer: StepTimer) -> None:
-        self.after_update(result, step)
-
-    def after_update(self, result: StepResult, step: int) -> None:
-        when = f"step {step + 1}"
-        require_equal(result.batch, result.groups, self._fingerprint, when=when)
+        require = partial(
+            require_equal,
+            groups=result.groups,
+            fingerprint=self._learner.fingerprint,
+            when=f"step {step + 1}",
+        )
+        require(result.batch)
+        self._learner.scoring.require = require
 
 
 class Counterfactual(Hook):
@@ -48,7 +56,7 @@ class Counterfactual(Hook):
 
     def __init__(self, config: RunConfig, scorer: Scorer) -> None:
         self._config, self._scorer = config, scorer
-        self._scored = config.scores_old  # before the update
+        self._scored = config.scores_first  # before the update
 
     def before_update(self, result: StepResult, step: int, timer: StepTimer) -> None:
         if not is_counterfactual_step(self._config, step):
@@ -84,7 +92,8 @@ def build_hooks(components: Components) -> list[Hook]:
     if components.reprefill is not None:
         hooks.append(RecordRoutes(components.reprefill))
     if config.numerics == ON_POLICY:
-        hooks.append(RequireEqual(learner.fingerprint))
+        assert isinstance(learner, LocalLearner), "a rule refuses ranks"
+        hooks.append(RequireEqual(learner))
     if isinstance(config.replay, RolloutReplay) and config.log.counterfactual_every:
         hooks.append(Counterfactual(config, learner.scorer))
     return hooks

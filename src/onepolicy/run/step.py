@@ -128,7 +128,7 @@ def train_on_rollouts(
     # Forward with replay, loss, backward, optimiser.
     with timer("update"):
         metrics, scored = learner.step(batch)
-    if scored is not None:  # bypass: the first minibatch was scored in the update itself
+    if scored is not None:  # the update itself scored it, before its optimiser
         result.batch = scored
     result.metrics |= metrics | mismatch_metrics(result.batch) | gradient_metrics(result.batch)
     result.metrics |= rollout_metrics(groups)

@@ -33,7 +33,7 @@ from onepolicy.train.optim import (
 )
 from onepolicy.train.optimizers import adamw
 from onepolicy.train.scorer import PolicyScorer
-from onepolicy.train.scoring import BypassScoring, ScoringFirst
+from onepolicy.train.scoring import scoring_of
 from onepolicy.train.update_parts import Measured, MicroBatch, UpdatePart
 from onepolicy.types import TokenBatch
 
@@ -64,9 +64,7 @@ class LocalLearner:
         self.updates = 0  # optimiser steps made, by this run and the runs it was forked from
         self.skipped = 0  # optimiser steps skipped in a row, because gradients were not finite
         self.optimizer = adamw(self.model, self.config.optim, scorer.device)
-        self.scoring = ScoringFirst(scorer)
-        if not self.config.scores_old:
-            self.scoring = BypassScoring(scorer)
+        self.scoring = scoring_of(scorer, self.config)
         self._narrows = self.config.rollout.sampling.narrows
         if self.config.train.activation_checkpointing:
             checkpoint_activations(self.model)
@@ -95,6 +93,7 @@ class LocalLearner:
         """
         measured = Measured()
         norms: list[float] = []
+        self.scoring.begin(batch)
         for index, minibatch in enumerate(self.minibatches(batch)):
             slots = minibatch.num_trainable
             norms.append(self._train_minibatch(minibatch, slots, index, measured))

@@ -106,23 +106,35 @@ class PolicyScorer:
         computes. These scores carry a graph.
         """
         buffer = ScoreBuffer(batch)
-        replay = replay and self.replay_mode.in_scoring
         updated = [] if keep_graph is None else self.batcher.updated(batch)
         for samples in self.batcher.micro_batches(batch):
-            with_graph = samples in updated
-            entropy_graph = with_graph and self.config.objective.entropy_coef > 0
-            micro = self.batcher.micro_batch(batch, samples)
-            with (
-                torch.set_grad_enabled(with_graph),
-                self.routing_context(micro, native=True, replay=replay) as handle,
-            ):
-                scored = self.forward(
-                    micro, entropy_graph=entropy_graph, trainer_top=True, displaced=True
-                )
-                if with_graph and keep_graph is not None:
-                    keep_graph(samples, scored, handle)
-            buffer.add_scores(samples, scored, handle)
+            graph = keep_graph if samples in updated else None
+            self.score_into(buffer, samples, replay=replay, keep_graph=graph)
         return buffer.fill_batch(self.routers)
+
+    def score_into(
+        self,
+        buffer: ScoreBuffer,
+        samples: list[int],
+        *,
+        replay: bool,
+        keep_graph: KeepGraph | None = None,
+    ) -> None:
+        """Score these samples of the buffer's batch in one forward, with a graph if it is kept."""
+        with_graph = keep_graph is not None
+        entropy_graph = with_graph and self.config.objective.entropy_coef > 0
+        micro = self.batcher.micro_batch(buffer.batch, samples)
+        replay = replay and self.replay_mode.in_scoring
+        with (
+            torch.set_grad_enabled(with_graph),
+            self.routing_context(micro, native=True, replay=replay) as handle,
+        ):
+            scored = self.forward(
+                micro, entropy_graph=entropy_graph, trainer_top=True, displaced=True
+            )
+            if keep_graph is not None:
+                keep_graph(samples, scored, handle)
+        buffer.add_scores(samples, scored, handle)
 
     def forward(
         self, micro: TokenBatch, model: PreTrainedModel | None = None, **options: bool
@@ -202,6 +214,7 @@ class ScoreBuffer:
 
     def __init__(self, batch: TokenBatch) -> None:
         self.batch = batch
+        self.samples: set[int] = set()  # that have been added
         self.logp, self.entropy = torch.zeros(batch.num_slots), torch.zeros(batch.num_slots)
         self.rows: dict[str, Tensor] = {}  # of other fields of the batch that a forward fills
         self.native: Tensor | None = None  # [T, L, K], experts that the trainer would choose
@@ -214,6 +227,7 @@ class ScoreBuffer:
 
         handle: recorded the routes of its forward.
         """
+        self.samples.update(samples)
         slots = self.batch.slots_of(samples)
         self.logp[slots] = scored.logp.detach().cpu()
         entropy = scored.entropy

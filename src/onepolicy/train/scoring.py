@@ -1,18 +1,22 @@
 """Sources of the old policy's log-probabilities, and the forward that an update is made of.
 
-`ScoringFirst` is the usual one. `correction.ratio = new/rollout` (bypass) selects `BypassScoring`.
+`ScoringFirst` is the usual one. The others leave its forward out: `BypassScoring` because the
+correction does not ask for the old policy, `EqualScoring` because the rollout was the old policy to
+the bit. What they score in the update is checked before its first optimiser step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from onepolicy.config import RunConfig
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
+from onepolicy.train import pack
 from onepolicy.train.forward import Scored
 from onepolicy.train.scorer import PolicyScorer, ScoreBuffer
 from onepolicy.train.update_parts import Measured, MicroBatch
@@ -30,6 +34,8 @@ class ScoringFirst:
         self._most_graphs = scorer.config.most_reused_forwards
         self._graphs: dict[tuple[int, ...], tuple[Scored, list[Tensor]]] = {}
         """Scores and `Measured.replaced` of a forward, by the samples of its micro-batch."""
+        self.require: Callable[[TokenBatch], None] | None = None
+        """Raises if what an update scored is not as it must be; called before its optimiser."""
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields of the old policy, if it is scored before the update."""
@@ -45,6 +51,9 @@ class ScoringFirst:
 
         scored = scorer.score_unchecked(batch, replay=True, keep_graph=keep_graph)
         return scorer.check_scored(scored)
+
+    def begin(self, batch: TokenBatch) -> None:
+        """Begin the update of a step on this batch, whose advantages and weights are set."""
 
     @contextmanager
     def minibatch(self, batch: TokenBatch, measured: Measured, *, first: bool) -> Iterator[None]:
@@ -91,7 +100,8 @@ class BypassScoring(ScoringFirst):
 
     def __init__(self, scorer: PolicyScorer) -> None:
         super().__init__(scorer)
-        self._buffer: ScoreBuffer | None = None  # of the first minibatch, while it is trained on
+        self._buffer: ScoreBuffer | None = None  # while the first minibatch is trained on
+        self._samples: list[int] = []  # of the first minibatch, in the batch of the buffer
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         return batch
@@ -102,11 +112,21 @@ class BypassScoring(ScoringFirst):
         if not first:
             yield
             return
-        self._buffer = buffer = ScoreBuffer(batch)
+        self._buffer = buffer = self._new_buffer(batch)
         yield
+        self._score_the_rest(buffer)
         self._buffer = None
-        scored = buffer.fill_batch(self.scorer.routers)
-        measured.scored = self.scorer.check_scored(scored)
+        scored = self.scorer.check_scored(buffer.fill_batch(self.scorer.routers))
+        if self.require is not None:
+            self.require(scored)
+        measured.scored = scored
+
+    def _new_buffer(self, minibatch: TokenBatch) -> ScoreBuffer:
+        self._samples = list(range(minibatch.num_samples))
+        return ScoreBuffer(minibatch)
+
+    def _score_the_rest(self, buffer: ScoreBuffer) -> None:
+        """Score the samples of the buffer that the update left out."""
 
     @contextmanager
     def update_forward(
@@ -121,5 +141,41 @@ class BypassScoring(ScoringFirst):
             measured.seconds += time.perf_counter() - start
             measured.replaced += self._replaced(handle)
             if self._buffer is not None:
-                self._buffer.add_scores(samples, scored, handle)
+                self._buffer.add_scores([self._samples[i] for i in samples], scored, handle)
             yield MicroBatch(micro, scored, micro.logp_rollout)
+
+
+class EqualScoring(BypassScoring):
+    """The rollout's log-probabilities are those of the old policy, to the bit (numerics on-policy).
+
+    This is believed of no sample. Before the first optimiser step every sample of the step has been
+    scored: in the update's own forward, or else in one without a graph (a group without advantage,
+    a later minibatch). `require` compares them with the rollout's.
+    """
+
+    def score(self, batch: TokenBatch) -> TokenBatch:
+        return batch.replace(logp_old=batch.logp_rollout)
+
+    def begin(self, batch: TokenBatch) -> None:
+        self._batch = batch
+
+    def _new_buffer(self, minibatch: TokenBatch) -> ScoreBuffer:
+        count = self.scorer.config.objective.num_minibatches
+        self._samples = pack.minibatches(self._batch, count)[0]
+        return ScoreBuffer(self._batch)
+
+    def _score_the_rest(self, buffer: ScoreBuffer) -> None:
+        rest = [s for s in range(buffer.batch.num_samples) if s not in buffer.samples]
+        if not rest:
+            return
+        for part in self.scorer.micro_batches(buffer.batch.select(rest)):
+            self.scorer.score_into(buffer, [rest[i] for i in part], replay=True)
+
+
+def scoring_of(scorer: PolicyScorer, config: RunConfig) -> ScoringFirst:
+    """Return the source of the old policy's log-probabilities that a run's settings ask for."""
+    if config.scores_first:
+        return ScoringFirst(scorer)
+    if config.scores_old:
+        return EqualScoring(scorer)
+    return BypassScoring(scorer)

@@ -38,7 +38,7 @@ class Measured:
     replaced: list[Tensor] = field(default_factory=list)
     """[L] of each forward in soft replay: the fraction of experts that were replaced."""
     correction: Sums | None = None  # of the correction's current-policy part
-    scored: TokenBatch | None = None  # the first minibatch as its update scored it (bypass)
+    scored: TokenBatch | None = None  # as the update scored it, before its optimiser
 
     def add_correction(self, sums: Sums) -> None:
         if self.correction is not None:

@@ -125,7 +125,7 @@ def test_on_policy_numerics_give_the_same_bits(name, family):
     batcher = learner_of(*options, name=family).scorer.batcher
     assert batcher.micro_batch(batch, list(range(batch.num_samples))).shared is not None
     scored = assert_equal(batch, *options, name=family)
-    alone = learner_of(*options, OFF, name=family).score(batch)
+    alone = learner_of(*options, OFF, name=family).scorer.score(batch)
     for field in ("logp_old", "entropy"):
         assert torch.equal(getattr(scored, field), getattr(alone, field)), field
 

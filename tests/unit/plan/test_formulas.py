@@ -349,8 +349,8 @@ def test_on_policy_numerics_take_as_long_as_measured():
         for mode in ("fast", "on-policy")
     ]
     fast, slow = (learning(own, cpu) for own in both)
-    expected = pytest.approx((3 * fast.score, 3 * fast.update))
-    assert (slow.score, slow.update) == expected
+    # without a scoring forward, whose graph the fast update of one micro-batch takes
+    assert (slow.score, slow.update) == pytest.approx((0.0, 3 * (fast.score + fast.update)))
     fast, slow = (rollout(config(**own), cpu) for own in both)
     assert (slow.prefill, slow.decode) == pytest.approx((2 * fast.prefill, 2 * fast.decode))
 
