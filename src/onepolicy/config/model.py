@@ -88,7 +88,7 @@ class TrainConfig(Frozen):
     reuse_scoring_forward: bool | None = None
     """Use the graph of the scoring forward for the update. Saves a forward, keeps all activations
     of a step. Needs objective.num_minibatches = 1 and no activation checkpointing. Unset: in steps
-    of one micro-batch, where it costs no memory. Idle with numerics = on-policy."""
+    of one micro-batch, where it costs no memory."""
 
     skip_zero_advantage: bool = True
     """Leave groups whose rewards are equal out of the update's forward and backward, where the
