@@ -236,10 +236,13 @@ def count_left_out(
     return left
 
 
+OPTIONAL = ("segment", "turn", "advantage")
+
+
 def _check_fields(fields: Fields) -> None:
     """Raise UsageError for other things than plain tensors of one shape."""
     for name, field in fields._asdict().items():
-        if field is None and name in Fields._field_defaults:
+        if field is None and name in OPTIONAL:
             continue
         kind: Kind = "numbers"
         if name in IDS:
@@ -249,7 +252,7 @@ def _check_fields(fields: Fields) -> None:
         require_tensor("slots", name, field, kind)
     require_one_device("slots", fields._asdict())
     shape, mask = fields.logp_trainer.shape, fields.mask
-    for name in ("logp_rollout", "segment", "turn", "advantage"):
+    for name in ("logp_rollout", *OPTIONAL):
         field = getattr(fields, name)
         if field is not None and field.shape != shape:
             raise UsageError(f"{name} has shape {list(field.shape)}, the trainer's {list(shape)}")
