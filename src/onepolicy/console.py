@@ -46,6 +46,19 @@ def print_status(text: str) -> None:
     print_text(f"onepolicy: {printable(text)}", stderr=True)
 
 
+def print_error(text: object) -> None:
+    """Print on stderr why a command ends."""
+    print_message(f"onepolicy: {text}")
+
+
+def print_message(text: str) -> None:
+    """Print a message on stderr, of which only the first line begins at the margin.
+
+    It may quote a stranger's text, whose lines could else be read as lines of ours.
+    """
+    print_text(re.sub(r"\n(?=\S)", "\n  ", text), stderr=True)
+
+
 def escape_logs() -> None:
     """Escape the logs and warnings of libraries, which may quote a stranger's file."""
     logging.setLogRecordFactory(_PrintableRecord)

@@ -46,9 +46,10 @@ def short_repr(value: Any) -> str:
 
 def describe_argument(value: object) -> str:
     """Return a tensor's dtype and shape, or the type of anything else, for an error message."""
-    dtype, shape = str(getattr(value, "dtype", "")), getattr(value, "shape", None)
-    if shape is None or not dtype.startswith("torch."):  # which is not imported here
+    dtype = str(getattr(value, "dtype", ""))
+    if not dtype.startswith("torch.") or getattr(value, "is_nested", False):  # it has no shape
         return type(value).__name__
+    shape = getattr(value, "shape", ())
     return f"{dtype.removeprefix('torch.')} {list(shape)}"
 
 

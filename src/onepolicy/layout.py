@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from onepolicy.arguments import Kind, require_one_device, require_tensor
 from onepolicy.errors import UsageError, describe_argument
 
 Layout = Tensor | Sequence[Tensor]
 """[T] packed, [B, T] padded on either side, or one [T_i] per sequence."""
+IDS = ("segment", "turn", "tokens", "tokens_rollout", "version", "group")
+"""Arguments that are whole numbers. The mask is bool, the others are numbers of any kind."""
 REQUIRED_ARGUMENTS = 3
 """Arguments that every caller must give: two sides of log-probabilities and the mask."""
 
@@ -33,32 +36,19 @@ def flatten_arguments(caller: str, given: Mapping[str, Layout | None]) -> dict[s
     flat |= {name: flatten_layout(value) for name, value in given.items() if value is not None}
     if "segment" in flat and flat["segment"] is None:
         flat["segment"] = sequence_ids(main)
-    for name in ("segment", "turn"):
-        _check_ids(caller, name, flat.get(name))
-    _check_one_device(caller, flat)
+    require_one_device(caller, flat)
     return flat
-
-
-def _check_ids(caller: str, name: str, ids: Tensor | None) -> None:
-    if ids is None:
-        return
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise UsageError(
-            f"{caller}: {name} is {describe_argument(ids)}, expected whole numbers; pass "
-            f"{name}.long()"
-        )
-
-
-def _check_one_device(caller: str, flat: Mapping[str, Tensor | None]) -> None:
-    devices = {name: str(value.device) for name, value in flat.items() if value is not None}
-    if len(set(devices.values())) > 1:
-        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise UsageError(f"{caller}: {found}; pass them on one device")
 
 
 def _check_kind(caller: str, name: str, value: object) -> None:
     kinds = "a tensor [T] or [B, T], or a list of one [T_i] per sequence"
+    kind: Kind | None = "numbers"
+    if name in IDS:
+        kind = "whole numbers"
+    elif name == "mask":
+        kind = None  # _check_shapes says what it must be
     if isinstance(value, Tensor):
+        require_tensor(caller, name, value, kind)
         if value.dim() not in (1, 2):
             raise UsageError(f"{caller}: {name} is {describe_argument(value)}, expected {kinds}")
         return
@@ -67,11 +57,12 @@ def _check_kind(caller: str, name: str, value: object) -> None:
     if not value:
         raise UsageError(f"{caller}: {name} is an empty list; there is no slot to look at")
     for number, item in enumerate(value):
-        if not isinstance(item, Tensor) or item.dim() != 1:
+        if not isinstance(item, Tensor) or item.is_nested or item.dim() != 1:
             raise UsageError(
                 f"{caller}: item {number} of {name} is {describe_argument(item)}, expected a "
                 "tensor [T_i]"
             )
+        require_tensor(caller, f"item {number} of {name}", item, kind)
 
 
 def _check_shapes(caller: str, given: Mapping[str, Layout | None]) -> None:

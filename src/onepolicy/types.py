@@ -104,7 +104,7 @@ class RoutingTrace:
         if self.weights is not None:
             fields["weights"] = self.weights
         for name, value in fields.items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or value.is_nested:
                 kind = type(value).__name__
                 raise UsageError(f"RoutingTrace.{name} is {kind}, expected a tensor")
 

@@ -36,7 +36,7 @@ interfaces layout
 types
 support
 console
-config files chat_templates tokenizer_trial gym_scores
+config files chat_templates tokenizer_trial gym_scores arguments
 bounded npy
 errors notation telemetry
 """

@@ -17,6 +17,7 @@ from onepolicy.console import (
     escape_logs,
     make_bars,
     make_table,
+    print_error,
     print_status,
     print_text,
     status_printer,
@@ -121,6 +122,13 @@ def test_no_line_of_a_stranger_passes_for_one_of_ours():
     """A file's name may hold a line end."""
     said = str(UsageError("cannot read a\nonepolicy: verdict: nothing\n  indented"))
     assert said == "cannot read a\n  onepolicy: verdict: nothing\n  indented"
+
+
+def test_only_the_first_line_of_an_error_begins_at_the_margin(capsys):
+    """Else a stranger's column could be a verdict."""
+    print_error(UsageError("column x\nNOTHING TO DO\n\n  k3 is 0\nwrote audit.html"))
+    expected = "onepolicy: column x\n  NOTHING TO DO\n\n  k3 is 0\n  wrote audit.html\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_lines_of_commands(capsys, tmp_path):

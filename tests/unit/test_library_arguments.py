@@ -1,6 +1,7 @@
 """The library's functions: any layout, ids of any size, one kind of error."""
 
 import ast
+import contextlib
 import math
 from collections.abc import Callable
 from importlib import import_module
@@ -302,3 +303,102 @@ def test_public_names_resolve():
         assert getattr(op, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = op.no_such_name
+
+
+# --- kinds of values ------------------------------------------------------------------------------
+
+SLOTS = 12
+NUMBERS = -torch.rand(SLOTS, generator=DRAW)
+ODD: dict[str, Any] = {
+    "none": None,
+    "number": 3,
+    "text": "x",
+    "array": NUMBERS.numpy(),
+    "dict": {"a": 1},
+    "float8": NUMBERS.to(torch.float8_e4m3fn),
+    "complex": NUMBERS + 0j,
+    "scalar": torch.tensor(-1.0),
+    "no slots": torch.zeros(0),
+    "no columns": torch.zeros(SLOTS, 0),
+    "meta": torch.empty(SLOTS, device="meta"),
+    "sparse": NUMBERS.to_sparse(),
+    "nested": torch.nested.nested_tensor([NUMBERS, NUMBERS[:3]]),
+    "quantised": torch.quantize_per_tensor(NUMBERS, 0.1, 0, torch.qint8),
+    "nan": torch.full((SLOTS,), math.nan),
+    "infinite": torch.full((SLOTS,), -math.inf),
+    "below 0": torch.full((SLOTS,), -3),
+    "huge": torch.full((SLOTS,), 2**62),
+    "uint16": torch.arange(SLOTS).to(torch.uint16),
+    "uint64": torch.arange(SLOTS).to(torch.uint64),
+    "bool": torch.ones(SLOTS, dtype=torch.bool),
+    "bfloat16": NUMBERS.bfloat16(),
+    "parameter": torch.nn.Parameter(NUMBERS.clone()),
+}
+COUNTED = torch.arange(SLOTS)
+GIVEN = {
+    "mask": COUNTED % 4 != 0,
+    "segment": COUNTED // 4,
+    "turn": COUNTED * 0,
+    "logits": torch.randn(SLOTS, 20, generator=DRAW),
+} | dict.fromkeys(("tokens", "tokens_rollout", "version"), COUNTED)
+SIDES = ("logp_rollout", "mask", "segment")
+TIS, LIVE = op.preset("tis"), op.preset("pg-tis").live_part
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "mismatch": (op.mismatch, ("logp_old", *SIDES)),
+    "reweight": (
+        lambda logp_old, logp_rollout, mask, **more: op.reweight(
+            logp_old, logp_rollout, mask, TIS, **more
+        ),
+        ("logp_old", *SIDES, "turn", "advantage"),
+    ),
+    "live_weights": (
+        lambda logp_new, logp_rollout, mask, **more: op.live_weights(
+            logp_new, logp_rollout, mask, LIVE, **more
+        ),
+        ("logp_new", *SIDES, "turn", "advantage"),
+    ),
+    "slots": (op.slots, ("logp_trainer", *SIDES, "turn", "advantage")),
+    "diagnose": (
+        op.diagnose,
+        ("logp_trainer", *SIDES, "tokens", "tokens_rollout", "version", "logp_base", "entropy"),
+    ),
+    "log_probs": (op.log_probs, ("logits", "tokens", "mask", "temperature")),
+    "trace_from": (
+        lambda ids: op.trace_from(ids, layers=(0,), depth=1, num_experts=8),
+        ("ids",),
+    ),
+    "pad_routes": (lambda attention_mask: op.pad_routes([], attention_mask), ("attention_mask",)),
+    "combine": (op.combine, ("parts",)),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_odd_values_never_reach_torch(subtests: Any, function: str) -> None:
+    """Whatever stands in one argument, beside good ones: a result, or an error of ours."""
+    call, names = FUNCTIONS[function]
+    for name, (odd, value) in product(names, ODD.items()):
+        given = {each: GIVEN.get(each, NUMBERS) for each in names}
+        if function == "log_probs":
+            given["temperature"] = 0.7
+        with subtests.test(argument=name, value=odd), contextlib.suppress(op.UsageError):
+            call(**(given | {name: value}))
+
+
+def test_the_argument_is_named(subtests: Any) -> None:
+    for odd, said in {
+        "sparse": "segment is float32 [12], nested, sparse or quantised; expected a plain tensor",
+        "meta": "segment is float32 [12], expected whole numbers; pass segment.long()",
+        "uint16": "segment is uint16 [12], expected whole numbers; pass segment.long()",
+        "nested": "segment is Tensor, nested, sparse or quantised",
+        "text": "segment is str, expected a tensor of whole numbers",
+    }.items():
+        with subtests.test(value=odd), pytest.raises(op.UsageError) as error:
+            op.slots(NUMBERS, NUMBERS, GIVEN["mask"], segment=ODD[odd])
+        assert f"slots: {said}" in str(error.value)
+
+
+def test_a_label_to_ignore_is_named() -> None:
+    tokens = torch.tensor([3, -100, 5])
+    with pytest.raises(op.UsageError, match=r"tokens is -100 at slot 1, expected ids below 20"):
+        op.log_probs(torch.zeros(3, 20), tokens)
+    assert op.log_probs(torch.zeros(3, 20), tokens, mask=tokens > 0)[1] == 0

@@ -31,7 +31,7 @@ from onepolicy.audit.schema import (
     unique_pairs,
 )
 from onepolicy.bounded import Message
-from onepolicy.errors import UsageError
+from onepolicy.errors import UsageError, short_repr
 
 BLOCK_TOKENS = 2**18
 LONGEST_NAME = 100  # of a framework, in the metadata of a file
@@ -113,9 +113,8 @@ def _parquet_source(path: Path) -> Path | BinaryIO:
 
 def _check_version(path: Path, version: bytes | None) -> None:
     if version is not None and version != str(VERSION).encode():
-        raise UsageError(
-            f"{path}: schema version {version.decode(errors='replace')}, this is version {VERSION}"
-        )
+        theirs = short_repr(version[:LONGEST_NAME].decode(errors="replace"))
+        raise UsageError(f"{path}: schema version {theirs}, this is version {VERSION}")
 
 
 def _parquet_batches(file: Any, wanted: list[str]) -> Iterator[Any]:

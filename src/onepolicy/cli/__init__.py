@@ -27,7 +27,7 @@ from onepolicy.cli.process import (
 from onepolicy.cli.show_config import add_config
 from onepolicy.cli.train import add_train
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError, printable
-from onepolicy.console import print_text
+from onepolicy.console import print_error
 from onepolicy.files import DISK_FULL
 
 COMMANDS = (
@@ -79,12 +79,12 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.run(arguments) or 0)
     except UsageError as error:
-        print_text(f"onepolicy: {error}", stderr=True)
+        print_error(error)
         if isinstance(error, ServiceUnavailable):
             return ServiceUnavailable.EXIT
         return 2
     except TrainingError as error:
-        print_text(f"onepolicy: {error}", stderr=True)
+        print_error(error)
         return 1
     except OSError as error:
         return _report_os_error(error)
@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
     except BaseException as error:
         if type(error).__module__ != RUST_PANIC:
             raise
-        print_text(f"onepolicy: a library crashed: {error}; is the tokenizer sound?", stderr=True)
+        print_error(f"a library crashed: {error}; is the tokenizer sound?")
         return 1
 
 
@@ -105,14 +105,14 @@ def _report_os_error(error: OSError) -> int:
     fix = "check that the path is right, and who may read and write it"
     if disk_failed:
         fix = "make room there (or mend the disk) and repeat the command"
-    print_text(f"onepolicy: {path}: {error.strerror}; {fix}", stderr=True)
+    print_error(f"{path}: {error.strerror}; {fix}")
     if isinstance(error, PATH_ERRORS) or error.errno in PATH_ERRNOS:
         return 2
     return 1
 
 
 def _report_lost_output(error: str) -> int:
-    print_text(f"onepolicy: stdout: {error}; some of the output is lost", stderr=True)
+    print_error(f"stdout: {error}; some of the output is lost")
     return 1
 
 

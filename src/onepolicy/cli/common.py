@@ -15,7 +15,7 @@ from packaging.version import Version
 from onepolicy.cli.parser import Parser
 from onepolicy.config import Frozen, UsageError
 from onepolicy.config.idle import Idle, describe_idle
-from onepolicy.console import escape_logs, print_status, print_text
+from onepolicy.console import escape_logs, print_message, print_status
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 """The commands of a parser, to which each module adds its own."""
@@ -91,7 +91,7 @@ class _StderrHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        print_text(self.format(record), stderr=True)
+        print_message(self.format(record))
 
 
 def prepare_process(threads: int | None) -> None:

@@ -67,6 +67,8 @@ def combine(parts: Iterable[Sums]) -> Sums:
 
     Raises UsageError if there are no parts.
     """
+    if not isinstance(parts, Iterable) or isinstance(parts, Tensor):
+        raise UsageError(f"combine: parts is {type(parts).__name__}, expected several `sums`")
     parts = list(parts)
     if not parts or not all(isinstance(part, Sums) for part in parts):
         kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"

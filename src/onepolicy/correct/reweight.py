@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, get_args, overload
 import torch
 from torch import Tensor
 
+from onepolicy.arguments import Kind, require_one_device, require_tensor
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.correct.presets import check_config
 from onepolicy.correct.report import Sums
@@ -24,7 +25,7 @@ from onepolicy.correct.weights import (
     has_budget,
     weigh,
 )
-from onepolicy.layout import Layout, flatten_arguments, restore_layout, slot_index
+from onepolicy.layout import IDS, Layout, flatten_arguments, restore_layout, slot_index
 from onepolicy.nonfinite import LeftOut, Nonfinite, apply_rule, refuse_probabilities
 
 Shape = TypeVar("Shape")
@@ -235,17 +236,30 @@ def count_left_out(
     return left
 
 
+OPTIONAL = ("segment", "turn", "advantage")
+
+
 def _check_fields(fields: Fields) -> None:
-    """Raise UsageError if shapes differ."""
+    """Raise UsageError for other things than plain tensors of one shape."""
+    for name, field in fields._asdict().items():
+        if field is None and name in OPTIONAL:
+            continue
+        kind: Kind = "numbers"
+        if name in IDS:
+            kind = "whole numbers"
+        elif name == "mask":
+            kind = "bool"
+        require_tensor("slots", name, field, kind)
+    require_one_device("slots", fields._asdict())
     shape, mask = fields.logp_trainer.shape, fields.mask
-    for name in ("logp_rollout", "segment", "turn", "advantage"):
+    for name in ("logp_rollout", *OPTIONAL):
         field = getattr(fields, name)
         if field is not None and field.shape != shape:
             raise UsageError(f"{name} has shape {list(field.shape)}, the trainer's {list(shape)}")
-    if mask.shape != shape or mask.dtype != torch.bool or mask.dim() != 1:
+    if mask.shape != shape or mask.dim() != 1:
         raise UsageError(
-            f"log-probabilities have shape {list(shape)}, the mask {list(mask.shape)} and "
-            f"dtype {mask.dtype}; give one flat [T] each, and a bool mask"
+            f"log-probabilities have shape {list(shape)}, the mask {list(mask.shape)}; give one "
+            "flat [T] each"
         )
 
 

@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 from onepolicy import __version__
 from onepolicy.build.sharded_learner import build_rank_learner
 from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
-from onepolicy.console import print_text
+from onepolicy.console import print_error
 from onepolicy.launch.agent import RENDEZVOUS_ENV
 from onepolicy.models.load import parse_device
 from onepolicy.sync.group import join_store
@@ -222,7 +222,7 @@ def run_rank(rank_info: RankInfo, store: dist.Store) -> int:
         if ranks is None or not ranks.lost.is_set():
             store.set(error_key(rank_info.rank), str(error))
             name = f"rank {rank_info.rank} ({_this_process()})"
-            print_text(f"onepolicy: {name}: {error}", stderr=True)
+            print_error(f"{name}: {error}")
         os._exit(_status_of(error))  # at once: the thread of `ranks` still waits for rank 0
     return 0
 

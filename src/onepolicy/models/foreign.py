@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,13 @@ CONFIG_MEMORY, MEMORY_PER_BYTE = 2**31, 64
 
 A config of a kilobyte can ask for a billion layers."""
 MAX_LAYERS, MAX_LABELS = 512, 10_000
+SIZE = re.compile(
+    r"^(n_embd|n_head|n_inner|d_model|d_ff|d_kv)$|_(size|dim|heads|experts|groups|rank)$"
+)
+NO_SIZE = re.compile(r"window|chunk|max|batch|image|patch|pad")
+"""Settings of a config that are widths or counts of tensors, and those that only sound like it."""
+MOST_OF_A_SIZE, MOST_TOKENS = 2**20, 2**24
+AT_LEAST_ONE = ("hidden_size", "num_attention_heads", "vocab_size", "head_dim")
 MOST_NUMBERS, NUMBERS_PER_BYTE = 2**26, 2
 """Numbers that the tensors of a model may have, and more for each byte of its stored weights.
 
@@ -43,10 +51,11 @@ def memory_of_settings(model: ModelConfig) -> AbstractContextManager[None]:
 
 
 def check_counts(model: ModelConfig) -> None:
-    """Raise ValueError if a folder's config asks for many layers or labels.
+    """Raise ValueError if a folder's config asks for many layers or labels, or for huge tensors.
 
     Transformers makes a list of the layers, which takes minutes of a billion, and names for all
-    labels. It also copies them several times, which takes 10 s of a million.
+    labels. It also copies them several times, which takes 10 s of a million. `plan` reads a config
+    without its weights, so nothing else says how large its tensors may be.
     """
     file = Path(model.path) / "config.json"
     if file.is_file():
@@ -61,7 +70,21 @@ def _check_counts(fields: dict[str, Any]) -> dict[str, Any]:
         count = fields.get(name)
         if isinstance(count, int | float) and count > most:
             raise ValueError(f"{name} is {short_repr(count)}; expected {words} {most}")
+    for name, value in fields.items():
+        _check_size(name, value)
     return fields
+
+
+def _check_size(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if not SIZE.search(name) or NO_SIZE.search(name):
+        return
+    least, most = int(name in AT_LEAST_ONE), MOST_OF_A_SIZE
+    if "vocab" in name:
+        most = MOST_TOKENS
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {short_repr(value)}; expected {least} to {most}")
 
 
 def check_experts(config: PreTrainedConfig) -> None:

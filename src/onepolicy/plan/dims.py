@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.models.cache_size import cached_elements
-from onepolicy.models.load import read_config
+from onepolicy.models.load import context_length, read_config
 from onepolicy.models.prepare import ATTENTION_LAYERS
 from onepolicy.replay.layers import find_routers
 from onepolicy.train.dry_run import decoder_layers
@@ -159,7 +159,7 @@ def read_dims(model: PreTrainedModel, name: str) -> Dims:
         name=name,
         hidden=text.hidden_size,
         vocab=text.vocab_size,
-        context=text.max_position_embeddings,
+        context=context_length(model.config),
         total=total,
         routed=routed,
         embedding=_untied_embedding_size(model),

@@ -15,6 +15,7 @@ from onepolicy.build.gpu_defaults import with_gpu_precision
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.models.load import foreign_files
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
 from onepolicy.plan.engine_memory import EngineMemory, EngineWeights, engine_memory, engine_weights
 from onepolicy.plan.hardware import Cluster
@@ -163,8 +164,9 @@ class Planner:
         self._models: dict[tuple[str, int | None], DryRunModel] = {}
         self._dry_runs: dict[tuple[Any, ...], MicroBatchMemory] = {}
         settled = self.settings_of(cluster.count)
-        dry = self._plain_model(settled)
-        self.dims: Dims = read_dims(dry.model, config.model.path)
+        with foreign_files("the config", model, limited=False):
+            dry = self._plain_model(settled)
+            self.dims: Dims = read_dims(dry.model, config.model.path)
         if config.train.lora is not None:
             self.dims = with_adapters(self.dims, dry.model, config.train.lora)
             dry.add_adapters(config.train.lora)
@@ -326,12 +328,13 @@ class Planner:
         key = (*_model_key(config), samples, checkpointing, first)
         if key not in self._dry_runs:
             micro = MicroBatchShape((self.work.slots,) * samples, (self.work.response,) * samples)
-            self._dry_runs[key] = self._model(config).micro_batch_memory(
-                micro,
-                checkpointing=checkpointing,
-                entropy_graph=config.objective.entropy_coef > 0,
-                first=first,
-            )
+            with foreign_files("the config", self._model_config, limited=False):
+                self._dry_runs[key] = self._model(config).micro_batch_memory(
+                    micro,
+                    checkpointing=checkpointing,
+                    entropy_graph=config.objective.entropy_coef > 0,
+                    first=first,
+                )
         return self._dry_runs[key]
 
     def _model(self, config: RunConfig) -> DryRunModel:

@@ -78,7 +78,7 @@ def trace_from(
 
 
 def _check_ids(ids: Tensor, valid: Tensor | None) -> None:
-    if not isinstance(ids, Tensor):
+    if not isinstance(ids, Tensor) or ids.is_nested:
         raise UsageError(
             f"routes are {type(ids).__name__}, expected an integer tensor [T, layers, K]; "
             "what an engine returned, onepolicy.integrations.core.payload.to_trace reads"
@@ -90,7 +90,7 @@ def _check_ids(ids: Tensor, valid: Tensor | None) -> None:
         )
     if valid is None:
         return
-    if not isinstance(valid, Tensor):
+    if not isinstance(valid, Tensor) or valid.is_nested:
         raise UsageError(
             f"valid is {type(valid).__name__}, expected a bool tensor [{len(ids)}], one per row"
         )

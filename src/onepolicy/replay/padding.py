@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onepolicy.arguments import require_tensor
 from onepolicy.config import UsageError
 from onepolicy.errors import describe_argument
 from onepolicy.replay.contexts import RouteRecorder
@@ -183,10 +184,11 @@ def _check_sample(sample: int, trace: RoutingTrace, tokens: int) -> None:
 
 
 def _check_mask(function: str, attention_mask: Tensor) -> None:
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+    require_tensor(function, "attention_mask", attention_mask)
+    if attention_mask.dim() != 2 or not attention_mask.shape[1]:
         raise UsageError(
             f"{function}: attention_mask is {describe_argument(attention_mask)}, expected a "
-            "tensor [B, S]"
+            "tensor [B, S] of at least one token"
         )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepolicy.arguments import require_one_device, require_tensor
 from onepolicy.errors import UsageError, describe_argument
 from onepolicy.support.checks import check_supports
 from onepolicy.support.trace import SupportTrace
@@ -54,6 +55,7 @@ def log_probs(
     """
     slots = _check_arguments(logits, tokens, mask)
     own, divisor = tokens.long()[slots], _temperature_of(temperature, len(logits), slots)
+    _check_tokens(own, slots, logits.shape[1])
     if support is None:
         tempered = logits[slots].float() / divisor
         found = torch.log_softmax(tempered, -1).gather(-1, own[:, None])[:, 0]
@@ -116,23 +118,39 @@ def _reduce(values: Tensor, how: str, sizes: Tensor) -> Tensor:
 
 def _check_arguments(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Return the slots [m] to score. Raises UsageError."""
-    if logits.dim() != 2 or not logits.is_floating_point():
+    require_tensor("log_probs", "logits", logits, "floats")
+    require_tensor("log_probs", "tokens", tokens, "whole numbers")
+    if logits.dim() != 2 or not logits.shape[1]:
         raise UsageError(
             f"log_probs: logits is {describe_argument(logits)}, expected floating [T, V]; for a "
             "batch [B, T, V] flatten the first two dimensions of every argument"
         )
-    if tokens.shape != logits.shape[:1] or tokens.is_floating_point():
+    if tokens.shape != logits.shape[:1]:
         raise UsageError(
             f"log_probs: tokens is {describe_argument(tokens)}, expected integers "
             f"[{len(logits)}], one for each row of logits"
         )
+    require_one_device("log_probs", {"logits": logits, "tokens": tokens})
     if mask is None:
         return torch.arange(len(logits), device=logits.device)
+    require_tensor("log_probs", "mask", mask, "bool")
     if mask.shape != tokens.shape or mask.dtype != torch.bool:
         raise UsageError(
             f"log_probs: mask is {describe_argument(mask)}, expected bool [{len(logits)}]"
         )
+    require_one_device("log_probs", {"logits": logits, "mask": mask})
     return mask.nonzero()[:, 0]
+
+
+def _check_tokens(own: Tensor, slots: Tensor, vocabulary: int) -> None:
+    """Raise UsageError for an id outside of the vocabulary, such as the -100 of ignored labels."""
+    outside = ((own < 0) | (own >= vocabulary)).nonzero()[:1, 0]
+    if len(outside):
+        place = int(outside)
+        raise UsageError(
+            f"log_probs: tokens is {int(own[place])} at slot {int(slots[place])}, expected ids "
+            f"below {vocabulary}; clear the mask at slots without a token"
+        )
 
 
 def _check_support(
@@ -154,12 +172,19 @@ def _check_support(
 
 def _temperature_of(temperature: float | Tensor, rows: int, slots: Tensor) -> float | Tensor:
     if not isinstance(temperature, Tensor):
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+            raise UsageError(
+                f"log_probs: temperature is {describe_argument(temperature)}, expected a number or "
+                f"a tensor [{rows}]"
+            )
         if not (math.isfinite(temperature) and temperature > 0):
             raise UsageError(
                 f"log_probs: temperature is {temperature}, expected a number above 0; greedy "
                 "tokens have no log-probability to train on"
             )
         return temperature
+    require_tensor("log_probs", "temperature", temperature, "numbers")
+    require_one_device("log_probs", {"slots": slots, "temperature": temperature})
     if temperature.dim() == 0:
         return temperature
     if temperature.shape != (rows,):

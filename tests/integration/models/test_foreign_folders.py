@@ -13,8 +13,10 @@ from transformers import AutoConfig
 from onepolicy import chat_templates
 from onepolicy.bounded import GIB, Limits
 from onepolicy.chat_templates import render_chat
-from onepolicy.config import ModelConfig, UsageError
+from onepolicy.config import ModelConfig, UsageError, resolve
 from onepolicy.models.load import context_length, load_model, load_tokenizer, read_config
+from onepolicy.plan.hardware import parse_cluster
+from onepolicy.plan.planner import Planner
 from support.engine_runs import engine_of
 from support.fake_vllm import make_checkpoints
 from support.scripted_engine import HERMES, make_tokenizer, tokenizer_of
@@ -62,15 +64,20 @@ CONFIGS = [
         "num_hidden_layers is 1000000000; expected 1 to 512",
     ),
     (
-        {"vocab_size": 10**8},
-        r"makes tensors of .* the largest of shape \[100000000, 8\], but its files",
+        {"vocab_size": 2**24},
+        r"makes tensors of .* the largest of shape \[16777216, 8\], but its files",
     ),
+    ({"vocab_size": 10**9}, "vocab_size is 1000000000; expected 1 to 16777216"),
+    ({"hidden_size": 10**30}, r"hidden_size is 1000.*; expected 1 to 1048576"),
+    ({"text_config": {"hidden_size": -1}}, "hidden_size is -1; expected 1 to"),
+    ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1; expected 0 to"),
+    ({"num_experts": 10**9}, "num_experts is 1000000000; expected 0 to"),
     ({"moe_intermediate_size": 10**6, "intermediate_size": 10**6}, "makes tensors of"),
     ({"num_experts_per_tok": 10**6}, "num_experts_per_tok is 1000000; expected 1 to"),
     ({"num_experts_per_tok": -1}, "num_experts_per_tok is -1"),
-    ({"head_dim": 2**23}, "makes tensors of"),
-    ({"head_dim": 2**62}, "cannot read the weights"),
-    ({"num_attention_heads": 0}, "cannot read the weights"),
+    ({"head_dim": 2**20}, "makes tensors of"),
+    ({"head_dim": 2**62}, "head_dim is 4611686018427387904; expected 1 to"),
+    ({"num_attention_heads": 0}, "num_attention_heads is 0; expected 1 to"),
     ({"rope_scaling": {"rope_type": "x", "factor": "x"}}, "cannot read the"),
     ({"hidden_act": "os.system"}, "cannot read the weights"),
     ({"model_type": []}, "cannot read the config"),
@@ -88,6 +95,27 @@ CONFIGS = [
 def test_a_damaged_config_is_named(change, values, said):
     with pytest.raises(UsageError, match=said):
         read_all(change(values))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_key_value_heads": 0}, "cannot read the config of"),
+        ({"head_dim": 3}, "cannot read the config of"),
+        ({"max_position_embeddings": -3}, "max_position_embeddings in config.json is -3"),
+    ],
+)
+def test_a_plan_for_a_damaged_config_names_it(change, values, said):
+    """Sizes that do not fit together are seen only as the model is built, or in its dry run."""
+    model = {"path": change(values).path}
+    config = resolve({"out": "x", "steps": 1, "task": {"kind": "chain"}, "model": model})
+
+    def plan():
+        made = Planner(config, config.model, parse_cluster("1xH100"), prompt=20, response=20)
+        made.evaluate_split(made.possible_splits()[0])
+
+    with pytest.raises(UsageError, match=said):
+        plan()
 
 
 def test_sequences_that_no_machine_has_room_for_are_named(change):
@@ -178,7 +206,7 @@ def test_weights_are_those_of_the_folder_and_never_unpickled(change, tmp_path):
     with pytest.raises(UsageError, match=r"names 'weights\.bin', which is no \.safetensors file"):
         load_model(model, torch.float32, CPU)
     index.unlink()
-    change({"vocab_size": 10**8})
+    change({"vocab_size": 2**24})
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UsageError, match="its files hold 0 bytes"):
         load_model(model, torch.float32, CPU)
