@@ -12,7 +12,11 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from onepolicy.build.components import check_replayable, load_tokenizer_and_max_len
+from onepolicy.build.components import (
+    check_replayable,
+    duplicate_routes_of,
+    load_tokenizer_and_max_len,
+)
 from onepolicy.build.measure import EngineAndScorer, build_engine_and_scorer, measure_config
 from onepolicy.config.input_files import resolve_model
 from onepolicy.console import print_status, print_text
@@ -120,7 +124,7 @@ class Recorder:
             max_len=caps.max_len,
             max_tokens=self.sampling.max_tokens,
             thoughts=self.options.thoughts,
-            duplicate_routes=self.pair.config.replay.duplicate_routes,
+            duplicate_routes=duplicate_routes_of(self.pair.config),
             expects_routes=caps.returns_routes and self.route_spec is not None,
         )
         return Session(
