@@ -89,10 +89,10 @@ def stream(task: str, arguments: Mapping[str, Any], limits: Limits) -> Iterator[
 def ask(task: str, question: Any, limits: Limits) -> Message:
     """Return a task's answer to a question, JSON. The child stays for the next one until it fails.
 
-    Raises as `stream`.
+    It is asked again only under the limits that it was started with. Raises as `stream`.
     """
     with _LOCK:
-        child = _ASKED.pop(task, None)
+        child = _ASKED.pop((task, limits), None)
         try:
             if child is None:
                 child = _Child(limits)
@@ -102,7 +102,7 @@ def ask(task: str, question: Any, limits: Limits) -> Message:
             if child is not None:
                 child.close()
             raise
-        _ASKED[task] = child
+        _ASKED[task, limits] = child
     return answer
 
 
@@ -256,8 +256,8 @@ class _Child:
 
 
 _LOCK = threading.Lock()
-_ASKED: dict[str, _Child] = {}
-"""Children that wait for the next question, by their tasks."""
+_ASKED: dict[tuple[str, Limits], _Child] = {}
+"""Children that wait for the next question, by their tasks and limits."""
 
 
 @atexit.register

@@ -58,14 +58,19 @@ def try_tokenizers(model: str) -> None:
 def _refuse_other_files(settings: Path, known: set[str]) -> None:
     """Raise UsageError if the settings name a tokenizer that is not among the `known` files."""
     try:
-        named = json.loads(settings.read_bytes()).get("fast_tokenizer_files") or ()
+        named = json.loads(settings.read_bytes()).get("fast_tokenizer_files")
     except (OSError, ValueError, RecursionError, AttributeError):
         return  # transformers explains them
-    for name in named:
-        if name not in known:
+    place = f"model.path: {settings}: fast_tokenizer_files"
+    if named is not None and not isinstance(named, list):
+        raise UsageError(
+            f"{place} is {short_repr(named)}, expected a list of this folder's files; leave it out"
+        )
+    for name in named or ():
+        if not isinstance(name, str) or name not in known:
             raise UsageError(
-                f"model.path: {settings}: fast_tokenizer_files names {short_repr(name)}, which is "
-                "no tokenizer*.json of this folder; leave it out"
+                f"{place} names {short_repr(name)}, which is no tokenizer*.json of this folder; "
+                "leave it out"
             )
 
 

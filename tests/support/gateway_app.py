@@ -37,6 +37,8 @@ class App:
         self.fail, self.ended = False, None
 
     def end(self, name, session, reward):
+        if self.fail:
+            raise RuntimeError("lost")
         self.ended = (name, session, reward)
         return {"turns": len(session.history.turns)}
 

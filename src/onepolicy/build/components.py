@@ -101,11 +101,8 @@ def build_environment(
     trains: see `load_tokenizer_and_max_len`.
     """
     tokenizer, max_len = load_tokenizer_and_max_len(config, model, trains=trains)
-    duplicate_routes: DuplicateRoutes = "as-sampled"
-    if isinstance(config.replay, RolloutReplay):
-        duplicate_routes = config.replay.duplicate_routes
     environment = make_environment(
-        config.task, tokenizer, max_len=max_len, duplicate_routes=duplicate_routes
+        config.task, tokenizer, max_len=max_len, duplicate_routes=duplicate_routes_of(config)
     )
     train_tokens = config.rollout.sampling.max_tokens
     for max_tokens in {train_tokens, config.eval.max_tokens or train_tokens}:
@@ -113,6 +110,13 @@ def build_environment(
     if config.eval.every:
         environment.held_out(config.eval.problems)  # raises if there are fewer
     return environment, tokenizer, max_len
+
+
+def duplicate_routes_of(config: RunConfig) -> DuplicateRoutes:
+    """Return the rule for tokens that several forwards fed; a mode without routes has none."""
+    if isinstance(config.replay, RolloutReplay):
+        return config.replay.duplicate_routes
+    return "as-sampled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

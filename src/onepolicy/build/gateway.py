@@ -12,7 +12,11 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from onepolicy.build.components import check_replayable, load_tokenizer_and_max_len
+from onepolicy.build.components import (
+    check_replayable,
+    duplicate_routes_of,
+    load_tokenizer_and_max_len,
+)
 from onepolicy.build.measure import EngineAndScorer, build_engine_and_scorer, measure_config
 from onepolicy.config.input_files import resolve_model
 from onepolicy.console import print_status, print_text
@@ -30,6 +34,8 @@ from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sampling, TokenBatch
 
 HOST = "127.0.0.1"
+SECONDS_TO_END = 20
+"""Seconds that turns may take after Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +58,14 @@ def run_gateway(tree: dict[str, Any], overrides: list[str], options: GatewayOpti
     if options.secret is None:
         shown = episodes.secret
     print_text(f"gateway: http://{HOST}:{options.port}  secret: {shown}")
-    uvicorn.run(app, host=HOST, port=options.port, log_level="warning", access_log=False)
+    uvicorn.run(
+        app,
+        host=HOST,
+        port=options.port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=SECONDS_TO_END,
+    )
     return 0
 
 
@@ -111,6 +124,7 @@ class Recorder:
             max_len=caps.max_len,
             max_tokens=self.sampling.max_tokens,
             thoughts=self.options.thoughts,
+            duplicate_routes=duplicate_routes_of(self.pair.config),
             expects_routes=caps.returns_routes and self.route_spec is not None,
         )
         return Session(
@@ -124,23 +138,36 @@ class Recorder:
         )
 
     def end(self, name: str, session: Session, reward: float) -> dict[str, Any]:
-        """Score and write an episode that has its reward. Return its line."""
+        """Score and write an episode that has its reward. Return its line.
+
+        If it cannot be scored, write a line that says so, and raise the error.
+        """
+        history = session.history
+        try:
+            scored, native, note = self._score(name, session, reward)
+        except Exception as error:  # whatever it is, the trace says that the episode was played
+            note = f"not scored: {error}"
+            self.writer.write(name, history, scored=None, reward=reward, note=note)
+            raise
+        return self.writer.write(
+            name, history, scored=scored, native=native, reward=reward, note=note
+        )
+
+    def _score(
+        self, name: str, session: Session, reward: float
+    ) -> tuple[TokenBatch | None, TokenBatch | None, str]:
+        """Return the scored batch, the same without the engine's routes, and a note on a fault."""
         batch = self._pack(name, session, reward)
         if batch is None:
-            return self.writer.write(name, session.history, scored=None, reward=reward)
-        scorer, note = self.pair.scorer, ""
+            return None, None, ""
+        scorer = self.pair.scorer
         native: TokenBatch | None = scorer.score(batch, replay=False)
-        replayed: TokenBatch | None = None
-        if scorer.routers is not None:
-            try:
-                replayed = scorer.score(batch)
-            except (RoutingError, SupportError) as error:
-                note = str(error)
-        if replayed is None:
-            replayed, native = native, None
-        return self.writer.write(
-            name, session.history, scored=replayed, native=native, reward=reward, note=note
-        )
+        if scorer.routers is None:
+            return native, None, ""
+        try:
+            return scorer.score(batch), native, ""
+        except (RoutingError, SupportError) as error:
+            return native, None, str(error)
 
     def leave(self, episodes: Episodes) -> None:
         """Note the episodes that nobody ended before the gateway stopped."""

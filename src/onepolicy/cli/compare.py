@@ -110,11 +110,12 @@ def run_compare(arguments: argparse.Namespace) -> int:
     try:
         _play(arguments, out, runs, jobs)
     except KeyboardInterrupt:
+        # Before the page, during which a second Ctrl-C may end the command.
+        print_status("the same command goes on after the last checkpoints of the runs")
         so_far = _comparable(runs)
         if so_far:
             with suppress(UsageError):  # a damaged log, which the same command will report
                 _show(arguments, out, so_far, labels)
-        print_status("the same command goes on after the last checkpoints of the runs")
         raise
     _show(arguments, out, runs, labels)
     return 0

@@ -85,6 +85,11 @@ def run_gateway(arguments: argparse.Namespace) -> int:
         overrides = [*engine_overrides(arguments.engine), *overrides]
     tree = {"rollout": {"sampling": {"max_tokens": 1024}}}
     _, config = measure_settings(tree, overrides, None)
+    if config.model.path != arguments.model:
+        raise UsageError(
+            f"model.path: {config.model.path!r} is set, but the command's model is "
+            f"{arguments.model!r}; name it once, as the command's first word"
+        )
     check_model_path(config.model.path)
     prepare_process(config.train.threads)
     print_status(f"loading {arguments.model}")

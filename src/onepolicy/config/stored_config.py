@@ -27,10 +27,14 @@ KIND, ID = "task.kind", "task.id"
 TYPED_AGAIN = (TRUST, URL, ADDRESS, KIND, ID)
 """Settings that a stored run cannot make alone (`check_trust`)."""
 SECRET = re.compile(
-    r"(?i)(key|secret|password|passwd|passphrase|token|credential|auth|authorization|bearer|cookie)"
-    r"s?([_-]?\d+)?$"
+    r"(?i)(key|secret|password|passwd|passphrase|token|credential|auth|authorization|bearer|cookie"
+    r"|(^|[_-])pat)s?([_-]?\d+)?$"
 )
-"""Names of texts that are secrets, in a task's `env` and `params`."""
+"""Names of texts that are secrets, in the settings of FREE."""
+FREE = ("env", "params", "command")
+"""Settings of a task that are somebody else's. Elsewhere a name such as `answer_key` is ours."""
+NAMED = re.compile(r"(-*[\w-]+)(=|:\s*)(.+)", re.DOTALL)
+"""A name and its value in one text: `--api-key=VALUE`, `Authorization: VALUE`."""
 USER = re.compile(r"(?<=://)[^\s?#]+(?=@)")
 """User and password in an address."""
 
@@ -138,23 +142,48 @@ def _is_here(url: str | tuple[str, ...]) -> bool:
 
 
 def without_secrets(tree: Any) -> Any:
-    """Return settings without the texts under names like `api_key`, and users in addresses.
+    """Return settings without users in addresses, and without secrets in the settings of FREE.
 
-    Tasks may hold them. A list or an object under such a name loses all its texts.
+    There a text is a secret under a name like `api_key`, behind it (`--api-key=VALUE`,
+    `Authorization: VALUE`), or as the next word of a list. A list or an object under such a name
+    loses all its texts.
     """
-    return _without_secrets(tree, secret=False)
+    return _without_secrets(tree, free=False, secret=False)
 
 
-def _without_secrets(tree: Any, *, secret: bool) -> Any:
+def _without_secrets(tree: Any, *, free: bool, secret: bool) -> Any:
+    """Return a part of the settings. free: it is in one of FREE. secret: it has a secret's name."""
     if isinstance(tree, dict):
+        entry = free and set(tree) >= {"name", "value"} and _is_secret(tree["name"])
         return {
-            name: _without_secrets(value, secret=secret or bool(SECRET.search(str(name))))
+            name: _without_secrets(
+                value,
+                free=free or name in FREE,
+                secret=secret or (free and _is_secret(name)) or (entry and name == "value"),
+            )
             for name, value in tree.items()
         }
-    if isinstance(tree, list):
-        return [_without_secrets(value, secret=secret) for value in tree]
-    if isinstance(tree, str) and secret:
+    if isinstance(tree, list | tuple):
+        return _list_without_secrets(tree, free=free, secret=secret)
+    if not isinstance(tree, str):
+        return tree
+    if secret:
         return "hidden"
-    if isinstance(tree, str):
-        return USER.sub("hidden", tree)
-    return tree
+    named = NAMED.fullmatch(tree)
+    if free and named is not None and _is_secret(named[1]):
+        return f"{named[1]}{named[2]}hidden"
+    return USER.sub("hidden", tree)
+
+
+def _list_without_secrets(items: Sequence[Any], *, free: bool, secret: bool) -> list[Any]:
+    """Return a list, of a command's words or of a pair such as ["Authorization", VALUE]."""
+    hidden = []
+    for i, item in enumerate(items):
+        before = items[i - 1] if i else ""
+        is_value = _is_secret(before) and (len(items) == 2 or str(before).startswith("-"))
+        hidden.append(_without_secrets(item, free=free, secret=secret or (free and is_value)))
+    return hidden
+
+
+def _is_secret(name: Any) -> bool:
+    return isinstance(name, str) and bool(SECRET.search(name))

@@ -66,15 +66,26 @@ class Episodes:
             self._open[name] = self._begin(name)
         return self._open[name]
 
-    def end(self, name: str) -> Session:
-        """Close an episode and return it. Its key serves nothing any more.
+    def to_end(self, name: str) -> Session:
+        """Return an open episode that can be ended: none of its turns is being sampled.
 
-        Raises RequestError if it is not open.
+        Raises RequestError otherwise.
         """
         if name not in self._open:
             raise RequestError(
                 f"episode: {name!r} is not open; it begins with its first request", status=404
             )
+        running = self._open[name].running
+        if running:
+            raise RequestError(
+                f"episode: {running} turns of {name!r} are being sampled; end it after them",
+                status=409,
+                code="turns_run",
+            )
+        return self._open[name]
+
+    def end(self, name: str) -> Session:
+        """Close an open episode and return it. Its key serves nothing any more."""
         self._ended.add(name)
         return self._open.pop(name)
 

@@ -12,13 +12,13 @@ a client asks the same again and goes on from one of the answers, the others are
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from onepolicy.config import DuplicateRoutes
+from onepolicy.envs.multiturn.tokenization import decode_tokens
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.gateway.breaks import find_reason, first_difference, nearest_turn
 from onepolicy.gateway.messages import (
@@ -80,7 +80,8 @@ class History:
         self.expects_routes = expects_routes
         self.roots: list[Root] = []
         self.turns: list[Turn] = []
-        self._served: dict[bytes, Turn] = {}  # by the digest of the conversation up to the turn
+        # by the digest of the conversation up to the turn; several differ in their thoughts
+        self._served: dict[bytes, list[Turn]] = {}
         self._calls = 0
 
     def plan(self, request: Request) -> Plan:
@@ -98,7 +99,7 @@ class History:
         if turn is None or place < request.last_assistant:
             return self._plan_root(request, key, facts)
         tail = self.renderer.encode_tail(
-            turn.message, request.messages[place:], request.tools, ended=turn.finish == "stop"
+            request.messages[place - 1 :], request.tools, ended=turn.finish == "stop"
         )
         tokens = turn.path.tokens[: turn.length] + tail
         return Plan(
@@ -119,15 +120,20 @@ class History:
         turn, place, _, _ = self._match(request)
         if turn is None or place < request.last_assistant:
             return len(self.renderer.encode_prompt(request.messages, request.tools))
-        tail = request.messages[place:]
-        ended = turn.finish == "stop"
-        new = self.renderer.encode_tail(turn.message, tail, request.tools, ended=ended)
+        tail, ended = request.messages[place - 1 :], turn.finish == "stop"
+        new = self.renderer.encode_tail(tail, request.tools, ended=ended)
         return turn.length + len(new)
 
-    def record(self, plan: Plan, completion: Completion, versions: tuple[int, int]) -> Turn:
+    def record(
+        self,
+        plan: Plan,
+        completion: Completion,
+        versions: tuple[int, int],
+        stop: str | None = None,
+    ) -> Turn:
         """Append a sampled turn and return it.
 
-        versions: of the engine's weights before and after.
+        versions: of the engine's weights before and after. stop: the client's text that ended it.
         """
         number, facts = len(self.turns), plan.facts + self._facts_about(completion, versions)
         root, family = self._family_of(plan)
@@ -137,11 +143,11 @@ class History:
         start = len(path.tokens)
         assert path.tokens == plan.tokens
         _append(path, completion)
-        message = self.renderer.read_turn(
-            completion.token_ids.tolist(), plan.request.tools, self._calls
-        )
+        text = decode_tokens(self.renderer.tokenizer, completion.token_ids.tolist())
+        if stop is not None:
+            text = text.partition(stop)[0]
+        message = self.renderer.read_turn(text, plan.request.tools, self._calls)
         self._calls += len(message.calls)
-        message, stop = _cut_at_stop(message, plan.request.stop)
         turn = Turn(
             number,
             plan.key,
@@ -159,7 +165,7 @@ class History:
         )
         family.append(turn)
         self.turns.append(turn)
-        self._served[chain_key(plan.key, message)] = turn
+        self._served.setdefault(chain_key(plan.key, message), []).append(turn)
         return turn
 
     def counts(self) -> Counter[str]:
@@ -203,18 +209,26 @@ class History:
         Also the number of messages up to it, the digest of all messages, and whether thoughts of
         turns were left out.
         """
-        key, found, place, dropped = tools_key(request.tools), None, 0, False
+        key, place = tools_key(request.tools), 0
+        found: dict[Turn, bool] = {}  # turns that the messages may go on from: thoughts left out?
         for i, message in enumerate(request.messages):
             key = chain_key(key, message)
             if message.role != "assistant":
                 continue
-            turn = self._served.get(key)
-            if turn is None or not self._accepts_thoughts(message, turn.message):
-                key = chain_key(key, Message("assistant", message.thought))
+            accepted = {}
+            for turn in self._served.get(key, ()):
+                goes_on = turn.parent is None or turn.parent in found
+                if goes_on and self._accepts_thoughts(message, turn.message):
+                    dropped = message.thought.strip() != turn.message.thought
+                    accepted[turn] = dropped or (turn.parent is not None and found[turn.parent])
+            if accepted:
+                found, place = accepted, i + 1
             else:
-                found, place = turn, i + 1
-                dropped |= message.thought.strip() != turn.message.thought
-        return found, place, key, dropped
+                key = chain_key(key, Message("assistant", message.thought))
+        if not found:
+            return None, 0, key, False
+        best = min(found, key=lambda turn: (found[turn], -turn.number))
+        return best, place, key, found[best]
 
     def _accepts_thoughts(self, sent: Message, served: Message) -> bool:
         if sent.thought.strip() == served.thought:
@@ -328,15 +342,6 @@ def _append(path: Trajectory, completion: Completion) -> None:
         path.append_completion(completion)
     else:
         path.append_observation(completion.token_ids.tolist())
-
-
-def _cut_at_stop(message: Message, stop: Sequence[str]) -> tuple[Message, str | None]:
-    """Return a message up to the first of the client's stop texts, and that text."""
-    found = [each for each in stop if each in message.text]
-    if not found:
-        return message, None
-    first = min(found, key=message.text.index)
-    return dataclasses.replace(message, text=message.text.partition(first)[0].strip()), first
 
 
 def _has_values(completion: Completion) -> bool:

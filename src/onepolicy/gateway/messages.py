@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from onepolicy.envs.multiturn.call_format import finite_json
 from onepolicy.errors import UsageError
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -37,7 +38,7 @@ class Call:
     def values(self) -> Any:
         """Return the arguments, or their text if that is not JSON."""
         try:
-            return json.loads(self.arguments)
+            return finite_json(self.arguments)
         except (ValueError, RecursionError):
             return self.arguments
 

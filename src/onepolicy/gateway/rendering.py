@@ -30,7 +30,7 @@ from onepolicy.envs.multiturn.dialogue import (
     THOUGHT_END,
     ChatTemplate,
 )
-from onepolicy.envs.multiturn.tokenization import decode_tokens, encode_text
+from onepolicy.envs.multiturn.tokenization import encode_text
 from onepolicy.gateway.messages import Call, Message, RequestError, Tool
 
 THOUGHT_START = "<think>"
@@ -144,14 +144,19 @@ class Renderer:
         return hidden.encode(self.tokenizer, self._render(written, tools, hidden))
 
     def encode_tail(
-        self, turn: Message, tail: Sequence[Message], tools: Sequence[Tool], *, ended: bool
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, ended: bool
     ) -> list[int]:
         """Return the ids between a turn's tokens and the beginning of the next turn.
 
-        ended: the last token of the turn is the one that ends turns.
+        messages: the turn as the client sent it, whose calls have the ids that replies name, and
+        what follows it. ended: the last token of the turn is the one that ends turns.
         """
-        hidden = self._placeholders([turn, *tail], tools)
-        calls = [_example_call(call.id, hidden.hide_special(call.name)) for call in turn.calls]
+        turn, *tail = messages
+        hidden = self._placeholders(messages, tools)
+        calls = [
+            _example_call(hidden.hide_special(call.id), hidden.hide_special(call.name))
+            for call in turn.calls
+        ]
         example = _template_turn(f"{THOUGHT}{TURN_PLACEHOLDER}", calls)
         written = [EXAMPLE_QUESTION, example, *self._write(tail, hidden, turn.calls, late=True)]
         mark = TURN_PLACEHOLDER
@@ -169,13 +174,12 @@ class Renderer:
             return ids
         return [int(self.tokenizer.eos_token_id), *ids]
 
-    def read_turn(self, ids: Sequence[int], tools: Sequence[Tool], first_call: int) -> Message:
+    def read_turn(self, text: str, tools: Sequence[Tool], first_call: int) -> Message:
         """Return a sampled turn as a message.
 
         Calls get the ids from number `first_call` on. Calls that are not written as the template
         writes them are text.
         """
-        text = decode_tokens(self.tokenizer, ids)
         thought, ended, rest = text.rpartition(THOUGHT_END)
         opened = text.lstrip().startswith(THOUGHT_START) or self._starts_in_thought
         if not ended and opened:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,11 +17,12 @@ from typing import Any, Literal
 
 from starlette.applications import Starlette
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from onepolicy.envs.multiturn.call_format import finite_json
 from onepolicy.gateway.dialects import anthropic, chat, responses
-from onepolicy.gateway.dialects.common import Body, Dialect, Question, Reply, need
+from onepolicy.gateway.dialects.common import Body, Dialect, Question, Reply, need, wire_json
 from onepolicy.gateway.episodes import Episodes
 from onepolicy.gateway.messages import RequestError
 from onepolicy.gateway.session import Session
@@ -108,7 +108,7 @@ class _Handler:
             return _error_response(dialect, _error_of(work, session))
         write = partial(_reply_of, session, question.model or self.model)
         if not question.stream:
-            return JSONResponse(dialect.write(write(work.result())))
+            return _json_response(dialect.write(write(work.result())))
         events = self._stream(dialect, question, work, write, session)
         return StreamingResponse(events, media_type="text/event-stream")
 
@@ -139,7 +139,7 @@ class _Handler:
             tokens = session.count_tokens(anthropic.read(body).request)
         except RequestError as error:
             return _error_response(anthropic, error)
-        return JSONResponse(anthropic.write_count(tokens))
+        return _json_response(anthropic.write_count(tokens))
 
 
 async def _begin_episode(episodes: Episodes, http: HTTPRequest) -> Response:
@@ -150,27 +150,34 @@ async def _begin_episode(episodes: Episodes, http: HTTPRequest) -> Response:
         key = episodes.key_of(need(body, "episode", str))
     except RequestError as error:
         return _error_response(chat, error)
-    return JSONResponse({"key": key})
+    return _json_response({"key": key})
 
 
 async def _end_episode(
     episodes: Episodes, ended: Callable[[str, Session, float], Body], http: HTTPRequest
 ) -> Response:
-    """End an episode with its reward, for who has the secret."""
+    """End an episode with its reward, for who has the secret. It stays open if that fails."""
     try:
         episodes.check_secret(_key_of(http))
         body, _ = await _read_body(http)
         name, given = need(body, "episode", str), body.get("reward")
         if isinstance(given, bool) or not isinstance(given, int | float) or not abs(given) <= 1e9:
             raise RequestError(f"reward: {given!r} given, expected a number")
-        session = episodes.end(name)
+        session = episodes.to_end(name)
     except RequestError as error:
         return _error_response(chat, error)
-    return JSONResponse(ended(name, session, float(given)))
+    try:
+        line = ended(name, session, float(given))
+    except Exception as error:  # of a scorer or a disk: what was sampled must not be lost by it
+        LOG.exception("episode %s: it was not scored", name)
+        said = f"episode {name} was not scored and stays open: {error}; see the gateway's log"
+        return _error_response(chat, RequestError(said, status=500, code="scoring"))
+    episodes.end(name)
+    return _json_response(line)
 
 
 async def _say_hello(http: HTTPRequest) -> Response:
-    return JSONResponse({"gateway": "onepolicy"})
+    return _json_response({"gateway": "onepolicy"})
 
 
 async def _list_models(http: HTTPRequest, model: str) -> Response:
@@ -178,7 +185,7 @@ async def _list_models(http: HTTPRequest, model: str) -> Response:
     entry = {"id": model, "object": "model", "created": 0, "owned_by": "onepolicy"}
     entry |= {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
     listed = {"object": "list", "data": [entry]}
-    return JSONResponse(listed | {"has_more": False, "first_id": model, "last_id": model})
+    return _json_response(listed | {"has_more": False, "first_id": model, "last_id": model})
 
 
 async def _refuse_path(http: HTTPRequest) -> Response:
@@ -210,7 +217,7 @@ async def _read_body(http: HTTPRequest) -> tuple[Body, str]:
         parts.append(part)
     data = b"".join(parts)
     try:
-        body = json.loads(data)
+        body = finite_json(data)
     except (ValueError, RecursionError):
         raise RequestError("the body is not JSON") from None
     if not isinstance(body, dict):
@@ -228,7 +235,11 @@ def _error_of(work: asyncio.Future[Turn], session: Session) -> RequestError:
 
 
 def _error_response(dialect: Any, error: RequestError) -> Response:
-    return JSONResponse(dialect.write_error(error), status_code=error.status)
+    return _json_response(dialect.write_error(error), error.status)
+
+
+def _json_response(body: Any, status: int = 200) -> Response:
+    return Response(wire_json(body), status, media_type="application/json")
 
 
 def _reply_of(session: Session, model: str, turn: Turn) -> Reply:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onepolicy.envs.multiturn.tokenization import decode_tokens
-from onepolicy.gateway.history import History
+from onepolicy.gateway.history import History, Plan
 from onepolicy.gateway.messages import Request, RequestError
 from onepolicy.gateway.turns import Turn
 from onepolicy.interfaces import RolloutEngine
@@ -54,7 +54,9 @@ class Session:
         self.route_spec, self.name = route_spec, name
         self.id, self.begun = secrets.token_hex(6), int(time.time())
         self.requests = self.counted = self.replayed = 0
-        self._sampled = 0
+        self.running = 0  # turns that are being sampled
+        self._sampled = self._reserved = 0  # tokens
+        self._turn_ended = asyncio.Event()
         self._answers: dict[str, asyncio.Future[Turn]] = {}
 
     async def answer(
@@ -92,7 +94,15 @@ class Session:
         own = dataclasses.asdict(self.sampling)
         overridden = tuple((name, v) for name, v in request.sampling if own.get(name) != v)
         plan = self.history.plan(dataclasses.replace(request, sampling=overridden))
-        max_tokens = self._within_limits(plan.max_tokens)
+        max_tokens = await self._reserve(plan.max_tokens)
+        try:
+            return await self._sample_plan(plan, max_tokens)
+        finally:
+            self.running -= 1
+            self._reserved -= max_tokens
+            self._turn_ended.set()
+
+    async def _sample_plan(self, plan: Plan, max_tokens: int) -> Turn:
         number, self.requests = self.requests, self.requests + 1
         sampling = dataclasses.replace(
             self.sampling,
@@ -106,33 +116,49 @@ class Session:
         if sampling.support:
             check_support(completion, name)
         check_completion(completion, plan.tokens, self.route_spec, name)
-        if request.stop:
-            completion = self._cut_at_stop(completion, request.stop, len(plan.tokens))
+        stop = None
+        if plan.request.stop:
+            completion, stop = self._cut_at_stop(completion, plan.request.stop, len(plan.tokens))
         self._sampled += len(completion.token_ids)
-        return self.history.record(plan, completion, (before, self.engine.version))
+        return self.history.record(plan, completion, (before, self.engine.version), stop)
 
-    def _within_limits(self, max_tokens: int) -> int:
+    async def _reserve(self, max_tokens: int) -> int:
+        """Take a turn and at most so many of the episode's tokens, and return how many.
+
+        What concurrent turns may still use is theirs; if nothing is left beside them, this one
+        waits until one of them has ended. Raises RequestError if the episode's limits are reached.
+        """
         turns, tokens = self.limits.turns, self.limits.tokens
-        if turns is not None and self.requests >= turns:
-            raise RequestError(
-                f"this episode has had its {turns} turns", status=403, code="episode_over"
-            )
-        if tokens is None:
-            return max_tokens
-        if self._sampled >= tokens:
-            raise RequestError(
-                f"this episode has had its {tokens} tokens", status=403, code="episode_over"
-            )
-        return min(max_tokens, tokens - self._sampled)
+        while True:
+            if turns is not None and self.requests >= turns:
+                raise RequestError(
+                    f"this episode has had its {turns} turns", status=403, code="episode_over"
+                )
+            left = max_tokens
+            if tokens is not None:
+                if self._sampled >= tokens:
+                    raise RequestError(
+                        f"this episode has had its {tokens} tokens", status=403, code="episode_over"
+                    )
+                left = min(max_tokens, tokens - self._sampled - self._reserved)
+            if left > 0:
+                self.running += 1
+                self._reserved += left
+                return left
+            self._turn_ended.clear()
+            await self._turn_ended.wait()
 
     def _cut_at_stop(
         self, completion: Completion, stop: tuple[str, ...], prompt: int
-    ) -> Completion:
-        """Return a completion up to the token that completes one of the client's stop texts."""
+    ) -> tuple[Completion, str | None]:
+        """Return a completion up to the token that completes a stop text, and that text.
+
+        The texts are looked for in all that was sampled, thoughts and calls included.
+        """
         ids = completion.token_ids.tolist()
         tokenizer = self.history.renderer.tokenizer
         if not any(each in decode_tokens(tokenizer, ids) for each in stop):
-            return completion
+            return completion, None
         low, high = 1, len(ids)  # the fewest tokens whose text has a stop text in it
         while low < high:
             middle = (low + high) // 2
@@ -141,7 +167,9 @@ class Session:
                 high = middle
             else:
                 low = middle + 1
-        return cut_completion(completion, low, prompt)
+        text = decode_tokens(tokenizer, ids[:low])
+        first = min((each for each in stop if each in text), key=text.index)
+        return cut_completion(completion, low, prompt), first
 
 
 def cut_completion(completion: Completion, count: int, prompt: int) -> Completion:

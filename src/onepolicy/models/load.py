@@ -92,7 +92,12 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         check_experts(config.get_text_config())
         # A name of the hub there would fetch and run a kernel.
         config._attn_implementation = config._experts_implementation = None
-        config.transformers_weights = None  # the name of another file of weights, in any folder
+        elsewhere = getattr(config, "transformers_weights", None)
+        if elsewhere is not None:  # transformers would load that file, from any folder
+            raise ValueError(
+                f"transformers_weights is {short_repr(elsewhere)}, which names weights in their "
+                "place; remove it from config.json"
+            )
     return config
 
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -413,18 +413,24 @@ def put_adapter(model: PreTrainedModel, folder: Path) -> LoraModel:
 
 def _refuse_patterns(config: PeftConfig, path: Path) -> None:
     """Raise UsageError for what peft would run as a regular expression, or repeat layers by."""
-    lists: list[Iterable[object] | None]
-    lists = [config.target_modules, config.exclude_modules, config.modules_to_save]
-    lists += [config.layers_pattern, config.rank_pattern, config.alpha_pattern]
-    patterns = [names for names in lists if isinstance(names, str) and names != "all-linear"]
-    for names in lists:
-        if not isinstance(names, str):
-            patterns += [x for x in map(str, names or ()) if not re.fullmatch(r"[\w.]+", x)]
-    if patterns or config.layer_replication:
-        found = [*patterns, config.layer_replication][0]
+    fields = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern")
+    for field in (*fields, "rank_pattern", "alpha_pattern"):
+        names = getattr(config, field)
+        if isinstance(names, str):
+            if names == "all-linear":  # peft's word, which it looks up
+                continue
+            patterns = [names]
+        else:
+            patterns = [x for x in map(str, names or ()) if not re.fullmatch(r"[\w.]+", x)]
+        if patterns:
+            raise UsageError(
+                f"{path}: {field}: {short_repr(patterns[0])} may be a pattern, and patterns of a "
+                "file are not run; write a list with the modules' names"
+            )
+    if config.layer_replication:
         raise UsageError(
-            f"{path}: {short_repr(found)} is no name of a module; list names, without patterns "
-            "and layer_replication"
+            f"{path}: layer_replication: {short_repr(config.layer_replication)} repeats layers, "
+            "which is not supported; merge the adapter into its base with peft"
         )
 
 

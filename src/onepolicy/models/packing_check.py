@@ -6,6 +6,7 @@ attention kernels, must be told where samples begin. Many ignore it without an e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,15 +31,21 @@ Seen = tuple[Tensor | None, Tensor]  # rows of a module's input and of its outpu
 class PackingCheck:
     """The result of `check_packing`. It is true if packed samples are computed as alone."""
 
-    difference: float  # of the worst sample's logits, in their standard deviations
+    difference: float  # of the worst sample's logits, in their standard deviations; NaN: `nan_in`
     layer: str  # name of the first module that differs; "" if none does
     samples: tuple[int, ...]  # whose rows differ in that module
     tolerance: float
+    nan_in: tuple[str, ...] = ()  # of "alone" and "packed", those whose logits have a NaN
 
     def __bool__(self) -> bool:
         return self.difference < self.tolerance
 
     def __str__(self) -> str:
+        if self.nan_in:
+            where = f", first in {self.layer}" if self.layer else ""
+            return (
+                f"NaN in the logits of samples {' and '.join(self.nan_in)}{where}; none are equal"
+            )
         size = f"{self.difference:.2g} standard deviations of the logits"
         if self:
             return f"packed samples are computed as they are alone (they differ by {size})"
@@ -179,9 +186,18 @@ def _compare(
         if not _differing([x for x in inputs if x is not None], read, tolerance):
             first, samples = name, differing
             break
-    logits = [out for _, out in alone[""]]
-    worst = max(_differences(logits, packed[""][1]))
-    return PackingCheck(worst, first, samples, tolerance)
+    logits, together = torch.cat([out for _, out in alone[""]]), packed[""][1]
+    both = {"alone": logits, "packed": together}
+    nan_in = tuple(name for name, values in both.items() if values.isnan().any())
+    if logits.shape == together.shape:
+        ruled_out = (logits == together) & logits.isinf()  # tokens that the head rules out
+        logits, together = (values.masked_fill(ruled_out, 0) for values in both.values())
+    worst = max(_differences(list(logits.split(LENGTHS)), together), key=_nan_is_largest)
+    return PackingCheck(worst, first, samples, tolerance, nan_in)
+
+
+def _nan_is_largest(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def _differing(alone: list[Tensor], packed: Tensor, tolerance: float) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import torch
@@ -12,11 +13,10 @@ from onepolicy.config import UsageError
 from onepolicy.models import experts, linear, packed_attention, rms_norm, rotary
 from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.packing_check import check_packing
-from onepolicy.models.recurrent.layers import install_recurrent, knows_recurrent
+from onepolicy.models.recurrent.layers import install_recurrent, recurrent_places
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 WITHOUT_TOKENS = {"moe", "mlp"}  # layers that see one token at a time
-RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "recurrent"}
 LENGTHS = (7, 4)  # tokens of the two samples of the check
 RULED_OUT = 1e4
 """Distance in nats from the row's largest logit at which a token's probability is 0 in float32.
@@ -29,9 +29,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 def recurrent_layers(model: PreTrainedModel) -> str:
     """Return the kinds of layers that are not attention to earlier tokens; "" if there are none."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    recurrent = set(kinds or []) - ATTENTION_LAYERS - WITHOUT_TOKENS
+    recurrent = set(_recurrent_kinds(model).values())
     if not recurrent and model._is_stateful:
         return "recurrent"
     return ", ".join(sorted(recurrent))
@@ -39,10 +37,30 @@ def recurrent_layers(model: PreTrainedModel) -> str:
 
 def unknown_layers(model: PreTrainedModel) -> str:
     """Return the kinds among `recurrent_layers` whose operators are not known; "" if none is."""
-    kinds = recurrent_layers(model)
-    if kinds and not knows_recurrent(model):
-        return kinds
-    return ", ".join(sorted(set(kinds.split(", ")) - RECURRENT_LAYERS - {""}))
+    kinds, found = recurrent_layers(model), recurrent_places(model)
+    if not kinds or has_one_per_layer(model):
+        return ""
+    unknown = {kind for i, kind in _recurrent_kinds(model).items() if found[i] != 1}
+    return ", ".join(sorted(unknown)) or kinds
+
+
+def has_one_per_layer(model: PreTrainedModel) -> bool:
+    """Return whether the operators of every recurrent layer are known, one mixer in each.
+
+    Kinds have other names in each family, so the operators decide that a layer's code calls.
+    """
+    places, found = _recurrent_kinds(model), recurrent_places(model)
+    if not places:  # the config does not say which layers are
+        return bool(found) and set(found.values()) == {1}
+    return found == Counter(list(places))
+
+
+def _recurrent_kinds(model: PreTrainedModel) -> dict[int, str]:
+    """Return the kind of every layer that is not attention to earlier tokens, by its index."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    others = ATTENTION_LAYERS | WITHOUT_TOKENS
+    return {i: kind for i, kind in enumerate(kinds or ()) if kind not in others}
 
 
 def prepare_for_training(

@@ -7,7 +7,7 @@ import httpx2
 import pytest
 
 from onepolicy.audit.read import read_dump
-from onepolicy.build.gateway import GatewayOptions, build_gateway
+from onepolicy.build.gateway import GatewayOptions, build_gateway, run_gateway
 from onepolicy.gateway.session import Limits
 from support.paths import ROOT
 
@@ -17,8 +17,11 @@ SECRET = {"x-api-key": "s" * 16}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
 
 
-def gateway_of(tmp_path, *overrides):
-    options = GatewayOptions(
+SETTINGS = [f"model.path={MODEL}", "rollout.sampling.max_tokens=12"]
+
+
+def options_of(tmp_path):
+    return GatewayOptions(
         out=tmp_path / "out",
         port=1,
         name="small",
@@ -27,8 +30,10 @@ def gateway_of(tmp_path, *overrides):
         limits=Limits(),
         secret=SECRET["x-api-key"],
     )
-    settings = [f"model.path={MODEL}", "rollout.sampling.max_tokens=12", *overrides]
-    return build_gateway({}, settings, options)
+
+
+def gateway_of(tmp_path, *overrides):
+    return build_gateway({}, [*SETTINGS, *overrides], options_of(tmp_path))
 
 
 async def play(client, name):
@@ -69,6 +74,32 @@ def test_every_token_has_the_trainers_value_to_the_bit(tmp_path):
         assert (block.columns["routes_rollout"] == block.columns["routes_trainer"]).all()
         tokens += mask.sum()
     assert tokens > 30
+
+
+def test_an_episode_whose_scoring_fails_is_noted_and_kept(tmp_path, monkeypatch):
+    app, episodes = gateway_of(tmp_path, "replay.duplicate_routes=newest")
+
+    def fail(*args, **how):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("onepolicy.build.gateway.pack", fail)
+        (answer,) = asyncio.run(play_all(app, ["a"]))
+    assert "not scored and stays open: out of memory" in answer["error"]["message"]
+    assert episodes.names == ["a"]
+    assert episodes.to_end("a").history.duplicate_routes == "newest"
+    (line,) = (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()
+    noted = json.loads(line)
+    assert (noted["reward"], noted["note"]) == (0.5, "not scored: out of memory")
+    assert noted["counts"]["turns"] == 3
+
+
+def test_the_server_gives_turns_some_seconds_to_end(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("uvicorn.run", lambda app, **how: seen.append(how))
+    options = options_of(tmp_path)
+    assert run_gateway({}, SETTINGS, options) == 0
+    assert [(how["host"], how["timeout_graceful_shutdown"]) for how in seen] == [("127.0.0.1", 20)]
 
 
 def test_an_episode_that_nobody_ended_is_noted(tmp_path):

@@ -137,6 +137,59 @@ def test_who_has_the_secret_begins_and_ends_episodes():
         assert (answer.status_code, "has ended" in answer.text) == (403, True)
 
 
+def test_an_episode_that_cannot_be_scored_stays_open():
+    app = App("yes")
+    app.post("/v1/messages", PATHS["/v1/messages"])
+    end = {"episode": "a", "reward": 0.5}
+    app.fail = True
+    failed = app.post("/v1/episodes/end", end, key=app.secret)
+    assert (failed.status_code, "stays open: lost" in failed.text) == (500, True)
+    app.fail = False
+    assert app.post("/v1/episodes/end", end, key=app.secret).json() == {"turns": 1}
+
+
+def test_an_episode_with_a_running_turn_is_not_ended():
+    app = App("yes")
+    generate, asked, go_on = app.engine.generate, asyncio.Event(), asyncio.Event()
+
+    async def slow(*args, **how):
+        asked.set()
+        await go_on.wait()
+        return await generate(*args, **how)
+
+    app.engine.generate = slow
+    end = {"episode": "a", "reward": 0.5}
+
+    async def play():
+        async with app.client() as client:
+            headers = {"x-api-key": app.key}
+            path = "/v1/messages"
+            turn = asyncio.ensure_future(client.post(path, json=PATHS[path], headers=headers))
+            await asked.wait()
+            secret = {"x-api-key": app.secret}
+            early = await client.post("/v1/episodes/end", json=end, headers=secret)
+            go_on.set()
+            answered = await turn
+            return early, answered, await client.post("/v1/episodes/end", json=end, headers=secret)
+
+    early, answered, ended = asyncio.run(play())
+    assert (early.status_code, "1 turns of 'a' are being sampled" in early.text) == (409, True)
+    assert (answered.status_code, ended.json()) == (200, {"turns": 1})
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_half_a_surrogate_pair_is_sent_as_ascii(path):
+    """JSON can say it and UTF-8 cannot."""
+    app = App("yes")
+    body = json.dumps(PATHS[path] | {"model": "\ud800"})
+    answer = app.post(path, body)
+    assert (answer.status_code, answer.content.isascii()) == (200, True)
+    assert answer.json()["model"] == "\ud800"
+    refused = app.post(path, body.replace("hello", "\\ud800").replace('"user"', '"\\udfff"'))
+    assert refused.content.isascii()
+    assert app.post(path, '{"messages": NaN}').status_code == 400
+
+
 def test_too_many_open_episodes(monkeypatch):
     monkeypatch.setattr("onepolicy.gateway.episodes.MOST_OPEN", 1)
     episodes = Episodes(lambda name: session_of("x"))

@@ -17,6 +17,8 @@ from onepolicy.run.log import read_metrics
 from support.adapter_faults import POLICY
 from support.small_recipe import write_recipe
 
+SAME_COMMAND = "onepolicy: the same command goes on after the last checkpoints of the runs\n"
+
 
 @pytest.fixture
 def recipe(tmp_path_factory):
@@ -122,9 +124,28 @@ def test_ctrl_c_draws_the_steps_that_arms_have_in_common(
     assert (f"picture: {picture}" in out) == drawn
     assert ("off has 3 steps, r3 2" in out) == (steps.get("r3-seed0") == 2)
     assert "off, 1" not in out  # without another arm of its seed
-    *_, again, _, stopped = err.splitlines()
-    assert again == "onepolicy: the same command goes on after the last checkpoints of the runs"
+    *_, stopped = err.splitlines()
+    assert SAME_COMMAND in err
     assert stopped == "onepolicy: stopped by Ctrl-C"
+
+
+def test_a_stopped_compare_says_first_how_to_go_on(compare, tmp_path, monkeypatch):
+    """The page takes a while, and a second Ctrl-C ends the command at once."""
+
+    def stopped(*args, **how):
+        raise KeyboardInterrupt
+
+    def play(recipe, arms, *more):
+        for name in ("off-seed0", "r3-seed0"):
+            (tmp_path / "arms" / name).mkdir()
+            (tmp_path / "arms" / name / "metrics.jsonl").write_text('{"step": 1}\n')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("onepolicy.cli.compare.play_arms", play)
+    monkeypatch.setattr("onepolicy.cli.compare._show", stopped)
+    monkeypatch.setattr("signal.signal", lambda *a: None)
+    status, _, err = compare("--seeds", "0")
+    assert (status, SAME_COMMAND in err) == (130, True)
 
 
 def test_two_commands_do_not_share_a_folder(compare, tmp_path):

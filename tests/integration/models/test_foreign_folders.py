@@ -198,7 +198,10 @@ def test_a_file_of_holes_is_not_read(change, tmp_path, file):
 def test_weights_are_those_of_the_folder_and_never_unpickled(change, tmp_path):
     """Files that transformers would take instead: of another kind, elsewhere, in a subfolder."""
     model = change({"transformers_weights": "../other/model.safetensors"})
-    assert read_config(model).transformers_weights is None
+    expected = r"transformers_weights is '\.\./other/.*; remove it from config\.json"
+    with pytest.raises(UsageError, match=expected):
+        read_config(model)
+    change({})
     weights = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").rename(tmp_path / "weights.bin")
     index = tmp_path / "model.safetensors.index.json"
@@ -220,9 +223,22 @@ def test_a_pipe_is_not_opened(change, tmp_path):
             load(model)
 
 
-def test_a_tokenizer_that_was_not_tried_is_not_taken(change):
-    model = change({"fast_tokenizer_files": ["../tokenizer.4.0.0.json"]}, "tokenizer_config.json")
-    with pytest.raises(UsageError, match=r"fast_tokenizer_files names '\.\./tokenizer"):
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["../tokenizer.4.0.0.json"], r"names '\.\./tokenizer.*is no tokenizer\*\.json"),
+        ([["tokenizer.json"]], r"names \['tokenizer\.json'\], which is no tokenizer"),
+        ("../tokenizer.4.0.0.json", r"is '\.\./tokenizer.*expected a list of this folder's files"),
+        (
+            {"../tokenizer.4.0.0.json": 1},
+            "is .*, expected a list of this folder's files; leave it out",
+        ),
+        (7, "is 7, expected a list"),
+    ],
+)
+def test_a_tokenizer_that_was_not_tried_is_not_taken(change, files, said):
+    model = change({"fast_tokenizer_files": files}, "tokenizer_config.json")
+    with pytest.raises(UsageError, match=f"tokenizer_config.json: fast_tokenizer_files {said}"):
         load_tokenizer(model)
 
 
@@ -234,10 +250,10 @@ ADAPTERS = [
     ({"r": 1, "base_model_name_or_path": "{itself}"}, "names itself as its base"),
     (
         {"r": 1, "target_modules": "(([^!]+)+)+!"},
-        r"'\(\(\[\^!\]\+\)\+\)\+!' is no name of a module",
+        r"target_modules: '\(\(\[\^!\]\+\)\+\)\+!' may be a pattern.*; write a list",
     ),
-    ({"r": 1, "rank_pattern": {"(a+)+!": 1}}, "is no name of a module"),
-    ({"r": 1, "layer_replication": [[0, 1]]}, "is no name of a module"),
+    ({"r": 1, "rank_pattern": {"(a+)+!": 1}}, r"rank_pattern: '\(a\+\)\+!' may be a pattern"),
+    ({"r": 1, "layer_replication": [[0, 1]]}, r"layer_replication: \[\[0, 1\]\] repeats layers"),
 ]
 
 

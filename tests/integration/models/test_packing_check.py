@@ -1,5 +1,8 @@
 """`op.check_packing`: which layer of a model shares what between packed samples."""
 
+import math
+from functools import partial
+
 import pytest
 import torch
 
@@ -85,3 +88,31 @@ def test_attention_that_sees_all_samples_is_named():
 def test_a_forward_of_other_rows_is_refused():
     with pytest.raises(op.UsageError, match=r"forward: .* expected \[70, V\]"):
         op.check_packing(make("qwen3_dense"), lambda samples: torch.zeros(3, 64))
+
+
+@pytest.mark.parametrize("place", [0, 2, 3])
+def test_a_nan_is_named_and_never_equal(place):
+    """A NaN compares as no difference where Python's max passes over it."""
+    model = make("qwen3_dense")
+
+    def forward(samples, only_packed=True):
+        alone = [model(ids[None]).logits[0] for ids in samples]
+        if len(samples) > 1 or not only_packed:
+            alone[min(place, len(alone) - 1)][0, 5] = math.nan
+        return torch.cat(alone)
+
+    for only_packed, nan_in in ((True, "packed"), (False, "alone and packed")):
+        found = op.check_packing(model, partial(forward, only_packed=only_packed))
+        assert not found
+        assert str(found).startswith(f"NaN in the logits of samples {nan_in}")
+
+
+def test_tokens_that_a_head_rules_out_are_compared_as_equal():
+    model = make("qwen3_dense")
+
+    def forward(samples):
+        logits = torch.cat([model(ids[None]).logits[0] for ids in samples])
+        logits[:, 3] = -math.inf
+        return logits
+
+    assert op.check_packing(model, forward)

@@ -161,6 +161,60 @@ def test_a_stop_text_cuts_the_tokens_that_the_client_never_sees():
     assert bool(sample.routing.valid.all())
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "message"),
+    [
+        ("<think>\nhm STOP so\n</think>\n\nyes", "STOP", Message("assistant", "", "hm")),
+        (call("look", a=1), "</call>", Message("assistant", call("look", a=1)[:-7].strip())),
+        (f"so {call('look', a=1)}", "<call>", Message("assistant", "so")),
+    ],
+)
+def test_a_stop_text_is_found_in_thoughts_and_calls(text, stop, message):
+    session = session_of(text, "done")
+    turn = ask(session, USER, stop=(stop,), tools=(TOOL,))
+    assert (turn.message, turn.stop) == (message, stop)
+    assert TOKENIZER.decode(turn.path.tokens[turn.start :]).endswith(stop)
+    assert ask(session, USER, turn.message, AGAIN, tools=(TOOL,)).parent is turn
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_call_with_a_number_that_json_lacks_is_text(number):
+    """Clients cannot read it, and a reply with it would be no JSON."""
+    written = call("look", a=0).replace("0", number)
+    turn = ask(session_of(written), USER, tools=(TOOL,))
+    assert (turn.message.calls, turn.message.text) == ((), written)
+    assert Call("x", "look", f'{{"a": {number}}}').values() == f'{{"a": {number}}}'
+
+
+def test_replies_name_calls_by_the_clients_ids():
+    """Templates that write the name of the tool find it by the id in the client's own turn."""
+    named = HERMES.replace("<tool>{{ m['content'] }}", "<tool>{{ m['name'] }}:{{ m['content'] }}")
+    session = session_of(call("look"), "done", renderer=Renderer(tokenizer_of(named)))
+    ask(session, USER, tools=(TOOL,))
+    sent = Message("assistant", calls=(Call("mine <eos>", "look", "{}"),))
+    answer = Message("tool", "seen", call_id="mine <eos>")
+    second = ask(session, USER, sent, answer, tools=(TOOL,))
+    assert second.parent is not None
+    tail = second.path.tokens[second.parent.length : second.start]
+    assert TOKENIZER.decode(tail) == "<tool>look:seen<eos><bot>"
+
+
+def test_siblings_that_differ_in_their_thoughts_alone_are_told_apart():
+    thoughts = [f"<think>\n{each}\n</think>\n\nyes" for each in ("one", "two")]
+    session = session_of(*thoughts, "a", "b", "c", "d")
+    one, two = ask(session, USER), ask(session, USER)
+    assert [turn.message.thought for turn in (one, two)] == ["one", "two"]
+    after_one = ask(session, USER, one.message, AGAIN)
+    after_two = ask(session, USER, two.message, AGAIN)
+    assert (after_one.parent, after_two.parent) == (one, two)
+    assert ask(session, *after_one.conversation, USER).parent is after_one
+    plain = dataclasses.replace(one.message, thought="")
+    later = ask(session, USER, plain, AGAIN)
+    assert later.parent is two  # the latest
+    assert Reason.THOUGHTS_DROPPED in later.facts
+    assert session.history.counts()["roots"] == 1
+
+
 def breaks():
     """Yield (reason, texts served, requests, tools of each) of planted breaks."""
     thought = "<think>\nhm\n</think>\n\nserved answer"
@@ -414,6 +468,35 @@ def test_limits_and_what_cannot_be_served():
             ask(session, *messages)
     assert session.count_tokens(Request((*first.conversation, AGAIN))) == second.start
     assert session.count_tokens(Request((USER,))) == first.start
+
+
+def test_concurrent_turns_share_an_episodes_tokens():
+    """Two run at once: the second gets what the first cannot use, the third waits for one."""
+    session = session_of("12345678", limits=Limits(tokens=20), max_tokens=12)
+    generate, begun, go_on = session.engine.generate, [], asyncio.Event()
+
+    async def slow(prompt, sampling, *, seed):
+        begun.append(sampling.max_tokens)
+        await go_on.wait()
+        return await generate(prompt, sampling, seed=seed)
+
+    session.engine.generate = slow
+
+    async def play():
+        requests = [Request((Message("user", f"{i}"),)) for i in range(3)]
+        work = [asyncio.ensure_future(session.answer(each)) for each in requests]
+        while len(begun) < 2:
+            await asyncio.sleep(0)
+        assert (begun, session.running) == ([12, 8], 2)
+        go_on.set()
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    turns = asyncio.run(play())
+    assert [turn.length - turn.start for turn in turns] == [9, 8, 3]
+    assert begun == [12, 8, 3]
+    assert session.running == 0
+    with pytest.raises(RequestError, match="its 20 tokens"):
+        ask(session, USER)
 
 
 def test_templates_that_cannot_be_used():

@@ -24,6 +24,7 @@ def refused(monkeypatch, capsys, tmp_path):
         (["--out", "."], "--out: . already exists"),
         (["--key-env", "GATEWAY_TEST_SECRET"], "GATEWAY_TEST_SECRET holds 5 characters"),
         (["--engine", "hf:http://x"], "hf runs in this process"),
+        (["model.path=other"], "model.path: 'other' is set, but the command's model is 'tiny'"),
         (["--template", "no.jinja"], "--template: no.jinja cannot be read"),
     ],
 )

@@ -135,9 +135,14 @@ def test_a_key_of_a_tasks_settings_is_not_in_the_page(copy):
         "auth": "hunter2",
         "proxy": "http://me:p@/hunter2@host",
     }
+    more |= {"GITHUB_PAT": "sk-LEAKED", "headers": ["Authorization: Bearer hunter2", "Accept: *"]}
+    more |= {"pairs": [["X-Token", "sk-LEAKED"], {"name": "Cookie", "value": "hunter2"}]}
+    more |= {"args": ["serve", "--api-key=sk-LEAKED", "--token", "hunter2", "--token-limit=7"]}
     keys = {"env": {"api_key": "sk-LEAKED", "size": 3}, "params": {"PASSWORD": "hunter2"} | more}
+    keys |= {"command": ["run", "-H", "Authorization: Bearer hunter2"], "answer_key": "ours"}
     (copy / "config.json").write_text(json.dumps(settings | {"task": keys}))
     page = write_report(copy).read_text(encoding="utf-8")
-    assert page.count("&#34;hidden&#34;") == 8
-    assert "https://hidden@host/v1" in page
+    assert page.count("hidden&#34;") == 15
+    for shown in ("https://hidden@host/v1", "ours", "Accept: *", "--token-limit=7", "serve"):
+        assert shown in page
     assert [each for each in ("sk-LEAKED", "hunter2") if each in page] == []

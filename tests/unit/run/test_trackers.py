@@ -209,8 +209,10 @@ def test_runs_have_ids_of_their_own_and_texts_under_names_of_secrets_are_not_sen
     opened = []
     trackio = SimpleNamespace(init=lambda **run: opened.append(run), finish=lambda: None)
     monkeypatch.setitem(sys.modules, "trackio", trackio)
-    params = {"api_key": "x", "max_tokens": 5, "env": [{"TOKEN": "y"}]}
-    settings = SimpleNamespace(log=config(trackio="p").log, model_dump=lambda mode: params)
+    ours = {"cluster": {"auth": "token"}}
+    task = {"params": {"api_key": "x", "max_tokens": 5}, "env": [{"TOKEN": "y"}]}
+    tree = ours | {"task": task}
+    settings = SimpleNamespace(log=config(trackio="p").log, model_dump=lambda mode: tree)
     folders = [tmp_path / "one", tmp_path / "other" / "one", tmp_path / "new"]
     for number, folder in enumerate(folders):
         folder.mkdir(parents=True)
@@ -218,5 +220,5 @@ def test_runs_have_ids_of_their_own_and_texts_under_names_of_secrets_are_not_sen
         with RunLog(folder, trackers_of(settings, pytest.fail)):
             pass
     assert [run["name"] for run in opened] == ["one-0123abcd", "one-1123abcd", "new-2123abcd"]
-    hidden = {"api_key": "hidden", "max_tokens": 5, "env": [{"TOKEN": "hidden"}]}
-    assert opened[0]["config"] == hidden
+    hidden = {"params": {"api_key": "hidden", "max_tokens": 5}, "env": [{"TOKEN": "hidden"}]}
+    assert opened[0]["config"] == ours | {"task": hidden}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,10 +43,10 @@ class CallFormat:
         """Return name and arguments of a call, None if it is malformed."""
         name, arguments = self.keys
         try:
-            written = json.loads(text)
+            written = finite_json(text)
             given = written[arguments]
             if isinstance(given, str):
-                given = json.loads(given)
+                given = finite_json(given)
             called = written[name]
         # ValueError: also a number of 5,000 digits
         except (ValueError, RecursionError, KeyError, TypeError):
@@ -53,6 +54,18 @@ class CallFormat:
         if not isinstance(given, dict) or isinstance(called, dict | list):
             return None
         return str(called), given
+
+
+def finite_json(text: str | bytes) -> Any:
+    """Return JSON's value. Raises ValueError for NaN and infinite numbers, which are no JSON."""
+    return json.loads(text, parse_float=_finite, parse_constant=_finite)
+
+
+def _finite(written: str) -> float:
+    value = float(written)
+    if not math.isfinite(value):
+        raise ValueError(f"{written} is no number of JSON")
+    return value
 
 
 def find_call_format(template: ChatTemplate, tools: Iterable[str], example: Message) -> CallFormat:

@@ -148,9 +148,14 @@ def arguments_of(call: Call) -> Any:
     return json.loads(call.arguments)
 
 
+def wire_json(data: Any) -> str:
+    """Return JSON in ASCII: a text may hold half a surrogate pair, which UTF-8 cannot write."""
+    return json.dumps(data, allow_nan=False)
+
+
 def event(data: Any, name: str | None = None) -> str:
     """Return one event of a stream."""
-    text = f"data: {json.dumps(data)}\n\n"
+    text = f"data: {wire_json(data)}\n\n"
     if name is None:
         return text
     return f"event: {name}\n{text}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -78,9 +79,13 @@ def install_recurrent(model: nn.Module) -> int:
     return found
 
 
-def knows_recurrent(model: nn.Module) -> bool:
-    """Return whether the model has recurrent layers whose operators are known."""
-    return any(isinstance(m, Recurrent) or _operators(type(m)) for m in model.modules())
+def recurrent_places(model: nn.Module) -> Counter[int]:
+    """Return how many mixers whose operators are known each layer has, by the layer's index.
+
+    A cache and a packed row keep one state of each name for a layer, so a layer may have one.
+    """
+    mixers = [m for m in model.modules() if isinstance(m, Recurrent) or _operators(type(m))]
+    return Counter(int(getattr(mixer, "layer_idx", -1)) for mixer in mixers)
 
 
 def own_forward(layer: type[nn.Module]) -> FunctionType | None:

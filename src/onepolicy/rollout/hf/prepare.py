@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from onepolicy.config.numerics import Numerics
 from onepolicy.invariant.enable import enable_invariant
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import fp32_head
+from onepolicy.models.decode_attention import KVCacheStep
 from onepolicy.models.fp32_head import Fp32Head
 from onepolicy.models.prepare import TOLERANCE, recurrent_layers, unknown_layers
 from onepolicy.replay.routers import Routers
@@ -28,6 +30,7 @@ from onepolicy.rollout.hf.pressure import Pressure
 from onepolicy.rollout.hf.scheduler import InterruptibleBatch
 from onepolicy.rollout.hf.static_batch import StaticBatch
 
+LOG = logging.getLogger(__name__)
 # rotary frequencies that depend on the longest sequence of the batch
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 TRIAL = 7  # tokens with which states of recurrent layers are tried
@@ -74,6 +77,9 @@ def make_batch(
         combine_weights=combine_weights,
     )
     if needs_static_batch(model):
+        unknown = unknown_layers(model)
+        if unknown:
+            _warn_of_static_batch(model, f"onepolicy does not know the operators of its {unknown}")
         return static()
     if not recurrent_layers(model):
         return _continuous_batch(model, config, max_len, routers, combine_weights)
@@ -81,29 +87,42 @@ def make_batch(
     batch = _continuous_batch(model, config, max_len, routers, combine_weights)
     if _goes_on_from_states(batch, own):
         return batch
+    _warn_of_static_batch(model, "going on from its states gives other logits than its own, in its")
     model.set_attn_implementation(attention)
     return static()
 
 
+def _warn_of_static_batch(model: PreTrainedModel, why: str) -> None:
+    LOG.warning(
+        "%s: %s layers; requests run in static batches over transformers' cache, which is slower",
+        type(model).__name__,
+        why,
+    )
+
+
 @torch.inference_mode()
 def _logits_of_trial(model: PreTrainedModel) -> Tensor:
-    """Return the model's own logits [2, V] after the first tokens of a trial, and after all."""
+    """Return the model's own logits [3, V] after each piece of a trial (`_goes_on_from_states`)."""
     ids = _trial(model)[None]
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, [TRIAL - 3, TRIAL - 1]]
+    ends = [TRIAL - 4, TRIAL - 2, TRIAL - 1]
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, ends]
     return logits.float()
 
 
 @torch.inference_mode()
 def _goes_on_from_states(batch: ContinuousBatch, own: Tensor) -> bool:
-    """Return whether feeding the trial's last tokens from the cached states gives its own logits.
+    """Return whether a trial that is fed in three pieces gives the model's own logits.
 
-    A layer may keep a state that none of the known operators computes.
+    The second piece and the last token, which is decoded, go on from the cached states. A layer may
+    keep a state that none of the known operators computes, or decode a token by another one.
     """
-    model = batch.forward.model
+    model, row = batch.forward.model, torch.zeros(1, dtype=torch.int64, device=own.device)
     tokens = _trial(model).expand(batch.cache.num_rows, TRIAL)
-    pieces = RowSpan(0, 0, TRIAL - 2), RowSpan(0, TRIAL - 2, TRIAL)
-    found = torch.cat([batch.forward.prefill(tokens, [piece]) for piece in pieces])
-    off = (found - own).abs().mean() / own.std()
+    pieces = RowSpan(0, 0, TRIAL - 3), RowSpan(0, TRIAL - 3, TRIAL - 1)
+    found = [batch.forward.prefill(tokens, [piece]) for piece in pieces]
+    last = KVCacheStep(row, row + TRIAL - 1, TRIAL, slice(0, 1), equal_lengths=True)
+    found.append(batch.forward(tokens[0, TRIAL - 1 :], last))
+    off = (torch.cat(found) - own).abs().mean(1).max() / own.std()
     return bool(off < TOLERANCE.get(model.dtype, TOLERANCE[torch.float32]))
 
 

@@ -1,10 +1,15 @@
 """The embedded engine's continuous batch with recurrent layers: a row carries its own state."""
 
+import copy
+
 import pytest
 import torch
 
+from onepolicy.config import UsageError
 from onepolicy.models.cache_size import state_bytes
+from onepolicy.models.prepare import has_one_per_layer, prepare_for_training, unknown_layers
 from onepolicy.models.recurrent import layers
+from onepolicy.models.recurrent.segments import Row
 from onepolicy.rollout.hf import forward
 from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
 from onepolicy.rollout.hf.static_batch import StaticBatch
@@ -94,11 +99,44 @@ def test_states_are_as_large_as_counted(family):
     assert state_bytes(empty) == sum(t.numel() * t.element_size() for t in held)
 
 
-def test_a_state_of_unknown_operators_runs_on_the_models_own_cache(monkeypatch):
+def test_a_state_of_unknown_operators_runs_on_the_models_own_cache(monkeypatch, caplog):
     """Of the operators the scan alone is unknown, so the cache would lose its state."""
     monkeypatch.setattr(layers, "MADE", {})
     monkeypatch.delitem(layers.OPERATORS, "torch_chunk_gated_delta_rule")
     tested = engine("qwen3_5_text", max_num_seqs=2)
     assert isinstance(tested.batch, StaticBatch)
+    assert "gives other logits than its own" in caplog.text
     requests = [(path, Sampling(1.0, 5), seed) for seed, path in enumerate(prompts(2, 9, 10))]
     check_against_stock(hybrid("qwen3_5_text"), requests, run(tested, requests))
+
+
+def test_a_layer_that_decodes_a_token_otherwise_is_found(monkeypatch):
+    """Whole pieces go on from the state, single tokens do not."""
+    own = layers.OPERATORS["torch_chunk_gated_delta_rule"]
+
+    def forgets(row, *args, **arguments):
+        if row.segments.lengths == (1,):
+            row = Row(row.segments)
+        return own(row, *args, **arguments)
+
+    monkeypatch.setitem(layers.OPERATORS, "torch_chunk_gated_delta_rule", forgets)
+    assert isinstance(engine("qwen3_5_text").batch, StaticBatch)
+
+
+def test_layers_without_exactly_one_known_mixer_are_not_taken_for_known(caplog):
+    """Its name says `linear_attention`, as others do; its operators decide."""
+    model = hybrid("qwen3_5_text")
+    assert has_one_per_layer(model)
+    assert unknown_layers(model) == ""
+    second = copy.deepcopy(model.model.layers[0].linear_attn)
+    model.model.layers[0].second_mixer = second
+    assert not has_one_per_layer(model)
+    model.config.layer_types = ["linear_attention", "full_attention", "other_attention"]
+    assert unknown_layers(model) == "linear_attention"
+    model.model.layers[0].second_mixer = None
+    model.model.layers[2].linear_attn = torch.nn.Identity()
+    assert unknown_layers(model) == "other_attention"
+    with pytest.raises(UsageError, match="has other_attention layers, whose operators"):
+        prepare_for_training(model, torch.device("cpu"))
+    assert isinstance(engine_of(model, return_routes=False, max_len=100).batch, StaticBatch)
+    assert "does not know the operators of its other_attention layers" in caplog.text
