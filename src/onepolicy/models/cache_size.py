@@ -59,8 +59,8 @@ class _Sizes:
     def __init__(self) -> None:
         self.bytes = 0
 
-    def read(self, name: str, like: Tensor) -> Tensor:
-        return like
+    def read(self, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return x.new_zeros(1, *shape)
 
     def write(self, name: str, states: Tensor) -> None:
         self.bytes += states.numel() * states.element_size()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,14 +20,17 @@ from torch import Tensor
 class Chunks:
     """The chunks of a packed row, first those of the scan's first step, longest samples first.
 
-    So the samples of a step are the first ones of the step before.
+    So the samples of a step are the first ones of the step before. If every sample has one chunk,
+    the samples keep their order.
     """
 
     size: int
     places: Tensor  # [T] int64, chunk * size + column of each token
     steps: tuple[slice, ...]  # chunks of each step
-    order: Tensor  # [S] int64, the samples, longest first
-    inverse: Tensor  # [S] int64, place of each sample in `order`
+    order: Tensor  # [S] int64, the samples as they are scanned
+    inverse: Tensor  # [S] int64, place of each sample in `order`: also its first chunk
+    last: Tensor  # [S] int64, last chunk of each sample
+    ends_whole: Tensor  # [S] bool, True if that chunk has `size` tokens
     in_place: bool  # a chunk is a token and a sample, so nothing is moved
 
     @property
@@ -53,7 +55,7 @@ class Chunks:
 
         advance: maps a step's chunks and the states before them to the states after them.
         """
-        if self.in_place:
+        if len(self.steps) == 1:
             return advance(self.steps[0], state)
         state, ended = state.index_select(0, self.order), []
         for chunks in self.steps:
@@ -72,14 +74,26 @@ class Segments:
 
     lengths: tuple[int, ...]  # tokens, at least 1 each
     device: torch.device
-    _chunks: dict[int, Chunks] = field(default_factory=dict)
+    fed: Tensor | None = None  # [S] int64, tokens of each sample in earlier rows; None: none
+    _chunks: dict[tuple[int, bool], Chunks] = field(default_factory=dict)
     _tables: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def chunks(self, size: int) -> Chunks:
         """Return the row's chunks of `size` tokens, made once."""
-        if size not in self._chunks:
-            self._chunks[size] = self._divide(size)
-        return self._chunks[size]
+        if (size, False) not in self._chunks:
+            self._chunks[size, False] = self._divide(size, torch.tensor(0, device="cpu"))
+        return self._chunks[size, False]
+
+    def aligned_chunks(self, size: int) -> Chunks:
+        """Return chunks that begin `size` tokens apart from a sample's very first token, made once.
+
+        The first ones have room in front for tokens of earlier rows.
+        """
+        if self.fed is None:
+            return self.chunks(size)
+        if (size, True) not in self._chunks:
+            self._chunks[size, True] = self._divide(size, self.fed.cpu() % size)
+        return self._chunks[size, True]
 
     @property
     def index(self) -> Tensor:
@@ -100,17 +114,19 @@ class Segments:
             self._tables.append((index.to(self.device), bounds.to(self.device)))
         return self._tables[0]
 
-    def _divide(self, size: int) -> Chunks:
+    def _divide(self, size: int, front: Tensor) -> Chunks:
+        """Return the chunks of `size` tokens. front: [S] or [] int64, free places before tokens."""
         lengths = torch.tensor(self.lengths, device="cpu")
-        order = torch.argsort(lengths, descending=True, stable=True)
+        stops = lengths + front
+        per_sample = -(-stops // size)
+        order = torch.argsort(per_sample, descending=True, stable=True)
         inverse = torch.argsort(order)
-        per_sample = -(-lengths // size)
         step = torch.arange(int(per_sample.max()), device="cpu")
         in_step = (per_sample > step[:, None]).sum(1)
         ends = in_step.cumsum(0)
         sample = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
         position = torch.arange(len(sample), device="cpu")
-        position -= (lengths.cumsum(0) - lengths)[sample]
+        position += (stops - lengths.cumsum(0))[sample]
         chunk = (ends - in_step)[position // size] + inverse[sample]
         starts = (ends - in_step).tolist()
         return Chunks(
@@ -119,6 +135,8 @@ class Segments:
             tuple(slice(a, b) for a, b in zip(starts, ends.tolist(), strict=True)),
             order.to(self.device),
             inverse.to(self.device),
+            ((ends - in_step)[per_sample - 1] + inverse).to(self.device),
+            (stops % size == 0).to(self.device),
             in_place=size == 1 and int(per_sample.max()) == 1,
         )
 
@@ -126,8 +144,11 @@ class Segments:
 class States(Protocol):
     """States that samples bring along and leave behind, as a decoding engine keeps them."""
 
-    def read(self, name: str, like: Tensor) -> Tensor:
-        """Return the samples' states before their first token; zeros `like` this where new."""
+    def read(self, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the states [S, *shape] before the samples' first tokens, of x's dtype and device.
+
+        They are a copy, and zeros where a sample is new.
+        """
         ...
 
     def write(self, name: str, states: Tensor) -> None:
@@ -155,18 +176,14 @@ class Row:
 
     def before(self, name: str, x: Tensor, *shape: int) -> Tensor:
         """Return states [S, *shape] of the samples before their first token, of x's dtype."""
-        zeros = x.new_zeros(len(self.segments.lengths), *shape)
         if self.states is None:
-            return zeros
-        return self.states.read(name, zeros)
+            return x.new_zeros(len(self.segments.lengths), *shape)
+        return self.states.read(name, x, shape)
 
     def after(self, name: str, states: Tensor) -> None:
         """Keep states [S, ...] of the samples after their last token, if anybody wants them."""
         if self.states is not None:
             self.states.write(name, states)
-
-
-RUNNING: ContextVar[Row] = ContextVar("row of the recurrent layer that runs")
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
