@@ -84,16 +84,17 @@ def _scan(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -
     faded = total.exp()  # since the chunk's begin
     new, old = _product(inverse, v * b), _product(inverse, k * b * faded)
     q, k = q * faded, k * (total[:, :, -1:] - total).exp()
-    kept, outputs, whole = faded[:, :, -1:], [], _whole_chunks(row, chunks)
+    kept, outputs = faded[:, :, -1:], []
 
     def advance(step: slice, state: Tensor) -> Tensor:
         written = new[step] - _product(old[step], state)
         outputs.append(_product(q[step], state) + _product(reads[step], written))
-        if whole is None:
+        whole = chunks.whole(step)
+        if len(whole) == len(state) or row.states is None:  # then nobody reads other states
             return state * kept[step] + _product(k[step].mT, written)
-        ends = whole[step].nonzero()[:, 0]
-        if not len(ends):
+        if not len(whole):
             return state
+        ends = torch.from_numpy(whole).to(state.device)
         after = _product(k[step][ends].mT, written[ends])
         return state.index_copy(0, ends, state[ends] * kept[step][ends] + after)
 
@@ -116,14 +117,6 @@ def _with_open_chunks(row: Row, chunks: Chunks, tokens: Tensor) -> Tensor:
     open_chunks = table.index_select(0, chunks.last)
     row.after(OPEN, open_chunks.masked_fill_(chunks.ends_whole.view(-1, 1, 1, 1), 0.0))
     return table
-
-
-def _whole_chunks(row: Row, chunks: Chunks) -> Tensor | None:
-    """Return which chunks [chunks] bool have TILE tokens, None if nobody keeps the states."""
-    if row.states is None:
-        return None
-    whole = torch.ones(chunks.count, dtype=torch.bool, device=chunks.last.device)
-    return whole.index_copy_(0, chunks.last, chunks.ends_whole)
 
 
 def _inverse(system: Tensor) -> Tensor:

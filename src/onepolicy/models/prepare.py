@@ -11,12 +11,10 @@ from transformers import PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.models import experts, linear, packed_attention, rms_norm, rotary
 from onepolicy.models.buckets import BucketedPacking
+from onepolicy.models.layer_kinds import LAYER_KINDS, layer_kinds
 from onepolicy.models.packing_check import check_packing
 from onepolicy.models.recurrent.layers import install_recurrent, knows_recurrent
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
-WITHOUT_TOKENS = {"moe", "mlp"}  # layers that see one token at a time
-RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "recurrent"}
 LENGTHS = (7, 4)  # tokens of the two samples of the check
 RULED_OUT = 1e4
 """Distance in nats from the row's largest logit at which a token's probability is 0 in float32.
@@ -29,9 +27,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 def recurrent_layers(model: PreTrainedModel) -> str:
     """Return the kinds of layers that are not attention to earlier tokens; "" if there are none."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    recurrent = set(kinds or []) - ATTENTION_LAYERS - WITHOUT_TOKENS
+    kinds = set(layer_kinds(model.config.get_text_config()))
+    recurrent = {kind for kind in kinds if kind not in LAYER_KINDS or LAYER_KINDS[kind].recurrent}
     if not recurrent and model._is_stateful:
         return "recurrent"
     return ", ".join(sorted(recurrent))
@@ -42,7 +39,7 @@ def unknown_layers(model: PreTrainedModel) -> str:
     kinds = recurrent_layers(model)
     if kinds and not knows_recurrent(model):
         return kinds
-    return ", ".join(sorted(set(kinds.split(", ")) - RECURRENT_LAYERS - {""}))
+    return ", ".join(sorted(set(kinds.split(", ")) - LAYER_KINDS.keys() - {""}))
 
 
 def prepare_for_training(

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,11 +32,16 @@ class Chunks:
     inverse: Tensor  # [S] int64, place of each sample in `order`: also its first chunk
     last: Tensor  # [S] int64, last chunk of each sample
     ends_whole: Tensor  # [S] bool, True if that chunk has `size` tokens
+    open: np.ndarray  # int64, the chunks that have fewer
     in_place: bool  # a chunk is a token and a sample, so nothing is moved
 
     @property
     def count(self) -> int:
         return self.steps[-1].stop
+
+    def whole(self, step: slice) -> np.ndarray:
+        """Return which of a step's chunks have `size` tokens, counted from its first, int64."""
+        return np.setdiff1d(np.arange(step.start, step.stop), self.open) - step.start
 
     def fill(self, x: Tensor) -> Tensor:
         """Return [chunks, size, ...] of tokens [T, ...], with zeros where there is no token."""
@@ -81,7 +87,7 @@ class Segments:
     def chunks(self, size: int) -> Chunks:
         """Return the row's chunks of `size` tokens, made once."""
         if (size, False) not in self._chunks:
-            self._chunks[size, False] = self._divide(size, torch.tensor(0, device="cpu"))
+            self._chunks[size, False] = self._divide(size, np.array(0))
         return self._chunks[size, False]
 
     def aligned_chunks(self, size: int) -> Chunks:
@@ -92,7 +98,7 @@ class Segments:
         if self.fed is None:
             return self.chunks(size)
         if (size, True) not in self._chunks:
-            self._chunks[size, True] = self._divide(size, self.fed.cpu() % size)
+            self._chunks[size, True] = self._divide(size, self.fed.cpu().numpy() % size)
         return self._chunks[size, True]
 
     @property
@@ -108,36 +114,41 @@ class Segments:
     def _on_device(self) -> tuple[Tensor, Tensor]:
         """Return `index` and `bounds`, sent to the device once for all layers."""
         if not self._tables:
-            lengths = torch.tensor(self.lengths, device="cpu")
-            index = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
-            bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            self._tables.append((index.to(self.device), bounds.to(self.device)))
+            lengths = np.array(self.lengths)
+            index = np.arange(len(lengths)).repeat(lengths)
+            bounds = np.concatenate([[0], lengths.cumsum()])
+            self._tables.append((self._sent(index), self._sent(bounds)))
         return self._tables[0]
 
-    def _divide(self, size: int, front: Tensor) -> Chunks:
+    def _sent(self, table: np.ndarray) -> Tensor:
+        """Return a table on the device. numpy counts, because a dry run's tensors hold nothing."""
+        return torch.from_numpy(table).to(self.device)
+
+    def _divide(self, size: int, front: np.ndarray) -> Chunks:
         """Return the chunks of `size` tokens. front: [S] or [] int64, free places before tokens."""
-        lengths = torch.tensor(self.lengths, device="cpu")
+        lengths = np.array(self.lengths)
         stops = lengths + front
         per_sample = -(-stops // size)
-        order = torch.argsort(per_sample, descending=True, stable=True)
-        inverse = torch.argsort(order)
-        step = torch.arange(int(per_sample.max()), device="cpu")
+        order = np.argsort(-per_sample, kind="stable")
+        inverse = np.argsort(order)
+        step = np.arange(per_sample.max())
         in_step = (per_sample > step[:, None]).sum(1)
-        ends = in_step.cumsum(0)
-        sample = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
-        position = torch.arange(len(sample), device="cpu")
-        position += (stops - lengths.cumsum(0))[sample]
-        chunk = (ends - in_step)[position // size] + inverse[sample]
-        starts = (ends - in_step).tolist()
+        ends = in_step.cumsum()
+        starts = ends - in_step
+        sample = np.arange(len(lengths)).repeat(lengths)
+        position = np.arange(len(sample)) + (stops - lengths.cumsum())[sample]
+        chunk = starts[position // size] + inverse[sample]
+        last, whole = starts[per_sample - 1] + inverse, stops % size == 0
         return Chunks(
             size,
-            (chunk * size + position % size).to(self.device),
-            tuple(slice(a, b) for a, b in zip(starts, ends.tolist(), strict=True)),
-            order.to(self.device),
-            inverse.to(self.device),
-            ((ends - in_step)[per_sample - 1] + inverse).to(self.device),
-            (stops % size == 0).to(self.device),
-            in_place=size == 1 and int(per_sample.max()) == 1,
+            self._sent(chunk * size + position % size),
+            tuple(slice(a, b) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)),
+            self._sent(order),
+            self._sent(inverse),
+            self._sent(last),
+            self._sent(whole),
+            last[~whole],
+            in_place=size == 1 and len(step) == 1,
         )
 
 
