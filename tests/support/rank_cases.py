@@ -16,6 +16,7 @@ from onepolicy.launch.agent import environment, on_loopback, rank_variables
 from onepolicy.launch.ranks import joined_ranks
 from onepolicy.objective.advantages import compute_advantages
 from onepolicy.support.trace import SupportTrace
+from onepolicy.train.optim import clip_gradients
 from onepolicy.types import RoutingTrace
 from support.learner_steps import BASE, batch_of
 from support.models import VOCAB
@@ -200,3 +201,31 @@ def assert_close(found, expected):
     for name, value in expected.items():
         if not name.startswith("time/"):
             assert found[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
+
+
+def gradients_of_a_step(learner, monkeypatch):
+    """Return the gradients of one optimiser step, before they are clipped."""
+    found = {}
+
+    def clip(model, limit):
+        found.update((n, p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None)
+        return clip_gradients(model, limit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("onepolicy.train.learner.clip_gradients", clip)
+        one_step(learner, batch_for(learner))
+    return found
+
+
+def assert_equal_gradients(overrides, several, folder, monkeypatch):
+    """Check that gradients of adapters on these ranks are those of one process."""
+    one, ranked = (learner_on(others, folder, overrides) for others in (None, several))
+    for learner in (one, ranked):  # B is 0 at first, and so is the gradient of A
+        one_step(learner, batch_for(learner))
+    expected, found = (gradients_of_a_step(each, monkeypatch) for each in (one, ranked))
+    assert found.keys() == expected.keys()
+    assert all(".lora_" in name for name in found)
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        assert scale > 0, name
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-4 * scale)

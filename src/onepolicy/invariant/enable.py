@@ -6,7 +6,7 @@ The invariant operators rely on properties of the build, so they are tested on e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 
 import torch
@@ -16,12 +16,14 @@ from transformers import PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.invariant import ops
 from onepolicy.invariant.attention import attend
+from onepolicy.invariant.delta_rule import delta_rule
 from onepolicy.invariant.mode import Invariant, install_invariant
 from onepolicy.invariant.ops import TERMS
 from onepolicy.invariant.switch import TILE
 from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.embedding_bag_matmul import weighted_rows
 from onepolicy.models.packed_attention import round_up
+from onepolicy.models.recurrent.segments import Row, Segments
 
 CUTS = (1, 2, 9, 26, 60)  # a check cuts its rows here, into calls of their own
 LENGTHS = (7, 4, 23)  # tokens of the samples a model is checked with
@@ -94,7 +96,10 @@ def check_build(device: torch.device, threads: int) -> None:
         return torch.randn(*shape, generator=generator).to(device)
 
     for name, whole, parts in itertools.chain(
-        _check_rows(normal), _check_attention(normal), _check_weighted_rows(normal)
+        _check_rows(normal),
+        _check_attention(normal),
+        _check_weighted_rows(normal),
+        _check_delta_rule(normal),
     ):
         if not torch.equal(whole, parts):
             raise UsageError(
@@ -190,3 +195,23 @@ def _check_weighted_rows(normal: Normal) -> Iterator[Check]:
             index = torch.arange(terms, dtype=torch.int32).expand(len(x), -1).contiguous()
             table = weighted_rows(weight, index, x, TERMS)
             yield f"the sum of {terms} weighted rows", ops.linear(x, weight.T), table
+
+
+def _check_delta_rule(normal: Normal) -> Iterator[Check]:
+    """Yield the rule over two packed samples, and over each in a chunk that is open at its end."""
+    lengths = (2 * TILE + 3, TILE)
+    q, k, v = (normal(1, sum(lengths), 2, width) for width in (40, 40, 24))
+    rates = normal(1, sum(lengths), 2).sigmoid()
+    tokens = (q, k, v, -rates, rates)
+
+    def rule(lengths: tuple[int, ...], tokens: Iterable[Tensor]) -> Tensor:
+        row = Row(Segments(lengths, q.device))
+        return delta_rule(row, *tokens, use_qk_l2norm_in_kernel=True)[0][0]
+
+    whole, parts = rule(lengths, tokens).split(lengths), []
+    for first, length, out in zip((0, lengths[0]), lengths, whole, strict=True):
+        for stop in (length - 1, length):
+            part = (x[:, first : first + stop] for x in tokens)
+            parts.append((out[:stop], rule((stop,), part)))
+    together, alone = (torch.cat(x) for x in zip(*parts, strict=True))
+    yield "the gated delta rule", together, alone

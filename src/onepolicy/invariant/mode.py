@@ -22,14 +22,19 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
 from onepolicy.invariant import attention, experts, ops
+from onepolicy.invariant.delta_rule import delta_rule
 from onepolicy.invariant.strict import StrictMode, track_running_module
 from onepolicy.invariant.switch import STATE, TILE
 from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.packed_attention import Packing
-from onepolicy.models.prepare import recurrent_layers
+from onepolicy.models.prepare import unknown_layers
+from onepolicy.models.recurrent.conv import causal_conv
+from onepolicy.models.recurrent.layers import Recurrent, install_recurrent, operators
 from onepolicy.models.rms_norm import Replaced, own_class
 
+RECURRENT = {"causal_conv1d_fn": causal_conv, "torch_chunk_gated_delta_rule": delta_rule}
+"""Operator of recurrent layers -> the invariant one."""
 FEW_TOKENS = 5  # tokens of the forward that finds which modules to change
 _LOCK = RLock()
 
@@ -55,7 +60,7 @@ class Invariant:
     """
 
     def __init__(self, model: PreTrainedModel, *, strict: bool = False) -> None:
-        refuse_recurrent(model)
+        refuse_uneven_layers(model)
         self.model, self.strict = model, strict
         self._entered: list[ExitStack] = []  # one per time that this object was entered
 
@@ -76,19 +81,21 @@ def install_invariant(model: PreTrainedModel) -> None:
     """Make the model's forwards invariant for the rest of its life.
 
     Raises:
-        UsageError: the model has recurrent layers.
+        UsageError: the model has recurrent layers whose decoding is another algorithm.
     """
-    refuse_recurrent(model)
+    refuse_uneven_layers(model)
     _enter(model)
 
 
-def refuse_recurrent(model: PreTrainedModel) -> None:
-    """Raise UsageError if the model has recurrent layers."""
-    kinds = recurrent_layers(model)
-    if kinds:
+def refuse_uneven_layers(model: PreTrainedModel) -> None:
+    """Raise UsageError if recurrent layers decode and prefill by different algorithms."""
+    uneven = ", ".join(sorted(operators(model) - RECURRENT.keys()))
+    if not uneven:
+        uneven = unknown_layers(model)
+    if uneven:
         raise UsageError(
-            f"numerics: {type(model).__name__} has {kinds} layers, whose decoding and prefilling "
-            "are different algorithms, so on-policy numerics cannot hold for it; use "
+            f"numerics: {type(model).__name__} has recurrent layers ({uneven}) whose decoding and "
+            "prefilling are different algorithms, so on-policy numerics cannot hold for it; use "
             "numerics = fast"
         )
 
@@ -122,8 +129,11 @@ def _swap(model: PreTrainedModel, state: _State) -> None:
     model.set_attn_implementation(attention.NAME)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation(experts.NAME)
+    install_recurrent(model)
     for module in model.modules():
-        if is_plain_linear(module):
+        if isinstance(module, Recurrent):
+            _change_class(module, _with_invariant_operators(type(module)), state)
+        elif is_plain_linear(module):
             _change_class(module, InvariantLinear, state)
         elif isinstance(module, Replaced):  # its mean would depend on the batch
             _change_class(module, own_class(module), state)
@@ -153,6 +163,13 @@ class InvariantLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
+
+
+@cache
+def _with_invariant_operators(original: type[Recurrent]) -> type[Recurrent]:
+    """Return a subclass of a recurrent layer with the operators of RECURRENT."""
+    parts = {"replaced": RECURRENT, "__module__": original.__module__}
+    return type(original.__name__, (original,), parts)
 
 
 @cache

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from onepolicy.models.layer_kinds import ATTENTION, LAYER_KINDS, layer_kinds
 from onepolicy.models.recurrent.layers import Recurrent, install_recurrent
 from onepolicy.models.recurrent.segments import Row, Segments
-
-WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "moe", "mlp"}
-"""Kinds of layers that cache nothing per token."""
 
 
 def cached_elements(text: PreTrainedConfig, layer: int) -> int:
@@ -19,8 +17,8 @@ def cached_elements(text: PreTrainedConfig, layer: int) -> int:
     These are keys and values, or the latent of MLA with its rotary part. text: the config of the
     language model. A layer without attention caches none.
     """
-    kinds = getattr(text, "layer_types", None) or []
-    if layer < len(kinds) and kinds[layer] in WITHOUT_KEYS:
+    kinds = layer_kinds(text)
+    if layer < len(kinds) and not LAYER_KINDS.get(kinds[layer], ATTENTION).attends:
         return 0
     per_layer = getattr(text, "per_layer_config", None)
     if per_layer:
@@ -37,18 +35,18 @@ def cached_elements(text: PreTrainedConfig, layer: int) -> int:
 def state_bytes(empty: PreTrainedModel) -> int:
     """Return the bytes of the states that a sequence has in recurrent layers of known operators.
 
-    empty: the model on the meta device, where each such layer is called on one token.
+    empty: the model of meta or fake tensors, where each such layer is called on one token.
     """
     if not install_recurrent(empty):
         return 0
     sizes = _Sizes()
-    hidden = torch.empty(
-        1, 1, empty.config.get_text_config().hidden_size, dtype=empty.dtype, device="meta"
-    )
+    width = empty.config.get_text_config().hidden_size
+    hidden = next(empty.parameters()).new_empty(1, 1, width)
     for layer in empty.modules():
         if isinstance(layer, Recurrent):
             layer.row = Row(Segments((1,), hidden.device), sizes)
-            layer(hidden)
+            with torch.no_grad():
+                layer(hidden)
             layer.row = None
     return sizes.bytes
 
@@ -59,8 +57,8 @@ class _Sizes:
     def __init__(self) -> None:
         self.bytes = 0
 
-    def read(self, name: str, like: Tensor) -> Tensor:
-        return like
+    def read(self, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return x.new_zeros(1, *shape)
 
     def write(self, name: str, states: Tensor) -> None:
         self.bytes += states.numel() * states.element_size()

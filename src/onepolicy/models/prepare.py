@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.models import experts, linear, packed_attention, rms_norm, rotary
 from onepolicy.models.buckets import BucketedPacking
+from onepolicy.models.layer_kinds import LAYER_KINDS, layer_kinds
 from onepolicy.models.packing_check import check_packing
 from onepolicy.models.recurrent.layers import install_recurrent, recurrent_places
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
-WITHOUT_TOKENS = {"moe", "mlp"}  # layers that see one token at a time
 LENGTHS = (7, 4)  # tokens of the two samples of the check
 RULED_OUT = 1e4
 """Distance in nats from the row's largest logit at which a token's probability is 0 in float32.
@@ -38,8 +37,10 @@ def recurrent_layers(model: PreTrainedModel) -> str:
 def unknown_layers(model: PreTrainedModel) -> str:
     """Return the kinds among `recurrent_layers` whose operators are not known; "" if none is."""
     kinds, found = recurrent_layers(model), recurrent_places(model)
-    if not kinds or has_one_per_layer(model):
+    if not kinds:
         return ""
+    if has_one_per_layer(model):
+        return ", ".join(sorted(set(kinds.split(", ")) - LAYER_KINDS.keys()))
     unknown = {kind for i, kind in _recurrent_kinds(model).items() if found[i] != 1}
     return ", ".join(sorted(unknown)) or kinds
 
@@ -57,10 +58,8 @@ def has_one_per_layer(model: PreTrainedModel) -> bool:
 
 def _recurrent_kinds(model: PreTrainedModel) -> dict[int, str]:
     """Return the kind of every layer that is not attention to earlier tokens, by its index."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    others = ATTENTION_LAYERS | WITHOUT_TOKENS
-    return {i: kind for i, kind in enumerate(kinds or ()) if kind not in others}
+    kinds = enumerate(layer_kinds(model.config.get_text_config()))
+    return {i: kind for i, kind in kinds if kind not in LAYER_KINDS or LAYER_KINDS[kind].recurrent}
 
 
 def prepare_for_training(

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.models.cache_size import cached_elements
+from onepolicy.models.cache_size import cached_elements, state_bytes
+from onepolicy.models.layer_kinds import layer_kinds
 from onepolicy.models.load import context_length, read_config
-from onepolicy.models.prepare import ATTENTION_LAYERS
+from onepolicy.models.prepare import unknown_layers
 from onepolicy.replay.layers import find_routers
 from onepolicy.train.dry_run import decoder_layers
 from onepolicy.train.optimiser_memory import Shapes, parameter_shapes
@@ -56,6 +57,7 @@ class Dims:
     top_k: int
     moe_layers: int  # routers
     attention: tuple[Attention, ...]  # of every decoder layer
+    states: int = 0  # bytes of a sequence's states in recurrent layers
     adapter: int = 0  # parameters of A and B (train.lora), beside the above
     four_bit: int = 0  # of all parameters those that the trainer stores in nf4 (train.lora.base)
 
@@ -171,7 +173,19 @@ def read_dims(model: PreTrainedModel, name: str) -> Dims:
         top_k=top_k,
         moe_layers=len(routers),
         attention=tuple(_attention(text, i) for i in range(len(layers))),
+        states=_states(model),
     )
+
+
+def _states(model: PreTrainedModel) -> int:
+    """Return the bytes of a sequence's states. Raises UsageError for layers that are not known."""
+    unknown = unknown_layers(model)
+    if unknown:
+        raise UsageError(
+            f"model.path: {type(model).__name__} has {unknown} layers, whose memory and time "
+            "onepolicy plan cannot count"
+        )
+    return state_bytes(model)
 
 
 def _untied_embedding_size(model: PreTrainedModel) -> int:
@@ -194,6 +208,8 @@ def _attention(text: PreTrainedConfig, layer: int) -> Attention:
     if per_layer:
         text = per_layer[layer]
     window = _attention_window(text, layer)
+    if not cached_elements(text, layer):  # a scan, or an MLP alone
+        return Attention(0, 1, 0, None)
     heads = text.num_attention_heads
     latent = getattr(text, "kv_lora_rank", None)
     if latent:
@@ -207,24 +223,15 @@ def _attention(text: PreTrainedConfig, layer: int) -> Attention:
 
 
 def _attention_window(text: PreTrainedConfig, layer: int) -> int | None:
-    """Return the tokens that a query of the layer attends to; None for all.
-
-    Raises UsageError for a kind of layer that is not counted.
-    """
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:
-        if getattr(text, "use_sliding_window", True):
-            return getattr(text, "sliding_window", None) or None
+    """Return the tokens that a query of the layer attends to; None for all."""
+    kinds = layer_kinds(text)
+    if kinds:
+        has_window = kinds[layer] in ("sliding_attention", "hybrid_sliding")
+    else:
+        has_window = getattr(text, "use_sliding_window", True)
+    if not has_window:
         return None
-    kind = kinds[layer] if kinds else "full_attention"
-    if kind not in ATTENTION_LAYERS:
-        raise UsageError(
-            f"model.path: {text.model_type} has {kind} layers, whose memory and time onepolicy "
-            "plan cannot count"
-        )
-    if kind == "sliding_attention":
-        return text.sliding_window
-    return None
+    return getattr(text, "sliding_window", None) or None
 
 
 def trace_itemsize(dims: Dims) -> int:

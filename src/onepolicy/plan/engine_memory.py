@@ -164,7 +164,7 @@ def _evaluator_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
 
 
 def embedded_cache_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
-    """Return the bytes of the embedded engine's keys, values and routes.
+    """Return the bytes of the embedded engine's keys, values, states and routes.
 
     It has a whole row for every sequence and layer, also in layers with a window.
     """
@@ -175,7 +175,8 @@ def embedded_cache_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> flo
     routes = 0
     if config.replay.mode != "off":
         routes = length * kept_per_token(dims, config)
-    return engine.max_num_seqs * (elements * cache_itemsize(dims, config, cluster) + routes)
+    row = elements * cache_itemsize(dims, config, cluster) + routes
+    return engine.max_num_seqs * (row + dims.states)
 
 
 def cache_itemsize(dims: Dims, config: RunConfig, cluster: Cluster) -> int:
@@ -193,12 +194,13 @@ def cache_itemsize(dims: Dims, config: RunConfig, cluster: Cluster) -> int:
 def sequence_cache_bytes(
     dims: Dims, config: RunConfig, cluster: Cluster, length: float, tensor_parallel: int
 ) -> float:
-    """Return the bytes of one sequence's keys and values on one device.
+    """Return the bytes of one sequence's keys, values and states on one device.
 
     MLA's latent is on every device.
     """
     heads = min(tensor_parallel, max(layer.heads for layer in dims.attention))
-    return dims.kv_elements(length) * cache_itemsize(dims, config, cluster) / heads
+    cached = dims.kv_elements(length) * cache_itemsize(dims, config, cluster)
+    return (cached + dims.states) / heads
 
 
 def sent_dtype(config: RunConfig) -> str:

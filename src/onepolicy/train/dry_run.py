@@ -44,6 +44,7 @@ from onepolicy.models import (
     rotary,
 )
 from onepolicy.models.buckets import BucketedPacking
+from onepolicy.models.recurrent.layers import install_recurrent
 from onepolicy.sync.adapters import add_adapter
 from onepolicy.train.activation_checkpointing import RANDOM_SETTINGS
 from onepolicy.train.fake_kernels import kernel_stand_ins, patched
@@ -191,6 +192,7 @@ class DryRunModel:
             if fp32_lm_head:
                 fp32_head.Fp32Head(self.model, field="model.lm_head")
             self.model.set_attn_implementation(packed_attention.NAME)
+            install_recurrent(self.model)
             if cpu and getattr(self.model, "set_experts_implementation", None) is not None:
                 self.model.set_experts_implementation(experts.NAME)
             if cpu:

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
-from onepolicy.config import UsageError
 from onepolicy.invariant import experts
 from onepolicy.invariant.enable import check_model
 from onepolicy.invariant.mode import Invariant, InvariantLinear, install_invariant
@@ -21,7 +19,7 @@ from onepolicy.invariant.strict import NotInvariantError
 from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.models import decode_experts
 from onepolicy.models.buckets import BucketedPacking
-from support.invariant_models import engine_of, trainer_of
+from support.invariant_models import trainer_of
 from support.models import CONFIGS, MOE, make
 from support.replay_models import same_bits, take_grads
 
@@ -140,22 +138,6 @@ def test_errors_in_strict_mode_leave_no_hooks():
     with pytest.raises(NotInvariantError, match=r"aten\.sigmoid"), Invariant(model, strict=True):
         torch.sigmoid(torch.ones(3))
     assert state_of(model) == before
-
-
-def test_recurrent_families_are_refused():
-    config = Qwen3NextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-        shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2, linear_num_value_heads=2,
-        linear_key_head_dim=8, linear_value_head_dim=8,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UsageError, match="numerics: Qwen3NextForCausalLM has linear_attention"):
-        Invariant(model)
-    with pytest.raises(UsageError, match=r"numerics: .*; use numerics = fast"):
-        engine_of(model)
 
 
 def experts_of(name, dtype):

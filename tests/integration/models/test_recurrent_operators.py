@@ -21,8 +21,8 @@ class Kept:
     def __init__(self):
         self.states = {}
 
-    def read(self, name, like):
-        return self.states.get(name, like)
+    def read(self, name, x, shape):
+        return self.states.get(name, x.new_zeros(2, *shape))
 
     def write(self, name, states):
         self.states[name] = states

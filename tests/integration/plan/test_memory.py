@@ -9,19 +9,23 @@ from transformers import AutoModelForCausalLM
 
 from onepolicy.cli import main
 from onepolicy.config import HFEngineConfig, ModelConfig, UsageError, resolve
-from onepolicy.models import experts
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.models import experts, layer_kinds
 from onepolicy.plan.dims import read_dims, read_hf_config, route_bytes
 from onepolicy.plan.engine_memory import embedded_cache_bytes, engine_weights
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner
 from onepolicy.rollout.copies import quantise_policy
 from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.tiny.model import make_model
 from onepolicy.train import dry_run, fake_kernels, optimiser_memory, streamed_adamw
 from onepolicy.train.dry_run import DryRunModel, MicroBatchShape
 from support.engine_runs import prompts, ragged, run
 from support.families import TABLE
+from support.invariant_models import engine_of as on_policy_engine
 from support.models import CONFIGS, changed, make
 from support.paths import ROOT
+from support.recurrent_models import hybrid
 
 TREE = {"out": "unused", "steps": 1, "model": {"path": "unused"}, "task": {"kind": "chain"}}
 # parameters as their makers count them; DeepSeek's card counts 58 * 256 selection biases too, which
@@ -203,6 +207,38 @@ def test_the_kv_cache_takes_its_predicted_bytes(name):
     assert embedded_cache_bytes(dims, own, parse_cluster("1xcpu")) == found
 
 
+@pytest.mark.parametrize("numerics", ["fast", "on-policy"])
+def test_rows_of_a_hybrid_take_their_predicted_bytes(numerics):
+    """States in recurrent layers, keys and values in the others; on-policy an open chunk too."""
+    model = hybrid("qwen3_5_moe_text")
+    engine = on_policy_engine(model, max_len=40, max_num_seqs=3)
+    if numerics == "fast":
+        config = HFEngineConfig(dtype="float32", max_num_seqs=3)
+        engine = HFEngine(hybrid("qwen3_5_moe_text"), config, return_routes=True, max_len=40)
+    run(engine, ragged(prompts(2, 3, 9)))
+    cache = engine.batch.forward.cache
+    held = (*cache.keys.values(), *cache.values.values(), cache.routes, *cache.states.values())
+    own = resolve(TREE, ["rollout.engine.max_num_seqs=3", "rollout.engine.max_len=40"])
+    dry = dry_model(model.config, torch.float32, invariant=numerics == "on-policy")
+    found = embedded_cache_bytes(read_dims(dry.model, "it"), own, parse_cluster("1xcpu"))
+    assert found == sum(tensor.nbytes for tensor in held)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "jamba", "lfm2", "falcon_h1", "kimi_linear"])
+def test_layers_without_attention_have_states_and_no_keys(name):
+    dims = dims_of(hybrid(name).config)
+    assert dims.states > 0
+    assert all(layer.cached for layer in dims.attention) == (name == "falcon_h1")
+    micro = MicroBatchShape((40, 20), (40, 20))
+    assert dry_model(hybrid(name).config).micro_batch_memory(micro, checkpointing=False).saved > 0
+
+
+def test_layers_that_nobody_knows_are_not_planned(monkeypatch):
+    monkeypatch.delitem(layer_kinds.LAYER_KINDS, "linear_attention")
+    with pytest.raises(UsageError, match="linear_attention layers, whose memory and time"):
+        dims_of(hybrid("qwen3_5_text").config)
+
+
 def test_families_with_other_names_for_their_dimensions():
     gemma, aria = (dims_of(TABLE[name].config()) for name in ("gemma4_text", "aria_text"))
     assert [a.cached for a in gemma.attention] == [2 * 2 * 8, 2 * 2 * 512, 2 * 2 * 512]
@@ -250,6 +286,14 @@ PREDICTED = [
 def test_predicted_memory_is_that_of_a_step(name, case):
     """On ranks: of the first of them."""
     within_5_percent(benchmark.Case(**case), name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("numerics", ["fast", "on-policy"])
+def test_predicted_memory_of_a_hybrid(numerics, monkeypatch):
+    policy = PolicyConfig(recurrent=3)
+    monkeypatch.setitem(benchmark.MODELS, "hybrid", lambda: make_model(policy, 60).eval())
+    within_5_percent(benchmark.Case(samples=8, numerics=numerics, dtype="float32"), "hybrid")
 
 
 @pytest.mark.full

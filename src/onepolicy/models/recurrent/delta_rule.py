@@ -34,12 +34,23 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return o [1, T, H, Dv], and the samples' last states, which the row has kept."""
     with without_autocast(query):
-        q, k, v, decay, b = (x[0].float() for x in (query, key, value, g, beta))
-        if use_qk_l2norm_in_kernel:
-            q, k = _normed(q), _normed(k)
-        compute = _next if row.decodes else _scan
-        out, states = compute(row, q * q.shape[-1] ** -0.5, k, v, decay, b)
+        tokens = float_tokens(query, key, value, g, beta, normed=use_qk_l2norm_in_kernel)
+        compute = _next if row.decodes else scan
+        out, states = compute(row, *tokens)
     return out.to(query.dtype)[None], states
+
+
+def float_tokens(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, normed: bool
+) -> tuple[Tensor, ...]:
+    """Return an operator's arguments of tokens [T, H, ..] in float32, the queries scaled.
+
+    normed: divide queries and keys by their norms.
+    """
+    q, k, v, decay, b = (x[0].float() for x in (query, key, value, g, beta))
+    if normed:
+        q, k = _normed(q), _normed(k)
+    return q * q.shape[-1] ** -0.5, k, v, decay, b
 
 
 def _normed(x: Tensor) -> Tensor:
@@ -49,7 +60,7 @@ def _normed(x: Tensor) -> Tensor:
 def _next(
     row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `_scan` of one token a sample, by the rule itself."""
+    """Return `scan` of one token a sample, by the rule itself."""
     state = row.before(STATE, q, *k.shape[1:], v.shape[-1])
     if decay.dim() == 2:
         decay = decay[..., None]
@@ -60,7 +71,7 @@ def _next(
     return (q[:, :, None] @ state)[:, :, 0], state
 
 
-def _scan(
+def scan(
     row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return o [T, H, Dv] of float32 tokens [T, H, ..], and the states [S, H, Dk, Dv]."""

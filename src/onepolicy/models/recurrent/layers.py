@@ -11,8 +11,9 @@ import importlib.util
 import inspect
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from torch import nn
 from onepolicy.models.recurrent.conv import causal_conv
 from onepolicy.models.recurrent.delta_rule import delta_rule
 from onepolicy.models.recurrent.mamba import mamba2_scan, mamba_scan
-from onepolicy.models.recurrent.segments import RUNNING, Row
+from onepolicy.models.recurrent.segments import Row
 
 Operator = Callable[..., Any]
 
@@ -54,22 +55,26 @@ class Recurrent(nn.Module):
 
     row: Row | None = None  # of the forward that runs, None for one that is not packed
     packed_forward: FunctionType  # the class's own, with other operators
+    replaced: ClassVar[dict[str, Operator]] = {}  # by a subclass, whatever is installed
 
     def forward(self, *args: Any, **arguments: Any) -> Any:
         if self.row is None:
             return super().forward(*args, **arguments)
-        token = RUNNING.set(self.row)
+        token = RUNNING.set(self)
         try:
             return type(self).packed_forward(self, *args, **arguments)
         finally:
             RUNNING.reset(token)
 
 
+RUNNING: ContextVar[Recurrent] = ContextVar("recurrent layer that runs")
+
+
 def install_recurrent(model: nn.Module) -> int:
     """Let every recurrent layer whose operators are known compute packed rows; return how many."""
     found = 0
     for layer in list(model.modules()):
-        mixers = [m for m in layer.children() if isinstance(m, Recurrent) or _operators(type(m))]
+        mixers = [m for m in layer.children() if _operators(type(m))]
         for mixer in mixers:
             if not isinstance(mixer, Recurrent):
                 mixer.__class__ = _made(type(mixer))
@@ -88,8 +93,15 @@ def recurrent_places(model: nn.Module) -> Counter[int]:
     return Counter(int(getattr(mixer, "layer_idx", -1)) for mixer in mixers)
 
 
+def operators(model: nn.Module) -> set[str]:
+    """Return the names of the known operators that the model's recurrent layers call."""
+    return {name for m in model.modules() for name in _operators(type(m))}
+
+
 def own_forward(layer: type[nn.Module]) -> FunctionType | None:
     """Return the function in which this class calls its operators, None if it is none of Python."""
+    if issubclass(layer, Recurrent):
+        return layer.packed_forward
     forward = inspect.unwrap(layer.forward)
     if isinstance(forward, FunctionType):
         return forward
@@ -146,7 +158,11 @@ def _operator(name: str, theirs: Operator) -> Operator:
     has_kernel = bool(package) and importlib.util.find_spec(package) is not None
 
     def operator(hidden: torch.Tensor, *args: Any, **arguments: Any) -> Any:
-        row = RUNNING.get()
+        layer = RUNNING.get()
+        row = layer.row
+        assert row is not None
+        if name in layer.replaced:
+            return layer.replaced[name](row, hidden, *args, **arguments)
         if not has_kernel or row.states is not None or hidden.device.type != "cuda":
             return OPERATORS[name](row, hidden, *args, **arguments)
         samples = row.segments.bounds

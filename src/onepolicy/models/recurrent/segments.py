@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,19 +21,27 @@ from torch import Tensor
 class Chunks:
     """The chunks of a packed row, first those of the scan's first step, longest samples first.
 
-    So the samples of a step are the first ones of the step before.
+    So the samples of a step are the first ones of the step before. If every sample has one chunk,
+    the samples keep their order.
     """
 
     size: int
     places: Tensor  # [T] int64, chunk * size + column of each token
     steps: tuple[slice, ...]  # chunks of each step
-    order: Tensor  # [S] int64, the samples, longest first
-    inverse: Tensor  # [S] int64, place of each sample in `order`
+    order: Tensor  # [S] int64, the samples as they are scanned
+    inverse: Tensor  # [S] int64, place of each sample in `order`: also its first chunk
+    last: Tensor  # [S] int64, last chunk of each sample
+    ends_whole: Tensor  # [S] bool, True if that chunk has `size` tokens
+    open: np.ndarray  # int64, the chunks that have fewer
     in_place: bool  # a chunk is a token and a sample, so nothing is moved
 
     @property
     def count(self) -> int:
         return self.steps[-1].stop
+
+    def whole(self, step: slice) -> np.ndarray:
+        """Return which of a step's chunks have `size` tokens, counted from its first, int64."""
+        return np.setdiff1d(np.arange(step.start, step.stop), self.open) - step.start
 
     def fill(self, x: Tensor) -> Tensor:
         """Return [chunks, size, ...] of tokens [T, ...], with zeros where there is no token."""
@@ -53,7 +61,7 @@ class Chunks:
 
         advance: maps a step's chunks and the states before them to the states after them.
         """
-        if self.in_place:
+        if len(self.steps) == 1:
             return advance(self.steps[0], state)
         state, ended = state.index_select(0, self.order), []
         for chunks in self.steps:
@@ -72,14 +80,26 @@ class Segments:
 
     lengths: tuple[int, ...]  # tokens, at least 1 each
     device: torch.device
-    _chunks: dict[int, Chunks] = field(default_factory=dict)
+    fed: Tensor | None = None  # [S] int64, tokens of each sample in earlier rows; None: none
+    _chunks: dict[tuple[int, bool], Chunks] = field(default_factory=dict)
     _tables: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def chunks(self, size: int) -> Chunks:
         """Return the row's chunks of `size` tokens, made once."""
-        if size not in self._chunks:
-            self._chunks[size] = self._divide(size)
-        return self._chunks[size]
+        if (size, False) not in self._chunks:
+            self._chunks[size, False] = self._divide(size, np.array(0))
+        return self._chunks[size, False]
+
+    def aligned_chunks(self, size: int) -> Chunks:
+        """Return chunks that begin `size` tokens apart from a sample's very first token, made once.
+
+        The first ones have room in front for tokens of earlier rows.
+        """
+        if self.fed is None:
+            return self.chunks(size)
+        if (size, True) not in self._chunks:
+            self._chunks[size, True] = self._divide(size, self.fed.cpu().numpy() % size)
+        return self._chunks[size, True]
 
     @property
     def index(self) -> Tensor:
@@ -94,40 +114,52 @@ class Segments:
     def _on_device(self) -> tuple[Tensor, Tensor]:
         """Return `index` and `bounds`, sent to the device once for all layers."""
         if not self._tables:
-            lengths = torch.tensor(self.lengths, device="cpu")
-            index = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
-            bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            self._tables.append((index.to(self.device), bounds.to(self.device)))
+            lengths = np.array(self.lengths)
+            index = np.arange(len(lengths)).repeat(lengths)
+            bounds = np.concatenate([[0], lengths.cumsum()])
+            self._tables.append((self._sent(index), self._sent(bounds)))
         return self._tables[0]
 
-    def _divide(self, size: int) -> Chunks:
-        lengths = torch.tensor(self.lengths, device="cpu")
-        order = torch.argsort(lengths, descending=True, stable=True)
-        inverse = torch.argsort(order)
-        per_sample = -(-lengths // size)
-        step = torch.arange(int(per_sample.max()), device="cpu")
+    def _sent(self, table: np.ndarray) -> Tensor:
+        """Return a table on the device. numpy counts, because a dry run's tensors hold nothing."""
+        return torch.from_numpy(table).to(self.device)
+
+    def _divide(self, size: int, front: np.ndarray) -> Chunks:
+        """Return the chunks of `size` tokens. front: [S] or [] int64, free places before tokens."""
+        lengths = np.array(self.lengths)
+        stops = lengths + front
+        per_sample = -(-stops // size)
+        order = np.argsort(-per_sample, kind="stable")
+        inverse = np.argsort(order)
+        step = np.arange(per_sample.max())
         in_step = (per_sample > step[:, None]).sum(1)
-        ends = in_step.cumsum(0)
-        sample = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
-        position = torch.arange(len(sample), device="cpu")
-        position -= (lengths.cumsum(0) - lengths)[sample]
-        chunk = (ends - in_step)[position // size] + inverse[sample]
-        starts = (ends - in_step).tolist()
+        ends = in_step.cumsum()
+        starts = ends - in_step
+        sample = np.arange(len(lengths)).repeat(lengths)
+        position = np.arange(len(sample)) + (stops - lengths.cumsum())[sample]
+        chunk = starts[position // size] + inverse[sample]
+        last, whole = starts[per_sample - 1] + inverse, stops % size == 0
         return Chunks(
             size,
-            (chunk * size + position % size).to(self.device),
-            tuple(slice(a, b) for a, b in zip(starts, ends.tolist(), strict=True)),
-            order.to(self.device),
-            inverse.to(self.device),
-            in_place=size == 1 and int(per_sample.max()) == 1,
+            self._sent(chunk * size + position % size),
+            tuple(slice(a, b) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)),
+            self._sent(order),
+            self._sent(inverse),
+            self._sent(last),
+            self._sent(whole),
+            last[~whole],
+            in_place=size == 1 and len(step) == 1,
         )
 
 
 class States(Protocol):
     """States that samples bring along and leave behind, as a decoding engine keeps them."""
 
-    def read(self, name: str, like: Tensor) -> Tensor:
-        """Return the samples' states before their first token; zeros `like` this where new."""
+    def read(self, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the states [S, *shape] before the samples' first tokens, of x's dtype and device.
+
+        They are a copy, and zeros where a sample is new.
+        """
         ...
 
     def write(self, name: str, states: Tensor) -> None:
@@ -155,18 +187,14 @@ class Row:
 
     def before(self, name: str, x: Tensor, *shape: int) -> Tensor:
         """Return states [S, *shape] of the samples before their first token, of x's dtype."""
-        zeros = x.new_zeros(len(self.segments.lengths), *shape)
         if self.states is None:
-            return zeros
-        return self.states.read(name, zeros)
+            return x.new_zeros(len(self.segments.lengths), *shape)
+        return self.states.read(name, x, shape)
 
     def after(self, name: str, states: Tensor) -> None:
         """Keep states [S, ...] of the samples after their last token, if anybody wants them."""
         if self.states is not None:
             self.states.write(name, states)
-
-
-RUNNING: ContextVar[Row] = ContextVar("row of the recurrent layer that runs")
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:

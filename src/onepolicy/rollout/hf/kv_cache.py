@@ -216,11 +216,12 @@ class _Feeding:
     @classmethod
     def of(cls, step: KVCacheStep) -> _Feeding:
         if step.bounds is None:
-            lengths = (1,) * len(step.rows)
-            return cls(Segments(lengths, step.rows.device), step.rows, None)
+            segments = Segments((1,) * len(step.rows), step.rows.device, step.positions)
+            return cls(segments, step.rows, None)
         first = step.bounds[:-1].long()
-        segments = Segments(tuple(step.bounds.diff().tolist()), step.rows.device)
-        return cls(segments, step.rows[first], step.positions[first] == 0)
+        fed = step.positions[first]
+        segments = Segments(tuple(step.bounds.diff().tolist()), step.rows.device, fed)
+        return cls(segments, step.rows[first], fed == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,15 +233,14 @@ class _LayerStates:
     num_rows: int
     feeding: _Feeding
 
-    def read(self, name: str, like: Tensor) -> Tensor:
-        """Return the states before the step's tokens; zeros `like` this where a row begins."""
+    def read(self, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the states [S, *shape] before the step's tokens; zeros where a row begins."""
         if (self.layer, name) not in self.states:
-            self.states[self.layer, name] = like.new_zeros(self.num_rows, *like.shape[1:])
+            self.states[self.layer, name] = x.new_zeros(self.num_rows, *shape)
         found = self.states[self.layer, name].index_select(0, self.feeding.rows)
         if self.feeding.begins is None:
             return found
-        begins = self.feeding.begins.view(-1, *(1 for _ in like.shape[1:]))
-        return found.masked_fill_(begins, 0.0)
+        return found.masked_fill_(self.feeding.begins.view(-1, *(1 for _ in shape)), 0.0)
 
     def write(self, name: str, states: Tensor) -> None:
         """Keep the states after the step's tokens."""

@@ -15,13 +15,13 @@ from onepolicy.models import lora
 from onepolicy.run.adapter_check import AdapterCheck
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
-from onepolicy.train.optim import clip_gradients
 from support import adapter_faults
 from support.adapter_faults import first_seen, seen_by, settings
 from support.metrics import rows, timeless
 from support.rank_cases import (
     QWEN,
     assert_close,
+    assert_equal_gradients,
     assert_equal_steps,
     batch_for,
     learner_on,
@@ -59,32 +59,9 @@ def test_two_ranks_equal_one(case, two, folder):
     assert_equal_steps(CASES[case], two, folder)
 
 
-def gradients_of_a_step(learner, monkeypatch):
-    """Return the gradients of one optimiser step, before they are clipped."""
-    found = {}
-
-    def clip(model, limit):
-        found.update((n, p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None)
-        return clip_gradients(model, limit)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("onepolicy.train.learner.clip_gradients", clip)
-        one_step(learner, batch_for(learner))
-    return found
-
-
 @pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.full), "idle"])
 def test_gradients_of_two_ranks_are_those_of_one_process(case, two, folder, monkeypatch):
-    one, ranked = (learner_on(others, folder, CASES[case]) for others in (None, two))
-    for learner in (one, ranked):  # B is 0 at first, and so is the gradient of A
-        one_step(learner, batch_for(learner))
-    expected, found = (gradients_of_a_step(each, monkeypatch) for each in (one, ranked))
-    assert found.keys() == expected.keys()
-    assert all(".lora_" in name for name in found)
-    for name, gradient in expected.items():
-        scale = float(gradient.abs().max())
-        assert scale > 0, name
-        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-4 * scale)
+    assert_equal_gradients(CASES[case], two, folder, monkeypatch)
 
 
 @pytest.mark.full
