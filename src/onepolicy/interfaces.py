@@ -151,6 +151,11 @@ class RolloutEngine(Protocol):
         ...
 
 
+def engine_name(engine: object) -> str:
+    """Return the name of an engine for errors: a server's, with its address, or its class's."""
+    return str(getattr(engine, "name", type(engine).__name__))
+
+
 @runtime_checkable
 class NamedEngine(Protocol):
     """An engine that names on every completion the LoRA adapter that sampled it."""
@@ -210,7 +215,7 @@ class ReadableEngine(Protocol):
 
 
 @runtime_checkable
-class RemoteEngine(RolloutEngine, MetricsSource, Protocol):
+class RecoverableEngine(RolloutEngine, MetricsSource, Protocol):
     """An engine in other processes, which may be lost and come back with other weights."""
 
     async def connect(self) -> None:
@@ -229,7 +234,7 @@ class RemoteEngine(RolloutEngine, MetricsSource, Protocol):
 
 
 @runtime_checkable
-class PersistentEngine(RemoteEngine, Protocol):
+class PersistentEngine(RecoverableEngine, Protocol):
     """An engine in a separate process that serves one run after another.
 
     It keeps the weights of the last run.

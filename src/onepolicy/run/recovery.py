@@ -16,9 +16,9 @@ from onepolicy.config import (
     TrainingError,
     UsageError,
 )
-from onepolicy.interfaces import PersistentEngine, RemoteEngine
-from onepolicy.rollout.servers.addresses import server_configs
-from onepolicy.rollout.servers.http import EngineLost, EngineUnreachable, make_clients
+from onepolicy.interfaces import PersistentEngine, RecoverableEngine
+from onepolicy.rollout.remote.addresses import server_configs
+from onepolicy.rollout.remote.client import EngineLost, EngineUnreachable, make_clients
 from onepolicy.sync.attach import reattach_engine
 from onepolicy.sync.push import push_weights
 
@@ -33,7 +33,7 @@ class Recovering:
     """A run's engine in other processes, which gets the learner's weights again after a loss."""
 
     def __init__(self, components: Components) -> None:
-        assert isinstance(components.engine, RemoteEngine)
+        assert isinstance(components.engine, RecoverableEngine)
         self._engine, self._samplers = components.engine, components.samplers
         self._learner = components.learner
         self._timeout = _recovery_timeout(components.config)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from onepolicy.config import UsageError
-from onepolicy.interfaces import PersistentEngine
+from onepolicy.interfaces import PersistentEngine, engine_name
 from onepolicy.notation import number
 from onepolicy.sync.canary import Canary, canary_logp
 
@@ -60,7 +60,7 @@ async def _check_reload(engine: PersistentEngine, initial: list[float], vocab: i
     moved, is_same = await at_start.change(now.logp)
     if not is_same:
         raise UsageError(
-            f"rollout.engine: {type(engine).__name__} reloaded the weights it was started with, "
+            f"rollout.engine: {engine_name(engine)} reloaded the weights it was started with, "
             f"and its log-probabilities of a fixed batch are up to {number(moved)} "
             f"from those at its start (without a reload: {number(now.noise)}); its weights are "
             "wrong after a reload"

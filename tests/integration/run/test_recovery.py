@@ -10,7 +10,7 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.rollout.collect import gather_or_cancel
-from onepolicy.rollout.servers.http import EngineLost
+from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.run import async_rollouts, recovery, resume, run_folder
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.recovery import wait_for_server

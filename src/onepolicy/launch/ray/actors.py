@@ -31,8 +31,8 @@ from onepolicy.launch.ray.remote_engine import RemoteEngine, remote_error
 from onepolicy.launch.ray.replica_actor import ReplicaProcess
 from onepolicy.models.load import parse_device
 from onepolicy.models.quant.size_report import PartSize, SizeReport
-from onepolicy.rollout.fleet.broadcast import ReplicaBroadcast
-from onepolicy.rollout.fleet.replicas import Replica, Replicas
+from onepolicy.rollout.remote.broadcast import ReplicaBroadcast
+from onepolicy.rollout.remote.replicas import Replica, Replicas
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.group import open_store
 from onepolicy.sync.weight_files import WeightFiles, WrittenWeights

@@ -30,8 +30,8 @@ from onepolicy.config.cluster import RayCluster
 from onepolicy.interfaces import EngineCaps
 from onepolicy.launch.ray.replica_actor import NotBuilt
 from onepolicy.launch.ray.wire import GenerateRequest, decode_replies, encode_requests
-from onepolicy.rollout.fleet.broadcast import ReplicaBroadcast
-from onepolicy.rollout.servers.http import EngineLost
+from onepolicy.rollout.remote.broadcast import ReplicaBroadcast
+from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.sync.weight_files import WrittenWeights
 from onepolicy.types import Completion, Sampling
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import check_completion
-from onepolicy.rollout.sglang import weights
+from onepolicy.rollout.remote.dialects import sglang_weights
 from onepolicy.sync.attach import attach_engine
 from onepolicy.types import Sampling
 from support.fake_sglang import VOCAB, FakeSGLang
@@ -116,7 +116,7 @@ def test_a_mask_that_does_not_fit_is_refused(models, limit, fix):
 def test_weights_reach_the_server_whole_and_empty_the_cache(
     fake, models, sync, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 5000)  # several broadcasts
+    monkeypatch.setattr(sglang_weights, "BUCKET_BYTES", 5000)  # several broadcasts
     engine = open_engine(fake, sync=sync, sync_dir=str(tmp_path))
     play(engine, (PROMPT, Sampling(1.0, 2)))
     other, folder = models[1]

@@ -7,11 +7,11 @@ import os
 import pytest
 
 from onepolicy.config import UsageError, VLLMServerConfig
-from onepolicy.rollout.fleet.servers import ServerFleet
-from onepolicy.rollout.servers.addresses import server_urls
-from onepolicy.rollout.servers.http import EngineLost
+from onepolicy.rollout.remote.addresses import server_urls
+from onepolicy.rollout.remote.client import EngineLost
+from onepolicy.rollout.remote.fleet import ServerFleet
 from onepolicy.types import Sampling
-from support.fake_vllm import HF, VOCAB, FakeVLLM, engine_of, model_shape
+from support.fake_vllm import HF, FakeVLLM, engine_of, model_shape
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=6)
 PROMPTS = [[i, i + 1, 3] for i in range(3, 13)]
@@ -29,7 +29,7 @@ def fakes(checkpoints):
 def fleet_of(fakes, checkpoints, **settings):
     by_url = {fake.server.url: fake for fake in fakes}
     made = ServerFleet(
-        lambda url: engine_of(by_url[url], retries=2, **settings), lambda: list(by_url), vocab=VOCAB
+        lambda url: engine_of(by_url[url], retries=2, **settings), lambda: list(by_url)
     )
     asyncio.run(made.start(checkpoints[0][0]))
     return made

@@ -10,8 +10,8 @@ import torch
 from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.replay.checks import check_completion
+from onepolicy.rollout.remote.dialects.vllm_replies import resumed_seed
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.rollout.vllm.generate_api import resumed_seed
 from onepolicy.sync import broadcast
 from onepolicy.sync.attach import attach_engine, reattach_engine
 from onepolicy.sync.buckets import unflatten_bucket
@@ -20,7 +20,7 @@ from onepolicy.sync.weight_files import read_weights
 from onepolicy.types import Sampling
 from support import fake_vllm
 from support.fake_learner import FakeLearner
-from support.fake_vllm import GENERATE, RULES, TABLE, VOCAB, connected, one, routes_of
+from support.fake_vllm import GENERATE, RULES, TABLE, VOCAB, connected, edited, one, routes_of
 from support.http_server import Reply
 from support.waiting import until
 
@@ -97,25 +97,26 @@ def test_a_request_under_way_at_a_pause_is_not_left_waiting(fake, checkpoints):
     assert (asyncio.run(late()).version == 2).all()
 
 
-def test_an_abort_by_others_is_a_partial_answer(fake):
+def test_requests_aborted_by_others_are_resumed_within_a_bound(fake):
     engine = connected(fake)
     fake.hold, fake.sampled = 3, 0
 
     async def aborted():
         task = asyncio.create_task(engine.generate([3], Sampling(1.0, 80), seed=0))
         await fake.sampling(3)
+        fake.hold = None
         fake.aborts += 1
         return await task
 
     done = asyncio.run(aborted())
-    assert done.finish == "aborted"
-    assert len(done.token_ids) == 3
+    assert (len(done.token_ids), done.finish) == (80, "length")
     check_completion(done, [3], RULES, "sample")
-
-
-def test_only_abort_keeps_versions_apart(fake):
-    with pytest.raises(UsageError, match="mode keep"):
-        asyncio.run(connected(fake).pause("keep"))
+    empty = {"token_ids": [], "logprobs": {"content": []}, "finish_reason": "abort"}
+    fake.spoil[GENERATE] = lambda reply, _: (
+        edited(reply, **empty) | {"usage": {"prompt_tokens": 3, "completion_tokens": 0}}
+    )
+    with pytest.raises(TrainingError, match="somebody else aborted one of our requests 3 times"):
+        one(engine)
 
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
@@ -232,9 +233,12 @@ def test_a_canary_of_another_length_is_refused(fake, canary):
 REPORTS = [
     ({"results": []}, "results of onepolicy_{}: 0 of 1 workers"),
     ({"results": [{"problem": None, "difference": None}] * 2}, "2 of 1 workers"),
-    ({"results": [None]}, "one has no (problem|difference)"),
-    ({"results": [{}]}, "one has no (problem|difference)"),
-    ({"results": [{"problem": [1], "difference": [1]}]}, "(problem|difference) is list, expected"),
+    ({"results": [None]}, "a result of onepolicy_{} is NoneType, expected an object"),
+    ({"results": [{}]}, "(problem|difference) is missing"),
+    (
+        {"results": [{"problem": [1], "difference": [1]}]},
+        "(problem|difference) is list, expected",
+    ),
     ({"results": 3}, "results is int, expected list"),
 ]
 

@@ -21,8 +21,8 @@ from onepolicy.launch.ray import remote_engine as remote  # noqa: E402
 from onepolicy.launch.ray import replica, replica_actor  # noqa: E402
 from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
 from onepolicy.launch.ray.wire import GenerateRequest, decode_replies, encode_requests  # noqa: E402
-from onepolicy.rollout.fleet.replicas import Replicas  # noqa: E402
-from onepolicy.rollout.servers.http import EngineLost  # noqa: E402
+from onepolicy.rollout.remote.client import EngineLost  # noqa: E402
+from onepolicy.rollout.remote.replicas import Replicas  # noqa: E402
 from onepolicy.sync.checksum import ChecksumAccumulator  # noqa: E402
 from onepolicy.sync.weight_files import WeightFiles, WrittenWeights  # noqa: E402
 from onepolicy.types import Sampling  # noqa: E402
