@@ -22,8 +22,8 @@ from onepolicy.rollout.spec import EngineSpec
 ENGINES = {
     "hf": "onepolicy.rollout.hf.engine:build",
     "vllm": "onepolicy.rollout.vllm.engine:build",
-    "vllm-server": "onepolicy.rollout.remote.fleet:build",
-    "sglang": "onepolicy.rollout.remote.fleet:build",
+    "vllm-server": "onepolicy.rollout.remote.servers:build",
+    "sglang": "onepolicy.rollout.remote.servers:build",
 }
 """The factory of each rollout.engine.kind, imported when a run uses it."""
 

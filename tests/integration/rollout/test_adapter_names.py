@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from onepolicy.interfaces import EngineCaps
-from onepolicy.rollout.remote.fleet import ServerFleet
 from onepolicy.rollout.remote.replicas import Replicas
+from onepolicy.rollout.remote.servers import ServerFleet
 from onepolicy.sync.push import push_weights
 from onepolicy.sync.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling

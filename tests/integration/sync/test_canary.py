@@ -11,7 +11,7 @@ import torch
 
 from onepolicy.config import HFEngineConfig, TrainingError
 from onepolicy.rollout.hf.engine import HFEngine
-from onepolicy.rollout.remote.replicas import common_caps
+from onepolicy.rollout.remote.fleet import common_caps
 from onepolicy.sync import canary
 from onepolicy.sync.canary import inexact_dtype, last_place
 from onepolicy.sync.push import checked_push

@@ -1,49 +1,30 @@
-"""`Replicas`: one RolloutEngine made of several engines that share requests and weights."""
+"""`Replicas`: engines in Ray's actors as one engine."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import hashlib
-import logging
+import math
 import secrets
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Protocol
 
-import numpy as np
-
 from onepolicy.config import TrainingError
-from onepolicy.interfaces import (
-    EngineCaps,
-    MetricsSource,
-    NamedWeights,
-    NumericsContract,
-    WeightSizes,
-)
+from onepolicy.interfaces import NamedWeights, NumericsContract, WeightSizes
 from onepolicy.rollout.remote.broadcast import ReplicaBroadcast
 from onepolicy.rollout.remote.client import EngineLost
+from onepolicy.rollout.remote.fleet import Fleet, Member, MemberEngine
 from onepolicy.sync.checksum import ChecksumAccumulator
 from onepolicy.sync.group import run_in_daemon_thread
 from onepolicy.sync.weight_files import WeightFiles, WrittenWeights
 from onepolicy.types import Completion, Sampling
 
-LOG = logging.getLogger(__name__)
 
+class Replica(MemberEngine, Protocol):
+    """An engine that loads weights from a folder."""
 
-class Replica(Protocol):
-    """A RolloutEngine that loads weights from a folder."""
-
-    name: str
-    caps: EngineCaps
     version: int
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
-    ) -> Completion: ...
-
-    async def reset_cache(self) -> None: ...
 
     async def load_files(
         self, written: WrittenWeights, shared: ReplicaBroadcast | None = None
@@ -56,12 +37,11 @@ class Replica(Protocol):
         ...
 
 
-class Replicas:
-    """A RolloutEngine that spreads requests over several engines.
+class Replicas(Fleet[Replica]):
+    """A RolloutEngine that spreads requests over several engines, by their first prompt alone.
 
-    The first prompt of an episode chooses the engine. So siblings and later turns find their
-    prefixes in one cache, and a repeated run sends the same requests to the same engines. If an
-    engine is lost, the others take over its requests.
+    So siblings and later turns find their prefixes in one cache, and a repeated run sends the same
+    requests to the same engines. An engine that is lost is so for good.
     """
 
     def __init__(
@@ -79,13 +59,8 @@ class Replicas:
         these files to all engines; None: each engine reads them. contract (on-policy) and sizes
         (rollout.quant): of each engine.
         """
-        assert engines
-        self.version = 0
-        self.adapter: str | None = None  # name of the LoRA adapter in the engines' weights
-        self.caps = dataclasses.replace(
-            common_caps([each.caps for each in engines]), contract=contract, sizes=sizes
-        )
-        self._engines = list(engines)  # without those that are lost
+        super().__init__([Member(engine.name, engine) for engine in engines], math.inf)
+        self.caps = dataclasses.replace(self.caps, contract=contract, sizes=sizes)
         self._files, self._broadcast = files, broadcast
         # versions that engines hold; they differ while weights are loaded
         self._oldest = self._newest = 0
@@ -93,31 +68,22 @@ class Replicas:
     @property
     def names(self) -> list[str]:
         """Names of the engines that are not lost."""
-        return [engine.name for engine in self._engines]
+        return [member.name for member in self._members]
 
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    async def _generate_with(
+        self, member: Member[Replica], prompt_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
-        """Sample with the engine that the episode's first prompt chooses.
-
-        Raises TrainingError if weights from before the request sampled it, or if no engine is left.
-        """
-        asked, first_prompt = self._oldest, prompt_ids[: sampling.initial_prompt_len or None]
-        while True:
-            engine = choose_replica(self._engines, first_prompt)
-            try:
-                completion = await engine.generate(prompt_ids, sampling, seed=seed)
-            except EngineLost as error:
-                self._remove_engine(engine, error)
-                continue
-            found = completion.version
-            if len(found) and not asked <= int(found.min()) <= int(found.max()) <= self._newest:
-                raise TrainingError(
-                    f"{engine.name} answered a request of weight version {asked} with tokens of "
-                    f"versions {int(found.min())} to {int(found.max())}, while the newest is "
-                    f"{self._newest}"
-                )
-            return dataclasses.replace(completion, adapter=self.adapter)
+        """Raise TrainingError if weights from before the request sampled it."""
+        asked = self._oldest
+        completion = await super()._generate_with(member, prompt_ids, sampling, seed)
+        found = completion.version
+        if len(found) and not asked <= int(found.min()) <= int(found.max()) <= self._newest:
+            raise TrainingError(
+                f"{member.name} answered a request of weight version {asked} with tokens of "
+                f"versions {int(found.min())} to {int(found.max())}, while the newest is "
+                f"{self._newest}"
+            )
+        return completion
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load the weights into all engines. Each engine resumes its running requests with them."""
@@ -126,93 +92,27 @@ class Replicas:
         write = partial(
             self._files.write_version, checksums.add_each(weights), version, keep_older=True
         )
-        folder = await run_in_daemon_thread(
-            write
-        )  # the event loop still serves engines with requests
+        # the event loop still serves engines with requests
+        folder = await run_in_daemon_thread(write)
         written = WrittenWeights(str(folder), version, key, checksums.pop_all())
-        self.version, self._newest = -1, version
+        self._placement.forget()
+        self.version, self._newest, members = -1, version, self._members
+        broadcast: AbstractAsyncContextManager[ReplicaBroadcast | None] = nullcontext()
+        if self._broadcast is not None:
+            broadcast = self._broadcast(written, len(members))
+        async with broadcast as shared:
 
-        async def load(engine: Replica, shared: ReplicaBroadcast | None) -> None:
-            await engine.load_files(written, shared)
-            if engine.version != version:
-                raise TrainingError(
-                    f"{engine.name} holds weight version {engine.version} after loading {version}"
-                )
+            async def load(_: int, engine: Replica) -> None:
+                await engine.load_files(written, shared)
+                if engine.version != version:
+                    raise TrainingError(
+                        f"{engine.name} holds weight version {engine.version} after loading "
+                        f"{version}"
+                    )
 
-        if self._broadcast is None:
-            await self._call_all(lambda engine: load(engine, None))
-        else:
-            async with self._broadcast(written, len(self._engines)) as shared:
-                await self._call_all(lambda engine: load(engine, shared))
+            await self._on_each(members, load)
         self._files.remove_older()
         self.version = self._oldest = version
 
-    async def reset_cache(self) -> None:
-        await self._call_all(lambda engine: engine.reset_cache())
-
-    def take_metrics(self) -> dict[str, float]:
-        """Return the sums of the engines' metrics since the last call."""
-        total: Counter[str] = Counter()
-        for engine in self._engines:
-            if isinstance(engine, MetricsSource):
-                total.update(engine.take_metrics())
-        return dict(total)
-
-    async def _call_all(self, call: Callable[[Replica], Awaitable[None]]) -> None:
-        """Await call(engine) for all engines at once. Remove engines that are lost meanwhile."""
-        engines = list(self._engines)
-        results = await asyncio.gather(*map(call, engines), return_exceptions=True)
-        for engine, result in zip(engines, results, strict=True):
-            if isinstance(result, EngineLost):
-                self._remove_engine(engine, result)
-            elif isinstance(result, BaseException):
-                raise result
-
-    def _remove_engine(self, engine: Replica, error: EngineLost) -> None:
-        """Remove a lost engine. Raise TrainingError if it was the last one."""
-        if engine in self._engines:
-            self._engines.remove(engine)
-            LOG.warning("%s; %d replicas are left", error, len(self._engines))
-        if not self._engines:
-            raise TrainingError(
-                f"no rollout replica is left: {error}; `--resume` continues after the last "
-                "checkpoint"
-            )
-
-
-def choose_replica(engines: Sequence[Replica], first_prompt: Sequence[int]) -> Replica:
-    """Return the engine of an episode by rendezvous hashing.
-
-    If an engine is lost, only its own episodes move to other engines.
-    """
-    key = np.asarray(first_prompt, dtype=np.int64).tobytes()
-    return max(
-        engines,
-        key=lambda engine: hashlib.blake2b(key + engine.name.encode(), digest_size=8).digest(),
-    )
-
-
-def common_caps(caps: Sequence[EngineCaps]) -> EngineCaps:
-    """Return the capabilities that all engines have."""
-    dtypes = {each.weights_dtype for each in caps}
-    weights_dtype: str | None = None
-    if len(dtypes) == 1:
-        (weights_dtype,) = dtypes
-    return EngineCaps(
-        returns_routes=all(each.returns_routes for each in caps),
-        max_len=min(each.max_len for each in caps),
-        returns_combine_weights=all(each.returns_combine_weights for each in caps),
-        top_logprobs=min(each.top_logprobs for each in caps),
-        seeded=all(each.seeded for each in caps),
-        weights_dtype=weights_dtype,
-        takes_adapter=all(each.takes_adapter for each in caps),
-        inexact_dtype=_coarsest({each.inexact_dtype for each in caps}),
-    )
-
-
-def _coarsest(dtypes: set[str | None]) -> str | None:
-    """Return the dtype with the largest last places; None if there is none."""
-    for dtype in ("bfloat16", "float32"):
-        if dtype in dtypes:
-            return dtype
-    return None
+    def _none_left(self) -> EngineLost:
+        return EngineLost(f"{super()._none_left()}; `--resume` continues after the last checkpoint")

@@ -197,7 +197,7 @@ def test_other_replicas_take_over_without_restarts_left(
     assert killed
     assert_same_run(out, exact)
     assert "replica 0 is gone for good" in caplog.text
-    assert "1 replicas are left" in caplog.text
+    assert "1 engines that are left" in caplog.text
 
 
 def test_losing_the_last_replica_ends_the_run_and_it_resumes(
@@ -208,7 +208,7 @@ def test_losing_the_last_replica_ends_the_run_and_it_resumes(
         kill_in_the_middle(patch, processes, "replica 0", version=1)
         settings = [*OVERRIDES, *EXACT, *RAY, "checkpoint.every=1", "cluster.restarts=0"]
         assert main(["train", str(recipe), f"out={out}", *settings]) == 1
-    assert "no rollout replica is left" in capsys.readouterr().err
+    assert "none of the engines is left" in capsys.readouterr().err
     assert len(rows(out)) == 2  # the first evaluation and one step
     assert main(["train", "--resume", str(out), "cluster.replicas=2"]) == 0
     assert_same_run(out, exact)

@@ -13,7 +13,7 @@ from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.rollout.remote.dialects import vllm as dialect
-from onepolicy.rollout.remote.fleet import ServerFleet
+from onepolicy.rollout.remote.servers import ServerFleet
 from onepolicy.rollout.vllm.adapter import layer_names
 from onepolicy.sync.push import push_weights
 from onepolicy.types import Sampling
@@ -247,7 +247,7 @@ def test_a_server_that_comes_back_gets_frozen_weights_and_adapter_and_no_request
         assert_sampled(done, checkpoints[1][1], 0, 1.0)
     assert all(fake.sampled for fake in two)
     assert fleet.adapter == "lora-run"
-    lost = next(each for each in fleet._all if each.url == two[1].server.url)
+    lost = next(each for each in fleet._all if each.name == two[1].server.url)
     fleet._lose(lost, EngineLost("gone"))
     restart(two[1])
     begun = asyncio.Event()
