@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0  # s; the wait before a retry doubles from 
 MAX_HEALTH_BYTES = 4096  # of an answer to /health, which is empty or a word
 SHOWN_CHARS = 300  # characters of a body in an error
 HIDDEN_TOKEN = "(the token)"
+COUNTED = ("requests", "requests_retried", "requests_dropped")
+"""Counts of calls, of attempts after the first, and of calls without a reply: out of retries,
+refused, or cancelled."""
 SLOWEST_TOKEN_S = 0.2
 """Seconds a token. An engine that lives but samples slower than this has stopped.
 
@@ -103,15 +107,6 @@ class RequestGate:
                     self.all_done.set()
 
 
-@dataclass(slots=True)
-class RequestCounters:
-    """Counts since the last take_counters."""
-
-    requests: int = 0  # calls of get and post
-    retried: int = 0  # attempts after the first
-    dropped: int = 0  # calls without a reply: out of retries, refused, or cancelled
-
-
 @dataclass(frozen=True, slots=True)
 class _Call:
     """An HTTP request and the limits of each attempt."""
@@ -164,7 +159,8 @@ class EngineClient:
             raise UsageError(
                 "rollout.engine: an engine over HTTP needs httpx2; pip install 'onepolicy[server]'"
             )
-        self.url, self.server, self.counters = url.rstrip("/"), server, RequestCounters()
+        self.url, self.server = url.rstrip("/"), server
+        self._counts: Counter[str] = Counter()
         self._timeout_s, self._retries = timeout_s, retries
         self._token_env = token_env
         self._token: str | None = None
@@ -231,18 +227,10 @@ class EngineClient:
             return True  # it refuses, so it is there
         return True
 
-    def take_counters(self) -> RequestCounters:
-        taken, self.counters = self.counters, RequestCounters()
-        return taken
-
     def take_metrics(self) -> dict[str, float]:
         """Return the run's metrics since the last call (run/metrics.toml)."""
-        taken = self.take_counters()
-        return {
-            "rollout/requests": taken.requests,
-            "rollout/requests_retried": taken.retried,
-            "rollout/requests_dropped": taken.dropped,
-        }
+        taken, self._counts = self._counts, Counter()
+        return {f"rollout/{name}": taken[name] for name in COUNTED}
 
     async def _request(
         self,
@@ -250,7 +238,7 @@ class EngineClient:
         parse: Callable[[Any], T],
         confirm: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
-        self.counters.requests += 1
+        self._counts["requests"] += 1
         self._in_flight += 1
         answered = False
         try:
@@ -259,7 +247,7 @@ class EngineClient:
             return reply
         finally:
             self._in_flight -= 1
-            self.counters.dropped += not answered
+            self._counts["requests_dropped"] += not answered
 
     async def _attempt_until_reply(
         self,
@@ -275,7 +263,7 @@ class EngineClient:
                 pause = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT)
                 if loop.time() + pause >= end:
                     break
-                self.counters.retried += 1
+                self._counts["requests_retried"] += 1
                 await asyncio.sleep(pause)
             try:
                 reply = parse(await self._attempt(call, end))

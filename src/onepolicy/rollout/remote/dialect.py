@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, QuantFormat, ServerEngineConfig
@@ -15,12 +15,16 @@ from onepolicy.config.lora import LoraConfig
 from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
 from onepolicy.models.quant.size_report import SizeReport
 from onepolicy.replay.checks import RouteSpec
+from onepolicy.rollout.remote.bodies import MAX_REPLY_BYTES
 from onepolicy.rollout.remote.client import EngineLost, RequestGate, make_clients
 from onepolicy.rollout.remote.replies import AdapterLimits
-from onepolicy.support.trace import SupportTrace
 from onepolicy.sync.checksum import ChecksumTable
 from onepolicy.sync.weight_files import WeightFiles
-from onepolicy.types import RoutingTrace, Sampling
+from onepolicy.types import Completion, Sampling
+
+ENTRY_BYTES = 512  # of JSON for one token and its log-probability
+PATH_ID_BYTES = 16  # of JSON for a token of the prompt
+EXPERT_ID_BYTES = 4  # at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +46,6 @@ class Request:
     first_row: int  # of the routes to return
     version: int  # of the weights at the time of the request
     adapter: str | None = None  # that the server samples with, by its name there: NAME@VERSION
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The tokens of one reply: a whole completion, or its part before an interruption."""
-
-    token_ids: Tensor  # [n] int32
-    logp: Tensor  # [n] float32
-    version: Tensor  # [n] int32
-    aborted: bool
-    top_ids: Tensor | None = None  # [n, k] int32
-    top_logp: Tensor | None = None  # [n, k] float32
-    routing: RoutingTrace | None = None  # rows of path + tokens from request.first_row on
-    support: SupportTrace | None = None  # if the request asks for it
-    adapter: str | None = None  # that sampled it, without its version
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +161,25 @@ class Dialect(ABC):
     def body(self, request: Request) -> dict[str, Any]:
         """Return the JSON body of the request."""
 
-    @abstractmethod
     def max_reply_bytes(self, request: Request) -> int:
         """Return the most bytes that a reply to this request may have."""
+        sampling, spec, path, ids = request.sampling, self.shape.route_spec, len(request.path), 0
+        if spec is not None:
+            ids = (path + sampling.max_tokens) * self.shape.depth * spec.top_k
+        entries = 3 + self.num_likeliest(sampling)  # the token, its own two and the top tokens
+        base64_bytes = 4 * math.ceil(ids * EXPERT_ID_BYTES / 3)
+        sampled = ENTRY_BYTES * sampling.max_tokens * entries
+        return MAX_REPLY_BYTES + sampled + PATH_ID_BYTES * path + base64_bytes
 
     @abstractmethod
-    def parse(self, reply: Any, request: Request) -> Part:
-        """Return the tokens of a reply.
+    def num_likeliest(self, sampling: Sampling) -> int:
+        """Return of how many likeliest tokens a reply has the log-probabilities."""
+
+    @abstractmethod
+    def parse(self, reply: Any, request: Request) -> Completion:
+        """Return the tokens of a reply: a whole completion, or its part before an interruption.
+
+        finish is "aborted" if the reply says so, even after the last token.
 
         Raises MalformedReply for anything but a complete reply to the request, TrainingError for
         another adapter, and EngineLost for weights that this run did not load.

@@ -26,7 +26,7 @@ from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.remote.adapters import ServerAdapters
 from onepolicy.rollout.remote.client import EngineLost, RequestGate
-from onepolicy.rollout.remote.dialect import Dialect, ModelShape, Part, Request
+from onepolicy.rollout.remote.dialect import Dialect, ModelShape, Request
 from onepolicy.rollout.remote.dialects.sglang import SGLangDialect
 from onepolicy.rollout.remote.dialects.vllm import VLLMDialect
 from onepolicy.rollout.remote.start_up import check_processed_logprobs
@@ -152,7 +152,7 @@ class RemoteEngine:
         prompt = check_request(
             prompt_ids, sampling, self.caps, version=self.version, vocab=self.dialect.shape.vocab
         ).tolist()
-        parts: list[Part] = []
+        parts: list[Completion] = []
         path, foreign_aborts = list(prompt), 0
         while True:
             aborts = self._aborts
@@ -166,7 +166,9 @@ class RemoteEngine:
                 return self._join(parts, "length", sampling)
             # aborted, or the server stopped at an end token of the model
             self._resumed += 1
-            foreign_aborts += part is not None and part.aborted and aborts == self._aborts
+            foreign_aborts += (
+                part is not None and part.finish == "aborted" and aborts == self._aborts
+            )
             if foreign_aborts > self.dialect.config.retries:
                 raise TrainingError(
                     "rollout.engine.url: somebody else aborted one of our requests "
@@ -175,7 +177,7 @@ class RemoteEngine:
 
     async def _sample(
         self, path: list[int], done: int, sampling: Sampling, seed: int
-    ) -> Part | None:
+    ) -> Completion | None:
         """Send a request for the rest when it is admitted. Return the reply.
 
         done: tokens of the path that were sampled. Return None if an update has replaced the
@@ -215,7 +217,9 @@ class RemoteEngine:
             return None
         return self._adapters.name
 
-    def _join(self, parts: list[Part], finish: FinishReason, sampling: Sampling) -> Completion:
+    def _join(
+        self, parts: list[Completion], finish: FinishReason, sampling: Sampling
+    ) -> Completion:
         """Return the completion with the adapter of its last tokens."""
         whole = join_partial_completions(parts, finish, sampling.routes_from)
         adapter = self.adapter

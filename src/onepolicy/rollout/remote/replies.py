@@ -17,13 +17,12 @@ from torch import Tensor
 from onepolicy.config import UsageError, printable
 from onepolicy.errors import short_repr
 from onepolicy.replay.checks import RouteSpec, check_trace
-from onepolicy.rollout.remote.bodies import MAX_REPLY_BYTES, MalformedReply
-from onepolicy.types import MAX_LOGP, RoutingTrace, Sampling
+from onepolicy.rollout.remote.bodies import MalformedReply
+from onepolicy.types import MAX_LOGP, FinishReason, RoutingTrace, Sampling
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-ENTRY_BYTES = 512  # of JSON for one token and its log-probability
 MAX_DEPTH = 32  # nesting levels of a server's description
 MAX_RANKS = 4096  # of one server; a process group takes memory for each
 MIN_LOGP = -1e6  # nats; a lower value is a constant for a token that cannot be sampled
@@ -176,6 +175,12 @@ def check_end(tokens: Sequence[int], reason: str, sampling: Sampling, *, other_s
         )
 
 
+def finish_of(reason: str) -> FinishReason:
+    """Return a reply's reason as the finish of a part. The reason was checked by `check_end`."""
+    reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+    return reasons[reason]
+
+
 def logprob_tensor(values: list[float], name: str) -> Tensor:
     """Return the log-probabilities of sampled tokens as [n] float32.
 
@@ -225,13 +230,3 @@ def check_routes(trace: RoutingTrace, route_spec: RouteSpec) -> None:
         )
     except UsageError as error:
         raise MalformedReply(str(error)) from error
-
-
-def max_reply_bytes(*, tokens: int, path: int, per_token: int, routes: int) -> int:
-    """Return the most bytes that a reply with `tokens` tokens may have.
-
-    path: tokens of the prompt. per_token: JSON entries for each sampled token. routes: bytes of
-    all routing rows, before base64.
-    """
-    base64_bytes = 4 * math.ceil(routes / 3)
-    return MAX_REPLY_BYTES + ENTRY_BYTES * tokens * per_token + 16 * path + base64_bytes

@@ -63,8 +63,9 @@ def catch(monkeypatch):
         try:
             while True:
                 part = await post(client, path, *body, **limits)
-                caught.extend([part] * (part.aborted and len(part.token_ids) > 0))
-                if part.aborted or caught:
+                aborted = part.finish == "aborted"
+                caught.extend([part] * (aborted and len(part.token_ids) > 0))
+                if aborted or caught:
                     return part
         finally:
             flying.remove(call)

@@ -14,9 +14,9 @@ import torch
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.payloads.vllm import payload_format_of
 from onepolicy.rollout.remote.bodies import MalformedReply, parse_json
-from onepolicy.rollout.remote.dialect import ModelShape, Part, Request
+from onepolicy.rollout.remote.dialect import ModelShape, Request
 from onepolicy.rollout.remote.dialects.sglang_replies import parse_reply
-from onepolicy.rollout.remote.dialects.vllm_replies import ReplyParser
+from onepolicy.rollout.remote.dialects.vllm_replies import parse_reply as parse_vllm
 from onepolicy.types import Completion, RoutingTrace, Sampling
 from support.fuzz import FAST, SLOW, Damage, survives
 
@@ -124,19 +124,18 @@ def loaded(given: object) -> object:
 
 
 def part_of(version: str):
-    reader = ReplyParser(SHAPE, payload_format_of(version))
-    return lambda given: completed(reader.parse(loaded(given), ASKED))
+    how = payload_format_of(version)
+    return lambda given: completed(parse_vllm(loaded(given), ASKED, SHAPE, how))
 
 
-def completed(part: Part) -> Completion:
+def completed(part: Completion) -> Completion:
     """Return the completion that ends with this part, or an interrupted one."""
     tokens, finish = part.token_ids.tolist(), "aborted"
     if tokens and tokens[-1] in SAMPLING.stop:
         finish = "stop"
     elif len(tokens) == SAMPLING.max_tokens:
         finish = "length"
-    top = {"top_ids": part.top_ids, "top_logp": part.top_logp}
-    return Completion(part.token_ids, part.logp, part.version, finish, part.routing, **top)
+    return dataclasses.replace(part, finish=finish)
 
 
 @pytest.mark.full

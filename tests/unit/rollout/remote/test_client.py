@@ -18,10 +18,15 @@ from onepolicy.rollout.remote.bodies import MalformedReply, parse_json, read_bod
 from onepolicy.rollout.remote.client import (
     EngineClient,
     EngineLost,
-    RequestCounters,
 )
 from support.http_server import Reply, Server, first
 from support.waiting import LIMIT_S, wait_until
+
+
+def counted(requests=0, retried=0, dropped=0):
+    names = ("requests", "requests_retried", "requests_dropped")
+    counts = zip(names, (requests, retried, dropped), strict=True)
+    return {f"rollout/{name}": count for name, count in counts}
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +82,8 @@ def test_a_request_and_its_json_answer_arrive_unchanged(monkeypatch):
     assert (asked.method, asked.path, asked.params) == ("POST", "/do", {"mode": "abort"})
     assert asked.body == {"x": [1, 2]}
     assert asked.headers["authorization"] == "Bearer s3cret"
-    assert client.take_counters() == RequestCounters(requests=4)
-    assert client.take_counters() == RequestCounters()
+    assert client.take_metrics() == counted(requests=4)
+    assert client.take_metrics() == counted()
 
 
 TOO_MUCH = bytes(http.MAX_REPLY_BYTES + 1)
@@ -107,12 +112,12 @@ def test_transient_errors_are_retried_up_to_the_bound(subtests):
                 server.handlers["POST /do"] = first([bad], good)
                 client, reply = ask(server)
                 assert reply == {"ok": 1}
-                assert client.take_counters() == RequestCounters(requests=1, retried=1)
+                assert client.take_metrics() == counted(requests=1, retried=1)
         server.handlers["POST /do"] = first([bad] * 3, good)
         client = client_of(server)
         with pytest.raises(TrainingError, match=words):
             asyncio.run(client.post("/do"))
-        assert client.take_counters() == RequestCounters(requests=1, retried=2, dropped=1)
+        assert client.take_metrics() == counted(requests=1, retried=2, dropped=1)
         assert len(server.asked) == 2 * len(TRANSIENT) + 3
 
 
@@ -402,7 +407,7 @@ def test_dropped_requests_are_named_and_a_cancelled_one_hangs_up():
     with Server({"POST /slow": slow}) as server:
         client = client_of(server)
         asyncio.run(both(client))
-    assert client.take_counters() == RequestCounters(requests=2, dropped=2)
+    assert client.take_metrics() == counted(requests=2, dropped=2)
 
 
 ADDRESSES = [

@@ -15,7 +15,7 @@ from onepolicy.replay.payloads.vllm import payload_format_of
 from onepolicy.rollout.remote.bodies import MalformedReply
 from onepolicy.rollout.remote.dialect import ModelShape, Request
 from onepolicy.rollout.remote.dialects.vllm_replies import (
-    ReplyParser,
+    parse_reply,
     resumed_seed,
     sampling_params,
 )
@@ -24,7 +24,7 @@ from onepolicy.types import Sampling
 from support.fake_vllm import LAYERS, RULES, VOCAB, npy, routes_of
 
 PROMPT, TOKENS, SAMPLING = [3, 4, 5], [7, 8, 9, 1], Sampling(1.0, 4, stop=(1,), top_logprobs=2)
-READER = ReplyParser(ModelShape(VOCAB, LAYERS, RULES), payload_format_of("0.30.0"))
+SERVED = ModelShape(VOCAB, LAYERS, RULES), payload_format_of("0.30.0")
 
 
 def entry(token, logp, others=()):
@@ -48,11 +48,7 @@ def good(tokens=TOKENS, finish="stop", first=0, path=PROMPT):
 
 
 def read(reply, path=PROMPT, sampling=SAMPLING, first=0, version=3):
-    return READER.parse(reply, Request(path, sampling, 0, first, version))
-
-
-def whole(reply):
-    return join_partial_completions([read(reply)], "stop", 0)
+    return parse_reply(reply, Request(path, sampling, 0, first, version), *SERVED)
 
 
 def spans(done):
@@ -60,9 +56,9 @@ def spans(done):
 
 
 def test_a_reply_becomes_a_completion():
-    done = whole(good())
+    done = read(good())
     check_completion(done, PROMPT, RULES, "sample")
-    assert done.token_ids.tolist() == TOKENS
+    assert (done.token_ids.tolist(), done.finish) == (TOKENS, "stop")
     assert done.logp.tolist() == [-0.5, -1.0, -1.5, -2.0]
     assert done.top_ids.tolist() == [[7, 20], [8, 20], [9, 20], [1, 20]]
     assert done.top_logp[:, 0].tolist() == [-0.5, -1.0, -1.5, -2.0]
@@ -77,7 +73,7 @@ def test_parts_follow_each_other_without_a_gap():
     """Prompt 3 and two tokens: 4 rows. The rest is asked for from slot 4 on: the last token's row,
     and its own."""
     halves = [read(good(TOKENS[:2], "abort"), sampling=SAMPLING)]
-    assert (halves[0].aborted, len(halves[0].routing)) == (True, 4)
+    assert (halves[0].finish, len(halves[0].routing)) == ("aborted", 4)
     path, left = [*PROMPT, *TOKENS[:2]], Sampling(1.0, 2, stop=(1,), top_logprobs=2)
     halves.append(read(good(TOKENS[2:], first=4, path=path), path, left, first=4, version=5))
     done = join_partial_completions(halves, "stop", 0)
@@ -101,7 +97,7 @@ NO_ENDS += [([7] * 5, "length"), ([7, 1], "error")]
 def test_the_end_of_a_reply_fits_its_tokens_or_is_refused(subtests):
     for tokens, reason in ENDS:
         with subtests.test(tokens=tokens, reason=reason):
-            assert read(good(tokens, reason)).aborted == (reason == "abort")
+            assert read(good(tokens, reason)).finish == {"abort": "aborted"}.get(reason, reason)
     words = r"finish_reason: .* is none of|do not end where they should"
     for tokens, reason in NO_ENDS:
         case = subtests.test(tokens=tokens, reason=reason)
@@ -141,7 +137,7 @@ def test_one_wrong_field_is_malformed_or_harmless(where, value, gone):
         # as it comes off the wire: NaN and infinity too
         parent[last] = json.loads(json.dumps(value))
     try:
-        done = whole(reply)
+        done = read(reply)
     except MalformedReply:
         return
     check_completion(done, PROMPT, RULES, "sample")

@@ -13,13 +13,12 @@ from onepolicy.config.lora import LoraConfig
 from onepolicy.errors import short_repr
 from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
 from onepolicy.rollout.remote.client import RequestGate
-from onepolicy.rollout.remote.dialect import Dialect, Part, Request
+from onepolicy.rollout.remote.dialect import Dialect, Request
 from onepolicy.rollout.remote.dialects import sglang_weights as sync
 from onepolicy.rollout.remote.dialects.sglang_adapters import layer_names, missing_layers
 from onepolicy.rollout.remote.dialects.sglang_handshake import ModelInfo, WeightsId, handshake
 from onepolicy.rollout.remote.dialects.sglang_replies import (
     kept_tokens,
-    most_reply_bytes,
     parse_reply,
     request_body,
     uses_top_k_or_top_p,
@@ -27,9 +26,10 @@ from onepolicy.rollout.remote.dialects.sglang_replies import (
 from onepolicy.rollout.remote.replies import Reply, check_success
 from onepolicy.sync.checksum import ChecksumTable
 from onepolicy.sync.weight_files import num_files
-from onepolicy.types import Sampling
+from onepolicy.types import Completion, Sampling
 
 MIN_TEMPERATURE = 1e-6  # SGLang samples greedily below it
+MASK_BYTES = 12  # of JSON for one token id of a sampling mask, at most
 FLUSH_TIMEOUT_S = 10  # for the server to clean up requests that have ended
 
 
@@ -133,9 +133,15 @@ class SGLangDialect(Dialect):
         return request_body(request, self.shape, self._weights.prefix_key)
 
     def max_reply_bytes(self, request: Request) -> int:
-        return most_reply_bytes(request, self.shape)
+        mask, sampling = 0, request.sampling
+        if uses_top_k_or_top_p(sampling):
+            mask = sampling.max_tokens * kept_tokens(sampling, self.shape.vocab) * MASK_BYTES
+        return mask + super().max_reply_bytes(request)
 
-    def parse(self, reply: Any, request: Request) -> Part:
+    def num_likeliest(self, sampling: Sampling) -> int:
+        return sampling.top_logprobs
+
+    def parse(self, reply: Any, request: Request) -> Completion:
         part = parse_reply(reply, request, self.shape, self._version_of)
         if request.adapter is None:
             return part

@@ -19,8 +19,8 @@ from onepolicy.config import UsageError
 from onepolicy.errors import short_repr
 from onepolicy.replay.axes import trace_from
 from onepolicy.replay.checks import RouteSpec
-from onepolicy.replay.payloads.sglang import ID_BYTES, route_ids
-from onepolicy.rollout.remote.dialect import ModelShape, Part, Request
+from onepolicy.replay.payloads.sglang import route_ids
+from onepolicy.rollout.remote.dialect import ModelShape, Request
 from onepolicy.rollout.remote.replies import (
     LogProbs,
     MalformedReply,
@@ -31,14 +31,12 @@ from onepolicy.rollout.remote.replies import (
     check_routes,
     check_token_counts,
     check_token_ids,
+    finish_of,
     logprob_tensor,
-    max_reply_bytes,
     top_tokens_tensors,
 )
 from onepolicy.support.trace import SupportTrace
-from onepolicy.types import RouteSource, RouteSpan, RoutingTrace, Sampling
-
-MASK_BYTES = 12  # of JSON for one token id of a sampling mask, at most
+from onepolicy.types import Completion, RouteSource, RouteSpan, RoutingTrace, Sampling
 
 Segment = tuple[int, int, RouteSource, int]
 """start, stop, source and weight version of routing rows."""
@@ -117,20 +115,6 @@ def request_body(request: Request, shape: ModelShape, prefix_key: str) -> dict[s
     return body
 
 
-def most_reply_bytes(request: Request, shape: ModelShape) -> int:
-    """Return the most bytes that a reply to this request may have."""
-    sampling, routes, mask = request.sampling, 0, 0
-    if shape.route_spec is not None:
-        rows = len(request.path) + sampling.max_tokens
-        routes = rows * shape.depth * shape.route_spec.top_k * ID_BYTES
-    if uses_top_k_or_top_p(sampling):
-        mask = sampling.max_tokens * kept_tokens(sampling, shape.vocab) * MASK_BYTES
-    per_token = 3 + sampling.top_logprobs  # the token, its two entries and the top tokens
-    return mask + max_reply_bytes(
-        tokens=sampling.max_tokens, path=len(request.path), per_token=per_token, routes=routes
-    )
-
-
 def uses_top_k_or_top_p(sampling: Sampling) -> bool:
     """Return whether top_p or top_k excludes tokens.
 
@@ -146,7 +130,7 @@ def kept_tokens(sampling: Sampling, vocabulary: int) -> int:
 
 def parse_reply(
     reply: Any, request: Request, shape: ModelShape, version_of: Callable[[str], int]
-) -> Part:
+) -> Completion:
     """Check a reply and return its tokens.
 
     version_of: returns the weight version of the server's weights id, and raises for weights of
@@ -168,15 +152,16 @@ def parse_reply(
     routing = None
     if shape.route_spec is not None and tokens:
         routing = _trace(meta, runs, request, shape, shape.route_spec)
-    return Part(
+    return Completion(
         torch.tensor(tokens, dtype=torch.int32),
         logp,
         torch.tensor(version, dtype=torch.int32),
-        reason == "abort",
+        finish_of(reason),
+        routing,
+        request.first_row,
         top_ids,
         top_logp,
-        routing,
-        _support(meta, n, sampling, shape.vocab),
+        support=_support(meta, n, sampling, shape.vocab),
     )
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.config.lora import LoraConfig
 from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
+from onepolicy.replay.payloads.vllm import RoutePayloadFormat
 from onepolicy.rollout.remote.client import EngineClient, RequestGate
-from onepolicy.rollout.remote.dialect import Dialect, Part, Request
+from onepolicy.rollout.remote.dialect import Dialect, Request
 from onepolicy.rollout.remote.dialects.vllm_handshake import handshake
 from onepolicy.rollout.remote.dialects.vllm_replies import (
-    ReplyParser,
+    parse_reply,
     requested_logprobs,
     resumed_seed,
     sampling_params,
@@ -34,7 +35,7 @@ from onepolicy.sync.broadcast import Sender
 from onepolicy.sync.checksum import ChecksumAccumulator, ChecksumTable
 from onepolicy.sync.group import run_in_daemon_thread
 from onepolicy.sync.weight_files import WeightFiles, num_files
-from onepolicy.types import Sampling
+from onepolicy.types import Completion, Sampling
 
 INITIAL = "default"  # vLLM's name of its start-up weights
 INCOMPLETE = "incomplete"  # suffix of the name of weights of which only some may be loaded
@@ -85,10 +86,10 @@ class VLLMDialect(Dialect):
     weights_id = ""
     version = 0
     canary: list[float] | None = None
-    _parser: ReplyParser
+    _format: RoutePayloadFormat
 
     async def handshake(self, caps: EngineCaps) -> None:
-        self.info, self._parser, self.canary = await handshake(
+        self.info, self._format, self.canary = await handshake(
             self.client, self.hf_config, self.config, caps, self.shape, self.quant
         )
         self._run = secrets.token_hex(4)
@@ -116,7 +117,7 @@ class VLLMDialect(Dialect):
 
     def check_sampling(self, sampling: Sampling, caps: EngineCaps) -> None:
         check_temperature(sampling)
-        wanted = requested_logprobs(sampling, self.shape.vocab)
+        wanted = self.num_likeliest(sampling)
         if wanted > max(caps.top_logprobs, sampling.top_logprobs):
             raise UsageError(
                 f"rollout.sampling.top_k: {sampling.top_k} and ties are up to {wanted} "
@@ -136,11 +137,11 @@ class VLLMDialect(Dialect):
             body["model"] = request.adapter
         return body
 
-    def max_reply_bytes(self, request: Request) -> int:
-        return self._parser.max_reply_bytes(request)
+    def num_likeliest(self, sampling: Sampling) -> int:
+        return requested_logprobs(sampling, self.shape.vocab)
 
-    def parse(self, reply: Any, request: Request) -> Part:
-        return self._parser.parse(reply, request)
+    def parse(self, reply: Any, request: Request) -> Completion:
+        return parse_reply(reply, request, self.shape, self._format)
 
     # --- weights ----------------------------------------------------------------------------------
 

@@ -12,10 +12,9 @@ from onepolicy.config import QuantFormat, UsageError, VLLMServerConfig
 from onepolicy.errors import short_repr
 from onepolicy.interfaces import EngineCaps
 from onepolicy.models.quant.size_report import SizeReport
-from onepolicy.replay.payloads.vllm import parse_version, payload_format_of
+from onepolicy.replay.payloads.vllm import RoutePayloadFormat, parse_version, payload_format_of
 from onepolicy.rollout.remote.client import EngineClient
 from onepolicy.rollout.remote.dialect import ModelShape, ServerInfo
-from onepolicy.rollout.remote.dialects.vllm_replies import ReplyParser
 from onepolicy.rollout.remote.replies import (
     MAX_RANKS,
     MalformedReply,
@@ -45,10 +44,10 @@ async def handshake(
     caps: EngineCaps,
     shape: ModelShape,
     quant: QuantFormat | None,
-) -> tuple[ServerInfo, ReplyParser, list[float] | None]:
+) -> tuple[ServerInfo, RoutePayloadFormat, list[float] | None]:
     """Check the server's model and settings, and lift a pause of an interrupted run.
 
-    Return also the parser of its replies, and the canary of its start-up weights. Raises UsageError
+    Return also the format of its routes, and the canary of its start-up weights. Raises UsageError
     if the server does not fit this run.
     """
     version = (await client.get("/version", parse=_Version.read)).version
@@ -72,7 +71,7 @@ async def handshake(
         adapters=server.adapters,
         sizes=sizes,
     )
-    return info, ReplyParser(shape, payload_format_of(version)), server.initial_canary
+    return info, payload_format_of(version), server.initial_canary
 
 
 def _max_top_logprobs(max_logprobs: int, vocab: int) -> int:

@@ -5,7 +5,6 @@ Nothing after these checks could detect a wrong reply.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired
 
 import numpy as np
@@ -16,7 +15,7 @@ from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat, request_trace
-from onepolicy.rollout.remote.dialect import ModelShape, Part, Request
+from onepolicy.rollout.remote.dialect import ModelShape, Request
 from onepolicy.rollout.remote.replies import (
     Count,
     MalformedReply,
@@ -28,16 +27,15 @@ from onepolicy.rollout.remote.replies import (
     check_routes,
     check_token_counts,
     check_token_ids,
+    finish_of,
     logprob_tensor,
-    max_reply_bytes,
     top_tokens_tensors,
 )
 from onepolicy.support.trace import SupportTrace
-from onepolicy.types import RoutingTrace, Sampling
+from onepolicy.types import Completion, RoutingTrace, Sampling
 
 NO_LOGP = -9999.0  # vLLM's value for a missing log-probability, and for minus infinity
 TOKEN_PREFIX = "token_id:"
-MAX_EXPERT_ID_BYTES = 4
 TIES = 16
 """Tokens asked for beside twice top_k, which keeps all that tie with its last one: logits of
 bfloat16 have few values."""
@@ -126,93 +124,83 @@ def resumed_seed(seed: int, done: int) -> int:
     return int(state[0] >> np.uint64(1))
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyParser:
-    """The parser of one server's replies."""
+def parse_reply(
+    reply: Any, request: Request, shape: ModelShape, payload_format: RoutePayloadFormat
+) -> Completion:
+    """Check a reply and return its tokens.
 
-    shape: ModelShape
-    payload_format: RoutePayloadFormat
+    Raises MalformedReply for anything but a complete reply to `request`, and TrainingError if the
+    reply names another adapter.
+    """
+    read = _GenerateReply.read(reply)
+    choice, usage, sampling = read.choices[0], read.usage, request.sampling
+    tokens, n, prompt = choice.token_ids, len(choice.token_ids), len(request.path)
+    check_token_ids("token_ids", tokens, shape.vocab)
+    wanted = requested_logprobs(sampling, shape.vocab)
+    logp, top_ids, top_logp = _logprobs(choice.logprobs.content, tokens, shape.vocab, wanted)
+    check_end(tokens, choice.finish_reason, sampling, other_stops=False)
+    check_token_counts((usage.prompt_tokens, usage.completion_tokens), prompt, n)
+    routing = None
+    if shape.route_spec is not None and tokens:
+        cached = usage.cached_tokens
+        if cached is None:
+            raise MalformedReply("usage.prompt_tokens_details.cached_tokens is missing")
+        check_count("usage.prompt_tokens_details.cached_tokens", cached, prompt)
+        routing = _routing(reply, request, shape, payload_format, completion=n, cached=cached)
+    adapter, version = _adapter(read.model, request)
+    return Completion(
+        torch.tensor(tokens, dtype=torch.int32),
+        logp,
+        torch.full((n,), version, dtype=torch.int32),
+        finish_of(choice.finish_reason),
+        routing,
+        request.first_row,
+        adapter=adapter,
+        **_top_and_support(top_ids, top_logp, sampling),
+    )
 
-    def parse(self, reply: Any, request: Request) -> Part:
-        """Return the tokens of a reply.
 
-        Raises MalformedReply for anything but a complete reply, and TrainingError if the reply
-        names another adapter than the request.
-        """
-        read = _GenerateReply.read(reply)
-        choice, usage, sampling = read.choices[0], read.usage, request.sampling
-        tokens, prompt, vocab = choice.token_ids, len(request.path), self.shape.vocab
-        check_token_ids("token_ids", tokens, vocab)
-        wanted = requested_logprobs(sampling, vocab)
-        logp, top_ids, top_logp = _logprobs(choice.logprobs.content, tokens, vocab, wanted)
-        check_end(tokens, choice.finish_reason, sampling, other_stops=False)
-        counts = usage.prompt_tokens, usage.completion_tokens
-        check_token_counts(counts, prompt, len(tokens))
-        routing = None
-        if self.shape.route_spec is not None and tokens:
-            cached = usage.cached_tokens
-            if cached is None:
-                raise MalformedReply("usage.prompt_tokens_details.cached_tokens is missing")
-            check_count("usage.prompt_tokens_details.cached_tokens", cached, prompt)
-            routing = self._routing(reply, request, completion=len(tokens), cached=cached)
-        adapter, version = _adapter(read.model, request)
-        return Part(
-            torch.tensor(tokens, dtype=torch.int32),
-            logp,
-            torch.full((len(tokens),), version, dtype=torch.int32),
-            choice.finish_reason == "abort",
-            routing=routing,
-            adapter=adapter,
-            **_top_and_support(top_ids, top_logp, sampling),
-        )
-
-    def max_reply_bytes(self, request: Request) -> int:
-        """Return the most bytes that a reply to this request may have."""
-        sampling, prompt, routes = request.sampling, len(request.path), 0
-        if self.shape.route_spec is not None:
-            rows = prompt + sampling.max_tokens
-            routes = rows * self.shape.depth * self.shape.route_spec.top_k * MAX_EXPERT_ID_BYTES
-        # the token, its own entry and the top tokens
-        per_token = 3 + requested_logprobs(sampling, self.shape.vocab)
-        return max_reply_bytes(
-            tokens=sampling.max_tokens, path=prompt, per_token=per_token, routes=routes
-        )
-
-    def _routing(
-        self, reply: Any, request: Request, *, completion: int, cached: int
-    ) -> RoutingTrace:
-        route_spec, prompt, first = self.shape.route_spec, len(request.path), request.first_row
-        assert route_spec is not None
-        try:
-            rows = self.payload_format.read_reply(reply, 0)
-            if rows is not None and (rows < 0).any():
-                raise MalformedReply(
-                    "routed_experts: a negative id; vLLM writes zeros where nothing was captured"
-                )
-            trace = request_trace(
-                rows,
-                self.payload_format,
-                prompt=prompt,
-                completion=completion,
-                cached=cached,
-                route_spec=route_spec,
-                depth=self.shape.depth,
-                version=request.version,
-                first=first,
-            )
-        except UsageError as error:
-            raise MalformedReply(str(error)) from error
-        expected, found = prompt + completion - 1 - first, "none"
-        if trace is not None:
-            found = str(len(trace))
-        if trace is None or len(trace) != expected:
+def _routing(
+    reply: Any,
+    request: Request,
+    shape: ModelShape,
+    payload_format: RoutePayloadFormat,
+    *,
+    completion: int,
+    cached: int,
+) -> RoutingTrace:
+    route_spec, prompt, first = shape.route_spec, len(request.path), request.first_row
+    assert route_spec is not None
+    try:
+        rows = payload_format.read_reply(reply, 0)
+        if rows is not None and (rows < 0).any():
             raise MalformedReply(
-                f"routed_experts: {expected} rows were due from slot {first} on, got {found}"
+                "routed_experts: a negative id; vLLM writes zeros where nothing was captured"
             )
-        if len(trace) and not trace.valid.any():
-            raise MalformedReply("routed_experts: no row was captured, all of them are negative")
-        check_routes(trace, route_spec)
-        return trace
+        trace = request_trace(
+            rows,
+            payload_format,
+            prompt=prompt,
+            completion=completion,
+            cached=cached,
+            route_spec=route_spec,
+            depth=shape.depth,
+            version=request.version,
+            first=first,
+        )
+    except UsageError as error:
+        raise MalformedReply(str(error)) from error
+    expected, found = prompt + completion - 1 - first, "none"
+    if trace is not None:
+        found = str(len(trace))
+    if trace is None or len(trace) != expected:
+        raise MalformedReply(
+            f"routed_experts: {expected} rows were due from slot {first} on, got {found}"
+        )
+    if len(trace) and not trace.valid.any():
+        raise MalformedReply("routed_experts: no row was captured, all of them are negative")
+    check_routes(trace, route_spec)
+    return trace
 
 
 def _adapter(told: str | None, request: Request) -> tuple[str | None, int]:
