@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import torch
 from transformers import PreTrainedConfig
 
 from onepolicy.config import (
@@ -21,6 +22,7 @@ from onepolicy.config.lora import LoraConfig
 from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
+from onepolicy.notation import number
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
@@ -32,8 +34,7 @@ from onepolicy.rollout.remote.dialects.vllm import VLLMDialect
 from onepolicy.rollout.remote.start_up import check_processed_logprobs
 from onepolicy.rollout.resume import join_partial_completions
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.sync.attach import attach_engine, reattach_engine
-from onepolicy.sync.canary import inexact_dtype
+from onepolicy.sync.canary import Canary, canary_logp, inexact_dtype
 from onepolicy.types import Completion, FinishReason, Sampling
 
 DIALECTS: dict[str, type[Dialect]] = {"vllm-server": VLLMDialect, "sglang": SGLangDialect}
@@ -103,14 +104,14 @@ class RemoteEngine:
         """Connect, and load the checkpoint at `path` (folder or hub id) into the server."""
         with self.client.startup_errors():
             await self.connect()
-            await attach_engine(self, path, vocab=self.dialect.shape.vocab)
+            await self.attach(path)
         self.take_metrics()
 
     async def come_back(self) -> None:
-        """Connect to a server that was lost, and check its reload. Its weights are another's."""
+        """Connect to a server that was lost, and check its reload. The caller gives it weights."""
         with self.client.startup_errors():
             await self.connect()
-            await reattach_engine(self, vocab=self.dialect.shape.vocab)
+            await self.check_reload()
 
     async def connect(self) -> None:
         """Connect, and check the server's model, settings and log-probabilities.
@@ -270,32 +271,6 @@ class RemoteEngine:
         async with self._update(version):
             await self.dialect.load_checkpoint(path, version)
 
-    def has_initial_checkpoint(self, path: str) -> bool:
-        """Return whether the server still has its start-up weights, and they come from `path`.
-
-        path: folder or hub id.
-        """
-        initial = os.path.realpath(self.dialect.info.model)
-        return self.dialect.is_initial and initial == os.path.realpath(path)
-
-    def initial_canary(self) -> list[float] | None:
-        """Return the stored canary, None if none was stored since the server started.
-
-        Raises UsageError if none was stored and the start-up weights are gone.
-        """
-        dialect = self.dialect
-        if dialect.canary is None and not dialect.is_initial:
-            raise UsageError(
-                f"rollout.engine.url: {self.name} holds weights {dialect.weights_id!r}, which "
-                "another program gave it before a run had stored a canary of its start-up "
-                "weights, so that its reload cannot be checked; restart it"
-            )
-        return dialect.canary
-
-    async def store_initial_canary(self, canary: list[float]) -> None:
-        """Store a canary of the start-up weights in the server, for later runs."""
-        await self.dialect.store_canary(canary)
-
     async def reset_cache(self) -> None:
         """Drop every cached prefix."""
         assert not self._request_gate().running, "await all requests first"
@@ -343,3 +318,62 @@ class RemoteEngine:
     def _request_gate(self) -> RequestGate:
         self._gate = RequestGate.for_running_loop(self._gate, self.dialect.config.max_num_seqs)
         return self._gate
+
+    # --- a server that outlasts a run -------------------------------------------------------------
+    # A run that finds other weights in it cannot tell a reload that is always wrong from a correct
+    # one. So the first run stores a canary of the start-up weights in the server.
+
+    async def attach(self, path: str) -> None:
+        """Load the checkpoint at `path` (folder or hub id).
+
+        First the server reloads the weights it was started with. Raises UsageError if their
+        log-probabilities are then not those from before any reload.
+        """
+        if self.has_initial_checkpoint(path):
+            await self._initial_canary()
+            return
+        await self.check_reload()
+        if os.path.exists(path):
+            path = os.path.realpath(path)
+        await self.load_checkpoint(path, 0)
+
+    def has_initial_checkpoint(self, path: str) -> bool:
+        """Return whether the server still has its start-up weights, and they come from `path`."""
+        initial = os.path.realpath(self.dialect.info.model)
+        return self.dialect.is_initial and initial == os.path.realpath(path)
+
+    async def check_reload(self) -> None:
+        """Reload the start-up weights. Raise UsageError if they are others then."""
+        initial, vocab = await self._initial_canary(), self.dialect.shape.vocab
+        await self.load_checkpoint(None, 0)
+        now = await Canary.ask(self, vocab)
+        if len(initial) != len(now.logp):
+            raise UsageError(
+                f"rollout.engine: the server has a canary of {len(initial)} numbers of its "
+                f"start-up weights, expected {len(now.logp)}; another version of onepolicy stored "
+                "it: restart the server"
+            )
+        at_start = Canary(self, vocab, torch.tensor(initial), now.noise)
+        moved, is_same = await at_start.change(now.logp)
+        if not is_same:
+            raise UsageError(
+                f"rollout.engine: {self.name} reloaded the weights it was started with, and its "
+                f"log-probabilities of a fixed batch are up to {number(moved)} from those at its "
+                f"start (without a reload: {number(now.noise)}); its weights are wrong after a "
+                "reload"
+            )
+
+    async def _initial_canary(self) -> list[float]:
+        """Return the canary, which the server gets now if it has its start-up weights still."""
+        dialect = self.dialect
+        if dialect.canary is None:
+            if not dialect.is_initial:
+                raise UsageError(
+                    f"rollout.engine.url: {self.name} holds weights {dialect.weights_id!r}, which "
+                    "another program gave it before a run had stored a canary of its start-up "
+                    "weights, so that its reload cannot be checked; restart it"
+                )
+            canary = await canary_logp(self, dialect.shape.vocab)
+            await dialect.store_canary(canary.tolist())
+        assert dialect.canary is not None
+        return dialect.canary

@@ -152,7 +152,7 @@ class ServerFleet(Fleet[RemoteEngine]):
 
     # --- servers that come back -------------------------------------------------------------------
 
-    async def connect(self) -> None:
+    async def come_back(self) -> None:
         """Connect those servers that answer, after all or some were lost.
 
         They hold the weights they were started with until the next update. Raises EngineUnreachable
