@@ -1,4 +1,4 @@
-"""`RemoteEngine`: an engine in a Ray actor, which keeps working when Ray restarts the actor.
+"""`ActorEngine`: an engine in a Ray actor, which keeps working when Ray restarts the actor.
 
 A completion is a function of the prompt, the sampling settings and the seed. So requests that a
 lost process did not answer are sent again to its successor.
@@ -46,7 +46,7 @@ REPLY_CHECKS = 10
 """Number of checks for a reply before the caller gives up."""
 
 
-class RemoteEngine:
+class ActorEngine:
     """A rollout engine in a ReplicaProcess that was built from the JSON `settings`.
 
     Every process of the replica has an incarnation number. A message to an earlier incarnation is

@@ -17,9 +17,9 @@ ray = pytest.importorskip("ray")
 from onepolicy.config import TrainingError, UsageError  # noqa: E402
 from onepolicy.config.cluster import RayCluster  # noqa: E402
 from onepolicy.interfaces import EngineCaps  # noqa: E402
-from onepolicy.launch.ray import remote_engine as remote  # noqa: E402
+from onepolicy.launch.ray import actor_engine as remote  # noqa: E402
 from onepolicy.launch.ray import replica, replica_actor  # noqa: E402
-from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
+from onepolicy.launch.ray.actor_engine import ActorEngine  # noqa: E402
 from onepolicy.launch.ray.wire import GenerateRequest, decode_replies, encode_requests  # noqa: E402
 from onepolicy.rollout.remote.client import EngineLost  # noqa: E402
 from onepolicy.rollout.remote.replicas import Replicas  # noqa: E402
@@ -101,7 +101,7 @@ def in_event_loop(test):
 
 def opened(actor, **cluster):
     cluster, caps = RayCluster(**cluster), EngineCaps(False, 64)
-    return RemoteEngine("replica 0", actor, "{}", caps, cluster, "127.0.0.1")
+    return ActorEngine("replica 0", actor, "{}", caps, cluster, "127.0.0.1")
 
 
 async def built(cls=Actor, restarts=1, **cluster):
