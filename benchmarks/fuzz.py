@@ -29,7 +29,7 @@ from support.fuzz import CAMPAIGN
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 10
 TARGETS = {
-    "reply": "tests/integration/rollout/servers/test_fuzz_replies.py",
+    "reply": "tests/integration/rollout/remote/test_fuzz_replies.py",
     "dump": "tests/integration/audit/test_fuzz_dumps.py",
     "shape": "tests/integration/audit/test_fuzz_shapes.py",
     "recipe": "tests/unit/config/test_fuzz_recipes.py",

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, ModelConfig, resolve
 from onepolicy.launch.ray.connect import open_ray_launcher
-from onepolicy.rollout.fleet.replicas import Replicas
+from onepolicy.rollout.remote.replicas import Replicas
 
 
 class Written:

@@ -42,8 +42,7 @@ from onepolicy.config import (
     VLLMServerConfig,
 )
 from onepolicy.interfaces import RolloutEngine
-from onepolicy.rollout.vllm.handshake import read_weights_id
-from onepolicy.rollout.vllm.server import VLLMServer
+from onepolicy.rollout.remote.engine import RemoteEngine
 from onepolicy.sync.checksum import ChecksumAccumulator
 
 CPU = torch.device("cpu")
@@ -128,8 +127,8 @@ def seconds(
         found: dict[str, list[float]] = {name: [] for name in engines}
         for version in range(rounds + 1):
             for name, engine in engines.items():
-                if isinstance(engine, VLLMServer):  # the other way has given it weights since
-                    engine._weights_id = await read_weights_id(engine.client)
+                if isinstance(engine, RemoteEngine):  # the other way has given it weights since
+                    engine.dialect.weights_id = await engine.dialect.read_weights_id()
                 start = time.perf_counter()
                 await engine.load_weights(model.state_dict().items(), version)
                 found[name].append(time.perf_counter() - start)

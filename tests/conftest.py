@@ -131,6 +131,6 @@ def _tasks_in_this_process(request, monkeypatch):
 @pytest.fixture
 def no_waiting(monkeypatch):
     """Let retries come at once."""
-    from onepolicy.rollout.servers import http
+    from onepolicy.rollout.remote import client as http
 
     monkeypatch.setattr(http, "FIRST_WAIT", 0.001)

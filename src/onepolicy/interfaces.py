@@ -151,6 +151,11 @@ class RolloutEngine(Protocol):
         ...
 
 
+def engine_name(engine: object) -> str:
+    """Return the name of an engine for errors: a server's, with its address, or its class's."""
+    return str(getattr(engine, "name", type(engine).__name__))
+
+
 @runtime_checkable
 class NamedEngine(Protocol):
     """An engine that names on every completion the LoRA adapter that sampled it."""
@@ -210,13 +215,13 @@ class ReadableEngine(Protocol):
 
 
 @runtime_checkable
-class RemoteEngine(RolloutEngine, MetricsSource, Protocol):
+class RecoverableEngine(RolloutEngine, MetricsSource, Protocol):
     """An engine in other processes, which may be lost and come back with other weights."""
 
-    async def connect(self) -> None:
-        """Connect, and check that the engine fits this run. This loads no weights of the run.
+    async def come_back(self) -> None:
+        """Connect to the lost engine, and check that it fits this run. The caller gives it weights.
 
-        Raises UsageError if the engine does not answer or does not fit.
+        Raises UsageError if it does not answer or does not fit.
         """
         ...
 
@@ -224,37 +229,6 @@ class RemoteEngine(RolloutEngine, MetricsSource, Protocol):
         """Raise TrainingError if the engine holds other weights than this run loaded last.
 
         Then it was restarted, or another run uses it.
-        """
-        ...
-
-
-@runtime_checkable
-class PersistentEngine(RemoteEngine, Protocol):
-    """An engine in a separate process that serves one run after another.
-
-    It keeps the weights of the last run.
-    """
-
-    def has_initial_checkpoint(self, path: str) -> bool:
-        """Return whether the engine still has its start-up weights, and they come from `path`.
-
-        path: folder or hub id.
-        """
-        ...
-
-    def initial_canary(self) -> list[float] | None:
-        """Return the stored canary, None if none was stored since the engine started.
-
-        Raises UsageError if none was stored and the start-up weights are gone.
-        """
-        ...
-
-    async def store_initial_canary(self, canary: list[float]) -> None: ...
-
-    async def load_checkpoint(self, path: str | None, version: int) -> None:
-        """Load a checkpoint and drop all caches.
-
-        path: None is the checkpoint that the engine was started with.
         """
         ...
 

@@ -20,7 +20,7 @@ from onepolicy.config.stored_config import check_trust, settings_to_repeat
 from onepolicy.launch import arms
 from onepolicy.launch.plan_arms import PlannedArm, runs_in
 from onepolicy.models.load import load_model
-from onepolicy.rollout.servers.http import EngineClient
+from onepolicy.rollout.remote.client import EngineClient
 from onepolicy.rollout.vllm import serve
 from onepolicy.run import run_folder
 from onepolicy.sync import weight_files

@@ -182,7 +182,9 @@ def http_reads(nodes: list[ast.AST]) -> list[str]:
 def test_replies_are_read_in_one_place_with_a_bound():
     """httpx2's `get`, `post` and `aread` keep whatever a server sends."""
     read = {path.name: http_reads(nodes_of(path)) for path in FILES}
-    assert {name: calls for name, calls in read.items() if calls} == {"http.py": ["client.stream"]}
+    assert {name: calls for name, calls in read.items() if calls} == {
+        "client.py": ["client.stream"]
+    }
 
 
 @pytest.mark.parametrize(

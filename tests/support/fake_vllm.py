@@ -19,7 +19,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from onepolicy.config import ModelConfig, TrainingError, VLLMServerConfig
 from onepolicy.replay.checks import RouteSpec
-from onepolicy.rollout.vllm.server import VLLMServer
+from onepolicy.rollout.remote.engine import RemoteEngine
 from onepolicy.rollout.vllm.worker import model_shape
 from onepolicy.sync.broadcast import Receiver
 from onepolicy.sync.checksum import ChecksumAccumulator, describe_difference
@@ -71,7 +71,7 @@ def engine_of(fake, quant=None, lora=None, **settings):
     usual = {"url": fake.server.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S}
     model, config = ModelConfig(path=fake.model), VLLMServerConfig(**usual | settings)
     more = {"route_spec": RULES, "max_len": 96, "quant": quant, "lora": lora}
-    return VLLMServer(model, HF, config, **more)
+    return RemoteEngine(model, HF, config, **more)
 
 
 def connected(fake, **settings):

@@ -15,8 +15,8 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from onepolicy.launch.ray import actors  # noqa: E402
+from onepolicy.launch.ray.actor_engine import ActorEngine  # noqa: E402
 from onepolicy.launch.ray.placement import ProcessInfo  # noqa: E402
-from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
 
 RAY = ["cluster.kind=ray", "cluster.start_timeout=240", "cluster.restart_timeout=240"]
 
@@ -51,7 +51,7 @@ def start_noting(monkeypatch):
 def kill_in_the_middle(monkeypatch, processes, name, version):
     """Send SIGKILL to replica `name` as soon as it has several requests under weights of `version`
     or later."""
-    send, done = RemoteEngine._submit_unsent, []
+    send, done = ActorEngine._submit_unsent, []
 
     async def send_and_kill(engine):
         await send(engine)
@@ -64,7 +64,7 @@ def kill_in_the_middle(monkeypatch, processes, name, version):
             done.append(True)
             os.kill(processes[name].pid, signal.SIGKILL)
 
-    monkeypatch.setattr(RemoteEngine, "_submit_unsent", send_and_kill)
+    monkeypatch.setattr(ActorEngine, "_submit_unsent", send_and_kill)
     return done
 
 

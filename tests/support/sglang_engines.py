@@ -10,7 +10,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from onepolicy.config import ModelConfig, SGLangConfig
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
-from onepolicy.rollout.sglang.engine import SGLangEngine
+from onepolicy.rollout.remote.engine import RemoteEngine
 from support.fake_sglang import EXPERTS, LAYERS, TOP_K, VOCAB
 from support.waiting import LIMIT_S
 
@@ -42,7 +42,7 @@ def open_engine(fake, routes=RULES, connect=True, **settings):
     model = ModelConfig(path=fake.folder)
     usual = {"url": fake.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S}
     config = SGLangConfig(**usual | settings)
-    engine = SGLangEngine(model, read_config(model), config, route_spec=routes, max_len=200)
+    engine = RemoteEngine(model, read_config(model), config, route_spec=routes, max_len=200)
     if connect:
         asyncio.run(engine.connect())
     return engine

@@ -17,7 +17,7 @@ from onepolicy.config import ModelConfig, SGLangConfig
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.routers import bind_routers
-from onepolicy.rollout.sglang.engine import SGLangEngine
+from onepolicy.rollout.remote.engine import RemoteEngine
 from onepolicy.types import Sampling
 from support.waiting import LIMIT_S, wait_until
 
@@ -69,7 +69,7 @@ def serving(folder, log, *extra):
 def open_engine(server, folder, rules=RULES, **settings):
     config = SGLangConfig(url=server, dtype="float32", **settings)
     model = ModelConfig(path=str(folder))
-    engine = SGLangEngine(model, read_config(model), config, route_spec=rules, max_len=500)
+    engine = RemoteEngine(model, read_config(model), config, route_spec=rules, max_len=500)
     asyncio.run(engine.connect())
     return engine
 

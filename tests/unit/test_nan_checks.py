@@ -13,7 +13,7 @@ from onepolicy.config.rules import Check
 from onepolicy.engine_check import checks, command, weight_sync
 from onepolicy.measure.measure import _stale, _with_fit
 from onepolicy.nonfinite import LeftOut
-from onepolicy.rollout.servers.start_up import check_processed_logprobs
+from onepolicy.rollout.remote.start_up import check_processed_logprobs
 from onepolicy.sync import attach, canary, push
 from onepolicy.train import rescore
 from onepolicy.verdict.bug_signatures import Diagnosis

@@ -52,7 +52,7 @@ from onepolicy.replay.checks import RouteSpec, refuse_router_loss
 from onepolicy.replay.layers import require_moe
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.pressure import check_pressure
-from onepolicy.rollout.sglang.adapters import layer_names as sglang_layer_names
+from onepolicy.rollout.remote.dialects.sglang_adapters import layer_names as sglang_layer_names
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.adapter import layer_names
 from onepolicy.rollout.vllm.quant import check_quant_device

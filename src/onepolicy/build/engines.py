@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,30 +13,19 @@ from onepolicy.config import (
     ModelConfig,
     RolloutReplay,
     RunConfig,
-    ServerEngineConfig,
     UsageError,
     WeightsReplay,
 )
 from onepolicy.interfaces import EngineCaps, RolloutEngine
-from onepolicy.models.load import read_config
-from onepolicy.rollout.fleet.servers import Server, ServerFleet
-from onepolicy.rollout.servers.addresses import server_urls
-from onepolicy.rollout.servers.start_up import refuse_nccl_without_cuda
 from onepolicy.rollout.spec import EngineSpec
 
 ENGINES = {
     "hf": "onepolicy.rollout.hf.engine:build",
     "vllm": "onepolicy.rollout.vllm.engine:build",
-    "vllm-server": "onepolicy.rollout.vllm.server:build",
-    "sglang": "onepolicy.rollout.sglang.engine:build",
+    "vllm-server": "onepolicy.rollout.remote.servers:build",
+    "sglang": "onepolicy.rollout.remote.servers:build",
 }
 """The factory of each rollout.engine.kind, imported when a run uses it."""
-
-CLIENTS = {
-    "vllm-server": "onepolicy.rollout.vllm.server:make_client",
-    "sglang": "onepolicy.rollout.sglang.engine:make_client",
-}
-"""The client of a server of each rollout.engine.kind, which is not connected."""
 
 BuildEngine = Callable[[EngineSpec], RolloutEngine]
 
@@ -50,28 +37,8 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
             f"model.path: {spec.model.path} holds an adapter, but {spec.config.kind} loads whole "
             "models; use rollout.engine.kind = hf, which merges it"
         )
-    if isinstance(spec.config, ServerEngineConfig) and spec.config.has_several:
-        return build_fleet(spec)
     build: BuildEngine = pkgutil.resolve_name(ENGINES[spec.config.kind])
     return build(spec)
-
-
-def build_fleet(spec: EngineSpec) -> ServerFleet:
-    """Build several servers as one engine, connect all and load the model's weights into them."""
-    config = spec.config
-    assert isinstance(config, ServerEngineConfig)
-    refuse_nccl_without_cuda(spec)
-    make = pkgutil.resolve_name(CLIENTS[config.kind])
-
-    def make_one(url: str) -> Server:
-        own = config.model_copy(update={"url": url})
-        client: Server = make(dataclasses.replace(spec, config=own))
-        return client
-
-    vocab = read_config(spec.model).get_text_config().vocab_size
-    fleet = ServerFleet(make_one, lambda: server_urls(config.url), vocab=vocab)
-    asyncio.run(fleet.start(spec.model.path))
-    return fleet
 
 
 def build_evaluator(

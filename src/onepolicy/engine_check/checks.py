@@ -17,7 +17,7 @@ from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.rules import Check
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.envs.multiturn.trajectory import Trajectory
-from onepolicy.interfaces import RolloutEngine
+from onepolicy.interfaces import RolloutEngine, engine_name
 from onepolicy.invariant.require_equal import require_equal
 from onepolicy.notation import counted, number, with_error
 from onepolicy.train.pack import pack
@@ -128,7 +128,7 @@ async def require_correct_logprobs(
     await engine.reset_cache()
     malformed = find_malformed_logprobs((plain, hot))
     if malformed is not None:
-        raise TrainingError(f"{type(engine).__name__}: {malformed}")
+        raise TrainingError(f"{engine_name(engine)}: {malformed}")
     cold, warm = score_generated(scorer, plain), score_generated(scorer, hot)
     if config.numerics == ON_POLICY:
         for batch in (cold, warm):
@@ -136,7 +136,7 @@ async def require_correct_logprobs(
     for result in check_logprobs(scorer, cold, warm, limits=None).values():
         if result.passed is False:
             raise TrainingError(
-                f"{type(engine).__name__}, {result.name}: {result.found}. "
+                f"{engine_name(engine)}, {result.name}: {result.found}. "
                 f"Every importance ratio would be wrong; {result.fix}. "
                 "`onepolicy engine check` says more"
             )

@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from onepolicy.support.trace import SupportTrace
 from onepolicy.types import Completion, FinishReason, RoutingTrace, concat_given
 
 
-class PartialCompletion(Protocol):
-    """The tokens that one request sampled before it ended or was interrupted."""
-
-    @property
-    def token_ids(self) -> Tensor: ...  # [n] int32
-
-    @property
-    def logp(self) -> Tensor: ...  # [n] float32
-
-    @property
-    def version(self) -> Tensor: ...  # [n] int32
-
-    @property
-    def routing(self) -> RoutingTrace | None: ...
-
-    @property
-    def top_ids(self) -> Tensor | None: ...  # [n, k] int32
-
-    @property
-    def top_logp(self) -> Tensor | None: ...  # [n, k] float32
-
-    @property
-    def support(self) -> SupportTrace | None: ...
-
-
 def join_partial_completions(
-    parts: Sequence[PartialCompletion], finish: FinishReason, first_slot: int
+    parts: Sequence[Completion], finish: FinishReason, first_slot: int
 ) -> Completion:
     """Return one completion made of all parts, with the routes that sampled each part.
 

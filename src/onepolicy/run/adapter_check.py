@@ -20,7 +20,7 @@ from torch import Tensor
 from onepolicy.build.components import Components
 from onepolicy.config import TrainingError
 from onepolicy.engine_check.checks import GeneratedBatch, generate_all, pack_generated
-from onepolicy.interfaces import ReadableEngine
+from onepolicy.interfaces import ReadableEngine, engine_name
 from onepolicy.models import lora
 from onepolicy.models.load import DTYPES
 from onepolicy.notation import number, with_error
@@ -217,7 +217,7 @@ class AdapterCheck:
         )
 
     def _error(self, fault: str, delivered: Share) -> TrainingError:
-        name, version = type(self.engine).__name__, self.learner.version
+        name, version = engine_name(self.engine), self.learner.version
         words = FAULTS[fault]
         if fault == "base" and version <= 1:
             words += ", or the adapter of version 0, which is the same"
@@ -234,7 +234,7 @@ class AdapterCheck:
             named, expected = completion.adapter, self.adapter.name
             if named != expected:
                 raise TrainingError(
-                    f"weight sync: {type(self.engine).__name__} was given the adapter "
+                    f"weight sync: {engine_name(self.engine)} was given the adapter "
                     f"{expected!r}, but a reply names {named!r}: requests do not name the adapter, "
                     "and the frozen weights would be sampled"
                 )
@@ -242,7 +242,7 @@ class AdapterCheck:
             if versions != [self.learner.version]:
                 raise TrainingError(
                     f"weight sync: the adapter {self.adapter.name!r} is at version "
-                    f"{self.learner.version}, but {type(self.engine).__name__} sampled with "
+                    f"{self.learner.version}, but {engine_name(self.engine)} sampled with "
                     f"versions {versions}: it is stale"
                 )
 
@@ -265,7 +265,7 @@ class AdapterCheck:
             name = wrong[0]
             raise TrainingError(
                 f"weight sync: after version {self.learner.version} of the adapter "
-                f"{self.adapter.name!r} was pushed, {name!r} of {type(self.engine).__name__} "
+                f"{self.adapter.name!r} was pushed, {name!r} of {engine_name(self.engine)} "
                 f"is {self._name_weights(name, held[name])}"
             )
 
@@ -281,7 +281,7 @@ class AdapterCheck:
             raise TrainingError(
                 f"weight sync: after version {self.learner.version} of the adapter "
                 f"{self.adapter.name!r} was pushed, A and B of {name!r} in "
-                f"{type(self.engine).__name__} are {words}"
+                f"{engine_name(self.engine)} are {words}"
             )
 
     def _name_weights(self, name: str, held: Tensor) -> str:

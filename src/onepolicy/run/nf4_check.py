@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import TrainingError
-from onepolicy.interfaces import ReadableEngine
+from onepolicy.interfaces import ReadableEngine, engine_name
 from onepolicy.models.nf4 import stored_bytes
 from onepolicy.run.adapter_check import AdapterCheck, EngineCanary
 from onepolicy.sync.push import push_weights
@@ -98,7 +98,7 @@ class Nf4Check(AdapterCheck):
             return super()._error(fault, delivered)
         return TrainingError(
             f"weight sync: after version {self.learner.version} of the adapter "
-            f"{self.adapter.name!r} was pushed, {type(self.engine).__name__} samples with "
+            f"{self.adapter.name!r} was pushed, {engine_name(self.engine)} samples with "
             f"{FAULTS['unquantised']}, by its log-probabilities of a fixed batch. Every rollout "
             "would be another policy's"
         )

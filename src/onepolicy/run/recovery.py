@@ -16,10 +16,9 @@ from onepolicy.config import (
     TrainingError,
     UsageError,
 )
-from onepolicy.interfaces import PersistentEngine, RemoteEngine
-from onepolicy.rollout.servers.addresses import server_configs
-from onepolicy.rollout.servers.http import EngineLost, EngineUnreachable, make_clients
-from onepolicy.sync.attach import reattach_engine
+from onepolicy.interfaces import RecoverableEngine
+from onepolicy.rollout.remote.addresses import server_configs
+from onepolicy.rollout.remote.client import EngineLost, EngineUnreachable, make_clients
 from onepolicy.sync.push import push_weights
 
 T = TypeVar("T")
@@ -33,7 +32,7 @@ class Recovering:
     """A run's engine in other processes, which gets the learner's weights again after a loss."""
 
     def __init__(self, components: Components) -> None:
-        assert isinstance(components.engine, RemoteEngine)
+        assert isinstance(components.engine, RecoverableEngine)
         self._engine, self._samplers = components.engine, components.samplers
         self._learner = components.learner
         self._timeout = _recovery_timeout(components.config)
@@ -77,14 +76,11 @@ class Recovering:
         Raises EngineLost with both reasons if it is not back by `deadline`, and TrainingError if it
         does not fit this run.
         """
-        engine, vocab = self._engine, self._learner.scorer.vocab_size
         problem: Exception = TrainingError("its connection and reload took longer than that")
         while True:
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
-                    await engine.connect()
-                    if isinstance(engine, PersistentEngine):  # several check each of their servers
-                        await reattach_engine(engine, vocab=vocab)
+                    await self._engine.come_back()
                 await push_weights(self._learner, *self._samplers)
                 return
             except (EngineUnreachable, EngineLost, TimeoutError) as error:

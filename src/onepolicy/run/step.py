@@ -22,7 +22,7 @@ from onepolicy.build.components import Components
 from onepolicy.config import CorrectionConfig
 from onepolicy.correct.slots import Fields
 from onepolicy.correct.weights import Average, weigh
-from onepolicy.interfaces import MetricsSource, RemoteEngine, SleepingSampler
+from onepolicy.interfaces import MetricsSource, RecoverableEngine, SleepingSampler
 from onepolicy.objective.advantages import compute_advantages, compute_outcomes, has_signal
 from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.run.adapter_check import check_adapter
@@ -42,7 +42,7 @@ class StepRunner:
         """Build the runner. hooks: of `hooks.build_hooks`."""
         self.components, self.hooks = components, hooks
         self._recovering: Recovering | None = None
-        if isinstance(components.engine, RemoteEngine):  # replicas recover by themselves
+        if isinstance(components.engine, RecoverableEngine):  # replicas recover by themselves
             self._recovering = Recovering(components)
 
     async def rl_step(self, step: int, *, advance: Callable[[], None] = lambda: None) -> StepResult:

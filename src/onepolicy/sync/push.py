@@ -24,6 +24,7 @@ from onepolicy.interfaces import (
     RolloutEngine,
     WeightSource,
     WeightTarget,
+    engine_name,
 )
 from onepolicy.models.load import DTYPES
 from onepolicy.notation import number
@@ -136,7 +137,7 @@ async def checked_push(learner: WeightSource, engine: RolloutEngine, *, vocab: i
     moved, is_same = await canary.change()
     if not is_same:
         raise TrainingError(
-            f"weight sync: giving {type(engine).__name__} the weights it already holds moved the "
+            f"weight sync: giving {engine_name(engine)} the weights it already holds moved the "
             f"log-probabilities of a fixed batch by up to {number(moved)} (without a "
             f"sync: {number(canary.noise)}); its weights are wrong after a sync and every rollout "
             "would be another policy's"

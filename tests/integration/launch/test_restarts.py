@@ -17,7 +17,7 @@ import pytest
 
 from onepolicy.cli import main
 from onepolicy.launch import restarts as supervise
-from onepolicy.rollout.servers.http import EngineClient
+from onepolicy.rollout.remote.client import EngineClient
 from onepolicy.run import train as loop_run
 from support.waiting import LIMIT_S, wait_until
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from onepolicy.rollout.servers import http, start_up
+from onepolicy.rollout.remote import client as http
+from onepolicy.rollout.remote import start_up
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from onepolicy.interfaces import EngineCaps
-from onepolicy.rollout.fleet.replicas import Replicas
-from onepolicy.rollout.fleet.servers import ServerFleet
+from onepolicy.rollout.remote.replicas import Replicas
+from onepolicy.rollout.remote.servers import ServerFleet
 from onepolicy.sync.push import push_weights
 from onepolicy.sync.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
@@ -76,7 +76,7 @@ def one_server(folder, serve):
 @contextlib.contextmanager
 def several(folder, serve):
     with serve(folder, 2) as (path, model, clients):
-        fleet = ServerFleet(lambda url: clients[url](), lambda: list(clients), vocab=32)
+        fleet = ServerFleet(lambda url: clients[url](), lambda: list(clients))
         asyncio.run(fleet.start(path))
         yield fleet, model
 

@@ -16,7 +16,7 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig
 from onepolicy.models.load import read_config
-from onepolicy.rollout.servers import http
+from onepolicy.rollout.remote import client as http
 from onepolicy.rollout.vllm.worker import model_shape
 from support.fake_sglang_model import ModelSGLang
 from support.fake_vllm import EXPERTS, GENERATE, VOCAB, npy
@@ -124,7 +124,7 @@ def of_a_neighbour(rows):
     return np.roll(rows, 1, 0)
 
 
-NOT_ITS = "choices is NoneType|meta_info is NoneType"
+NOT_ITS = "the reply is str, expected an object"
 LIES = {
     "NaN": (changed(lambda s, r: s.logp(r, float("nan"))), "nan is no log-probability"),
     "positive": (changed(lambda s, r: s.logp(r, 0.5)), "0.5 is no log-probability"),

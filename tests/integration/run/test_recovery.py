@@ -10,16 +10,15 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.rollout.collect import gather_or_cancel
-from onepolicy.rollout.servers.http import EngineLost
+from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.run import async_rollouts, recovery, resume, run_folder
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.recovery import wait_for_server
 from onepolicy.run.step import Rollouts, StepRunner
-from onepolicy.sync.attach import attach_engine
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Sampling
-from support.fake_vllm import GENERATE, VOCAB, connected, embedding
+from support.fake_vllm import GENERATE, connected, embedding
 from support.http_server import Reply, Server
 from support.waiting import LIMIT_S
 
@@ -44,7 +43,7 @@ def parts(fake, checkpoints, monkeypatch):
     parts = SimpleNamespace(
         engine=engine, learner=learner, config=config, samplers=[engine], reprefill=None
     )
-    asyncio.run(attach_engine(engine, fake.model, vocab=VOCAB))
+    asyncio.run(engine.attach(fake.model))
     asyncio.run(engine.load_weights(learner.named_weights(), 3))
     return parts
 
@@ -194,8 +193,7 @@ def test_a_server_that_does_not_come_back_says_why(parts, fake, monkeypatch):
     async def fails(*args, **kwargs):
         raise push_failed
 
-    monkeypatch.setattr(parts.engine, "connect", nothing)
-    monkeypatch.setattr(recovery, "reattach_engine", nothing)
+    monkeypatch.setattr(parts.engine, "come_back", nothing)
     monkeypatch.setattr(recovery, "push_weights", fails)
 
     async def work():

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from onepolicy.config import HFEngineConfig, TrainingError
-from onepolicy.rollout.fleet.replicas import common_caps
 from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.rollout.remote.fleet import common_caps
 from onepolicy.sync import canary
 from onepolicy.sync.canary import inexact_dtype, last_place
 from onepolicy.sync.push import checked_push

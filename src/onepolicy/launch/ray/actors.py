@@ -20,6 +20,7 @@ from onepolicy.interfaces import EngineCaps, NumericsContract, Progress, Rollout
 from onepolicy.launch.agent import environment, on_loopback
 from onepolicy.launch.launcher import Launcher
 from onepolicy.launch.ranks import LaunchedRanks, RankInfo
+from onepolicy.launch.ray.actor_engine import ActorEngine, remote_error
 from onepolicy.launch.ray.placement import (
     PlacementGroup,
     ProcessInfo,
@@ -27,12 +28,11 @@ from onepolicy.launch.ray.placement import (
     process_table,
 )
 from onepolicy.launch.ray.rank_actor import RankProcess, process_info_json
-from onepolicy.launch.ray.remote_engine import RemoteEngine, remote_error
 from onepolicy.launch.ray.replica_actor import ReplicaProcess
 from onepolicy.models.load import parse_device
 from onepolicy.models.quant.size_report import PartSize, SizeReport
-from onepolicy.rollout.fleet.broadcast import ReplicaBroadcast
-from onepolicy.rollout.fleet.replicas import Replica, Replicas
+from onepolicy.rollout.remote.broadcast import ReplicaBroadcast
+from onepolicy.rollout.remote.replicas import Replica, Replicas
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.group import open_store
 from onepolicy.sync.weight_files import WeightFiles, WrittenWeights
@@ -146,7 +146,7 @@ class _RunActors:
             name = f"replica {i}"
             reply = json.loads(_get_at_start(name, reference, self.cluster.start_timeout))
             caps = EngineCaps(**reply["caps"])
-            engines.append(RemoteEngine(name, actor, settings, caps, self.cluster, self.address))
+            engines.append(ActorEngine(name, actor, settings, caps, self.cluster, self.address))
         # All replicas are built from the same settings, so the last reply is as good as any.
         contract = sizes = None
         if reply["contract"] is not None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from onepolicy.config import RunConfig, ServiceUnavailable, UsageError
 from onepolicy.config.address import check_ray_address
 from onepolicy.config.cluster import RayCluster
-from onepolicy.rollout.servers.token import check_token
+from onepolicy.rollout.remote.token import check_token
 from onepolicy.telemetry import disable_telemetry
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat, request_trace
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import BatchRunner, SequenceRequest, check_request
+from onepolicy.rollout.remote.dialects.vllm_replies import requested_logprobs, top_and_support
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.adapter import LoadedAdapter, adapter_of
-from onepolicy.rollout.vllm.generate_api import requested_logprobs, top_and_support
 from onepolicy.rollout.vllm.memory import GPU_SHARE
 from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors, part_sizes
 from onepolicy.rollout.vllm.start import start_llm_engine

@@ -1,4 +1,4 @@
-"""`onepolicy engine serve`: a vLLM server for rollout/vllm/server.py."""
+"""`onepolicy engine serve`: a vLLM server for rollout/remote/dialects/vllm.py."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import Any
 from onepolicy.config import UsageError
 from onepolicy.config.address import is_loopback
 from onepolicy.config.serve import ServeConfig
-from onepolicy.rollout.servers.http import EngineClient
-from onepolicy.rollout.servers.token import create_token_file, remove_token_file, token_from_env
+from onepolicy.rollout.remote.client import EngineClient
+from onepolicy.rollout.remote.token import create_token_file, remove_token_file, token_from_env
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm import reaper
 from onepolicy.rollout.vllm.guard import HOSTS_VARIABLE, TOKEN_VARIABLE, VOCAB_VARIABLE, Guard

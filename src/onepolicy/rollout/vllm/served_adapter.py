@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from onepolicy.rollout.servers.replies import AdapterLimits
+from onepolicy.rollout.remote.replies import AdapterLimits
 from onepolicy.sync.weight_files import WeightFiles
 
 ADAPTERS_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -22,15 +21,15 @@ ADAPTERS_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def adapter_limits(lora_config: Any) -> dict[str, Any] | None:
-    """Return the AdapterLimits as JSON, None if this server loads no adapters.
+def adapter_limits(lora_config: Any) -> AdapterLimits | None:
+    """Return the adapters that this server takes, None if this server loads no adapters.
 
     lora_config: of vLLM, None without adapters.
     """
     if lora_config is None or os.environ.get(ADAPTERS_VARIABLE) != "1":
         return None
     layers = sorted(lora_config.target_modules or [])
-    return asdict(AdapterLimits(rank=int(lora_config.max_lora_rank), layers=layers))
+    return AdapterLimits(rank=int(lora_config.max_lora_rank), layers=layers)
 
 
 class AdapterFiles:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ConfigDict
 from torch import Tensor
 
 from onepolicy.config import TrainingError
+from onepolicy.rollout.remote.replies import AdapterLimits
 from onepolicy.rollout.vllm.compatibility import Deployment, deployment_of
-from onepolicy.rollout.vllm.quant import measure_part_tensors
+from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors
 from onepolicy.rollout.vllm.served_adapter import AdapterFiles, adapter_limits
 from onepolicy.rollout.vllm.start import has_monolithic_kernel, head_dtypes
 from onepolicy.rollout.vllm.weights import abort_reload, pack_experts, reload_weights
@@ -47,20 +49,22 @@ def model_shape(text_config: Any) -> dict[str, str | int]:
 class ServerDescription:
     """The model and settings of a server. Sent as JSON."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # also of the dataclasses in it
+
     shape: dict[str, str | int]  # of model_shape
     model: str  # path or hub id of the start-up weights
     dtype: str
     head_dtypes: list[str]  # of the logits, `torch.float32`
     quantization: str | None
-    held: list[dict[str, Any]]  # quant.PartTensors, of the first worker
+    held: list[PartTensors]  # of the first worker
     device: str
     max_len: int
     max_logprobs: int  # -1: no limit
     logprobs_mode: str
     routes: bool
-    deployment: dict[str, Any]  # compatibility.Deployment
+    deployment: Deployment
     initial_canary: list[float] | None  # argument of onepolicy_remember
-    adapters: dict[str, Any] | None  # served_adapter.AdapterLimits; None: it takes no adapters
+    adapters: AdapterLimits | None  # None: it takes no adapters
 
 
 class WorkerExtension:
@@ -87,13 +91,13 @@ class WorkerExtension:
             dtype=str(model.dtype).removeprefix("torch."),
             head_dtypes=sorted(set(head_dtypes(self.get_model()))),
             quantization=model.quantization,
-            held=measure_part_tensors(self.get_model()),
+            held=[PartTensors(**each) for each in measure_part_tensors(self.get_model())],
             device=config.device_config.device_type,
             max_len=model.max_model_len,
             max_logprobs=model.max_logprobs,
             logprobs_mode=str(model.logprobs_mode),
             routes=bool(model.enable_return_routed_experts),
-            deployment=dataclasses.asdict(self._onepolicy_deployment()),
+            deployment=self._onepolicy_deployment(),
             initial_canary=self.onepolicy_initial_canary,
             adapters=adapter_limits(config.lora_config),
         )

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from onepolicy.cli import main
-from onepolicy.launch.ray.remote_engine import RemoteEngine
+from onepolicy.launch.ray.actor_engine import ActorEngine
 from onepolicy.sync.broadcast import Sender
 from onepolicy.train import checkpoint
 from support import ray_runs
@@ -197,7 +197,7 @@ def test_other_replicas_take_over_without_restarts_left(
     assert killed
     assert_same_run(out, exact)
     assert "replica 0 is gone for good" in caplog.text
-    assert "1 replicas are left" in caplog.text
+    assert "1 engines that are left" in caplog.text
 
 
 def test_losing_the_last_replica_ends_the_run_and_it_resumes(
@@ -208,7 +208,7 @@ def test_losing_the_last_replica_ends_the_run_and_it_resumes(
         kill_in_the_middle(patch, processes, "replica 0", version=1)
         settings = [*OVERRIDES, *EXACT, *RAY, "checkpoint.every=1", "cluster.restarts=0"]
         assert main(["train", str(recipe), f"out={out}", *settings]) == 1
-    assert "no rollout replica is left" in capsys.readouterr().err
+    assert "none of the engines is left" in capsys.readouterr().err
     assert len(rows(out)) == 2  # the first evaluation and one step
     assert main(["train", "--resume", str(out), "cluster.replicas=2"]) == 0
     assert_same_run(out, exact)
@@ -220,7 +220,7 @@ def test_a_removed_node_takes_its_replica_along(
     """No other node has resources for the replica, so it is lost after cluster.restart_timeout. The
     other replica continues."""
     (other,) = two_nodes.worker_nodes
-    send, done = RemoteEngine._submit_unsent, []
+    send, done = ActorEngine._submit_unsent, []
 
     async def send_and_remove(engine):
         await send(engine)
@@ -229,7 +229,7 @@ def test_a_removed_node_takes_its_replica_along(
             done.append(engine.name)
             two_nodes.remove_node(other, allow_graceful=False)
 
-    monkeypatch.setattr(RemoteEngine, "_submit_unsent", send_and_remove)
+    monkeypatch.setattr(ActorEngine, "_submit_unsent", send_and_remove)
     settings = ["cluster.replicas=2", "cluster.cpus_per_replica=2", "cluster.restart_timeout=20"]
     out = train("ray", *OVERRIDES, *EXACT, *RAY, *settings, f"cluster.address={two_nodes.address}")
     assert done

@@ -10,7 +10,7 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig, VLLMEngineConfig
 from onepolicy.models.load import read_config
-from onepolicy.rollout.fleet.replicas import Replicas
+from onepolicy.rollout.remote.replicas import Replicas
 from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.train import checkpoint
 from onepolicy.types import Sampling

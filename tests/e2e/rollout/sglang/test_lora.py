@@ -97,7 +97,7 @@ def test_a_base_in_nf4_reaches_the_server_and_the_unquantised_one_is_named(serve
     components.engine.load_weights = load
     step, message = asyncio.run(first_seen(components, None))
     assert step == 0
-    assert "SGLangEngine samples with the unquantised base" in message
+    assert "samples with the unquantised base" in message
 
 
 # random weights earn nothing; the bonus for entropy moves the adapter

@@ -13,7 +13,6 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs.warmup.examples import task_alphabet
 from onepolicy.models.load import load_model
 from onepolicy.replay.checks import RouteSpec, check_completion
-from onepolicy.sync.attach import attach_engine
 from onepolicy.sync.push import checked_push
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.types import Sampling
@@ -58,7 +57,7 @@ def fresh(server, folders):
     """Return checksums of the server's initial weights, and greedy log-probabilities under them."""
     engine = open_engine(server, folders[0])
     assert engine.has_initial_checkpoint(str(folders[0]))
-    asyncio.run(attach_engine(engine, str(folders[0]), vocab=engine.caps.top_logprobs))
+    asyncio.run(engine.attach(str(folders[0])))
     return checksums(server), greedy(engine)
 
 

@@ -16,7 +16,7 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig, SGLangConfig
 from onepolicy.models.load import load_model, read_config
-from onepolicy.rollout.sglang.engine import SGLangEngine
+from onepolicy.rollout.remote.engine import RemoteEngine
 from onepolicy.types import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sglang, pytest.mark.timeout(3600)]
@@ -31,7 +31,7 @@ def needed():
 
 def open_engine(**settings):
     model = ModelConfig(path=MODEL)
-    engine = SGLangEngine(
+    engine = RemoteEngine(
         model, read_config(model), SGLangConfig(url=URL, **settings), route_spec=None, max_len=512
     )
     asyncio.run(engine.connect())

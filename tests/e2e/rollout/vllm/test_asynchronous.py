@@ -11,9 +11,9 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig
 from onepolicy.models.load import load_model
-from onepolicy.rollout.servers.http import EngineClient
+from onepolicy.rollout.remote.client import EngineClient
+from onepolicy.rollout.remote.engine import RemoteEngine
 from onepolicy.rollout.vllm.guard import GENERATE
-from onepolicy.rollout.vllm.server import VLLMServer
 from onepolicy.run import async_rollouts
 from support.vllm_engines import picked, recipe, rows, stock
 from support.waiting import until
@@ -48,7 +48,7 @@ def catch(monkeypatch):
     updates, due, flying, caught = [], asyncio.Event(), set(), []
     of_held = contextvars.ContextVar("of_held", default=False)  # copied to the episodes' tasks
     sample, post = async_rollouts.sample_rollouts, EngineClient.post
-    load_weights = VLLMServer.load_weights
+    load_weights = RemoteEngine.load_weights
 
     async def sample_when_due(components, step, *more):
         if step == HELD:
@@ -74,19 +74,17 @@ def catch(monkeypatch):
         if version not in updates:
             return await load_weights(engine, weights, version)
         due.set()
+        kept = [(name, tensor.clone()) for name, tensor in weights]
         for attempt in itertools.count():
             await until(lambda: flying)
             await asyncio.sleep(2**attempt / 1000)  # one of these is after its first token
-            await engine.pause()
+            await load_weights(engine, kept, version)
             if caught:
-                break
-            await engine.resume()
-        await load_weights(engine, weights, version)
-        await engine.resume()
+                return
 
     monkeypatch.setattr(async_rollouts, "sample_rollouts", sample_when_due)
     monkeypatch.setattr(EngineClient, "post", noted_post)
-    monkeypatch.setattr(VLLMServer, "load_weights", load_in_the_middle)
+    monkeypatch.setattr(RemoteEngine, "load_weights", load_in_the_middle)
     return updates.append
 
 

@@ -68,7 +68,7 @@ def test_a_server_is_killed_and_comes_back(servers, folders, models, tmp_path, c
 
     async def kill_one():
         work = asyncio.ensure_future(sample(fleet, 1))
-        (victim,) = [each for each in fleet._all if each.url == servers[1].url]
+        (victim,) = [each for each in fleet._all if each.name == servers[1].url]
         await until(lambda: len(victim.running) > 3)
         servers[1].kill()
         return await work

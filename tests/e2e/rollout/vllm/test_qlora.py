@@ -38,7 +38,7 @@ def test_a_server_gets_it_too_and_one_that_keeps_the_unquantised_base_is_named(
     components.engine.load_weights = load
     step, message = asyncio.run(first_seen(components, None))
     assert step == 0
-    assert "VLLMServer samples with the unquantised base" in message
+    assert "samples with the unquantised base" in message
 
 
 def test_an_engine_that_keeps_the_unquantised_base_is_named_at_the_start(checkpoint):

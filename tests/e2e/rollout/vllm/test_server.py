@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.replay.checks import check_completion
-from onepolicy.rollout.vllm import server as served
-from onepolicy.rollout.vllm import weight_update
+from onepolicy.rollout.remote.dialects import vllm as dialect
 from onepolicy.rollout.vllm.guard import GENERATE
 from onepolicy.sync import broadcast as module
 from onepolicy.sync.broadcast import Sender
@@ -119,7 +119,7 @@ class SendsAnOldVersion(Sender):
 WRITE = "write_weight_files"
 
 
-def rewritten(change, original=served.write_weight_files):
+def rewritten(change, original=dialect.write_weight_files):
     """Return a writer that applies `change` to the files of a step before the server reads them."""
 
     def written(*args):
@@ -140,9 +140,15 @@ def flip(tensors, name):
 BYTES, OLD = FlipsAByte(module.flatten_tensors), SendsAnOldVersion
 FAULTS = {
     "broadcast, a flipped byte": ("gloo", module, "flatten_tensors", BYTES, "receiver 1 .*bytes"),
-    "broadcast, an old version": ("gloo", weight_update, "Sender", OLD, "version 4 came instead"),
-    "files, a flipped byte": ("disk", served, WRITE, rewritten(flip), r"bytes of '.*experts\.7"),
-    "files, no such tensor": ("disk", served, WRITE, rewritten(dict.pop), r"missing, .*experts\.7"),
+    "broadcast, an old version": ("gloo", dialect, "Sender", OLD, "version 4 came instead"),
+    "files, a flipped byte": ("disk", dialect, WRITE, rewritten(flip), r"bytes of '.*experts\.7"),
+    "files, no such tensor": (
+        "disk",
+        dialect,
+        WRITE,
+        rewritten(dict.pop),
+        r"missing, .*experts\.7",
+    ),
 }
 
 
@@ -173,20 +179,20 @@ def test_the_check_of_the_first_sync_catches_vllms_own_reload(server, folders, m
     left with other weights."""
     remote = connect(server, folders[0], sync="disk")
     asyncio.run(checked_push(FakeLearner(models[0]), remote, vocab=VOCAB))
-    mended = remote.call_workers
+    mended = remote.dialect.call_workers
 
     async def unmended(method, *args, **limits):
         if method != "onepolicy_load_files":
             return await mended(method, *args, **limits)
         await mended("reload_weights", None, args[0])
-        return [{"difference": None}]
+        return [SimpleNamespace(difference=None)]
 
     try:
-        remote.call_workers = unmended
-        with pytest.raises(TrainingError, match=r"VLLMServer .* moved the log-probabilities"):
+        remote.dialect.call_workers = unmended
+        with pytest.raises(TrainingError, match=r"vLLM server .* moved the log-probabilities"):
             asyncio.run(checked_push(FakeLearner(models[0]), remote, vocab=VOCAB))
     finally:
-        remote.call_workers = mended
+        remote.dialect.call_workers = mended
         asyncio.run(remote.load_weights(models[0].state_dict().items(), 1))
 
 
@@ -219,10 +225,8 @@ async def interrupted(remote, paths, model, version):
 
     tasks = [asyncio.create_task(busy(i)) for i in range(len(paths))]
     await running.wait()  # the shortest has ended, the others are in the middle
-    await remote.pause()
     await remote.load_weights(model.state_dict().items(), version)
     updated.set()
-    await remote.resume()
     return await asyncio.gather(*tasks)
 
 
@@ -235,7 +239,7 @@ def check_interrupted(remote, models, before, after):
     for prompt, done in zip(paths, completions, strict=True):
         total, kept = len(done.token_ids), int((done.version == before).sum())
         assert done.version.tolist() == [before] * kept + [after] * (total - kept)
-        check_completion(done, prompt, remote._route_spec, "sample")
+        check_completion(done, prompt, remote.dialect.shape.route_spec, "sample")
         first, second = (stock(model, prompt, done.token_ids) for model in models)
         # the rest was computed anew, by the new weights
         logp = picked(torch.cat([first[0][:kept], second[0][kept:]]), done.token_ids)
@@ -300,7 +304,7 @@ def test_fatal_requests_are_refused_and_the_server_lives(server, folders, models
     weights |= {name: t[:1].contiguous() for name, t in weights.items() if "k_proj" in name}
     save_file(weights, broken / "model.safetensors")
     with pytest.raises(TrainingError, match="exceeds dimension size"):
-        asyncio.run(once.call_workers("onepolicy_load", str(broken)))
+        asyncio.run(once.dialect.call_workers("onepolicy_load", str(broken)))
     with pytest.raises(TrainingError, match=r"status 409.*weights: onepolicy_load has failed"):
         asyncio.run(remote.client.post(GENERATE, request | {"token_ids": [3]}))
     asyncio.run(remote.load_weights(models[1].state_dict().items(), 7))

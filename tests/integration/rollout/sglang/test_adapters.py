@@ -10,8 +10,8 @@ import torch
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.models.load import read_config
-from onepolicy.rollout.servers.http import EngineLost
-from onepolicy.rollout.sglang.engine import SGLangEngine
+from onepolicy.rollout.remote.client import EngineLost
+from onepolicy.rollout.remote.engine import RemoteEngine
 from onepolicy.sync.push import push_weights
 from onepolicy.types import Sampling
 from support.adapter_learner import Adapter, Learner
@@ -34,7 +34,7 @@ def engine_of(fake, lora=LORA, **settings):
     model = ModelConfig(path=fake.folder)
     usual = {"url": fake.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S}
     config = SGLangConfig(**usual | settings)
-    return SGLangEngine(model, read_config(model), config, route_spec=RULES, max_len=200, lora=lora)
+    return RemoteEngine(model, read_config(model), config, route_spec=RULES, max_len=200, lora=lora)
 
 
 def connected(fake, lora=LORA, **settings):
@@ -131,7 +131,7 @@ def test_a_request_that_arrives_after_its_adapter_was_replaced_is_sent_again(
     engine, learner = connected(fake), Learner(models[0][0])
     push(learner, engine, 0, 0.0)
     if reloads:
-        monkeypatch.setattr(engine._adapters, "_remove_all_but", lambda _: None)
+        monkeypatch.setattr(engine.dialect, "_remove_all_but", lambda _: None)
     arrived, let_in = threading.Event(), threading.Event()
     handle = fake.http.handlers["POST /generate"]
 
@@ -167,8 +167,8 @@ def test_a_request_without_a_name_has_no_adapter(fake, models):
 def test_tokens_of_another_version_than_the_adapter_stop_the_run(fake, models):
     engine = connected(fake)
     push(Learner(models[0][0]), engine, 1, 1.0)
-    engine._weights_id = engine._weights_id.__class__(engine._weights_id.run, "2")
-    fake.version = str(engine._weights_id)
+    asyncio.run(engine.dialect.end_update(2))
+    fake.version = engine.dialect.weights_id
     with pytest.raises(TrainingError, match=r"the adapter 'lora-run@1', but .* versions \[2\]"):
         one(engine)
 
@@ -183,7 +183,7 @@ UNFIT = [
     ({"max_lora_rank": None}, 4, "was started without adapters"),
     ({}, 9, "rank: 9, but .* takes adapters of rank 8 at most; .*rank 9 .*, lower"),
     ({"lora_target_modules": ["o_proj"]}, 4, "on k_proj, q_proj, v_proj, but .* on o_proj only"),
-    ({"tp_size": 2}, 4, "has 2 ranks, with which adapters were never run"),
+    ({"tp_size": 2}, 4, "has 2 workers, with which adapters were never run"),
 ]
 
 

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import check_completion
-from onepolicy.rollout.sglang import weights
-from onepolicy.sync.attach import attach_engine
+from onepolicy.rollout.remote.dialects import sglang_weights
 from onepolicy.types import Sampling
 from support.fake_sglang import VOCAB, FakeSGLang
 from support.sglang_engines import (
@@ -116,7 +115,7 @@ def test_a_mask_that_does_not_fit_is_refused(models, limit, fix):
 def test_weights_reach_the_server_whole_and_empty_the_cache(
     fake, models, sync, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 5000)  # several broadcasts
+    monkeypatch.setattr(sglang_weights, "BUCKET_BYTES", 5000)  # several broadcasts
     engine = open_engine(fake, sync=sync, sync_dir=str(tmp_path))
     play(engine, (PROMPT, Sampling(1.0, 2)))
     other, folder = models[1]
@@ -185,7 +184,7 @@ def test_without_requests_in_place_flushes_as_well(fake, models, sync, tmp_path)
     engine = open_engine(fake, pause="in_place", sync=sync, sync_dir=str(tmp_path))
     play(engine, (PROMPT, Sampling(1.0, 2)))
     aborted = fake.aborted
-    asyncio.run(engine.store_initial_canary([-0.5]))
+    asyncio.run(engine.dialect.store_canary([-0.5]))
     asyncio.run(engine.load_weights(models[1][0].state_dict().items(), 1))
     assert not fake.cache
     assert fake.aborted == aborted  # no request of another client
@@ -194,13 +193,13 @@ def test_without_requests_in_place_flushes_as_well(fake, models, sync, tmp_path)
 def test_the_next_run_finds_the_last_ones_weights(fake, models):
     first = open_engine(fake)
     assert first.has_initial_checkpoint(fake.folder)
-    assert first.initial_canary() is None
-    asyncio.run(first.store_initial_canary([-0.5, -1.25]))
+    assert first.dialect.canary is None
+    asyncio.run(first.dialect.store_canary([-0.5, -1.25]))
     asyncio.run(first.load_weights(models[1][0].state_dict().items(), 4))
     assert not first.has_initial_checkpoint(fake.folder)
     fake.mode = "abort"  # and it died in the middle of an update
     second = open_engine(fake)
-    assert second.initial_canary() == [-0.5, -1.25]
+    assert second.dialect.canary == [-0.5, -1.25]
     assert not second.has_initial_checkpoint(fake.folder)
     (done,) = play(second, (PROMPT, Sampling(1.0, 3)))
     assert done.version.tolist() == [4] * 3
@@ -208,21 +207,21 @@ def test_the_next_run_finds_the_last_ones_weights(fake, models):
     assert torch.equal(fake.weights["lm_head.weight"], models[0][0].lm_head.weight)
     fake.version = "somebody's"
     with pytest.raises(UsageError, match="restart it"):
-        open_engine(fake).initial_canary()
+        asyncio.run(open_engine(fake).check_reload())
 
 
 def test_a_run_starts_from_its_own_checkpoint_on_a_used_server(fake, models):
     before = open_engine(fake)
-    asyncio.run(attach_engine(before, fake.folder, vocab=VOCAB))
+    asyncio.run(before.attach(fake.folder))
     asyncio.run(before.load_weights(models[1][0].state_dict().items(), 4))
     engine = open_engine(fake)
-    asyncio.run(attach_engine(engine, models[1][1], vocab=VOCAB))
+    asyncio.run(engine.attach(models[1][1]))
     assert torch.equal(fake.weights["lm_head.weight"], models[1][0].lm_head.weight)
     (done,) = play(engine, (PROMPT, Sampling(1.0, 3)))
     assert done.version.tolist() == [0] * 3
     fake.wrong = 0.01  # what it makes of every tensor it loads
     with pytest.raises(UsageError, match="its weights are wrong after a reload"):
-        asyncio.run(attach_engine(open_engine(fake), models[1][1], vocab=VOCAB))
+        asyncio.run(open_engine(fake).attach(models[1][1]))
 
 
 def test_requests_wait_for_a_slot(fake):

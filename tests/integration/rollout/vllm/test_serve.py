@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, VLLMEngineConfig
 from onepolicy.config.serve import ServeConfig
-from onepolicy.rollout.servers.token import find_token
+from onepolicy.rollout.remote.token import find_token
 from onepolicy.rollout.vllm import reaper, serve
 from onepolicy.rollout.vllm.guard import HOSTS_VARIABLE, TOKEN_VARIABLE, VOCAB_VARIABLE
 from onepolicy.rollout.vllm.start import engine_args

@@ -11,9 +11,9 @@ from transformers import AutoConfig
 
 from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.lora import LoraConfig
-from onepolicy.rollout.fleet.servers import ServerFleet
-from onepolicy.rollout.servers.http import EngineLost
-from onepolicy.rollout.vllm import weight_update
+from onepolicy.rollout.remote.client import EngineLost
+from onepolicy.rollout.remote.dialects import vllm as dialect
+from onepolicy.rollout.remote.servers import ServerFleet
 from onepolicy.rollout.vllm.adapter import layer_names
 from onepolicy.sync.push import push_weights
 from onepolicy.types import Sampling
@@ -22,7 +22,6 @@ from support.fake_vllm import (
     GENERATE,
     HF,
     TABLE,
-    VOCAB,
     FakeVLLM,
     connected,
     engine_of,
@@ -168,7 +167,7 @@ def test_altered_tensors_are_never_loaded(lora_fake, checkpoints, tmp_path, monk
     engine = connected(lora_fake, lora=LORA, sync="disk", sync_dir=str(tmp_path))
     learner = Learner(checkpoints[0][1])
     push(learner, engine, 0, 0.0)
-    original = weight_update.write_weight_files
+    original = dialect.write_weight_files
 
     def altered(*args):
         folder, sums = original(*args)
@@ -176,7 +175,7 @@ def test_altered_tensors_are_never_loaded(lora_fake, checkpoints, tmp_path, monk
         save_file(learner.adapter.tensors() | {A: torch.ones(4, 2)}, path)
         return folder, sums
 
-    monkeypatch.setattr(weight_update, "write_weight_files", altered)
+    monkeypatch.setattr(dialect, "write_weight_files", altered)
     with pytest.raises(TrainingError, match=r"the adapter of version 1 .* the bytes of .*lora_A"):
         push(learner, engine, 1, 1.0)
     assert engine.version == -1
@@ -226,7 +225,7 @@ def two(checkpoints):
 def fleet_of(fakes, checkpoints):
     by_url = {fake.server.url: fake for fake in fakes}
     made = ServerFleet(
-        lambda url: engine_of(by_url[url], retries=0, lora=LORA), lambda: list(by_url), vocab=VOCAB
+        lambda url: engine_of(by_url[url], retries=0, lora=LORA), lambda: list(by_url)
     )
     asyncio.run(made.start(checkpoints[0][0]))
     return made
@@ -248,7 +247,7 @@ def test_a_server_that_comes_back_gets_frozen_weights_and_adapter_and_no_request
         assert_sampled(done, checkpoints[1][1], 0, 1.0)
     assert all(fake.sampled for fake in two)
     assert fleet.adapter == "lora-run"
-    lost = next(each for each in fleet._all if each.url == two[1].server.url)
+    lost = next(each for each in fleet._all if each.name == two[1].server.url)
     fleet._lose(lost, EngineLost("gone"))
     restart(two[1])
     begun = asyncio.Event()
@@ -279,6 +278,6 @@ def test_a_server_that_comes_back_gets_frozen_weights_and_adapter_and_no_request
 
 def test_what_is_sent_is_what_the_guard_lets_through():
     from onepolicy.rollout.vllm.guard import ENDPOINTS
-    from onepolicy.rollout.vllm.server_adapters import LOAD, UNLOAD
 
-    assert {LOAD, UNLOAD} <= ENDPOINTS
+    sent = dialect.VLLMDialect
+    assert {sent.generate_path, sent.load_adapter_path, sent.unload_adapter_path} <= ENDPOINTS

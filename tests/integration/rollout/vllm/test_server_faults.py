@@ -91,8 +91,8 @@ HUGE = (b"\x93NUMPY\x01\x00v\x00" + SHAPE).ljust(127) + b"\n"
 ROWS = routes_of(range(8))
 NO_ARRAY = "expected base64 of an .npy"
 MALFORMED = [
-    (lambda reply: {"usage": reply["usage"]}, "choices is NoneType, expected list"),
-    (field(token_ids=None), "token_ids is NoneType, expected list"),
+    (lambda reply: {"usage": reply["usage"]}, "choices is missing"),
+    (field(token_ids=None), "choices.0.token_ids is missing"),
     (field(token_ids=[1] * 7), "logprobs: 6 for 7 tokens"),
     (field(token_ids=[1, 2, 3, 4, 5, 32]), "'32' is no token id in 0..31"),
     (field(token_ids=[0] * 5 + [1]), "logprobs: of token"),

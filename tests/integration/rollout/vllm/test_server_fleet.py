@@ -7,11 +7,11 @@ import os
 import pytest
 
 from onepolicy.config import UsageError, VLLMServerConfig
-from onepolicy.rollout.fleet.servers import ServerFleet
-from onepolicy.rollout.servers.addresses import server_urls
-from onepolicy.rollout.servers.http import EngineLost
+from onepolicy.rollout.remote.addresses import server_urls
+from onepolicy.rollout.remote.client import EngineLost
+from onepolicy.rollout.remote.servers import ServerFleet
 from onepolicy.types import Sampling
-from support.fake_vllm import HF, VOCAB, FakeVLLM, engine_of, model_shape
+from support.fake_vllm import HF, FakeVLLM, engine_of, model_shape
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=6)
 PROMPTS = [[i, i + 1, 3] for i in range(3, 13)]
@@ -29,7 +29,7 @@ def fakes(checkpoints):
 def fleet_of(fakes, checkpoints, **settings):
     by_url = {fake.server.url: fake for fake in fakes}
     made = ServerFleet(
-        lambda url: engine_of(by_url[url], retries=2, **settings), lambda: list(by_url), vocab=VOCAB
+        lambda url: engine_of(by_url[url], retries=2, **settings), lambda: list(by_url)
     )
     asyncio.run(made.start(checkpoints[0][0]))
     return made
@@ -87,7 +87,7 @@ def test_requests_of_a_lost_server_are_repeated_on_the_others(fakes, checkpoints
     repeated = fleet.take_metrics()
     assert repeated["rollout/servers"] == 1
     assert repeated["rollout/requests_repeated"] > 0
-    assert f"its {int(repeated['rollout/requests_repeated'])} requests go to the 1 servers" in line
+    assert f"its {int(repeated['rollout/requests_repeated'])} requests go to the 1 engines" in line
 
     load(fleet, checkpoints[1])  # without it
     asyncio.run(fleet.confirm_weights())
@@ -96,7 +96,7 @@ def test_requests_of_a_lost_server_are_repeated_on_the_others(fakes, checkpoints
 
 def test_a_server_that_is_back_gets_weights_before_requests(fakes, checkpoints, caplog):
     fleet, (_, second) = fleet_of(fakes, checkpoints), fakes
-    (member,) = [each for each in fleet._all if each.url == second.server.url]
+    (member,) = [each for each in fleet._all if each.name == second.server.url]
     fleet._lose(member, EngineLost("gone"))
     second.weights, second.table = "default", second.table * 3  # it has restarted with others
     assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[0], 0)
@@ -126,7 +126,7 @@ def test_without_a_server_the_engine_is_lost(fakes, checkpoints):
     fleet = fleet_of(fakes, checkpoints)
     for fake in fakes:
         fake.server.__exit__(None, None, None)
-    with pytest.raises(EngineLost, match="none of the servers is left"):
+    with pytest.raises(EngineLost, match="none of the engines is left"):
         asyncio.run(sample(fleet))
 
 

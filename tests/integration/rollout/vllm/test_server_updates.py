@@ -10,17 +10,16 @@ import torch
 from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.replay.checks import check_completion
+from onepolicy.rollout.remote.dialects.vllm_replies import resumed_seed
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.rollout.vllm.generate_api import resumed_seed
 from onepolicy.sync import broadcast
-from onepolicy.sync.attach import attach_engine, reattach_engine
 from onepolicy.sync.buckets import unflatten_bucket
 from onepolicy.sync.push import checked_push
 from onepolicy.sync.weight_files import read_weights
 from onepolicy.types import Sampling
 from support import fake_vllm
 from support.fake_learner import FakeLearner
-from support.fake_vllm import GENERATE, RULES, TABLE, VOCAB, connected, one, routes_of
+from support.fake_vllm import GENERATE, RULES, TABLE, VOCAB, connected, edited, one, routes_of
 from support.http_server import Reply
 from support.waiting import until
 
@@ -97,31 +96,32 @@ def test_a_request_under_way_at_a_pause_is_not_left_waiting(fake, checkpoints):
     assert (asyncio.run(late()).version == 2).all()
 
 
-def test_an_abort_by_others_is_a_partial_answer(fake):
+def test_requests_aborted_by_others_are_resumed_within_a_bound(fake):
     engine = connected(fake)
     fake.hold, fake.sampled = 3, 0
 
     async def aborted():
         task = asyncio.create_task(engine.generate([3], Sampling(1.0, 80), seed=0))
         await fake.sampling(3)
+        fake.hold = None
         fake.aborts += 1
         return await task
 
     done = asyncio.run(aborted())
-    assert done.finish == "aborted"
-    assert len(done.token_ids) == 3
+    assert (len(done.token_ids), done.finish) == (80, "length")
     check_completion(done, [3], RULES, "sample")
-
-
-def test_only_abort_keeps_versions_apart(fake):
-    with pytest.raises(UsageError, match="mode keep"):
-        asyncio.run(connected(fake).pause("keep"))
+    empty = {"token_ids": [], "logprobs": {"content": []}, "finish_reason": "abort"}
+    fake.spoil[GENERATE] = lambda reply, _: (
+        edited(reply, **empty) | {"usage": {"prompt_tokens": 3, "completion_tokens": 0}}
+    )
+    with pytest.raises(TrainingError, match="somebody else aborted one of our requests 3 times"):
+        one(engine)
 
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
 def test_a_failed_update_leaves_no_engine_behind(fake, checkpoints, sync):
     engine = connected(fake, retries=0, sync=sync)
-    asyncio.run(engine.store_initial_canary([0.0]))
+    asyncio.run(engine.dialect.store_canary([0.0]))
     fake.spoil["/collective_rpc"] = lambda reply, number: Reply({"error": "out of memory"}, 500)
     with pytest.raises(TrainingError, match="out of memory"):
         load(engine, checkpoints[1], 1)
@@ -194,23 +194,23 @@ def test_a_server_serves_one_run_after_another(fake, checkpoints):
     """The next run has another model.path. The server's own weights are reloaded first, and
     compared with their answers at the start."""
     engine = connected(fake)
-    asyncio.run(attach_engine(engine, fake.model, vocab=VOCAB))
+    asyncio.run(engine.attach(fake.model))
     assert fake.weights == "default"  # nothing had to be loaded
     load(engine, checkpoints[1], 9)
     second = connected(fake)
-    asyncio.run(attach_engine(second, fake.model, vocab=VOCAB))
+    asyncio.run(second.attach(fake.model))
     assert torch.equal(one(second).logp, one(connected(fake)).logp)
-    asyncio.run(attach_engine(connected(fake), checkpoints[1][0], vocab=VOCAB))
+    asyncio.run(connected(fake).attach(checkpoints[1][0]))
     assert holds(fake, checkpoints[1])
 
 
 def test_a_reload_that_is_wrong_every_time_is_noticed(fake, checkpoints):
-    asyncio.run(attach_engine(connected(fake), fake.model, vocab=VOCAB))
+    asyncio.run(connected(fake).attach(fake.model))
     fake.spoil["/collective_rpc"] = lambda reply, number: (
         setattr(fake, "table", fake.table * 1.5) or reply
     )
     with pytest.raises(UsageError, match="its weights are wrong after a reload"):
-        asyncio.run(attach_engine(connected(fake), checkpoints[1][0], vocab=VOCAB))
+        asyncio.run(connected(fake).attach(checkpoints[1][0]))
     learner = FakeLearner(checkpoints[1][1], version=0)
     with pytest.raises(TrainingError, match="moved the log-probabilities"):
         asyncio.run(checked_push(learner, connected(fake), vocab=VOCAB))
@@ -219,22 +219,25 @@ def test_a_reload_that_is_wrong_every_time_is_noticed(fake, checkpoints):
 def test_weights_of_another_program_cannot_be_checked(fake, checkpoints):
     fake.weights = "somebody-3"
     with pytest.raises(UsageError, match="weights 'somebody-3', which another program gave it"):
-        asyncio.run(attach_engine(connected(fake), fake.model, vocab=VOCAB))
+        asyncio.run(connected(fake).attach(fake.model))
 
 
 @pytest.mark.parametrize("canary", [[], [-0.5] * 17])
 def test_a_canary_of_another_length_is_refused(fake, canary):
     fake.told = {"initial_canary": canary}
     with pytest.raises(UsageError, match=f"a canary of {len(canary)} numbers .*, expected "):
-        asyncio.run(reattach_engine(connected(fake), vocab=VOCAB))
+        asyncio.run(connected(fake).check_reload())
 
 
 REPORTS = [
     ({"results": []}, "results of onepolicy_{}: 0 of 1 workers"),
     ({"results": [{"problem": None, "difference": None}] * 2}, "2 of 1 workers"),
-    ({"results": [None]}, "one has no (problem|difference)"),
-    ({"results": [{}]}, "one has no (problem|difference)"),
-    ({"results": [{"problem": [1], "difference": [1]}]}, "(problem|difference) is list, expected"),
+    ({"results": [None]}, "a result of onepolicy_{} is NoneType, expected an object"),
+    ({"results": [{}]}, "(problem|difference) is missing"),
+    (
+        {"results": [{"problem": [1], "difference": [1]}]},
+        "(problem|difference) is list, expected",
+    ),
     ({"results": 3}, "results is int, expected list"),
 ]
 

@@ -20,7 +20,7 @@ from onepolicy.config import UsageError
 from onepolicy.config.model import ModelConfig
 from onepolicy.interfaces import EngineCaps
 from onepolicy.models.checkpoint_names import CheckpointNames
-from onepolicy.rollout.servers.http import EngineLost
+from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.sync import broadcast
 from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.sync.push import push_weights

@@ -1,1 +1,0 @@
-"""Several engines that act as one."""

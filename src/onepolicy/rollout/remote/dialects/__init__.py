@@ -1,0 +1,1 @@
+"""The dialect of each kind of server."""

@@ -1,0 +1,199 @@
+"""One server or several as the engine of a run (rollout.engine.url)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from onepolicy.config import ServerEngineConfig, UsageError
+from onepolicy.interfaces import AdapterSource, NamedWeights
+from onepolicy.rollout.remote.addresses import server_urls
+from onepolicy.rollout.remote.client import EngineLost, EngineUnreachable
+from onepolicy.rollout.remote.engine import RemoteEngine, make_client
+from onepolicy.rollout.remote.fleet import Fleet, Member, common_caps
+from onepolicy.rollout.remote.shared_stream import SharedStream
+from onepolicy.rollout.remote.start_up import refuse_nccl_without_cuda
+from onepolicy.rollout.spec import EngineSpec
+from onepolicy.types import Completion, Sampling
+
+LOG = logging.getLogger(__name__)
+SLACK = 0.25  # of Placement
+TENSORS_AHEAD = 64  # of the slowest server, that a faster one may be sent
+IDLE_S = 3.0
+"""Seconds without a request after which a server is asked for its weights before the next one. No
+server restarts faster, and a restart while it has requests is noticed by these."""
+
+
+def build(spec: EngineSpec) -> RemoteEngine | ServerFleet:
+    """Build the engine over one server or several, and load the model's weights into them."""
+    config = spec.config
+    assert isinstance(config, ServerEngineConfig)
+    refuse_nccl_without_cuda(spec)
+    if not config.has_several:
+        engine = make_client(spec)
+        asyncio.run(engine.start(spec.model.path))
+        return engine
+
+    def make(url: str) -> RemoteEngine:
+        own = config.model_copy(update={"url": url})
+        return make_client(dataclasses.replace(spec, config=own))
+
+    fleet = ServerFleet(make, lambda: server_urls(config.url))
+    asyncio.run(fleet.start(spec.model.path))
+    return fleet
+
+
+class ServerFleet(Fleet[RemoteEngine]):
+    """A RolloutEngine over several servers.
+
+    Every weight update looks for lost and new servers: one that answers is checked as at the start
+    of a run and takes part in the update, so it has the learner's weights before it has a request.
+    If no server is left, the run waits for one (run/recovery.py).
+    """
+
+    def __init__(
+        self, make: Callable[[str], RemoteEngine], urls: Callable[[], Sequence[str]]
+    ) -> None:
+        """Make a client of each server. Call `start` before any other method.
+
+        make: a client of the server at an address. urls: the present addresses; a file or a name
+        server may change them.
+        """
+        super().__init__([Member(url, make(url)) for url in urls()], SLACK)
+        self._make, self._urls = make, urls
+
+    async def start(self, path: str) -> None:
+        """Connect all servers and load the checkpoint at `path` into them.
+
+        Raises UsageError if one does not answer or does not fit.
+        """
+        for member in self._all:
+            await member.engine.start(path)
+        self.caps = common_caps([member.engine.caps for member in self._members])
+
+    async def _generate_with(
+        self,
+        member: Member[RemoteEngine],
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+    ) -> Completion:
+        idle = len(member.running) == 1 and time.monotonic() - member.last_used > IDLE_S
+        if idle:
+            await member.engine.confirm_weights()
+        completion = await member.engine.generate(prompt_ids, sampling, seed=seed)
+        member.last_used = time.monotonic()
+        return completion
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    async def load_weights(self, weights: NamedWeights, version: int) -> None:
+        """Load the weights into all servers at once, each tensor gathered once.
+
+        A server that is lost meanwhile does not keep the others from their weights. With adapters
+        these are the frozen weights, and only servers that lack them are sent them.
+        """
+        await self._readmit()
+        members = self._members
+        if self.caps.takes_adapter:
+            members = await self._members_without_base()
+        stream = SharedStream(weights, len(members), ahead=TENSORS_AHEAD)
+
+        async def load(number: int, engine: RemoteEngine) -> None:
+            try:
+                await engine.load_weights(stream.read(number), version)
+            finally:
+                stream.close(number)
+
+        await self._update(members, load, version, ready=not self.caps.takes_adapter)
+
+    async def lacks_base(self) -> bool:
+        """Return whether a server needs the frozen weights before an adapter."""
+        await self._readmit()
+        return bool(await self._members_without_base())
+
+    async def _members_without_base(self) -> list[Member[RemoteEngine]]:
+        return [each for each in self._members if await each.engine.lacks_base()]
+
+    async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
+        """Load A and B into all servers at once. They have the frozen weights."""
+        await self._update(
+            self._members, lambda _, engine: engine.load_adapter(adapter, version), version
+        )
+
+    async def _update(
+        self,
+        members: Sequence[Member[RemoteEngine]],
+        load: Callable[[int, RemoteEngine], Awaitable[None]],
+        version: int,
+        *,
+        ready: bool = True,
+    ) -> None:
+        """Load weights of this version into the members. ready: they may then have requests."""
+        self._placement.forget()
+        self.version = -1
+        await self._on_each(members, load)
+        for member in members:
+            member.is_new = member.is_new and not ready
+        self.version = version
+
+    async def confirm_weights(self) -> None:
+        """Raise EngineLost if a server that may have sampled holds other weights."""
+        members = self._members
+        await self._on_each(members, lambda _, engine: engine.confirm_weights())
+        lost = [member.name for member in members if member.is_lost]
+        if lost:
+            raise EngineLost(
+                f"rollout.engine.url: {', '.join(lost)} may have sampled with other weights"
+            )
+
+    # --- servers that come back -------------------------------------------------------------------
+
+    async def come_back(self) -> None:
+        """Connect those servers that answer, after all or some were lost.
+
+        They hold the weights they were started with until the next update. Raises EngineUnreachable
+        if none answers.
+        """
+        for member in self._all:
+            member.is_lost = True
+        await self._readmit()
+        if not self._members:
+            raise EngineUnreachable(str(self._none_left()))
+
+    async def _readmit(self) -> None:
+        """Connect lost and new servers that answer. They then wait for weights."""
+        self._update_addresses()
+        lost = [member for member in self._all if member.is_lost]
+        await asyncio.gather(*map(self._admit, lost))
+
+    def _update_addresses(self) -> None:
+        """Follow a list of addresses that has changed."""
+        try:
+            urls = self._urls()
+        except UsageError as error:
+            LOG.warning("%s; the servers stay as they are", error)
+            return
+        known = {member.name for member in self._all}
+        self._all = [m for m in self._all if m.name in urls or not m.is_lost]
+        self._all += [Member(u, self._make(u), is_lost=True) for u in urls if u not in known]
+
+    async def _admit(self, member: Member[RemoteEngine]) -> None:
+        """Connect and check a server as at the start of a run, if it answers."""
+        engine = member.engine
+        if not await engine.answers():
+            return
+        try:
+            await engine.come_back()
+        except UsageError as error:
+            LOG.warning("%s answers again, but is not used: %s", member.name, error)
+            return
+        member.is_lost, member.is_new, member.last_used = False, True, time.monotonic()
+        LOG.warning("%s is back; it gets the weights before it gets requests", member.name)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the sums of the servers' metrics since the last call, and their number."""
+        return super().take_metrics() | {"rollout/servers": len(self._members)}

@@ -1,1 +1,0 @@
-"""SGLang in a separate process."""
