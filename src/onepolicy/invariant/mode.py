@@ -131,8 +131,9 @@ def _swap(model: PreTrainedModel, state: _State) -> None:
         model.set_experts_implementation(experts.NAME)
     install_recurrent(model)
     for module in model.modules():
+        own: Any = type(module)
         if isinstance(module, Recurrent):
-            _change_class(module, _with_invariant_operators(type(module)), state)
+            _change_class(module, _with_invariant_operators(own), state)
         elif is_plain_linear(module):
             _change_class(module, InvariantLinear, state)
         elif isinstance(module, Replaced):  # its mean would depend on the batch
