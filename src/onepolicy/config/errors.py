@@ -9,8 +9,10 @@ from pydantic import ValidationError
 
 from onepolicy.config.base import VARIANT_KEYS, Frozen
 from onepolicy.config.run import RunConfig
+from onepolicy.config.secrets import show_value
 from onepolicy.config.spelling import classes_of, did_you_mean, hint, paths_of
 
+MOST_PROBLEMS = 20  # that are described; a stranger's file may have 100,000
 Problem = Mapping[str, Any]
 Location = tuple[int | str, ...]
 
@@ -44,12 +46,25 @@ def describe_errors(error: ValidationError, kind: type[Frozen] = RunConfig) -> s
         for problem in error.errors()
         if problem["type"] != "default_factory_not_called"  # follows from another problem
     ]
+    if len(problems) > MOST_PROBLEMS:
+        more = len(problems) - MOST_PROBLEMS
+        return f"{_lines(problems[:MOST_PROBLEMS], kind)}\nand {more:,} more problems"
+    return _lines(problems, kind)
+
+
+def _lines(problems: list[Any], kind: type[Frozen]) -> str:
     places = [problem["loc"] for problem in problems]
     return "\n".join(
         _describe(problem, kind)
         for problem in problems
         if problem["type"] != "too_short" or not _refused_inside(problem["loc"], places)
     )
+
+
+def _shown(problem: Problem, value: Any) -> str:
+    """Return a part of the value that was refused: short, and without secrets."""
+    # An unknown setting may be a parameter of the task that was given one level too high.
+    return show_value(problem["loc"], value, free=problem["type"] == "extra_forbidden")
 
 
 def _refused_inside(location: Location, places: list[Location]) -> bool:
@@ -60,39 +75,40 @@ def _refused_inside(location: Location, places: list[Location]) -> bool:
 def _describe(problem: Problem, kind: type[Frozen]) -> str:
     location, value, context = problem["loc"], problem["input"], problem.get("ctx", {})
     place = _place(kind, location)
-    where = place.path
+    where, shown = place.path, _shown(problem, value)
     match problem["type"]:
         case "extra_forbidden":
             section = _place(kind, location[:-1])
             suggestion = hint(where, section.names(), paths_of(kind))
-            return f"{where}: unknown setting{section.variant} (value {value!r}){suggestion}"
+            return f"{where}: unknown setting{section.variant} (value {shown}){suggestion}"
         case "union_tag_invalid":
             name = context["discriminator"].strip("'")
-            return f"{where}.{name}: {_none_of(context['tag'], context['expected_tags'])}"
+            return f"{where}.{name}: {_none_of(problem, context['tag'], context['expected_tags'])}"
         case "union_tag_not_found":
             name = context["discriminator"].strip("'")
             return f"{where}.{name}: required, but not set; give it first"
         case "literal_error" | "enum":
-            return f"{where}: {_none_of(value, context['expected'])}"
+            return f"{where}: {_none_of(problem, value, context['expected'])}"
         case "missing":
             in_list = any(isinstance(key, int) for key in location)  # overrides cannot reach there
             override = "" if in_list else f" or give {where}=..."
             return f"{where}: required, but not set; add it to the recipe{override}"
         case "model_type" | "model_attributes_type":
-            return f"{where}: {value!r} is a value, but this is a section{_meant(place, value)}"
+            meant = _meant(place, shown.strip("'"))
+            return f"{where}: {shown} is a value, but this is a section{meant}"
         case "tuple_type" | "list_type":
-            return f"{where}: {value!r} is no list; write {_list_of(where, value)}"
+            return f"{where}: {shown} is no list; write {_list_of(where, value)}"
         case "value_error":
             return str(problem["msg"]).removeprefix("Value error, ")
         case _:
-            return f"{where}: {problem['msg']} (value {value!r})"
+            return f"{where}: {problem['msg']} (value {shown})"
 
 
-def _none_of(value: Any, expected: str) -> str:
+def _none_of(problem: Problem, value: Any, expected: str) -> str:
     """Return `VALUE is none of ...`. expected: as pydantic lists choices, `'a', 'b' or 'c'`."""
     listed = expected.replace(" or ", ", ")
     choices = [each.strip("'") for each in listed.split(", ")]
-    return f"{value!r} is none of {listed}{did_you_mean(value, choices)}"
+    return f"{_shown(problem, value)} is none of {listed}{did_you_mean(value, choices)}"
 
 
 def _meant(place: Place, value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,17 +25,6 @@ ADDRESS = "cluster.address"
 KIND, ID = "task.kind", "task.id"
 TYPED_AGAIN = (TRUST, URL, ADDRESS, KIND, ID)
 """Settings that a stored run cannot make alone (`check_trust`)."""
-SECRET = re.compile(
-    r"(?i)(key|secret|password|passwd|passphrase|token|credential|auth|authorization|bearer|cookie"
-    r"|(^|[_-])pat)s?([_-]?\d+)?$"
-)
-"""Names of texts that are secrets, in the settings of FREE."""
-FREE = ("env", "params", "command")
-"""Settings of a task that are somebody else's. Elsewhere a name such as `answer_key` is ours."""
-NAMED = re.compile(r"(-*[\w-]+)(=|:\s*)(.+)", re.DOTALL)
-"""A name and its value in one text: `--api-key=VALUE`, `Authorization: VALUE`."""
-USER = re.compile(r"(?<=://)[^\s?#]+(?=@)")
-"""User and password in an address."""
 
 
 def read_stored_config(run: Path) -> RunConfig:
@@ -48,8 +36,13 @@ def read_stored_config(run: Path) -> RunConfig:
     if not path.is_file():
         raise UsageError(f"{run}: not a run folder (no {CONFIG}); give the folder of a run")
     refuse_holes(path, "copy it from a run of the same kind")
+    data = path.read_bytes()
     try:
-        return RunConfig.model_validate_json(path.read_bytes())
+        json.loads(data)  # pydantic's own error would quote the whole file
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path}: is damaged and no JSON; copy the run folder again") from None
+    try:
+        return RunConfig.model_validate_json(data)
     except ValidationError as error:
         problem = describe_errors(error)
         raise UsageError(f"{path}: not the settings of a run: {problem}") from None
@@ -139,51 +132,3 @@ def _is_here(url: str | tuple[str, ...]) -> bool:
     if isinstance(url, tuple):
         return all(map(_is_here, url))
     return url.startswith(("http://", "https://")) and is_loopback(urlsplit(url).hostname or "")
-
-
-def without_secrets(tree: Any) -> Any:
-    """Return settings without users in addresses, and without secrets in the settings of FREE.
-
-    There a text is a secret under a name like `api_key`, behind it (`--api-key=VALUE`,
-    `Authorization: VALUE`), or as the next word of a list. A list or an object under such a name
-    loses all its texts.
-    """
-    return _without_secrets(tree, free=False, secret=False)
-
-
-def _without_secrets(tree: Any, *, free: bool, secret: bool) -> Any:
-    """Return a part of the settings. free: it is in one of FREE. secret: it has a secret's name."""
-    if isinstance(tree, dict):
-        entry = free and set(tree) >= {"name", "value"} and _is_secret(tree["name"])
-        return {
-            name: _without_secrets(
-                value,
-                free=free or name in FREE,
-                secret=secret or (free and _is_secret(name)) or (entry and name == "value"),
-            )
-            for name, value in tree.items()
-        }
-    if isinstance(tree, list | tuple):
-        return _list_without_secrets(tree, free=free, secret=secret)
-    if not isinstance(tree, str):
-        return tree
-    if secret:
-        return "hidden"
-    named = NAMED.fullmatch(tree)
-    if free and named is not None and _is_secret(named[1]):
-        return f"{named[1]}{named[2]}hidden"
-    return USER.sub("hidden", tree)
-
-
-def _list_without_secrets(items: Sequence[Any], *, free: bool, secret: bool) -> list[Any]:
-    """Return a list, of a command's words or of a pair such as ["Authorization", VALUE]."""
-    hidden = []
-    for i, item in enumerate(items):
-        before = items[i - 1] if i else ""
-        is_value = _is_secret(before) and (len(items) == 2 or str(before).startswith("-"))
-        hidden.append(_without_secrets(item, free=free, secret=secret or (free and is_value)))
-    return hidden
-
-
-def _is_secret(name: Any) -> bool:
-    return isinstance(name, str) and bool(SECRET.search(name))

@@ -31,6 +31,8 @@ from onepolicy.gateway.turns import Turn
 LOG = logging.getLogger(__name__)
 MOST_BYTES = 64 * 2**20
 """Bytes of a request's body. Agents send their whole history in each."""
+SECONDS_TO_SEND = 60
+"""Seconds in which a request's body must be there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,16 +212,21 @@ async def _read_body(http: HTTPRequest) -> tuple[Body, str]:
         )
     parts: list[bytes] = []
     size = 0
-    async for part in http.stream():
-        size += len(part)
-        if size > MOST_BYTES:
-            raise RequestError(f"the body has more than {MOST_BYTES} bytes", status=413)
-        parts.append(part)
+    try:
+        async with asyncio.timeout(SECONDS_TO_SEND):
+            async for part in http.stream():
+                size += len(part)
+                if size > MOST_BYTES:
+                    raise RequestError(f"the body has more than {MOST_BYTES} bytes", status=413)
+                parts.append(part)
+    except TimeoutError:
+        said = f"the body was not there after {SECONDS_TO_SEND} s"
+        raise RequestError(said, status=408, code="timeout") from None
     data = b"".join(parts)
     try:
         body = finite_json(data)
-    except (ValueError, RecursionError):
-        raise RequestError("the body is not JSON") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
     return body, hashlib.blake2b(data, digest_size=16).hexdigest()

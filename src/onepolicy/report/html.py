@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from onepolicy.config.stored_config import without_secrets
+from onepolicy.config.secrets import without_secrets
 from onepolicy.files import write_text_atomically
 from onepolicy.notation import counted, number
 from onepolicy.report.figure import Absent, Figure

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.numpy import load_file
 
-from onepolicy.config.stored_config import without_secrets
+from onepolicy.config.secrets import without_secrets
 from onepolicy.console import make_table
 from onepolicy.files import write_text_atomically
 from onepolicy.notation import DASH, counted, number

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Protocol, TypeVar
 
 from onepolicy.config import RunConfig, UsageError
-from onepolicy.config.stored_config import without_secrets
+from onepolicy.config.secrets import without_secrets
 from onepolicy.run.run_folder import read_about
 
 Values = Mapping[str, float]

@@ -182,3 +182,33 @@ def test_weights_that_cannot_be_exported_are_named(tmp_path, capsys, words):
     assert "make room" not in told
     assert f"{folder}" in told.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda text: text[:-3], "is damaged and no JSON; copy the run folder again"),
+        (lambda text: text.replace('"steps"', '"task_api_key": "sk-LEAKED", "steps"', 1), "hidden"),
+        (lambda text: text.replace('"kind"', '"api_key": "sk-LEAKED", "kind"'), "hidden"),
+        (lambda text: text.replace('"kind"', '"env": "api_key: sk-LEAKED", "kind"'), "hidden"),
+        (lambda text: text.replace('"steps": ', '"steps": {"password": "sk-LEAKED"}, "x": '), ""),
+        (lambda text: text.replace('"steps"', '"x": [["x"]], "steps"', 1), "unknown setting"),
+    ],
+)
+def test_an_error_about_a_stored_config_shows_no_key(run, damage, said):
+    """A copy that was cut off is an everyday damage, and its error goes to logs."""
+    path = run / "config.json"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(UsageError) as error:
+        read_stored_config(run)
+    assert said in str(error.value)
+    assert "sk-LEAKED" not in str(error.value)
+
+
+def test_a_hundred_thousand_unknown_settings_are_counted(run):
+    path = run / "config.json"
+    tree = json.loads(path.read_text()) | {f"setting{i}": i for i in range(20_000)}
+    path.write_text(json.dumps(tree))
+    with pytest.raises(UsageError, match=r"and 19,980 more problems$") as error:
+        read_stored_config(run)
+    assert len(str(error.value).splitlines()) == 21

@@ -18,6 +18,8 @@ NAME_PLACEHOLDER = "nameoftool"
 ARGUMENT_PLACEHOLDER = "nameofargument"
 VALUE_PLACEHOLDER = "valueofargument"
 CALL_ID = "callid000"
+DEEPEST = 64
+"""Levels of the JSON of a call or a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,24 @@ class CallFormat:
 
 
 def finite_json(text: str | bytes) -> Any:
-    """Return JSON's value. Raises ValueError for NaN and infinite numbers, which are no JSON."""
-    return json.loads(text, parse_float=_finite, parse_constant=_finite)
+    """Return JSON's value.
+
+    Raises ValueError for NaN and infinite numbers, which are no JSON, and for more than DEEPEST
+    levels, which code that walks the value by recursion could not take.
+    """
+    value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [inner for outer in level for inner in _children(outer)]
+        if not level:
+            return value
+    raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _finite(written: str) -> float:
