@@ -19,7 +19,7 @@ PREFIX, SUFFIX = "base_model.model.", ".lora_A.weight"
 
 class ModelSGLang(FakeSGLang):
     def __enter__(self):
-        self.built, self.known = None, {}
+        self.built, self.computed = None, {}
         return super().__enter__()
 
     def read_adapter(self, name, folder):
@@ -42,11 +42,11 @@ class ModelSGLang(FakeSGLang):
         """Return the logits [V] after the path, and its routes, [LAYERS, TOP_K] for each token."""
         weights = (self.updates, id(adapter))
         if self.built is None or self.built[0] != weights:
-            self.built, self.known = (weights, self.build(adapter)), {}
-        if tuple(path) not in self.known:
+            self.built, self.computed = (weights, self.build(adapter)), {}
+        if tuple(path) not in self.computed:
             logits, rows = forward(self.built[1], path)
-            self.known[tuple(path)] = logits, rows
-        return self.known[tuple(path)]
+            self.computed[tuple(path)] = logits, rows
+        return self.computed[tuple(path)]
 
     def build(self, adapter):
         tensors = dict(self.weights)

@@ -164,7 +164,8 @@ class Fleet(Generic[E]):
         for member in self._all:
             if isinstance(member.engine, MetricsSource):
                 total.update(member.engine.take_metrics())
-        total["rollout/requests_repeated"] += self._repeated
+        if self._repeated:
+            total["rollout/requests_repeated"] += self._repeated
         self._repeated = 0
         return dict(total)
 

@@ -196,4 +196,5 @@ class ServerFleet(Fleet[RemoteEngine]):
 
     def take_metrics(self) -> dict[str, float]:
         """Return the sums of the servers' metrics since the last call, and their number."""
-        return super().take_metrics() | {"rollout/servers": len(self._members)}
+        always = {"rollout/requests_repeated": 0, "rollout/servers": len(self._members)}
+        return always | super().take_metrics()

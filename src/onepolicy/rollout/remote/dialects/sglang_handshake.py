@@ -44,7 +44,7 @@ class ServerSettings(Reply):
 
     version: Text
     model_path: Text
-    device: Text
+    device: Text = ""
     dtype: Text
     quantization: Text | None = None
     enable_fp32_lm_head: bool | None = None
