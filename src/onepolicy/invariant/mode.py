@@ -131,9 +131,9 @@ def _swap(model: PreTrainedModel, state: _State) -> None:
         model.set_experts_implementation(experts.NAME)
     install_recurrent(model)
     for module in model.modules():
-        own: Any = type(module)
         if isinstance(module, Recurrent):
-            _change_class(module, _with_invariant_operators(own), state)
+            layer_class: Any = type(module)
+            _change_class(module, _with_invariant_operators(layer_class), state)
         elif is_plain_linear(module):
             _change_class(module, InvariantLinear, state)
         elif isinstance(module, Replaced):  # its mean would depend on the batch
@@ -167,7 +167,7 @@ class InvariantLinear(nn.Linear):
 
 
 @cache
-def _with_invariant_operators(original: type[Recurrent]) -> type[Recurrent]:
+def _with_invariant_operators(original: Any) -> type[nn.Module]:
     """Return a subclass of a recurrent layer with the operators of RECURRENT."""
     parts = {"replaced": RECURRENT, "__module__": original.__module__}
     return type(original.__name__, (original,), parts)

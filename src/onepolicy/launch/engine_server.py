@@ -15,6 +15,7 @@ from onepolicy.models.load import context_length, read_config
 from onepolicy.replay.layers import is_moe
 from onepolicy.rollout.vllm.adapter import server_args
 from onepolicy.rollout.vllm.serve import run_server
+from onepolicy.rollout.vllm.start import check_cpu_hybrid
 
 
 def serve_model(
@@ -41,6 +42,9 @@ def serve_model(
     max_len = config.max_len or context
     if max_len > context:
         raise UsageError(f"max_len: {max_len} is more than the model's context of {context}")
+    cpu = not torch.cuda.is_available()
+    if cpu:
+        check_cpu_hybrid(config, hf_config.get_text_config())
     adapters = None
     if config.lora_rank is not None:
         adapters = _adapter_settings(config, config.lora_rank, model)
@@ -53,7 +57,7 @@ def serve_model(
         max_len=max_len,
         vocab=int(hf_config.get_text_config().vocab_size),
         return_routes=routes and is_moe(hf_config),
-        cpu=not torch.cuda.is_available(),
+        cpu=cpu,
         adapters=adapters,
         host=host,
         port=port,

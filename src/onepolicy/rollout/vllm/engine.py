@@ -30,7 +30,7 @@ from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.adapter import LoadedAdapter, adapter_of
 from onepolicy.rollout.vllm.memory import GPU_SHARE
 from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors, part_sizes
-from onepolicy.rollout.vllm.start import start_llm_engine
+from onepolicy.rollout.vllm.start import check_cpu_hybrid, start_llm_engine
 from onepolicy.rollout.vllm.weights import reload_weights, send_to_workers
 from onepolicy.sync.canary import inexact_dtype
 from onepolicy.types import Completion, RoutingTrace, Sampling
@@ -81,6 +81,8 @@ class VLLMEngine:
         sleeps: `sleep` frees that share until the next use. lora: adapters that it computes with.
         """
         text = hf_config.get_text_config()
+        if cpu:
+            check_cpu_hybrid(config, text)
         self.version = 0
         self.adapter: str | None = None  # name of the LoRA adapter that it samples with
         self._vocab, self._devices = int(text.vocab_size), config.tensor_parallel_size

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from onepolicy.rollout.vllm.compatibility import (
 )
 from onepolicy.rollout.vllm.memory import GPU_SHARE, memory_args
 from onepolicy.telemetry import OPT_OUT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # In this process, so that weights are loaded without a copy. No telemetry.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **OPT_OUT}
@@ -191,6 +194,29 @@ def engine_args(
         **memory_args(config, cpu=cpu, share=gpu_share),
         **vllm_quant.quantization_args(quant),
     }
+
+
+def check_cpu_hybrid(config: VLLMEngineConfig, text: PreTrainedConfig) -> None:
+    """Raise UsageError for settings with which vLLM's CPU build runs no recurrent layers.
+
+    text: the config of the language model.
+    """
+    from onepolicy.models.layer_kinds import LAYER_KINDS, layer_kinds  # not in a server
+
+    recurrent = {k for k in layer_kinds(text) if k in LAYER_KINDS and LAYER_KINDS[k].recurrent}
+    if not recurrent:
+        return
+    has = f"{text.model_type} has {', '.join(sorted(recurrent))} layers"
+    if config.dtype == "float32":
+        raise UsageError(
+            f"rollout.engine.dtype: float32, but {has}, which vLLM's CPU build computes in "
+            "bfloat16 only; use bfloat16"
+        )
+    if config.enable_prefix_caching:
+        raise UsageError(
+            f"rollout.engine.enable_prefix_caching: {has}, whose states vLLM's CPU build caches "
+            "only with prefills in chunks, which lose its random numbers; set it to false"
+        )
 
 
 def _check_cpu_experts(path: str, size: int, trust_remote_code: bool) -> None:

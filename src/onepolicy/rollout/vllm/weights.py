@@ -1,4 +1,4 @@
-"""Weight sync to a running vLLM by its own reload, with fixes for two of its bugs."""
+"""Weight sync to a running vLLM by its own reload, with fixes for three of its bugs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reload_weights(worker: Any, weights: NamedWeights) -> None:
     except BaseException:
         abort_reload(worker)
         raise
-    pack_experts(worker.get_model())
+    finish_reload(worker.get_model())
 
 
 async def send_to_workers(llm: Any, weights: NamedWeights, version: int, workers: int) -> None:
@@ -73,6 +73,28 @@ def abort_reload(worker: Any) -> None:
             info.load_numel = 0
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(model, worker.vllm_config.model_config)
+
+
+def finish_reload(model: nn.Module) -> None:
+    """Bring what vLLM derives from weights up to the reloaded ones, where it does not itself."""
+    pack_experts(model)
+    renew_convolutions(model)
+
+
+def renew_convolutions(model: nn.Module) -> None:
+    """Give Mamba-2 layers the convolutions that were loaded.
+
+    vLLM 0.30.0 computes with a view of the first weights, which a reload puts into new memory: the
+    convolutions would keep their first weights without an error.
+    """
+    for module in model.modules():
+        held, layer = (getattr(module, name, None) for name in ("conv_weights", "conv1d"))
+        if held is None or layer is None:
+            continue
+        loaded = getattr(layer, "_cpu_unpacked_conv_weight", None)  # where the CPU has packed it
+        if loaded is None:
+            loaded = layer.weight
+        held.copy_(loaded.view(held.shape))
 
 
 def pack_experts(model: nn.Module) -> None:

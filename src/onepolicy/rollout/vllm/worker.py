@@ -17,7 +17,7 @@ from onepolicy.rollout.vllm.compatibility import Deployment, deployment_of
 from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors
 from onepolicy.rollout.vllm.served_adapter import AdapterFiles, adapter_limits
 from onepolicy.rollout.vllm.start import has_monolithic_kernel, head_dtypes
-from onepolicy.rollout.vllm.weights import abort_reload, pack_experts, reload_weights
+from onepolicy.rollout.vllm.weights import abort_reload, finish_reload, reload_weights
 from onepolicy.sync.broadcast import Receiver
 from onepolicy.sync.checksum import ChecksumAccumulator, ChecksumTable, describe_difference
 from onepolicy.sync.weight_files import read_weights
@@ -183,7 +183,7 @@ class WorkerExtension:
             raise
         finally:
             model.model, model.revision = checkpoint
-        pack_experts(self.get_model())
+        finish_reload(self.get_model())
 
     def _onepolicy_start_checkpoint(self) -> tuple[str, str | None]:
         """Return path or hub id, and revision, as vLLM's config has them at the first call."""

@@ -5,13 +5,15 @@ import copy
 import pytest
 import torch
 
-from onepolicy.config import UsageError
+from onepolicy.config import Fp8, Fp8Weight, HFEngineConfig, Int8, UsageError
 from onepolicy.models.cache_size import state_bytes
 from onepolicy.models.prepare import has_one_per_layer, prepare_for_training, unknown_layers
 from onepolicy.models.recurrent import layers
 from onepolicy.models.recurrent.segments import Row
+from onepolicy.rollout.copies import quantise_policy
 from onepolicy.rollout.hf import forward
 from onepolicy.rollout.hf.continuous_batch import ContinuousBatch
+from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.hf.static_batch import StaticBatch
 from onepolicy.types import Sampling
 from support.engine_runs import check_against_stock, engine_of, prompts, ragged, run
@@ -87,6 +89,34 @@ def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
     monkeypatch.setattr(forward, "MAX_TOKENS", 7)
     requests = ragged(prompts(3, 20, 24), spread=5)
     check_against_stock(hybrid("bamba"), requests, run(engine("bamba"), requests))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [
+        ("qwen3_next", Int8()),
+        ("nemotron_h", Fp8()),
+        ("kimi_linear", Fp8Weight()),
+        ("lfm2_moe", Int8()),
+        ("bamba", Int8()),
+    ],
+    ids=str,
+)
+def test_logp_and_routes_are_those_of_the_quantised_model(family, quant):
+    """Projections of recurrent layers are quantised; convolutions, decays and states are not."""
+    whole, requests = hybrid(family), ragged(prompts(4, 3, SHORT), spread=8)
+    quantise_policy(whole, quant)
+    config = HFEngineConfig(dtype="float32", max_num_seqs=3)
+    routed = family in MOE
+    tested = HFEngine(hybrid(family), config, return_routes=routed, max_len=64, quant=quant)
+    assert isinstance(tested.batch, ContinuousBatch)
+    check_against_stock(whole, requests, run(tested, requests))
+
+
+def test_a_family_that_reads_weights_past_their_layers_is_not_quantised():
+    with pytest.raises(UsageError, match="JambaForCausalLM reads weights past their layers"):
+        quantise_policy(hybrid("jamba"), Int8())
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "jamba", "kimi_linear", "lfm2"])
