@@ -12,7 +12,6 @@ import torch
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import PersistentEngine
-from onepolicy.notation import number
 from onepolicy.sync.canary import Canary, canary_logp
 
 
@@ -57,11 +56,6 @@ async def _check_reload(engine: PersistentEngine, initial: list[float], vocab: i
             "the server"
         )
     at_start = Canary(engine, vocab, torch.tensor(initial), now.noise)
-    moved, is_same = await at_start.change(now.logp)
-    if not is_same:
-        raise UsageError(
-            f"rollout.engine: {type(engine).__name__} reloaded the weights it was started with, "
-            f"and its log-probabilities of a fixed batch are up to {number(moved)} "
-            f"from those at its start (without a reload: {number(now.noise)}); its weights are "
-            "wrong after a reload"
-        )
+    name = type(engine).__name__
+    done = f"rollout.engine: reloading {name} with the weights it was started with"
+    await at_start.require_same(done, "reload", UsageError, now.logp)
