@@ -6,13 +6,16 @@ A learner is a scorer with an optimiser. The main path of an update is
 
 Nothing here depends on the number of processes. The model is called as a module, gradients are on
 its parameters, and the denominators of the loss are fixed beforehand. So FSDP2 can wrap the model
-(train/sharded/) without a change to this file.
+(train/sharded/) without a change to this file. Which forward the loss is made of is the business of
+`ScoringFirst`, or of `BypassScoring` where `correction.ratio = new/rollout`.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +24,12 @@ from torch import Tensor
 
 from onepolicy.interfaces import Update
 from onepolicy.objective.loss import loss_weights, policy_loss
+from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.routers import Routers
 from onepolicy.train import checkpoint, pack
 from onepolicy.train.activation_checkpointing import checkpoint_activations
 from onepolicy.train.checks import check_batch
+from onepolicy.train.forward import Scored
 from onepolicy.train.optim import (
     clip_gradients,
     count_skipped_update,
@@ -32,8 +37,7 @@ from onepolicy.train.optim import (
     norm_metrics,
 )
 from onepolicy.train.optimizers import adamw
-from onepolicy.train.scorer import PolicyScorer
-from onepolicy.train.scoring import BypassScoring, ScoringFirst
+from onepolicy.train.scorer import PolicyScorer, ScoreBuffer
 from onepolicy.train.update_parts import Measured, MicroBatch, UpdatePart
 from onepolicy.types import TokenBatch
 
@@ -251,3 +255,112 @@ def _read(values: dict[str, Tensor]) -> dict[str, float]:
     """Return the numbers in tensors without dimensions. Waits for the device once."""
     numbers = torch.stack([value.detach().double() for value in values.values()]).tolist()
     return dict(zip(values, numbers, strict=True))
+
+
+# --- which forward an update is made of ----------------------------------------------------------
+
+
+class ScoringFirst:
+    """A scoring forward before the update, and a forward of its own in the update.
+
+    With `train.reuse_scoring_forward` the update uses the graphs of the scoring forwards.
+    """
+
+    def __init__(self, scorer: PolicyScorer) -> None:
+        self.scorer = scorer
+        self._most_graphs = scorer.config.most_reused_forwards
+        self._graphs: dict[tuple[int, ...], tuple[Scored, list[Tensor]]] = {}
+        """Scores and `Measured.replaced` of a forward, by the samples of its micro-batch."""
+
+    def score(self, batch: TokenBatch) -> TokenBatch:
+        """Fill the fields of the old policy, if it is scored before the update."""
+        self._graphs.clear()
+        scorer = self.scorer
+        if len(scorer.batcher.updated(batch)) > self._most_graphs:
+            return scorer.score(batch)
+
+        def keep_graph(
+            samples: list[int], scored: Scored, handle: RouteRecorder | ReplayHandle | None
+        ) -> None:
+            self._graphs[tuple(samples)] = scored, self._replaced(handle)
+
+        scored = scorer.score_unchecked(batch, replay=True, keep_graph=keep_graph)
+        return scorer.check_scored(scored)
+
+    @contextmanager
+    def minibatch(self, batch: TokenBatch, measured: Measured, *, first: bool) -> Iterator[None]:
+        """Return a context for the forwards of a minibatch. first: the first of its step."""
+        yield
+
+    @contextmanager
+    def update_forward(
+        self, samples: list[int], micro: TokenBatch, measured: Measured
+    ) -> Iterator[MicroBatch]:
+        """Yield a micro-batch with its scores, which carry their graph.
+
+        The context stays open during the backward, so that recomputed layers route as the forward
+        did.
+        """
+        assert micro.logp_old is not None, "score() fills logp_old"
+        kept = self._graphs.pop(tuple(samples), None)
+        if kept is not None:
+            scored, replaced = kept
+            measured.replaced += replaced
+            yield MicroBatch(micro, scored, micro.logp_old)
+            return
+        with self.scorer.routing_context(micro, native=False) as handle:
+            scored = self._forward(micro)
+            measured.replaced += self._replaced(handle)
+            yield MicroBatch(micro, scored, micro.logp_old)
+
+    def _forward(self, micro: TokenBatch, *, displaced: bool = False) -> Scored:
+        entropy_graph = self.scorer.config.objective.entropy_coef > 0
+        return self.scorer.forward(micro, entropy_graph=entropy_graph, displaced=displaced)
+
+    def _replaced(self, handle: RouteRecorder | ReplayHandle | None) -> list[Tensor]:
+        if self.scorer.replay_mode.is_soft and isinstance(handle, ReplayHandle):
+            return [handle.replaced_fraction()]
+        return []
+
+
+class BypassScoring(ScoringFirst):
+    """Nothing scores the batch before the update.
+
+    The forwards of the first minibatch run before the first optimiser step, so their
+    log-probabilities are those of the old policy.
+    """
+
+    def __init__(self, scorer: PolicyScorer) -> None:
+        super().__init__(scorer)
+        self._buffer: ScoreBuffer | None = None  # of the first minibatch, while it is trained on
+
+    def score(self, batch: TokenBatch) -> TokenBatch:
+        return batch
+
+    @contextmanager
+    def minibatch(self, batch: TokenBatch, measured: Measured, *, first: bool) -> Iterator[None]:
+        """Keep the scores of a step's first minibatch. The later ones have other weights."""
+        if not first:
+            yield
+            return
+        self._buffer = buffer = ScoreBuffer(batch)
+        yield
+        self._buffer = None
+        scored = buffer.fill_batch(self.scorer.routers)
+        measured.scored = self.scorer.check_scored(scored)
+
+    @contextmanager
+    def update_forward(
+        self, samples: list[int], micro: TokenBatch, measured: Measured
+    ) -> Iterator[MicroBatch]:
+        with self.scorer.routing_context(micro, native=self._buffer is not None) as handle:
+            start = time.perf_counter()
+            scored = self._forward(micro, displaced=True)
+            self.scorer.check_displaced(micro, scored.displaced)
+            if self.scorer.device.type == "cuda":
+                torch.cuda.synchronize(self.scorer.device)
+            measured.seconds += time.perf_counter() - start
+            measured.replaced += self._replaced(handle)
+            if self._buffer is not None:
+                self._buffer.add_scores(samples, scored, handle)
+            yield MicroBatch(micro, scored, micro.logp_rollout)
