@@ -155,9 +155,8 @@ class Planner:
         self._hf_config = read_hf_config(model)
         # by the dtype of the layers' computation, and train.logits_chunk
         self._models: dict[tuple[str, int | None], DryRunModel] = {}
-        self._dry_runs: dict[tuple[Any, ...], MicroBatchMemory] = {}
         settled = self.settings_of(cluster.count)
-        dry = self._plain_model(settled)
+        dry = DryRunModel.of(settled, self._hf_config, cpu=cluster.is_cpu)
         self.dims: Dims = read_dims(dry.model, config.model.path)
         if config.train.lora is not None:
             self.dims = with_adapters(self.dims, dry.model, config.train.lora)
@@ -316,30 +315,22 @@ class Planner:
         return 0 < self._logits_chunk(config) < sum(fullest.trainable)
 
     def _dry_run(self, samples: int, config: RunConfig, *, first: bool) -> MicroBatchMemory:
-        checkpointing = config.train.activation_checkpointing
-        key = (*_model_key(config), samples, checkpointing, first)
-        if key not in self._dry_runs:
-            micro = MicroBatchShape((self.work.slots,) * samples, (self.work.response,) * samples)
-            self._dry_runs[key] = self._model(config).micro_batch_memory(
-                micro,
-                checkpointing=checkpointing,
-                entropy_graph=config.objective.entropy_coef > 0,
-                first=first,
-            )
-        return self._dry_runs[key]
+        micro = MicroBatchShape((self.work.slots,) * samples, (self.work.response,) * samples)
+        return self._model(config).micro_batch_memory(  # which keeps its runs
+            micro,
+            checkpointing=config.train.activation_checkpointing,
+            entropy_graph=config.objective.entropy_coef > 0,
+            first=first,
+        )
 
     def _model(self, config: RunConfig) -> DryRunModel:
         key = _model_key(config)
         if key not in self._models:
-            dry = self._plain_model(config)
+            dry = DryRunModel.of(config, self._hf_config, cpu=self.cluster.is_cpu)
+            self._models[key] = dry
             if self.config.train.lora is not None:
                 dry.add_adapters(self.config.train.lora)
-            self._models[key] = dry
         return self._models[key]
-
-    def _plain_model(self, config: RunConfig) -> DryRunModel:
-        """Build the model without adapters."""
-        return DryRunModel.of(config, self._hf_config, cpu=self.cluster.is_cpu)
 
     @property
     def room_share(self) -> float:
